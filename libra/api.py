@@ -15,6 +15,7 @@ from libra.driver.given_objects import check_environment, check_score
 from libra.driver.run_summary import RunSummary
 from libra.driver.session import run
 from libra.envs import Environment, FunctionEnvironment
+from libra.envs.own_reward import own_reward
 from libra.errors import ConfigError
 from libra.named_parts import name_of
 
@@ -36,6 +37,7 @@ def train(
     reward: Callable[..., Any] | str | Mapping[str, Any] | Sequence[Any] | None = None,
     tools: Sequence[Callable[..., Any]] = (),
     *,
+    agent: str | Callable[..., Any] | None = None,
     environment: Environment | None = None,
     config: str | Path | None = None,
     score: Score | None = None,
@@ -59,6 +61,10 @@ def train(
         (`libra.envs.rewards.signatures`); a name such as "gsm8k", or a mapping with "name" and options (`libra.envs.rewards`).
     tools : sequence of callables
         Python functions with type hints and a docstring; the model sees their names, schemas and docstrings.
+    agent : str or callable, optional
+        Your own agent, which is started for each prompt and asks the model over OpenAI's or Anthropic's API (docs/agents.md): a
+        command line, or a function at the top of a module. It has its own tools. Without a ``reward`` the agent gives its own: it
+        returns a number, or a dict with "reward", or posts one to its gateway.
     environment : Environment, optional
         Replaces prompts, reward and tools. Otherwise prompts and reward are required.
     config : path, optional
@@ -86,6 +92,13 @@ def train(
     Local workers are processes: a script that calls this needs ``if __name__ == "__main__":`` around the call.
     """
     check_environment(environment)
+    if agent is not None:
+        field = "agent__command" if isinstance(agent, str) else "agent__function"
+        if tools:
+            raise ConfigError("libra.train: tools are given, and agent, which has its own; leave either out")
+        settings = {**settings, field: agent}
+        if reward is None and environment is None:
+            reward = own_reward
     check_score(score)
     if client is not None and not isinstance(client, _client_class()):
         raise ConfigError(

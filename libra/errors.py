@@ -17,6 +17,7 @@
     |   +-- SessionLost                    the session of a trajectory is gone, with its worker or alone
     |   +-- ToolFault                      a tool failed in a way that the model must not read
     |   |   +-- ToolTimeout                it did not return in time, which it declares fatal
+    +-- RequestRefused(ValueError)         a request of an agent is not answered; says which field, and why
     +-- LateRefused(ValueError)            a late reward is not taken: there is one, or nothing waits for it
     +-- CallbackError(RuntimeError)        a callback of the user raised
     +-- StoreError(OSError)                a record, a group or a batch could not be written or read
@@ -74,6 +75,17 @@ class ClusterError(LibraError, RuntimeError):
 
 class CallbackError(LibraError, RuntimeError):
     """A callback of the user raised; what is committed stays, and the run can be resumed."""
+
+
+class RequestRefused(LibraError, ValueError):
+    """A request of an agent is not answered.
+
+    ``param`` is the field at fault, ``status`` the HTTP status, ``code`` the word by which clients tell errors apart.
+    """
+
+    def __init__(self, message: str, param: str = "", status: int = 400, code: str = "invalid_request") -> None:
+        super().__init__(message)
+        self.param, self.status, self.code = param, status, code
 
 
 class LateRefused(LibraError, ValueError):

@@ -390,6 +390,8 @@ class Episode:
     turns: tuple[Turn, ...]
     end_reason: EndReason
     state: Any = None  # of an environment that has one, after the last turn
+    result: Any = None  # what an agent returned, or its command printed; None without an agent
+    own_reward: float | None = None  # what an agent gave itself, by its result or at its gateway's /reward
 
     @property
     def answer(self) -> str:
@@ -400,6 +402,11 @@ class Episode:
     def num_tokens(self) -> int:
         """Tokens generated in all turns."""
         return sum(turn.num_tokens for turn in self.turns)
+
+
+def start_of(turn: Mapping[str, Any]) -> int:
+    """First token, in its trajectory, of the sequence that trains a turn; 0 where there is one."""
+    return max(0, int(turn.get("sequence_start", 0)))
 
 
 @dataclass(slots=True)
@@ -413,7 +420,7 @@ class Trajectory:
         log-probability is 0 and versions are -1.
     turns : list of dict
         One flat, JSON-able row per turn: turn, tool, status, num_calls, prompt_tokens, generated_tokens,
-        observation_tokens, stop_reason, generate_s, queued_s, tool_s, worker, text_chars, payload_chars.
+        observation_tokens, stop_reason, generate_s, queued_s, tool_s, worker, text_chars, payload_chars, sequence_start.
     reward : float
         NaN for failure classes that do not train.
     retried : str
@@ -454,6 +461,11 @@ class Trajectory:
         assert self.late is not None, f"{self.trajectory_id} has its reward"
         offset, factor = self.late
         self.reward, self.failure, self.failure_detail = offset + factor * value, FailureClass.NONE, ""
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """First tokens of the sequences after the first one, if an agent's conversation has branches."""
+        return tuple(sorted({start_of(turn) for turn in self.turns} - {0}))
 
     @property
     def num_action_tokens(self) -> int:

@@ -7,6 +7,7 @@ such text enters a run, and nowhere else.
 a generated turn, and its calls       `libra.worker.quanta`, before text and calls go into a record
 what a tool returns or raises         `libra.envs.actions`
 what a reward or a parser raises      `libra.envs.grading`, `libra.worker.quanta`
+requests of agents                    `libra.agents.gateway`
 ====================================  ===============================================================
 
 Where a tool's text becomes tokens of a conversation, `libra.rollout.special_tokens` breaks special tokens that it spells.

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator
 from itertools import pairwise
 
+from libra.config.agent_checks import agent_contradictions
 from libra.config.distil_checks import distil_contradictions
 from libra.config.models import RunSections
 from libra.config.spare_groups import spare_group_contradictions
@@ -22,9 +23,9 @@ _DOTTED_NAME = re.compile(r"\b[a-z_]+\.[a-z][a-z0-9_]*\b")
 def contradictions(config: RunSections) -> list[str]:
     """A message for every contradiction between fields; empty if there is none."""
     checks = (
-        _rollout, _vllm_only, _transformers_only, _workers, _boundaries, _trainer, _batch, _algorithm, _staleness, _loss, _masks,
-        _mismatch, _routes, _token_rewards, _late, _streaming, _lora, _schedules, _planner, _layout_auto, _as_planned,
-        distil_contradictions, spare_group_contradictions,
+        agent_contradictions, _rollout, _vllm_only, _transformers_only, _workers, _boundaries, _trainer, _batch, _algorithm,
+        _staleness, _loss, _masks, _mismatch, _routes, _token_rewards, _late, _streaming, _lora, _schedules, _planner,
+        _layout_auto, _as_planned, distil_contradictions, spare_group_contradictions,
     )  # fmt: skip
     return [message for check in checks for message in check(config)]
 

@@ -158,6 +158,8 @@ _TABLE: tuple[tuple[str, str, Reading], ...] = (  # section, keys, who reads the
     ("model", "master_dtype", {"run": (is_("model.dtype", "bfloat16"),), "plan": ()}),
     ("model", "loader", _run()),
     ("environment", "name args", _run()),
+    ("agent", "function command", _run()),
+    ("agent", "venv timeout_s idle_s concurrency", _run(either(given("agent.function"), given("agent.command")))),
     ("rollout", "tool_format max_turns temperature top_p ignore_eos", _run()),
     ("rollout", "engine max_context_tokens", _of("run", "plan")),
     ("rollout", "kv_cache_gib", _run(is_not("rollout.engine", "vllm"))),

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from libra.config.agent import AgentSection
 from libra.config.distil import DistilSection
 from libra.config.own_parts import OwnOr, OwnPart
 from libra.config.planner import PlannerSection
@@ -300,6 +301,7 @@ class RunSections(Section):
     run: RunSection = RunSection()
     model: ModelSection = ModelSection()
     environment: EnvironmentSection = EnvironmentSection()
+    agent: AgentSection = AgentSection()
     rollout: RolloutSection = RolloutSection()
     vllm: VLLMSection = VLLMSection()
     trainer: TrainerSection = TrainerSection()

@@ -79,6 +79,7 @@ class SchedulerCalls:
             **asdict(staleness_of(config)),
             one_version=keeps_version(config),
             teacher=config.distil.teacher is not None,
+            first_phase=str(Phase.TOOL if config.agent.given else Phase.ROLLOUT),
             iterations=config.run.iterations,
             groups_per_batch=config.trainer.prompts,
             waves=most_waves(config),
@@ -187,6 +188,8 @@ def _watchdog_floors_s(start: RunStart) -> dict[str, float]:
     tools = [tool.timeout_s for tool in start.environment.tools]
     if has_steps(start.environment):
         tools.append(start.environment.step_timeout_s)
+    if start.config.agent.given:
+        tools.append(start.config.agent.idle_s)
     return floors_s | ({f"trajectory, {Phase.TOOL}": max(tools) + FLOOR_S} if tools else {})
 
 

@@ -62,6 +62,7 @@ class ChatFormat:
         self.tokenizer = tokenizer
         self.tool_schemas = [dict(schema) for schema in tool_schemas]
         self._template_args = dict(template_args or {})
+        self._generation_stop_ids, self._tool_format = tuple(generation_stop_ids), tool_format
         self._frames: dict[tuple[str, int], list[str] | None] = {}
         self._special = SpecialTokens(tokenizer)
         self._special_counts: dict[tuple[str, int], int] = {}
@@ -80,13 +81,45 @@ class ChatFormat:
         self.stop_ids: tuple[int, ...] = tuple(sorted(int(i) for i in ids))
         """Ids that end a generation: the template's end of turn, the tokenizer's and the generation_config's eos."""
 
+    def with_tools(self, tools: Sequence[Mapping[str, Any]], args: Mapping[str, Any]) -> ChatFormat:
+        """The same model's format with other tools, and further variables of the template."""
+        return ChatFormat(
+            self.tokenizer,
+            tools,
+            generation_stop_ids=self._generation_stop_ids,
+            template_args={**self._template_args, **args},
+            tool_format=self._tool_format,
+        )
+
     def prompt_ids(self, messages: Sequence[Mapping[str, Any]]) -> NDArray[np.int32]:
         """A conversation up to and including the generation prompt, int32 (T,)."""
         given = [dict(message) for message in messages]
         if self._explanation:
             system = given.pop(0)["content"] + "\n" if given and given[0]["role"] == "system" else ""
             given.insert(0, {"role": "system", "content": system + self._explanation})
-        return self._encode(self._render(given))
+        return self._encode(self.render(given))
+
+    def conversation_ids(self, messages: Sequence[Mapping[str, Any]]) -> NDArray[np.int32]:
+        """As `prompt_ids`, of messages that are not the user's; ModelError if the template cannot show them."""
+        try:
+            return self.prompt_ids(messages)
+        except Exception as error:  # jinja runs the model's own template, which may raise anything
+            raise ModelError(
+                f"{self.tokenizer.name_or_path}: its template cannot show these messages: {error}"
+            ) from error
+
+    def after_assistant_ids(self, messages: Sequence[Mapping[str, Any]]) -> NDArray[np.int32]:
+        """The ids of the end of an assistant's turn, these messages and the next generation prompt, int32 (T,); ModelError if
+        the template cannot show them."""
+        return self._encode(self._render_messages_after(messages))
+
+    def broken(self, text: str) -> str:
+        """``text`` with the first character of every special token in it replaced."""
+        return self._special.broken(text)
+
+    def special_count(self, ids: NDArray[np.int32]) -> int:
+        """How many of ``ids`` are special tokens."""
+        return self._special.count(ids)
 
     def _missing_explanation(self, tool_format: str) -> str:
         """The explanation of the tools for the system message; empty if there are none, or the template shows them."""
@@ -96,7 +129,7 @@ class ChatFormat:
         plain = self.tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, tokenize=False, **self._template_args
         )
-        if self._render(messages) != plain:
+        if self.render(messages) != plain:
             return ""
         if tool_format != "hermes":
             raise ModelError(
@@ -155,20 +188,24 @@ class ChatFormat:
     def _encode(self, text: str) -> NDArray[np.int32]:
         return np.asarray(self.tokenizer.encode(valid_unicode(text), add_special_tokens=False), dtype=np.int32)
 
-    def _render(self, messages: list[dict[str, Any]]) -> str:
+    def render(self, messages: list[dict[str, Any]]) -> str:
+        """The text of messages and the generation prompt."""
         return self.tokenizer.apply_chat_template(
             messages, tools=self.tool_schemas or None, add_generation_prompt=True, tokenize=False, **self._template_args
         )
 
     def _render_after(self, contents: list[str], role: str) -> str:
         named = {"name": "tool"} if role == "tool" else {}
-        added = [{"role": role, **named, "content": content} for content in contents]
+        return self._render_messages_after([{"role": role, **named, "content": content} for content in contents])
+
+    def _render_messages_after(self, added: Sequence[Mapping[str, Any]]) -> str:
         messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _STAND_IN + "-ASSISTANT"}]
         try:
-            text = self._render(messages + added)
+            text = self.render([*messages, *map(dict, added)])
         except Exception as error:  # jinja runs the model's own template, which may raise anything
+            shown = " and ".join(dict.fromkeys(str(message["role"]) for message in added))
             raise ModelError(
-                f"{self.tokenizer.name_or_path}: its template cannot show {role} messages: {error}"
+                f"{self.tokenizer.name_or_path}: its template cannot show {shown} messages: {error}"
             ) from error
         _before, found, after = text.partition(_STAND_IN + "-ASSISTANT")
         if not found:

@@ -8,7 +8,7 @@ from libra import events
 from libra.errors import RecordExists, StoreError
 from libra.scheduler.run_state import Tracked
 from libra.store.trajectory_journal import Journal
-from libra.types import FailureClass, Phase, TrajectoryId
+from libra.types import FailureClass, TrajectoryId
 
 logger = logging.getLogger(__name__)
 task_logger = logging.getLogger(__name__ + ".tasks")
@@ -42,8 +42,9 @@ def record_worker_failure(tracked: Tracked, address: str) -> bool:
     else:
         state.log.emit(events.FailureClassified, key=tracked.key, failure=str(FailureClass.WORKER), detail=detail)
     tracked.quanta += written
-    # Another attempt begins with a generation. If the trajectory has advanced or ended, its next report corrects this.
-    tracked.lost, tracked.phase = 0, Phase.ROLLOUT
+    # Another attempt begins. If the trajectory has advanced or ended, its next report corrects this.
+    tracked.lost = 0
+    tracked.begin()
     return True
 
 

@@ -85,6 +85,8 @@ class RunRegistration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Whether the driver started this cluster for the run, and starts lost workers again.
     client : str
         Dask's id of the driver's client; empty: not known.
+    first_phase : str
+        What a trajectory begins with: a generation, or an action where an agent runs it.
     """
 
     run: str
@@ -115,6 +117,7 @@ class RunRegistration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     in_flight: int | None = None
     one_version: bool = False
     teacher: bool = False
+    first_phase: str = str(Phase.ROLLOUT)
 
     @property
     def staleness(self) -> StalenessPolicy:
@@ -361,6 +364,11 @@ class Tracked:
 
     def __post_init__(self) -> None:
         self.group = "-".join(map(str, (self.parsed.split, *self.parsed.indices[:2])))
+        self.begin()
+
+    def begin(self) -> None:
+        """It needs what a trajectory begins with."""
+        self.phase = Phase(self.run.registration.first_phase)
 
     @property
     def completed(self) -> bool:

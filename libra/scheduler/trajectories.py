@@ -312,7 +312,8 @@ class Trajectories:
         if report.next:
             tracked.phase = Phase(report.next)
         else:
-            tracked.ended, tracked.phase = True, Phase.ROLLOUT
+            tracked.ended = True
+            tracked.begin()
         dask_internals.forgive(self._scheduler.tasks.get(key))
         if report.goes_on:
             tracked.reported = False

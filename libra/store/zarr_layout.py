@@ -1,4 +1,4 @@
-"""The arrays of the trajectory store, schema 2: names, types and meanings.
+"""The arrays of the trajectory store, schema 3: names, types and meanings.
 
 Three levels, each a dimension: ``token`` (in the root group), ``turn`` and ``trajectory`` (in groups of that name). Trajectory i
 has ``length[i]`` tokens from ``offset[i]`` on, and ``num_turns[i]`` turns from ``turn_offset[i]`` on.
@@ -19,7 +19,7 @@ from libra.store.group_records import prompt_to_json
 from libra.types import NO_TOOL, Trajectory, tool_outcome
 from libra.untrusted import valid_unicode
 
-SCHEMA = 2
+SCHEMA = 3
 """Layout of a store; a change that old code cannot read takes the next number and an entry in `UPGRADES`."""
 
 Level = Literal["token", "turn", "trajectory"]
@@ -83,6 +83,11 @@ TURN = (
     Column("worker", "string", "worker that generated"),
     Column("text_chars", "int32", "characters generated"),
     Column("payload_chars", "int32", "characters that the tools returned, before truncation"),
+    Column(
+        "sequence_start",
+        "int32",
+        "first token, counted in the trajectory, of the sequence that trains the turn; 0 but for agents with several conversations",
+    ),
 )
 TRAJECTORY = (
     Column("split", "string", "train or eval"),
@@ -149,7 +154,16 @@ def _add_attempts(group: zarr.Group) -> None:
         array.append(np.full(rows, value, column.numpy_dtype()))
 
 
-UPGRADES: Mapping[int, Callable[[zarr.Group], None]] = {1: _add_attempts}
+def _add_sequence_starts(group: zarr.Group) -> None:
+    """To schema 3, in which a trajectory may have several sequences; before it there was one."""
+    rows = group["turn/turn"].shape[0]  # type: ignore[union-attr]
+    column = next(column for column in TURN if column.name == "sequence_start")
+    if array_path("turn", column.name) in group:
+        del group[array_path("turn", column.name)]  # left by an interrupted upgrade
+    _create_array(group, "turn", column).append(np.zeros(rows, column.numpy_dtype()))
+
+
+UPGRADES: Mapping[int, Callable[[zarr.Group], None]] = {1: _add_attempts, 2: _add_sequence_starts}
 """For schema n, the function that converts it to schema n + 1, in place; it may be repeated. Schema 1 is the first."""
 
 

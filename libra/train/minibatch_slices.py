@@ -37,11 +37,12 @@ def to_tensors(samples: Sequence[Sample]) -> dict[str, Tensor]:
     counts = [
         (
             s.num_tokens, s.num_actions, s.proximal_logp is not None, s.kept is not None, s.token_advantage is not None, s.counted,
+            len(s.starts),
         )
         for s in samples
     ]  # fmt: skip
     tensors = {
-        "counts": torch.tensor(counts, dtype=torch.int64).reshape(len(samples), 6),
+        "counts": torch.tensor(counts, dtype=torch.int64).reshape(len(samples), 7),
         "advantage": torch.tensor([s.advantage for s in samples], dtype=torch.float64),
         "token_ids": _joined([s.token_ids for s in samples], np.int64),
         "action_at": _joined([s.action_at for s in samples], np.int64),
@@ -50,6 +51,7 @@ def to_tensors(samples: Sequence[Sample]) -> dict[str, Tensor]:
         "current": _joined([s.current for s in samples], np.bool_),
         "origin": _origins(samples),
         "routes": _joined([s.routes.reshape(-1) for s in samples if s.routes is not None], np.int16),
+        "starts": _joined([np.array(s.starts, np.int64) for s in samples], np.int64),
     }
     known = [s.proximal_logp for s in samples if s.proximal_logp is not None]
     return tensors | {
@@ -63,10 +65,10 @@ def to_tensors(samples: Sequence[Sample]) -> dict[str, Tensor]:
 def from_tensors(tensors: Mapping[str, Tensor]) -> list[Sample]:
     """The slice that `to_tensors` made."""
     arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
-    samples, tokens, actions, proximal, kept, rewarded = [], 0, 0, 0, 0, 0
+    samples, tokens, actions, proximal, kept, rewarded, begun = [], 0, 0, 0, 0, 0, 0
     origins, routed = json.loads(arrays["origin"].tobytes()), 0
     taught = from_flat(tensors, arrays["counts"][:, 1].tolist())
-    for number, (num_tokens, num_actions, *has, counted) in enumerate(arrays["counts"].tolist()):
+    for number, (num_tokens, num_actions, *has, counted, starts) in enumerate(arrays["counts"].tolist()):
         has_proximal, has_kept, has_rewards = has
         here, shape = slice(actions, actions + num_actions), origins[number][3]
         size = 0 if shape is None else math.prod(shape)
@@ -87,9 +89,11 @@ def from_tensors(tensors: Mapping[str, Tensor]) -> list[Sample]:
                 engines=tuple(origins[number][2]),
                 routes=None if shape is None else arrays["routes"][routed : routed + size].reshape(shape),
                 taught=taught[number],
+                starts=tuple(arrays["starts"][begun : begun + starts].tolist()),
             )
         )
         routed += size
+        begun += starts
         tokens, actions, proximal = tokens + num_tokens, actions + num_actions, proximal + num_actions * has_proximal
         kept, rewarded = kept + num_actions * has_kept, rewarded + num_actions * has_rewards
     return samples

@@ -67,8 +67,9 @@ def observe_alone(tally: Tally, model: Any, samples: Sequence[Sample], temperatu
     """The same for whole samples: each run of tokens is scored as the engine scored it, alone and at that length."""
     for sample in samples:
         for begin, end in stretches(sample):
-            ids = np.append(sample.token_ids, sample.target[-1])[: sample.action_at[end - 1] + 2]
-            logp = score_alone(model, ids, int(sample.action_at[begin]) + 1, temperature)
+            start = max((each for each in sample.starts if each <= sample.action_at[begin]), default=0)
+            ids = np.append(sample.token_ids, sample.target[-1])[start : sample.action_at[end - 1] + 2]
+            logp = score_alone(model, ids, int(sample.action_at[begin]) + 1 - start, temperature)
             behaviour = sample.behaviour_logp[begin:end]
             observe(tally, torch.from_numpy(logp), torch.from_numpy(behaviour))
             add_actions(tally, sample, np.arange(begin, end), (logp - behaviour).astype(np.float64))

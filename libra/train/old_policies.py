@@ -122,4 +122,5 @@ def _only(sample: Sample, at: NDArray[np.intp]) -> Sample:
         version=sample.version[at],
         proximal_logp=None,
         kept=None,
+        starts=tuple(start for start in sample.starts if start <= sample.action_at[at[-1]]),
     )

@@ -7,7 +7,7 @@ Invariants
 ----------
 1. A token sees its prompt and its own sample up to itself, and nothing else; positions continue the prompt's. So its hidden
    state equals that in a row of its own, up to rounding.
-2. Samples share a row only if their tokens before the first action are equal, compared one by one.
+2. Samples share a row only if their tokens before the first action are equal, compared one by one, and each is one sequence.
 """
 
 from __future__ import annotations
@@ -42,10 +42,11 @@ def share_rows(
 ) -> tuple[list[list[Sample]], list[Sample]]:
     """Rows of at least two samples that share their prompt, and the remaining samples."""
     groups: dict[bytes, list[Sample]] = {}
-    for sample in samples:
+    branched = [sample for sample in samples if sample.starts]
+    for sample in (sample for sample in samples if not sample.starts):
         groups.setdefault(sample.token_ids[: sample.num_prompt_tokens].tobytes(), []).append(sample)
     rows: list[list[Sample]] = []
-    alone: list[Sample] = []
+    alone: list[Sample] = branched
     for members in groups.values():
         room = max_row_tokens - members[0].num_prompt_tokens
         if len(members) < 2 or room < 1:

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from libra.errors import TrainError
-from libra.types import Taught, Trajectory
+from libra.types import Taught, Trajectory, start_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,6 +49,9 @@ class Sample:
         Of the trajectory.
     routes : int16 array (T, L, K), optional
         Experts that the engine chose for each input, by layer; -1: not recorded.
+    starts : tuple of int
+        Positions at which further sequences of the trajectory begin, none for one sequence: an agent's conversation may have
+        branches. Attention does not cross them; together they count as one trajectory.
     counted : bool
         False for a late correction of a trajectory that was trained before: it adds to the gradient of the policy loss alone,
         and counts in no denominator.
@@ -74,6 +77,7 @@ class Sample:
     name: str = ""
     routes: NDArray[np.int16] | None = None
     taught: Taught | None = None
+    starts: tuple[int, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -132,6 +136,7 @@ def sample_of(trajectory: Trajectory, version: int) -> Sample:
         raise TrainError(f"{name}: behaviour_logprob of token {at} is {trajectory.behaviour_logprob[at]}, not finite")
     token_ids = trajectory.token_ids.astype(np.int64)
     begun = [turn for turn in trajectory.turns if "prompt_tokens" in turn]
+    begun.sort(key=lambda turn: start_of(turn) + int(turn["prompt_tokens"]))
     made_by, kept_by = trajectory.weight_version[where], trajectory.kv_version[where]
     return Sample(
         token_ids=token_ids[: where[-1]],
@@ -144,7 +149,8 @@ def sample_of(trajectory: Trajectory, version: int) -> Sample:
         reward=float(trajectory.reward),
         group=(trajectory.trajectory_id.iteration, trajectory.trajectory_id.group),
         counted=trajectory.counted,
-        turn_at=np.array([turn["prompt_tokens"] - 1 for turn in begun], np.int64),
+        turn_at=np.array([start_of(turn) + turn["prompt_tokens"] - 1 for turn in begun], np.int64),
+        starts=tuple(start for start in trajectory.starts if start < where[-1]),
         engines=tuple(str(turn.get("worker", "")) for turn in begun),
         name=str(trajectory.trajectory_id),
         routes=None if trajectory.routes is None else trajectory.routes[: where[-1]],

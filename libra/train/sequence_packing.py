@@ -6,8 +6,8 @@ Invariants
 ----------
 1. Every sequence is in exactly one row, in order, and whole except for a prompt that it shares with another of that row
    (`libra.train.prompt_sharing`); every action token is scored exactly once.
-2. Positions restart at 0 with every sequence; transformers reads restarts as borders that attention never crosses. Rows
-   of shared prompts have a mask instead, and micro-batches of their own.
+2. Positions restart at 0 with every sequence, also with those of one sample (`Sample.starts`); transformers reads restarts as
+   borders that attention never crosses. Rows of shared prompts have a mask instead, and micro-batches of their own.
 3. A micro-batch has at most ``micro_batch_tokens`` places (rows times width, padding included).
 4. Padding lies at the end of a row and continues the positions of its last sequence: causal attention keeps it out of
    every real token, and a row that holds one sequence needs no mask at all.
@@ -69,6 +69,12 @@ class MicroBatch:
     def num_sequences(self) -> int:
         """Whole sequences in the rows."""
         return len(self.samples)
+
+    @property
+    def packed(self) -> bool:
+        """Whether positions have to separate sequences of one row."""
+        more = len(self.samples) > len(self.token_ids_RW) or any(sample.starts for sample in self.samples)
+        return self.mask_R1WW is None and more
 
     @property
     def inputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
@@ -200,6 +206,8 @@ def _micro_batch(rows: list[list[Sample]], width: int, logp_dtype: torch.dtype, 
             token_ids_RW[number, start:end] = sample.token_ids[skipped:]
             # Numbered up to the end of the row, padding included; the next sequence overwrites its part.
             position_ids_RW[number, start:] = np.arange(skipped, skipped + width - start)
+            for begin in sample.starts:
+                position_ids_RW[number, start + begin :] = np.arange(width - start - begin)
             at = sample.action_at
             at = np.where(at < skipped, at, at - skipped + start)
             action_at.append(at + number * width)

@@ -222,7 +222,7 @@ class SliceGradient:
             token_ids, one = np.zeros(2, np.int64), np.array([0])
             empty = Sample(token_ids, one, one, np.zeros(1, np.float32), np.zeros(1, np.bool_), 0.0)
             passes += [(self._pack([empty])[0], False) for _ in range(most - len(passes))]
-        packed = any(batch.mask_R1WW is None and batch.num_sequences > len(batch.token_ids_RW) for batch, _ in passes)
+        packed = any(batch.packed for batch, _ in passes)
         if packed and not self._packing_checked:
             self._check_packing()
         return passes

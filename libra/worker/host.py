@@ -127,6 +127,7 @@ class LibraHost(WorkerPlugin):
         if self.quanta.sessions is not None:
             self._parts.push_async_callback(self.quanta.sessions.close)
         self._parts.callback(self.quanta.close)
+        runs_agents = bool(supply.get(keys.TOOL)) and self.spec.config.agent.given
         if self.engine is not None:
             await self.engine.load_newest()
         if supply.get(keys.COMMIT):
@@ -137,8 +138,14 @@ class LibraHost(WorkerPlugin):
         # Import here what the first task would import, because that takes seconds and blocks the event loop while tasks
         # wait.
         await asyncio.to_thread(importlib.import_module, "libra.graph.iteration")
-        if self.engine is not None or (supply.get(keys.TOOL) and self.context.environment.tools):
+        if runs_agents or self.engine is not None or (supply.get(keys.TOOL) and self.context.environment.tools):
             await asyncio.to_thread(lambda: self.quanta.chat)
+        if runs_agents:
+            from libra.worker.agent_quanta import Agents  # needs the extra `agents`
+
+            self.quanta.agents = Agents(self.context, lambda: self.quanta.chat)
+            self._parts.push_async_callback(self.quanta.agents.close)
+            await self.quanta.agents.start()
         if self.roles is not None:
             self.roles.announce()
         # Freeze the objects loaded so far: torch and transformers are half a million objects that a full collection would

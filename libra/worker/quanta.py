@@ -35,7 +35,7 @@ from libra.config.distil_checks import extra_draws
 from libra.envs import StateCopy, begin_state, has_steps, run_action, run_step
 from libra.envs.scripted import turn_by_script
 from libra.errors import EngineAsleep, EngineError, EnvironmentFault, FencedOff, ToolFault, Unstorable
-from libra.events.reports import FoundEndedReport, GivenBackReport, QuantumReport
+from libra.events.reports import FoundEndedReport, GivenBackReport
 from libra.policy import keeps_version
 from libra.store.group_records import group_path, read_group
 from libra.store.observations import keep_observation
@@ -51,9 +51,11 @@ from libra.types import (
     TurnRequest,
 )
 from libra.untrusted import error_text, storable, storable_calls
+from libra.worker.agent_calls import agent_calls, cut_at_stop
 from libra.worker.context import WorkerContext
 from libra.worker.dask_internals import priority_here, still_wanted
 from libra.worker.failure_classes import FAULTS, failure_of
+from libra.worker.quantum_reports import quantum_report
 from libra.worker.recorded_returns import recorded
 from libra.worker.session_leases import SessionLeases
 from libra.worker.trajectory_state import (
@@ -63,13 +65,13 @@ from libra.worker.trajectory_state import (
     failure_record,
     generation_record,
     restart_record,
-    returned,
     without_text,
 )
 from libra.worker.worker_engine import WorkerEngine
 
 if TYPE_CHECKING:
     from libra.rollout import ChatFormat
+    from libra.worker.agent_quanta import Agents
 
 STEP = "step"
 """Name of the environment's own answer among the returns of tools."""
@@ -106,6 +108,8 @@ class QuantumRunner:
         self._whole_bytes = 0
         self.closing = False
         self.sessions = None if context.environment.session is None else SessionLeases(context)
+        self.agents: Agents | None = None
+        """Of a worker that runs them."""
         self._prompts: OrderedDict[str, NDArray[np.int32]] = OrderedDict()
 
     @cached_property
@@ -140,6 +144,7 @@ class QuantumRunner:
                 rollout.ignore_eos,
                 config.trainer.resample,
                 has_steps(self.context.environment),
+                config.agent.given,
             )
             while len(self.states) > KEPT_STATES:
                 self.states.popitem(last=False)
@@ -161,8 +166,9 @@ class QuantumRunner:
             self._release(state)
             self.context.report(FoundEndedReport(key, state.quanta, str(state.end)))
             return state
-        if state.phase is Phase.ROLLOUT and self.engine is None:
-            # A worker died after its record and before its report: report the trajectory's state, and wait for an engine.
+        stranded = state.phase is Phase.TOOL and state.agent and self.agents is None
+        if stranded or (state.phase is Phase.ROLLOUT and self.engine is None):
+            # A worker died after its record and before its report: report the trajectory's state, and wait for another.
             self._report(key, state, state.quanta, time.time(), goes_on=False)
             return state
         goes_on = True
@@ -267,6 +273,8 @@ class QuantumRunner:
         script = turn_by_script(context.environment, state.tid, state.prompt, state.turns)
         done = sum(map(len, state.unfinished))
         wanted = rollout.max_new_tokens if script is None else script.new_tokens
+        if state.agent and state.request["max_tokens"] is not None:
+            wanted = min(wanted, state.request["max_tokens"])
         room = rollout.max_context_tokens - len(context_ids)
         left = max(1, min(wanted - done, room))
         part = min(left, rollout.chunk_tokens or left)
@@ -290,13 +298,17 @@ class QuantumRunner:
         self.engine.turn_ended()
         if self._keeps_version and self._ends_version(state, set(output.weight_versions.tolist()), started_s):
             return
-        text, calls = "", tuple[ToolCall, ...]()
-        if output.stop_reason is StopReason.LENGTH and part < left:
+        text, calls, stopped = "", tuple[ToolCall, ...](), None
+        if state.agent:
+            output, stopped = cut_at_stop(output, state.unfinished, state.request["stop"], self.chat.decode)
+        if stopped is None and output.stop_reason is StopReason.LENGTH and part < left:
             output = replace(output, stop_reason=StopReason.PARKED)
         else:
             text = storable(self.chat.decode(np.concatenate([*state.unfinished, output.token_ids])))
             calls = self._parse(text) if script is None else script.calls
         record = generation_record(state.turns, prompt_ids, output, text, calls, begun)
+        if stopped is not None:
+            record["stopped"] = stopped
         try:
             state.held = self._packed(state, record, started_s)
         except Unstorable as error:
@@ -329,6 +341,8 @@ class QuantumRunner:
 
     def _parse(self, text: str) -> tuple[ToolCall, ...]:
         environment = self.context.environment
+        if self.context.spec.config.agent.given:
+            return agent_calls(self.context, text)
         try:
             return storable_calls(environment.parse(text))
         except Exception as error:  # the boundary to the user's environment
@@ -355,6 +369,10 @@ class QuantumRunner:
 
     async def _act(self, state: TrajectoryState) -> None:
         started_s, turn = time.time(), state.turns - 1
+        if state.agent:
+            assert self.agents is not None, f"{state.tid}: an action was sent to a worker without agents"
+            self._commit(state, await self.agents.act(state), started_s)
+            return
         copy = StateCopy(self.context.environment, state.state, str(state.tid))
         last = state.records[-1]
         ended = bool(len(last["token_ids"])) and int(last["token_ids"][-1]) in self.chat.stop_ids
@@ -462,26 +480,4 @@ class QuantumRunner:
 
         ``goes_on``: the next quantum of the trajectory begins in the same slot.
         """
-        new = state.records[first:]
-        generated = [r for r in new if r["kind"] == "generation"]
-        tool, status = returned(new)
-        failed = next((r for r in new if r["kind"] == "failure"), None)
-        report = QuantumReport(
-            key=key,
-            quantum=state.quanta - 1,
-            next=str(state.phase) if state.phase is not None else "",
-            goes_on=goes_on,
-            end=str(state.end) if state.end is not None else "",
-            failure=failed["failure"] if failed else str(state.failure if new else FailureClass.NONE),
-            detail=failed["detail"] if failed else state.detail,
-            tokens=sum(len(r["token_ids"]) for r in generated),
-            version=min((int(r["weight_versions"].min()) for r in generated if len(r["token_ids"])), default=-1),
-            tool=tool,
-            status=str(status),
-            payload_tokens=sum(len(r["observation_ids"]) for r in new if r["kind"] == "action"),
-            context_tokens=state.num_context_tokens,
-            start_s=started_s,
-            stop_s=time.time(),
-            unfinished=bool(new and state.unfinished),
-        )
-        self.context.report(report)
+        self.context.report(quantum_report(key, state, first, started_s, goes_on=goes_on))

@@ -41,6 +41,7 @@ from libra.types import (
     turn_outcome,
 )
 from libra.untrusted import MAX_ERROR_CHARS, storable
+from libra.worker.agent_rows import AgentTurns
 
 MOST_CHARS = 2**31 - 1
 """Largest count in a column of the store."""
@@ -96,6 +97,26 @@ def action_record(
     }
 
 
+def request_record(
+    turn: int, parent: int, ids: NDArray[np.int32], returns: Sequence[ToolReturn], asked: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Record of an action quantum in which an agent thought and asked: the answer will be turn ``turn``.
+
+    ``parent`` is the turn that the request continues, -1 for none, ``returns`` what tools returned to that turn. ``asked`` has the
+    request as the gateway reads it again after a restart.
+    """
+    return {**action_record(turn, returns, ids), "parent": parent, "asked": dict(asked)}
+
+
+def agent_end_record(
+    turn: int, end: EndReason, failure: FailureClass, detail: str, result: Any = None, reward: float | None = None
+) -> dict[str, Any]:
+    """Record of an action quantum in which an agent came to its end, with what it returned and the reward that it gave itself."""
+    ended = {"end": str(end), "failure": str(failure), "detail": storable(detail[:MAX_ERROR_CHARS])}
+    kept = json.dumps(result) if result is not None else ""
+    return {**end_record(turn, None), **ended, "result": storable(kept), "reward": reward}
+
+
 def end_record(turn: int, state: bytes | None) -> dict[str, Any]:
     """Record of an action quantum in which the environment's ``step`` ended the trajectory."""
     return {**action_record(turn, (), np.zeros(0, np.int32), state), "ends": True}
@@ -119,6 +140,11 @@ def failure_record(failure: FailureClass, detail: str) -> dict[str, Any]:
 def restart_record(began: int, serves: int) -> dict[str, Any]:
     """Record that begins a trajectory again, which is to have one version: it began with one, and its engine serves another."""
     return {"kind": "restart", "began": began, "serves": serves}
+
+
+def unlike_record(detail: str) -> dict[str, Any]:
+    """Record that begins an agent's trajectory again: started again, it asked something else than before."""
+    return {"kind": "restart", "detail": storable(detail[:MAX_ERROR_CHARS])}
 
 
 def is_unfinished(generation: Mapping[str, Any]) -> bool:
@@ -148,6 +174,8 @@ class TrajectoryState:
         Number of failures not caused by the policy that it survives.
     steps : bool
         The environment answers a turn without calls, and may end the trajectory: such a turn is followed by an action.
+    agent : bool
+        An agent asks for every generation, and ends the trajectory: each is preceded and followed by an action.
 
     Attributes
     ----------
@@ -159,6 +187,9 @@ class TrajectoryState:
         Tokens of the parts of its present turn, if that parked before its end; `turns` does not count it yet.
     answered : bool
         Its last turn had no calls, and waits for the environment's answer.
+    parents : list of int
+        Of an agent's requests, in order, the turns that they continue; -1: none. ``asked``: the last one, which is ``request``,
+        waits for its answer.
     held : bytes or None
         The last record, packed, if it is applied and will be appended together with the next.
     """
@@ -170,6 +201,7 @@ class TrajectoryState:
     ignore_eos: bool = False
     resample: int = 0
     steps: bool = False
+    agent: bool = False
     quanta: int = 0
     end: EndReason | None = None
     failure: FailureClass = FailureClass.NONE
@@ -187,12 +219,18 @@ class TrajectoryState:
     lease: tuple[str, str] | None = None
     unfinished: list[NDArray[np.int32]] = field(default_factory=list)
     held: bytes | None = None
+    parents: list[int] = field(default_factory=list)
+    asked: bool = False
+    request: Mapping[str, Any] = field(default_factory=dict)
+    paths: list[list[NDArray[np.int32]]] = field(default_factory=list)
 
     @property
     def phase(self) -> Phase | None:
         """Its next phase; None: it has ended."""
         if self.end is not None:
             return None
+        if self.agent:
+            return Phase.ROLLOUT if self.asked else Phase.TOOL
         return Phase.TOOL if self.calls or self.answered else Phase.ROLLOUT
 
     @property
@@ -216,6 +254,8 @@ class TrajectoryState:
         match record["kind"]:
             case "generation":
                 self._generated(record)
+            case "action" if self.agent:
+                self._agent_acted(record)
             case "action":
                 self._extend(record["observation_ids"])
                 self.calls, answered, self.answered = (), self.answered, False
@@ -240,6 +280,10 @@ class TrajectoryState:
         self.unfinished = []
         self.turns += 1
         calls = _calls(record)
+        if self.agent and "unstorable" not in record:
+            self.paths.append(list(self.context))
+            self.asked = False
+            return
         if "unstorable" in record:
             self._finish(EndReason.FAILURE, FailureClass.POLICY, record["unstorable"])
         elif record["stop_reason"] == StopReason.LENGTH and not self.ignore_eos:
@@ -252,6 +296,16 @@ class TrajectoryState:
             self._finish(EndReason.MAX_TURNS, FailureClass.POLICY, f"{self.turns} turns and still calling tools")
         else:
             self.calls = calls
+
+    def _agent_acted(self, record: Mapping[str, Any]) -> None:
+        if "ends" in record:
+            self._finish(EndReason(record["end"]), FailureClass(record["failure"]), record["detail"])
+            return
+        parent = record["parent"]
+        self.parents.append(parent)
+        self.context = [*(self.paths[parent] if parent >= 0 else ()), record["observation_ids"]]
+        self.num_context_tokens = sum(map(len, self.context))
+        self.asked, self.request = True, record["asked"]
 
     def _failed(self, failure: FailureClass, detail: str) -> None:
         if len(self.retried) >= self.resample:
@@ -267,6 +321,7 @@ class TrajectoryState:
         self.first = len(self.records)
         self.context, self.num_context_tokens, self.turns, self.calls = [], 0, 0, ()
         self.answered, self.state, self.lease, self.unfinished = False, None, None, []
+        self.parents, self.asked, self.paths = [], False, []
 
     def _extend(self, token_ids: NDArray[np.int32]) -> None:
         self.context.append(token_ids)
@@ -288,15 +343,30 @@ class TrajectoryState:
                 turns.append(Turn(record["text"], _calls(record), num_tokens=len(ids), token_ids=ids))
             elif record["kind"] == "action":
                 returns = tuple(ToolReturn(**r | {"status": ToolStatus(r["status"])}) for r in record["returns"])
-                turns[-1] = replace(turns[-1], returns=returns)
-        return Episode(str(self.tid), self.prompt, tuple(turns), self.end or EndReason.FAILURE, decode(self.state))
+                at = record.get("parent", len(turns) - 1)
+                if at >= 0 and returns:
+                    turns[at] = replace(turns[at], returns=returns)
+        end = self.end or EndReason.FAILURE
+        last = self.records[-1] if self.records else {}
+        result = json.loads(last["result"]) if last.get("result") else None
+        return Episode(
+            str(self.tid),
+            self.prompt,
+            tuple(turns),
+            end,
+            decode(self.state),
+            result,
+            last.get("reward") if self.agent else None,
+        )
 
     def trajectory(self, epoch: int) -> Trajectory:
         """All tokens and turns as the store keeps them, not graded yet."""
         parts: list[
             tuple[NDArray[np.int32], Mapping[str, Any] | None]
         ] = []  # token ids, and the record that generated them
-        for record in self.records[self.first :]:
+        if self.agent:
+            parts, _ = AgentTurns.of(self.records[self.first :]).parts()
+        for record in () if self.agent else self.records[self.first :]:
             if record["kind"] == "generation":
                 if record["prompt_ids"] is not None:
                     parts.append((record["prompt_ids"], None))
@@ -339,8 +409,10 @@ class TrajectoryState:
         """One row per turn for the store's per-turn columns."""
         rows: list[dict[str, Any]] = []
         context = 0
+        places = AgentTurns.of(self.records[self.first :]).parts()[1] if self.agent else []
         for record in self.records[self.first :]:
             if record["kind"] == "generation":
+                start, context = places[record["turn"]] if self.agent else (0, context)
                 context += 0 if record["prompt_ids"] is None else len(record["prompt_ids"])
                 parts = rows.pop() if record["turn"] < len(rows) else {}
                 rows.append(
@@ -361,12 +433,16 @@ class TrajectoryState:
                         "worker": record["worker"],
                         "text_chars": len(record["text"]),
                         "payload_chars": 0,
+                        "sequence_start": start,
                     }
                 )
                 context += len(record["token_ids"])
             elif record["kind"] == "action":
                 tool, status = returned([record])
-                rows[-1] |= {
+                at = record.get("parent", len(rows) - 1)
+                if at < 0 or ("ends" in record and self.agent):
+                    continue
+                rows[at] |= {
                     "tool": tool,
                     "status": str(status),
                     "observation_tokens": len(record["observation_ids"]),

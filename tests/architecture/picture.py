@@ -39,6 +39,7 @@ LAYERS: dict[str, dict[str, str]] = {
         "dispatch": "batch rows from the workers that graded them to the training ranks",
         "transport": "authenticated connections and byte runs between processes",
         "store": "what is committed: journal, groups, batches, zarr, event log",
+        "agents": "agents of users over HTTP: gateway, conversations as trees of tokens, processes",
         "envs": "environments, tools, sandbox, rewards, tool-call formats",
         "observe": "metrics, dashboard page, reports, traces, inspection",
         "cluster": "Dask workers: local, Slurm, settings, readiness",

@@ -23,6 +23,7 @@ ALLOWED: dict[str, set[str]] = {
     "dispatch": FOUNDATION | {"transport"},
     "transport": FOUNDATION,
     "envs": FOUNDATION | {"named_parts"},
+    "agents": FOUNDATION,
     "types": {"late", "taught"},
     "late": set(),
     "taught": set(),

@@ -29,6 +29,7 @@ def _turn(rng: np.random.Generator, turn: int) -> dict[str, Any]:
         "worker": f"rollout-{rng.integers(4)}",
         "text_chars": int(rng.integers(200)),
         "payload_chars": int(rng.integers(200)),
+        "sequence_start": 0,
     }
 
 

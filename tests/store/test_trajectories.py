@@ -131,7 +131,7 @@ def test_plain_zarr_reads_it_without_a_warning(store, make_trajectory):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         group = zarr.open_group(store.path, mode="r")
-        assert group.attrs["schema"] == 2
+        assert group.attrs["schema"] == 3
         assert group.attrs["committed"] == {"trajectories": 12, "turns": 24, "tokens": sum(map(_length, expected))}
         assert group["trajectory/split"][:].tolist() == ["train"] * 12
         assert group["trajectory/batch"][:].tolist() == [0] * 8 + [1] * 4
@@ -214,7 +214,7 @@ def test_what_is_no_store_is_refused_with_what_to_do(tmp_path, store):
         TrajectoryStore.open(tmp_path / "other")
 
 
-@pytest.mark.parametrize(("number", "words"), [(3, "schema 3, this Libra reads up to 2"), (0, "no upgrade from it")])
+@pytest.mark.parametrize(("number", "words"), [(4, "schema 4, this Libra reads up to 3"), (0, "no upgrade from it")])
 def test_another_schema_is_refused_by_number(store, number, words):
     store.close()
     zarr.open_group(store.path, mode="r+").update_attributes({"schema": number})
@@ -235,7 +235,7 @@ def test_a_known_upgrade_is_named_and_brings_the_store_up(store, make_trajectory
     def add_oldest_version(old: zarr.Group) -> None:
         old.create_array("trajectory/oldest_version", data=np.zeros(1, np.int32), dimension_names=("trajectory",))
 
-    monkeypatch.setattr(trajectories, "UPGRADES", {0: add_oldest_version, 1: lambda _: None})
+    monkeypatch.setattr(trajectories, "UPGRADES", {0: add_oldest_version, 1: lambda _: None, 2: lambda _: None})
     with pytest.raises(StoreError, match="upgrade"):
         TrajectoryStore.open(store.path)
     assert upgrade(store.path) == 0
@@ -248,12 +248,12 @@ def test_a_store_of_schema_1_is_brought_up_and_goes_on(store, make_trajectory, a
     store.append(old, batch=0)
     store.close()
     group = zarr.open_group(store.path, mode="r+")
-    for name in ("attempt", "retried"):  # what schema 1 was without
-        del group[f"trajectory/{name}"]
+    for name in ("trajectory/attempt", "trajectory/retried", "turn/sequence_start"):  # what schema 1 was without
+        del group[name]
     if cut_short:
         group.create_array("trajectory/attempt", shape=(0,), dtype="int32")
     group.update_attributes({"schema": 1})
-    with pytest.raises(StoreError, match=r"schema 1, this Libra reads 2; type libra\.store\.trajectories\.upgrade"):
+    with pytest.raises(StoreError, match=r"schema 1, this Libra reads 3; type libra\.store\.trajectories\.upgrade"):
         TrajectoryStore.open(store.path)
     assert upgrade(store.path) == 1
     new = make_trajectory(1, 0, 0, retried="engine,tool")

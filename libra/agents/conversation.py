@@ -1,0 +1,106 @@
+"""The conversations of one trajectory: each request as token ids that follow what was generated before, never rendered again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from libra.agents.history import TEMPLATE, Found, History
+from libra.agents.messages import Message, canonical_json
+from libra.errors import LibraError, RequestRefused
+
+
+class Renderer(Protocol):
+    """The model's chat format; `libra.rollout.conversation_format.ConversationFormat` is one."""
+
+    def prompt_ids(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = (), **args: Any
+    ) -> NDArray[np.int32]: ...
+
+    def tail_ids(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        ended: bool,
+        **args: Any,
+    ) -> NDArray[np.int32]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request as the model will read it.
+
+    Attributes
+    ----------
+    parent : int
+        The turn whose tokens come first; -1: none.
+    ids : int32 array (T,)
+        Tokens to append after that turn, or the whole prompt.
+    reason : str
+        As of `libra.agents.history.Found`.
+    tail : tuple of Message
+        The messages that ``ids`` are of.
+    tools : str
+        One text for equal tools and template arguments.
+    """
+
+    parent: int
+    ids: NDArray[np.int32]
+    reason: str
+    tail: tuple[Message, ...]
+    tools: str
+
+
+class Conversation:
+    """All requests and answers of one draw of a trajectory, in order."""
+
+    def __init__(self, renderer: Renderer) -> None:
+        self._renderer = renderer
+        self._history = History()
+        self._ended: dict[int, bool] = {}
+
+    def prompt(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] = (),
+        args: Mapping[str, Any] | None = None,
+    ) -> Asked:
+        """A request as token ids; RequestRefused if the model's template cannot show it. `ask` takes it."""
+        args, name = dict(args or {}), tools_text(tools, args or {})
+        if not messages or messages[-1].role == "assistant":
+            raise RequestRefused("messages: the last one is of the user, a tool or the system", "messages")
+        found = self._history.find(messages, name)
+        try:
+            if found.parent >= 0:
+                try:
+                    chat = [message.as_chat() for message in found.tail]
+                    ids = self._renderer.tail_ids(chat, tools, ended=self._ended[found.parent], **args)
+                    return Asked(found.parent, ids, found.reason, found.tail, name)
+                except (LibraError, ValueError):
+                    found = Found(-1, tuple(messages), TEMPLATE)
+            chat = [message.as_chat() for message in found.tail]
+            return Asked(-1, self._renderer.prompt_ids(chat, tools, **args), found.reason, found.tail, name)
+        except (LibraError, ValueError, TypeError) as error:
+            raise RequestRefused(f"messages: {error}", "messages") from error
+
+    def ask(self, parent: int, tail: Sequence[Message], tools: str) -> int:
+        """Take a request; returns its turn."""
+        return self._history.ask(parent, tail, tools)
+
+    def answer(self, turn: int, *answers: Message, ended: bool) -> None:
+        """The model's answer to a request, in the forms that clients may send back.
+
+        ``ended``: its last token is a stop id.
+        """
+        self._ended[turn] = ended
+        self._history.answer(turn, *answers)
+
+
+def tools_text(tools: Sequence[Mapping[str, Any]], args: Mapping[str, Any]) -> str:
+    """One text for equal tools and template arguments; tools come in their order."""
+    return canonical_json([list(tools), dict(args)])

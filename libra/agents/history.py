@@ -1,0 +1,158 @@
+"""Which generated turn a request of an agent continues: matching by text, of which the tokens are kept elsewhere.
+
+Invariants
+----------
+1. A request continues the last turn in it that the model generated in this trajectory, after the same messages, tools and template
+   arguments. What follows that turn is its tail, and has no assistant's message: nothing that was generated is rendered again.
+2. Every other request begins a sequence of its own, with the reason.
+3. The history after the same requests and answers is the same, on every worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from libra.agents.messages import Message, digest
+
+FIRST, NEW, CONTINUED, BRANCHED, REGENERATED = "first", "new", "continued", "branched", "regenerated"
+EDITED, COMPACTED, TOOLS_CHANGED, TEMPLATE = "edited", "compacted", "tools_changed", "template"
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a request continues.
+
+    Attributes
+    ----------
+    parent : int
+        The turn that it continues; -1: none, it begins a sequence.
+    tail : tuple of Message
+        What follows that turn; without one, all its messages.
+    reason : str
+        ``first``: the first request. ``continued``: the next turn of a conversation. ``branched``: another continuation of a turn
+        that has one. ``regenerated``: a request that was answered before. ``new``: another conversation, of a sub-agent for
+        example. ``edited``: an assistant's message that was not generated as it is. ``compacted``: an earlier conversation's
+        beginning without its turns. ``tools_changed``: the same messages with other tools or template arguments. ``template``:
+        the model's template cannot show what follows the turn.
+    """
+
+    parent: int
+    tail: tuple[Message, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    parent: int
+    end: bytes
+    tail: tuple[Message, ...]
+
+
+class History:
+    """The requests and answers of one trajectory's present draw."""
+
+    def __init__(self) -> None:
+        self._asked: list[_Asked] = []
+        self._answers: dict[bytes, list[int]] = {}  # turns by the text up to and including their answer
+        self._ids: dict[int, frozenset[str]] = {}
+        self._roots: set[bytes] = set()
+        self._known: set[bytes] = set()  # requests that were taken, by their text
+        self._longest: dict[bytes, int] = {}  # most messages of a conversation, by its first one
+
+    def find(self, messages: Sequence[Message], tools: str) -> Found:
+        """What a request with these messages continues; ``tools`` is one text for equal tools and template arguments."""
+        every = tuple(messages)
+        parent, at, end = self._deepest(every, tools)
+        tail, continues = every[at:], parent >= 0
+        if continues and (not tail or any(message.role == "assistant" for message in tail)):
+            return Found(-1, every, self._why_new(every, tools))
+        if end in self._known:
+            return Found(parent, tail, REGENERATED)
+        if continues:
+            branched = any(asked.parent == parent for asked in self._asked)
+            return Found(parent, tail, BRANCHED if branched else CONTINUED)
+        return Found(-1, every, self._why_new(every, tools))
+
+    def ask(self, parent: int, tail: Sequence[Message], tools: str) -> int:
+        """A request was taken, as `find` said; returns its turn."""
+        turn = len(self._asked)
+        text = _turn_digest(parent) if parent >= 0 else _root(tools)
+        for message in tail:
+            text = digest(text, message.key)
+        self._asked.append(_Asked(parent, text, tuple(tail)))
+        if parent < 0:
+            self._roots.add(_root(tools))
+        self._known.add(text)
+        first, length = self._chain(turn)
+        self._longest[first] = max(self._longest.get(first, 0), length)
+        return turn
+
+    def answer(self, turn: int, *answers: Message) -> None:
+        """A request was answered; ``answers`` are the forms of it that count as the same, as clients may send it back."""
+        end = self._asked[turn].end
+        forms = [form for answer in answers for form in (answer, replace(answer, reasoning=""))]
+        for key in dict.fromkeys(form.key for form in forms):
+            self._answers.setdefault(digest(end, key), []).append(turn)
+        self._ids[turn] = frozenset(call.id for answer in answers for call in answer.calls)
+
+    def _deepest(self, messages: Sequence[Message], tools: str) -> tuple[int, int, bytes]:
+        """The last generated turn in the messages (-1: none), how many messages lead to its end, and the digest of all."""
+        states: dict[bytes, tuple[int, int]] = {_root(tools): (-1, 0)}
+        for index, message in enumerate(messages):
+            reached: dict[bytes, tuple[int, int]] = {}
+            for text, state in states.items():
+                text = digest(text, message.key)
+                reached[text] = state
+                if message.role == "assistant":
+                    for turn in self._candidates(text, message):
+                        reached[_turn_digest(turn)] = (turn, index + 1)
+            states = reached
+        end, (turn, at) = max(states.items(), key=lambda item: (item[1][1], item[1][0]))
+        return turn, at, end
+
+    def _candidates(self, text: bytes, message: Message) -> list[int]:
+        """The turns whose answer this message is. Of several with the same text, one whose calls have its ids."""
+        turns, ids = self._answers.get(text, []), {call.id for call in message.calls}
+        return [turn for turn in turns if ids and self._ids[turn] == ids] or turns
+
+    def _why_new(self, messages: tuple[Message, ...], tools: str) -> str:
+        if not self._asked:
+            return FIRST
+        own = _root(tools)
+        for other in self._roots - {own}:
+            if self._reaches(messages, other):
+                return TOOLS_CHANGED
+        first = messages[0].key if messages else b""
+        if first not in self._longest:
+            return NEW
+        if any(message.role == "assistant" for message in messages):
+            return EDITED
+        return COMPACTED if len(messages) < self._longest[first] else NEW
+
+    def _reaches(self, messages: Sequence[Message], root: bytes) -> bool:
+        """Whether the messages, under another root, lead through a generated turn or are a request that was taken."""
+        texts = {root}
+        for message in messages:
+            texts = {digest(text, message.key) for text in texts}
+            if any(text in self._answers for text in texts):
+                return True
+        return bool(texts & self._known)
+
+    def _chain(self, turn: int) -> tuple[bytes, int]:
+        """The first message's key, and the number of messages, of a request with all before it."""
+        length, asked = 0, self._asked[turn]
+        while True:
+            length += len(asked.tail)
+            if asked.parent < 0:
+                return (asked.tail[0].key if asked.tail else b""), length
+            length += 1
+            asked = self._asked[asked.parent]
+
+
+def _root(tools: str) -> bytes:
+    return digest(b"root", tools.encode())
+
+
+def _turn_digest(turn: int) -> bytes:
+    return digest(b"turn", turn.to_bytes(8))

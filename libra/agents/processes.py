@@ -1,0 +1,131 @@
+"""The agents' processes, started by one program in their own environment (`libra.agents.runner`)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from libra.agents import runner
+from libra.agents.session import Ended
+from libra.errors import EnvironmentFault
+
+logger = logging.getLogger(__name__)
+
+_LINE_BYTES = 4 << 20
+_NOT_INHERITED = ("VIRTUAL_ENV", "PYTHONHOME")
+
+
+class AgentProcesses:
+    """Starts and stops agents.
+
+    Parameters
+    ----------
+    function : str or None
+        ``package.module:attribute``, called for each trajectory.
+    command : str or None
+        A command line in its place.
+    venv : Path or None
+        Their virtual environment; None: that of this process.
+    """
+
+    def __init__(self, *, function: str | None, command: str | None, venv: Path | None) -> None:
+        self._first = {"function": function, "command": command, "path": _import_path(venv)}
+        self._venv = venv
+        self._program: asyncio.subprocess.Process | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self._numbers = itertools.count()
+        self._running: dict[int, Callable[[Ended], None]] = {}
+        self._starting = asyncio.Lock()
+
+    async def prepare(self) -> None:
+        """Start the program, which imports the function; EnvironmentFault if it cannot."""
+        async with self._starting:
+            if self._program is None or self._program.returncode is not None:
+                await self._start_program()
+
+    async def start(self, env: Mapping[str, str], task: Mapping[str, Any], ended: Callable[[Ended], None]) -> int:
+        """Start an agent; ``ended`` is called once, when it has ended. EnvironmentFault if it cannot be started.
+
+        Returns its number, for `stop`.
+        """
+        await self.prepare()
+        number = next(self._numbers)
+        self._running[number] = ended
+        self._send({"start": number, "env": dict(env), "task": dict(task)})
+        return number
+
+    def stop(self, number: int) -> None:
+        """Kill an agent and what it started; its end is not told."""
+        if self._running.pop(number, None) is not None:
+            self._send({"stop": number})
+
+    async def close(self) -> None:
+        """Kill all agents."""
+        self._running.clear()
+        if self._program is not None and self._program.returncode is None:
+            assert self._program.stdin is not None
+            self._program.stdin.close()
+            try:
+                await asyncio.wait_for(self._program.wait(), 5)
+            except TimeoutError:
+                self._program.kill()
+        if self._reading is not None:
+            self._reading.cancel()
+
+    def _send(self, message: Mapping[str, Any]) -> None:
+        if self._program is not None and self._program.stdin is not None and not self._program.stdin.is_closing():
+            self._program.stdin.write(json.dumps(message).encode() + b"\n")
+
+    async def _start_program(self) -> None:
+        python = sys.executable if self._venv is None else str(self._venv / "bin" / "python")
+        env = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
+        if self._venv is not None:
+            env |= {"VIRTUAL_ENV": str(self._venv), "PATH": f"{self._venv / 'bin'}{os.pathsep}{env.get('PATH', '')}"}
+        else:
+            env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env.get('PATH', '')}"
+        try:
+            program = await asyncio.create_subprocess_exec(
+                python, runner.__file__, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env=env,
+                limit=_LINE_BYTES, start_new_session=True,
+            )  # fmt: skip
+        except OSError as error:
+            raise EnvironmentFault(f"agent.venv: {python} cannot be run: {error.strerror}") from error
+        self._program = program
+        self._send(self._first)
+        assert program.stdout is not None
+        line = await program.stdout.readline()
+        answer = json.loads(line) if line else {"ready": False, "error": "its process ended"}
+        if not answer["ready"]:
+            with contextlib.suppress(ProcessLookupError):
+                program.kill()
+            self._program = None
+            raise EnvironmentFault(
+                f"agent.function: {self._first['function']!r} cannot be imported by {python}: {answer['error']}"
+            )
+        self._reading = asyncio.create_task(self._read(program.stdout))
+
+    async def _read(self, lines: asyncio.StreamReader) -> None:
+        while line := await lines.readline():
+            message = json.loads(line)
+            ended = self._running.pop(message["ended"], None)
+            if ended is not None:
+                ended(Ended(message["result"], message["error"]))
+        for ended in list(self._running.values()):
+            ended(Ended(None, "the program that runs agents has ended"))
+        self._running.clear()
+
+
+def _import_path(venv: Path | None) -> list[str]:
+    """Where the user's own modules are; packages of this environment are not those of another one."""
+    own = [entry for entry in sys.path if entry and "site-packages" not in entry]
+    if venv is None:
+        return [*own, *(entry for entry in sys.path if "site-packages" in entry)]
+    return [entry for entry in own if not entry.startswith((sys.base_prefix, sys.prefix))]

@@ -1,0 +1,147 @@
+"""OpenAI's responses, as far as agents use them: text, function calls, and their outputs; nothing is kept between requests."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from libra.agents.chat_dialect import Body, common, read_tools, refuse_strict_format, sse, whole
+from libra.agents.messages import Call, Message, canonical_arguments, chat_message, text_of
+from libra.agents.requests import ModelRequest, Reply
+from libra.errors import RequestRefused
+
+
+def read_responses(body: Body) -> ModelRequest:
+    """A request of ``/responses``; RequestRefused if it cannot be answered as it is."""
+    if body.get("previous_response_id") or body.get("conversation"):
+        name = "previous_response_id" if body.get("previous_response_id") else "conversation"
+        raise RequestRefused(f"{name}: answers are not kept here; send the whole input", name)
+    text = body.get("text")
+    if isinstance(text, Mapping):
+        refuse_strict_format(text.get("format"), "text.format")
+    messages: list[Message] = []
+    if isinstance(body.get("instructions"), str) and body["instructions"]:
+        messages.append(Message("system", body["instructions"]))
+    given = body.get("input")
+    if isinstance(given, str):
+        given = [{"role": "user", "content": given}]
+    if not isinstance(given, Sequence) or not given:
+        raise RequestRefused("input: a text, or a list with at least one item, is needed", "input")
+    for index, item in enumerate(given):
+        _add(messages, item, f"input[{index}]")
+    return ModelRequest(
+        "responses",
+        tuple(messages),
+        tools=read_tools(body),
+        max_tokens=whole(body, "max_output_tokens", None),
+        stream=bool(body.get("stream")),
+        **common(body),
+    )
+
+
+def _add(messages: list[Message], item: Any, where: str) -> None:
+    """Add one item; those of one assistant's turn (reasoning, text, calls) become one message."""
+    if not isinstance(item, Mapping):
+        raise RequestRefused(f"{where}: got {type(item).__name__}; an item is an object", where)
+    last = messages[-1] if messages and messages[-1].role == "assistant" else None
+    match item.get("type", "message"):
+        case "message":
+            message = chat_message(item, where)
+            if message.role == "assistant" and last is not None and not last.text and not last.calls:
+                messages[-1] = replace(last, text=message.text)
+            else:
+                messages.append(message)
+        case "reasoning":
+            parts = [*(item.get("content") or ()), *(item.get("summary") or ())]
+            messages.append(Message("assistant", "", (), "", text_of(parts, where)))
+        case "function_call":
+            if not isinstance(item.get("name"), str):
+                raise RequestRefused(f"{where}.name: the function's name is needed", where)
+            call = Call(str(item.get("call_id") or ""), item["name"], canonical_arguments(item.get("arguments")))
+            if last is None:
+                messages.append(Message("assistant", "", (call,)))
+            else:
+                messages[-1] = replace(last, calls=(*last.calls, call))
+        case "function_call_output":
+            messages.append(Message("tool", text_of(item.get("output"), where), (), str(item.get("call_id") or "")))
+        case kind:
+            raise RequestRefused(
+                f"{where}.type: got {kind!r}; allowed are message, reasoning, function_call and its output", where
+            )
+
+
+def write_responses(request: ModelRequest, reply: Reply) -> dict[str, Any]:
+    """The answer to a request that is not streamed."""
+    output: list[dict[str, Any]] = []
+    if reply.message.reasoning:
+        content = [{"type": "reasoning_text", "text": reply.message.reasoning}]
+        output.append({"type": "reasoning", "id": f"rs_{reply.name}", "summary": [], "content": content})
+    if reply.message.text or not reply.message.calls:
+        text = {"type": "output_text", "text": reply.message.text, "annotations": []}
+        item = {
+            "type": "message",
+            "id": f"msg_{reply.name}",
+            "role": "assistant",
+            "status": "completed",
+            "content": [text],
+        }
+        output.append(item)
+    for call in reply.message.calls:
+        own = {"call_id": call.id, "name": call.name, "arguments": call.arguments, "status": "completed"}
+        output.append({"type": "function_call", "id": f"fc_{call.id}", **own})
+    prompt, made = reply.prompt_tokens, len(reply.token_ids)
+    usage = {
+        "input_tokens": prompt, "output_tokens": made, "total_tokens": prompt + made,
+        "input_tokens_details": {"cached_tokens": 0}, "output_tokens_details": {"reasoning_tokens": 0},
+    }  # fmt: skip
+    cut = reply.finish == "length"
+    return {
+        "id": f"resp_{reply.name}", "object": "response", "created_at": int(time.time()), "model": request.model,
+        "status": "incomplete" if cut else "completed", "error": None, "instructions": None, "metadata": {},
+        "incomplete_details": {"reason": "max_output_tokens"} if cut else None, "output": output, "usage": usage,
+        "parallel_tool_calls": True, "tool_choice": "auto", "tools": [], "temperature": None, "top_p": None,
+    }  # fmt: skip
+
+
+def stream_responses(request: ModelRequest, reply: Reply) -> Iterator[str]:
+    """The events of a streamed answer."""
+    whole_answer = write_responses(request, reply)
+    begun = {**whole_answer, "status": "in_progress", "output": [], "usage": None}
+    events: list[dict[str, Any]] = [{"type": "response.created", "response": begun}]
+    for index, item in enumerate(whole_answer["output"]):
+        place = {"output_index": index, "item_id": item["id"]}
+        events.append({"type": "response.output_item.added", "output_index": index, "item": _begun(item)})
+        if item["type"] == "message":
+            part, at = item["content"][0], {**place, "content_index": 0}
+            empty = {**part, "text": ""}
+            events += [
+                {"type": "response.content_part.added", **at, "part": empty},
+                {"type": "response.output_text.delta", **at, "delta": part["text"], "logprobs": []},
+                {"type": "response.output_text.done", **at, "text": part["text"], "logprobs": []},
+                {"type": "response.content_part.done", **at, "part": part},
+            ]
+        elif item["type"] == "function_call":
+            said = item["arguments"]
+            events += [
+                {"type": "response.function_call_arguments.delta", **place, "delta": said},
+                {"type": "response.function_call_arguments.done", **place, "arguments": said, "name": item["name"]},
+            ]
+        events.append({"type": "response.output_item.done", "output_index": index, "item": item})
+    end = "response.incomplete" if whole_answer["status"] == "incomplete" else "response.completed"
+    events.append({"type": end, "response": whole_answer})
+    for number, event in enumerate(events):
+        yield sse({**event, "sequence_number": number}, event["type"])
+
+
+_EMPTY: Mapping[str, dict[str, Any]] = {
+    "message": {"content": []},
+    "function_call": {"arguments": ""},
+    "reasoning": {"content": []},
+}
+
+
+def _begun(item: Mapping[str, Any]) -> dict[str, Any]:
+    """An item before any of its text."""
+    return {**item, **_EMPTY[item["type"]], "status": "in_progress"}

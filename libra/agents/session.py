@@ -1,0 +1,132 @@
+"""What one trajectory's agent asks: its requests in order, until it has ended. Without HTTP.
+
+Invariants
+----------
+1. A request has one answer, however many connections wait for it: a retry joins the request that is under way, and is given the
+   answer of one that was answered.
+2. A request that nobody waits for any more is dropped, unless the model writes its answer already.
+3. After its end a session takes no request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from libra.agents.requests import ModelRequest, Reply
+from libra.errors import RequestRefused
+
+KEPT_REPLIES = 64
+"""Answers that a session keeps for retries."""
+
+
+@dataclass(slots=True, eq=False)
+class Pending:
+    """A request that waits. ``waiting`` connections want its answer; ``taken``: the model writes it."""
+
+    request: ModelRequest
+    answer: asyncio.Future[Reply]
+    waiting: int = 1
+    taken: bool = False
+
+    def resolve(self, reply: Reply) -> None:
+        """Answer it."""
+        if not self.answer.done():
+            self.answer.set_result(reply)
+
+    def refuse(self, error: RequestRefused) -> None:
+        """Answer it with an error."""
+        if not self.answer.done():
+            self.answer.set_exception(error)
+            self.answer.exception()  # nobody may wait for it
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The agent has ended: what it returned, or the error that ended it."""
+
+    result: Any = None
+    error: str | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """The requests of one agent; ``name`` is its trajectory, for messages."""
+
+    name: str
+    max_model_len: int
+    reward: float | None = None
+    ended: Ended | None = None
+    _queue: deque[Pending] = field(default_factory=deque)
+    _open: list[Pending] = field(default_factory=list)
+    _answered: deque[tuple[bytes, Reply]] = field(default_factory=lambda: deque(maxlen=KEPT_REPLIES))
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    # ---------------------------------------------------------------- for the gateway
+
+    def take(self, request: ModelRequest, *, retry: bool) -> Pending:
+        """Take a request; with ``retry`` it may be one that was taken before."""
+        if self.ended is not None:
+            raise RequestRefused(f"{self.name} has ended", status=409, code="trajectory_ended")
+        if retry:
+            fingerprint = request.fingerprint
+            for pending in self._open:
+                if pending.request.fingerprint == fingerprint and not pending.answer.done():
+                    pending.waiting += 1
+                    return pending
+            for known, reply in reversed(self._answered):
+                if known == fingerprint:
+                    answered = Pending(request, asyncio.get_running_loop().create_future(), taken=True)
+                    answered.resolve(reply)
+                    return answered
+        pending = Pending(request, asyncio.get_running_loop().create_future())
+        self._open.append(pending)
+        self._queue.append(pending)
+        self._changed.set()
+        return pending
+
+    def leave(self, pending: Pending) -> None:
+        """A connection does not wait for a request any more, answered or not."""
+        pending.waiting -= 1
+        if pending.answer.done() and pending in self._open:
+            self._open.remove(pending)
+
+    def end(self, ended: Ended) -> None:
+        """The agent has ended; the first end counts."""
+        if self.ended is None:
+            self.ended = ended
+            self._changed.set()
+
+    # ---------------------------------------------------------------- for the trajectory
+
+    async def next(self, timeout_s: float) -> Pending | Ended:
+        """The next request, or the end; TimeoutError without either."""
+        async with asyncio.timeout(timeout_s):
+            while True:
+                while self._queue:
+                    pending = self._queue.popleft()
+                    if pending.waiting > 0:
+                        pending.taken = True
+                        return pending
+                    self._open.remove(pending)
+                if self.ended is not None:
+                    return self.ended
+                self._changed.clear()
+                await self._changed.wait()
+
+    def answered(self, pending: Pending, reply: Reply) -> None:
+        """A request has its answer."""
+        self._answered.append((pending.request.fingerprint, reply))
+        pending.resolve(reply)
+        if pending.waiting <= 0 and pending in self._open:
+            self._open.remove(pending)
+
+    def close(self, error: str) -> None:
+        """No request will be answered any more."""
+        self.end(Ended(None, error))
+        for pending in self._open:
+            pending.refuse(RequestRefused(error, status=409, code="trajectory_ended"))
+        self._open.clear()
+        self._queue.clear()

@@ -1,0 +1,34 @@
+"""Checks of the section `agent` against others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from libra.config.models import RunSections
+
+
+def agent_contradictions(config: RunSections) -> Iterator[str]:
+    """A message for each contradiction."""
+    agent, rollout = config.agent, config.rollout
+    if agent.function is not None and agent.command is not None:
+        yield "agent.command: there is an agent.function, and a trajectory has one agent; leave either out"
+    if not agent.given:
+        return
+    if rollout.ignore_eos:
+        yield (
+            "rollout.ignore_eos: an agent reads turns that end by themselves; type rollout.ignore_eos=false, or leave "
+            "agent.function and agent.command out"
+        )
+    if agent.idle_s > agent.timeout_s:
+        limit = f"agent.timeout_s={agent.timeout_s:g}"
+        yield f"agent.idle_s: {agent.idle_s:g} is never reached with {limit}; type agent.idle_s={agent.timeout_s:g}"
+    if config.distil.teacher is not None:
+        yield (
+            "distil.teacher: it scores trajectories of one conversation, and an agent may have several; leave agent.function and "
+            "agent.command out"
+        )
+    if config.trainer.routes != "recompute":
+        yield (
+            "trainer.routes: replay needs trajectories of one conversation, and an agent may have several; type "
+            "trainer.routes=recompute"
+        )

@@ -1,0 +1,15 @@
+"""The reward that an agent gives itself."""
+
+from __future__ import annotations
+
+from libra.types import Episode
+
+
+def own_reward(episode: Episode) -> float:
+    """What the agent returned as its reward, or posted to its gateway; ValueError without one."""
+    if episode.own_reward is None:
+        raise ValueError(
+            f"{episode.trajectory_id}: the agent gave no reward; let it return a number or {{'reward': NUMBER}}, or post one to "
+            "/reward, or give libra.train a reward function"
+        )
+    return episode.own_reward

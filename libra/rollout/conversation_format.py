@@ -1,0 +1,127 @@
+"""Requests of agents as token ids: whole conversations, and what follows a generated turn, each with the request's own tools.
+
+The ids of a tail are the text that the template puts after a stand-in for the turn, as for observations (`ChatFormat`): the turn
+itself is never rendered. All texts are the agent's, so none yields a special token (`libra.rollout.special_tokens`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from libra.rollout.chat_format import ChatFormat
+
+Messages = Sequence[Mapping[str, Any]]
+
+KEPT_TOOLS = 64
+"""Sets of tools whose format is kept."""
+_NAME = "libra_stands_in"
+
+
+class ConversationFormat:
+    """The tokens of agents' messages; ``chat`` is the run's own format, whose tokenizer and stop ids it has."""
+
+    def __init__(self, chat: ChatFormat) -> None:
+        self.chat = chat
+        self._formats: OrderedDict[str, _Format] = OrderedDict()
+
+    def prompt_ids(self, messages: Messages, tools: Sequence[Mapping[str, Any]] = (), **args: Any) -> NDArray[np.int32]:
+        """A whole conversation up to and including the generation prompt, int32 (T,).
+
+        ``args`` are further variables of the template. ModelError if it cannot show the messages, ValueError where a text yields a
+        special token all the same.
+        """
+        return self._of(tools, args).prompt_ids(messages)
+
+    def tail_ids(
+        self, messages: Messages, tools: Sequence[Mapping[str, Any]] = (), *, ended: bool, **args: Any
+    ) -> NDArray[np.int32]:
+        """What follows a generated turn, up to and including the next generation prompt, as `prompt_ids`.
+
+        ``ended``: the turn's last token was a stop id; otherwise the end-of-turn token comes first.
+        """
+        ids = self._of(tools, args).tail_ids(messages)
+        return ids[1:] if ended else ids
+
+    def _of(self, tools: Sequence[Mapping[str, Any]], args: Mapping[str, Any]) -> _Format:
+        name = json.dumps([list(tools), dict(args)], sort_keys=True)
+        made = self._formats.pop(name, None) or _Format(self.chat, tools, args)
+        self._formats[name] = made
+        if len(self._formats) > KEPT_TOOLS:
+            self._formats.popitem(last=False)
+        return made
+
+
+class _Format:
+    """For one set of tools and template arguments."""
+
+    def __init__(self, chat: ChatFormat, tools: Sequence[Mapping[str, Any]], args: Mapping[str, Any]) -> None:
+        self._chat = chat.with_tools(tools, args)
+        self._structures: dict[Any, int] = {}
+        self._shows_calls = self._tries_calls()
+
+    def _tries_calls(self) -> bool:
+        try:
+            return _NAME in self._chat.render([{"role": "user", "content": "?"}, _calling("", _NAME, {})])
+        except Exception:  # noqa: BLE001 - jinja runs the model's own template, which may raise anything
+            return False
+
+    def prompt_ids(self, messages: Messages) -> NDArray[np.int32]:
+        return self._checked(messages, self._chat.conversation_ids)
+
+    def tail_ids(self, messages: Messages) -> NDArray[np.int32]:
+        return self._checked(messages, self._chat.after_assistant_ids)
+
+    def _checked(self, messages: Messages, ids_of: Any) -> NDArray[np.int32]:
+        """The ids of messages whose texts are broken where they spell special tokens; as many of those as harmless texts give."""
+        ids: NDArray[np.int32] = ids_of([self._shown(self._broken(message)) for message in messages])
+        structure = (ids_of.__name__, *(_structure(message) for message in messages))
+        if structure not in self._structures:
+            if len(self._structures) > 256:
+                self._structures.clear()
+            harmless = [self._shown(_harmless(message)) for message in messages]
+            self._structures[structure] = self._chat.special_count(ids_of(harmless))
+        if self._chat.special_count(ids) > self._structures[structure]:
+            raise ValueError("a text spells special tokens in a way that this tokenizer finds and Libra does not")
+        return ids
+
+    def _broken(self, given: Any) -> Any:
+        if isinstance(given, str):
+            return self._chat.broken(given)
+        if isinstance(given, Mapping):
+            return {key: self._broken(value) if key != "role" else value for key, value in given.items()}
+        return [self._broken(each) for each in given] if isinstance(given, list) else given
+
+    def _shown(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """A message as the template shows all of it: calls are in the text where it has no form for them."""
+        calls = message.get("tool_calls")
+        if not calls or self._shows_calls:
+            return dict(message)
+        parts = [message["content"]] if message["content"] else []
+        parts += [f"<tool_call>\n{json.dumps(call['function'], ensure_ascii=False)}\n</tool_call>" for call in calls]
+        return {**{key: value for key, value in message.items() if key != "tool_calls"}, "content": "\n".join(parts)}
+
+
+def _calling(text: str, name: str, arguments: Any) -> dict[str, Any]:
+    call = {"id": "call_0", "type": "function", "function": {"name": name, "arguments": arguments}}
+    return {"role": "assistant", "content": text, "tool_calls": [call]}
+
+
+def _structure(message: Mapping[str, Any]) -> tuple[Any, ...]:
+    calls = len(message.get("tool_calls", ()))
+    return message["role"], bool(message["content"].strip()), bool(message.get("reasoning_content")), calls
+
+
+def _harmless(message: Mapping[str, Any]) -> dict[str, Any]:
+    """The same message with texts that spell nothing."""
+    made = {**message, "content": "x" if message["content"].strip() else ""}
+    if "reasoning_content" in made:
+        made["reasoning_content"] = "x"
+    if "tool_calls" in made:
+        made["tool_calls"] = _calling("", "x", {})["tool_calls"] * len(made["tool_calls"])
+    return made

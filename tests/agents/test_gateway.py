@@ -1,0 +1,285 @@
+"""The gateway over HTTP: dialects, streams, errors, retries, disconnects, heartbeats; the model is a script."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+from libra.agents.messages import Call, Message
+from libra.agents.replies import reply
+from libra.agents.requests import ModelRequest, Reply
+from libra.agents.session import Ended, Pending, Session
+from libra.envs.tool_calls import parse_hermes
+from libra.errors import RequestRefused
+
+pytest.importorskip("starlette", reason="the extra `agents` is not installed")
+pytest.importorskip("uvicorn", reason="the extra `agents` is not installed")
+httpx = pytest.importorskip("httpx2", reason="httpx2 is not installed")
+
+from libra.agents.gateway import MAX_BODY_BYTES, Gateway  # noqa: E402
+
+TOOLS = [{"type": "function", "function": {"name": "calc", "parameters": {"type": "object", "properties": {}}}}]
+CALLS = '<think>\nhm\n</think>\n\n<tool_call>\n{"name": "calc", "arguments": {"expression": "6*7"}}\n</tool_call>'
+
+
+def made(message: Message, number: int = 0) -> Reply:
+    ids = np.arange(3, dtype=np.int32) + 10
+    finish = "tool_calls" if message.calls else "stop"
+    return Reply(message, finish, 7, ids, np.full(3, -0.5, np.float32), np.full(3, 4, np.int32), f"t-{number}")
+
+
+async def scripted(session: Session, seen: list[ModelRequest]) -> None:
+    """Answer with a call, then with the answer."""
+    while True:
+        pending = await session.next(60)
+        if isinstance(pending, Ended):
+            return
+        number = len(seen)
+        seen.append(pending.request)
+        if pending.request.messages and pending.request.messages[-1].text == "too long":
+            pending.refuse(RequestRefused("the context is full", "messages", code="context_length_exceeded"))
+            continue
+        used = any(message.role == "tool" for message in pending.request.messages)
+        text = "42" if used or not pending.request.tools else CALLS
+        session.answered(pending, made(reply(text, parse_hermes, lambda i, n=number: f"call_{n}_{i}"), number))
+
+
+class Watched(Session):
+    """A session that tells of every request that is taken or left."""
+
+    def __init__(self, name: str, max_model_len: int) -> None:
+        super().__init__(name, max_model_len)
+        self.news = asyncio.Queue[Pending]()
+
+    def take(self, request: ModelRequest, *, retry: bool) -> Pending:
+        pending = super().take(request, retry=retry)
+        self.news.put_nowait(pending)
+        return pending
+
+    def leave(self, pending: Pending) -> None:
+        super().leave(pending)
+        self.news.put_nowait(pending)
+
+
+class Place:
+    """A gateway with one session, and a client of it."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self.gateway = gateway
+        self.token, _ = gateway.open("train-0-0-0", 512)
+        self.session = Watched("train-0-0-0", 512)
+        gateway._sessions = dict.fromkeys(gateway._sessions, self.session)
+        self.url = gateway.environ(self.token)["LIBRA_GATEWAY_URL"]
+        self.base = f"http://{gateway.host}:{gateway.port}"
+        self.seen: list[ModelRequest] = []
+        self.client = httpx.AsyncClient(timeout=30)
+
+    async def post(self, path: str, body: Any, **headers: str) -> Any:
+        return await self.client.post(self.url + path, json=body, headers=headers)
+
+
+@asynccontextmanager
+async def place(*, script: bool = True, heartbeat_s: float = 15.0) -> AsyncIterator[Place]:
+    gateway = Gateway(heartbeat_s=heartbeat_s)
+    await gateway.start()
+    here = Place(gateway)
+    task = asyncio.create_task(scripted(here.session, here.seen)) if script else None
+    try:
+        yield here
+    finally:
+        await here.client.aclose()
+        if task is not None:
+            task.cancel()
+        await gateway.close()
+
+
+def run(test: Callable[..., Any], **options: Any) -> None:
+    async def inside() -> None:
+        async with place(**options) as here:
+            await test(here)
+
+    asyncio.run(inside())
+
+
+CHAT = {"model": "policy", "messages": [{"role": "user", "content": "6*7?"}], "tools": TOOLS}
+
+
+def test_the_openai_client_plain_and_streamed() -> None:
+    openai = pytest.importorskip("openai", reason="openai is not installed")
+
+    async def test(here: Place) -> None:
+        env = here.gateway.environ(here.token)
+        client = openai.AsyncOpenAI(base_url=env["OPENAI_BASE_URL"], api_key=env["OPENAI_API_KEY"])
+        answer = await client.chat.completions.create(**CHAT, logprobs=True, extra_body={"return_token_ids": True})
+        (call,) = answer.choices[0].message.tool_calls
+        assert (call.function.name, json.loads(call.function.arguments)) == ("calc", {"expression": "6*7"})
+        assert answer.choices[0].finish_reason == "tool_calls" and answer.usage.completion_tokens == 3
+        assert answer.choices[0].message.reasoning_content == "hm" and answer.choices[0].token_ids == [10, 11, 12]
+        assert [each.logprob for each in answer.choices[0].logprobs.content] == [-0.5] * 3
+        said = [*CHAT["messages"], answer.choices[0].message.model_dump(exclude_none=True)]
+        said.append({"role": "tool", "tool_call_id": call.id, "content": [{"type": "text", "text": "42"}]})
+        stream = await client.chat.completions.create(**CHAT | {"messages": said}, stream=True)
+        assert "".join([chunk.choices[0].delta.content or "" async for chunk in stream]) == "42"
+        sent = here.seen[1].messages
+        assert sent[1:] == (
+            Message("assistant", "", (Call("call_0_0", "calc", '{"expression":"6*7"}'),), "", "hm"),
+            Message("tool", "42", (), call.id),
+        )
+        models = await client.models.list()
+        assert [model.max_model_len for model in models.data] == [512]
+        answer = await client.responses.create(model="policy", input="6*7?", instructions="s", tools=[])
+        assert answer.output_text == "42" and [m.role for m in here.seen[2].messages] == ["system", "user"]
+
+    run(test)
+
+
+def test_the_anthropic_client_plain_and_streamed() -> None:
+    anthropic = pytest.importorskip("anthropic", reason="anthropic is not installed")
+    tools = [{"name": "calc", "description": "c", "input_schema": {"type": "object", "properties": {}}}]
+
+    async def test(here: Place) -> None:
+        env = here.gateway.environ(here.token)
+        client = anthropic.AsyncAnthropic(base_url=env["ANTHROPIC_BASE_URL"], api_key=env["ANTHROPIC_API_KEY"])
+        said: list[Any] = [{"role": "user", "content": "6*7?"}]
+        answer = await client.messages.create(model="policy", max_tokens=64, messages=said, tools=tools, system="s")
+        assert answer.stop_reason == "tool_use" and answer.content[-1].input == {"expression": "6*7"}
+        result = {"type": "tool_result", "tool_use_id": answer.content[-1].id, "content": "42"}
+        said += [{"role": "assistant", "content": answer.content}, {"role": "user", "content": [result]}]
+        async with client.messages.stream(model="policy", max_tokens=64, messages=said, tools=tools) as stream:
+            final = await stream.get_final_message()
+        assert final.content[0].text == "42" and final.stop_reason == "end_turn"
+        assert [message.role for message in here.seen[1].messages] == ["user", "assistant", "tool"]
+        with pytest.raises(anthropic.BadRequestError, match="context is full"):
+            await client.messages.create(model="p", max_tokens=9, messages=[{"role": "user", "content": "too long"}])
+
+    run(test)
+
+
+def test_token_ids_in_and_out() -> None:
+    async def test(here: Place) -> None:
+        answer = (await here.post("/inference/v1/generate", {"token_ids": [1, 2, 3]})).json()
+        choice = answer["choices"][0]
+        assert (choice["token_ids"], choice["weight_versions"]) == ([10, 11, 12], [4, 4, 4])
+        assert choice["logprobs"]["content"][0] == {
+            "token": "token_id:10",
+            "logprob": -0.5,
+            "bytes": None,
+            "top_logprobs": [],
+        }
+        assert here.seen[0].token_ids == (1, 2, 3)
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"n": 2}, "n"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0]"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0]"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"strict": True}}}, "response_format"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"tools": "calc"}, "tools"),
+        ({"tools": [{"type": "function"}]}, "tools[0]"),
+        ({"stop": [""]}, "stop"),
+    ],
+)
+def test_what_is_refused_names_its_field(change: dict[str, Any], param: str) -> None:
+    async def test(here: Place) -> None:
+        answer = await here.post("/v1/chat/completions", CHAT | change)
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == param
+        assert not here.seen
+
+    run(test)
+
+
+def test_tokens_bodies_and_ends() -> None:
+    async def test(here: Place) -> None:
+        path = "/v1/chat/completions"
+        assert (await here.client.post(f"{here.base}/t/unknown{path}", json=CHAT)).status_code == 401
+        assert (await here.client.post(f"{here.base}/nothing", json=CHAT)).status_code == 404
+        for headers in ({"authorization": f"Bearer {here.token}"}, {"x-api-key": here.token}):
+            assert (await here.client.post(here.base + path, json=CHAT, headers=headers)).status_code == 200
+        huge = await here.client.post(here.url + path, content=b'{"a": "' + b"x" * MAX_BODY_BYTES + b'"}')
+        assert huge.status_code == 413
+        for body in (b"no", b"[1]", b"[" * 100_000, b'{"messages": ' + b"[" * 70 + b"]" * 70 + b"}"):
+            answer = await here.client.post(here.url + path, content=body)
+            assert answer.status_code == 400 and answer.json()["error"]["type"] == "invalid_request_error"
+        odd = json.dumps(CHAT | {"messages": [{"role": "user", "content": "a\x00b\ud800"}]})
+        await here.client.post(here.url + path, content=odd)
+        assert here.seen[-1].messages[0].text == "a\ufffdb\ufffd", "only what can be stored comes in"
+        assert (await here.post("/reward", {"reward": "high"})).status_code == 400
+        assert (await here.post("/reward", {"reward": 0.5})).json() == {"reward": 0.5}
+        assert here.session.reward == 0.5
+        assert (await here.post("/end", {"result": "done"})).status_code == 200
+        ended = await here.post(path, CHAT)
+        assert ended.status_code == 409 and "train-0-0-0 has ended" in ended.json()["error"]["message"]
+        here.gateway.drop(here.token, "it has ended")
+        assert (await here.post(path, CHAT)).status_code == 409
+
+    run(test)
+
+
+async def taken(here: Place) -> Pending:
+    pending = await here.session.next(30)
+    assert isinstance(pending, Pending)
+    return pending
+
+
+def test_a_retry_joins_what_is_under_way_and_replays_what_was_answered() -> None:
+    async def test(here: Place) -> None:
+        first = asyncio.create_task(here.post("/v1/chat/completions", CHAT))
+        pending = await taken(here)
+        retry = asyncio.create_task(here.post("/v1/chat/completions", CHAT, **{"x-stainless-retry-count": "1"}))
+        while pending.waiting < 2:
+            await here.session.news.get()
+        here.session.answered(pending, made(Message("assistant", "one"), 1))
+        answers = [(await each).json()["id"] for each in (first, retry)]
+        again = await here.post("/v1/chat/completions", CHAT, **{"x-stainless-retry-count": "2"})
+        assert [*answers, again.json()["id"]] == ["chatcmpl-t-1"] * 3
+        other = asyncio.create_task(here.post("/v1/chat/completions", CHAT))  # no retry: another sample
+        here.session.answered(await taken(here), made(Message("assistant", "two"), 2))
+        assert (await other).json()["id"] == "chatcmpl-t-2"
+
+    run(test, script=False)
+
+
+def test_a_request_whose_client_has_gone_is_dropped() -> None:
+    async def test(here: Place) -> None:
+        gone = asyncio.create_task(here.post("/v1/chat/completions", CHAT))
+        await here.session.news.get()
+        gone.cancel()
+        assert (await here.session.news.get()).waiting == 0
+        other = asyncio.create_task(here.post("/v1/chat/completions", CHAT | {"max_tokens": 5}))
+        pending = await taken(here)
+        assert pending.request.max_tokens == 5
+        here.session.answered(pending, made(Message("assistant", "x")))
+        assert (await other).status_code == 200
+
+    run(test, script=False)
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_waits_gets_signs_of_life(path: str, stream: bool) -> None:
+    async def test(here: Place) -> None:
+        body = {"model": "p", "max_tokens": 9, "messages": [{"role": "user", "content": "x"}], "stream": stream}
+        async with here.client.stream("POST", here.url + path, json=body) as answer:
+            pending = await taken(here)
+            chunks = answer.aiter_text()
+            alive = [await anext(chunks) for _ in range(3)]
+            assert all(each.strip() in ("", ": waiting", 'event: ping\ndata: {"type": "ping"}') for each in alive)
+            here.session.answered(pending, made(Message("assistant", "late")))
+            rest = "".join([chunk async for chunk in chunks])
+        assert "late" in rest
+        if not stream:
+            json.loads("".join(alive) + rest)
+
+    run(test, script=False, heartbeat_s=0.02)
