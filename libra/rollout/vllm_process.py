@@ -30,6 +30,7 @@ from libra.rollout.draft_length import DraftedByRows
 from libra.rollout.engine_capacity import PassMeter
 from libra.rollout.request_checks import packed_priority
 from libra.rollout.request_queue import QueuedJob
+from libra.rollout.vllm_ending import shared_memory
 from libra.rollout.vllm_fork_server import forked
 from libra.rollout.vllm_pass_seconds import PROBE_ID, PassWatch
 from libra.rollout.vllm_settings import GENERATED, GROUP, PROBE, VLLMSettings, check_installed, engine_args, environment
@@ -43,7 +44,7 @@ _BUILDING = threading.Lock()
 _WARM_UP_TOKENS = 4
 _KV = "kv_transfer_params"
 SHUTDOWN_S = 1.0
-"""Seconds that the process may take to end before it is killed; it has nothing to save."""
+"""Seconds that a process with a GPU may take to end before it is killed; it has nothing to save. On a CPU: none."""
 
 
 @dataclass(slots=True)
@@ -70,7 +71,7 @@ class Core:
     def __init__(
         self, llm: Any, settings: VLLMSettings, meter: PassMeter | None = None, drafted: DraftedByRows | None = None
     ) -> None:
-        self.llm, self.settings = llm, settings
+        self.llm, self.settings, self.on_cpu = llm, settings, False
         self.passes = PassWatch(meter or PassMeter(), drafted)
         self.steps = self.generated_tokens = 0
         self._probes = 0
@@ -95,6 +96,7 @@ class Core:
             with _BUILDING, environment(settings, on_cpu=on_cpu), forked(settings.model_dir, on_cpu=on_cpu):
                 llm = AsyncLLM.from_engine_args(engine_args(settings, on_cpu=on_cpu))
             core = cls(llm, settings, meter, drafted)
+            core.on_cpu = on_cpu
             await llm.update_weight_version(str(version))
             await llm.collective_rpc("libra_continue_turns")
             if settings.speculate:
@@ -293,9 +295,12 @@ class Core:
         return [process.pid for process in manager.processes] if manager is not None else []
 
     def stop(self) -> None:
-        """End the process; also after it died."""
+        """End the process, and remove what it shared with its ranks; also after it died."""
         with contextlib.suppress(Exception):  # a dead engine may raise anything
-            self.llm.shutdown(timeout=SHUTDOWN_S)
+            memory = shared_memory(self.process_ids) if self.on_cpu else set()
+            self.llm.shutdown(timeout=0.0 if self.on_cpu else SHUTDOWN_S)
+            for file in memory:
+                file.unlink(missing_ok=True)
 
     def _count_steps(self) -> None:
         """Count steps and tokens as the process sends them: vLLM's own statistics have a cost per token."""

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 
 from libra.rollout.vllm_draws import skip_draws
+from libra.rollout.vllm_ending import shared_memory
+from libra.rollout.vllm_engine import VLLMEngine
 from libra.rollout.vllm_settings import PARENT, is_installed
+from libra.testing.models import Models
 
 END = "from libra.rollout.vllm_scheduler import _die_with_parent; _die_with_parent(); print('lives')"
 
@@ -46,3 +52,22 @@ def test_a_continued_request_skips_what_its_tokens_drew(kernel: str, fp64: bool)
     drawn = [draw(whole) for _ in range(20)]
     skip_draws(parts, 13, SimpleNamespace(sampler=sampler, input_batch=SimpleNamespace(vocab_size=vocab)))
     assert all(torch.equal(draw(parts), each) for each in drawn[13:])
+
+
+@pytest.mark.skipif(not is_installed(), reason="vllm is not installed here: make setup-vllm")
+@pytest.mark.timeout(600)
+def test_a_closed_engine_leaves_no_process_and_no_shared_memory(tmp_path) -> None:
+    engine = VLLMEngine(Models(tmp_path).first, threads=1, slots=2, max_context_tokens=128, tp=2)
+
+    async def body() -> tuple[list[psutil.Process], set[Path]]:
+        await engine.start()
+        core = psutil.Process(engine.process_ids[0])
+        found = [core, *core.children(recursive=True)], shared_memory(engine.process_ids)
+        await engine.close()
+        return found
+
+    processes, memory = asyncio.run(body())
+    assert len(processes) == 3 and len(memory) > 2  # a queue of the two ranks, and what they reduce in
+    assert psutil.wait_procs(processes, timeout=60)[1] == []
+    assert not [file for file in memory if file.exists()]
+    assert shared_memory([os.getpid()]) == set() == shared_memory([process.pid for process in processes])
