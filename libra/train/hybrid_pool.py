@@ -322,7 +322,8 @@ class HybridPool:
             try:
                 num_bytes = hybrid.wire.send(*message)
             except TransferError as fault:
-                logger.info("hybrid %s cannot be reached: %s", hybrid.name, fault)
+                log = logger.info if hybrid.leaving or hybrid.gone or self._closed else logger.warning
+                log("hybrid %s gets no more messages: %s", hybrid.name, fault)
                 with self._changed:
                     self._drop(hybrid)
                 return

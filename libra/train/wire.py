@@ -28,7 +28,7 @@ from libra.transport import connect as connect_channel
 PURPOSE = "hybrid replicas"
 DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name)
-    for name in ("float64", "float32", "bfloat16", "float16", "int64", "int32", "bool", "uint8")
+    for name in ("float64", "float32", "bfloat16", "float16", "int64", "int32", "int16", "bool", "uint8")
 }
 
 

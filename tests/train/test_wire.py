@@ -115,6 +115,15 @@ def test_a_slice_comes_back_as_it_was(batch: list, trajectory: Callable[..., obj
                 assert mine == theirs, name
 
 
+def test_a_slice_passes_a_wire(wires: tuple[Wire, Wire], batch: list) -> None:
+    core, hybrid = wires
+    given = to_tensors([sample_of(each, 3) for each in batch])
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(core.send, "slice", {}, given).result()
+        arrived = hybrid.receive().tensors
+    assert {name: tensor.dtype for name, tensor in arrived.items()} == {n: t.dtype for n, t in given.items()}
+
+
 @pytest.mark.parametrize("num_slices", [1, 2, 5, 12, 20])
 def test_slices_hold_every_sample_once_and_balance_tokens(batch: list, num_slices: int) -> None:
     samples = [sample_of(one, 0) for one in batch]
