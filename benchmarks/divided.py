@@ -10,8 +10,11 @@ calls.
   memory is full, as vLLM does. Its ratio of seconds to those of the next ones is scored, geometric mean over seeds.
 * ``arrival``, ``seer``, ``cmlfq``, ``oracle``: turns in parts of ``--chunk`` tokens (`rollout.chunk_tokens`), KV of parked ones in
   host memory (1 TB per 8 GPUs), from where it takes 0.3 s and 1/20 GB/s; fifo, Seer's order, C-MLFQ, and C-MLFQ's rule with the
-  true lengths. Engines have as many slots as mean contexts fit. There is one iteration, so C-MLFQ begins without data; no
-  speculation.
+  true lengths. All engines, static's too, have a slot for every request: memory decides how many run. There is one iteration, so
+  C-MLFQ begins without data; no speculation.
+* With ``--speculate ACCEPTED DRAFTED`` a last system: ``cmlfq`` on engines that draft ``DRAFTED`` tokens of each sequence, of which
+  ``ACCEPTED`` are accepted, wherever a step that verifies them is sooner per token. Drafts cost nothing. Not in the figures above;
+  acceptance of our own engine: `benchmarks.speculation`.
 * Lengths are lognormal, cut at the maximum, with the reported mean. *Fitted*: their spread (``sigma``) and their correlation within
   a group (``kinship``), such that static's tail share is near the one that Seer reports for veRL. Prompts have 512 tokens: assumed.
 * Tail share: share of the seconds in which the last tenth of the requests end. Seer's includes speculation.
@@ -20,7 +23,7 @@ Figures: ``over_static_moonlight``, ``over_static_qwen2vl``: of ``cmlfq``. ``sha
 static's over those that the oracle saves, summed over both jobs; ``share_of_oracle_gain_by_order``: of those that it saves over
 ``arrival``.
 
-``python -m benchmarks.divided [--seeds N] [--chunk TOKENS] [--jobs ...] --json``.
+``python -m benchmarks.divided [--seeds N] [--chunk TOKENS] [--speculate ACCEPTED DRAFTED] [--jobs ...] --json``.
 """
 
 from __future__ import annotations
@@ -33,12 +36,12 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks.report import Figure, command_parser, emit
-from libra.hardware import engine_seconds, load_gpu, load_shape
+from libra.hardware import EngineSeconds, engine_seconds, load_gpu, load_shape
 from libra.hardware.host_kv import HostPool
 from libra.hardware.virtual_engine import EngineTables
 from libra.policy import CMLFQ, Fifo, Oracle, Ordering
 from libra.sim.dealt_groups import DealtGroups, apart
-from libra.sim.engines import fleet, slots_of
+from libra.sim.engines import fleet
 from libra.sim.seer_order import SeerOrder
 from libra.sim.simulation_options import SimulationOptions
 from libra.sim.simulation_result import SimulationResult
@@ -53,6 +56,9 @@ SLOWEST = 0.1
 """Share of the requests that end in the tail."""
 HOST_BYTES_PER_GPU = 125e9
 FETCH_S, FETCH_BYTES_PER_S = 0.3, 20e9
+SPECULATING = "cmlfq, speculating"
+OVER_STATIC = {"cmlfq": "over_static_{}", SPECULATING: "over_static_{}_speculating"}
+"""Figures of systems."""
 SYSTEMS = ("static", "arrival", "seer", "cmlfq", "oracle")
 
 
@@ -111,15 +117,40 @@ def workload_of(job: Job, seed: int) -> Workload:
 
 
 @cache
-def _tables(job: Job) -> EngineTables:
-    return EngineTables(engine_seconds(load_gpu(GPU), load_shape(job.model), job.tp))
+def _tables(job: Job, speculation: Speculation | None = None) -> EngineTables:
+    plain = engine_seconds(load_gpu(GPU), load_shape(job.model), job.tp)
+    return EngineTables(plain if speculation is None else Speculating(plain, speculation))
 
 
-def simulate(job: Job, system: str, seed: int, chunk: int) -> Run:
+class Speculation(NamedTuple):
+    """Tokens that a step accepts and drafts for each sequence, beside the one that every step gives."""
+
+    accepted: float
+    drafted: float
+
+
+class Speculating:
+    """`EngineSeconds` per token of an engine that verifies drafts where that is sooner."""
+
+    def __init__(self, plain: EngineSeconds, speculation: Speculation) -> None:
+        self._plain, self._speculation = plain, speculation
+        self.tp, self.kv_capacity_tokens = plain.tp, plain.kv_capacity_tokens
+
+    def decode_step_s(self, num_sequences: int, context_tokens: int) -> float:
+        """Seconds in which each sequence gets a token, of a step that gives more than one to some."""
+        accepted, drafted = self._speculation
+        verified = self._plain.decode_step_s(round(num_sequences * (1.0 + drafted)), context_tokens) / (1.0 + accepted)
+        return min(self._plain.decode_step_s(num_sequences, context_tokens), verified)
+
+    def prefill_s(self, new_tokens: int, past_tokens: int) -> float:
+        """Seconds of a prefill."""
+        return self._plain.prefill_s(new_tokens, past_tokens)
+
+
+def simulate(job: Job, system: str, seed: int, chunk: int, speculation: Speculation | None = None) -> Run:
     """One job under one system."""
-    workload, tables = workload_of(job, seed), _tables(job)
-    slots = slots_of(tables, PROMPT + job.mean_tokens)
-    engines = fleet({job.tp: job.engines}, {job.tp: tables}, {job.tp: slots})
+    workload, tables = workload_of(job, seed), _tables(job, speculation)
+    engines = fleet({job.tp: job.engines}, {job.tp: tables}, {job.tp: job.requests})
     ordering: Ordering
     if system == "static":
         ordering = DealtGroups([spec.name for spec in engines])
@@ -145,8 +176,11 @@ def figures_of(runs: Mapping[str, Mapping[str, Sequence[Run]]]) -> dict[str, Fig
     by_order = dict(saved)
     for name, systems in runs.items():
         seconds = {system: np.array([run.seconds for run in each]) for system, each in systems.items()}
-        ratio = math.exp(float(np.log(seconds["static"] / seconds["cmlfq"]).mean()))
-        found[f"over_static_{name}"] = Figure(ratio, "ratio", "higher", JOBS[name].goal)
+        for system, figure in OVER_STATIC.items():
+            if system in seconds:
+                ratio = math.exp(float(np.log(seconds["static"] / seconds[system]).mean()))
+                goal = JOBS[name].goal if system == "cmlfq" else None
+                found[figure.format(name)] = Figure(ratio, "ratio", "higher", goal)
         for system in saved:
             saved[system] += float((1.0 - seconds[system] / seconds["static"]).mean())
             by_order[system] += float((1.0 - seconds[system] / seconds["arrival"]).mean())
@@ -163,7 +197,7 @@ def lines(name: str, systems: Mapping[str, Sequence[Run]]) -> list[str]:
         half = 1.96 * float(np.std(ratios, ddof=1)) / math.sqrt(len(ratios)) if len(ratios) > 1 else 0.0
         rows = [run.result for run in each]
         found.append(
-            f"  {system:8s}{np.mean([run.seconds for run in each]):7.0f} s  {np.mean(ratios):.3f} +- {half:.3f} times static  "
+            f"  {system:18s}{np.mean([run.seconds for run in each]):7.0f} s  {np.mean(ratios):.3f} +- {half:.3f} times static  "
             f"tail {np.mean([run.tail for run in each]):.2f}  busy {np.mean([row.busy_frac for row in rows]):.2f}  "
             f"{np.mean([row.moves for row in rows]):.0f} moves, {np.mean([row.preempted for row in rows]):.0f} preempted, "
             f"{np.mean([row.fetched_tokens for row in rows]) / 1e6:.1f} M tokens fetched, "
@@ -181,6 +215,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = command_parser("divided", __doc__)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--chunk", type=int, default=CHUNK, help=f"rollout.chunk_tokens (default {CHUNK})")
+    parser.add_argument("--speculate", nargs=2, type=float, metavar=("ACCEPTED", "DRAFTED"))
     parser.add_argument("--jobs", nargs="*", default=list(JOBS), choices=list(JOBS))
     options = parser.parse_args(arguments)
     runs = {}
@@ -189,6 +224,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             system: [simulate(JOBS[name], system, seed, options.chunk) for seed in range(options.seeds)]
             for system in SYSTEMS
         }
+        if options.speculate:
+            speculation = Speculation(*options.speculate)
+            runs[name][SPECULATING] = [
+                simulate(JOBS[name], "cmlfq", seed, options.chunk, speculation) for seed in range(options.seeds)
+            ]
         print("\n".join(lines(name, runs[name])), flush=True)
     print(
         "fitted: spread and correlation of lengths, to the tail share that is reported for veRL; seconds are the cost model's"

@@ -14,7 +14,7 @@ from libra.config.run_config import RunConfig
 from libra.errors import ConfigError
 from libra.sim.against import TUNING_SEED, Comparison, compare
 from libra.sim.cause_table import Went, lines
-from libra.sim.disciplines import DISCIPLINES, disciplines
+from libra.sim.disciplines import DISCIPLINES, disciplines, named
 from libra.sim.from_config import Simulated, drawn_workload
 from libra.sim.from_run import run_setting
 from libra.sim.gpu_seconds import Cause
@@ -57,8 +57,8 @@ def simulate_against(
         name = override.partition("=")[0].strip()
         if name.removeprefix("simulation.") in UNUSED and name.startswith("simulation."):
             raise ConfigError(f"--against: {name} has no effect, every system has its own; leave it out")
-    names = [] if against == ALL else [name.strip() for name in against.split(",")]
     base, source = cell_of(config, from_run)
+    names = [] if against == ALL else named([name.strip() for name in against.split(",")], base.eta)
     if base.eta not in STEPS:
         raise ConfigError(f"run.eta: got {base.eta}; --against compares systems at {', '.join(map(str, STEPS))}")
     chosen = disciplines(names, base.eta)

@@ -10,6 +10,9 @@ makespan
     and alternating among many half-done ones computes contexts repeatedly. Of those that have not begun, one of each group goes
     first (the probe, Seer), then the longest forecast; results of siblings re-order them. Without skill, by arrival: least
     attained service first would leave the longest for the end, which is bad for a makespan (`docs/adr/0008`).
+    Where engines exchange KV, whoever pauses loses nothing: then everybody begins, probes first, and only memory makes some wait.
+    Those with most tokens left go first, in octaves, since forecasts err; within an octave, and without skill, those with fewest
+    tokens generated: all get on evenly until it shows who is long.
 stream
     Complete groups soon, one after the other: fewest tokens left in the group first, within it by arrival. Without skill, least
     attained service first.
@@ -45,6 +48,7 @@ from libra.policy.messages import (
     SetPriority,
     TrajectoryEnded,
     TrajectoryParked,
+    WorkerJoined,
 )
 from libra.policy.oracle_lengths import KnownLengths
 from libra.policy.posterior import Posterior
@@ -111,6 +115,7 @@ class CMLFQ:
         self._boundaries: tuple[tuple[int, float], ...] = ()
         self._begins: dict[str, int] = {}  # planned degree that the dispatcher has, of those that have one
         self._sampled_tokens = self._read_tokens = 0
+        self._exchanges = False  # whether engines exchange KV, so that a pause costs little
         self._calibration = CalibrationLog()
 
     def handle(self, event: Event) -> tuple[SetPriority | Prefer, ...]:
@@ -118,6 +123,8 @@ class CMLFQ:
         self.forecaster.handle(event)
         stats = self._trajectories.handle(event)
         match event:
+            case WorkerJoined(rollout_slots=slots, kv_token_bytes=token_bytes) if slots:
+                self._exchanges = token_bytes > 0
             case TrajectoryParked(key=key, phase=phase):
                 assert stats is not None
                 return self._parked(key, stats, self._guard.parked(key, phase))
@@ -213,6 +220,8 @@ class CMLFQ:
         stats.level = level
         in_groups = self.objective == "stream" and trusted and stats.group
         place = int(self._groups[stats.group][0]) if in_groups else stats.arrival
+        if self._pauses:
+            place = stats.generated_tokens
         return SetPriority(key, Priority(stats.iteration, level, place), reason)
 
     def _begun(self, key: str, group: str | None = None) -> None:
@@ -265,6 +274,8 @@ class CMLFQ:
         if self.objective == "stream" and trusted:
             level = length_class(self._groups[stats.group][1] if stats.group else order_tokens)
             return 1 + level, f"cmlfq: class {level} by tokens left in the group"
+        if self._pauses:
+            return self._pausable_level(key, order_tokens, begun=begun, trusted=trusted)
         if not trusted and self.objective == "makespan":
             return (UNDER_WAY if begun else UNBEGUN), "cmlfq: no skill, by arrival"
         if not trusted:
@@ -276,6 +287,19 @@ class CMLFQ:
             return UNBEGUN, "cmlfq: probe of its group"
         level = length_class(order_tokens)
         return UNBEGUN + NUM_CLASSES - level, f"cmlfq: class {level} by tokens left"
+
+    @property
+    def _pauses(self) -> bool:
+        """Whether the order may make one that is under way wait for another."""
+        return self._exchanges and self.objective == "makespan"
+
+    def _pausable_level(self, key: str, order_tokens: float, *, begun: bool, trusted: bool) -> tuple[int, str]:
+        if not trusted:
+            return UNBEGUN, "cmlfq: no skill, by tokens generated"
+        if not begun and self._group_aware is not None and self._group_aware.is_probe(key):
+            return UNDER_WAY, "cmlfq: probe of its group"
+        octave = length_class(order_tokens) // 2
+        return UNBEGUN + NUM_CLASSES - 2 * octave, f"cmlfq: octave {octave} by tokens left"
 
     def _set_forecast(self, stats: TrajectoryStats, mean_tokens: float) -> None:
         before = stats.remaining_tokens
@@ -325,6 +349,7 @@ class CMLFQ:
             "told": dict(sorted(self._told_class.items())),
             "tokens": [self._sampled_tokens, self._read_tokens],
             "forecaster": self.forecaster.snapshot(),
+            **({"exchanges": True} if self._exchanges else {}),
             **({"boundaries": [list(pair) for pair in self._boundaries]} if self._boundaries else {}),
             **({"begins": dict(sorted(self._begins.items()))} if self._begins else {}),
         }
@@ -339,6 +364,7 @@ class CMLFQ:
         self._unbegun = {str(group): dict.fromkeys(waiting) for group, waiting in snapshot["unbegun"]}
         self._told_class = {str(key): int(length) for key, length in snapshot["told"].items()}
         self._boundaries = tuple((int(tp), float(tokens)) for tp, tokens in snapshot.get("boundaries", ()))
+        self._exchanges = bool(snapshot.get("exchanges", False))
         self._begins = {str(key): int(tp) for key, tp in snapshot.get("begins", {}).items()}
         self._sampled_tokens, self._read_tokens = (int(tokens) for tokens in snapshot["tokens"])
         self._calibration = CalibrationLog()

@@ -16,8 +16,8 @@ Invariants
 4. If a plan assigns a bucket to its length, a trajectory without a home begins there, unless no slot there is free or another
    engine would finish sooner by `PLANNED_FACTOR`.
 5. Work conserving: a slot stays free while a trajectory waits only if the KV of new ones would evict that of those under way
-   (`Loads.fits`: who begins fits with all under way until they end, by what they hold and by what they are believed to hold), and
-   no move pays off.
+   (`Loads.fits`: who begins fits with all under way until they end, by what they hold and by what they are believed to hold; where
+   engines exchange KV, by what they hold now), and no move pays off.
 6. A trajectory whose KV does not fit any more has no home, and begins anew where it fits: contexts do not push each other out in
    turn, however wrong the forecasts are. Its last engine may have its KV in host memory, as one that was put to sleep has: the
    placement says so.
@@ -270,6 +270,11 @@ class Dispatcher:
     def overfull(self) -> bool:
         """Whether an engine runs more generations than it has slots now, so that some must release their slots."""
         return bool(self._phases[Phase.ROLLOUT].overfull)
+
+    def contended(self) -> bool:
+        """Whether who ends a quantum must release its slot: another waits for one, an engine runs more than it has slots, or
+        engines that exchange KV are so full or so uneven that order and places matter (`Fleet.strained`)."""
+        return bool(self._phases[Phase.ROLLOUT].waiting) or self.overfull() or self._fleet.strained()
 
     def running_on(self, worker: str, phase: Phase) -> int:
         """How many quanta of ``phase`` hold a slot of ``worker``."""

@@ -214,7 +214,7 @@ class Trajectories:
         if releases:
             self._dispatches += 1
             self.applier.release(releases, f"libra-dispatch-{self._dispatches}")
-        contended = dispatcher.num_waiting(Phase.ROLLOUT) > 0 or dispatcher.overfull()
+        contended = dispatcher.contended()
         if contended != self.contended:
             self.contended = contended
             for address in {address for state in self._runs.values() for address in state.workers.engines.values()}:

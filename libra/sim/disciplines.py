@@ -255,10 +255,32 @@ DISCIPLINES: Final[Mapping[str, Discipline]] = MappingProxyType({
 })  # fmt: skip
 """By name; `libra simulate --against NAME[,NAME]` takes them."""
 
+OTHER_NAMES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType({
+    "areal": ("bounded",),
+    "rlinf": ("dynarl",),
+    "slime": ("abandoning", "april"),
+    "streamrl": ("streaming",),
+    "verl": ("colocated", "verl_async"),
+    "oracle": ("turning_oracle",),
+    "ours": ("turning", "turning_kv", "turning_bounded", "turning_cmlfq", "turning_kv_cmlfq"),
+})  # fmt: skip
+"""What those who know a system call it, and the disciplines that this means: of these, the ones that a staleness bound has."""
+
+
+def named(names: Sequence[str], eta: int) -> list[str]:
+    """Disciplines by name, with `OTHER_NAMES` resolved for a staleness bound; a name that is neither is left as it is."""
+    found: list[str] = []
+    for name in names:
+        meant = [one for one in OTHER_NAMES.get(name, ()) if eta in DISCIPLINES[one].etas]
+        found += meant or OTHER_NAMES.get(name, (name,))
+    return list(dict.fromkeys(found))
+
 
 def disciplines(names: Sequence[str], eta: int) -> dict[str, Discipline]:
     """Those of these names (none: all) that are defined for a staleness bound; ConfigError lists the names that exist."""
     for name in names:
         if name not in DISCIPLINES:
-            raise ConfigError(f"--against: got {name!r}; allowed are all, or some of {', '.join(DISCIPLINES)}")
+            raise ConfigError(
+                f"--against: got {name!r}; allowed are all, or some of {', '.join(DISCIPLINES)}; also {', '.join(OTHER_NAMES)}"
+            )
     return {name: each for name, each in DISCIPLINES.items() if eta in each.etas and (not names or name in names)}

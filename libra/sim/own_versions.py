@@ -131,6 +131,10 @@ class OwnVersions:
         """How many trajectories wait for a slot."""
         return len(self._pool) + sum(len(engine.waiting) for engine in self._engines.values())
 
+    def contended(self) -> bool:
+        """Whether who ends a quantum releases its slot."""
+        return self.num_waiting(Phase.ROLLOUT) > 0
+
     def residents(self, worker: str) -> int:
         """How many trajectories an engine has."""
         return len(self._engines[worker].at)

@@ -296,6 +296,7 @@ class Pipeline(Simulator):
         for plan in plans:
             key = self._workload.key(plan)
             one = self._running.pop(key, None)
+            self._priorities.pop(key, None)
             if one is not None:
                 one.attempt += 1  # what it waits for is ignored
                 home = self._home.pop(key, None)

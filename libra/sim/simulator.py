@@ -36,8 +36,10 @@ from libra.policy import (
     OpenGate,
     Oracle,
     Ordering,
+    Priority,
     QuantumFinished,
     QuantumStarted,
+    SetPriority,
     TrajectoryEnded,
     TrajectoryParked,
     VersionPublished,
@@ -136,7 +138,8 @@ class Simulator:
         self._admission = Admission(self.options.staleness, self._groups.per_iteration)
         self._learner, self._learned_ended = (ordering if isinstance(ordering, OnlineLearner) else None), 0
         self._in_transit: dict[str, str] = {}  # keys that hold a slot of an engine without being in it
-        self._contended = False  # whether a trajectory waits for a slot of an engine, as of the last dispatch
+        self._contended = False  # whether who ends a quantum releases its slot, as of the last dispatch
+        self._priorities: dict[str, Priority] = {}  # as last told; engines serve their queues by it, as live
         self._out_of_date = 0  # events of this instant that no longer hold
         self._counters: list[tuple[str, Counters]] = []  # of engines that handed their trajectories over
         self._keeps_dispatches = True  # in its record; they are most of the memory of a long simulation
@@ -204,6 +207,9 @@ class Simulator:
     def _apply(self, event: Event) -> None:
         answers = self._ordering.handle(event)
         if answers:
+            for answer in answers:
+                if type(answer) is SetPriority:
+                    self._priorities[answer.key] = answer.priority
             self._dispatcher.apply(answers)
 
     # ---------------------------------------------------------------- workers, gates and versions
@@ -314,7 +320,7 @@ class Simulator:
 
     def _dispatch(self) -> None:
         if self.options.tool_slots is None and not self._dispatcher.num_waiting(Phase.ROLLOUT):
-            self._contended = False
+            self._contended = self._dispatcher.contended()
             return
         touched: dict[str, VirtualEngine] = {}
         for phase in Phase if self.options.tool_slots is not None else (Phase.ROLLOUT,):
@@ -338,7 +344,7 @@ class Simulator:
                     touched[worker] = self.generate(one, worker)
         for engine in touched.values():
             self._schedule_next(engine)
-        self._contended = self._dispatcher.num_waiting(Phase.ROLLOUT) > 0
+        self._contended = self._dispatcher.contended()
 
     def _drawn(self, measured_s: tuple[float, ...]) -> float:
         """One of these."""
@@ -372,7 +378,7 @@ class Simulator:
             0 if reserve is None else min(chunk or reserve[0], reserve[0], reserve[1] - context),
             plan.contexts[one.turn] if plan.contexts and not one.generated else 0,
         )  # fmt: skip
-        engine.submit(self.agenda.now_s, request, ())
+        engine.submit(self.agenda.now_s, request, self._priorities.get(one.key, ()))
         if self._host is not None:
             for tokens, seconds in self._host.fetches():  # as a live worker reports what a transfer took
                 self.notify(KVTransferred(tokens * self._kv_token_bytes, seconds))
@@ -421,7 +427,7 @@ class Simulator:
             self._end(one)
         elif (inline or not ends) and self._contended:
             self._park(one)
-        elif inline or not ends:  # no other trajectory waits for the slot: the next quantum begins in it at once
+        elif inline or not ends:  # the slot is not contended: the next quantum begins in it at once
             self.notify(QuantumStarted(one.key, Phase.ROLLOUT, worker))
             if worker in self.running_engines:
                 self._schedule_next(self.generate(one, worker))
@@ -467,6 +473,7 @@ class Simulator:
 
     def _end(self, one: SimulatedTrajectory) -> None:
         del self._running[one.key]
+        self._priorities.pop(one.key, None)
         home = self._home.pop(one.key, None)
         if home is not None:
             self.running_engines[home].forget(one.key)

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from libra.cli.main import main
+from libra.errors import ConfigError
+from libra.sim.disciplines import DISCIPLINES, OTHER_NAMES, disciplines, named
 
 SMALL = ("trainer.prompts=4", "trainer.group_size=2", "simulation.turns=3")
 Libra = Callable[..., tuple[int, str, str]]
@@ -99,6 +101,18 @@ def test_systems_are_compared_with_the_best_static_one(libra: Libra, tmp_path: P
             assert row["gpu_frac"]["training"] > 0 and row["gpu_frac_95"].keys() == row["gpu_frac"].keys()
         assert names["colocated"]["gpu_frac"]["change of role"] > 0 == names["split"]["gpu_frac"]["change of role"]
     assert "colocated" in picture.read_text() and "https://" not in picture.read_text().split("<script")[0]
+
+
+def test_systems_are_found_by_the_names_that_others_give_them() -> None:
+    assert named(["streamrl", "ours", "oracle", "turning"], 0) == [
+        "streaming", "turning", "turning_kv", "turning_cmlfq", "turning_kv_cmlfq", "turning_oracle",
+    ]  # fmt: skip
+    assert named(["verl"], 0) == ["colocated"] and named(["verl", "areal"], 1) == ["verl_async", "bounded"]
+    for name, meant in OTHER_NAMES.items():
+        assert name not in DISCIPLINES and set(meant) <= DISCIPLINES.keys()
+        assert any(disciplines(named([name], eta), eta) for eta in (0, 1, 2))
+    with pytest.raises(ConfigError, match="streamrl"):
+        disciplines(["streamlr"], 0)
 
 
 def test_degrees_that_a_small_model_cannot_have_are_not_tried(libra: Libra) -> None:

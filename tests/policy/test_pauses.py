@@ -1,0 +1,97 @@
+"""Where engines exchange KV a pause costs little: everybody begins, memory decides who waits, and places are asked for again."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from libra.policy import CMLFQ, Dispatcher
+from libra.policy.messages import (
+    Place,
+    Prefer,
+    Priority,
+    QuantumFinished,
+    SetPriority,
+    TrajectoryEnded,
+    TrajectoryParked,
+    WorkerJoined,
+)
+from libra.policy.oracle_lengths import KnownLengths
+from libra.types import Phase
+
+
+def engine(name: str = "e0", *, token_bytes: int = 1000, kv_tokens: int = 10_000) -> WorkerJoined:
+    return WorkerJoined(
+        name, "tp1", 64, kv_tokens=kv_tokens, alone_s_per_token=0.01, full_s_per_token=0.02, prefill_s_per_token=1e-4,
+        kv_token_bytes=token_bytes,
+    )  # fmt: skip
+
+
+def parked(key: str, quanta: int = 0, context: int = 0) -> TrajectoryParked:
+    return TrajectoryParked(key, 0, Phase.ROLLOUT, quanta, context_tokens=context)
+
+
+def priority_of(ordering: CMLFQ, key: str, tokens: int) -> Priority:
+    """Of a trajectory that parks after so many tokens."""
+    answers = ordering.handle(parked(key))
+    if tokens:
+        ordering.handle(QuantumFinished(key, Phase.ROLLOUT, tokens, "", "", 1.0))
+        answers = ordering.handle(parked(key, 1))
+    first = answers[0]
+    assert isinstance(first, SetPriority)
+    return first.priority
+
+
+@pytest.mark.parametrize("token_bytes", [0, 1000])
+def test_who_has_begun_goes_first_only_where_a_pause_costs_its_context(token_bytes: int) -> None:
+    ordering = CMLFQ()  # without data: no skill
+    ordering.handle(engine(token_bytes=token_bytes))
+    begun, new = priority_of(ordering, "begun", 500), priority_of(ordering, "new", 0)
+    assert (new < begun) == (token_bytes > 0)
+
+
+def test_those_with_most_left_go_first_and_within_an_octave_those_with_fewest_tokens() -> None:
+    ordering = CMLFQ(KnownLengths({"long": 9000, "half": 9100, "short": 400}))
+    ordering.handle(engine())
+    long, half, short = (
+        priority_of(ordering, "long", 500),
+        priority_of(ordering, "half", 600),
+        priority_of(ordering, "short", 0),
+    )
+    assert long < half < short and long.level == half.level
+    again = CMLFQ(KnownLengths())
+    again.restore(json.loads(json.dumps(ordering.snapshot())))
+    assert again.handle(parked("long", 2)) == ordering.handle(parked("long", 2))
+
+
+def begin(dispatcher: Dispatcher, key: str, final: int) -> tuple[Place, ...]:
+    dispatcher.handle(parked(key))
+    dispatcher.apply([SetPriority(key, Priority(0, 1, 0), ""), Prefer(key, (), "", final - 100, final)])
+    return dispatcher.dispatch(Phase.ROLLOUT)
+
+
+@pytest.mark.parametrize("token_bytes", [0, 1000])
+def test_memory_is_kept_for_growth_only_where_a_pause_costs_the_context(token_bytes: int) -> None:
+    dispatcher = Dispatcher()
+    dispatcher.handle(engine(token_bytes=token_bytes))
+    begun = sum(bool(begin(dispatcher, f"t{k}", 4000)) for k in range(6))
+    assert begun == (6 if token_bytes else 2)  # 10,000 tokens hold two of 4,000
+    dispatcher.handle(QuantumFinished("t0", Phase.ROLLOUT, 9_900, "", "", 1.0))
+    dispatcher.handle(parked("back", 1, 200))
+    dispatcher.apply([SetPriority("back", Priority(0, 1, 0), "")])
+    assert not dispatcher.dispatch(Phase.ROLLOUT)  # what is held now counts everywhere
+
+
+def test_slots_are_released_while_engines_that_exchange_kv_are_full_or_uneven() -> None:
+    for token_bytes in (0, 1000):
+        dispatcher = Dispatcher()
+        for name in ("e0", "e1"):
+            dispatcher.handle(engine(name, token_bytes=token_bytes))
+        (place,) = begin(dispatcher, "t", 4000)
+        dispatcher.handle(QuantumFinished("t", Phase.ROLLOUT, 900, "", "", 1.0))
+        assert not dispatcher.contended()
+        dispatcher.handle(QuantumFinished("t", Phase.ROLLOUT, 900, "", "", 1.0))
+        assert dispatcher.contended() == (token_bytes > 0), place  # 18 % of one, nothing of the other
+        dispatcher.handle(TrajectoryEnded("t"))
+        assert not dispatcher.contended()
