@@ -244,18 +244,15 @@ class Loads:
     def fits(self, key: str, worker: str) -> bool:
         """Whether the KV of ``key`` fits beside that of all trajectories at home there, until the last of them ends.
 
-        What they hold now is sure. What they will hold is forecast (`libra.policy.kv_profile`); without a forecast for ``key``,
-        part of the growth of each is reserved. An engine that exchanges KV reserves nothing: what does not fit any more comes back
-        at the price of a transfer, and memory that waits for growth generates nothing.
+        What they hold now is sure. What they will hold is forecast (`libra.policy.kv_profile`); without a forecast for ``key``, part
+        of the growth of each is reserved. An engine that exchanges KV reserves nothing: what it drops comes back by a transfer.
         """
         host, load = self._fleet.hosts[worker], self._loads.get(worker)
         if not host.spec.kv_tokens or load is None or not load.members or key in load.members:
             return True
         capacity, context = load.share * host.spec.kv_tokens, self._context(key)
-        if host.spec.kv_token_bytes:
-            return host.context_tokens + context <= host.spec.kv_tokens
-        if host.context_tokens + context > capacity:
-            return False
+        if host.spec.kv_token_bytes or host.context_tokens + context > capacity:
+            return bool(host.spec.kv_token_bytes) and host.context_tokens + context <= host.spec.kv_tokens
         if not self.has_forecast(key):
             return load.room + self._room(key) <= capacity
         growth, limit = self._growth(), self._fleet.max_context_tokens
