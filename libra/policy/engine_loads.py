@@ -244,8 +244,8 @@ class Loads:
     def fits(self, key: str, worker: str) -> bool:
         """Whether the KV of ``key`` fits beside that of all trajectories at home there, until the last of them ends.
 
-        What they hold now is sure. What they will hold is forecast (`libra.policy.kv_profile`); without a forecast for ``key``, part
-        of the growth of each is reserved. An engine that exchanges KV reserves nothing: what it drops comes back by a transfer.
+        What they hold now is sure. What they will hold is forecast (`libra.policy.kv_profile`); without a forecast for ``key``,
+        part of the growth of each is reserved. An engine that exchanges KV reserves nothing: what it drops comes back.
         """
         host, load = self._fleet.hosts[worker], self._loads.get(worker)
         if not host.spec.kv_tokens or load is None or not load.members or key in load.members:
