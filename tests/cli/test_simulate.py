@@ -136,7 +136,7 @@ def test_degrees_that_a_small_model_cannot_have_are_not_tried(libra: Libra) -> N
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        (("--against", "verl"), "'verl'; allowed are all, or some of colocated"),
+        (("--against", "openrlhf"), "'openrlhf'; allowed are all, or some of colocated"),
         (("--against", "bounded"), "bounded is defined for run.eta 1, 2, got 0"),
         (("--against", "all", "simulation.policy=fifo"), "simulation.policy has no effect"),
         (("--against", "all", "--gpus", "1"), "type numbers of GPUs of 3 or more"),

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from libra.errors import ConfigError
+from libra.hardware.host_kv import HostPool
 from libra.hardware.virtual_engine import EngineTables, Request, VirtualEngine
 from libra.policy import CommittedGroup, Fifo
 from libra.policy.turning import TurningRule
@@ -30,7 +31,9 @@ Engines = Callable[..., tuple[EngineSpec, ...]]
 Workloads = Callable[..., Workload]
 
 QUICK = TurningRule(trajectories_per_gpu=2.0, min_gain_s=1.0, to_training_s=0.5, to_rollout_s=0.5)
-OPTIONS = PipelineOptions(core_gpus=1, update_s=1.0, close_s=0.0, merge_s=0.5, load_s=0.25, rule=QUICK)
+OPTIONS = PipelineOptions(
+    core_gpus=1, update_s=1.0, close_s=0.0, merge_s=0.5, load_s=0.25, rule=QUICK, host=HostPool(10**9, 0.3, 1e-6)
+)
 BY_GROUP = sorted(name for name, each in DISCIPLINES.items() if each.by_group)
 
 
