@@ -241,6 +241,10 @@ def environment_check(config: RunConfig) -> tuple[Check, Environment | None]:
 
 
 def _isolation(name: str, environment: Environment) -> Check:
+    if any(tool.memory_gib for tool in environment.tools):
+        from libra.envs.action_process import memory_enforcement
+
+        name = f"{name}, memory of calls bounded by {memory_enforcement()}"
     if not environment.isolation:
         return Check("environment", "ok", name)
     detail = f"{name}, programs of the model confined by {environment.isolation}"

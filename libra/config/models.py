@@ -74,6 +74,9 @@ class EnvironmentSection(Section):
     """A registered environment, or "module:attribute" for one of your own."""
     args: dict[str, Any] = {}
     """Keyword arguments of its constructor. A file or a command line that changes `name` starts from empty `args`."""
+    quotas: dict[str, str | int] = {}
+    """Limits that tools name with `quota`, over all workers, e.g. `{search: 10/s}`: calls per s, min or h, or, as a bare number,
+    calls at once. Calls beyond it wait."""
 
 
 class RolloutSection(Section):
@@ -230,6 +233,13 @@ class ClusterSection(Section):
     """Workers that run tools and graders, of a local cluster or of `libra cluster slurm`. A given scheduler has its own."""
     tool_slots: AtLeastOne = 64
     """Concurrent actions of one tool worker."""
+    tool_cores: AtLeastOne | None = None
+    """Cores of one tool worker for tools that declare `cores`, which hold them alone. None: those of its machine, which tool
+    workers of a local cluster share evenly."""
+    tool_memory_gib: Annotated[float, Field(gt=0)] | None = None
+    """Memory of one tool worker for tools that declare `memory_gib`. None: that of its machine, shared alike."""
+    tool_gpus: Annotated[int, Field(ge=0)] = 0
+    """GPUs of one tool worker for tools that declare `gpu`."""
     threads: AtLeastOne | None = None
     """Torch threads per worker. None: the number of cores."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

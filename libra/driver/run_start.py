@@ -30,6 +30,7 @@ from libra.driver.run_directory import check_free, make_directory, remove_unless
 from libra.driver.run_lock import lock_run, refuse_running
 from libra.driver.start_records import log_start, newest_logged
 from libra.driver.teacher_checks import check_teacher
+from libra.driver.tool_needs import check_tools
 from libra.driver.upcoming_prompts import UpcomingPrompts
 from libra.graph.iteration import ResumePoint, Score
 from libra.model_loader import build_tokenizer, loader_of
@@ -139,6 +140,7 @@ def prepare(request: RunRequest, exits: ExitStack, start: ExitStack) -> RunStart
         check_runnable(config)
     if started_here:
         check_engine(config)
+    check_tools(config, environment, started_here=started_here)
     check_data(config, environment, model, started_here=started_here)
     check_teacher(config, model)
     if request.resume:

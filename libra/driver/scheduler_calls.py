@@ -15,6 +15,7 @@ from libra.config.streaming import enough_groups, most_waves, turns, wave_groups
 from libra.driver.engine_client import EngineClient
 from libra.driver.resume import learned_before
 from libra.driver.role_client import RoleClient
+from libra.driver.tool_needs import needs_of, quotas_of
 from libra.envs import has_steps
 from libra.errors import ClusterError, ConfigError
 from libra.events.reports import TOPIC, PlanReport, PromptsReport, Report, encode
@@ -80,6 +81,8 @@ class SchedulerCalls:
             one_version=keeps_version(config),
             teacher=config.distil.teacher is not None,
             first_phase=str(Phase.TOOL if config.agent.given else Phase.ROLLOUT),
+            tools=needs_of(start.environment),
+            quotas=quotas_of(config),
             iterations=config.run.iterations,
             groups_per_batch=config.trainer.prompts,
             waves=most_waves(config),

@@ -17,10 +17,11 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
+from libra.envs.action_process import ActionProcesses, Bounds, Ran
 from libra.envs.call_threads import CallThread, hung_threads
 from libra.envs.environment import Environment
 from libra.envs.tool import ACTION_ID, SESSION, STATE, Tool
@@ -59,6 +60,8 @@ async def run_action(
     state: StateOfCall | None = None,
     session: Any = None,
     keep: Callable[[str], str] | None = None,
+    processes: ActionProcesses | None = None,
+    cores: int | None = None,
 ) -> ToolReturn:
     """The return of ``call``, as the model reads it.
 
@@ -75,6 +78,10 @@ async def run_action(
         For a tool that takes the trajectory's session.
     keep : callable, optional
         Called with all that the tool returned, before it is cut; gives its reference, or "".
+    processes : ActionProcesses, optional
+        Where calls of tools with resources of their own run; None: beside the others.
+    cores : int, optional
+        Those that the call has; None: the tool's least.
 
     Raises
     ------
@@ -94,10 +101,16 @@ async def run_action(
     if tool.takes_session:
         arguments[SESSION] = session
     started_s = time.perf_counter()
-    outcome = await run_bounded(
-        tool.function, arguments, tool.timeout_s, is_async=tool.is_async, name=f"tool {tool.name}"
-    )
-    latency_s = time.perf_counter() - started_s
+    if tool.own_process and processes is not None:
+        bounds = Bounds(tool.cores[0] if cores is None else cores, round(tool.memory_gib * 2**30))
+        ran = await processes.run(tool.name, arguments, tool.timeout_s, bounds)
+        outcome = _as_outcome(ran)
+    else:
+        ran = None
+        outcome = await run_bounded(
+            tool.function, arguments, tool.timeout_s, is_async=tool.is_async, name=f"tool {tool.name}"
+        )
+    latency_s = time.perf_counter() - started_s if ran is None else ran.ran_s
     if outcome is None:
         logger.info(
             "tool %s timed out after %g s (%s, prompt %s)",
@@ -123,6 +136,21 @@ async def run_action(
     status = ToolStatus.OK if error is None else ToolStatus.ERROR
     reference = "" if keep is None else await asyncio.to_thread(keep, payload)
     return replace(_bounded_return(tool, status, payload, latency_s), reference=reference)
+
+
+def processes_for(environment: Environment, cores: Sequence[int]) -> ActionProcesses | None:
+    """The processes of calls of ``environment`` on a worker with these cores; None: none of its tools needs one."""
+    functions = {tool.name: tool.function for tool in environment.tools if tool.own_process}
+    return ActionProcesses(functions, cores, _as_text) if functions else None
+
+
+def _as_outcome(ran: Ran | None) -> tuple[Any, BaseException | None] | None:
+    """What a call in its own process came to, as `run_bounded` gives it."""
+    if ran is None:
+        return None
+    if not ran.error:
+        return ran.text, None
+    return None, ToolFault(ran.text) if ran.fault else type(ran.error, (Exception,), {})(ran.text)
 
 
 async def run_bounded(

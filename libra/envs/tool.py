@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_type_hints
 
@@ -47,6 +47,18 @@ class Tool:
         again (``trainer.resample``). Others are observations: the model reads them and continues. For single cases a tool
         raises
         `libra.errors.ToolFault`.
+    cores : tuple of (int, int)
+        Least and most cores of a call, which it has alone; (0, 0): it shares those that no call has. Then, and with ``memory_gib``,
+        each call runs in a process of its own (`libra.envs.action_process`): what it changes in memory is lost with it.
+    memory_gib : float
+        Memory that a call may take; beyond it the call is killed, and its trajectory ends as class ``tool``. 0: not bounded.
+    gpu : int
+        GPUs of a call.
+    elastic : sequence of float, mapping of int to float, "measure" or None
+        Speeds of a call by cores, relative to the least: of every number of cores, or of those that make sense; "measure": learned
+        from calls. None: a call gets its least.
+    quota : str
+        The limit of calls that it counts for, a name of ``environment.quotas``; empty: none.
     """
 
     name: str
@@ -56,6 +68,11 @@ class Tool:
     max_payload_chars: int = MAX_PAYLOAD_CHARS
     inline: bool = False
     fatal: tuple[str, ...] = ()
+    cores: tuple[int, int] = (0, 0)
+    memory_gib: float = 0.0
+    gpu: int = 0
+    elastic: Sequence[float] | Mapping[int, float] | str | None = None
+    quota: str = ""
     is_async: bool = field(init=False)
     takes_action_id: bool = field(init=False)
     takes_state: bool = field(init=False)
@@ -70,14 +87,58 @@ class Tool:
             )
         if not set(self.fatal) <= set(FATAL):
             raise ConfigError(f"tool {self.name!r}: fatal is {self.fatal!r}; allowed are {', '.join(map(repr, FATAL))}")
+        self._check_resources()
         is_async = inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(
             getattr(self.function, "__call__", None)  # noqa: B004  an instance whose __call__ is async
         )
         object.__setattr__(self, "is_async", is_async)
+        given = {STATE, SESSION} & set(inspect.signature(self.function).parameters)
+        if given and self.own_process:
+            raise ConfigError(
+                f"tool {self.name!r}: it takes {min(given)}, and cores, memory or a GPU, so it would run beside it in a process of "
+                "its own; leave one of them out"
+            )
+        if is_async and self.own_process:
+            raise ConfigError(
+                f"tool {self.name!r}: an async tool shares the worker's event loop, so it cannot have cores or memory of its own; "
+                "leave them out, or make it a plain function"
+            )
         parameters = inspect.signature(self.function).parameters
         object.__setattr__(self, "takes_action_id", ACTION_ID in parameters)
         object.__setattr__(self, "takes_state", STATE in parameters)
         object.__setattr__(self, "takes_session", SESSION in parameters and SESSION not in self.parameters)
+
+    def _check_resources(self) -> None:
+        where, (least, most) = f"tool {self.name!r}", self.cores
+        if not 0 <= least <= most or (most and not least):
+            raise ConfigError(
+                f"{where}: cores is {self.cores!r}; type the least and the most, e.g. (1, 8), or one number"
+            )
+        if self.memory_gib < 0 or self.gpu < 0:
+            raise ConfigError(f"{where}: memory_gib is {self.memory_gib!r} and gpu {self.gpu!r}; type 0 or more")
+        if self.elastic is None and least != most:
+            raise ConfigError(
+                f"{where}: cores is {self.cores!r}, and nothing says how much more cores help; type elastic='measure', or the "
+                f"speeds of {least} to {most} cores"
+            )
+        if self.elastic is not None and not most > least:
+            raise ConfigError(
+                f"{where}: elastic, with cores {self.cores!r}; type a least and a larger most, e.g. cores=(1, 8)"
+            )
+        if self.declares and self.inline:
+            raise ConfigError(
+                f"{where}: inline calls run in the slot of a generation; leave inline out, or its resources"
+            )
+
+    @property
+    def declares(self) -> bool:
+        """Whether calls take more than a slot."""
+        return bool(self.cores[1] or self.memory_gib or self.gpu or self.quota)
+
+    @property
+    def own_process(self) -> bool:
+        """Whether a call runs in a process of its own."""
+        return bool(self.cores[1] or self.memory_gib or self.gpu)
 
     @property
     def parameters(self) -> Mapping[str, Any]:
@@ -104,6 +165,11 @@ def tool(
     max_payload_chars: int = MAX_PAYLOAD_CHARS,
     inline: bool = False,
     fatal: tuple[str, ...] = (),
+    cores: int | tuple[int, int] = (0, 0),
+    memory_gib: float = 0.0,
+    gpu: int = 0,
+    elastic: Sequence[float] | Mapping[int, float] | str | None = None,
+    quota: str = "",
 ) -> Tool:
     """The `Tool` of a plain function with type hints and a Google-style docstring (what ``get_json_schema`` reads).
 
@@ -113,7 +179,11 @@ def tool(
         If a hint or a description is missing; the message has the line to add.
     """
     shown = name or str(getattr(function, "__name__", type(function).__name__))
-    return Tool(shown, function, _schema(function, shown), timeout_s, max_payload_chars, inline, fatal)
+    pair = (cores, cores) if isinstance(cores, int) else cores
+    schema = _schema(function, shown)
+    return Tool(
+        shown, function, schema, timeout_s, max_payload_chars, inline, fatal, pair, memory_gib, gpu, elastic, quota
+    )
 
 
 def _schema(function: Callable[..., Any], name: str) -> dict[str, Any]:

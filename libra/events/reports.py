@@ -39,6 +39,7 @@ class QuantumReport(TrajectoryReport, frozen=True, tag="quantum"):
     ``next`` is the phase that the trajectory needs now, empty if it has ended (``end``: how); ``goes_on``: its next quantum
     begins in the same slot; ``unfinished``: the next one goes on with the same turn. ``version``: the oldest among the generated
     tokens, -1 if there are none. ``tool`` and ``status``: of the calls that returned. ``start_s``, ``stop_s``: wall clock.
+    ``calls``: tools with resources that the next action calls; ``ran_s``: seconds of this action's calls in their processes.
     """
 
     quantum: int
@@ -56,6 +57,8 @@ class QuantumReport(TrajectoryReport, frozen=True, tag="quantum"):
     start_s: float
     stop_s: float
     unfinished: bool = False
+    calls: tuple[str, ...] = ()
+    ran_s: float = 0.0
 
 
 class HomeChangedReport(TrajectoryReport, frozen=True, tag="home_changed"):

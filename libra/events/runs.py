@@ -61,6 +61,13 @@ class BoundariesSet(Event, frozen=True):
     reason: str
 
 
+class ToolsDeclared(Event, frozen=True):
+    """Tools of the run have declared resources, and actions hold leases from now on; `libra.policy.messages.ToolsDeclared`."""
+
+    tools: dict[str, Any]
+    quotas: dict[str, str]
+
+
 class PolicyLearned(Event, frozen=True):
     """The policy's expensive update ran, and took ``seconds`` of the scheduler's loop."""
 

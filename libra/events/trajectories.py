@@ -79,6 +79,43 @@ class QuantumDispatched(Event, frozen=True):
     alone: bool
 
 
+class ActionRequested(Event, frozen=True):
+    """A trajectory, which parks with the next line, needs what its calls of these tools take."""
+
+    key: str
+    tools: tuple[str, ...]
+
+
+class LeaseGranted(Event, frozen=True):
+    """The action that is placed with the next line holds these resources of ``worker``.
+
+    ``at_s``: when they were granted, by the scheduler's clock; ``queued_s``: since it parked.
+    """
+
+    key: str
+    worker: str
+    at_s: float
+    cores: int
+    memory_bytes: int
+    gpus: int
+    queued_s: float
+
+
+class ActionFinished(Event, frozen=True):
+    """A leased action has ended: seconds that it waited for its lease, that its calls ran, and of everything around them.
+
+    ``killed``: it took more than its memory.
+    """
+
+    key: str
+    worker: str
+    cores: int
+    queued_s: float
+    ran_s: float
+    overhead_s: float
+    killed: bool
+
+
 class HomeChanged(Event, frozen=True):
     """A generation of a trajectory with ``tokens`` of context ran on ``worker`` instead of ``home``, whose engine had its KV.
 

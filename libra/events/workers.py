@@ -124,6 +124,15 @@ class WorkerCapacity(Event, frozen=True):
     kv_token_bytes: int = 0
 
 
+class ToolCapacity(Event, frozen=True):
+    """What a worker has for actions besides slots, from now on."""
+
+    worker: str
+    cores: int
+    memory_bytes: int
+    gpus: int
+
+
 class EngineDeclared(Event, frozen=True):
     """The engine of ``worker`` declares itself: at its start, after each rebucket, and when its measured seconds have changed.
 

@@ -22,7 +22,9 @@ Invariants
    turn, however wrong the forecasts are. Its last engine may have its KV in host memory, as one that was put to sleep has: the
    placement says so.
 7. A trajectory waits once or runs once, never both: it is placed only after it was parked, and parked only when it stopped.
-8. A `dispatch` that places nothing changes no later answer. The log has placements only, so that a replay asks less often.
+8. Once tools have declared resources, actions are placed by the lease table (`libra.policy.leases`): in the same order, with the
+   resources that their calls take, beside a slot. Until then an action takes a slot.
+9. A `dispatch` that places nothing changes no later answer. The log has placements only, so that a replay asks less often.
 """
 
 from __future__ import annotations
@@ -32,17 +34,22 @@ from typing import Any
 
 from libra.policy.engine_loads import SURE, UNSURE, Loads
 from libra.policy.fleet import Fleet
+from libra.policy.leases.actions import ActionLeases
 from libra.policy.messages import (
+    ActionRequested,
     Command,
     Event,
     HomeForgotten,
     KVTransferred,
+    LeaseTaken,
     Place,
     Prefer,
     Priority,
     QuantumFinished,
     QuantumStarted,
     SetPriority,
+    ToolCapacity,
+    ToolsDeclared,
     TrajectoryEnded,
     TrajectoryParked,
     WorkerJoined,
@@ -50,7 +57,7 @@ from libra.policy.messages import (
 )
 from libra.policy.phase_queue import Entry, PhaseQueue, order_of
 from libra.policy.starvation_guard import OVERDUE
-from libra.types import Phase
+from libra.types import Phase, ToolStatus
 
 SCANNED_FOR_A_MOVE = 8
 """Waiting trajectories that are considered, in order, for a move to a slot that would stay free."""
@@ -85,6 +92,8 @@ class Dispatcher:
         self.allowed: Callable[[str, str], bool] | None = None
         """Whether a generation of a trajectory may be at a worker; None: at any."""
         self._quantum_s: dict[str, float] = {}
+        self.leases: ActionLeases | None = None
+        """None: no tool has declared resources."""
 
     # ---------------------------------------------------------------- events and commands
 
@@ -97,8 +106,7 @@ class Dispatcher:
             self._loads.join(key, event.group)
             self._loads.parked(key, event.context_tokens)
             self.stopped(key)
-            for queue in self._queues:
-                queue.leave(key)
+            self._leave(key)
             self._phase_of[key] = event.phase
             self._unplaced.add(key)
             self._buckets.pop(key, None)
@@ -117,8 +125,13 @@ class Dispatcher:
         elif type(event) is WorkerJoined:
             self._phases[Phase.ROLLOUT].supply(event.worker, event.rollout_slots)
             self._phases[Phase.TOOL].supply(event.worker, event.tool_slots)
+            if self.leases is not None:
+                self.leases.slots(event.worker, event.tool_slots)
         elif type(event) is WorkerLeft:
             self._worker_left(event)
+            return
+        elif isinstance(event, ToolsDeclared | ToolCapacity | ActionRequested):
+            self._lease(event)
             return
         self._fleet.handle(event)
         if type(event) is QuantumFinished:
@@ -160,8 +173,34 @@ class Dispatcher:
             if key in queue.waiting:
                 self._push(key, queue.waiting[key])
 
+    def _lease(self, event: ToolsDeclared | ToolCapacity | ActionRequested) -> None:
+        """Actions hold leases from the first declaration on."""
+        if self.leases is None:
+            self.leases = ActionLeases()
+            queue = self._phases[Phase.TOOL]
+            for worker, slots in queue.slots.items():
+                self.leases.slots(worker, slots)
+            for key, worker in queue.running.items():
+                self.leases.adopt(key, worker)
+            for key, priority in queue.waiting.items():
+                self.leases.wait(key, priority, self._tool_home.get(key, ""))
+        if isinstance(event, ToolsDeclared):
+            self.leases.declare(event)
+        elif isinstance(event, ToolCapacity):
+            self.leases.capacity(event)
+        else:
+            self.leases.asked(event)
+
+    def _leave(self, key: str) -> None:
+        for queue in self._queues:
+            queue.leave(key)
+        if self.leases is not None:
+            self.leases.table.cancel(key)
+
     def stopped(self, key: str) -> None:
         """The quantum of ``key`` has ended, for whatever reason; its slot is free."""
+        if self.leases is not None:
+            self.leases.table.release(key)
         for queue in self._queues:
             if key in queue.running:
                 queue.give_back(key)
@@ -171,13 +210,16 @@ class Dispatcher:
         if event.phase is Phase.ROLLOUT and worker is not None:
             mean = self._quantum_s.get(worker, event.latency_s)
             self._quantum_s[worker] = mean + FORGETTING * (event.latency_s - mean)
+        if self.leases is not None and event.phase is Phase.TOOL and event.status is ToolStatus.OK:
+            self.leases.table.release(event.key, event.latency_s)
         self.stopped(event.key)
         self._loads.generated(event.key, event.tokens, event.payload_tokens)
 
     def _ended(self, key: str) -> None:
         self.stopped(key)
-        for queue in self._queues:
-            queue.leave(key)
+        self._leave(key)
+        if self.leases is not None:
+            self.leases.forget(key)
         self._loads.end(key)
         self._unplaced.discard(key)
         for table in (self._phase_of, self._buckets, self._begins_tp, self._tool_home, self._last_home):
@@ -186,6 +228,8 @@ class Dispatcher:
     def _worker_left(self, event: WorkerLeft) -> None:
         for phase in self._phases.values():
             phase.lose(event.worker)
+        if self.leases is not None:
+            self.leases.left(event.worker)
         self._quantum_s.pop(event.worker, None)
         self._loads.lose(event.worker)
         if (host := self._fleet.hosts.get(event.worker)) is not None:
@@ -209,6 +253,8 @@ class Dispatcher:
         entry = (priority, serial, key)
         if phase is Phase.TOOL:
             queue.anywhere.push(entry)
+            if self.leases is not None:
+                self.leases.wait(key, priority, self._tool_home.get(key, ""))
             return
         queue.all_waiting.push(entry)
         if home is None or priority.level == OVERDUE:
@@ -280,8 +326,10 @@ class Dispatcher:
         """How many quanta of ``phase`` hold a slot of ``worker``."""
         return self._phases[phase].taken.get(worker, 0)
 
-    def dispatch(self, phase: Phase) -> tuple[Place, ...]:
-        """Placements in order; the trajectories hold these slots from now on."""
+    def dispatch(self, phase: Phase, at_s: float = 0.0) -> tuple[Place, ...]:
+        """Placements in order; the trajectories hold these slots from now on. ``at_s``: the time, which only quotas need."""
+        if phase is Phase.TOOL and self.leases is not None:
+            return self._leased(self.leases, at_s)
         queue = self._phases[phase]
         if not queue.waiting or not queue.free:
             return ()
@@ -299,6 +347,20 @@ class Dispatcher:
                 place = self._loads.placed(place, self._last_home.pop(place.key, None))
             self._fleet.handle(QuantumStarted(place.key, phase, place.worker))
             places.append(place)
+        return tuple(places)
+
+    def _leased(self, leases: ActionLeases, at_s: float) -> tuple[Place, ...]:
+        """Placements of actions that the lease table admits."""
+        queue, places = self._phases[Phase.TOOL], []
+        for lease in leases.admit(at_s):
+            key, worker, has = lease.holder, lease.worker, lease.resources
+            queue.leave(key)
+            queue.take(key, worker)
+            self._serial += 1
+            self._tool_home[key] = worker
+            self._fleet.handle(QuantumStarted(key, Phase.TOOL, worker))
+            taken = LeaseTaken(at_s, has.cores, has.memory_bytes, has.gpus)
+            places.append(Place(key, Phase.TOOL, worker, lease.reason, lease=taken))
         return tuple(places)
 
     def _next_tool(self, queue: PhaseQueue) -> Place | None:

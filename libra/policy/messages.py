@@ -166,6 +166,52 @@ class KVTransferred(msgspec.Struct, frozen=True, gc=False):
     seconds: float
 
 
+class ToolNeeds(msgspec.Struct, frozen=True, gc=False):
+    """What one call of a tool takes; see `libra.envs.tool.Tool`.
+
+    ``elastic``: speeds of ``least_cores`` to ``most_cores`` cores, or by cores, or "measure"; None: it takes its least.
+    """
+
+    least_cores: int = 0
+    most_cores: int = 0
+    memory_bytes: int = 0
+    gpus: int = 0
+    elastic: tuple[float, ...] | dict[int, float] | str | None = None
+    quota: str = ""
+
+
+class ToolsDeclared(msgspec.Struct, frozen=True, gc=False):
+    """Tools with resources, by name, and quotas as a configuration writes them: from now on actions hold leases."""
+
+    tools: dict[str, ToolNeeds]
+    quotas: dict[str, str]
+
+
+class ToolCapacity(msgspec.Struct, frozen=True, gc=False):
+    """What a worker has for actions besides slots."""
+
+    worker: str
+    cores: int
+    memory_bytes: int
+    gpus: int
+
+
+class ActionRequested(msgspec.Struct, frozen=True, gc=False):
+    """The calls that a trajectory parks for next, by the tools that have declared resources; before its `TrajectoryParked`."""
+
+    key: str
+    tools: tuple[str, ...]
+
+
+class LeaseTaken(msgspec.Struct, frozen=True, gc=False):
+    """What the lease of a placed action holds, and when it was granted."""
+
+    at_s: float
+    cores: int
+    memory_bytes: int
+    gpus: int
+
+
 class WorkerLeft(msgspec.Struct, frozen=True, gc=False):
     """A worker has left, and its KV is lost; quanta that ran there are parked again."""
 
@@ -226,13 +272,14 @@ class Move(msgspec.Struct, frozen=True, gc=False):
 
 class Place(msgspec.Struct, frozen=True, gc=False):
     """Give a parked trajectory a slot of ``phase`` on ``worker``; ``move``: its price, if this changes its home and the two
-    engines exchange KV."""
+    engines exchange KV; ``lease``: what its action holds, once tools have declared resources."""
 
     key: str
     phase: Phase
     worker: str
     reason: str
     move: Move | None = None
+    lease: LeaseTaken | None = None
 
 
 class LoadVersion(msgspec.Struct, frozen=True, gc=False):
@@ -282,5 +329,8 @@ Event = (
     | WorkerLeft
     | BoundariesSet
     | KVTransferred
+    | ToolsDeclared
+    | ToolCapacity
+    | ActionRequested
 )
 Command = SetPriority | Prefer | Place | OpenGate | OpenBatch | OpenWave | Turn | TakeSteps | LoadVersion

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
+import msgspec
+
 from libra import events, keys
 from libra.errors import StoreError
 from libra.policy.admission import Admission, CommittedGroup
 from libra.policy.dispatcher import Dispatcher
 from libra.policy.messages import (
+    ActionRequested,
     BoundariesSet,
     Command,
     Event,
@@ -19,6 +22,9 @@ from libra.policy.messages import (
     Priority,
     QuantumFinished,
     QuantumStarted,
+    ToolCapacity,
+    ToolNeeds,
+    ToolsDeclared,
     TrajectoryEnded,
     TrajectoryParked,
     VersionPublished,
@@ -55,6 +61,8 @@ class ReplayedObjects:
         self.dispatched: set[str] = set()  # since they were last parked
         self.dispatcher: Dispatcher | None = None
         self._placed: deque[Place] = deque()
+        self._at_s = 0.0  # of the last lease that was granted
+        self._lease: events.LeaseGranted | None = None
 
     def restore(self, line: int, snapshot: events.PolicySnapshot) -> None:
         try:
@@ -90,7 +98,7 @@ class ReplayedObjects:
             case events.PlacementVoid(key=key, phase=phase):
                 if self.dispatcher is not None:
                     if not self._placed:
-                        self._placed.extend(self.dispatcher.dispatch(read_phase(line, phase)))
+                        self._placed.extend(self.dispatcher.dispatch(read_phase(line, phase), self._at_s))
                     if self._placed:
                         self._placed.popleft()
                     self.dispatcher.stopped(key)
@@ -131,6 +139,18 @@ class ReplayedObjects:
                 return self.admission.steps_measured(
                     MeasuredStep(**{name: getattr(event, name) for name in MeasuredStep.__struct_fields__})
                 )
+        return self._leases(event)
+
+    def _leases(self, event: events.Event) -> tuple[Command, ...] | None:
+        """Follow what actions declare and hold; None if the event is about none of it."""
+        match event:
+            case events.ToolsDeclared() | events.ToolCapacity() | events.ActionRequested():
+                if self.dispatcher is not None:
+                    self.dispatcher.handle(_declared(event))
+                return ()
+            case events.LeaseGranted(at_s=at_s):
+                self._at_s, self._lease = at_s, event
+                return ()
         return None
 
     def _handle(self, event: Event) -> tuple[Command, ...]:
@@ -150,7 +170,7 @@ class ReplayedObjects:
         if self.dispatcher is None:
             return ""
         if not self._placed:
-            self._placed.extend(self.dispatcher.dispatch(read_phase(line, event.phase)))
+            self._placed.extend(self.dispatcher.dispatch(read_phase(line, event.phase), self._at_s))
         if not self._placed:
             return f"{event.key} was given a slot of {event.worker}; now no trajectory gets one"
         place = self._placed.popleft()
@@ -160,12 +180,28 @@ class ReplayedObjects:
             event.worker,
             event.reason,
         ):
-            return ""
+            logged, self._lease = self._lease, None
+            if place.lease is None or logged is None or place.lease.cores == logged.cores:
+                return ""
+            return f"{event.key} was leased {logged.cores} cores; now it gets {place.lease.cores}"
         self.dispatcher = None  # later differences would only follow from this one
         return (
             f"{event.key} was given a {event.phase} slot of {event.worker} ({event.reason}); now {place.key} gets a "
             f"{place.phase} slot of {place.worker} ({place.reason})"
         )
+
+
+def _declared(
+    event: events.ToolsDeclared | events.ToolCapacity | events.ActionRequested,
+) -> ToolsDeclared | ToolCapacity | ActionRequested:
+    """What the dispatcher receives for a line about tools with resources."""
+    match event:
+        case events.ToolsDeclared(tools=tools, quotas=quotas):
+            return ToolsDeclared({name: msgspec.convert(needs, ToolNeeds) for name, needs in tools.items()}, quotas)
+        case events.ToolCapacity():
+            return ToolCapacity(event.worker, event.cores, event.memory_bytes, event.gpus)
+        case events.ActionRequested(key=key, tools=tools):
+            return ActionRequested(key, tools)
 
 
 def policy_event(line: int, event: events.Event, family: str) -> Event | None:

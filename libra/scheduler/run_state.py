@@ -33,6 +33,7 @@ from libra.policy import (
     WaySettings,
     learns_after,
 )
+from libra.policy.messages import ToolNeeds
 from libra.scheduler.notices import Notices
 from libra.scheduler.run_log import RunLog
 from libra.scheduler.step_clock import StepClock
@@ -83,6 +84,8 @@ class RunRegistration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Workers with TRAIN that it needs; one of every other resource.
     local : bool
         Whether the driver started this cluster for the run, and starts lost workers again.
+    tools : dict of str to ToolNeeds
+        Tools that declare resources, by name; empty: actions take slots. ``quotas``: ``environment.quotas``.
     client : str
         Dask's id of the driver's client; empty: not known.
     first_phase : str
@@ -118,6 +121,8 @@ class RunRegistration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     one_version: bool = False
     teacher: bool = False
     first_phase: str = str(Phase.ROLLOUT)
+    tools: dict[str, ToolNeeds] = msgspec.field(default_factory=dict)
+    quotas: dict[str, str] = msgspec.field(default_factory=dict)
 
     @property
     def staleness(self) -> StalenessPolicy:
@@ -340,6 +345,12 @@ class Tracked:
         Whether the policy was notified that it ended, and that it completed, which happens once.
     group : str
         As policies know it: split, iteration, number.
+    calls : tuple of str
+        Tools with resources that its next action calls.
+    parked_s : float
+        When it last parked, by the scheduler's clock.
+    leased : (int, float) or None
+        Cores of the action that it runs, and the seconds that it waited for them.
     move : Move or None
         The price of the change of home that its dispatch was, until its worker reports what became of it.
     """
@@ -360,6 +371,9 @@ class Tracked:
     policy_ended: bool = False
     policy_completed: bool = False
     group: str = ""
+    calls: tuple[str, ...] = ()
+    parked_s: float = 0.0
+    leased: tuple[int, float] | None = None
     move: Move | None = None
 
     def __post_init__(self) -> None:

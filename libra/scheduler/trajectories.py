@@ -29,6 +29,7 @@ from libra.events.reports import (
     QuantumReport,
     TrajectoryReport,
 )
+from libra.keys import TOOL_CORES, TOOL_GPUS, TOOL_MIB
 from libra.observe.task_stream import QuantumStream
 from libra.policy import (
     Dispatcher,
@@ -44,6 +45,7 @@ from libra.policy import (
     WorkerJoined,
     WorkerLeft,
 )
+from libra.policy.messages import ActionRequested, LeaseTaken, ToolCapacity, ToolsDeclared
 from libra.scheduler import dask_internals
 from libra.scheduler.announcements import announce_move, send_contention
 from libra.scheduler.command_applier import Applier
@@ -64,6 +66,15 @@ MAX_LOST_QUANTA = 3
 _SEVERAL = object()
 
 
+def _resources(place: Place) -> dict[str, float]:
+    """What the task of a placed quantum takes of its worker, in Dask's terms."""
+    taken: dict[str, float] = {str(place.phase): 1}
+    if (lease := place.lease) is not None:
+        amounts = {TOOL_CORES: lease.cores, TOOL_MIB: lease.memory_bytes >> 20, TOOL_GPUS: lease.gpus}
+        taken |= {name: amount for name, amount in amounts.items() if amount}
+    return taken
+
+
 class Trajectories:
     """One per scheduler. ``runs`` is the plugin's own; ``signs`` has the time of each task's last sign of activity, by
     key."""
@@ -79,6 +90,8 @@ class Trajectories:
         self._only: RunState | object | None = None  # the only run that this dispatcher has ever had
         self.kicked = False
         self._dispatches = 0
+        self._tool_capacity: dict[str, tuple[str, ToolCapacity]] = {}
+        self._due: Any = None  # the timer of the next moment at which a quota may let an action go
 
     # ---------------------------------------------------------------- events for policy objects
 
@@ -92,9 +105,32 @@ class Trajectories:
         if state.one is not None:
             self.dispatcher.allowed = self._allowed
         self._only = state if self._only is None and not self.tracked else _SEVERAL
+        if state.registration.tools:
+            self._declare_tools(state)
         self._update_workers(new=state)
         for joined in self.workers.known.values():
             self._notify_run(state, joined)
+
+    def _declare_tools(self, state: RunState) -> None:
+        """From now on actions hold leases; the tools of a run have its name before theirs."""
+        registration = state.registration
+        tools = {f"{state.run}/{name}": needs for name, needs in registration.tools.items()}
+        plain = {name: msgspec.to_builtins(needs) for name, needs in tools.items()}
+        state.log.emit(events.ToolsDeclared, tools=plain, quotas=registration.quotas)
+        self.dispatcher.handle(ToolsDeclared(tools, registration.quotas))
+        self._tool_capacity.clear()  # the log of this run has them, too
+
+    def _update_tool_capacity(self) -> None:
+        """Notify the leases of what workers have for actions besides slots."""
+        supplies = [dask_internals.supply(self._scheduler, kind) for kind in (TOOL_CORES, TOOL_MIB, TOOL_GPUS)]
+        for name, address in self.workers.address.items():
+            cores, mib, gpus = (supply.get(address, 0) for supply in supplies)
+            has = ToolCapacity(name, cores, mib << 20, gpus)
+            if self._tool_capacity.get(name) != (address, has):
+                self._tool_capacity[name] = address, has
+                for state in self._runs.values():
+                    state.log.emit(events.ToolCapacity, **msgspec.structs.asdict(has))
+                self.dispatcher.handle(has)
 
     def _allowed(self, key: str, worker: str) -> bool:
         """Whether the version of a worker's engine is one that a trajectory may go on, or begin, with."""
@@ -142,6 +178,11 @@ class Trajectories:
             tracked = self.tracked[key] = Tracked(key, parsed, state)
         state, indices = tracked.run, tracked.parsed.indices
         tracked.policy_ended = False
+        tracked.parked_s = time.monotonic()
+        if tracked.calls and tracked.phase is Phase.TOOL and self.dispatcher.leases is not None:
+            tools = tuple(f"{state.run}/{name}" for name in tracked.calls)
+            state.log.emit(events.ActionRequested, key, tools)
+            self.dispatcher.handle(ActionRequested(key, tools))
         event = TrajectoryParked(
             key,
             indices[0],
@@ -197,12 +238,17 @@ class Trajectories:
         self.kicked = False
         scheduler, dispatcher = self._scheduler, self.dispatcher
         self._update_workers()
+        at_s = round(time.monotonic(), 6)
+        if dispatcher.leases is not None:
+            self._update_tool_capacity()
         releases: list[dask_internals.Release] = []
         only = len(self._runs) == 1 and self._only is next(iter(self._runs.values()))
         alone = only and dispatcher.allowed is None  # a replay does not know what versions allow
         for phase in Phase:
-            for place in dispatcher.dispatch(phase):
+            for place in dispatcher.dispatch(phase, at_s):
                 ts, tracked = scheduler.tasks.get(place.key), self.tracked.get(place.key)
+                if place.lease is not None and tracked is not None:
+                    self._leased(tracked, place, place.lease)
                 if ts is None or tracked is None or ts.state != "no-worker":
                     if tracked is not None:
                         tracked.run.log.emit(events.PlacementVoid, key=place.key, phase=phase)
@@ -210,15 +256,30 @@ class Trajectories:
                     continue
                 address = self.workers.address[place.worker]
                 self._dispatched(tracked, phase, address, place, alone)
-                releases.append(dask_internals.Release(place.key, {str(phase): 1}, address))
+                releases.append(dask_internals.Release(place.key, _resources(place), address))
         if releases:
             self._dispatches += 1
             self.applier.release(releases, f"libra-dispatch-{self._dispatches}")
+        if dispatcher.leases is not None:
+            self._look_again(dispatcher.leases.table.next_s(at_s), at_s)
         contended = dispatcher.contended()
         if contended != self.contended:
             self.contended = contended
             for address in {address for state in self._runs.values() for address in state.workers.engines.values()}:
                 send_contention(scheduler, address, contended)
+
+    def _leased(self, tracked: Tracked, place: Place, lease: LeaseTaken) -> None:
+        queued_s = round(max(0.0, lease.at_s - tracked.parked_s), 6)
+        tracked.leased = lease.cores, queued_s
+        fields = msgspec.structs.asdict(lease)
+        tracked.run.log.emit(events.LeaseGranted, key=place.key, worker=place.worker, queued_s=queued_s, **fields)
+
+    def _look_again(self, next_s: float | None, at_s: float) -> None:
+        """Dispatch when a quota may let an action go, if nothing else comes before."""
+        loop = self._scheduler.loop
+        if self._due is not None:
+            loop.remove_timeout(self._due)
+        self._due = None if next_s is None else loop.call_later(next_s - at_s + 1e-3, self.kick)
 
     def _dispatched(self, tracked: Tracked, phase: Phase, address: str, place: Place, alone: bool) -> None:
         state, worker, reason, move = tracked.run, place.worker, place.reason, place.move
@@ -309,6 +370,9 @@ class Trajectories:
         tracked.quanta = report.quantum + 1
         tracked.context_tokens = report.context_tokens
         tracked.end = report.end
+        tracked.calls = report.calls
+        if phase is Phase.TOOL and tracked.leased is not None:
+            self._action_finished(state, tracked, report)
         if report.next:
             tracked.phase = Phase(report.next)
         else:
@@ -349,6 +413,16 @@ class Trajectories:
             state.log.emit(events.FailureClassified, key, report.failure, report.detail)
             if report.next:
                 self._forget_home(tracked)
+
+    def _action_finished(self, state: RunState, tracked: Tracked, report: QuantumReport) -> None:
+        assert tracked.leased is not None
+        (cores, queued_s), tracked.leased = tracked.leased, None
+        whole_s = max(0.0, time.monotonic() - tracked.parked_s - queued_s)
+        state.log.emit(
+            events.ActionFinished, key=tracked.key, worker=tracked.worker, cores=cores, queued_s=queued_s,
+            ran_s=round(report.ran_s, 6), overhead_s=round(max(0.0, whole_s - report.ran_s), 6),
+            killed=report.failure == "tool" and "killed: it took more than" in report.detail,
+        )  # fmt: skip
 
     # ---------------------------------------------------------------- for the dashboard
 

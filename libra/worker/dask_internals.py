@@ -114,6 +114,12 @@ def takes(worker: Worker, resource: str) -> bool:
     )
 
 
+def resources_here(worker: Worker, key: str) -> dict[str, float]:
+    """What a running task takes of this worker's resources."""
+    ts = worker.state.tasks.get(key)
+    return dict(ts.resource_restrictions or {}) if ts is not None else {}
+
+
 def priority_here(worker: Worker, key: str) -> tuple[int, ...]:
     """The priority that a running task was sent with, without Dask's suffix."""
     ts = worker.state.tasks.get(key)

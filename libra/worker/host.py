@@ -23,6 +23,9 @@ from distributed.diagnostics.plugin import WorkerPlugin
 
 from libra import keys
 from libra.cluster import worker_stacks
+from libra.cluster.tool_supply import tool_supply
+from libra.envs.action_process import ActionProcesses
+from libra.envs.actions import processes_for
 from libra.errors import EnvironmentFault, StoreError
 from libra.events.reports import NotReadyReport, ReadyReport
 from libra.keys import host_name
@@ -123,7 +126,10 @@ class LibraHost(WorkerPlugin):
             if supply.get(keys.TEACHER) and self.spec.config.distil.teacher is not None:
                 self.teacher = TeacherService(self.context)
                 await asyncio.to_thread(self.teacher.load)
-        self.quanta = QuantumRunner(self.context, self.engine, lambda: self.roles is not None and self.roles.leaving)
+        processes = await self._tool_processes(worker)
+        self.quanta = QuantumRunner(
+            self.context, self.engine, lambda: self.roles is not None and self.roles.leaving, processes
+        )
         if self.quanta.sessions is not None:
             self._parts.push_async_callback(self.quanta.sessions.close)
         self._parts.callback(self.quanta.close)
@@ -152,6 +158,20 @@ class LibraHost(WorkerPlugin):
         # walk through (0.2 s with the interpreter stopped) again and again.
         gc.collect()
         gc.freeze()
+
+    async def _tool_processes(self, worker: Worker) -> ActionProcesses | None:
+        """On a worker with TOOL, where tools declare resources: supply them, and make what runs calls in processes of their own."""
+        environment = self.context.environment
+        if not worker.state.total_resources.get(keys.TOOL) or not any(tool.declares for tool in environment.tools):
+            return None
+        number = str(worker.name).rpartition("-")[2]
+        supply = tool_supply(self.spec.config, int(number) if number.isdigit() else 0)
+        has = {keys.TOOL_CORES: len(supply.core_ids), keys.TOOL_MIB: supply.mib, keys.TOOL_GPUS: supply.gpus}
+        await worker.set_resources(**{name: amount for name, amount in has.items() if amount})
+        processes = processes_for(environment, supply.core_ids)
+        if processes is not None:
+            self._parts.callback(processes.close)
+        return processes
 
     async def _build_context(self, worker: Worker) -> None:
         spec, parts = self.spec, self._parts

@@ -18,27 +18,25 @@ Invariants
 
 from __future__ import annotations
 
-import asyncio
-import itertools
 import os
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from libra.config.distil_checks import extra_draws
-from libra.envs import StateCopy, begin_state, has_steps, run_action, run_step
+from libra.envs import StateCopy, begin_state, has_steps, run_step
+from libra.envs.action_process import ActionProcesses
 from libra.envs.scripted import turn_by_script
 from libra.errors import EngineAsleep, EngineError, EnvironmentFault, FencedOff, ToolFault, Unstorable
 from libra.events.reports import FoundEndedReport, GivenBackReport
 from libra.policy import keeps_version
 from libra.store.group_records import group_path, read_group
-from libra.store.observations import keep_observation
 from libra.types import (
     FailureClass,
     Phase,
@@ -67,6 +65,7 @@ from libra.worker.trajectory_state import (
     restart_record,
     without_text,
 )
+from libra.worker.turn_calls import TurnCalls
 from libra.worker.worker_engine import WorkerEngine
 
 if TYPE_CHECKING:
@@ -94,10 +93,16 @@ class QuantumRunner:
         None on a worker that only runs tools, or grades.
     leaving : callable
         Whether this worker must not begin another generation.
+    processes : ActionProcesses or None
+        Where calls with resources of their own run.
     """
 
     def __init__(
-        self, context: WorkerContext, engine: WorkerEngine | None, leaving: Callable[[], bool] = lambda: False
+        self,
+        context: WorkerContext,
+        engine: WorkerEngine | None,
+        leaving: Callable[[], bool] = lambda: False,
+        processes: ActionProcesses | None = None,
     ) -> None:
         self.context, self.engine, self._leaving = context, engine, leaving
         self.states: OrderedDict[TrajectoryId, TrajectoryState] = OrderedDict()
@@ -110,6 +115,7 @@ class QuantumRunner:
         self.sessions = None if context.environment.session is None else SessionLeases(context)
         self.agents: Agents | None = None
         """Of a worker that runs them."""
+        self.calls = TurnCalls(context, self.sessions, processes)
         self._prompts: OrderedDict[str, NDArray[np.int32]] = OrderedDict()
 
     @cached_property
@@ -167,8 +173,9 @@ class QuantumRunner:
             self.context.report(FoundEndedReport(key, state.quanta, str(state.end)))
             return state
         stranded = state.phase is Phase.TOOL and state.agent and self.agents is None
-        if stranded or (state.phase is Phase.ROLLOUT and self.engine is None):
-            # A worker died after its record and before its report: report the trajectory's state, and wait for another.
+        if stranded or self.calls.lacks_lease(key, state) or (state.phase is Phase.ROLLOUT and self.engine is None):
+            # A worker died after its record and before its report, or an action of a resumed run lacks its lease: report the
+            # trajectory's state, and wait for another.
             self._report(key, state, state.quanta, time.time(), goes_on=False)
             return state
         goes_on = True
@@ -243,7 +250,7 @@ class QuantumRunner:
                     if state.end is not None:
                         self._forget(state)
             else:
-                await self._act(state)
+                await self._act(state, self.calls.cores_of(key))
         except EngineAsleep:
             self.context.report(GivenBackReport(key))
             raise
@@ -367,7 +374,7 @@ class QuantumRunner:
         inline = {tool.name for tool in self.context.environment.tools if tool.inline}
         return all(call.error is not None or call.name in inline for call in calls)
 
-    async def _act(self, state: TrajectoryState) -> None:
+    async def _act(self, state: TrajectoryState, cores: int | None = None) -> None:
         started_s, turn = time.time(), state.turns - 1
         if state.agent:
             assert self.agents is not None, f"{state.tid}: an action was sent to a worker without agents"
@@ -384,9 +391,9 @@ class QuantumRunner:
             returns, role = [ToolReturn(STEP, ToolStatus.OK, reply, time.time() - started_s, len(reply))], "user"
             lease = state.lease
         else:
-            lease = await self._leased(state)
+            lease = await self.calls.lease(state)
             try:
-                returns, role = await self._returns(state, turn, copy, lease), "tool"
+                returns, role = await self.calls.returns(state, turn, copy, lease, cores), "tool"
             except BaseException:
                 if self.sessions is not None and lease is not None and lease != state.lease:
                     self.sessions.release(lease)  # no record has it
@@ -407,48 +414,6 @@ class QuantumRunner:
             return fitted(self.chat, contents, left, rollout.max_new_tokens, ended=ended, role=role)
         except Exception as error:  # the boundary to the model's own template and tokenizer
             raise ToolFault(f"the chat template cannot show what the tools returned: {error_text(error)}") from error
-
-    async def _leased(self, state: TrajectoryState) -> tuple[str, str] | None:
-        """The trajectory's lease of a session; a new one of this worker at its first call that takes one."""
-        takes = {tool.name for tool in self.context.environment.tools if tool.takes_session}
-        if state.lease is not None or self.sessions is None or not any(call.name in takes for call in state.calls):
-            return state.lease
-        return await self.sessions.acquire(str(state.tid))
-
-    async def _returns(
-        self, state: TrajectoryState, turn: int, copy: StateCopy, lease: tuple[str, str] | None
-    ) -> list[ToolReturn]:
-        """What the calls of a turn return: all at once, or one after the other if one of them takes the trajectory's state or its
-        session."""
-        # Evaluations at two versions are the same questions, seeds and injected faults.
-        name = str(state.tid if state.tid.split == "train" else state.tid._replace(iteration=0))
-        if state.draw:
-            name += f".{state.draw}"
-        environment = self.context.environment
-        with_session = {tool.name for tool in environment.tools if tool.takes_session}
-
-        def action(index: int, call: ToolCall) -> Coroutine[Any, Any, ToolReturn]:
-            action_id = f"{name}/{turn}/{index}"
-            if self.sessions is not None and lease is not None and call.error is None and call.name in with_session:
-                where = str(state.tid), state.draw, turn, index
-                return self.sessions.run(lease, state.prompt, call, action_id, copy, where)
-            keep = partial(keep_observation, self.context.spec.directory, str(state.tid), state.draw, turn, index)
-            return run_action(environment, state.prompt, call, action_id=action_id, state=copy, keep=keep)
-
-        actions = itertools.starmap(action, enumerate(state.calls))
-        stateful = {tool.name for tool in environment.tools if tool.takes_state} | with_session
-        if any(call.name in stateful for call in state.calls):
-            return [await action for action in actions]
-        outcomes = await asyncio.gather(
-            *actions,
-            return_exceptions=True,  # all have ended before the trajectory continues, or ends
-        )
-        returns: list[ToolReturn] = []
-        for outcome in outcomes:
-            if isinstance(outcome, BaseException):
-                raise outcome
-            returns.append(outcome)
-        return returns
 
     def _commit(self, state: TrajectoryState, record: dict[str, Any], started_s: float) -> None:
         """Append the record, after one that is held, then apply it."""
@@ -480,4 +445,5 @@ class QuantumRunner:
 
         ``goes_on``: the next quantum of the trajectory begins in the same slot.
         """
-        self.context.report(quantum_report(key, state, first, started_s, goes_on=goes_on))
+        calls = self.calls.with_resources(state)
+        self.context.report(quantum_report(key, state, first, started_s, goes_on=goes_on, calls=calls))

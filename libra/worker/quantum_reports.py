@@ -9,10 +9,13 @@ from libra.types import FailureClass
 from libra.worker.trajectory_state import TrajectoryState, returned
 
 
-def quantum_report(key: str, state: TrajectoryState, first: int, started_s: float, *, goes_on: bool) -> QuantumReport:
+def quantum_report(
+    key: str, state: TrajectoryState, first: int, started_s: float, *, goes_on: bool, calls: tuple[str, ...] = ()
+) -> QuantumReport:
     """The report of a quantum that began at ``started_s``; ``first`` is the index of the first record it wrote.
 
-    ``goes_on``: the next quantum of the trajectory begins in the same slot.
+    ``goes_on``: the next quantum of the trajectory begins in the same slot. ``calls``: tools with resources
+    that the next action calls.
     """
     new = state.records[first:]
     generated = [r for r in new if r["kind"] == "generation"]
@@ -35,4 +38,6 @@ def quantum_report(key: str, state: TrajectoryState, first: int, started_s: floa
         start_s=started_s,
         stop_s=time.time(),
         unfinished=bool(new and state.unfinished),
+        calls=calls,
+        ran_s=max((each["latency_s"] for r in new if r["kind"] == "action" for each in r["returns"]), default=0.0),
     )

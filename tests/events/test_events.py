@@ -48,6 +48,7 @@ _BY_TYPE = {
     "tuple[tuple[str, str], ...]": st.lists(st.tuples(st.text(), st.text())).map(tuple),
     "tuple[tuple[int, int], ...]": st.lists(st.tuples(_INTS, _INTS)).map(tuple),
     "tuple[tuple[int, float], ...]": st.lists(st.tuples(_INTS, _FLOATS)).map(tuple),
+    "dict[str, str]": st.dictionaries(st.text(), st.text()),
     "dict[str, int]": st.dictionaries(st.text(), _INTS),
     "dict[str, float]": st.dictionaries(st.text(), _FLOATS),
     "dict[str, int | float]": st.dictionaries(st.text(), _INTS | _FLOATS),

@@ -19,7 +19,7 @@ from libra.store.group_records import write_group
 from libra.store.trajectory_journal import Journal
 from libra.testing import FixedTurns
 from libra.types import EndReason, FailureClass, StopReason, ToolCall, ToolReturn, ToolStatus, TrajectoryId, TurnOutput
-from libra.worker import quanta
+from libra.worker import quanta, turn_calls
 from libra.worker.quanta import QuantumRunner
 from libra.worker.trajectory_state import TrajectoryState
 
@@ -108,7 +108,7 @@ def test_returns_without_a_form_are_the_tools_failure_and_another_draw_follows(
     async def odd(*_: Any, **__: Any) -> ToolReturn:
         return ToolReturn("echo", ToolStatus.OK, "x", latency_s=1j)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(quanta, "run_action", odd)
+    monkeypatch.setattr(turn_calls, "run_action", odd)
     for quantum, phase in enumerate(("TOOL", "ROLLOUT", "TOOL", None)):  # generation, failure, a fresh draw, failure
         state = run(make_runner()[0])
         assert (state.quanta, state.phase) == (quantum + 1, phase)
@@ -140,7 +140,7 @@ def test_an_inline_tool_that_fails_ends_the_attempt_after_its_generation(
 
     runner, _ = make_runner()
     inline(monkeypatch, runner)
-    monkeypatch.setattr(quanta, "run_action", fail)
+    monkeypatch.setattr(turn_calls, "run_action", fail)
     state = run(runner)
     assert [record["kind"] for record in state.records] == ["generation", "failure"]
     assert [record["kind"] for record in runner.context.journal.read(str(TID))] == ["generation", "failure"]
@@ -155,7 +155,7 @@ def test_a_worker_that_is_cut_off_in_an_inline_action_begins_the_turn_again(
     runner, _ = make_runner()
     inline(monkeypatch, runner)
     with monkeypatch.context() as during:
-        during.setattr(quanta, "run_action", cut)
+        during.setattr(turn_calls, "run_action", cut)
         with pytest.raises(asyncio.CancelledError):
             run(runner)
     assert runner.context.journal.read(str(TID)) == []

@@ -118,6 +118,16 @@ class LeaseTable:
         else:
             self._waiting.join(place, request)
 
+    def adopt(self, lease: Lease) -> None:
+        """A lease that was granted elsewhere is held from now on, even if that is more than its worker has."""
+        assert lease.holder not in self._leases, f"{lease.holder} holds a lease"
+        self.cancel(lease.holder)
+        free = self._free.setdefault(lease.worker, list(NOTHING))
+        self._capacity.setdefault(lease.worker, NOTHING)
+        for index, amount in enumerate(lease.resources.local):
+            free[index] -= amount
+        self._leases[lease.holder] = lease
+
     def reorder(self, holder: str, priority: Priority) -> None:
         """A waiting request has another priority."""
         request = self._request(holder)

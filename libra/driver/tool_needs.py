@@ -1,0 +1,42 @@
+"""What the tools of an environment declare, as the scheduler takes it, and its check before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from libra.cluster.tool_supply import tool_supply
+from libra.config import RunConfig
+from libra.envs import Environment, Tool
+from libra.policy.leases import Resources
+from libra.policy.leases.actions import check_declared
+from libra.policy.messages import ToolNeeds
+
+
+def needs_of(environment: Environment) -> dict[str, ToolNeeds]:
+    """What calls of each tool with resources take."""
+    return {tool.name: _needs(tool) for tool in environment.tools if tool.declares}
+
+
+def quotas_of(config: RunConfig) -> dict[str, str]:
+    """Quotas by name, as text."""
+    return {name: str(quota) for name, quota in config.environment.quotas.items()}
+
+
+def check_tools(config: RunConfig, environment: Environment, *, started_here: bool) -> None:
+    """ConfigError where a declaration makes no sense, or the workers that the run starts can never run a call of it."""
+    needs = needs_of(environment)
+    largest = None
+    if started_here and needs:
+        supply = tool_supply(config)
+        largest = "tool-0", Resources(0, len(supply.core_ids), supply.mib << 20, supply.gpus)
+    check_declared(needs, quotas_of(config), largest)
+
+
+def _needs(tool: Tool) -> ToolNeeds:
+    elastic = tool.elastic
+    if isinstance(elastic, Mapping):
+        elastic = {int(cores): float(speed) for cores, speed in elastic.items()}
+    elif elastic is not None and not isinstance(elastic, str):
+        elastic = tuple(float(speed) for speed in elastic)
+    least, most = tool.cores
+    return ToolNeeds(least, most, round(tool.memory_gib * 2**30), tool.gpu, elastic, tool.quota)

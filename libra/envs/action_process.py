@@ -1,0 +1,287 @@
+"""Calls in processes of their own, with cores that no other call has, and a bound on memory.
+
+A worker forks one *starter* from itself when the first such call comes; it holds the tools, has one thread, and forks a process for
+each call. So a call costs a fork of a small process, tools need not be importable, and no thread of the worker is copied while it
+holds a lock.
+
+Invariants
+----------
+1. No core belongs to two calls of one worker at once, unless more are asked for than it has.
+2. A call that ends, is cut off at its time-out, or takes more than its memory leaves no process of its group behind, and no other
+   call notices.
+3. Of a call comes text, never an object: what its process says is read as JSON.
+4. A worker that dies takes its starter with it: that ends with its socket.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import pickle
+import resource
+import signal
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+from libra.envs.sandbox.cgroups import ControlGroup, can_make_groups
+from libra.errors import ToolFault
+
+logger = logging.getLogger(__name__)
+
+THREAD_VARIABLES = (
+    "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS", "VECLIB_MAXIMUM_THREADS",
+    "RAYON_NUM_THREADS",
+)  # fmt: skip
+"""Variables by which libraries decide how many threads they use; each is the number of cores of the call."""
+CORES_VARIABLE = "LIBRA_CORES"
+"""The same for tools: how many cores this call has."""
+_LENGTH = struct.Struct("!Q")
+MOST_BYTES = 64 << 20
+PROCESSES = 512
+START_S = 60.0
+"""In which the process of a call must have begun; it is no part of the call's own time."""
+
+
+class Bounds(NamedTuple):
+    """What a call may take. ``cores`` 0: those that are not leased; ``memory_bytes`` 0: not bounded."""
+
+    cores: int = 0
+    memory_bytes: int = 0
+
+
+class Ran(NamedTuple):
+    """How a call ended: its value as text, or the name of its error and its text; and its seconds in its process."""
+
+    text: str
+    error: str
+    fault: bool
+    ran_s: float
+
+
+class CoreSet:
+    """The cores of a worker, and which are free."""
+
+    def __init__(self, cores: Sequence[int]) -> None:
+        self.all = tuple(cores)
+        self._free = set(cores)
+
+    def take(self, count: int) -> tuple[int, ...]:
+        """``count`` cores, the lowest free ones; those that are missing are shared with others."""
+        taken = sorted(self._free)[:count]
+        self._free.difference_update(taken)
+        if len(taken) < count:
+            taken += [core for core in self.all if core not in taken][: count - len(taken)]
+        return tuple(taken)
+
+    def give_back(self, cores: Sequence[int]) -> None:
+        """These are free again."""
+        self._free.update(set(cores) & set(self.all))
+
+    @property
+    def free(self) -> tuple[int, ...]:
+        """Those that no call has."""
+        return tuple(sorted(self._free))
+
+
+def memory_enforcement() -> str:
+    """How a call's memory is bounded here: ``cgroup`` or ``rlimit``."""
+    return "cgroup" if can_make_groups() else "rlimit"
+
+
+class ActionProcesses:
+    """The calls of one worker that have processes of their own; ``to_text`` makes a returned value readable for a model."""
+
+    def __init__(
+        self, functions: Mapping[str, Callable[..., Any]], cores: Sequence[int], to_text: Callable[[Any], str]
+    ) -> None:
+        self._functions, self._to_text = dict(functions), to_text
+        self.cores = CoreSet(cores)
+        self._starter: socket.socket | None = None
+        self._pid = 0
+        self._lock = threading.Lock()
+
+    def close(self) -> None:
+        """End the starter; calls that run end with their time-outs."""
+        if self._starter is not None:
+            self._starter.close()
+            self._starter = None
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(self._pid, 0)
+
+    async def run(self, tool: str, arguments: Mapping[str, Any], timeout_s: float, bounds: Bounds) -> Ran | None:
+        """One call; None: it was cut off at its time-out. `ToolFault` if its process died, or took too much memory."""
+        cores = self.cores.take(bounds.cores)
+        group = await self._group(bounds, len(cores))
+        mine, theirs = socket.socketpair()
+        pid = 0
+        try:
+            mine.setblocking(False)
+            with self._lock:
+                socket.send_fds(self._started(), [b"x"], [theirs.fileno()])
+            theirs.close()
+            limit = bounds.memory_bytes if group is None else 0
+            request = pickle.dumps(
+                (
+                    tool,
+                    dict(arguments),
+                    cores,
+                    limit,
+                    [str(p / "cgroup.procs") for p in (group.places if group else ())],
+                )
+            )
+            loop = asyncio.get_running_loop()
+            async with asyncio.timeout(START_S):
+                await loop.sock_sendall(mine, _LENGTH.pack(len(request)) + request)
+                (pid,) = _LENGTH.unpack(await _exactly(loop, mine, _LENGTH.size))
+            async with asyncio.timeout(timeout_s):
+                (size,) = _LENGTH.unpack(await _exactly(loop, mine, _LENGTH.size))
+                if size > MOST_BYTES:
+                    raise ToolFault(f"tool {tool}: it returned {size} bytes; return at most {MOST_BYTES}")
+                said = json.loads(await _exactly(loop, mine, size))
+            ran = Ran(str(said["text"]), str(said["error"]), bool(said["fault"]), float(said["ran_s"]))
+            if ran.error == "MemoryError" and bounds.memory_bytes:
+                raise _over(tool, bounds)
+            return ran
+        except TimeoutError:
+            return None
+        except (EOFError, ConnectionError) as error:
+            if bounds.memory_bytes and (group is None or _killed_for_memory(group)):
+                raise _over(tool, bounds) from error
+            raise ToolFault(f"tool {tool}: its process died") from error
+        finally:
+            mine.close()
+            if pid:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(pid, signal.SIGKILL)
+            if group is not None:
+                asyncio.get_running_loop().run_in_executor(None, _end, group)
+            self.cores.give_back(cores)
+
+    async def _group(self, bounds: Bounds, cores: int) -> ControlGroup | None:
+        if not bounds.memory_bytes or not can_make_groups():
+            return None
+        cpus = cores or len(self.cores.all)
+        group = ControlGroup.make(PROCESSES, bounds.memory_bytes, cpus)
+        return group if group.places else None
+
+    def _started(self) -> socket.socket:
+        if self._starter is None:
+            mine, theirs = socket.socketpair()
+            pid = os.fork()
+            if pid == 0:
+                _starter(theirs, self._functions, self._to_text)
+            theirs.close()
+            self._starter, self._pid = mine, pid
+        return self._starter
+
+
+def _over(tool: str, bounds: Bounds) -> ToolFault:
+    return ToolFault(f"tool {tool}: killed: it took more than its {bounds.memory_bytes / 2**30:g} GiB of memory")
+
+
+def _end(group: ControlGroup) -> None:
+    group.kill()
+    group.remove()
+
+
+def _killed_for_memory(group: ControlGroup) -> bool:
+    """Whether the kernel ended a process of the group for its memory."""
+    for place in group.places:
+        for file in ("memory.events", "memory.oom_control"):
+            with contextlib.suppress(OSError):
+                words = Path(place / file).read_text().split()
+                if "oom_kill" in words and words[words.index("oom_kill") + 1] != "0":
+                    return True
+    return False
+
+
+async def _exactly(loop: asyncio.AbstractEventLoop, conn: socket.socket, size: int) -> bytes:
+    parts = b""
+    while len(parts) < size:
+        part = await loop.sock_recv(conn, size - len(parts))
+        if not part:
+            raise EOFError
+        parts += part
+    return parts
+
+
+# -------------------------------------------------------------------- in the starter, and in the processes of calls
+
+
+def _starter(
+    sock: socket.socket, functions: Mapping[str, Callable[..., Any]], to_text: Callable[[Any], str]
+) -> NoReturn:
+    """Fork a process for each socket that arrives, until the worker is gone."""
+    try:
+        keep = sock.fileno()
+        os.closerange(3, keep)
+        os.closerange(keep + 1, os.sysconf("SC_OPEN_MAX"))
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no zombies
+        while True:
+            message, fds, _, _ = socket.recv_fds(sock, 1, 1)
+            if not message:
+                break
+            if os.fork() == 0:
+                sock.close()
+                _call(socket.socket(fileno=fds[0]), functions, to_text)
+            os.close(fds[0])
+    finally:
+        os._exit(0)
+
+
+def _call(conn: socket.socket, functions: Mapping[str, Callable[..., Any]], to_text: Callable[[Any], str]) -> NoReturn:
+    """Read what to call, call it, send what came of it."""
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
+            signal.signal(number, signal.SIG_DFL)
+        os.setsid()
+        with conn.makefile("rwb") as file:
+            (size,) = _LENGTH.unpack(file.read(_LENGTH.size))
+            tool, arguments, cores, memory_bytes, groups = pickle.loads(file.read(size))
+            file.write(_LENGTH.pack(os.getpid()))
+            file.flush()
+            _bind(cores, memory_bytes, groups)
+            said = json.dumps(_outcome(functions[tool], arguments, to_text)).encode()
+            file.write(_LENGTH.pack(len(said)) + said)
+            file.flush()
+    finally:
+        os._exit(0)
+
+
+def _bind(cores: Sequence[int], memory_bytes: int, groups: Sequence[str]) -> None:
+    for path in groups:
+        Path(path).write_text(str(os.getpid()))
+    if cores:
+        os.sched_setaffinity(0, cores)
+        for name in (*THREAD_VARIABLES, CORES_VARIABLE):
+            os.environ[name] = str(len(cores))
+    if memory_bytes:
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        bound = pages * resource.getpagesize() + memory_bytes
+        resource.setrlimit(resource.RLIMIT_AS, (bound, bound))
+
+
+def _outcome(
+    function: Callable[..., Any], arguments: Mapping[str, Any], to_text: Callable[[Any], str]
+) -> dict[str, Any]:
+    started_s = time.perf_counter()
+    text, error, fault = "", "", False
+    try:
+        text = to_text(function(**arguments))
+    except BaseException as raised:  # noqa: BLE001 boundary: the process is the call's own, so even an exit is only data
+        error, fault = type(raised).__name__, isinstance(raised, ToolFault)
+        try:
+            text = str(raised)
+        except BaseException:  # noqa: BLE001 its text is the tool's code, too
+            text = "an error without a text"
+    return {"text": text, "error": error, "fault": fault, "ran_s": time.perf_counter() - started_s}

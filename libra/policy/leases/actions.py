@@ -1,0 +1,138 @@
+"""Leases of the actions of trajectories: what their calls take, in the order that the runs' orderings give.
+
+The calls of one turn are one action: it holds what all of them take together. It is elastic if it is a single call of an elastic
+tool. An action of tools that declare nothing takes a slot, as without leases, and shares the cores that no lease has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from libra.errors import ConfigError
+from libra.policy.leases.quotas import read_quota
+from libra.policy.leases.resources import Lease, LeaseRequest, Resources, described
+from libra.policy.leases.speed_up import SpeedUp
+from libra.policy.leases.table import LeaseTable
+from libra.policy.messages import ActionRequested, Priority, ToolCapacity, ToolNeeds, ToolsDeclared
+
+SLOT = Resources(slots=1)
+
+
+class ActionLeases:
+    """The lease table of a dispatcher, and the requests of its trajectories."""
+
+    def __init__(self) -> None:
+        self.table = LeaseTable()
+        self._needs: dict[str, ToolNeeds] = {}
+        self._asked: dict[str, tuple[str, ...]] = {}  # tools of the action that a trajectory parks for
+        self._slots: dict[str, int] = {}
+        self._more: dict[str, ToolCapacity] = {}
+
+    def declare(self, event: ToolsDeclared) -> None:
+        """Tools and quotas of a run."""
+        for name, quota in event.quotas.items():
+            self.table.limit(name, read_quota(name, quota))
+        for name, needs in event.tools.items():
+            self._needs[name] = needs
+            if (curve := curve_of(name, needs)) is not None:
+                self.table.declare(name, curve)
+
+    def slots(self, worker: str, slots: int) -> None:
+        """``worker`` has so many slots from now on."""
+        self._slots[worker] = slots
+        self._supply(worker)
+
+    def capacity(self, event: ToolCapacity) -> None:
+        """A worker has more than slots."""
+        self._more[event.worker] = event
+        self._supply(event.worker)
+
+    def left(self, worker: str) -> None:
+        """A worker is gone, with its leases."""
+        self._slots.pop(worker, None)
+        self._more.pop(worker, None)
+        self.table.withdraw(worker)
+
+    def asked(self, event: ActionRequested) -> None:
+        """A trajectory parks for these tools next; without it, for a slot."""
+        self._asked[event.key] = event.tools
+
+    def wait(self, key: str, priority: Priority, home: str) -> None:
+        """``key`` waits with this priority."""
+        tools = self._asked.get(key, ())
+        single = tools[0] if len(tools) == 1 else ""
+        self.table.request(LeaseRequest(key, self._least(tools), single, home), priority)
+
+    def forget(self, key: str) -> None:
+        """A trajectory has ended."""
+        self._asked.pop(key, None)
+        self.table.cancel(key)
+        self.table.release(key)
+
+    def adopt(self, key: str, worker: str) -> None:
+        """An action that began before leases: it holds its slot."""
+        self.table.adopt(Lease(key, worker, SLOT, 0, "", 0.0, 0.0, reason="began before"))
+
+    def admit(self, at_s: float) -> tuple[Lease, ...]:
+        """The actions that begin now, in order."""
+        granted = tuple(each for each in self.table.admit(at_s) if isinstance(each, Lease))
+        for lease in granted:
+            self._asked.pop(lease.holder, None)
+        return granted
+
+    def _supply(self, worker: str) -> None:
+        more = self._more.get(worker)
+        slots = self._slots.get(worker, 0)
+        if more is None:
+            self.table.supply(worker, Resources(slots=slots))
+        else:
+            self.table.supply(worker, Resources(slots, more.cores, more.memory_bytes, more.gpus))
+
+    def _least(self, tools: tuple[str, ...]) -> Resources:
+        needs = [self._needs[name] for name in tools if name in self._needs]
+        if not needs:
+            return SLOT
+        units: dict[str, int] = {}
+        for each in needs:
+            if each.quota:
+                units[each.quota] = units.get(each.quota, 0) + 1
+        return Resources(
+            1,
+            sum(each.least_cores for each in needs),
+            sum(each.memory_bytes for each in needs),
+            sum(each.gpus for each in needs),
+            tuple(sorted(units.items())),
+        )
+
+
+def curve_of(name: str, needs: ToolNeeds) -> SpeedUp | None:
+    """The curve of an elastic tool; None: it is not elastic. ConfigError for a curve that makes no sense."""
+    if needs.elastic is None:
+        return None
+    return SpeedUp(needs.least_cores, needs.most_cores, needs.elastic, f"tool {name!r}")
+
+
+def check_declared(
+    tools: Mapping[str, ToolNeeds], quotas: Mapping[str, str], largest: tuple[str, Resources] | None
+) -> None:
+    """ConfigError for a curve that makes no sense, a quota that is not one or is not configured, and a call that can never run.
+
+    ``largest``: the largest tool worker, by name; None: not known before the workers join.
+    """
+    for name, text in quotas.items():
+        read_quota(name, text)
+    for name, needs in tools.items():
+        curve_of(name, needs)
+        if needs.quota and needs.quota not in quotas:
+            known = f"; known are {', '.join(sorted(quotas))}" if quotas else ""
+            raise ConfigError(
+                f"tool {name!r}: quota {needs.quota!r} is not configured{known}; type environment.quotas.{needs.quota}=10/s, "
+                "with the rate that its API allows"
+            )
+        least = Resources(0, needs.least_cores, needs.memory_bytes, needs.gpus)
+        if largest is not None and any(want > has for want, has in zip(least.local, largest[1].local, strict=True)):
+            raise ConfigError(
+                f"tool {name!r}: a call takes {described(least)}, and the largest tool worker, {largest[0]}, has "
+                f"{described(largest[1])}, so no call can ever run; declare less, or give workers more with cluster.tool_cores, "
+                "cluster.tool_memory_gib or cluster.tool_gpus"
+            )

@@ -1,0 +1,149 @@
+"""Calls in processes of their own: cores, memory, time-outs, and what is left of them."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from libra.envs.action_process import ActionProcesses, Bounds, CoreSet
+from libra.errors import ToolFault
+
+CORES = sorted(os.sched_getaffinity(0))
+MIB = 2**20
+
+
+def where() -> str:
+    return f"{sorted(os.sched_getaffinity(0))} {os.environ.get('OMP_NUM_THREADS', '')}"
+
+
+def broken() -> str:
+    raise ValueError("no")
+
+
+def faulty() -> str:
+    raise ToolFault("the service is down")
+
+
+def hoard(num_bytes: int) -> str:
+    return str(len(bytearray(num_bytes)))
+
+
+def leaves_a_child(pid_file: str) -> str:
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    Path(pid_file).write_text(str(child.pid))
+    child.wait()
+    return "never"
+
+
+def dies() -> str:
+    os.kill(os.getpid(), 9)
+    return "never"
+
+
+def in_loop(test: Callable[..., Any]) -> Callable[..., Any]:
+    """An async test as a plain one."""
+
+    @functools.wraps(test)
+    def run(*args: Any, **named: Any) -> None:
+        asyncio.run(test(*args, **named))
+
+    return run
+
+
+def written(path: Path) -> bool:
+    return path.exists() and bool(path.read_text())
+
+
+def ended(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z"
+    except OSError:
+        return True
+
+
+@asynccontextmanager
+async def started(*functions: Callable[..., Any]) -> AsyncIterator[ActionProcesses]:
+    processes = ActionProcesses({each.__name__: each for each in functions}, CORES, str)
+    try:
+        yield processes
+    finally:
+        processes.close()
+
+
+@in_loop
+async def test_a_call_is_bound_to_its_cores_and_others_to_others() -> None:
+    async with started(where) as processes:
+        ran = await processes.run("where", {}, 30.0, Bounds(cores=1))
+        assert ran is not None
+        assert ran.text == f"[{CORES[0]}] 1"
+        assert processes.cores.free == tuple(CORES)
+
+
+def test_cores_are_given_once_and_shared_only_if_too_many_are_wanted() -> None:
+    cores = CoreSet([3, 5, 7])
+    first, second = cores.take(2), cores.take(1)
+    assert (first, second) == ((3, 5), (7,))
+    assert len(set(cores.take(2))) == 2
+    cores.give_back(first)
+    assert cores.free == (3, 5)
+
+
+@in_loop
+async def test_an_error_is_text_with_its_name_and_a_fault_stays_one() -> None:
+    async with started(broken, faulty) as processes:
+        error = await processes.run("broken", {}, 30.0, Bounds(cores=1))
+        fault = await processes.run("faulty", {}, 30.0, Bounds(cores=1))
+    assert error is not None
+    assert fault is not None
+    assert (error.error, error.text, error.fault) == ("ValueError", "no", False)
+    assert (fault.text, fault.fault) == ("the service is down", True)
+
+
+@in_loop
+async def test_one_that_takes_too_much_memory_is_killed_alone() -> None:
+    async with started(hoard) as processes:
+        bounds = Bounds(cores=0, memory_bytes=128 * MIB)
+        too_much = processes.run("hoard", {"num_bytes": 512 * MIB}, 30.0, bounds)
+        enough = processes.run("hoard", {"num_bytes": 16 * MIB}, 30.0, bounds)
+        first, second = await asyncio.gather(too_much, enough, return_exceptions=True)
+    assert isinstance(first, ToolFault)
+    assert "took more than its 0.125 GiB of memory" in str(first)
+    assert second is not None
+    assert not isinstance(second, BaseException)
+    assert second.text == str(16 * MIB)
+
+
+@in_loop
+async def test_a_time_out_ends_the_call_and_what_it_started(tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    async with started(leaves_a_child) as processes:
+        running = asyncio.ensure_future(processes.run("leaves_a_child", {"pid_file": str(pid_file)}, 3600.0, Bounds(1)))
+        while not written(pid_file):  # noqa: ASYNC110 it is another process that writes
+            await asyncio.sleep(0)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        assert await processes.run("leaves_a_child", {"pid_file": str(tmp_path / "other")}, 0.001, Bounds(1)) is None
+        assert processes.cores.free == tuple(CORES)
+    pid = int(pid_file.read_text())
+    while not ended(pid):  # noqa: ASYNC110 it is another process that ends
+        await asyncio.sleep(0)
+
+
+@in_loop
+async def test_a_process_that_dies_is_a_fault_and_twenty_of_them_leave_nothing() -> None:
+    async with started(dies, where) as processes:
+        for _ in range(20):
+            with pytest.raises(ToolFault, match="its process died"):
+                await processes.run("dies", {}, 30.0, Bounds(cores=1))
+        assert processes.cores.free == tuple(CORES)
+        assert await processes.run("where", {}, 30.0, Bounds(cores=1)) is not None
