@@ -96,7 +96,7 @@ def test_passes_of_vllm_are_the_times_between_its_messages_where_it_did_not_stan
     watch = PassWatch(meter)
 
     def saw(at_s: float, *outputs: SimpleNamespace) -> None:
-        watch.saw(SimpleNamespace(outputs=list(outputs), finished_requests=None, timestamp=at_s))
+        watch.saw(SimpleNamespace(outputs=list(outputs), finished_requests=None, timestamp=at_s, scheduler_stats=None))
 
     saw(10.0, output("a", 1, prompt=100, computed=100))  # from idle: how long it took is not known
     saw(10.5, output("a", 1), output("b", 1, prompt=50, computed=20))

@@ -17,7 +17,9 @@ from libra.worker import quanta
 from libra.worker.quanta import QuantumRunner
 
 CONFIG = SimpleNamespace(
-    rollout=SimpleNamespace(max_turns=1, max_context_tokens=64, ignore_eos=True), trainer=SimpleNamespace(resample=0)
+    agent=SimpleNamespace(given=False),
+    rollout=SimpleNamespace(max_turns=1, max_context_tokens=64, ignore_eos=True),
+    trainer=SimpleNamespace(resample=0),
 )
 PROMPT = Prompt("p", ({"role": "user", "content": "x" * 1000},))
 RECORD = {
@@ -30,6 +32,7 @@ def test_an_ended_trajectory_leaves_no_tokens_and_is_still_known_without_its_jou
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(quanta, "KEPT_STATES", 3)
+    monkeypatch.setattr(quanta, "KEPT_BYTES", 0)  # records of ended ones are not kept for their groups either
     journal: dict[str, list[dict[str, Any]]] = {}
     reports: list[FoundEndedReport] = []
     read = lambda tid, start: journal.get(tid, [])[start:]  # noqa: E731

@@ -66,7 +66,11 @@ def test_it_ends_with_one_version(
     given = {"run": {"eta": 1}, "staleness": {"versions": "one" if one else "many"}, "rollout": {"max_new_tokens": 200}}
     config = config_from_dict(given)
     spec = SimpleNamespace(
-        config=config, epoch=0, groups_dir=tmp_path, turn_seed=lambda tid, turn, draw: 100 * draw + turn
+        config=config,
+        epoch=0,
+        directory=tmp_path,
+        groups_dir=tmp_path,
+        turn_seed=lambda tid, turn, draw: 100 * draw + turn,
     )
     context: Any = SimpleNamespace(
         environment=ToolArithmetic(), spec=spec, journal=Journal(tmp_path / "journal"),

@@ -80,7 +80,7 @@ class Played:
         environment, seeds = ToolArithmetic(), dict[int, int]()
         with tempfile.TemporaryDirectory() as directory:
             spec = SimpleNamespace(
-                config=config, epoch=0, groups_dir=Path(directory),
+                config=config, epoch=0, directory=Path(directory), groups_dir=Path(directory),
                 turn_seed=lambda tid, turn, draw: seeds.setdefault(turn, len(seeds) + 7),
             )  # fmt: skip
             context: Any = SimpleNamespace(
