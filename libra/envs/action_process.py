@@ -248,6 +248,7 @@ def _call(conn: socket.socket, functions: Mapping[str, Callable[..., Any]], to_t
         with conn.makefile("rwb") as file:
             (size,) = _LENGTH.unpack(file.read(_LENGTH.size))
             tool, arguments, cores, memory_bytes, groups = pickle.loads(file.read(size))
+            threading.Thread(target=_end_with, args=(conn,), daemon=True).start()
             file.write(_LENGTH.pack(os.getpid()))
             file.flush()
             _bind(cores, memory_bytes, groups)
@@ -256,6 +257,14 @@ def _call(conn: socket.socket, functions: Mapping[str, Callable[..., Any]], to_t
             file.flush()
     finally:
         os._exit(0)
+
+
+def _end_with(conn: socket.socket) -> None:
+    """End the call and what it started once the worker has closed its end, of which nothing else is to come: it was cut off, maybe
+    before the worker knew its pid, or the worker died."""
+    with contextlib.suppress(OSError):
+        conn.recv(1)
+    os.killpg(os.getpid(), signal.SIGKILL)
 
 
 def _bind(cores: Sequence[int], memory_bytes: int, groups: Sequence[str]) -> None:

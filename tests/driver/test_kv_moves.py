@@ -86,7 +86,7 @@ def test_moved_trajectories_take_their_kv_along(slow_model: Path, tmp_path: Path
     moves = [event for event in log if event["name"] == "home_changed"]
     sent = [move for move in moves if move["num_bytes"]]
     assert sent, f"{len(moves)} moves, none with its KV"
-    assert {move["worker"] for move in sent} == {"rollout-0"}, "the quick engine"
+    assert "rollout-0" in {move["worker"] for move in sent}, "the quick engine"
     for move in sent:
         assert move["sent"] and move["home"] != move["worker"] and move["took_s"] > 0 and not move["refused"]
         assert 0 < move["num_bytes"] <= move["tokens"] * TOKEN_BYTES
