@@ -10,7 +10,9 @@ Invariants
 2. A call that ends, is cut off at its time-out, or takes more than its memory leaves no process of its group behind, and no other
    call notices.
 3. Of a call comes text, never an object: what its process says is read as JSON.
-4. A worker that dies takes its starter with it: that ends with its socket.
+4. A worker that dies takes its calls with it: its starter ends with its socket, and kills their groups first.
+5. A group is killed by the pid of its leader only while that is this call's: the starter reaps a call no sooner than it next
+   forks one, and the message with a pid is read by a task of its own, which a cancelled call does not interrupt.
 """
 
 from __future__ import annotations
@@ -46,8 +48,6 @@ CORES_VARIABLE = "LIBRA_CORES"
 _LENGTH = struct.Struct("!Q")
 MOST_BYTES = 64 << 20
 PROCESSES = 512
-START_S = 60.0
-"""In which the process of a call must have begun; it is no part of the call's own time."""
 
 
 class Bounds(NamedTuple):
@@ -109,7 +109,7 @@ class ActionProcesses:
         self._lock = threading.Lock()
 
     def close(self) -> None:
-        """End the starter; calls that run end with their time-outs."""
+        """End the starter, and the calls that run."""
         if self._starter is not None:
             self._starter.close()
             self._starter = None
@@ -121,26 +121,18 @@ class ActionProcesses:
         cores = self.cores.take(bounds.cores)
         group = await self._group(bounds, len(cores))
         mine, theirs = socket.socketpair()
-        pid = 0
+        begun: asyncio.Task[int] | None = None
         try:
             mine.setblocking(False)
             with self._lock:
                 socket.send_fds(self._started(), [b"x"], [theirs.fileno()])
             theirs.close()
             limit = bounds.memory_bytes if group is None else 0
-            request = pickle.dumps(
-                (
-                    tool,
-                    dict(arguments),
-                    cores,
-                    limit,
-                    [str(p / "cgroup.procs") for p in (group.places if group else ())],
-                )
-            )
+            groups = [str(place / "cgroup.procs") for place in (group.places if group is not None else ())]
+            request = pickle.dumps((tool, dict(arguments), cores, limit, groups))
             loop = asyncio.get_running_loop()
-            async with asyncio.timeout(START_S):
-                await loop.sock_sendall(mine, _LENGTH.pack(len(request)) + request)
-                (pid,) = _LENGTH.unpack(await _exactly(loop, mine, _LENGTH.size))
+            begun = loop.create_task(_begin(mine, request))
+            await asyncio.shield(begun)
             async with asyncio.timeout(timeout_s):
                 (size,) = _LENGTH.unpack(await _exactly(loop, mine, _LENGTH.size))
                 if size > MOST_BYTES:
@@ -157,10 +149,12 @@ class ActionProcesses:
                 raise _over(tool, bounds) from error
             raise ToolFault(f"tool {tool}: its process died") from error
         finally:
-            mine.close()
-            if pid:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(pid, signal.SIGKILL)
+            if begun is None:
+                mine.close()
+            elif begun.done():
+                _kill(begun, mine)
+            else:  # cut off before its pid is known: it is killed as soon as it is
+                begun.add_done_callback(lambda task: _kill(task, mine))
             if group is not None:
                 asyncio.get_running_loop().run_in_executor(None, _end, group)
             self.cores.give_back(cores)
@@ -185,6 +179,21 @@ class ActionProcesses:
 
 def _over(tool: str, bounds: Bounds) -> ToolFault:
     return ToolFault(f"tool {tool}: killed: it took more than its {bounds.memory_bytes / 2**30:g} GiB of memory")
+
+
+async def _begin(conn: socket.socket, request: bytes) -> int:
+    """Send a request; the pid of its process, which leads a group."""
+    loop = asyncio.get_running_loop()
+    await loop.sock_sendall(conn, _LENGTH.pack(len(request)) + request)
+    return int(_LENGTH.unpack(await _exactly(loop, conn, _LENGTH.size))[0])
+
+
+def _kill(begun: asyncio.Task[int], conn: socket.socket) -> None:
+    """Kill the group of a call that has begun, unless it has ended with all of it."""
+    conn.close()
+    if not begun.cancelled() and begun.exception() is None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(begun.result(), signal.SIGKILL)
 
 
 def _end(group: ControlGroup) -> None:
@@ -220,29 +229,42 @@ def _starter(
     sock: socket.socket, functions: Mapping[str, Callable[..., Any]], to_text: Callable[[Any], str]
 ) -> NoReturn:
     """Fork a process for each socket that arrives, until the worker is gone."""
+    calls: set[int] = set()
     try:
         keep = sock.fileno()
         os.closerange(3, keep)
         os.closerange(keep + 1, os.sysconf("SC_OPEN_MAX"))
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
-        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no zombies
         while True:
             message, fds, _, _ = socket.recv_fds(sock, 1, 1)
             if not message:
                 break
-            if os.fork() == 0:
+            _reap(calls)
+            if (pid := os.fork()) == 0:
                 sock.close()
                 _call(socket.socket(fileno=fds[0]), functions, to_text)
+            calls.add(pid)
             os.close(fds[0])
     finally:
+        _reap(calls)
+        for pid in calls:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(pid, signal.SIGKILL)
         os._exit(0)
+
+
+def _reap(calls: set[int]) -> None:
+    """Forget the calls that have ended, with their pids."""
+    for pid in list(calls):
+        if os.waitpid(pid, os.WNOHANG)[0]:
+            calls.discard(pid)
 
 
 def _call(conn: socket.socket, functions: Mapping[str, Callable[..., Any]], to_text: Callable[[Any], str]) -> NoReturn:
     """Read what to call, call it, send what came of it."""
     try:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
+        for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
         os.setsid()
         with conn.makefile("rwb") as file:

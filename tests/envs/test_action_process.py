@@ -19,6 +19,7 @@ from libra.errors import ToolFault
 
 CORES = sorted(os.sched_getaffinity(0))
 MIB = 2**20
+PARENT = os.getpid()
 
 
 def where() -> str:
@@ -42,6 +43,25 @@ def leaves_a_child(pid_file: str) -> str:
     Path(pid_file).write_text(str(child.pid))
     child.wait()
     return "never"
+
+
+def waits() -> str:
+    """Under a name by which it is found."""
+    Path("/proc/self/comm").write_text(f"call-{PARENT}")
+    while True:
+        os.read(os.pipe()[0], 1)
+
+
+def of_this_user() -> list[int]:
+    return [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
+
+
+def named(pid: int) -> str:
+    """The name of a process that has not ended."""
+    try:
+        return "" if ended(pid) else Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return ""
 
 
 def dies() -> str:
@@ -126,17 +146,51 @@ async def test_one_that_takes_too_much_memory_is_killed_alone() -> None:
 async def test_a_time_out_ends_the_call_and_what_it_started(tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
     async with started(leaves_a_child) as processes:
+        assert await processes.run("leaves_a_child", {"pid_file": str(pid_file)}, 2.0, Bounds(1)) is None
+        assert processes.cores.free == tuple(CORES)
+        child = int(pid_file.read_text())
+        while not ended(child):  # noqa: ASYNC110 it is another process that ends
+            await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("steps", range(12))
+def test_a_call_that_is_cut_off_at_any_moment_leaves_no_process(steps: int) -> None:
+    """Also before the worker has read its pid."""
+
+    async def cut() -> int:
+        async with started(waits) as processes:
+            running = asyncio.ensure_future(processes.run("waits", {}, 3600.0, Bounds(1)))
+            for _ in range(steps):
+                await asyncio.sleep(0)
+            running.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await running
+            while asyncio.all_tasks() - {asyncio.current_task()}:  # noqa: ASYNC110 until the pid is read, and the group killed
+                await asyncio.sleep(0)
+            return processes._pid
+
+    starter = asyncio.run(cut())
+    assert starter == 0 or ended(starter)
+    while any(named(pid) == f"call-{PARENT}" for pid in of_this_user()):  # killed, and not gone yet
+        os.sched_yield()
+
+
+def test_calls_end_with_the_worker(tmp_path: Path) -> None:
+    """A worker that is killed closes its socket, as closing does; the call's child is killed, too."""
+    pid_file = tmp_path / "pid"
+
+    async def leave() -> None:
+        processes = ActionProcesses({"leaves_a_child": leaves_a_child}, CORES, str)
         running = asyncio.ensure_future(processes.run("leaves_a_child", {"pid_file": str(pid_file)}, 3600.0, Bounds(1)))
         while not written(pid_file):  # noqa: ASYNC110 it is another process that writes
             await asyncio.sleep(0)
-        running.cancel()
-        with pytest.raises(asyncio.CancelledError):
+        processes.close()
+        with pytest.raises(ToolFault, match="its process died"):
             await running
-        assert await processes.run("leaves_a_child", {"pid_file": str(tmp_path / "other")}, 0.001, Bounds(1)) is None
-        assert processes.cores.free == tuple(CORES)
-    pid = int(pid_file.read_text())
-    while not ended(pid):  # noqa: ASYNC110 it is another process that ends
-        await asyncio.sleep(0)
+
+    asyncio.run(leave())
+    while not ended(int(pid_file.read_text())):
+        pass
 
 
 @in_loop
