@@ -13,7 +13,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 TEST_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm setup-vllm-cuda setup-model setup-docs quickstart algorithms math-tools test test-slurm soak kills check docs pictures clean
+.PHONY: help setup setup-vllm setup-vllm-cuda setup-model setup-docs setup-agents quickstart algorithms math-tools test test-agents test-slurm soak kills check docs pictures clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -72,6 +72,21 @@ math-tools: setup-model setup-vllm ## train a real model, SmolLM2-135M, on arith
 
 test: setup ## run all tests (PYTEST_ARGS="-k name")
 	OMP_NUM_THREADS=$(TEST_THREADS) TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# Outside the repository: frameworks whose pins fit neither Libra's nor each other's.
+AGENT_VENVS ?= $(HOME)/.cache/libra/agents
+AGENT_STAMPS := $(patsubst requirements/agents/%.txt,$(AGENT_VENVS)/%/.installed,$(wildcard requirements/agents/*.txt))
+
+$(AGENT_VENVS)/%/.installed: requirements/agents/%.txt
+	@mkdir -p "$(AGENT_VENVS)"
+	$(PYTHON) -m venv "$(@D)"
+	@"$(@D)/bin/python" -m pip install --disable-pip-version-check -qq --requirement $< && touch "$@" || \
+		echo "setup-agents: what $< names cannot be had; its tests are skipped"
+
+setup-agents: $(AGENT_STAMPS) ## make virtual environments with agents' frameworks, for test-agents and `make test` (AGENT_VENVS=DIRECTORY)
+
+test-agents: setup setup-agents ## run agents of six frameworks through the gateway, each in a virtual environment of its own (AGENT_VENVS=DIRECTORY)
+	LIBRA_AGENT_VENVS="$(AGENT_VENVS)" OMP_NUM_THREADS=$(TEST_THREADS) $(BIN)/python -m pytest tests/agents/test_frameworks.py $(PYTEST_ARGS)
 
 test-slurm: setup ## run the quick start through a real Slurm on this machine (root; Debian's slurmctld slurmd slurm-client munge)
 	@PATH="$$PATH:/usr/sbin:/sbin" $(BIN)/python -c 'import sys; sys.path.insert(0, "tests/slurm"); from single_node import missing; sys.exit("test-slurm: " + missing() if missing() else 0)'

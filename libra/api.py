@@ -63,8 +63,9 @@ def train(
         Python functions with type hints and a docstring; the model sees their names, schemas and docstrings.
     agent : str or callable, optional
         Your own agent, which is started for each prompt and asks the model over OpenAI's or Anthropic's API (docs/agents.md): a
-        command line, or a function at the top of a module. It has its own tools. Without a ``reward`` the agent gives its own: it
-        returns a number, or a dict with "reward", or posts one to its gateway.
+        command line, or a function at the top of a module. It has its own tools. With ``prompts`` and without a ``reward`` it gives
+        its own: it returns a number, or a dict with "reward", or posts one to its gateway. Without ``prompts`` questions and grader
+        are those of ``environment``, or of ``config``.
     environment : Environment, optional
         Replaces prompts, reward and tools. Otherwise prompts and reward are required.
     config : path, optional
@@ -97,7 +98,7 @@ def train(
         if tools:
             raise ConfigError("libra.train: tools are given, and agent, which has its own; leave either out")
         settings = {**settings, field: agent}
-        if reward is None and environment is None:
+        if reward is None and prompts is not None and environment is None:
             reward = own_reward
     check_score(score)
     if client is not None and not isinstance(client, _client_class()):

@@ -2,9 +2,7 @@
 
 The agent knows nothing of Libra: the client finds the model by OPENAI_BASE_URL and OPENAI_API_KEY. Run it with::
 
-    python workflows/openai_agent.py run.seed=1
-
-Arguments are settings, as for ``libra run``.
+    python workflows/openai_agent.py [section.key=value ...]
 """
 
 from __future__ import annotations
@@ -13,18 +11,40 @@ import json
 import sys
 from typing import Any
 
-from openai import BadRequestError, OpenAI
+import yaml
+from openai import BadRequestError, DefaultHttpxClient, OpenAI
 
-from libra.envs.tool_arithmetic import ToolArithmetic  # only for its calculator
+import libra
+from libra.envs.tool_arithmetic import calculate  # only what its tool computes
+
+CALCULATOR: Any = {
+    "type": "function",
+    "function": {
+        "name": "calculator",
+        "description": "Works out one line.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "line": {"type": "string", "description": 'The line, as it is in the question, e.g. "k -> d: + 5".'},
+                "value": {
+                    "type": "integer",
+                    "description": "The value of the name that the line begins with, e.g. 17.",
+                },
+            },
+            "required": ["line", "value"],
+        },
+    },
+}
+HTTP = DefaultHttpxClient()
+"""Each trajectory is a fork of this module's process: the certificates, which no connection here needs, are read once."""
 
 
 def agent(messages: list[dict[str, str]]) -> str | None:
     """Answer one question with the calculator, a call at a time."""
-    (calculator,) = ToolArithmetic(timeout_rate=0).tools
-    client, said = OpenAI(), list[Any](messages)
+    client, said = OpenAI(http_client=HTTP), list[Any](messages)
     while True:
         try:
-            answer = client.chat.completions.create(model="policy", messages=said, tools=[calculator.schema])  # type: ignore[list-item]
+            answer = client.chat.completions.create(model="policy", messages=said, tools=[CALCULATOR])
         except BadRequestError:  # the conversation is as long as it may be
             return None
         message = answer.choices[0].message
@@ -32,29 +52,25 @@ def agent(messages: list[dict[str, str]]) -> str | None:
             return message.content
         said.append(message.model_dump(exclude_none=True))
         for call in message.tool_calls:
-            try:
-                returned = compute(calculator, json.loads(call.function.arguments))  # type: ignore[union-attr]
-            except Exception as error:  # noqa: BLE001 - the model reads what was wrong with its call
-                returned = f"{type(error).__name__}: {error}"
-            said.append({"role": "tool", "tool_call_id": call.id, "content": returned})
+            said.append({"role": "tool", "tool_call_id": call.id, "content": returned(call.function.arguments)})  # type: ignore[union-attr]
 
 
-def compute(calculator: Any, arguments: dict[str, Any]) -> str:
-    """What the calculator returns."""
-    import asyncio
+def returned(arguments: str) -> str:
+    """What the calculator says, or what was wrong with the call: the model reads it."""
+    try:
+        return calculate(**json.loads(arguments))
+    except (TypeError, ValueError, OverflowError) as error:
+        return f"{type(error).__name__}: {error}"
 
-    value = calculator.function(**arguments, **({"action_id": "agent"} if calculator.takes_action_id else {}))
-    return str(asyncio.run(value) if calculator.is_async else value)
 
-
-def main() -> None:
+def main(arguments: list[str]) -> None:
     """Train, and print what was learned."""
-    from libra.config import load_config
-    from libra.driver.session import run
-
-    config = load_config("configs/quickstart.yaml", overrides=[*sys.argv[1:], "agent.function=openai_agent:agent"])
-    print(run(config))
+    settings = {}
+    for argument in arguments:
+        name, _, value = argument.partition("=")
+        settings[name.replace(".", "__")] = yaml.safe_load(value)
+    print(libra.train(config="libra/quickstart", agent=agent, **settings))
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -20,11 +20,11 @@ import math
 import re
 import secrets
 import socket
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from typing import Any
 
-from libra.agents.chat_dialect import read_chat, read_generate, stream_chat, write_chat, write_generate
+from libra.agents.chat_dialect import read_chat, read_generate, sse, stream_chat, write_chat, write_generate
 from libra.agents.messages_dialect import read_messages, stream_messages, write_messages
 from libra.agents.requests import ModelRequest, Reply
 from libra.agents.responses_dialect import read_responses, stream_responses, write_responses
@@ -74,9 +74,13 @@ _DIALECTS: Mapping[str, tuple[Read, Write, Stream | None]] = {
 class Gateway:
     """A server on ``host``, at a free port; its methods are called in the event loop that it was started in."""
 
-    def __init__(self, host: str = "127.0.0.1", heartbeat_s: float = HEARTBEAT_S) -> None:
+    def __init__(
+        self, host: str = "127.0.0.1", heartbeat_s: float = HEARTBEAT_S, max_connections: int = MAX_CONNECTIONS
+    ) -> None:
         self.host, self.port = host, 0
-        self.heartbeat_s = heartbeat_s
+        self.heartbeat_s, self._max_connections = heartbeat_s, max_connections
+        self.counts = Counter[str]()
+        """Requests, and of these retries, refused ones, and ones whose client had gone."""
         self._sessions: dict[bytes, Session] = {}
         self._ended: OrderedDict[bytes, str] = OrderedDict()
         self._server: _Server | None = None
@@ -94,9 +98,10 @@ class Gateway:
         named = [
             Route("/t/{token}" + route.path, route.endpoint, methods=list(route.methods or ())) for route in routes
         ]
-        app = Starlette(routes=[*named, *routes])
+        app = Starlette(routes=[*named, *routes], exception_handlers={404: _no_path, 405: _no_path})
+        logging.getLogger("uvicorn.error").addFilter(_not_refused)
         config = uvicorn.Config(
-            app, log_config=None, log_level="warning", access_log=False, lifespan="off", limit_concurrency=MAX_CONNECTIONS,
+            app, log_config=None, log_level="warning", access_log=False, lifespan="off", limit_concurrency=self._max_connections,
             timeout_keep_alive=75, timeout_graceful_shutdown=1, h11_max_incomplete_event_size=64 << 10,
         )  # fmt: skip
         self._server = _Server(config)
@@ -112,6 +117,9 @@ class Gateway:
             self._server.should_exit = True
             with contextlib.suppress(Exception, asyncio.CancelledError):
                 await self._serving
+        if self.counts:
+            said = ", ".join(f"{name} {count:,}" for name, count in sorted(self.counts.items()))
+            logger.info("the run has ended: the gateway at port %d closes (%s)", self.port, said)
 
     def open(self, name: str, max_model_len: int) -> tuple[str, Session]:
         """A session for an agent, and its token."""
@@ -165,8 +173,10 @@ class Gateway:
                 raise RequestRefused(f"the request has a form that is not known: {error}") from error
             self._tell(session, request)
             retry = http.headers.get("x-stainless-retry-count", "0") not in ("", "0")
+            self.counts.update(requests=1, retries=int(retry))
             pending = session.take(request, retry=retry)
         except RequestRefused as refused:
+            self.counts["refused"] += 1
             return _error(refused, anthropic=anthropic)
         return await self._answer(http, session, pending, request, write, stream if request.stream else None, anthropic)
 
@@ -184,6 +194,7 @@ class Gateway:
         if not pending.answer.done():
             if gone.done() and not gone.cancelled():
                 session.leave(pending)
+                self.counts["gone"] += 1
                 return Response(status_code=499)
             kind = "application/json" if stream is None else "text/event-stream"
             return StreamingResponse(
@@ -194,6 +205,7 @@ class Gateway:
         try:
             reply = pending.answer.result()
         except RequestRefused as refused:
+            self.counts["refused"] += 1
             return _error(refused, anthropic=anthropic)
         if stream is None:
             return JSONResponse(write(request, reply))
@@ -202,14 +214,22 @@ class Gateway:
     async def _late(
         self, session: Session, pending: Pending, request: ModelRequest, write: Write, stream: Stream | None, anthropic: bool
     ) -> AsyncIterator[str]:  # fmt: skip
-        """Signs of life, then the answer. An error then breaks the connection, because the status is sent already."""
+        """Signs of life, then the answer. The status is sent already: an error is an event of a stream, and breaks any other
+        connection, so that the client tries again and is told."""
         alive = "\n" if stream is None else 'event: ping\ndata: {"type": "ping"}\n\n' if anthropic else ": waiting\n\n"
         try:
             while not pending.answer.done():
                 yield alive
                 await asyncio.wait({pending.answer}, timeout=self.heartbeat_s)
             reply = pending.answer.result()
+        except RequestRefused as refused:
+            self.counts["refused"] += 1
+            if stream is None:
+                raise
+            yield sse(_told(refused, anthropic=anthropic), "error")
+            return
         finally:
+            self.counts["gone"] += not pending.answer.done()
             session.leave(pending)
         if stream is None:
             yield json.dumps(write(request, reply))
@@ -316,15 +336,31 @@ async def _disconnected(http: Request) -> None:
         pass
 
 
-def _error(refused: RequestRefused, *, anthropic: bool = False) -> Response:
-    """An error in the client's dialect."""
-    kinds = {401: "authentication_error", 409: "conflict_error", 413: "request_too_large"}
+def _told(refused: RequestRefused, *, anthropic: bool) -> dict[str, Any]:
+    """An error in the client's dialect, as JSON."""
+    kinds = {401: "authentication_error", 404: "not_found_error", 409: "conflict_error", 413: "request_too_large"}
     kind = kinds.get(refused.status, "invalid_request_error")
     if anthropic:
-        content: dict[str, Any] = {"type": "error", "error": {"type": kind, "message": str(refused)}}
-    else:
-        content = {
-            "error": {"message": str(refused), "type": kind, "param": refused.param or None, "code": refused.code}
-        }
+        return {"type": "error", "error": {"type": kind, "message": str(refused)}}
+    return {"error": {"message": str(refused), "type": kind, "param": refused.param or None, "code": refused.code}}
+
+
+def _error(refused: RequestRefused, *, anthropic: bool = False) -> Response:
+    """The response to a request that is refused."""
     headers = {"x-should-retry": "false"} if refused.status < 500 else None
-    return JSONResponse(content, status_code=refused.status, headers=headers)
+    return JSONResponse(_told(refused, anthropic=anthropic), status_code=refused.status, headers=headers)
+
+
+async def _no_path(http: Request, error: Exception) -> Response:
+    """What a path that is not there, or another method, gets."""
+    path = re.sub("^/t/[^/]*", "", http.url.path)
+    known = "/v1/chat/completions, /v1/responses, /v1/messages, /v1/models, /inference/v1/generate, /reward, /end"
+    status = getattr(error, "status_code", 404)
+    told = f"{http.method} {path[:200]}: not answered here; allowed are {known}, by POST, and /v1/models by GET"
+    refused = RequestRefused(told, status=status, code="unknown_path")
+    return _error(refused, anthropic=path.endswith(("/messages", "/messages/count_tokens")))
+
+
+def _not_refused(record: logging.LogRecord) -> bool:
+    """Whether a record of the server is about anything but a refusal that ended a response under way, which is no fault."""
+    return record.exc_info is None or not isinstance(record.exc_info[1], RequestRefused)

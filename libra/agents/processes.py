@@ -104,23 +104,28 @@ class AgentProcesses:
         line = await program.stdout.readline()
         answer = json.loads(line) if line else {"ready": False, "error": "its process ended"}
         if not answer["ready"]:
+            self._program = None
             with contextlib.suppress(ProcessLookupError):
                 program.kill()
-            self._program = None
+            await program.wait()
             raise EnvironmentFault(
-                f"agent.function: {self._first['function']!r} cannot be imported by {python}: {answer['error']}"
+                f"agent.function: {self._first['function']!r} cannot be imported by {python}: {answer['error']}; install what it "
+                "needs there, or type PYTHONPATH=DIRECTORY before libra"
             )
         self._reading = asyncio.create_task(self._read(program.stdout))
 
     async def _read(self, lines: asyncio.StreamReader) -> None:
+        """Tell of each end; once the program itself has ended, of that of all its agents, and the next one starts it again."""
         while line := await lines.readline():
             message = json.loads(line)
             ended = self._running.pop(message["ended"], None)
             if ended is not None:
                 ended(Ended(message["result"], message["error"]))
-        for ended in list(self._running.values()):
-            ended(Ended(None, "the program that runs agents has ended"))
+        self._program = None
+        lost = list(self._running.values())
         self._running.clear()
+        for ended in lost:
+            ended(Ended(None, "the program that runs agents has ended", lost=True))
 
 
 def _import_path(venv: Path | None) -> list[str]:

@@ -6,13 +6,14 @@ It reads lines of JSON from its standard input and writes lines of JSON to its s
     {"stop": 7}                                  kill that child and all its children
     {"ended": 7, "result": ..., "error": null}   the child has ended: what it returned, or why it failed
 
-The end of the input ends every child. A function is imported once, before the first fork, so an agent begins within milliseconds.
-It is called with those of ``prompt`` (text of the last user message), ``messages``, ``facts``, ``base_url``, ``api_key`` and the
-facts' own names that it takes, and may be async. A command reads the task from its standard input; its result is the last line
-that it prints, as JSON if it is any.
+The end of the input ends every child, and so does the end of this program. A function is imported once, before the first fork,
+so an agent begins within milliseconds. It is called with those of ``prompt`` (text of the last user message), ``messages``,
+``facts``, ``base_url``, ``api_key`` and the facts' own names that it takes, and may be async. A command reads the task from its
+standard input; its result is the last line that it prints, as JSON if it is any.
 """
 
 import contextlib
+import ctypes
 import importlib
 import inspect
 import json
@@ -26,6 +27,7 @@ import traceback
 
 MAX_RESULT_BYTES = 1 << 20
 MAX_ERROR_CHARS = 2000
+PR_SET_PDEATHSIG = 1
 
 
 def load(name):
@@ -77,10 +79,19 @@ class Child:
         self.data = b""
 
 
-def start(number, function, command, env, task):
+def end_with(parent):
+    """Have this process killed when its parent ends, however that does (Linux); elsewhere it ends by itself."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def start(number, function, command, env, task, answers):
     """Fork a child; in the child this does not return."""
     pipe, write = os.pipe()
     log = tempfile.TemporaryFile()  # noqa: SIM115 - the child's, and read when it has ended
+    parent = os.getpid()
     pid = os.fork()
     if pid:
         os.close(write)
@@ -89,6 +100,8 @@ def start(number, function, command, env, task):
     code = 1
     try:
         os.setsid()
+        end_with(parent)
+        os.close(answers.fileno())  # whose end tells the worker that this program has ended
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.environ.update(env)
@@ -200,7 +213,7 @@ def serve(function, command, answers, children):
                 return
             *lines, rest = (rest + data).split(b"\n")
             for line in lines:
-                obey(json.loads(line), function, command, children)
+                obey(json.loads(line), function, command, children, answers)
 
 
 def reap(command, answers, children):
@@ -217,10 +230,10 @@ def reap(command, answers, children):
             answers.write(json.dumps(ended(child, status, command)) + "\n")
 
 
-def obey(message, function, command, children):
+def obey(message, function, command, children, answers):
     """Start a child, or kill one."""
     if "start" in message:
-        child = start(message["start"], function, command, message["env"], message["task"])
+        child = start(message["start"], function, command, message["env"], message["task"], answers)
         children[child.pid] = child
         return
     for child in children.values():

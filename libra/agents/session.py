@@ -45,10 +45,14 @@ class Pending:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The agent has ended: what it returned, or the error that ended it."""
+    """The agent has ended: what it returned, or the error that ended it.
+
+    ``lost``: it is not the agent that failed, but what runs it.
+    """
 
     result: Any = None
     error: str | None = None
+    lost: bool = False
 
 
 @dataclass(slots=True, eq=False)

@@ -17,6 +17,7 @@ from libra.store.batch_membership import commit_batch, read_batch, read_batch_fa
 from libra.store.group_records import group_path, read_group
 from libra.store.wave_records import read_waves
 from libra.types import EndReason, FailureClass, Prompt, Trajectory
+from libra.worker.agent_rows import agent_numbers
 from libra.worker.batch_rows import late_rows, lengths, members_of, take_late, without_stale
 from libra.worker.failure_classes import failure_counts
 from libra.worker.host import LibraHost, host_here
@@ -79,6 +80,7 @@ async def batch(run: str, batch: int, waves: Sequence[dict[str, Any]] = ()) -> d
         | spare_numbers(rows, trainer.train_prompts)
         | late_numbers(facts)
         | taught_numbers(rows)
+        | agent_numbers(host.spec.config, trajectories)
         | generated_for(groups, rows),
     }
 
@@ -136,6 +138,7 @@ def batch_numbers(run: str, batch: int) -> dict[str, Any]:
     rows = facts["groups"]
     groups = [members_of({"members": [row]}, spec.groups_dir) for row in rows]
     numbers = {"iteration": batch, **batch_stats(groups, rows, batch), **late_numbers(facts), **taught_numbers(rows)}
+    numbers |= agent_numbers(spec.config, (member for group in groups for member in group))
     return numbers | spare_numbers(rows, spec.config.trainer.train_prompts)
 
 

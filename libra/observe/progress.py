@@ -57,6 +57,7 @@ COLUMNS: Final = (
     TableColumn("failures", "failures", ",.0f", 0),
     TableColumn("resampled", "new attempts", ",.0f", 0, if_any=True),
     TableColumn("groups_without_signal", "no signal", ",.0f", 0, if_any=True),
+    TableColumn("agent_sequences", "sequences", ",.0f", 90, if_any=True),
     TableColumn("iteration_s", "iteration s", ".1f", 0),
     TableColumn("rollout_s", "rollout s", ".1f", 90),
     TableColumn("train_s", "train s", ".1f", 90),

@@ -7,7 +7,8 @@ Invariants
 ----------
 1. An agent that waits for the model has no slot.
 2. A request that was recorded has its answer's tokens: an agent that is started again, after a lost worker, gets the recorded
-   answers as long as it asks the same. If it asks something else, or ends before, a fresh draw begins.
+   answers as long as it asks the same, in whatever order its sub-agents do. If it then asks something else and not what was
+   recorded, or ends before, a fresh draw begins.
 3. A worker has at most ``agent.concurrency`` agents. A trajectory that finds no place gives its quantum back.
 4. A prompt that does not fit is refused, and never cut.
 """
@@ -19,6 +20,7 @@ import contextlib
 import logging
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -50,6 +52,9 @@ task_logger = logging.getLogger(__name__ + ".tasks")
 
 SWEEP_S = 30.0
 """Seconds between two looks for agents whose trajectory has ended without them."""
+REPLAY_S = 5.0
+"""Seconds in which an agent that was started again, and asks something else, may still ask what was recorded: its sub-agents may
+have another order."""
 NO_ROOM_S = 0.5
 """Seconds that a quantum waits for the end of another agent before it is given back."""
 
@@ -68,6 +73,7 @@ class _Live:
     taken: int = 0  # turns whose request the conversation has
     answered: int = 0  # turns whose answer the conversation has
     replay: dict[int, bytes] = field(default_factory=dict)  # turns that a new process has not asked for yet
+    early: deque[Pending] = field(default_factory=deque)  # requests that came before all of `replay` did
     replies: list[Reply] = field(default_factory=list)
     given_s: dict[int, float] = field(default_factory=dict)
     refused: tuple[EndReason, str] | None = None
@@ -139,26 +145,45 @@ class Agents:
         if live is None:
             live = await self._begin(state)
         self._take_answers(live, state)
-        agent = self._agent
+        began_again = False
         while True:
-            left_s = live.started_s + agent.timeout_s - time.monotonic()
-            try:
-                event = await live.session.next(max(0.0, min(left_s, agent.idle_s)))
-            except TimeoutError:
-                idle = agent.idle_s < left_s
-                passed = f"agent.idle_s={agent.idle_s:g}" if idle else f"agent.timeout_s={agent.timeout_s:g}"
-                raise ToolTimeout(f"the agent of {state.tid} was killed: {passed} passed") from None
+            event = await self._next(live, state)
+            if event is None:
+                return self._unlike(state, "asked something else than before")
+            if isinstance(event, Ended) and event.lost and not began_again:
+                logger.warning("%s: %s; its agent is started again", state.tid, event.error)
+                self.drop(state.tid, "it began again")
+                live, began_again = await self._begin(state), True
+                continue
             if isinstance(event, Ended):
                 return self._ended(live, state, event)
             if live.replay:
-                if self._replayed(live, event):
-                    continue
-                return self._unlike(state, "asked something else than before")
+                if not self._replayed(live, event):
+                    live.early.append(event)
+                continue
             try:
                 return self._asked(live, state, event)
             except RequestRefused as refused:
                 task_logger.info("%s: request refused: %s", state.tid, refused)
                 event.refuse(refused)
+
+    async def _next(self, live: _Live, state: TrajectoryState) -> Pending | Ended | None:
+        """What the agent does next; None: of what was recorded it asks no more. ToolTimeout."""
+        agent = self._agent
+        while live.early and not live.replay:
+            if (pending := live.early.popleft()).waiting > 0:
+                return pending
+        left_s = live.started_s + agent.timeout_s - time.monotonic()
+        wait_s = min(left_s, agent.idle_s)
+        replays = bool(live.early) and wait_s > REPLAY_S
+        try:
+            return await live.session.next(max(0.0, REPLAY_S if replays else wait_s))
+        except TimeoutError:
+            if replays:
+                return None
+            idle = agent.idle_s < left_s
+            passed = f"agent.idle_s={agent.idle_s:g}" if idle else f"agent.timeout_s={agent.timeout_s:g}"
+            raise ToolTimeout(f"the agent of {state.tid} was killed: {passed} passed") from None
 
     async def _begin(self, state: TrajectoryState) -> _Live:
         """Start the agent of a trajectory, and read its conversations from the records."""
@@ -253,9 +278,10 @@ class Agents:
             detail = f"rollout.max_turns={rollout.max_turns} turns were answered"
             live.refused = (EndReason.MAX_TURNS, detail)
             raise RequestRefused(f"{state.tid}: {detail}, and no more are", status=400, code="max_turns_reached")
-        asked = _by_ids(state, request) if request.token_ids is not None else live.conversation.prompt(
-            request.messages, request.tools, request.template_args
-        )  # fmt: skip
+        if request.token_ids is not None:
+            asked = _by_ids(state, request, len(self._chat().tokenizer))
+        else:
+            asked = live.conversation.prompt(request.messages, request.tools, request.template_args)
         before = sum(map(len, state.paths[asked.parent])) if asked.parent >= 0 else 0
         self._check_room(live, state, asked, before)
         tools = f"ids {state.turns}" if request.token_ids is not None else asked.tools
@@ -338,10 +364,12 @@ class Agents:
                     self.drop(tid, "it has ended")
 
 
-def _by_ids(state: TrajectoryState, request: ModelRequest) -> Asked:
-    """A request that comes as token ids: it continues the longest turn that it begins with."""
+def _by_ids(state: TrajectoryState, request: ModelRequest, vocab_size: int) -> Asked:
+    """A request of token ids: it continues the longest turn that it begins with. RequestRefused for an id that is none."""
     assert request.token_ids is not None
     ids = np.array(request.token_ids, np.int32)
+    if ids.max() >= vocab_size:
+        raise RequestRefused(f"token_ids: got {ids.max()}; the tokenizer's ids are 0 to {vocab_size - 1}", "token_ids")
     best, length = -1, 0
     for turn, path in enumerate(state.paths):
         known = np.concatenate(path)

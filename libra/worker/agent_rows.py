@@ -14,6 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from libra.agents.sequences import paths
+from libra.config import RunConfig
+from libra.types import Trajectory
 
 Record = Mapping[str, Any]
 Part = tuple[NDArray[np.int32], Record | None]
@@ -70,3 +72,13 @@ class AgentTurns:
                     parts.append((record["token_ids"], record if step.trained else None))
                     total += len(record["token_ids"])
         return parts, places
+
+
+def agent_numbers(config: RunConfig, trajectories: Iterable[Trajectory]) -> dict[str, int]:
+    """Metrics of a batch whose trajectories an agent runs: ``agent_sequences``, all that they have; none without an agent.
+
+    As many as trajectories: no conversation was edited, compacted or branched, and there were no sub-agents.
+    """
+    if not config.agent.given:
+        return {}
+    return {"agent_sequences": sum(1 + len(each.starts) for each in trajectories if each.turns)}

@@ -4,110 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 from typing import Any
 
-import numpy as np
 import pytest
 
 from libra.agents.messages import Call, Message
-from libra.agents.replies import reply
-from libra.agents.requests import ModelRequest, Reply
-from libra.agents.session import Ended, Pending, Session
-from libra.envs.tool_calls import parse_hermes
-from libra.errors import RequestRefused
 
 pytest.importorskip("starlette", reason="the extra `agents` is not installed")
 pytest.importorskip("uvicorn", reason="the extra `agents` is not installed")
-httpx = pytest.importorskip("httpx2", reason="httpx2 is not installed")
+pytest.importorskip("httpx2", reason="httpx2 is not installed")
 
-from libra.agents.gateway import MAX_BODY_BYTES, Gateway  # noqa: E402
+from gateway_place import CHAT, Place, made, run, taken
 
-TOOLS = [{"type": "function", "function": {"name": "calc", "parameters": {"type": "object", "properties": {}}}}]
-CALLS = '<think>\nhm\n</think>\n\n<tool_call>\n{"name": "calc", "arguments": {"expression": "6*7"}}\n</tool_call>'
-
-
-def made(message: Message, number: int = 0) -> Reply:
-    ids = np.arange(3, dtype=np.int32) + 10
-    finish = "tool_calls" if message.calls else "stop"
-    return Reply(message, finish, 7, ids, np.full(3, -0.5, np.float32), np.full(3, 4, np.int32), f"t-{number}")
-
-
-async def scripted(session: Session, seen: list[ModelRequest]) -> None:
-    """Answer with a call, then with the answer."""
-    while True:
-        pending = await session.next(60)
-        if isinstance(pending, Ended):
-            return
-        number = len(seen)
-        seen.append(pending.request)
-        if pending.request.messages and pending.request.messages[-1].text == "too long":
-            pending.refuse(RequestRefused("the context is full", "messages", code="context_length_exceeded"))
-            continue
-        used = any(message.role == "tool" for message in pending.request.messages)
-        text = "42" if used or not pending.request.tools else CALLS
-        session.answered(pending, made(reply(text, parse_hermes, lambda i, n=number: f"call_{n}_{i}"), number))
-
-
-class Watched(Session):
-    """A session that tells of every request that is taken or left."""
-
-    def __init__(self, name: str, max_model_len: int) -> None:
-        super().__init__(name, max_model_len)
-        self.news = asyncio.Queue[Pending]()
-
-    def take(self, request: ModelRequest, *, retry: bool) -> Pending:
-        pending = super().take(request, retry=retry)
-        self.news.put_nowait(pending)
-        return pending
-
-    def leave(self, pending: Pending) -> None:
-        super().leave(pending)
-        self.news.put_nowait(pending)
-
-
-class Place:
-    """A gateway with one session, and a client of it."""
-
-    def __init__(self, gateway: Gateway) -> None:
-        self.gateway = gateway
-        self.token, _ = gateway.open("train-0-0-0", 512)
-        self.session = Watched("train-0-0-0", 512)
-        gateway._sessions = dict.fromkeys(gateway._sessions, self.session)
-        self.url = gateway.environ(self.token)["LIBRA_GATEWAY_URL"]
-        self.base = f"http://{gateway.host}:{gateway.port}"
-        self.seen: list[ModelRequest] = []
-        self.client = httpx.AsyncClient(timeout=30)
-
-    async def post(self, path: str, body: Any, **headers: str) -> Any:
-        return await self.client.post(self.url + path, json=body, headers=headers)
-
-
-@asynccontextmanager
-async def place(*, script: bool = True, heartbeat_s: float = 15.0) -> AsyncIterator[Place]:
-    gateway = Gateway(heartbeat_s=heartbeat_s)
-    await gateway.start()
-    here = Place(gateway)
-    task = asyncio.create_task(scripted(here.session, here.seen)) if script else None
-    try:
-        yield here
-    finally:
-        await here.client.aclose()
-        if task is not None:
-            task.cancel()
-        await gateway.close()
-
-
-def run(test: Callable[..., Any], **options: Any) -> None:
-    async def inside() -> None:
-        async with place(**options) as here:
-            await test(here)
-
-    asyncio.run(inside())
-
-
-CHAT = {"model": "policy", "messages": [{"role": "user", "content": "6*7?"}], "tools": TOOLS}
+from libra.agents.gateway import MAX_BODY_BYTES
 
 
 def test_the_openai_client_plain_and_streamed() -> None:
@@ -225,12 +134,6 @@ def test_tokens_bodies_and_ends() -> None:
         assert (await here.post(path, CHAT)).status_code == 409
 
     run(test)
-
-
-async def taken(here: Place) -> Pending:
-    pending = await here.session.next(30)
-    assert isinstance(pending, Pending)
-    return pending
 
 
 def test_a_retry_joins_what_is_under_way_and_replays_what_was_answered() -> None:

@@ -20,7 +20,7 @@ pytest.importorskip("uvicorn", reason="the extra `agents` is not installed")
 
 def config_of(make_config: Callable[..., RunConfig], mark: Path, agent: str, **more: Any) -> RunConfig:
     return make_config(
-        environment={"name": "http_agents:Marked", "args": {"mark": str(mark)}},
+        environment={"name": "marked:Marked", "args": {"mark": str(mark)}},
         agent={"function": f"http_agents:{agent}"},
         rollout={"max_new_tokens": 4, "max_turns": 8, "max_context_tokens": 256, "slots": 8, "ignore_eos": False},
         **more,

@@ -2,34 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import select
 import signal
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from libra.testing import FixedTurns
-from libra.types import Episode, Prompt
-
-
-class Marked(FixedTurns):
-    """Questions with the path of a file, by which an agent knows that it was here before."""
-
-    def __init__(self, *, mark: str = "", seed: int = 0) -> None:
-        super().__init__(seed=seed)
-        self.mark = mark
-
-    def prompt(self, split: str, index: int) -> Prompt:
-        given = super().prompt(split, index)
-        return Prompt(given.prompt_id, given.messages, {"mark": self.mark})
-
-    def grade(self, episode: Episode) -> float:
-        if episode.own_reward is not None:
-            return episode.own_reward
-        Path(self.mark).joinpath(f"{episode.trajectory_id}.json").write_text(json.dumps(episode.result))
-        return super().grade(episode)
+MEETING = 256
 
 
 def ask(base_url: str, messages: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
@@ -84,3 +68,112 @@ def rewarding(messages: list[dict[str, Any]], base_url: str) -> dict[str, float]
 def failing(base_url: str) -> None:
     """An agent with an error of its own."""
     raise ValueError(f"no agent at {base_url}")
+
+
+def asking(messages: list[dict[str, Any]], base_url: str, turns: int = 2) -> list[list[int]]:
+    """So many turns; the token ids of each."""
+    said, made = list(messages), []
+    for turn in range(turns):
+        made.append(ask(base_url, said)["token_ids"])
+        said.append({"role": "user", "content": f"more {turn}"})
+    return made
+
+
+def hanging(messages: list[dict[str, Any]], base_url: str, mark: str) -> None:
+    """One turn, and then nothing more; its process is named in the file ``pid``."""
+    Path(mark, "pid").write_text(str(os.getpid()))
+    ask(base_url, list(messages))
+    signal.pause()
+
+
+def named(messages: list[dict[str, Any]], base_url: str, mark: str) -> list[list[int]]:
+    """As `asking`; its process is named in the file ``pid``."""
+    Path(mark, "pid").write_text(str(os.getpid()))
+    return asking(messages, base_url)
+
+
+def dying(messages: list[dict[str, Any]], base_url: str, mark: str) -> list[list[int]]:
+    """Its process is killed after its first turn, once; then it ends well."""
+    said = list(messages)
+    made = [ask(base_url, said)["token_ids"]]
+    with contextlib.suppress(FileExistsError):
+        Path(mark, "died").touch(exist_ok=False)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return made
+
+
+def counting(messages: list[dict[str, Any]], base_url: str, mark: str) -> list[list[int]]:
+    """Two turns; a line of the file ``agents`` says when it is there and when it is not any more."""
+    with Path(mark, "agents").open("a") as log:
+        log.write("+")
+        log.flush()
+        made = asking(messages, base_url)
+        log.write("-")
+    return made
+
+
+def parallel(messages: list[dict[str, Any]], base_url: str) -> list[list[int]]:
+    """A root of two turns, and between them three sub-agents of two turns each, at once; token ids of the root, then of each."""
+    root, made = list(messages), []
+    made.append(ask(base_url, root)["token_ids"])
+    with ThreadPoolExecutor(3) as pool:
+        subs = [[{"role": "system", "content": f"sub-agent {i}"}, {"role": "user", "content": "go"}] for i in range(3)]
+        answers = list(pool.map(lambda said: asking(said, base_url), subs))
+    root.append({"role": "user", "content": "finish"})
+    made.append(ask(base_url, root)["token_ids"])
+    return [*made, *(ids for each in answers for ids in each)]
+
+
+def behind(messages: list[dict[str, Any]], base_url: str, mark: str) -> list[list[int]]:
+    """Two conversations of one turn each; started again, it asks for the second one first, at once with the first one."""
+    first, second = [*messages], [{"role": "user", "content": "the other one"}]
+    if Path(mark, "again").exists():
+        with ThreadPoolExecutor(2) as pool:
+            later = pool.submit(ask, base_url, second)
+            while not Path(mark, "early").exists():  # the test has seen the second one
+                select.select([], [], [], 0.01)
+            return [ask(base_url, first)["token_ids"], later.result()["token_ids"]]
+    return [ask(base_url, first)["token_ids"], ask(base_url, second)["token_ids"]]
+
+
+def other(messages: list[dict[str, Any]], base_url: str, mark: str) -> list[list[int]]:
+    """Two turns; started again, it asks something else."""
+    text = "something else" if Path(mark, "again").exists() else "something"
+    return asking([*messages, {"role": "user", "content": text}], base_url)
+
+
+def meeting(messages: list[dict[str, Any]], base_url: str, mark: str) -> list[list[int]]:
+    """Waits until `MEETING` agents are there, then asks."""
+    Path(mark, f"here-{os.getpid()}").touch()
+    while sum(1 for _ in Path(mark).glob("here-*")) < MEETING:
+        select.select([], [], [], 0.05)
+    return asking(messages, base_url)
+
+
+def refused(base_url: str, messages: list[dict[str, Any]]) -> list[str]:
+    """What is said of requests that cannot be answered, and then a turn that can."""
+    told = []
+    for body in (
+        {"messages": [], "model": "policy"},
+        {"messages": messages, "n": 3},
+        {
+            "messages": messages,
+            "response_format": {"type": "json_schema", "json_schema": {"name": "a", "strict": True}},
+        },
+        {"messages": [*messages, {"role": "assistant", "content": "x"}]},
+    ):
+        told.append(status(f"{base_url}/chat/completions", body))
+    told.append(status(f"{base_url}/inference/v1/generate", {"token_ids": [1 << 30]}))
+    told.append(status(f"{base_url}/embeddings", {"input": "x"}))
+    ask(base_url, list(messages))
+    return told
+
+
+def status(url: str, body: dict[str, Any]) -> str:
+    """Status and field of a request that is refused."""
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"content-type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return str(answer.status)
+    except urllib.error.HTTPError as error:
+        return f"{error.code} {json.load(error)['error']['param'] or ''}".strip()

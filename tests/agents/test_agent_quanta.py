@@ -1,0 +1,347 @@
+"""Agents as real processes on a worker: their environment, time limits, number, crashes and restarts, and what then is trained."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import select
+import signal
+import sys
+import venv
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from libra.errors import EngineAsleep, EngineError, EnvironmentFault
+from libra.types import FailureClass, TrajectoryId
+
+pytest.importorskip("starlette", reason="the extra `agents` is not installed")
+pytest.importorskip("uvicorn", reason="the extra `agents` is not installed")
+
+from agent_worker import (
+    TID,
+    AgentWorker,
+    Scripted,
+    agent_worker,
+    check_one_sequence,
+    check_tokens,
+    reasons,
+    turns_of,
+)
+from marked import Marked
+
+SUPPORT = Path(__file__).parents[1] / "support"
+Start = Callable[..., AbstractAsyncContextManager[AgentWorker]]
+
+
+@pytest.fixture
+def start(conversation_format: Any, odd_ids: Any, tmp_path: Path) -> Start:
+    """``start(agent, **sections)``: a worker whose agent is that function of `http_agents`, or has those settings. The model
+    numbers its answers."""
+    chat = conversation_format.chat
+
+    @asynccontextmanager
+    async def begin(agent: str | dict[str, Any], **sections: Any) -> AsyncIterator[AgentWorker]:
+        given = {"function": f"http_agents:{agent}"} if isinstance(agent, str) else agent
+        engine = sections.pop("engine", None) or Scripted(chat, odd_ids, lambda text, request: f"turn {request.turn}")
+        async with agent_worker(
+            tmp_path, chat, engine, given, environment=Marked(mark=str(tmp_path)), **sections
+        ) as worker:
+            yield worker
+
+    return begin
+
+
+@pytest.fixture(scope="session")
+def bare_venv(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A virtual environment without a single package."""
+    place = tmp_path_factory.mktemp("venv") / "bare"
+    venv.create(place, symlinks=True, with_pip=False)
+    return place
+
+
+async def ended(pid: int) -> None:
+    """Wait until a process, of whatever parent, has ended."""
+    with contextlib.suppress(ProcessLookupError):
+        descriptor = os.pidfd_open(pid)
+        try:
+            await asyncio.to_thread(select.select, [descriptor], [], [])
+        finally:
+            os.close(descriptor)
+
+
+# ---------------------------------------------------------------- where they run
+
+
+@pytest.mark.parametrize("kind", ["command", "function"])
+def test_an_agent_has_a_virtual_environment_of_its_own(start: Start, bare_venv: Path, kind: str) -> None:
+    agent = (
+        {"command": f"python {SUPPORT / 'stdlib_agent.py'}"} if kind == "command" else {"function": "stdlib_agent:run"}
+    )
+
+    async def test() -> None:
+        async with start(agent | {"venv": str(bare_venv)}) as worker:
+            state = await worker.play()
+        episode = state.episode()
+        assert episode.result == {"text": "turn 0", "prefix": str(bare_venv), "venv": str(bare_venv), "reward": 0.5}
+        assert episode.own_reward == 0.5 and state.failure is FailureClass.NONE
+        check_one_sequence(state, worker.engine)
+
+    assert sys.prefix != str(bare_venv)
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize(
+    ("agent", "message"),
+    [
+        ({"venv": "gone", "function": "stdlib_agent:run"}, r"agent\.venv: gone/bin/python cannot be run"),
+        ({"function": "stdlib_agent:walk"}, r"agent\.function: 'stdlib_agent:walk' cannot be imported by .*walk"),
+        (
+            {"function": "no_such_module:run"},
+            r"agent\.function: 'no_such_module:run' cannot be imported by .*no_such_module",
+        ),
+    ],
+)
+def test_an_agent_that_cannot_be_loaded_stops_the_worker_with_its_setting(
+    start: Start, agent: dict[str, Any], message: str
+) -> None:
+    async def test() -> None:
+        async with start(agent):
+            pass
+
+    with pytest.raises(EnvironmentFault, match=message):
+        asyncio.run(test())
+
+
+def test_a_command_that_fails_says_why(start: Start) -> None:
+    async def test() -> None:
+        async with start({"command": f"{sys.executable} {SUPPORT / 'stdlib_agent.py'} fails"}) as worker:
+            state = await worker.play()
+        assert (state.failure, state.turns) == (FailureClass.TOOL, 0)
+        assert "status 1" in state.detail and "no way" in state.detail
+
+    asyncio.run(test())
+
+
+# ---------------------------------------------------------------- limits
+
+
+@pytest.mark.parametrize(
+    ("limits", "passed"),
+    [({"timeout_s": 1.5, "idle_s": 1.5}, "timeout_s"), ({"timeout_s": 60.0, "idle_s": 1.0}, "idle_s")],
+)
+def test_an_agent_that_hangs_is_killed_and_its_trajectory_is_a_timeout(
+    start: Start, tmp_path: Path, limits: dict[str, float], passed: str
+) -> None:
+    async def test() -> None:
+        async with start({"function": "http_agents:hanging"} | limits) as worker:
+            state = await worker.play()
+            await ended(int((tmp_path / "pid").read_text()))
+            assert state.failure is FailureClass.TIMEOUT and not state.failure.trains
+            assert state.detail == f"the agent of train-0-0-0 was killed: agent.{passed}={limits[passed]:g} passed"
+
+    asyncio.run(test())
+
+
+def test_no_more_agents_exist_than_concurrency_allows_and_all_have_their_turn(start: Start, tmp_path: Path) -> None:
+    async def test() -> None:
+        async with start({"function": "http_agents:counting", "concurrency": 2}) as worker:
+            states = await asyncio.gather(*(worker.play(TrajectoryId(0, 0, i)) for i in range(6)))
+            for state in states:
+                assert state.failure is FailureClass.NONE
+                check_one_sequence(state, worker.engine)
+            assert worker.given_back, "some found no place"
+
+    asyncio.run(test())
+    there = list(itertools.accumulate(1 if sign == "+" else -1 for sign in (tmp_path / "agents").read_text()))
+    assert len(there) == 12 and max(there) == 2 and there[-1] == 0
+
+
+def test_many_agents_at_once(start: Start) -> None:
+    many = 256
+
+    async def test() -> None:
+        async with start("asking", rollout={"max_turns": 2}) as worker:
+            worker.engine.gate.clear()
+            worker.engine.expects = many
+            playing = [asyncio.create_task(worker.play(TrajectoryId(0, i // 8, i % 8))) for i in range(many)]
+            await worker.engine.asked.wait()  # all of them wait for the model
+            worker.engine.gate.set()
+            for state in await asyncio.gather(*playing):
+                assert state.failure is FailureClass.NONE, state.detail
+                check_one_sequence(state, worker.engine)
+            assert len(worker.engine.written) == 2 * many
+
+    asyncio.run(test())
+
+
+# ---------------------------------------------------------------- crashes and restarts
+
+
+def test_an_agent_that_is_killed_fails_as_a_tool_and_is_tried_again_from_the_prompt(start: Start) -> None:
+    async def test() -> None:
+        async with start("dying", trainer={"resample": 1}) as worker:
+            state = await worker.play()
+        assert state.retried == [FailureClass.TOOL] and state.failure is FailureClass.NONE
+        assert "signal 9" in next(record["detail"] for record in state.records if record["kind"] == "failure")
+        assert len(turns_of(state)) == 1 and len(worker.engine.requests) == 2
+
+    asyncio.run(test())
+
+
+def test_agents_go_on_from_the_journal_when_the_program_that_runs_them_is_killed(start: Start, tmp_path: Path) -> None:
+    async def test() -> None:
+        async with start("named") as worker:
+            prompt = worker.environment.prompt("train", 0)
+            for _ in range(2):
+                assert await worker.quantum(TID, prompt)
+            os.kill(worker.agents.processes._program.pid, signal.SIGKILL)
+            await ended(int((tmp_path / "pid").read_text()))  # agents end with it
+            state = await worker.play()
+        assert state.failure is FailureClass.NONE and state.draw == 0
+        check_one_sequence(state, worker.engine)
+        assert [request.turn for request in worker.engine.requests] == [0, 1], "no turn was generated twice"
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("agent", ["asking", "command"])
+def test_another_worker_replays_what_is_recorded(start: Start, agent: str, tmp_path: Path) -> None:
+    given: Any = agent if agent == "asking" else {"command": f"{sys.executable} {SUPPORT / 'stdlib_agent.py'}"}
+
+    async def test() -> None:
+        async with start(given) as worker:
+            prompt, engine = worker.environment.prompt("train", 0), worker.engine
+            for _ in range(2):
+                assert await worker.quantum(TID, prompt)
+        async with start(given, engine=engine) as worker:
+            state = await worker.play()
+        assert state.failure is FailureClass.NONE and state.draw == 0
+        check_one_sequence(state, engine)
+        assert [request.turn for request in engine.requests] == list(range(state.turns))
+
+    asyncio.run(test())
+
+
+def test_sub_agents_may_ask_in_another_order_after_a_restart(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test() -> None:
+        async with start("behind") as worker:
+            prompt, engine = worker.environment.prompt("train", 0), worker.engine
+            for _ in range(2):
+                assert await worker.quantum(TID, prompt)
+        (tmp_path / "again").touch()
+        async with start("behind", engine=engine) as worker:
+            replayed = worker.agents._replayed
+
+            def seen(live: Any, pending: Any) -> bool:
+                found = replayed(live, pending)
+                (tmp_path / "early").touch()
+                return found
+
+            monkeypatch.setattr(worker.agents, "_replayed", seen)
+            state = await worker.play()
+        assert state.draw == 0 and reasons(state) == ["first", "new"]
+        check_tokens(state, engine)
+        assert [request.turn for request in engine.requests] == [0, 1]
+
+    asyncio.run(test())
+
+
+def test_an_agent_that_asks_something_else_after_a_restart_begins_a_fresh_draw(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("libra.worker.agent_quanta.REPLAY_S", 0.2)
+
+    async def test() -> None:
+        async with start("other") as worker:
+            prompt, engine = worker.environment.prompt("train", 0), worker.engine
+            for _ in range(2):
+                assert await worker.quantum(TID, prompt)
+        (tmp_path / "again").touch()
+        async with start("other", engine=engine) as worker:
+            state = await worker.play()
+        assert state.draw == 1 and state.failure is FailureClass.NONE
+        assert len(turns_of(state)) == 2 and reasons(state) == ["first", "continued"]
+        assert [request.turn for request in engine.requests] == [0, 0, 1]
+
+    asyncio.run(test())
+
+
+# ---------------------------------------------------------------- while an agent waits
+
+
+@pytest.mark.parametrize("fault", [EngineAsleep("it sleeps"), EngineError("it was killed")])
+def test_an_agent_waits_while_engines_sleep_or_die(start: Start, fault: Exception, tmp_path: Path) -> None:
+    async def test() -> None:
+        async with start("counting", trainer={"resample": 3}) as worker:
+            worker.engine.faults = [fault, fault]
+            state = await worker.play()
+        assert state.failure is FailureClass.NONE and state.draw == 0
+        assert len(state.retried) == (0 if isinstance(fault, EngineAsleep) else 2)
+        check_one_sequence(state, worker.engine)
+        assert (tmp_path / "agents").read_text() == "+-", "it was started once"
+
+    asyncio.run(test())
+
+
+def test_new_weights_in_the_middle_of_a_turn_are_in_its_tokens(
+    start: Start, conversation_format: Any, odd_ids: Any
+) -> None:
+    async def test() -> None:
+        engine = Scripted(conversation_format.chat, odd_ids, lambda text, request: f"a long turn {request.turn}")
+        async with start("asking", engine=engine, rollout={"chunk_tokens": 3}) as worker:
+            state = await worker.play()
+        check_one_sequence_in_parts(state, engine)
+
+    def check_one_sequence_in_parts(state: Any, engine: Scripted) -> None:
+        check_tokens(state, engine)
+        versions = [of_turn for _, _, of_turn in turns_of(state)]
+        assert all(len(set(each)) > 1 and each == sorted(each) for each in versions), "each part has its version"
+        assert state.trajectory(0).starts == ()
+
+    asyncio.run(test())
+
+
+def test_parallel_sub_agents_are_sequences_of_one_trajectory(start: Start) -> None:
+    async def test() -> None:
+        async with start("parallel") as worker:
+            state = await worker.play()
+        assert state.failure is FailureClass.NONE and sorted(reasons(state)) == sorted(
+            ["first", "continued"] + ["new", "continued"] * 3
+        )
+        assert len(state.trajectory(0).starts) == 3
+        check_tokens(state, worker.engine)
+        assert sorted(state.episode().result) == sorted(ids for ids, _, _ in turns_of(state))
+
+    asyncio.run(test())
+
+
+def test_a_refused_request_costs_nothing_else(start: Start) -> None:
+    async def test() -> None:
+        async with start("refused") as worker:
+            state = await worker.play()
+        assert state.episode().result == [
+            "400 messages", "400 n", "400 response_format", "400 messages", "400 token_ids", "404",
+        ]  # fmt: skip
+        check_one_sequence(state, worker.engine)
+
+    asyncio.run(test())
+
+
+def test_an_agent_ends_with_its_worker(start: Start, tmp_path: Path) -> None:
+    async def test() -> None:
+        async with start({"function": "http_agents:hanging", "idle_s": 600.0}) as worker:
+            for _ in range(2):
+                assert await worker.quantum(TID, worker.environment.prompt("train", 0))
+            pid = int((tmp_path / "pid").read_text())
+            os.kill(pid, 0)  # it is there
+        await ended(pid)
+
+    asyncio.run(test())

@@ -1,0 +1,100 @@
+"""Agents of frameworks, unmodified and each in a virtual environment of its own: a conversation is one training sequence.
+
+`make test-agents` makes the environments. The model's text is a script, in tokens that no encoder would write, with reasoning that
+the template does not show again; all between its tokens and the store's rows is real.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("starlette", reason="the extra `agents` is not installed")
+pytest.importorskip("uvicorn", reason="the extra `agents` is not installed")
+
+from agent_worker import Scripted, agent_worker, check_one_sequence, check_tokens, reasons
+
+from libra.types import FailureClass
+from libra.worker.trajectory_state import TrajectoryState
+
+AGENTS = Path(__file__).parents[1] / "support" / "framework_agents"
+VENVS = Path(os.environ.get("LIBRA_AGENT_VENVS", "~/.cache/libra/agents")).expanduser()
+THINKS = "<think>\nlet me see\n</think>\n\n"
+
+
+def calls(name: str, **arguments: str) -> str:
+    """A turn that thinks, and calls a tool."""
+    inside = ", ".join(f'"{key}": "{value}"' for key, value in arguments.items())
+    return f'{THINKS}<tool_call>\n{{"name": "{name}", "arguments": {{{inside}}}}}\n</tool_call>'
+
+
+CALC = calls("calc", expression="6*7")
+DONE = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
+CONVERSATIONS = [
+    ("openai-agents", "chat", [CALC, f"{THINKS}42"], "42"),
+    ("openai-agents", "streamed", [CALC, f"{THINKS}42"], "42"),
+    ("openai-agents", "responses", [CALC, f"{THINKS}42"], "42"),
+    ("langgraph", "plain", [CALC, f"{THINKS}42"], "42"),
+    ("langgraph", "streamed", [CALC, f"{THINKS}42"], "42"),
+    ("pydantic-ai", "plain", [CALC, f"{THINKS}42"], "42"),
+    ("pydantic-ai", "streamed", [CALC, f"{THINKS}42"], "42"),
+    ("mini-swe-agent", "", [calls("bash", command="echo hi"), calls("bash", command=DONE)], "Submitted"),
+    ("strands", "", [CALC, f"{THINKS}42"], "42"),
+    ("anthropic", "plain", [CALC, f"{THINKS}42"], "42"),
+    ("anthropic", "streamed", [CALC, f"{THINKS}42"], "42"),
+]
+
+
+def environment_of(framework: str) -> str | None:
+    """Where a framework is installed; None: beside Libra. Skips where it is nowhere."""
+    if framework == "anthropic":
+        if importlib.util.find_spec("anthropic") is None:
+            pytest.skip("anthropic is not installed")
+        return None
+    if not (VENVS / framework / ".installed").exists():
+        pytest.skip(f"{VENVS / framework} is no virtual environment with {framework}; make test-agents makes it")
+    return str(VENVS / framework)
+
+
+def played(
+    framework: str, mode: str, texts: list[str], chat: Any, odd_ids: Any, place: Path
+) -> tuple[TrajectoryState, Scripted]:
+    """One trajectory of a framework's agent."""
+    venv = environment_of(framework)
+    python = sys.executable if venv is None else "python"
+    command = f"{python} {AGENTS}/with_{framework.replace('-', '_')}.py {mode}"
+    engine = Scripted(chat, odd_ids, texts)
+
+    async def play() -> TrajectoryState:
+        async with agent_worker(place, chat, engine, {"command": command, "venv": venv, "idle_s": 120.0}) as worker:
+            return await worker.play()
+
+    return asyncio.run(play()), engine
+
+
+@pytest.mark.parametrize(("framework", "mode", "texts", "result"), CONVERSATIONS)
+def test_a_conversation_is_one_sequence_of_the_engines_own_tokens(
+    framework: str, mode: str, texts: list[str], result: str, conversation_format: Any, odd_ids: Any, tmp_path: Path
+) -> None:
+    state, engine = played(framework, mode, texts, conversation_format.chat, odd_ids, tmp_path)
+    assert state.failure is FailureClass.NONE, state.detail
+    assert result in str(state.episode().result)
+    assert reasons(state) == ["first", "continued"]
+    check_one_sequence(state, engine)
+
+
+def test_an_agent_that_rewrites_the_models_turns_has_a_sequence_for_each(
+    conversation_format: Any, odd_ids: Any, tmp_path: Path
+) -> None:
+    texts = [CALC, calls("final_answer", answer="42")]
+    state, engine = played("smolagents", "", texts, conversation_format.chat, odd_ids, tmp_path)
+    assert state.failure is FailureClass.NONE, state.detail
+    assert state.episode().result == "42" and reasons(state) == ["first", "edited"]
+    assert len(state.trajectory(0).starts) == 1
+    check_tokens(state, engine)
