@@ -17,6 +17,18 @@
     flat.
 ``low_concurrency``
     32 trajectories: leases over one core each.
+``services_act_ratio``
+    Ten teachers of which one scores each trajectory at its end (`benchmarks.service_loads`): mean completion time on three devices,
+    over that with a device for each; ``services_devices_frac`` is their share of devices.
+
+With ``--live`` also, on two cores with real workers and processes (`benchmarks.actions_live`):
+
+``live_overhead_ms``, ``live_overhead_bounded_ms``
+    Median of what is around an action, from its lease to its report; and where its memory is bounded, too.
+``live_over_simulated``
+    Mean completion time of 64 trajectories' actions over that of the same actions in virtual time.
+``judge_hold_frac``
+    By how much longer a step takes whose judge needs two seconds and is late, than one whose reward is there at once.
 
 ``python -m benchmarks.actions --json``; RLinf-like binding and per-trajectory pools are printed beside.
 """
@@ -29,7 +41,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.action_loads import ActionSimulation, Outcome, Source, Step, Way, drawn_load, read_steps
+from benchmarks.actions_live import live_figures
 from benchmarks.report import Figure, command_parser, emit
+from benchmarks.service_loads import FEW_DEVICES, SERVICES, WEIGHT_BYTES, asked_all, drawn_requests
 from libra.errors import ConfigError
 from libra.policy.leases import SpeedUp
 from libra.traces.agent_turns import agent_turn_files
@@ -49,6 +63,7 @@ def arguments(given: Sequence[str] | None = None) -> Namespace:
     parser = command_parser("actions", __doc__, data=True)
     parser.add_argument("--seeds", type=int, default=5, help="loads that are drawn (default 5)")
     parser.add_argument("--saved", type=float, default=0.75, help="share of cores to take away (default 0.75)")
+    parser.add_argument("--live", action="store_true", help="also measure a live run on two cores (two minutes)")
     options = parser.parse_args(given)
     if options.seeds < 1:
         parser.error(f"--seeds {options.seeds}: type 1 or more")
@@ -80,6 +95,28 @@ def gain(load: Load, curve: dict[int, float]) -> float:
     """Mean completion time in arrival order over that with enlargement."""
     load = parallel(load)
     return simulated(load, CORES, "arrival", curve).mean_act_s / simulated(load, CORES, "leases", curve).mean_act_s
+
+
+def services_ratio(options: Namespace) -> float:
+    """The median over seeds and both paces of generation; other sizes of models are printed beside."""
+    source = source_of(options.data)
+    path = next(path for path in agent_turn_files(options.data) if path.stem == source.name)
+    loads = [drawn_requests(path, TRAJECTORIES, x, seed) for x in FACTORS for seed in range(options.seeds)]
+    found = []
+    for times in (1, 2, 4):  # of the weights of the one that is asked about, and of its seconds
+        sized = [[asked._replace(run_s=asked.run_s * times) for asked in load] for load in loads]
+        ratios, restored = [], []
+        for load in sized:
+            few, many = (asked_all(load, n, weight_bytes=times * WEIGHT_BYTES) for n in (FEW_DEVICES, SERVICES))
+            ratios.append(few.mean_act_s / many.mean_act_s)
+            restored.append(few.restored)
+        found.append(statistics.median(ratios))
+        print(
+            f"  {SERVICES} services of {times * WEIGHT_BYTES / 2**30:.0f} GiB on {FEW_DEVICES} devices: ACT {found[-1]:.3f} x that "
+            f"of one device each, weights restored {statistics.median(restored):.0f} times for {TRAJECTORIES} requests",
+            flush=True,
+        )
+    return found[0]
 
 
 def main(given: Sequence[str] | None = None) -> None:
@@ -117,6 +154,7 @@ def main(given: Sequence[str] | None = None) -> None:
     worst = min(gain(drawn_load(source, n, 1.0, 0), curve) for n in (64, TRAJECTORIES, 384) for curve in (STEEP, FLAT))
     low = drawn_load(source, 32, 1.0, 0)
     low_ratio = simulated(low, CORES, "leases").mean_act_s / simulated(low, 32, "reserved").mean_act_s
+    services = services_ratio(options)
     figures = {
         "act_ratio_96": Figure(statistics.mean(ratios), "ratio", "higher", 2.4),
         "act_ratio_96_x1": Figure(ratios[0], "ratio", "higher"),
@@ -126,7 +164,11 @@ def main(given: Sequence[str] | None = None) -> None:
         "enlargement_gain": Figure(1 - 1 / statistics.median(gains), "share", "higher", 0.1),
         "enlargement_worst": Figure(worst, "ratio", "higher", 1.0),
         "low_concurrency": Figure(low_ratio, "ratio", "lower", 1.02),
+        "services_act_ratio": Figure(services, "ratio", "lower", 1.1),
+        "services_devices_frac": Figure(FEW_DEVICES / SERVICES, "share", "lower", 0.29),
     }
+    if options.live:
+        figures |= live_figures()
     emit("actions", figures, arguments=given, as_json=options.json)
 
 

@@ -14,9 +14,12 @@ __all__ = [
     "RunSummary",
     "Session",
     "__version__",
+    "ask",
+    "ask_async",
     "deliver",
     "errors",
     "observation",
+    "service",
     "session",
     "tool",
     "train",
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
     from libra.driver.run_summary import RunSummary
     from libra.driver.session import Session
     from libra.envs.environment import Environment
+    from libra.envs.services import ask, ask_async, service
     from libra.envs.session_kind import session
     from libra.envs.tool import tool
     from libra.store.observations import observation
@@ -40,9 +44,12 @@ _HOMES = {
     "Late": "libra.types",
     "RunSummary": "libra.driver.run_summary",
     "Session": "libra.driver.session",
+    "ask": "libra.envs.services",
+    "ask_async": "libra.envs.services",
     "deliver": "libra.driver.late_delivery",
     "errors": "libra.errors",
     "observation": "libra.store.observations",
+    "service": "libra.envs.services",
     "session": "libra.envs.session_kind",
     "tool": "libra.envs.tool",
 }

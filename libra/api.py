@@ -38,6 +38,7 @@ def train(
     tools: Sequence[Callable[..., Any]] = (),
     *,
     agent: str | Callable[..., Any] | None = None,
+    services: Mapping[str, Mapping[str, Any]] | None = None,
     environment: Environment | None = None,
     config: str | Path | None = None,
     score: Score | None = None,
@@ -58,7 +59,8 @@ def train(
     reward : callable, the name of one, or a list of those
         ``reward(completion, ...)`` takes by name any of prompt, completion, episode and the columns of a row, and returns one
         finite number. Also one written for TRL or verifiers, with a weight as ``{"function": f, "weight": 0.5}``
-        (`libra.envs.rewards.signatures`); a name such as "gsm8k", or a mapping with "name" and options (`libra.envs.rewards`).
+        (`libra.envs.rewards.signatures`); a name such as "gsm8k", or a mapping with "name" and options (`libra.envs.rewards`);
+        ``{"service": "judge"}``, the number that a service answers.
     tools : sequence of callables
         Python functions with type hints and a docstring; the model sees their names, schemas and docstrings.
     agent : str or callable, optional
@@ -66,6 +68,8 @@ def train(
         command line, or a function at the top of a module. It has its own tools. With ``prompts`` and without a ``reward`` it gives
         its own: it returns a number, or a dict with "reward", or posts one to its gateway. Without ``prompts`` questions and grader
         are those of ``environment``, or of ``config``.
+    services : mapping of str to `libra.service`, optional
+        Models and functions that rewards and tools ask (docs/services.md).
     environment : Environment, optional
         Replaces prompts, reward and tools. Otherwise prompts and reward are required.
     config : path, optional
@@ -100,6 +104,8 @@ def train(
         settings = {**settings, field: agent}
         if reward is None and prompts is not None and environment is None:
             reward = own_reward
+    if services is not None:
+        settings = {**settings, "services__named": _given_services(services)}
     check_score(score)
     if client is not None and not isinstance(client, _client_class()):
         raise ConfigError(
@@ -131,6 +137,14 @@ def train(
         environment = FunctionEnvironment(prompts=prompts, reward=reward, tools=tools, seed=checked.run.seed)
     callbacks = {"on_iteration": on_iteration, "on_batch": on_batch, "on_evaluation": on_evaluation}
     return run(checked, environment=environment, score=score, client=client, resume=resume, callbacks=callbacks)
+
+
+def _given_services(services: Any) -> dict[str, dict[str, Any]]:
+    if not isinstance(services, Mapping) or not all(isinstance(each, Mapping) for each in services.values()):
+        raise ConfigError(
+            'services: got something else than services by name; type services={"judge": libra.service("judge", model=MODEL)}'
+        )
+    return {str(name): dict(each) for name, each in services.items()}
 
 
 def _client_class() -> type[Client]:

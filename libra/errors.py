@@ -17,6 +17,8 @@
     |   +-- SessionLost                    the session of a trajectory is gone, with its worker or alone
     |   +-- ToolFault                      a tool failed in a way that the model must not read
     |   |   +-- ToolTimeout                it did not return in time, which it declares fatal
+    |   |   +-- ServiceFault               a service failed, or is none of the run's
+    |   +-- RateLimited                    an API refuses a call for now; it is tried again
     +-- RequestRefused(ValueError)         a request of an agent is not answered; says which field, and why
     +-- LateRefused(ValueError)            a late reward is not taken: there is one, or nothing waits for it
     +-- CallbackError(RuntimeError)        a callback of the user raised
@@ -133,6 +135,22 @@ class ToolFault(EnvironmentFault):
 
 class ToolTimeout(ToolFault):
     """A tool with a fatal time limit did not return in time; the trajectory ends as class ``timeout``."""
+
+
+class ServiceFault(ToolFault):
+    """A service did not answer: its function failed, its weights could not be restored, or the run has none of that name."""
+
+
+class RateLimited(EnvironmentFault):
+    """An API refuses a call because there were too many (HTTP 429). Raise it in a tool, a reward or a service: the call is made
+    again later, as often as ``environment.retries`` says.
+
+    ``retry_after_s``: seconds that the API says to wait; None: it does not say.
+    """
+
+    def __init__(self, message: str = "", retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class StoreError(LibraError, OSError):

@@ -23,6 +23,7 @@ from tornado.ioloop import PeriodicCallback
 from libra import keys
 from libra.cluster import fork_server, page_names
 from libra.cluster.certificates import new_security
+from libra.cluster.elastic_tools import LOOK_S, ElasticTools, most_tools, split_off
 from libra.cluster.fork_server import sigint_blocked
 from libra.cluster.hardware_inventory import this_machine
 from libra.cluster.settings import DASK_SETTINGS, GUARD
@@ -52,7 +53,9 @@ class LocalWorkers(SpecCluster):
     itself, as one does that the scheduler has removed. Here another takes its place, after ``RENEW_AFTER_S``.
     """
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, reserve: dict[str, Any] | None = None, least: int = 1, **options: Any) -> None:
+        """``reserve``: tool workers that are not started yet, beyond the first ``least``."""
+        self._elastic = ElasticTools(self, reserve, least) if reserve else None
         with sigint_blocked():  # starts what unblocks it, before a thread relies on that
             pass
         try:
@@ -85,6 +88,16 @@ class LocalWorkers(SpecCluster):
         self._due_s: dict[str, float] = {}  # monotonic, by name
         renewals = self.periodic_callbacks["libra-nannies"] = PeriodicCallback(self._renew, NANNY_CHECK_S * 1000)
         renewals.start()
+        if self._elastic is not None:
+            looks = self.periodic_callbacks["libra-tools"] = PeriodicCallback(self._look_at_tools, LOOK_S * 1000)
+            looks.start()
+
+    async def _look_at_tools(self) -> None:
+        if self._elastic is not None and await self._elastic.look():
+            try:
+                await self._correct_state()
+            except Exception as error:  # noqa: BLE001  the boundary to Dask, as below
+                logger.warning("tool workers could not be changed: %s: %s", type(error).__name__, error)
 
     async def _renew(self) -> None:
         """Start another nanny for each that has ended."""
@@ -139,6 +152,12 @@ def number_of_workers(config: RunConfig) -> dict[str, int]:
     cluster = config.cluster
     engines = sum(group.count for group in cluster.engines) or cluster.rollout_workers
     return {"rollout": engines, "train": cluster.train_workers, "tool": cluster.tool_workers}
+
+
+def most_workers(config: RunConfig) -> dict[str, int] | None:
+    """The same with the tool workers that there may be; None: there may be no others."""
+    most = most_tools(config)
+    return None if most == config.cluster.tool_workers else number_of_workers(config) | {"tool": most}
 
 
 def worker_resources(config: RunConfig, number: Mapping[str, int] | None = None) -> dict[str, dict[str, int]]:
@@ -271,8 +290,9 @@ def local_cluster(config: RunConfig, logs: Path | None = None) -> SpecCluster:
                 | ({"CUDA_VISIBLE_DEVICES": devices[name]} if name in devices else {}),
             },
         }
-        for name, resources in worker_resources(config).items()
+        for name, resources in worker_resources(config, most_workers(config)).items()
     }
+    reserve = split_off(spec, config.cluster.tool_workers)
     scheduler = {
         "cls": Scheduler,
         "options": {
@@ -283,4 +303,7 @@ def local_cluster(config: RunConfig, logs: Path | None = None) -> SpecCluster:
             "dashboard_address": f"{LOOPBACK}:{port}",
         },
     }
-    return LocalWorkers(workers=spec, scheduler=scheduler, security=security, name="libra", silence_logs=False)
+    least = config.cluster.tool_workers
+    return LocalWorkers(
+        reserve, least, workers=spec, scheduler=scheduler, security=security, name="libra", silence_logs=False
+    )

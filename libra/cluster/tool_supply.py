@@ -20,7 +20,7 @@ def tool_supply(config: RunConfig, index: int = 0) -> ToolSupply:
     """Of tool worker ``index`` on this machine. Tool workers of a local cluster share it evenly, at least a core each."""
     cluster = config.cluster
     local = cluster.scheduler is None
-    share = cluster.tool_workers if local else 1
+    share = (cluster.tool_workers_most or cluster.tool_workers) if local else 1
     usable = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
     count = cluster.tool_cores or max(1, len(usable) // share)
     first = index * count if local else 0

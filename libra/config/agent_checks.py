@@ -22,6 +22,11 @@ def agent_contradictions(config: RunSections) -> Iterator[str]:
     if agent.idle_s > agent.timeout_s:
         limit = f"agent.timeout_s={agent.timeout_s:g}"
         yield f"agent.idle_s: {agent.idle_s:g} is never reached with {limit}; type agent.idle_s={agent.timeout_s:g}"
+    if config.cluster.tool_workers_most is not None:
+        yield (
+            "cluster.tool_workers_most: an agent lives on its tool worker while it waits for the model, so that none can be ended; "
+            "type cluster.tool_workers_most=null, and as many cluster.tool_workers as you want"
+        )
     if config.distil.teacher is not None:
         yield (
             "distil.teacher: it scores trajectories of one conversation, and an agent may have several; leave agent.function and "

@@ -14,6 +14,7 @@ from itertools import pairwise
 from libra.config.agent_checks import agent_contradictions
 from libra.config.distil_checks import distil_contradictions
 from libra.config.models import RunSections
+from libra.config.services_checks import services_contradictions
 from libra.config.spare_groups import spare_group_contradictions
 from libra.config.streaming import GROUP_ADVANTAGES, most_waves, streaming_obstacle, turning_obstacle
 
@@ -26,6 +27,7 @@ def contradictions(config: RunSections) -> list[str]:
         agent_contradictions, _rollout, _vllm_only, _transformers_only, _workers, _boundaries, _trainer, _batch, _algorithm,
         _staleness, _loss, _masks, _mismatch, _routes, _token_rewards, _late, _streaming, _lora, _schedules, _planner,
         _layout_auto, _as_planned, distil_contradictions, spare_group_contradictions,
+        services_contradictions,
     )  # fmt: skip
     return [message for check in checks for message in check(config)]
 
@@ -102,6 +104,12 @@ def _workers(config: RunSections) -> Iterator[str]:
         yield (
             f"cluster.hybrid_workers: {cluster.hybrid_workers} workers are to change roles, and there are {count} rollout "
             f"workers; type cluster.hybrid_workers={count} or less, or raise cluster.rollout_workers"
+        )
+    most = cluster.tool_workers_most
+    if most is not None and most < cluster.tool_workers:
+        yield (
+            f"cluster.tool_workers_most: {most}, and there are cluster.tool_workers={cluster.tool_workers} to begin with; type "
+            f"cluster.tool_workers_most={cluster.tool_workers} or more, or fewer cluster.tool_workers"
         )
     if listed and cluster.rollout_workers != 1:
         yield (

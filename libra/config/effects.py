@@ -84,6 +84,7 @@ _REJECTS_RANGE = is_not("trainer.reject", "none", "binary-kl")
 _HAS_KL = above("trainer.kl_coef", 0)
 _SCALES = (either(is_("trainer.advantage", "grpo"), own("trainer.advantage")), is_("trainer.normalize_std", True))
 _TEACHES = given("distil.teacher")
+_HAS_SERVICES = Need(("services.named",), "a service in services.named", lambda config, _: bool(config.services.named))
 _LATE_CORRECTS = is_("trainer.late", "correct")
 _STREAMS = (
     is_("trainer.late", "off"),
@@ -157,7 +158,10 @@ _TABLE: tuple[tuple[str, str, Reading], ...] = (  # section, keys, who reads the
     ("model", "dtype", _of("run", "plan")),
     ("model", "master_dtype", {"run": (is_("model.dtype", "bfloat16"),), "plan": ()}),
     ("model", "loader", _run()),
-    ("environment", "name args quotas", _run()),
+    ("environment", "name args quotas retries", _run()),
+    ("environment", "retry_s", _run(above("environment.retries", 0))),
+    ("services", "named", _run()),
+    ("services", "device_gib", _run(_HAS_SERVICES)),
     ("agent", "function command", _run()),
     ("agent", "venv timeout_s idle_s concurrency", _run(either(given("agent.function"), given("agent.command")))),
     ("rollout", "tool_format max_turns temperature top_p ignore_eos", _run()),
@@ -259,6 +263,7 @@ _TABLE: tuple[tuple[str, str, Reading], ...] = (  # section, keys, who reads the
     ("cluster", "train_workers", _of("run", "plan", "slurm")),
     ("cluster", "drain_timeout_s", _run(above("cluster.hybrid_workers", 0))),
     ("cluster", "tool_workers", {"run": (LOCAL,), "slurm": (missing("slurm_tool.jobs"),)}),
+    ("cluster", "tool_workers_most", {"run": (LOCAL,), "slurm": (missing("slurm_tool.jobs"),)}),
     ("cluster", "tool_slots dashboard_port dashboard_names", {"run": (LOCAL,), "slurm": ()}),
     ("cluster", "device tool_cores tool_memory_gib tool_gpus", _run()),
     ("observe", "tensorboard trackers event_log progress on_iteration on_batch on_evaluation", _run()),

@@ -18,6 +18,7 @@ from libra.config.distil import DistilSection
 from libra.config.own_parts import OwnOr, OwnPart
 from libra.config.planner import PlannerSection
 from libra.config.section import AtLeastOne, AtLeastZero, Section
+from libra.config.services import ServicesSection
 from libra.config.simulation import RUN_POLICIES, SimulationSection
 from libra.config.slurm import SlurmRolloutJobs, SlurmSection, SlurmToolJobs, SlurmTrainJobs
 from libra.config.staleness import StalenessSection, with_both
@@ -77,6 +78,11 @@ class EnvironmentSection(Section):
     quotas: dict[str, str | int] = {}
     """Limits that tools name with `quota`, over all workers, e.g. `{search: 10/s}`: calls per s, min or h, or, as a bare number,
     calls at once. Calls beyond it wait."""
+    retries: AtLeastZero = 5
+    """Times that a tool, a reward or a service is tried again after its API has refused a call with HTTP 429 or
+    `libra.errors.RateLimited`. Each wait is twice as long as the one before, and at least as long as the API says (Retry-After)."""
+    retry_s: Annotated[float, Field(gt=0)] = 1.0
+    """Seconds before the first of these; a random part of up to a half is taken off each wait."""
 
 
 class RolloutSection(Section):
@@ -231,6 +237,9 @@ class ClusterSection(Section):
     other workers generate those turns again. None: no limit."""
     tool_workers: AtLeastOne = 1
     """Workers that run tools and graders, of a local cluster or of `libra cluster slurm`. A given scheduler has its own."""
+    tool_workers_most: AtLeastOne | None = None
+    """Tool workers that there may be: where actions wait for long, more than `tool_workers` are started, on this machine or as jobs
+    of Slurm, and where they idle those are ended (docs/tools.md). Not with sessions or an agent. None: `tool_workers`, always."""
     tool_slots: AtLeastOne = 64
     """Concurrent actions of one tool worker."""
     tool_cores: AtLeastOne | None = None
@@ -317,6 +326,7 @@ class RunSections(Section):
     trainer: TrainerSection = TrainerSection()
     staleness: StalenessSection = StalenessSection()
     distil: DistilSection = DistilSection()
+    services: ServicesSection = ServicesSection()
     checkpoint: CheckpointSection = CheckpointSection()
     evaluation: EvaluationSection = EvaluationSection()
     policy: PolicySection = PolicySection()

@@ -28,6 +28,7 @@ from libra.driver.prompt_checks import check_evaluation, check_prompts
 from libra.driver.resume import check_resumable, read_point
 from libra.driver.run_directory import check_free, make_directory, remove_unless_started
 from libra.driver.run_lock import lock_run, refuse_running
+from libra.driver.service_needs import check_services
 from libra.driver.start_records import log_start, newest_logged
 from libra.driver.teacher_checks import check_teacher
 from libra.driver.tool_needs import check_tools
@@ -141,6 +142,7 @@ def prepare(request: RunRequest, exits: ExitStack, start: ExitStack) -> RunStart
     if started_here:
         check_engine(config)
     check_tools(config, environment, started_here=started_here)
+    check_services(config, environment)
     check_data(config, environment, model, started_here=started_here)
     check_teacher(config, model)
     if request.resume:

@@ -17,6 +17,7 @@ from libra.driver.resume import learned_before
 from libra.driver.role_client import RoleClient
 from libra.driver.tool_needs import needs_of, quotas_of
 from libra.envs import has_steps
+from libra.envs.retries import TOTAL_S
 from libra.errors import ClusterError, ConfigError
 from libra.events.reports import TOPIC, PlanReport, PromptsReport, Report, encode
 from libra.planner.arrangements import Seat
@@ -187,13 +188,14 @@ def _ways(config: RunConfig) -> WaySettings | None:
 
 def _watchdog_floors_s(start: RunStart) -> dict[str, float]:
     """Least limits of the watchdog for tasks that end by a time-out of their own: those of the tools, and of graders."""
-    floors_s = {"group": GRADE_TIMEOUT_S * (start.config.trainer.resample + 1) + FLOOR_S}
+    refused_s = TOTAL_S if start.config.environment.retries else 0.0  # while an API refuses calls
+    floors_s = {"group": (GRADE_TIMEOUT_S + refused_s) * (start.config.trainer.resample + 1) + FLOOR_S}
     tools = [tool.timeout_s for tool in start.environment.tools]
     if has_steps(start.environment):
         tools.append(start.environment.step_timeout_s)
     if start.config.agent.given:
         tools.append(start.config.agent.idle_s)
-    return floors_s | ({f"trajectory, {Phase.TOOL}": max(tools) + FLOOR_S} if tools else {})
+    return floors_s | ({f"trajectory, {Phase.TOOL}": max(tools) + refused_s + FLOOR_S} if tools else {})
 
 
 def _admission(start: RunStart) -> dict[str, Any]:

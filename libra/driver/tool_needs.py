@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from libra.cluster.tool_supply import tool_supply
 from libra.config import RunConfig
 from libra.envs import Environment, Tool
+from libra.errors import ConfigError
 from libra.policy.leases import Resources
 from libra.policy.leases.actions import check_declared
 from libra.policy.messages import ToolNeeds
@@ -25,6 +26,11 @@ def quotas_of(config: RunConfig) -> dict[str, str]:
 def check_tools(config: RunConfig, environment: Environment, *, started_here: bool) -> None:
     """ConfigError where a declaration makes no sense, or the workers that the run starts can never run a call of it."""
     needs = needs_of(environment)
+    if environment.session is not None and config.cluster.tool_workers_most is not None:
+        raise ConfigError(
+            f"cluster.tool_workers_most: {config.cluster.tool_workers_most}, and trajectories of {environment.name} have sessions, "
+            "which live on their tool worker, so that none can be ended; type cluster.tool_workers_most=null"
+        )
     largest = None
     if started_here and needs:
         supply = tool_supply(config)

@@ -41,6 +41,7 @@ def worker_parts(config: RunConfig, *, generates: bool = True) -> list[tuple[str
         ("trainer.advantage", trainer.advantage),
         ("trainer.lr_schedule", trainer.lr_schedule),
         *([("rollout.engine", config.rollout.engine)] if generates else []),
+        *(("services.named", entry.function) for entry in config.services.named.values()),
     ]
     return [(field, name) for field, name in named if is_named(name)]
 

@@ -1,8 +1,8 @@
 """Calls in processes of their own, with cores that no other call has, and a bound on memory.
 
 A worker forks one *starter* from itself when the first such call comes; it holds the tools, has one thread, and forks a process for
-each call. So a call costs a fork of a small process, tools need not be importable, and no thread of the worker is copied while it
-holds a lock.
+each call. So tools need not be importable, and no thread of the worker is copied while it holds a lock. The process of the next
+call is forked beforehand, as copying the page tables of a worker takes some milliseconds: a call waits for no fork.
 
 Invariants
 ----------
@@ -33,6 +33,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+from libra.envs.retries import Refused, refused
 from libra.envs.sandbox.cgroups import ControlGroup, can_make_groups
 from libra.errors import ToolFault
 
@@ -58,12 +59,14 @@ class Bounds(NamedTuple):
 
 
 class Ran(NamedTuple):
-    """How a call ended: its value as text, or the name of its error and its text; and its seconds in its process."""
+    """How a call ended: its value as text, or the name of its error and its text; its seconds in its process; and whether an API
+    refused it for now."""
 
     text: str
     error: str
     fault: bool
     ran_s: float
+    refused: Refused | None = None
 
 
 class CoreSet:
@@ -138,7 +141,8 @@ class ActionProcesses:
                 if size > MOST_BYTES:
                     raise ToolFault(f"tool {tool}: it returned {size} bytes; return at most {MOST_BYTES}")
                 said = json.loads(await _exactly(loop, mine, size))
-            ran = Ran(str(said["text"]), str(said["error"]), bool(said["fault"]), float(said["ran_s"]))
+            api_said = Refused(said["refused"][0]) if said["refused"] is not None else None
+            ran = Ran(str(said["text"]), str(said["error"]), bool(said["fault"]), float(said["ran_s"]), api_said)
             if ran.error == "MemoryError" and bounds.memory_bytes:
                 raise _over(tool, bounds)
             return ran
@@ -236,22 +240,46 @@ def _starter(
         os.closerange(keep + 1, os.sysconf("SC_OPEN_MAX"))
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
+        pid, door = _spare(sock, functions, to_text)
         while True:
             message, fds, _, _ = socket.recv_fds(sock, 1, 1)
             if not message:
                 break
             _reap(calls)
-            if (pid := os.fork()) == 0:
-                sock.close()
-                _call(socket.socket(fileno=fds[0]), functions, to_text)
+            try:
+                socket.send_fds(door, [b"x"], fds)
+            except OSError:  # somebody has killed it
+                os.waitpid(pid, 0)
+                door.close()
+                pid, door = _spare(sock, functions, to_text)
+                socket.send_fds(door, [b"x"], fds)
             calls.add(pid)
-            os.close(fds[0])
+            door.close()
+            os.close(fds[0])  # before the next fork: only the call may hold its end
+            pid, door = _spare(sock, functions, to_text)
     finally:
         _reap(calls)
         for pid in calls:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, signal.SIGKILL)
         os._exit(0)
+
+
+def _spare(
+    sock: socket.socket, functions: Mapping[str, Callable[..., Any]], to_text: Callable[[Any], str]
+) -> tuple[int, socket.socket]:
+    """A process that waits for its call, and where to send the call's socket; it ends with the starter."""
+    mine, theirs = socket.socketpair()
+    if (pid := os.fork()) == 0:
+        sock.close()
+        mine.close()
+        message, fds, _, _ = socket.recv_fds(theirs, 1, 1)
+        if not message:
+            os._exit(0)
+        theirs.close()
+        _call(socket.socket(fileno=fds[0]), functions, to_text)
+    theirs.close()
+    return pid, mine
 
 
 def _reap(calls: set[int]) -> None:
@@ -306,13 +334,16 @@ def _outcome(
     function: Callable[..., Any], arguments: Mapping[str, Any], to_text: Callable[[Any], str]
 ) -> dict[str, Any]:
     started_s = time.perf_counter()
-    text, error, fault = "", "", False
+    text, error, fault, told = "", "", False, None
     try:
         text = to_text(function(**arguments))
     except BaseException as raised:  # noqa: BLE001 boundary: the process is the call's own, so even an exit is only data
-        error, fault = type(raised).__name__, isinstance(raised, ToolFault)
+        error, fault, told = type(raised).__name__, isinstance(raised, ToolFault), refused(raised, time.time())
         try:
             text = str(raised)
         except BaseException:  # noqa: BLE001 its text is the tool's code, too
             text = "an error without a text"
-    return {"text": text, "error": error, "fault": fault, "ran_s": time.perf_counter() - started_s}
+    api_said = None if told is None else [told.retry_after_s]
+    return {
+        "text": text, "error": error, "fault": fault, "refused": api_said, "ran_s": time.perf_counter() - started_s,
+    }  # fmt: skip

@@ -2,10 +2,11 @@
 
 Invariants
 ----------
-1. ``run_action`` returns a `ToolReturn` for everything that a call or a tool can do. It raises only if its own task is
-   cancelled, and `ToolFault` where the tool declares the outcome fatal. Its text is storable (`libra.untrusted`), and its ``tool``
-   is one of the environment's, or empty: a name that the model made up is no key for anybody.
-2. It returns within the tool's ``timeout_s`` plus scheduling, unless an ``async`` tool blocks the event loop.
+1. ``run_action`` returns a `ToolReturn` for everything that a call or a tool can do. It raises only if its own task is cancelled,
+   and `ToolFault` where the tool declares the outcome fatal, or its API refuses it for too long. Its text is storable
+   (`libra.untrusted`), and its ``tool`` is one of the environment's, or empty: a name that the model made up is no key for anybody.
+2. It returns within the tool's ``timeout_s`` plus scheduling, unless an ``async`` tool blocks the event loop; where an API refuses
+   the call for now, within `libra.envs.retries.TOTAL_S` more.
 3. ``content`` has at most ``max_payload_chars`` characters plus one note of how many were dropped.
 4. A thread that outlives its time-out is logged with its tool's name and counted by `hung_threads` until it ends.
 """
@@ -18,12 +19,13 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from libra.envs.action_process import ActionProcesses, Bounds, Ran
 from libra.envs.call_threads import CallThread, hung_threads
 from libra.envs.environment import Environment
+from libra.envs.retries import BackOff, Refused, refused, with_retries
 from libra.envs.tool import ACTION_ID, SESSION, STATE, Tool
 from libra.envs.tool_calls import TOOL_FORMATS
 from libra.errors import ToolFault, ToolTimeout
@@ -51,6 +53,17 @@ class StateOfCall(Protocol):
     def keep(self, value: Any) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class _Tried:
+    """One attempt of a call: what it was given, (value, error) or None (it was cut off), its seconds, and whether an API refused it
+    for now."""
+
+    arguments: dict[str, Any]
+    outcome: tuple[Any, BaseException | None] | None
+    latency_s: float
+    refused: Refused | None
+
+
 async def run_action(
     environment: Environment,
     prompt: Prompt,
@@ -62,6 +75,7 @@ async def run_action(
     keep: Callable[[str], str] | None = None,
     processes: ActionProcesses | None = None,
     cores: int | None = None,
+    back_off: BackOff | None = None,
 ) -> ToolReturn:
     """The return of ``call``, as the model reads it.
 
@@ -82,17 +96,38 @@ async def run_action(
         Where calls of tools with resources of their own run; None: beside the others.
     cores : int, optional
         Those that the call has; None: the tool's least.
+    back_off : BackOff, optional
+        How a call is tried again that an API refuses for now (HTTP 429); None: as the defaults of a run.
 
     Raises
     ------
     ToolFault
-        The tool raised it, or failed in a way that is ``fatal`` for it; `ToolTimeout` where that was its time-out.
+        The tool raised it, failed in a way that is ``fatal`` for it (`ToolTimeout` where that was its time-out), or was refused by
+        its API until retries were used up.
     """
     fault = _malformed(environment, call)
     if fault is not None:
         known = call.name if call.error is None and any(tool.name == call.name for tool in environment.tools) else ""
         return ToolReturn(known, ToolStatus.MALFORMED, storable(fault), 0.0, len(fault))
     tool = next(tool for tool in environment.tools if tool.name == call.name)
+
+    async def attempt() -> _Tried:
+        return await _tried(tool, _arguments(tool, call, action_id, state, session), processes, cores)
+
+    tried, retries = await with_retries(attempt, lambda each: each.refused, back_off or BackOff(), action_id)
+    if tried.refused is not None:
+        raise ToolFault(
+            f"tool {tool.name}: its API refuses calls for now (HTTP 429), also after {retries} retries ({action_id})"
+        )
+    if tried.outcome is None:
+        return _timed_out(tool, tried, prompt, action_id)
+    payload, status = _payload(tool, tried, tried.outcome, state, action_id)
+    reference = "" if keep is None else await asyncio.to_thread(keep, payload)
+    return replace(_bounded_return(tool, status, payload, tried.latency_s), reference=reference)
+
+
+def _arguments(tool: Tool, call: ToolCall, action_id: str, state: StateOfCall | None, session: Any) -> dict[str, Any]:
+    """What one attempt of a call is given; each has a state of its own."""
     arguments = dict(call.arguments)
     if tool.takes_action_id:
         arguments[ACTION_ID] = action_id
@@ -100,42 +135,55 @@ async def run_action(
         arguments[STATE] = state.value()
     if tool.takes_session:
         arguments[SESSION] = session
-    started_s = time.perf_counter()
+    return arguments
+
+
+async def _tried(tool: Tool, arguments: dict[str, Any], processes: ActionProcesses | None, cores: int | None) -> _Tried:
+    """Call the tool once: in a process of its own if it has resources, else beside others."""
     if tool.own_process and processes is not None:
         bounds = Bounds(tool.cores[0] if cores is None else cores, round(tool.memory_gib * 2**30))
+        started_s = time.perf_counter()
         ran = await processes.run(tool.name, arguments, tool.timeout_s, bounds)
-        outcome = _as_outcome(ran)
-    else:
-        ran = None
-        outcome = await run_bounded(
-            tool.function, arguments, tool.timeout_s, is_async=tool.is_async, name=f"tool {tool.name}"
-        )
-    latency_s = time.perf_counter() - started_s if ran is None else ran.ran_s
-    if outcome is None:
-        logger.info(
-            "tool %s timed out after %g s (%s, prompt %s)",
-            tool.name,
-            tool.timeout_s,
-            action_id,
-            shown_line(prompt.prompt_id),
-        )
-        content = f"timed out after {tool.timeout_s:g} s"
-        if ToolStatus.TIMEOUT in tool.fatal:
-            raise ToolTimeout(f"tool {tool.name}: {content} ({action_id})")
-        return ToolReturn(tool.name, ToolStatus.TIMEOUT, content, latency_s, len(content))
+        if ran is None:
+            return _Tried(arguments, None, time.perf_counter() - started_s, None)
+        return _Tried(arguments, _as_outcome(ran), ran.ran_s, ran.refused)
+    started_s = time.perf_counter()
+    outcome = await run_bounded(
+        tool.function, arguments, tool.timeout_s, is_async=tool.is_async, name=f"tool {tool.name}"
+    )
+    latency_s = time.perf_counter() - started_s
+    return _Tried(arguments, outcome, latency_s, refused(outcome[1], time.time()) if outcome is not None else None)
+
+
+def _timed_out(tool: Tool, tried: _Tried, prompt: Prompt, action_id: str) -> ToolReturn:
+    """What the model reads of a call that was cut off; ToolTimeout where that is fatal."""
+    prompt_id = shown_line(prompt.prompt_id)
+    logger.info("tool %s timed out after %g s (%s, prompt %s)", tool.name, tool.timeout_s, action_id, prompt_id)
+    content = f"timed out after {tool.timeout_s:g} s"
+    if ToolStatus.TIMEOUT in tool.fatal:
+        raise ToolTimeout(f"tool {tool.name}: {content} ({action_id})")
+    return ToolReturn(tool.name, ToolStatus.TIMEOUT, content, tried.latency_s, len(content))
+
+
+def _payload(
+    tool: Tool,
+    tried: _Tried,
+    outcome: tuple[Any, BaseException | None],
+    state: StateOfCall | None,
+    action_id: str,
+) -> tuple[str, ToolStatus]:
+    """What a call returned or raised as text, and how it ended; the state is kept if it returned. ToolFault as of `run_action`."""
     value, error = outcome
     if isinstance(error, ToolFault) or (error is not None and ToolStatus.ERROR in tool.fatal):
         raise ToolFault(f"tool {tool.name}: {error_text(error)} ({action_id})") from error
     if error is None and tool.takes_state and state is not None:
-        state.keep(arguments[STATE])
+        state.keep(tried.arguments[STATE])
     try:
-        payload = f"{type(error).__name__}: {error}" if error is not None else _as_text(value)
+        if error is not None:
+            return f"{type(error).__name__}: {error}", ToolStatus.ERROR
+        return _as_text(value), ToolStatus.OK
     except Exception as fault_of_text:  # noqa: BLE001 boundary: __str__ of a tool's value is the tool's code too
-        error = fault_of_text
-        payload = f"{type(error).__name__} while reading what the tool returned"
-    status = ToolStatus.OK if error is None else ToolStatus.ERROR
-    reference = "" if keep is None else await asyncio.to_thread(keep, payload)
-    return replace(_bounded_return(tool, status, payload, latency_s), reference=reference)
+        return f"{type(fault_of_text).__name__} while reading what the tool returned", ToolStatus.ERROR
 
 
 def processes_for(environment: Environment, cores: Sequence[int]) -> ActionProcesses | None:
@@ -144,10 +192,8 @@ def processes_for(environment: Environment, cores: Sequence[int]) -> ActionProce
     return ActionProcesses(functions, cores, _as_text) if functions else None
 
 
-def _as_outcome(ran: Ran | None) -> tuple[Any, BaseException | None] | None:
+def _as_outcome(ran: Ran) -> tuple[Any, BaseException | None]:
     """What a call in its own process came to, as `run_bounded` gives it."""
-    if ran is None:
-        return None
     if not ran.error:
         return ran.text, None
     return None, ToolFault(ran.text) if ran.fault else type(ran.error, (Exception,), {})(ran.text)

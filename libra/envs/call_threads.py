@@ -11,6 +11,8 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
+from contextvars import copy_context
+from functools import partial
 from typing import Self
 
 KEPT_IDLE = 64
@@ -31,13 +33,14 @@ class CallThread(threading.Thread):
 
     @classmethod
     def call(cls, work: Callable[[], None], name: str) -> Self:
-        """Run ``work``, which must not raise, on an idle thread or a new one; returns the thread, called ``name`` meanwhile."""
+        """Run ``work``, which must not raise, on an idle thread or a new one, in the context of the caller; returns the thread,
+        called ``name`` meanwhile."""
         with _lock:
             thread = _idle.pop() if _idle else None
         if thread is None:
             thread = cls()
             thread.start()
-        thread._calls.put((work, name))
+        thread._calls.put((partial(copy_context().run, work), name))
         assert isinstance(thread, cls)
         return thread
 

@@ -6,6 +6,7 @@ import hashlib
 from abc import ABC, abstractmethod
 from typing import Any
 
+from libra.envs.services import ServiceUse
 from libra.envs.session_kind import SessionKind
 from libra.envs.tool import Tool
 from libra.envs.tool_calls import TOOL_FORMATS
@@ -42,6 +43,10 @@ class Environment(ABC):
     """Wall seconds of a `reset` or a `step`."""
     inline_steps: bool = False
     """Whether `step` runs inside the generation quantum; for cheap ones. Otherwise it takes a TOOL slot, on any worker with one."""
+
+    services: tuple[ServiceUse | str, ...] = ()
+    """Services of section ``services`` that its grader asks (`libra.ask`), to be checked before anything runs; tools declare theirs
+    themselves."""
 
     session: SessionKind | None = None
     """Kind of live object, such as a browser or a shell, that a trajectory has from its first action to its end: `libra.session`.
@@ -110,6 +115,13 @@ class Environment(ABC):
 
     async def close(self) -> None:  # noqa: B027 optional hook
         """Called once per worker, after the last action."""
+
+    @property
+    def asked_services(self) -> tuple[ServiceUse, ...]:
+        """Services that its grader and its tools ask."""
+        graded = (ServiceUse(use, "grade") if isinstance(use, str) else use for use in self.services)
+        of_tools = (ServiceUse(name, f"tool {tool.name!r}") for tool in self.tools for name in tool.services)
+        return (*graded, *of_tools)
 
     @property
     def name(self) -> str:

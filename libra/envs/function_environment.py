@@ -36,7 +36,8 @@ class FunctionEnvironment(Environment):
         A name of `libra.envs.rewards`, such as "gsm8k", a mapping with "name" and options, or a list of those. A function
         takes by name any of ``prompt`` (`Prompt`), ``completion`` (text of the last turn), ``episode`` (`Episode`),
         and any column that every row has. It returns one finite number, and may be ``async``. Functions in the form of TRL or
-        verifiers are recognised by their parameters (`libra.envs.rewards.signatures`), and may have weights.
+        verifiers are recognised by their parameters (`libra.envs.rewards.signatures`), and may have weights. ``{"service":
+        "judge"}`` is the number that a service answers.
     tools : sequence of functions or `Tool`
     system : str, optional
         System message put before prompts that have none.
@@ -73,6 +74,7 @@ class FunctionEnvironment(Environment):
         columns = set.intersection(*(set(facts) for _, facts in self._train + self._eval))
         plain = all(isinstance(row.get("prompt") if isinstance(row, Mapping) else row, str) for row in prompts)
         self._reward = read_rewards(reward, columns, plain=plain)
+        self.services = self._reward.services
         repeated = sum(row in self._train for row in self._eval)
         if repeated:
             logger.warning("%d of %d evaluation prompts are also training prompts", repeated, len(self._eval))

@@ -8,11 +8,14 @@ from __future__ import annotations
 import inspect
 import math
 import numbers
+import time
+from typing import Any
 
 import numpy as np
 
 from libra.envs.actions import run_bounded
 from libra.envs.environment import Environment
+from libra.envs.retries import BackOff, refused, with_retries
 from libra.errors import RewardFault, RewardTimeout
 from libra.types import Episode, Late
 from libra.untrusted import error_text, repr_text
@@ -21,23 +24,44 @@ MAX_REWARD = 1e9
 """Largest reward in magnitude: advantages and gradients are computed in float32."""
 
 
-async def run_grader(environment: Environment, episode: Episode, timeout_s: float = 60.0) -> float | Late:
-    """``environment.grade(episode)``, bounded by ``timeout_s`` wall seconds.
+async def run_grader(
+    environment: Environment, episode: Episode, timeout_s: float = 60.0, back_off: BackOff | None = None
+) -> float | Late:
+    """``environment.grade(episode)``, bounded by ``timeout_s`` wall seconds, and tried again as ``back_off`` says while an API
+    refuses it for now (HTTP 429).
 
     Raises
     ------
     RewardFault
-        If the reward raises, hangs (`RewardTimeout`), is NaN or infinite, or is not a number. There is no default: a
-        trajectory without a reward does not count as one with reward 0.
+        If the reward raises, hangs (`RewardTimeout`), is NaN or infinite, is not a number, or is refused until retries are used
+        up. There is no default: a trajectory without a reward does not count as one with reward 0.
     """
     where = f"environment {environment.name}, trajectory {episode.trajectory_id}"
-    outcome = await run_bounded(
-        lambda: environment.grade(episode),
-        {},
-        timeout_s,
-        is_async=inspect.iscoroutinefunction(environment.grade),
-        name=f"reward of {environment.name}",
+
+    async def attempt() -> tuple[Any, BaseException | None] | None:
+        return await run_bounded(
+            lambda: environment.grade(episode),
+            {},
+            timeout_s,
+            is_async=inspect.iscoroutinefunction(environment.grade),
+            name=f"reward of {environment.name}",
+        )
+
+    outcome, retries = await with_retries(
+        attempt,
+        lambda each: refused(each[1], time.time()) if each is not None else None,
+        back_off or BackOff(),
+        f"reward of {episode.trajectory_id}",
     )
+    if outcome is not None and refused(outcome[1], time.time()) is not None:
+        raise RewardFault(
+            f"{where}: the reward's API refuses calls for now (HTTP 429), also after {retries} retries"
+        ) from outcome[1]
+    return _checked(outcome, where, timeout_s)
+
+
+def _checked(outcome: tuple[Any, BaseException | None] | None, where: str, timeout_s: float) -> float | Late:
+    """The reward that an attempt came to; RewardFault."""
     if outcome is None:
         raise RewardTimeout(f"{where}: the reward did not return within {timeout_s:g} s")
     value, error = outcome

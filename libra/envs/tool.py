@@ -59,6 +59,8 @@ class Tool:
         from calls. None: a call gets its least.
     quota : str
         The limit of calls that it counts for, a name of ``environment.quotas``; empty: none.
+    services : tuple of str
+        Services that it asks (`libra.ask`), names of ``services.named``; they are checked before anything runs.
     """
 
     name: str
@@ -73,6 +75,7 @@ class Tool:
     gpu: int = 0
     elastic: Sequence[float] | Mapping[int, float] | str | None = None
     quota: str = ""
+    services: tuple[str, ...] = ()
     is_async: bool = field(init=False)
     takes_action_id: bool = field(init=False)
     takes_state: bool = field(init=False)
@@ -97,6 +100,11 @@ class Tool:
             raise ConfigError(
                 f"tool {self.name!r}: it takes {min(given)}, and cores, memory or a GPU, so it would run beside it in a process of "
                 "its own; leave one of them out"
+            )
+        if self.services and self.own_process:
+            raise ConfigError(
+                f"tool {self.name!r}: services={self.services!r}, and cores, memory or a GPU, so it would run in a process of its "
+                "own, from which no service can be asked; leave one of them out"
             )
         if is_async and self.own_process:
             raise ConfigError(
@@ -170,6 +178,7 @@ def tool(
     gpu: int = 0,
     elastic: Sequence[float] | Mapping[int, float] | str | None = None,
     quota: str = "",
+    services: str | tuple[str, ...] = (),
 ) -> Tool:
     """The `Tool` of a plain function with type hints and a Google-style docstring (what ``get_json_schema`` reads).
 
@@ -182,8 +191,9 @@ def tool(
     pair = (cores, cores) if isinstance(cores, int) else cores
     schema = _schema(function, shown)
     return Tool(
-        shown, function, schema, timeout_s, max_payload_chars, inline, fatal, pair, memory_gib, gpu, elastic, quota
-    )
+        shown, function, schema, timeout_s, max_payload_chars, inline, fatal, pair, memory_gib, gpu, elastic, quota,
+        (services,) if isinstance(services, str) else tuple(services),
+    )  # fmt: skip
 
 
 def _schema(function: Callable[..., Any], name: str) -> dict[str, Any]:

@@ -98,6 +98,19 @@ class GroupReport(Report, frozen=True, tag="group"):
     resampled: int = 0
 
 
+class ServiceReport(Report, frozen=True, tag="service"):
+    """A batch of a service has ended on the worker ``name``; fields as in `libra.events.ServiceAnswered`."""
+
+    service: str
+    name: str
+    requests: int
+    waited_s: float
+    restore_s: float
+    ran_s: float
+    restored: bool
+    evicted: int
+
+
 # ---------------------------------------------------------------- engines and weights
 
 

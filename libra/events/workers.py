@@ -133,6 +133,45 @@ class ToolCapacity(Event, frozen=True):
     gpus: int
 
 
+class ToolWorkersOrdered(Event, frozen=True):
+    """There should be ``ordered`` tool workers from now on, without ``give_up`` (empty: none is given up), for this ``reason``.
+
+    The other fields are what that follows from (`libra.policy.tool_fleet.FleetFacts`).
+    """
+
+    least: int
+    most: int
+    wanted: int
+    starting: int
+    units: int
+    waiting: int
+    waiting_s: float
+    behind_s: float
+    start_s: float
+    idle: tuple[tuple[str, float], ...]
+    ordered: int
+    give_up: str
+    reason: str
+
+
+class ServiceAnswered(Event, frozen=True):
+    """A batch of ``service`` has ended on ``worker``, with ``requests`` of this run in it.
+
+    ``waited_s``: of the oldest of them; ``restore_s``: until the weights were on the device and verified; ``ran_s``: its function,
+    with what it waited for an API that refused calls. ``restored``: the weights were not there; ``evicted``: services that made
+    room.
+    """
+
+    service: str
+    worker: str
+    requests: int
+    waited_s: float
+    restore_s: float
+    ran_s: float
+    restored: bool
+    evicted: int
+
+
 class EngineDeclared(Event, frozen=True):
     """The engine of ``worker`` declares itself: at its start, after each rebucket, and when its measured seconds have changed.
 

@@ -15,6 +15,7 @@ import numpy as np
 from distributed import Reschedule
 
 from libra.envs import decode_state
+from libra.envs.services import asking
 from libra.errors import ConfigError, EngineAsleep, EnvironmentFault, LibraError, RecordExists
 from libra.events.reports import GroupReport
 from libra.store.group_records import group_path, read_group, write_group
@@ -60,7 +61,8 @@ async def trajectory(
     if isinstance(question, str):
         return {"trajectory": tuple(tid), "prompt": question}
     try:
-        state = await host.quanta.run(key, tid, question)
+        with asking(host.services):
+            state = await host.quanta.run(key, tid, question)
     except (RecordExists, EngineAsleep):
         raise Reschedule() from None  # another worker ran this quantum, or has to
     if state.phase is not None:
@@ -111,9 +113,13 @@ async def group(
         if extra is not None and (fault := score_fault(extra, len(pairs))):
             raise ConfigError(f"{fault}; return a list with one number for each episode")
         environment, trainer = host.context.environment, host.spec.config.trainer
-        await asyncio.gather(
-            *(grade(environment, trainer.resample, t, e, extra, i, late=trainer.late) for i, (t, e) in enumerate(pairs))
-        )
+        with asking(host.services):
+            await asyncio.gather(
+                *(
+                    grade(environment, trainer.resample, t, e, extra, i, late=trainer.late, back_off=host.spec.back_off)
+                    for i, (t, e) in enumerate(pairs)
+                )
+            )
         try:
             write_group(host.spec.groups_dir, iteration, group, members)
         except RecordExists:

@@ -37,6 +37,7 @@ from libra.policy.messages import (
 )
 from libra.policy.ordering import OnlineLearner, blank_ordering
 from libra.policy.replayed_objects import BlankOrdering, ReplayedObjects
+from libra.policy.tool_fleet import FleetFacts, ordered
 from libra.policy.turning import Turn, Turned
 from libra.policy.way_choice import TakeSteps
 
@@ -196,6 +197,8 @@ def _answers(line: int, event: events.Event, objects: ReplayedObjects) -> _Answe
     difference = ""
     if isinstance(event, events.LateRewardsTaken):
         return None if event.awaited else _Answers(line, event, (), places, _late_difference(event))
+    if isinstance(event, events.ToolWorkersOrdered):
+        return _Answers(line, event, (), places, _fleet_difference(event))
     if isinstance(event, events.QuantumDispatched):
         difference = _misplaced(event, objects) or objects.placed(line, event)
     now = objects.tell(line, event)
@@ -273,6 +276,16 @@ def _late_difference(event: events.LateRewardsTaken) -> str:
         f"batch {event.batch} took late rewards {list(event.arrived)} and dropped {list(event.dropped)}; now it takes "
         f"{list(arrived)} and drops {list(now.dropped)}"
     )
+
+
+def _fleet_difference(event: events.ToolWorkersOrdered) -> str:
+    """How what was ordered differs from what would be ordered now."""
+    now = ordered(FleetFacts(**{name: getattr(event, name) for name in FleetFacts.__struct_fields__}))
+    told = (event.ordered, event.give_up, event.reason)
+    if now is not None and (now.wanted, now.give_up, now.reason) == told:
+        return ""
+    instead = "nothing" if now is None else f"{now.wanted} ({now.reason})"
+    return f"{event.ordered} tool workers were ordered ({event.reason}); now {instead}"
 
 
 def _difference(logged: tuple[Command, ...], now: tuple[Command, ...]) -> str:

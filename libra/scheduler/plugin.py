@@ -48,6 +48,7 @@ from libra.events.reports import (
     QuantumReport,
     ReadyReport,
     Report,
+    ServiceReport,
     StepReport,
     TrajectoryReport,
     WaveReport,
@@ -464,6 +465,9 @@ class LibraPlugin(SchedulerPlugin):
                 self._apply(state, state.admission.wave_trained(batch, wave))
             case LateReport():
                 state.log.emit(events.LateRewardsTaken, **structs.asdict(report))
+            case ServiceReport(name=name):
+                fields = {key: value for key, value in structs.asdict(report).items() if key != "name"}
+                state.log.emit(events.ServiceAnswered, worker=name, **fields)
             case IterationReport(iteration=iteration, reward=reward, lag=lag):
                 state.log.emit(events.IterationFinished, iteration=iteration, reward=reward, lag=lag)
             case EvaluationReport(version=version, reward=reward, prompts=prompts):

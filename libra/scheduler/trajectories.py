@@ -51,6 +51,7 @@ from libra.scheduler.announcements import announce_move, send_contention
 from libra.scheduler.command_applier import Applier
 from libra.scheduler.lost_quanta import record_worker_failure
 from libra.scheduler.run_state import RunState, Tracked
+from libra.scheduler.tool_workers import ToolWorkers
 from libra.scheduler.worker_registry import Workers
 from libra.types import Phase, tool_outcome
 
@@ -91,6 +92,7 @@ class Trajectories:
         self.kicked = False
         self._dispatches = 0
         self._tool_capacity: dict[str, tuple[str, ToolCapacity]] = {}
+        self.tool_workers = ToolWorkers(scheduler, self.dispatcher, self.workers, runs)
         self._due: Any = None  # the timer of the next moment at which a quota may let an action go
 
     # ---------------------------------------------------------------- events for policy objects
@@ -383,6 +385,8 @@ class Trajectories:
             tracked.reported = False
             self._signs[key] = time.monotonic()
         latency_s = round(report.stop_s - report.start_s, 6)
+        if phase is Phase.TOOL:
+            self.tool_workers.acted(latency_s)
         name = report.tool if phase is Phase.TOOL else "generate"
         self.stream.add(key, address, phase, report.start_s, report.stop_s, name)
         tokens, tool, payload = report.tokens, report.tool, report.payload_tokens

@@ -7,6 +7,7 @@ from typing import Any
 
 from libra.envs import Environment, run_grader
 from libra.envs.grading import bounded_reward
+from libra.envs.retries import BackOff
 from libra.errors import RewardFault
 from libra.types import Episode, FailureClass, Late, Trajectory
 from libra.untrusted import repr_text
@@ -35,18 +36,20 @@ async def grade(
     index: int = 0,
     *,
     late: str = "off",
+    back_off: BackOff | None = None,
 ) -> None:
     """Give ``member`` its reward, or its failure class.
 
     A grader that failed grades the same trajectory again, ``resample`` times: replacing the trajectory would bias the sample.
-    ``extra[index]`` is added to the environment's reward. ``late`` is ``trainer.late``, "off" for a held-out question.
+    ``extra[index]`` is added to the environment's reward. ``late`` is ``trainer.late``, "off" for a held-out question; ``back_off``
+    says how a grader is tried again that an API refuses for now.
     """
     if not member.failure.trains:
         return
     failed = [member.retried] if member.retried else []
     for left in reversed(range(resample + 1)):
         try:
-            reward = await run_grader(environment, episode, GRADE_TIMEOUT_S)
+            reward = await run_grader(environment, episode, GRADE_TIMEOUT_S, back_off)
             reward = reward if extra is None else _with_extra(reward, extra[index], member)
             if isinstance(reward, Late):
                 _take_provisional(reward, member, late)

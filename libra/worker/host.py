@@ -26,6 +26,7 @@ from libra.cluster import worker_stacks
 from libra.cluster.tool_supply import tool_supply
 from libra.envs.action_process import ActionProcesses
 from libra.envs.actions import processes_for
+from libra.envs.services import services_here
 from libra.errors import EnvironmentFault, StoreError
 from libra.events.reports import NotReadyReport, ReadyReport
 from libra.keys import host_name
@@ -42,6 +43,7 @@ from libra.worker.quanta import QuantumRunner
 from libra.worker.role_member import RoleMember
 from libra.worker.run_secret import with_secret
 from libra.worker.run_spec import RunSpec
+from libra.worker.service_host import RunServices, open_services
 from libra.worker.teacher_service import TeacherService
 from libra.worker.trainer import Trainer
 from libra.worker.weight_sync import weights_of
@@ -80,6 +82,7 @@ class LibraHost(WorkerPlugin):
         self.store: TrajectoryStore | None = None
         self.rows: RowKeeper | None = None
         self.teacher: TeacherService | None = None
+        self.services: RunServices | None = None
         self.setup_error = ""
 
     @property
@@ -126,6 +129,10 @@ class LibraHost(WorkerPlugin):
             if supply.get(keys.TEACHER) and self.spec.config.distil.teacher is not None:
                 self.teacher = TeacherService(self.context)
                 await asyncio.to_thread(self.teacher.load)
+            if self.spec.config.services.named and (supply.get(keys.TOOL) or supply.get(keys.GRADE)):
+                self.services = await open_services(self.context)
+                self._parts.push_async_callback(self.services.close)
+                self._parts.enter_context(services_here(self.services))
         processes = await self._tool_processes(worker)
         self.quanta = QuantumRunner(
             self.context, self.engine, lambda: self.roles is not None and self.roles.leaving, processes

@@ -9,6 +9,7 @@ from pathlib import Path
 from libra import keys
 from libra.config import RunConfig
 from libra.envs import Environment, check_state, make_environment
+from libra.envs.retries import BackOff
 from libra.types import TrajectoryId
 
 
@@ -131,6 +132,12 @@ class RunSpec(RunFiles):
         if self.config.rollout.tool_format is not None:
             environment.tool_format = self.config.rollout.tool_format
         return check_state(environment)
+
+    @property
+    def back_off(self) -> BackOff:
+        """How calls are tried again that an API refuses for now."""
+        section = self.config.environment
+        return BackOff(section.retries, section.retry_s, self.config.run.seed)
 
     def turn_seed(self, tid: TrajectoryId, turn: int, draw: int = 0) -> int:
         """Seed of one generation, from the run's seed and the position only; ``draw`` counts fresh starts of the trajectory.

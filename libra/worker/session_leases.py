@@ -23,6 +23,7 @@ from functools import partial
 from typing import Any
 
 from libra.envs import StateCopy, run_action
+from libra.envs.retries import TOTAL_S
 from libra.envs.sessions import SessionPool
 from libra.errors import EnvironmentFault, SessionLost, ToolFault, ToolTimeout
 from libra.store.observations import keep_observation
@@ -91,7 +92,7 @@ class SessionLeases:
         if lease[0] == self.context.address:
             answer = await self._requested(what="run", asked=asked)
         else:
-            limit_s = self.context.environment.session_limit_s(call.name) + MARGIN_S
+            limit_s = self.context.environment.session_limit_s(call.name) + TOTAL_S + MARGIN_S
             try:
                 answer = await asyncio.wait_for(
                     ask_worker(self.context.worker, lease[0], self._op, what="run", asked=asked), limit_s
@@ -142,6 +143,7 @@ class SessionLeases:
                         state=copy,
                         session=lease.value,
                         keep=partial(keep_observation, self.context.spec.directory, *asked["where"]),
+                        back_off=self.context.spec.back_off,
                     )
                     kept = asdict(found) | {"status": str(found.status)}
                     lease.returns[asked["action_id"]] = {"return": kept, "state": copy.data}

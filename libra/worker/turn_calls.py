@@ -81,6 +81,7 @@ class TurnCalls:
             return run_action(
                 environment, state.prompt, call, action_id=action_id, state=copy, keep=keep,
                 processes=self._processes, cores=cores if len(state.calls) == 1 else None,
+                back_off=self._context.spec.back_off,
             )  # fmt: skip
 
         actions = itertools.starmap(action, enumerate(state.calls))

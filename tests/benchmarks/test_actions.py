@@ -9,6 +9,7 @@ import pytest
 from benchmarks.action_loads import ActionSimulation, Step, drawn_load, read_steps
 from benchmarks.actions import arguments, source_of
 from benchmarks.report import DATA
+from benchmarks.service_loads import COPY_BYTES_PER_S, MAX_WAIT_S, WEIGHT_BYTES, Asked, asked_all
 from libra.errors import ConfigError
 from libra.policy.leases import SpeedUp
 
@@ -41,6 +42,19 @@ def test_the_excerpt_gives_loads_that_a_seed_repeats() -> None:
     once, twice = drawn_load(source, 8, 1.0, 3), drawn_load(source, 8, 2.0, 3)
     assert twice[0][0].llm_s == 2 * once[0][0].llm_s
     assert twice[0][0].work_s == once[0][0].work_s
+
+
+def test_ten_services_share_devices_and_each_request_is_answered_once() -> None:
+    """Requests a minute apart: on three devices a request waits for others, for its weights, and for nobody else."""
+    requests = [Asked(60.0 * n, n % 10, 1.0) for n in range(30)]
+    alone, few = asked_all(requests, 10), asked_all(requests, 3)
+    assert alone.act_s == pytest.approx([1.0 + MAX_WAIT_S] * 30)
+    assert alone.restored == 0
+    restore_s = WEIGHT_BYTES / COPY_BYTES_PER_S
+    assert few.restored == 10  # twelve fit
+    assert few.act_s == pytest.approx([1.0 + MAX_WAIT_S + restore_s] * 10 + [1.0 + MAX_WAIT_S] * 20)
+    large = asked_all(requests, 3, weight_bytes=4 * WEIGHT_BYTES)  # one fits on each
+    assert large.restored == 30
 
 
 def test_data_without_seconds_and_bad_options_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

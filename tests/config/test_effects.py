@@ -135,8 +135,10 @@ def test_slurm_scripts_read_what_the_table_says(tmp_path: Path) -> None:
     read = read_by(lambda config: scripts(config, tmp_path), config)
     # What is read beside the scripts: where they lie, how often the queue is looked at, and the scheduler's own page.
     beside = {"slurm.dir", "slurm.reconcile_s", "cluster.dashboard_port", "cluster.dashboard_names"}
+    beside |= {"cluster.tool_workers_most"}
     assert read | beside == effective(config, "slurm")
-    source = Path("libra/cluster/slurm/service_process.py").read_text() + Path("libra/cli/slurm.py").read_text()
+    files = ("cluster/slurm/service_process.py", "cli/slurm.py", "cluster/elastic_tools.py")
+    source = "".join((Path("libra") / file).read_text() for file in files)
     assert all(re.search(rf"\b{name.replace('.', chr(92) + '.')}\b", source) for name in beside)
 
 

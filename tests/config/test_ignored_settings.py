@@ -25,6 +25,7 @@ OTHER: dict[str, Any] = {
     "model.master_dtype": None,
     "environment.name": "jsonl",
     "environment.args": {"path": "x"},
+    "services.named": {"judge": {"model": "some/model"}},
     "rollout.max_new_tokens": 32,
     "rollout.max_context_tokens": 512,
     "rollout.temperature": 0.5,
@@ -176,6 +177,8 @@ def values_to_walk(looked_at: str) -> tuple[Any, ...]:
         "trainer.mismatch_alarm": (None, 0.1),
         "watchdog.timeout_s": (None, 9.0),
         "distil.teacher": (None, "a/teacher"),
+        "services.named": ({}, {"judge": {"model": "a/judge"}}),
+        "environment.retries": (0, 5),
     }
     return extra.get(looked_at) or enum_of(looked_at)
 

@@ -201,3 +201,24 @@ async def test_a_process_that_dies_is_a_fault_and_twenty_of_them_leave_nothing()
                 await processes.run("dies", {}, 30.0, Bounds(cores=1))
         assert processes.cores.free == tuple(CORES)
         assert await processes.run("where", {}, 30.0, Bounds(cores=1)) is not None
+
+
+@in_loop
+async def test_the_process_that_waits_for_the_next_call_may_be_killed() -> None:
+    async with started(where) as processes:
+        assert await processes.run("where", {}, 30.0, Bounds(cores=1)) is not None
+        for pid in children(processes._pid):
+            os.kill(pid, 9)
+        while not all(map(ended, children(processes._pid))):  # noqa: ASYNC110 other processes end
+            await asyncio.sleep(0)
+        again = await processes.run("where", {}, 30.0, Bounds(cores=1))
+        assert again is not None
+        assert again.text == f"[{CORES[0]}] 1"
+        spares = children(processes._pid)
+    while not all(map(ended, spares)):  # it ends with the starter  # noqa: ASYNC110
+        await asyncio.sleep(0)
+
+
+def children(pid: int) -> list[int]:
+    """Processes that a process has started."""
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]

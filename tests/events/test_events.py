@@ -47,6 +47,7 @@ _BY_TYPE = {
     "tuple[tuple[int, int, int], ...]": st.lists(st.tuples(*[_INTS] * 3)).map(tuple),
     "tuple[tuple[str, str], ...]": st.lists(st.tuples(st.text(), st.text())).map(tuple),
     "tuple[tuple[int, int], ...]": st.lists(st.tuples(_INTS, _INTS)).map(tuple),
+    "tuple[tuple[str, float], ...]": st.lists(st.tuples(st.text(), _FLOATS)).map(tuple),
     "tuple[tuple[int, float], ...]": st.lists(st.tuples(_INTS, _FLOATS)).map(tuple),
     "dict[str, str]": st.dictionaries(st.text(), st.text()),
     "dict[str, int]": st.dictionaries(st.text(), _INTS),

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from libra import keys
 from libra.cluster.certificates import security_in
+from libra.cluster.elastic_tools import most_tools
 from libra.cluster.local import SPARE_THREADS, number_of_workers, worker_resources
 from libra.cluster.settings import GUARD
 from libra.cluster.worker_environment import WORKER_ENVIRONMENT
@@ -77,8 +78,17 @@ def check_roles(config: RunConfig) -> None:
         )
 
 
-def worker_specs(config: RunConfig, directory: Path, security: Security | None) -> dict[str, dict[str, Any]]:
-    """A ``SLURMJob`` and its options for each worker by name, for `distributed.SpecCluster`.
+def most_jobs(config: RunConfig) -> dict[str, int]:
+    """Jobs of each role that there may be."""
+    number = number_of_jobs(config)
+    return number if config.slurm_tool.jobs is not None else number | {"tool": most_tools(config)}
+
+
+def worker_specs(
+    config: RunConfig, directory: Path, security: Security | None, number: Mapping[str, int] | None = None
+) -> dict[str, dict[str, Any]]:
+    """A ``SLURMJob`` and its options for each worker by name, for `distributed.SpecCluster`; ``number`` of each role, None:
+    `number_of_jobs`.
 
     ``directory`` is the absolute ``slurm.dir``; ``security`` must name files that the jobs can read.
     """
@@ -88,7 +98,7 @@ def worker_specs(config: RunConfig, directory: Path, security: Security | None) 
     jobs = role_jobs(config)
     return {
         name: {"cls": SLURMJob, "options": _options(config, jobs[role_of(name)], name, resources, directory, security)}
-        for name, resources in worker_resources(config, number_of_jobs(config)).items()
+        for name, resources in worker_resources(config, number or number_of_jobs(config)).items()
     }
 
 

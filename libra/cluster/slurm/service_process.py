@@ -31,9 +31,18 @@ from distributed.utils import get_ip
 
 from libra.cluster import page_names
 from libra.cluster.certificates import CERTIFICATE_FILE, KEY_FILE, make_files, security_in, write_private
+from libra.cluster.elastic_tools import ElasticTools, split_off
 from libra.cluster.scheduler_address import Contact
 from libra.cluster.settings import DASK_SETTINGS, GUARD, settings_yaml
-from libra.cluster.slurm.jobs import CERTIFICATES, CONTACT_FILE, LOGS, SETTINGS_FILE, worker_specs
+from libra.cluster.slurm.jobs import (
+    CERTIFICATES,
+    CONTACT_FILE,
+    LOGS,
+    SETTINGS_FILE,
+    most_jobs,
+    number_of_jobs,
+    worker_specs,
+)
 from libra.cluster.slurm.queue import job_states, lost
 from libra.config import RunConfig, config_from_dict
 from libra.errors import ClusterError
@@ -71,7 +80,11 @@ class SlurmPools:
         )
         await self.cluster
         assert self.cluster.scheduler is not None
-        self.cluster.worker_spec.update(worker_specs(self.config, self.directory, self.security))
+        specs = worker_specs(self.config, self.directory, self.security, most_jobs(self.config))
+        least = number_of_jobs(self.config)["tool"]
+        reserve = split_off(specs, least)
+        self.elastic = ElasticTools(self.cluster, reserve, least) if reserve else None
+        self.cluster.worker_spec.update(specs)
         services = self.cluster.scheduler.services
         port = services["dashboard"].port if "dashboard" in services else None
         tls = self.directory / CERTIFICATES
@@ -115,6 +128,8 @@ class SlurmPools:
             )
             if not (closed.done() or stopped.done()):
                 try:
+                    if self.elastic is not None:
+                        await self.elastic.look()
                     await self.reconcile()
                 except ClusterError as error:  # Slurm's controller does not answer: its jobs continue
                     logger.error("reading the queue failed, will retry: %s", error)

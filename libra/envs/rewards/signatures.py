@@ -32,6 +32,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from libra.envs.rewards import REWARDS, make_reward
+from libra.envs.services import ServiceReward, ServiceUse, service_reward
 from libra.errors import ConfigError
 from libra.types import EndReason, Episode
 from libra.untrusted import repr_text, shown_line
@@ -99,6 +100,12 @@ class RewardSum:
             raise ValueError(f"no reward: {', '.join(_name(term.function) for term in self.terms)} returned None")
         return sum(known)
 
+    @property
+    def services(self) -> tuple[ServiceUse, ...]:
+        """Services that its terms ask."""
+        asked = [term.function for term in self.terms if isinstance(term.function, ServiceReward)]
+        return tuple(ServiceUse(each.service, "reward", each.late) for each in asked)
+
     def _arguments(self, term: Term, episode: Episode) -> dict[str, Any]:
         facts = episode.prompt.facts
         if term.form == "trl":
@@ -127,8 +134,9 @@ def read_rewards(given: Given, columns: Collection[str], *, plain: bool) -> Rewa
     Parameters
     ----------
     given : callable, str, mapping, rubric, or a list of those
-        A function of any form; a name of `REWARDS` or "module:function"; ``{"name": ...}`` with options, or ``{"function": f,
-        "weight": 0.5, "form": "trl"}``; an object with ``funcs`` and ``weights``, such as verifiers' Rubric.
+        A function of any form; a name of `REWARDS` or "module:function"; ``{"name": ...}`` with options, ``{"function": f,
+        "weight": 0.5, "form": "trl"}``, or ``{"service": "judge"}`` with ``weight``, ``late`` and ``fast`` (`libra.envs.services`);
+        an object with ``funcs`` and ``weights``, such as verifiers' Rubric.
     columns : collection of str
         Columns that every prompt has.
 
@@ -183,6 +191,8 @@ def _state(episode: Episode) -> dict[str, Any]:
 
 def _read(given: Any, columns: Collection[str]) -> Term:
     options: dict[str, Any] = {"function": given}
+    if isinstance(given, Mapping) and "service" in given:
+        return _term(service_reward(given), columns, form="libra", weight=given.get("weight"))
     if isinstance(given, str | Mapping):
         if not _is_function(given):
             return _term(make_reward(given), columns, form="libra", weight=1.0)
@@ -279,7 +289,7 @@ def _of_rubric(rubric: Any, columns: Collection[str]) -> tuple[Term, ...]:
 
 
 def _is_function(given: str | Mapping[str, Any]) -> bool:
-    return ":" in given if isinstance(given, str) else "function" in given
+    return ":" in given if isinstance(given, str) else "function" in given or "service" in given
 
 
 def _imported(path: str) -> Any:

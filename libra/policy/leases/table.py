@@ -178,6 +178,13 @@ class LeaseTable:
         """Whether ``holder`` has a request."""
         return holder in self._waiting or holder in self._delayed or holder in self._stranded
 
+    def waiting_work(self) -> tuple[int, float]:
+        """Requests that more workers would help, and their core-seconds (slot-seconds where they want no core), as far as actions
+        of their tool have ended; others count a second. Those that wait for a quota are left out."""
+        helped = [request for request in self._waiting if not request.least.quotas]
+        units = (max(1, each.least.cores) * (self.expected_s(each.tool) or 1.0) for each in helped)
+        return len(helped), sum(units)
+
     def num_waiting(self) -> int:
         """Requests that wait."""
         return len(self._waiting) + len(self._delayed) + len(self._stranded)

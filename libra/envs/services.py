@@ -1,0 +1,214 @@
+"""`libra.ask`: what rewards and tools ask of the services of their run (section ``services``), on the worker where they run.
+
+A call knows its run by the context in which it was begun (`asking`); where there is none, such as in a thread of a user's own, it
+is the only run of this process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from libra.envs.choices import nearest
+from libra.errors import ConfigError, ServiceFault
+from libra.named_parts import name_of
+from libra.types import Episode, Late, Prompt
+
+
+class Asker(Protocol):
+    """The services of one run on one worker."""
+
+    @property
+    def names(self) -> Collection[str]:
+        """What the run calls them."""
+
+    loop: asyncio.AbstractEventLoop
+    """Where `answer` runs."""
+    pid: int
+    """The process of that loop."""
+
+    async def answer(self, service: str, given: Any) -> Any:
+        """What a service says; ServiceFault."""
+
+    def answer_later(self, service: str, given: Any, trajectory_id: str) -> None:
+        """Have what it says delivered as the reward of a trajectory."""
+
+
+_HERE: list[Asker] = []
+_ASKER: ContextVar[Asker | None] = ContextVar("libra_services", default=None)
+
+
+@contextmanager
+def services_here(asker: Asker) -> Iterator[None]:
+    """Within it, this process has these services."""
+    _HERE.append(asker)
+    try:
+        yield
+    finally:
+        _HERE.remove(asker)
+
+
+@contextmanager
+def asking(asker: Asker | None) -> Iterator[None]:
+    """Within it, and in the calls that begin in it, `ask` asks these services."""
+    token = _ASKER.set(asker)
+    try:
+        yield
+    finally:
+        _ASKER.reset(token)
+
+
+def ask(service: str, given: Any) -> Any:
+    """The answer of a service of this run to ``given``; waits for it. For rewards and tools that are plain functions.
+
+    Parameters
+    ----------
+    service : str
+        A name of ``services.named``.
+    given : Any
+        What its function gets as one of its inputs. The functions for models take a text, or a mapping with "prompt" or "messages",
+        and "completion".
+
+    Raises
+    ------
+    ServiceFault
+        It failed, its API refused it until retries were used up, the run has none of that name, or this call runs where services
+        cannot be asked.
+    """
+    asker = _asker(service)
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run_coroutine_threadsafe(asker.answer(service, given), asker.loop).result()
+    raise ServiceFault(
+        f"service {service!r}: libra.ask waits, and was called in a coroutine, which would stop everything else; type await "
+        f"libra.ask_async({service!r}, ...)"
+    )
+
+
+async def ask_async(service: str, given: Any) -> Any:
+    """`ask` for rewards and tools that are coroutines."""
+    asker = _asker(service)
+    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(asker.answer(service, given), asker.loop))
+
+
+def _asker(service: str) -> Asker:
+    asker = _ASKER.get() or (_HERE[0] if len(_HERE) == 1 else None)
+    if asker is None:
+        why = "of several runs" if _HERE else "of a run with services"
+        raise ServiceFault(
+            f"service {service!r}: this is no reward or tool {why}; ask it in one, and name it in services.named"
+        )
+    if asker.pid != os.getpid():
+        raise ServiceFault(
+            f"service {service!r}: this call has cores, memory or a GPU of its own, and so a process of its own, from which no "
+            "service can be asked; leave them out, or ask the service in the reward"
+        )
+    if service not in asker.names:
+        raise ServiceFault(
+            f"service {service!r}: this run has none of that name{nearest(service, list(asker.names))}; services.named has "
+            f"{', '.join(sorted(asker.names))}"
+        )
+    return asker
+
+
+def service(
+    function: str | Callable[..., Any] = "judge",
+    *,
+    model: str | None = None,
+    max_batch: int = 8,
+    max_wait_s: float = 0.05,
+    **args: Any,
+) -> dict[str, Any]:
+    """A service for ``libra.train(services={"judge": libra.service(...)})``; the same as an entry of ``services.named``.
+
+    Parameters
+    ----------
+    function : str or callable
+        "judge", "logprob", "score" or "embed", which ask ``model``; or a function at the top of a module: ``f(inputs)``, with a
+        model ``f(model, tokenizer, inputs)``, which returns one value for each input.
+    model : str, optional
+        Named as ``model.path`` is.
+    max_batch, max_wait_s : int, float
+        Requests that are answered together, and seconds that one waits for others.
+    **args
+        Further keyword arguments of the function.
+
+    Raises
+    ------
+    ConfigError
+        Workers could not import the function by its name.
+    """
+    named = name_of("libra.service", function)
+    return {"model": model, "function": named, "args": args, "max_batch": max_batch, "max_wait_s": max_wait_s}
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceUse:
+    """A service that an environment asks; ``late``: without waiting for it. ``where`` is who asks, for messages."""
+
+    service: str
+    where: str
+    late: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceReward:
+    """A reward that is the number a service answers: ``{service: judge}``.
+
+    Attributes
+    ----------
+    service : str
+    late : bool
+        Do not wait: the reward is `libra.Late`, and is delivered when the service has answered (``trainer.late``). Held-out
+        questions wait.
+    fast : float or None
+        The provisional reward of a late one; None: there is none.
+    """
+
+    service: str
+    late: bool = False
+    fast: float | None = None
+
+    def __call__(self, prompt: Prompt, completion: str, episode: Episode, **columns: Any) -> Any:
+        given = question(prompt, completion, columns)
+        if not self.late or episode.trajectory_id.startswith("eval"):
+            return ask(self.service, given)
+        _asker(self.service).answer_later(self.service, given, episode.trajectory_id)
+        return Late(fast=self.fast)
+
+
+def question(prompt: Prompt, completion: str, columns: Mapping[str, Any]) -> dict[str, Any]:
+    """What a reward sends to a service: the last message of the prompt, all of them, the last turn of the model, and the columns of
+    the row."""
+    messages = [dict(message) for message in prompt.messages]
+    last = messages[-1]["content"] if messages else ""
+    return {**columns, "prompt": last, "messages": messages, "completion": completion}
+
+
+def service_reward(options: Mapping[str, Any]) -> ServiceReward:
+    """The reward of ``{service: NAME, late: true, fast: 0.0}``; ConfigError for anything else in it."""
+    known = ("service", "late", "fast", "weight")
+    for option in options:
+        if option not in known:
+            raise ConfigError(
+                f"reward: no option {option!r} of a service{nearest(option, known)}; it takes {', '.join(known)}"
+            )
+    name, late, fast = options["service"], options.get("late", False), options.get("fast")
+    if not isinstance(name, str):
+        raise ConfigError(f"reward: service is {name!r}; type the name of one of services.named")
+    if not isinstance(late, bool):
+        raise ConfigError(f"reward of service {name!r}: late is {late!r}; type true or false")
+    if fast is not None and (isinstance(fast, bool) or not isinstance(fast, int | float)):
+        raise ConfigError(f"reward of service {name!r}: fast is {fast!r}; type a number, or null")
+    if fast is not None and not late:
+        raise ConfigError(
+            f"reward of service {name!r}: fast={fast} is the reward until a late one comes, and late is false; type late: true, "
+            "or leave fast out"
+        )
+    return ServiceReward(name, late, None if fast is None else float(fast))

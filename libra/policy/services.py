@@ -1,0 +1,242 @@
+"""Services of one worker: which batch of requests runs next, on which device, and whose weights make room for it. Pure.
+
+A service is a model in host memory, or a plain function. Its weights are restored to a device when a batch of it is to run there,
+and stay until others need the room (ARL-Tangram, 3.3: services are evicted, and restored on execution). Live and in virtual time it
+is the same object; time arrives with every call and never goes back.
+
+Invariants
+----------
+1. One batch at a time runs on a device. A service without weights has a lane of its own, and one batch at a time there.
+2. A batch has requests of one service, the oldest first, at most ``max_batch``. Each request is in exactly one batch.
+3. A service is ripe as soon as ``max_batch`` requests wait, or the oldest has waited ``max_wait_s``. Of ripe services the one that
+   was ripe first goes first. So a request that finds fewer than ``max_batch`` before it waits at most ``max_wait_s`` and, where its
+   device is its own, one batch; where it shares a device, those batches that were ripe before its own.
+4. Weights never take more of a device than it has. Those used longest ago go first, those of the running batch never.
+5. A service waits for a busy device that has its weights rather than restoring them to another one, if that is sooner by what
+   batches have taken so far.
+6. The same calls give the same decisions.
+
+Differs from the paper: there a service is evicted as soon as its action has ended and another needs the device; here weights of
+several services stay beside each other while they fit.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+
+import msgspec
+
+from libra.errors import ConfigError
+
+FORGETTING = 0.2
+"""Weight of the newest batch, or restoring, in a service's mean seconds."""
+
+
+class ServiceFacts(msgspec.Struct, frozen=True, gc=False):
+    """What is declared of a service.
+
+    Attributes
+    ----------
+    name : str
+    max_batch : int
+        Requests of one batch.
+    max_wait_s : float
+        Seconds that the oldest request waits for others.
+    num_bytes : int
+        Of its weights on a device; 0: it has none, and needs no device.
+    restore_s : float
+        Seconds that restoring them takes, until it was measured.
+    """
+
+    name: str
+    max_batch: int
+    max_wait_s: float
+    num_bytes: int = 0
+    restore_s: float = 0.0
+
+
+class Fire(msgspec.Struct, frozen=True, gc=False):
+    """Run a batch: evict ``evicted`` from ``device``, restore the weights if ``restores``, then call the service.
+
+    ``device`` is empty for a service without weights; ``ripe_s`` is when the batch could have begun.
+    """
+
+    service: str
+    device: str
+    requests: tuple[int, ...]
+    evicted: tuple[str, ...]
+    restores: bool
+    ripe_s: float
+
+    @property
+    def lane(self) -> str:
+        """What is busy with it."""
+        return self.device or f"without device: {self.service}"
+
+
+class _Service:
+    """One service, its requests, and the seconds of its batches so far."""
+
+    def __init__(self, facts: ServiceFacts) -> None:
+        self.facts = facts
+        self.waiting: deque[tuple[float, int]] = deque()
+        self.batch_s: float | None = None
+        self.restore_s = facts.restore_s
+
+    @property
+    def ripe_s(self) -> float:
+        """When its next batch is ripe; infinite without requests."""
+        if not self.waiting:
+            return float("inf")
+        oldest_s = self.waiting[0][0] + self.facts.max_wait_s
+        most = self.facts.max_batch
+        return min(oldest_s, self.waiting[most - 1][0]) if len(self.waiting) >= most else oldest_s
+
+
+class ServiceSchedule:
+    """The services of one worker.
+
+    Parameters
+    ----------
+    devices : mapping of str to int or None
+        Bytes for weights by device; None: without bound.
+    """
+
+    def __init__(self, devices: Mapping[str, int | None]) -> None:
+        self._bytes = dict(devices)
+        self._services: dict[str, _Service] = {}
+        self._resident: dict[str, dict[str, float]] = {device: {} for device in devices}  # when each was used last
+        self._running: dict[str, tuple[Fire, float]] = {}
+
+    # ---------------------------------------------------------------- what there is
+
+    def declare(self, facts: ServiceFacts) -> None:
+        """A service, from now on; one that is known is as it was. ConfigError if no device has room for its weights."""
+        most = max((float("inf") if size is None else size for size in self._bytes.values()), default=0)
+        if facts.num_bytes > most:
+            raise ConfigError(
+                f"services.device_gib: service {facts.name!r} has weights of {facts.num_bytes / 2**30:.3g} GiB, and a device has "
+                f"{most / 2**30:.3g} GiB for them, so it could never run; type services.device_gib="
+                f"{facts.num_bytes / 2**30:.2g} or more, or name a smaller model"
+            )
+        self._services.setdefault(facts.name, _Service(facts))
+
+    def bound(self, device: str, num_bytes: int | None) -> None:
+        """Weights may take so much of ``device`` from now on, and what the largest service that is declared needs; what is too much
+        is evicted before the next is restored."""
+        largest = max((service.facts.num_bytes for service in self._services.values()), default=0)
+        self._bytes[device] = None if num_bytes is None else max(num_bytes, largest)
+
+    def withdraw(self, service: str) -> tuple[int, ...]:
+        """A service is no longer wanted; returns its requests that were waiting. None of its batches runs."""
+        assert all(fire.service != service for fire, _ in self._running.values()), f"a batch of {service} runs"
+        for residents in self._resident.values():
+            residents.pop(service, None)
+        found = self._services.pop(service, None)
+        return tuple(request for _, request in found.waiting) if found is not None else ()
+
+    def resident(self, device: str) -> tuple[str, ...]:
+        """Services whose weights are on ``device``, those used longest ago first."""
+        return tuple(sorted(self._resident[device], key=lambda name: (self._resident[device][name], name)))
+
+    # ---------------------------------------------------------------- what happens
+
+    def asked(self, service: str, request: int, at_s: float) -> None:
+        """``request`` waits for ``service``."""
+        self._services[service].waiting.append((at_s, request))
+
+    def cancel(self, service: str, request: int) -> None:
+        """``request`` no longer waits; one that is in a batch stays there."""
+        waiting = self._services[service].waiting
+        self._services[service].waiting = deque(entry for entry in waiting if entry[1] != request)
+
+    def ended(self, fire: Fire, at_s: float, *, restore_s: float = 0.0, failed: bool = False) -> None:
+        """A batch has ended; restoring took ``restore_s`` of it. ``failed``: its weights are not on the device."""
+        _, began_s = self._running.pop(fire.lane)
+        service = self._services[fire.service]
+        service.batch_s = _mean(service.batch_s, max(0.0, at_s - began_s - restore_s))
+        if fire.restores and not failed:
+            service.restore_s = _mean(service.restore_s or None, restore_s)
+        if fire.device:
+            self._resident[fire.device][fire.service] = at_s
+            if failed:
+                del self._resident[fire.device][fire.service]
+
+    def fire(self, at_s: float) -> tuple[Fire, ...]:
+        """The batches that begin now, in order."""
+        begun: list[Fire] = []
+        passed: set[str] = set()
+        while True:
+            waiting = ((s.ripe_s, name) for name, s in self._services.items() if name not in passed)
+            ripe_s, name = min(waiting, default=(float("inf"), ""))
+            if ripe_s > at_s:
+                return tuple(begun)
+            device = self._device(name, at_s)
+            if device is None:
+                passed.add(name)
+                continue
+            fire = self._begin(self._services[name], device, ripe_s, at_s)
+            self._running[fire.lane] = fire, at_s
+            begun.append(fire)
+
+    def next_s(self, at_s: float) -> float | None:
+        """When time alone makes a service ripe, after ``at_s``; None: never. (Ripe ones wait for a batch to end.)"""
+        times = (service.ripe_s for service in self._services.values())
+        return min((each for each in times if at_s < each < float("inf")), default=None)
+
+    # ---------------------------------------------------------------- how it is decided
+
+    def _device(self, name: str, at_s: float) -> str | None:
+        """Where a ripe service runs now; empty: nowhere in particular; None: it waits."""
+        service = self._services[name]
+        need = service.facts.num_bytes
+        if not need:
+            return "" if f"without device: {name}" not in self._running else None
+        fits = [device for device, size in self._bytes.items() if size is None or need <= size]
+        free = [device for device in fits if device not in self._running]
+        here = [device for device in free if name in self._resident[device]]
+        if here:
+            return here[0]
+        busy = [device for device in fits if device in self._running and name in self._resident[device]]
+        if not free or any(self._left_s(device, at_s) <= service.restore_s for device in busy):
+            return None
+        return min(free, key=lambda device: (self._evicted(device, need)[1], device))
+
+    def _left_s(self, device: str, at_s: float) -> float:
+        """Seconds that the batch on ``device`` still takes, as far as one is known."""
+        fire, began_s = self._running[device]
+        service = self._services[fire.service]
+        whole_s = (service.batch_s or 0.0) + (service.restore_s if fire.restores else 0.0)
+        return max(0.0, began_s + whole_s - at_s)
+
+    def _evicted(self, device: str, need: int) -> tuple[tuple[str, ...], float]:
+        """Who makes room on a free device, and when the newest of them was used last (less than any time: nobody has to)."""
+        size = self._bytes[device]
+        if size is None:
+            return (), float("-inf")
+        free = size - sum(self._services[name].facts.num_bytes for name in self._resident[device])
+        gone: list[str] = []
+        for name in self.resident(device):
+            if free >= need:
+                break
+            free += self._services[name].facts.num_bytes
+            gone.append(name)
+        return tuple(gone), self._resident[device][gone[-1]] if gone else float("-inf")
+
+    def _begin(self, service: _Service, device: str, ripe_s: float, at_s: float) -> Fire:
+        name, waiting = service.facts.name, service.waiting
+        requests = tuple(waiting.popleft()[1] for _ in range(min(len(waiting), service.facts.max_batch)))
+        if not device:
+            return Fire(name, "", requests, (), False, ripe_s)
+        residents = self._resident[device]
+        restores = name not in residents
+        evicted = self._evicted(device, service.facts.num_bytes)[0] if restores else ()
+        for each in evicted:
+            del residents[each]
+        residents[name] = at_s
+        return Fire(name, device, requests, evicted, restores, ripe_s)
+
+
+def _mean(mean: float | None, value: float) -> float:
+    return value if mean is None else mean + FORGETTING * (value - mean)

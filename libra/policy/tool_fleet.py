@@ -1,0 +1,162 @@
+"""How many tool workers there are: more where actions wait for long, fewer where workers idle. Pure.
+
+`ordered` decides from the facts of one moment alone, so that a log with the facts replays the decision. `ToolFleet` makes facts of
+what is seen from moment to moment: since when actions wait, since when each worker idles, and how long workers take to start.
+
+The price of a worker is what it costs beyond its work: it starts for ``start_s``, and idles for `IDLE_S` before it is given up.
+What it saves is the time that waiting actions wait less, half of it for each as they leave one after the other. A second of a
+worker is worth a second of a waiting trajectory.
+
+Invariants
+----------
+1. ``least <= wanted <= most``.
+2. More workers are asked for only after actions have waited for `HOLD` times what a worker takes to start, only while what waits
+   would still wait when they have started, and only as many as save more than their price.
+3. A worker is given up only if it has had nothing to do for `IDLE_S`, or `HOLD` starts, whichever is longer, while nothing waits
+   and none starts; one at a time, and never one of the first ``least``.
+4. So under a load that does not change, no worker is given up that was asked for within that time, nor the other way round.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+IDLE_S = 60.0
+HOLD = 2.0
+START_S = 15.0
+"""Seconds that a worker takes to start, until one has."""
+NEWEST = 0.3
+"""Weight of the newest start in their mean."""
+
+
+class FleetFacts(msgspec.Struct, frozen=True, gc=False):
+    """What the size of a fleet depends on.
+
+    Attributes
+    ----------
+    least, most, wanted : int
+        Bounds, and the workers that there are or that start.
+    starting : int
+        Those of them that start.
+    units : int
+        What all present workers together give to actions: cores, or slots where no action leases any.
+    waiting : int
+        Actions that wait.
+    waiting_s : float
+        Unit-seconds of all of these.
+    behind_s : float
+        Seconds for which some have waited without a pause.
+    start_s : float
+        Mean seconds from asking for a worker until it is there.
+    idle : tuple of (str, float)
+        Present workers beyond the first ``least`` that have nothing to do, and for how many seconds.
+    """
+
+    least: int
+    most: int
+    wanted: int
+    starting: int
+    units: int
+    waiting: int
+    waiting_s: float
+    behind_s: float
+    start_s: float
+    idle: tuple[tuple[str, float], ...] = ()
+
+
+class FleetOrder(msgspec.Struct, frozen=True, gc=False):
+    """There should be ``wanted`` workers, without ``give_up`` (empty: none of them is given up)."""
+
+    wanted: int
+    give_up: str
+    reason: str
+
+
+def ordered(facts: FleetFacts) -> FleetOrder | None:
+    """What changes; None: nothing."""
+    if facts.waiting and facts.wanted < facts.most:
+        return _more(facts)
+    if not facts.waiting and not facts.starting and facts.wanted > facts.least and facts.idle:
+        worker, idle_s = max(facts.idle, key=lambda each: (each[1], each[0]))
+        if idle_s >= max(IDLE_S, HOLD * facts.start_s):
+            return FleetOrder(facts.wanted - 1, worker, f"{worker} has had nothing to do for {idle_s:.0f} s")
+    return None
+
+
+def _more(facts: FleetFacts) -> FleetOrder | None:
+    if facts.starting or facts.behind_s < HOLD * facts.start_s:
+        return None
+    present = facts.wanted - facts.starting
+    each = max(1, facts.units // max(1, present))
+    drained_s = facts.waiting_s / facts.units if facts.units else float("inf")
+    left_s = facts.waiting_s - facts.units * facts.start_s  # of what waits now, when another worker has started
+    if left_s <= 0:
+        return None
+    best: tuple[float, int, float] | None = None
+    for more in range(1, facts.most - facts.wanted + 1):
+        then_s = facts.start_s + left_s / (facts.units + more * each)
+        saved_s = min(drained_s, 1e6) - then_s
+        worth = facts.waiting * saved_s / 2 - more * (facts.start_s + IDLE_S)
+        if worth > 0 and (best is None or worth > best[0]):
+            best = worth, more, saved_s
+    if best is None:
+        return None
+    _, more, saved_s = best
+    return FleetOrder(
+        facts.wanted + more,
+        "",
+        f"{facts.waiting} actions wait, for {facts.behind_s:.0f} s now; {more} more end that {saved_s:.0f} s sooner, and take "
+        f"{facts.start_s:.0f} s to start",
+    )
+
+
+class ToolFleet:
+    """The tool workers of a cluster, as seen from moment to moment.
+
+    Parameters
+    ----------
+    least, most : int
+        Workers that there are at least, from the beginning, and at most.
+    """
+
+    def __init__(self, least: int, most: int) -> None:
+        self.least, self.most = least, most
+        self.wanted = least
+        self.start_s = START_S
+        self._behind_since_s: float | None = None
+        self._idle_since_s: dict[str, float] = {}
+        self._asked_s: float | None = None
+
+    def facts(
+        self, at_s: float, *, present: frozenset[str], idle: frozenset[str], units: int, waiting: int, waiting_s: float
+    ) -> FleetFacts:
+        """Facts of this moment: names of the ``present`` workers, those that have nothing to do now and may be given up (``idle``),
+        and the rest as in `FleetFacts`."""
+        if self._asked_s is not None and len(present) >= self.wanted:
+            self.start_s += NEWEST * (at_s - self._asked_s - self.start_s)
+            self._asked_s = None
+        if not waiting:
+            self._behind_since_s = None
+        elif self._behind_since_s is None:
+            self._behind_since_s = at_s
+        self._idle_since_s = {name: self._idle_since_s.get(name, at_s) for name in sorted(idle & present)}
+        return FleetFacts(
+            self.least,
+            self.most,
+            self.wanted,
+            max(0, self.wanted - len(present)),
+            units,
+            waiting,
+            round(waiting_s, 6),
+            0.0 if self._behind_since_s is None else round(at_s - self._behind_since_s, 6),
+            round(self.start_s, 6),
+            tuple((name, round(at_s - since_s, 6)) for name, since_s in self._idle_since_s.items()),
+        )
+
+    def follow(self, order: FleetOrder, at_s: float) -> None:
+        """``order`` is carried out from now on."""
+        if order.wanted > self.wanted:
+            self._asked_s = at_s
+            self._behind_since_s = None
+        self.wanted = order.wanted
+        self._idle_since_s.pop(order.give_up, None)

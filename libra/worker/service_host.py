@@ -1,0 +1,349 @@
+"""The services of a worker (section ``services``): one host for all runs there, which does what `libra.policy.services` decides.
+
+Invariants
+----------
+1. Runs that describe a service alike, whatever they call it, share it: its model is loaded once, and their requests go into the
+   same batches. It is unloaded when the last of them has ended.
+2. Each request is answered once, or fails with `ServiceFault`: also if its batch raises, gives another number of answers, or its
+   run ends. A batch that an API refuses for now is asked again as `libra.envs.retries` says.
+3. A model answers only with verified weights (`libra.worker.service_models`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import itertools
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+from distributed import Worker
+
+from libra.config import resolve_model
+from libra.config.services import MODEL_FUNCTIONS, ServiceEntry
+from libra.envs.actions import run_bounded
+from libra.envs.grading import bounded_reward
+from libra.envs.retries import refused, with_retries
+from libra.errors import ConfigError, LibraError, RecordExists, ServiceFault
+from libra.events.reports import ServiceReport
+from libra.named_parts import named_part
+from libra.policy.services import Fire, ServiceFacts, ServiceSchedule
+from libra.store.late_rewards import write_late
+from libra.types import TrajectoryId
+from libra.untrusted import error_text
+from libra.worker.context import WorkerContext
+from libra.worker.model_files import local_model
+from libra.worker.service_functions import FUNCTIONS
+
+logger = logging.getLogger(__name__)
+
+HOST_BYTES_PER_S = 4e9
+"""Speed at which weights are copied to a device, until it was measured."""
+BATCH_TIMEOUT_S = 600.0
+"""Seconds of one batch."""
+GPU_FRAC = 0.9
+"""Share of a GPU's free memory that weights of services take where ``services.device_gib`` does not say."""
+
+
+class Request(NamedTuple):
+    """What somebody waits for, since when, and for which run."""
+
+    given: Any
+    answer: asyncio.Future[Any]
+    came_s: float
+    context: WorkerContext
+
+
+@dataclass(slots=True)
+class Loaded:
+    """A service of this worker: its model in host memory (None: it has none), its copies by device, and the runs that have it."""
+
+    entry: ServiceEntry
+    function: Callable[..., Any]
+    model: Any
+    users: int = 0
+    copies: dict[str, Any] = field(default_factory=dict)
+
+
+class ServiceHost:
+    """One per worker process; ``device`` is where its models answer."""
+
+    def __init__(self, device: Any) -> None:
+        self._device = device
+        self._schedule = ServiceSchedule({str(device): None})
+        self._rooms: dict[int, int | None] = {}  # by the identity of the context of a run
+        self._loaded: dict[str, Loaded] = {}
+        self._requests: dict[int, Request] = {}
+        self._numbers = itertools.count()
+        self._timer: asyncio.TimerHandle | None = None
+        self._batches: dict[asyncio.Task[None], str] = {}  # with the name of the service
+
+    def share(self, context: WorkerContext) -> None:
+        """A run has services here; of what runs allow weights on the device the least counts."""
+        self._rooms[id(context)] = _room(self._device, context.spec.config.services.device_gib)
+        self._bound()
+
+    def leave(self, context: WorkerContext) -> None:
+        """It has them no longer."""
+        del self._rooms[id(context)]
+        self._bound()
+
+    def _bound(self) -> None:
+        rooms = [room for room in self._rooms.values() if room is not None]
+        self._schedule.bound(str(self._device), min(rooms, default=None))
+
+    async def load(self, entry: ServiceEntry, shown: str = "") -> str:
+        """Have a service, which a run calls ``shown``, and return its name here; one call at a time. ModelError, or ConfigError
+        where the device has no room for it."""
+        name = _identity(entry)
+        if name not in self._loaded:
+            function, model = _function(entry), None
+            if entry.model is not None:
+                directory = local_model(str(resolve_model(entry.model)))
+                model = await asyncio.to_thread(_host_model, directory, entry.function == "score")
+                logger.info("service %s: %s in host memory, %d bytes", name, entry.model, model.num_bytes)
+            num_bytes = 0 if model is None else model.num_bytes
+            facts = ServiceFacts(name, entry.max_batch, entry.max_wait_s, num_bytes, num_bytes / HOST_BYTES_PER_S)
+            try:
+                self._schedule.declare(facts)
+            except ConfigError as error:
+                raise ConfigError(str(error).replace(name, shown or name)) from error
+            self._loaded[name] = Loaded(entry, function, model)
+        self._loaded[name].users += 1
+        return name
+
+    async def unload(self, name: str, context: WorkerContext) -> None:
+        """A run has the service no longer; its requests fail, and the service goes with the last run."""
+        loaded = self._loaded[name]
+        for number, request in list(self._requests.items()):
+            if request.context is context and not request.answer.done():
+                request.answer.set_exception(ServiceFault(f"service of {context.spec.run}: its run ends"))
+                self._schedule.cancel(name, number)
+        loaded.users -= 1
+        if loaded.users:
+            return
+        await asyncio.sleep(0)  # a batch that was begun just now has to see that it is cancelled
+        running = [task for task, service in self._batches.items() if service == name]
+        for task in running:
+            task.cancel()  # nobody waits for its answers
+        await asyncio.gather(*running, return_exceptions=True)
+        if not loaded.users and self._loaded.pop(name, None) is not None:
+            self._schedule.withdraw(name)
+
+    async def answer(self, name: str, given: Any, context: WorkerContext) -> Any:
+        """The answer of a service; ServiceFault."""
+        number, loop = next(self._numbers), asyncio.get_running_loop()
+        request = self._requests[number] = Request(given, loop.create_future(), loop.time(), context)
+        self._schedule.asked(name, number, loop.time())
+        self._look()
+        try:
+            return await request.answer
+        finally:
+            self._requests.pop(number, None)
+            if name in self._loaded:
+                self._schedule.cancel(name, number)  # nobody waits for it any longer
+
+    def _look(self) -> None:
+        """Begin the batches that may, and look again when time makes another one ripe."""
+        loop = asyncio.get_running_loop()
+        for fire in self._schedule.fire(loop.time()):
+            task = loop.create_task(self._run(fire))
+            self._batches[task] = fire.service
+            task.add_done_callback(self._batches.pop)
+        if self._timer is not None:
+            self._timer.cancel()
+        next_s = self._schedule.next_s(loop.time())
+        self._timer = None if next_s is None else loop.call_at(next_s, self._look)
+
+    async def _run(self, fire: Fire) -> None:
+        """One batch, from the eviction of others to the answers."""
+        loop, loaded = asyncio.get_running_loop(), self._loaded[fire.service]
+        requests = [self._requests[number] for number in fire.requests if number in self._requests]
+        restore_s, failed, began_s = 0.0, False, loop.time()
+        try:
+            for other in fire.evicted:
+                if other in self._loaded:
+                    self._loaded[other].copies.pop(fire.device, None)
+            if fire.restores:
+                failed = True
+                model, restore_s = await asyncio.to_thread(loaded.model.restored, self._device)
+                loaded.copies[fire.device], failed = model, False
+            if requests:
+                _give(requests, await self._answers(fire, loaded, requests))
+        except Exception as error:  # noqa: BLE001 boundary: the service's own code, whose errors are those who asked's
+            fault = error if isinstance(error, ServiceFault) else ServiceFault(f"service failed: {error_text(error)}")
+            for request in requests:
+                if not request.answer.done():
+                    request.answer.set_exception(fault)
+        finally:
+            self._schedule.ended(fire, loop.time(), restore_s=restore_s, failed=failed)
+            if requests:
+                self._report(fire, requests, began_s, restore_s)
+            self._look()
+
+    async def _answers(self, fire: Fire, loaded: Loaded, requests: Sequence[Request]) -> Sequence[Any]:
+        inputs = [request.given for request in requests]
+        given = [inputs] if loaded.model is None else [loaded.copies[fire.device], loaded.model.tokenizer, inputs]
+        call = partial(loaded.function, *given, **loaded.entry.args)
+        name, back_off = loaded.entry.function, requests[0].context.spec.back_off
+
+        async def attempt() -> tuple[Any, BaseException | None] | None:
+            return await run_bounded(
+                call, {}, BATCH_TIMEOUT_S, is_async=asyncio.iscoroutinefunction(loaded.function), name=f"service {name}"
+            )
+
+        outcome, retries = await with_retries(
+            attempt,
+            lambda each: refused(each[1], time.time()) if each is not None else None,
+            back_off,
+            f"service {name}, request {fire.requests[0]}",
+        )
+        if outcome is None:
+            raise ServiceFault(f"service {name}: a batch did not return within {BATCH_TIMEOUT_S:g} s")
+        answers, error = outcome
+        if error is not None and refused(error, time.time()) is not None:
+            raise ServiceFault(
+                f"service {name}: its API refuses calls for now (HTTP 429), also after {retries} retries"
+            ) from error
+        if error is not None:
+            raise ServiceFault(f"service {name}: {error_text(error)}") from error
+        if isinstance(answers, str | bytes | Mapping) or not hasattr(answers, "__len__") or len(answers) != len(inputs):
+            raise ServiceFault(
+                f"service {name}: it gave {str(answers)[:60]!r} for {len(inputs)} inputs; return a list with one value for each"
+            )
+        return list(answers)
+
+    def _report(self, fire: Fire, requests: Sequence[Request], began_s: float, restore_s: float) -> None:
+        """Report the batch to each run that had a request in it, under the run's own name of the service."""
+        ended_s = asyncio.get_running_loop().time()
+        for context in {id(request.context): request.context for request in requests}.values():
+            own = [request for request in requests if request.context is context]
+            named = context.spec.config.services.named
+            name = next((name for name, entry in named.items() if _identity(entry) == fire.service), fire.service)
+            waited_s = began_s - min(each.came_s for each in own)
+            context.report(
+                ServiceReport(
+                    service=name, name=context.name, requests=len(own), waited_s=round(waited_s, 6),
+                    restore_s=round(restore_s, 6), ran_s=round(max(0.0, ended_s - began_s - restore_s), 6),
+                    restored=fire.restores, evicted=len(fire.evicted),
+                )
+            )  # fmt: skip
+
+
+class RunServices:
+    """The services of one run on this worker: a `libra.envs.services.Asker`."""
+
+    def __init__(self, context: WorkerContext, host: ServiceHost) -> None:
+        self._context, self._host = context, host
+        self._here: dict[str, str] = {}
+        self._later: set[asyncio.Task[None]] = set()
+        self.loop, self.pid = asyncio.get_running_loop(), os.getpid()
+
+    @property
+    def names(self) -> Collection[str]:
+        """What the run calls them."""
+        return self._here.keys()
+
+    async def open(self) -> None:
+        """Have every service of the run."""
+        self._host.share(self._context)
+        for name, entry in self._context.spec.config.services.named.items():
+            self._here[name] = await self._host.load(entry, name)
+
+    async def close(self) -> None:
+        """Have them no longer; late answers that have not come are dropped, and named."""
+        for task in self._later:
+            task.cancel()
+        await asyncio.gather(*self._later, return_exceptions=True)
+        for name in self._here.values():
+            await self._host.unload(name, self._context)
+        self._host.leave(self._context)
+
+    async def answer(self, service: str, given: Any) -> Any:
+        """The answer of a service of the run; ServiceFault."""
+        return await self._host.answer(self._here[service], given, self._context)
+
+    def answer_later(self, service: str, given: Any, trajectory_id: str) -> None:
+        """Deliver the answer as the reward of a trajectory when it has come; may be called in any thread."""
+        self.loop.call_soon_threadsafe(self._begin_late, service, given, trajectory_id)
+
+    def _begin_late(self, service: str, given: Any, trajectory_id: str) -> None:
+        task = self.loop.create_task(self._deliver(service, given, trajectory_id))
+        self._later.add(task)
+        task.add_done_callback(self._later.discard)
+
+    async def _deliver(self, service: str, given: Any, trajectory_id: str) -> None:
+        where = f"service {service!r}, late reward of {trajectory_id}"
+        try:
+            reward = bounded_reward(float(await self.answer(service, given)), where)
+            _, iteration, group, sample = trajectory_id.split("-")
+            trajectory = TrajectoryId(int(iteration), int(group), int(sample), "train")
+            await asyncio.to_thread(write_late, self._context.spec.late_dir, trajectory, reward)
+        except RecordExists:
+            logger.info("%s: one was delivered before, and the first one counts", where)
+        except asyncio.CancelledError:
+            logger.warning("%s: not answered before the run left this worker", where)
+            raise
+        except (LibraError, TypeError, ValueError, OSError) as error:
+            logger.warning("%s is not delivered: %s", where, error)
+
+
+_HOSTS: WeakKeyDictionary[Worker, ServiceHost] = WeakKeyDictionary()
+
+
+async def open_services(context: WorkerContext) -> RunServices:
+    """The services of a run, on its worker."""
+    from libra.tensors import compute_device  # imports torch, which a worker without services may not need
+
+    host = _HOSTS.get(context.worker)
+    if host is None:
+        host = _HOSTS[context.worker] = ServiceHost(compute_device(context.spec.config.cluster.device))
+    services = RunServices(context, host)
+    try:
+        await services.open()
+    except BaseException:
+        await services.close()
+        raise
+    return services
+
+
+def _room(device: Any, gib: float | None) -> int | None:
+    if gib is not None:
+        return round(gib * 2**30)
+    if device.type == "cpu":
+        return None
+    import torch
+
+    return int(GPU_FRAC * torch.cuda.mem_get_info(device)[0])
+
+
+def _give(requests: Sequence[Request], answers: Sequence[Any]) -> None:
+    for request, answer in zip(requests, answers, strict=True):
+        if not request.answer.done():
+            request.answer.set_result(answer)
+
+
+def _identity(entry: ServiceEntry) -> str:
+    """A name that descriptions of the same service have in common."""
+    said = json.dumps(entry.model_dump(mode="json"), sort_keys=True, default=str)
+    return f"{entry.function}-{hashlib.blake2b(said.encode(), digest_size=6).hexdigest()}"
+
+
+def _function(entry: ServiceEntry) -> Callable[..., Any]:
+    if entry.function in MODEL_FUNCTIONS:
+        return FUNCTIONS[entry.function]
+    found: Callable[..., Any] = named_part("services.named", entry.function)
+    return found
+
+
+def _host_model(directory: Any, labels: bool) -> Any:
+    from libra.worker.service_models import HostModel
+
+    return HostModel(directory, labels=labels)

@@ -1,0 +1,200 @@
+"""Services of a run on real workers: restored bit for bit, asked by tools and rewards, waited for or not, refused beforehand."""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import asked_services
+import numpy as np
+import pytest
+from distributed import Client
+from safetensors.torch import load_file, save_file
+
+from libra import events
+from libra.config import RunConfig
+from libra.driver.session import Session
+from libra.envs import FunctionEnvironment
+from libra.errors import ConfigError, LibraError, ModelError
+from libra.store.event_log import EventReader
+from libra.store.trajectories import TrajectoryStore
+from libra.worker.service_functions import FUNCTIONS
+from libra.worker.service_models import HostModel
+
+Config = Callable[..., RunConfig]
+HERE = "asked_services"
+
+
+def prompts() -> list[dict[str, Any]]:
+    return [{"prompt": f"question {number}", "answer": str(number)} for number in range(20)]
+
+
+@pytest.fixture(scope="module")
+def three_models(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Three models of one shape with other weights."""
+    found = {}
+    for number, name in enumerate("abc"):
+        found[name] = tmp_path_factory.mktemp("models") / name
+        shutil.copytree(random_model, found[name])
+        tensors = load_file(found[name] / "model.safetensors")
+        changed = {key: tensor * (1 + 0.1 * number) for key, tensor in tensors.items()}
+        save_file(changed, found[name] / "model.safetensors", {"format": "pt"})
+    return found
+
+
+def test_three_models_on_a_device_for_one_answer_bit_for_bit_alike_however_often_they_are_restored(
+    make_config: Config, cluster_client: Client, three_models: dict[str, Path], tmp_path: Path
+) -> None:
+    answers = tmp_path / "answers.txt"
+    hosts = {name: HostModel(path) for name, path in three_models.items()}
+    one = max(host.num_bytes for host in hosts.values()) / 2**30
+    config = make_config(
+        run={"iterations": 1},
+        environment={"name": f"{HERE}:ThreeAsked", "args": {"path": str(answers)}},
+        services={
+            "named": {name: {"model": str(path), "function": "logprob"} for name, path in three_models.items()},
+            "device_gib": 1.5 * one,
+        },
+    )
+    with Session(config, client=cluster_client) as session:
+        assert [values["iteration"] for values in session.iterations()] == [0]
+    told = Counter(tuple(line.split()) for line in answers.read_text().splitlines())
+    expected = {
+        (name, FUNCTIONS["logprob"](host.restored("cpu")[0], host.tokenizer, [asked_services.ASKED])[0].hex())
+        for name, host in hosts.items()
+    }
+    assert set(told) == expected and len(expected) == 3
+    log = [events.from_dict(line) for _, line in EventReader(session.directory / "events.jsonl")]
+    batches = [event for event in log if isinstance(event, events.ServiceAnswered)]
+    assert sum(event.requests for event in batches) == told.total()
+    restored = Counter(event.service for event in batches if event.restored)
+    assert all(restored[name] >= 2 for name in "abc")  # each was evicted, and came back
+    assert all(event.evicted == 1 for event in batches if event.restored and event is not batches[0])
+
+
+def test_a_slow_judge_is_waited_for_by_no_step(make_config: Config, cluster_client: Client, tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    config = make_config(
+        run={"iterations": 3},
+        rollout={"max_turns": 1},
+        trainer={"late": "correct"},
+        services={"named": {"judge": {"function": f"{HERE}:gated", "args": {"gate": str(gate)}, "max_wait_s": 0.0}}},
+    )
+    reward = {"service": "judge", "late": True, "fast": 0.0}
+    environment = FunctionEnvironment(prompts=prompts(), reward=reward)
+    with Session(config, environment=environment, client=cluster_client) as session:
+        rows = []
+        for row in session.iterations():
+            rows.append(row)
+            if row["iteration"] == 0:  # it was trained although no judge has said anything
+                assert (row["late_came"], row["late_waiting"]) == (0, 4)
+                gate.touch()
+    assert sum(row["late_came"] for row in rows) + len(list(session.spec.late_dir.glob("train-2-*"))) >= 4
+    assert {path.read_text().count('"value": 0.5') for path in session.spec.late_dir.iterdir()} == {1}
+
+
+def test_an_api_that_refuses_batches_is_asked_again(
+    make_config: Config, cluster_client: Client, tmp_path: Path
+) -> None:
+    asked = tmp_path / "asked.txt"
+    config = make_config(
+        run={"iterations": 1},
+        rollout={"max_turns": 1},
+        environment={"retry_s": 0.001},
+        services={"named": {"judge": {"function": f"{HERE}:refusing", "args": {"path": str(asked)}}}},
+    )
+    environment = FunctionEnvironment(prompts=prompts(), reward={"service": "judge"})
+    with Session(config, environment=environment, client=cluster_client) as session:
+        (row,) = session.iterations()
+    assert (row["reward"], row["failures/reward"]) == (0.25, 0)
+    assert len(asked.read_text().splitlines()) >= 2
+
+
+def test_a_service_that_fails_is_a_failure_of_the_reward_and_no_reward(
+    make_config: Config, cluster_client: Client
+) -> None:
+    config = make_config(
+        run={"iterations": 1},
+        rollout={"max_turns": 1},
+        trainer={"resample": 0},
+        services={"named": {"short": {"function": f"{HERE}:short"}}},
+    )
+    environment = FunctionEnvironment(prompts=prompts(), reward={"service": "short"})
+    with Session(config, environment=environment, client=cluster_client) as session:
+        (row,) = session.iterations()
+    assert row["failures/reward"] == 4
+    with TrajectoryStore.open(session.spec.store_path) as store:
+        assert np.isnan(store.columns("trajectory")["reward"]).all()
+
+
+def test_a_coroutine_asks_a_service_with_arguments(make_config: Config, cluster_client: Client) -> None:
+    config = make_config(
+        run={"iterations": 1},
+        environment={"name": f"{HERE}:OneAsked"},
+        services={"named": {"lengths": {"function": f"{HERE}:lengths", "args": {"more": 3}}}},
+    )
+    with Session(config, client=cluster_client) as session:
+        (row,) = session.iterations()
+    assert row["reward"] >= 3 and row["failures/reward"] == 0
+    with TrajectoryStore.open(session.spec.store_path) as store:
+        assert (store.columns("trajectory")["reward"] >= 3).all()
+
+
+@pytest.mark.parametrize(
+    ("reward", "sections", "kind", "message"),
+    [
+        ({"service": "judg"}, {}, ConfigError, r"reward: service 'judg' is not configured \(did you mean 'judge'\?\)"),
+        (
+            {"service": "judge", "late": True},
+            {},
+            ConfigError,
+            "trainer.late=off takes no late rewards; type trainer.late=cor",
+        ),
+        (
+            {"service": "judge"},
+            {"judge": {"function": f"{HERE}:nothing"}},
+            ConfigError,
+            r"services.named: 'judge': function: .*has no 'nothing'",
+        ),
+        (
+            {"service": "judge"},
+            {"judge": {"function": f"{HERE}:lengths", "args": {"mor": 1}}},
+            ConfigError,
+            r"is called as f\(inputs, mor=...\), and does not take that",
+        ),
+        (
+            {"service": "judge"},
+            {"judge": {"model": "MODEL", "args": {"why": "x"}}},
+            ConfigError,
+            "args {'why': 'x'} do not fit function judge: got an unexpected keyword argument 'why'",
+        ),
+        (
+            {"service": "judge"},
+            {"judge": {"model": "MODEL", "function": "score"}},
+            ModelError,
+            "so it is no reward model",
+        ),
+        ({"service": "judge"}, {"judge": {"model": "/no/where"}}, LibraError, "services.named: 'judge': model"),
+    ],
+)
+def test_what_can_never_be_asked_is_refused_before_anything_runs(
+    make_config: Config,
+    random_model: Path,
+    tmp_path: Path,
+    reward: dict[str, Any],
+    sections: dict[str, Any],
+    kind: type[Exception],
+    message: str,
+) -> None:
+    named = sections or {"judge": {"model": "MODEL"}}
+    for entry in named.values():
+        if entry.get("model") == "MODEL":
+            entry["model"] = str(random_model)
+    config = make_config(services={"named": named})
+    environment = FunctionEnvironment(prompts=prompts(), reward=reward)
+    with pytest.raises(kind, match=message), Session(config, environment=environment):
+        pass
+    assert not (tmp_path / "demo").exists()

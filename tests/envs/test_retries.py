@@ -1,0 +1,219 @@
+"""Calls that an API refuses for now, against a server that does: never an outcome while retries are left."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import urllib.request
+from collections.abc import Iterator
+from contextlib import closing
+from email.utils import formatdate
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
+from typing import Any
+from urllib.error import HTTPError
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from libra.envs import FunctionEnvironment, run_action, run_grader, tool
+from libra.envs.actions import processes_for
+from libra.envs.retries import TOTAL_S, BackOff, Refused, refused, with_retries
+from libra.errors import RateLimited, RewardFault, ToolFault
+from libra.types import EndReason, Episode, Prompt, ToolCall, ToolStatus
+
+PROMPT = Prompt("p", ({"role": "user", "content": "?"},))
+QUICK = BackOff(retries=3, first_s=0.001)
+
+
+class Api:
+    """A server that refuses the first ``refusals`` requests."""
+
+    def __init__(self, refusals: int, retry_after: str = "0") -> None:
+        self.asked = 0
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(handler) -> None:
+                self.asked += 1
+                if self.asked <= refusals:
+                    handler.send_response(429)
+                    handler.send_header("Retry-After", retry_after)
+                    handler.end_headers()
+                else:
+                    handler.send_response(200)
+                    handler.end_headers()
+                    handler.wfile.write(b"0.75")
+
+            def log_message(handler, *_: Any) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}/"
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+@pytest.fixture
+def twice() -> Iterator[Api]:
+    with closing(Api(2)) as api:
+        yield api
+
+
+@pytest.fixture
+def always() -> Iterator[Api]:
+    with closing(Api(10**6)) as api:
+        yield api
+
+
+def look_up(url: str) -> str:
+    """Look something up.
+
+    Args:
+        url: Where.
+    """
+    with urllib.request.urlopen(url) as answer:
+        return str(answer.read().decode())
+
+
+def environment(api: Api, **resources: Any) -> FunctionEnvironment:
+    return FunctionEnvironment(
+        prompts=["a"] * 3, reward=lambda completion: float(look_up(api.url)), tools=[tool(look_up, **resources)]
+    )
+
+
+def acted(api: Api, back_off: BackOff = QUICK, **resources: Any) -> Any:
+    made = environment(api, **resources)
+    processes = processes_for(made, [0])
+    call = ToolCall("look_up", {"url": api.url})
+    try:
+        return asyncio.run(
+            run_action(made, PROMPT, call, action_id="t/0/0", processes=processes, cores=1, back_off=back_off)
+        )
+    finally:
+        if processes is not None:
+            processes.close()
+
+
+@pytest.mark.parametrize("resources", [{}, {"cores": 1}], ids=["thread", "process"])
+def test_the_model_reads_what_the_tool_returns_in_the_end(twice: Api, resources: dict[str, Any]) -> None:
+    returned = acted(twice, **resources)
+    assert (returned.status, returned.content, twice.asked) == (ToolStatus.OK, "0.75", 3)
+
+
+@pytest.mark.parametrize("resources", [{}, {"cores": 1}], ids=["thread", "process"])
+def test_a_tool_that_is_refused_for_too_long_has_failed_and_the_model_reads_nothing(
+    always: Api, resources: dict[str, Any]
+) -> None:
+    with pytest.raises(
+        ToolFault, match=r"tool look_up: its API refuses calls for now \(HTTP 429\), also after 3 retries"
+    ):
+        acted(always, **resources)
+    assert always.asked == 4
+
+
+def test_a_refused_reward_is_no_reward_of_0(twice: Api, always: Api) -> None:
+    episode = Episode("train-0-0-0", PROMPT, (), EndReason.ANSWERED)
+    assert asyncio.run(run_grader(environment(twice), episode, back_off=QUICK)) == 0.75
+    assert twice.asked == 3
+    with pytest.raises(RewardFault, match=r"the reward's API refuses calls for now \(HTTP 429\), also after 3 retries"):
+        asyncio.run(run_grader(environment(always), episode, back_off=QUICK))
+
+
+def test_without_retries_a_refusal_is_a_failure_at_once(always: Api) -> None:
+    with pytest.raises(ToolFault, match="also after 0 retries"):
+        acted(always, BackOff(retries=0))
+    assert always.asked == 1
+
+
+def test_other_errors_are_not_tried_again() -> None:
+    calls = []
+
+    def wrong(completion: str) -> float:
+        calls.append(completion)
+        raise HTTPError("u", 500, "no", {}, None)  # type: ignore[arg-type]
+
+    made = FunctionEnvironment(prompts=["a"] * 3, reward=wrong)
+    with pytest.raises(RewardFault, match="HTTP Error 500"):
+        asyncio.run(run_grader(made, Episode("train-0-0-0", PROMPT, (), EndReason.ANSWERED), back_off=QUICK))
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (None, None),
+        (ValueError("429"), None),
+        (RateLimited("slow down", 2.5), Refused(2.5)),
+        (HTTPError("u", 429, "", {"Retry-After": "7"}, None), Refused(7.0)),  # type: ignore[arg-type]
+        (HTTPError("u", 503, "", {"Retry-After": "7"}, None), None),  # type: ignore[arg-type]
+        (SimpleNamespace(status_code=429, response=SimpleNamespace(headers={"retry-after": "3"})), Refused(3.0)),
+        (SimpleNamespace(response=SimpleNamespace(status_code=429, headers={})), Refused(None)),
+        (SimpleNamespace(status=429, headers={"Retry-After": formatdate(1040, usegmt=True)}), Refused(40.0)),
+        (SimpleNamespace(status=429, headers={"Retry-After": "soon"}), Refused(None)),
+        (SimpleNamespace(code=429.0), None),
+        (SimpleNamespace(code=True), None),
+    ],
+)
+def test_clients_of_http_are_understood(error: Any, told: Refused | None) -> None:
+    assert refused(error, 1000.0) == told
+
+
+class Clock:
+    """Virtual time."""
+
+    def __init__(self) -> None:
+        self.at_s = 0.0
+        self.waits: list[float] = []
+
+    def now_s(self) -> float:
+        return self.at_s
+
+    async def wait(self, seconds: float) -> None:
+        self.waits.append(seconds)
+        self.at_s += seconds
+
+
+@given(
+    st.integers(0, 8),
+    st.floats(0.01, 10.0),
+    st.integers(0, 99),
+    st.lists(st.none() | st.floats(0.0, 50.0), min_size=9, max_size=9),
+)
+def test_waits_double_are_as_long_as_the_api_says_and_end(
+    retries: int, first_s: float, seed: int, said: list[float | None]
+) -> None:
+    clock, back_off = Clock(), BackOff(retries, first_s, seed)
+    answers = iter(said)
+
+    async def call() -> Refused:
+        return Refused(next(answers))
+
+    _, made = asyncio.run(with_retries(call, lambda each: each, back_off, "c", clock))
+    assert made == len(clock.waits) <= retries
+    assert sum(clock.waits) <= TOTAL_S
+    for n, waited_s in enumerate(clock.waits):
+        least_s, most_s = first_s * 2**n / 2, first_s * 2**n
+        assert waited_s >= max(least_s, said[n] or 0.0)
+        assert waited_s <= max(most_s, said[n] or 0.0)
+    if made < retries:  # it gave up because the next wait would have ended too late
+        assert clock.at_s + max(first_s * 2**made, said[made] or 0.0) > TOTAL_S
+
+
+def test_the_same_seed_and_name_wait_as_long_and_another_name_does_not() -> None:
+    def waits(seed: int, name: str) -> list[float]:
+        clock = Clock()
+
+        async def call() -> Refused:
+            return Refused()
+
+        asyncio.run(with_retries(call, lambda each: each, BackOff(4, 1.0, seed), name, clock))
+        return clock.waits
+
+    assert waits(1, "a") == waits(1, "a")
+    assert len({tuple(waits(*each)) for each in ((1, "a"), (1, "b"), (2, "a"))}) == 3
+    assert np.all(np.diff(waits(1, "a")) != 0)

@@ -1,0 +1,82 @@
+"""Services and who asks them, where workers can import both."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import libra
+from libra.envs import tool
+from libra.errors import RateLimited
+from libra.testing import FixedTurns
+from libra.types import Episode, ToolCall
+
+ASKED = {"prompt": "What is it?", "completion": "It is so."}
+
+
+def gated(inputs: Sequence[Any], *, gate: str) -> list[float]:
+    """0.5 for each, once the file ``gate`` is there: a judge that is as slow as a test wants."""
+    while not Path(gate).exists():
+        threading.Event().wait(0.01)
+    return [0.5] * len(inputs)
+
+
+def refusing(inputs: Sequence[Any], *, path: str) -> list[float]:
+    """An API that refuses every other batch."""
+    with Path(path).open("a") as file:
+        file.write("asked\n")
+    if len(Path(path).read_text().splitlines()) % 2:
+        raise RateLimited("slow down", retry_after_s=0.001)
+    return [0.25] * len(inputs)
+
+
+def short(inputs: Sequence[Any]) -> list[float]:
+    """Not one value for each input."""
+    return []
+
+
+def lengths(inputs: Sequence[Any], *, more: int = 0) -> list[float]:
+    """The length of each completion."""
+    return [float(len(each["completion"]) + more) for each in inputs]
+
+
+class ThreeAsked(FixedTurns):
+    """Every turn's tool asks three services in turn, and writes down what each says."""
+
+    services = ("a", "b", "c")
+
+    def __init__(self, *, path: str, seed: int = 0) -> None:
+        super().__init__(seed=seed)
+        self.path = path
+        self.tools = (tool(self.ask_all, services=("a", "b", "c")),)
+
+    def parse(self, text: str) -> tuple[ToolCall, ...]:
+        return (ToolCall("ask_all", {"text": "y"}),)
+
+    def ask_all(self, text: str) -> str:
+        """Ask.
+
+        Args:
+            text: Anything.
+        """
+        with Path(self.path).open("a") as file:
+            for name in "abc":
+                file.write(f"{name} {libra.ask(name, ASKED).hex()}\n")
+        return "asked"
+
+    def grade(self, episode: Episode) -> float:
+        with Path(self.path).open("a") as file:
+            told = libra.ask("b", ASKED)
+            file.write(f"b {told.hex()}\n")
+        return float(super().grade(episode))
+
+
+class OneAsked(FixedTurns):
+    """Its tool has a process of its own, and its reward asks a service."""
+
+    services = ("lengths",)
+
+    async def grade(self, episode: Episode) -> float:  # type: ignore[override]
+        return float(await libra.ask_async("lengths", {"completion": episode.answer}))

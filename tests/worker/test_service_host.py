@@ -1,0 +1,167 @@
+"""The services of one worker: shared by runs, verified before they answer, and never a wrong answer."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from libra.config import config_from_dict
+from libra.config.services import ServiceEntry
+from libra.envs.retries import BackOff
+from libra.errors import ConfigError, ServiceFault
+from libra.worker.service_functions import FUNCTIONS
+from libra.worker.service_host import ServiceHost
+from libra.worker.service_models import HostModel
+
+HERE = "asked_services"
+ASKED = {"prompt": "What is it?", "completion": "It is so."}
+
+
+def context(reports: list[Any] | None = None, **services: Any) -> Any:
+    """A run on the worker."""
+    config = config_from_dict({"services": services})
+    spec = SimpleNamespace(config=config, run="demo", back_off=BackOff(0))
+    return SimpleNamespace(spec=spec, name="tool-0", report=(reports if reports is not None else []).append)
+
+
+def hosted(work: Callable[[ServiceHost], Awaitable[Any]]) -> Any:
+    async def run() -> Any:
+        return await work(ServiceHost(torch.device("cpu")))
+
+    return asyncio.run(run())
+
+
+def test_runs_share_a_service_and_its_batches(random_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    monkeypatch.setattr(HostModel, "__init__", _counted(made, HostModel.__init__))
+    entry = ServiceEntry(model=str(random_model), function="logprob", max_wait_s=0.05)
+    reports: list[Any] = []
+    runs = [context(reports, named={name: entry.model_dump()}) for name in ("mine", "yours")]
+
+    async def work(host: ServiceHost) -> Any:
+        for run in runs:
+            host.share(run)
+        names = [await host.load(entry) for _ in runs]
+        answers = await asyncio.gather(*(host.answer(name, ASKED, run) for name, run in zip(names, runs, strict=True)))
+        await host.unload(names[0], runs[0])
+        again = await host.answer(names[1], ASKED, runs[1])
+        await host.unload(names[1], runs[1])
+        assert names[0] == names[1]
+        return [*answers, again]
+
+    answers = hosted(work)
+    assert len(made) == 1 and len(set(answers)) == 1
+    assert [(each.service, each.requests, each.restored) for each in reports] == [
+        ("mine", 1, True), ("yours", 1, True), ("yours", 1, False),
+    ]  # fmt: skip
+
+
+def _counted(made: list[Any], init: Callable[..., None]) -> Callable[..., None]:
+    def counted(self: Any, *args: Any, **more: Any) -> None:
+        made.append(self)
+        init(self, *args, **more)
+
+    return counted
+
+
+@pytest.mark.parametrize("part", ["model.layers.0.mlp.up_proj.weight", "model.norm.weight"])
+def test_a_copy_with_another_weight_never_answers(
+    random_model: Path, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    entry = ServiceEntry(model=str(random_model), function="logprob", max_wait_s=0.0)
+    run, whole = context(named={"judge": entry.model_dump()}), copy.deepcopy
+
+    def torn(model: Any, memo: Any = None) -> Any:
+        made = whole(model, memo)
+        if memo is not None:  # a part of the model
+            return made
+        with torch.no_grad():
+            made.get_parameter(part).mul_(1.5)
+        return made
+
+    async def work(host: ServiceHost) -> None:
+        name = await host.load(entry)
+        monkeypatch.setattr("libra.worker.service_models.copy.deepcopy", torn)
+        with pytest.raises(ServiceFault, match="is not what was loaded"):
+            await host.answer(name, ASKED, run)
+        monkeypatch.setattr("libra.worker.service_models.copy.deepcopy", whole)
+        assert np.isfinite(await host.answer(name, ASKED, run))  # it is restored again
+
+    hosted(work)
+
+
+def test_wrong_answers_and_a_run_that_ends_are_faults(tmp_path: Path) -> None:
+    short = ServiceEntry(function=f"{HERE}:short", max_wait_s=0.0)
+    waits = ServiceEntry(function=f"{HERE}:lengths", max_batch=2, max_wait_s=60.0)
+    run = context(named={"short": short.model_dump(), "waits": waits.model_dump()})
+
+    async def work(host: ServiceHost) -> None:
+        with pytest.raises(ServiceFault, match="for 1 inputs; return a list with one value for each"):
+            await host.answer(await host.load(short), ASKED, run)
+        name = await host.load(waits)
+        asked = asyncio.ensure_future(host.answer(name, ASKED, run))
+        await asyncio.sleep(0)
+        await host.unload(name, run)
+        with pytest.raises(ServiceFault, match="its run ends"):
+            await asked
+
+    hosted(work)
+
+
+def test_a_batch_is_full_or_has_waited(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = ServiceEntry(function=f"{HERE}:lengths", max_batch=3, max_wait_s=60.0)
+    reports: list[Any] = []
+    run = context(reports, named={"lengths": entry.model_dump()})
+
+    async def work(host: ServiceHost) -> Any:
+        name = await host.load(entry)
+        return await asyncio.gather(*(host.answer(name, {"completion": "x" * n}, run) for n in range(6)))
+
+    assert hosted(work) == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+    assert [each.requests for each in reports] == [3, 3]
+
+
+def test_a_model_too_large_for_the_device_is_refused(random_model: Path) -> None:
+    entry = ServiceEntry(model=str(random_model), function="logprob")
+
+    async def work(host: ServiceHost) -> None:
+        host.share(context(named={"judge": entry.model_dump()}, device_gib=1e-6))
+        with pytest.raises(ConfigError, match=r"services.device_gib: service 'judge' has .* so it could never run"):
+            await host.load(entry, "judge")
+
+    hosted(work)
+
+
+def test_what_models_are_asked_without_code_of_ones_own(random_model: Path, tmp_path: Path) -> None:
+    host = HostModel(random_model)
+    model, seconds = host.restored(torch.device("cpu"))
+    assert seconds > 0
+    told = {name: FUNCTIONS[name](model, host.tokenizer, [ASKED, ASKED]) for name in ("judge", "logprob", "embed")}
+    assert 0 < told["judge"][0] < 1 and told["logprob"][0] < 0 and len(told["embed"][0]) == 32
+    assert all(first == second for first, second in told.values())
+    swapped = FUNCTIONS["judge"](model, host.tokenizer, [ASKED], yes="no", no="yes")
+    assert swapped[0] == pytest.approx(1 - told["judge"][0])
+    with pytest.raises(ServiceFault, match="its question cannot be filled in"):
+        FUNCTIONS["judge"](model, host.tokenizer, [ASKED], question="{answer}")
+
+
+def test_a_reward_model_has_one_number(random_model: Path, tmp_path: Path) -> None:
+    from transformers import AutoConfig, AutoTokenizer, Qwen3ForSequenceClassification
+
+    config = AutoConfig.from_pretrained(random_model)
+    config.num_labels = 1
+    torch.manual_seed(0)
+    Qwen3ForSequenceClassification(config).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(random_model).save_pretrained(tmp_path)
+    host = HostModel(tmp_path, labels=True)
+    model, _ = host.restored(torch.device("cpu"))
+    first, second = FUNCTIONS["score"](model, host.tokenizer, [ASKED, {"prompt": "a", "completion": "b"}])
+    assert np.isfinite([first, second]).all() and first != second

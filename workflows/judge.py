@@ -1,0 +1,54 @@
+"""A reward model as a service, shared by all graders of a worker; on two cores.
+
+Two services are asked about every answer: ``judge``, a frozen language model that says how likely it finds what was written, and
+``checker``, a plain function that compares numbers, thirty-two answers at a time. The reward is a weighted sum of both.
+
+    python workflows/judge.py [section__name=value ...]
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import yaml
+
+import libra
+from libra.envs.tool_arithmetic import ToolArithmetic
+
+QUESTIONS = 200
+_INTEGER = re.compile(r"-?\d+")
+
+
+def right(inputs: Sequence[Mapping[str, Any]]) -> list[float]:
+    """1 for each answer whose last number is the right one: what a service without a model looks like."""
+    numbers = [_INTEGER.findall(given["completion"]) for given in inputs]
+    return [float(found[-1:] == [str(given["answer"])]) for found, given in zip(numbers, inputs, strict=True)]
+
+
+SERVICES = {
+    "judge": libra.service("logprob", model="libra/tiny-arithmetic", max_batch=16, max_wait_s=0.02),
+    "checker": libra.service(right, max_batch=32, max_wait_s=0.02),
+}
+
+
+def main(**settings: Any) -> Any:
+    """A few iterations of the quick start's task, graded by services."""
+    task = ToolArithmetic(inline=True)
+    asked = [task.prompt("train", number) for number in range(QUESTIONS)]
+    return libra.train(
+        prompts=[{"prompt": list(each.messages), "answer": each.facts["answer"]} for each in asked],
+        tools=list(task.tools),
+        reward=[{"service": "checker"}, {"service": "judge", "weight": 0.05}],
+        services=SERVICES,
+        config="libra/quickstart",
+        **({"run__iterations": 5, "evaluation__prompts": 0, "cluster__dashboard_port": 0} | settings),
+    )
+
+
+if __name__ == "__main__":
+    given = (argument.split("=", 1) for argument in sys.argv[1:])
+    summary = main(**{name: yaml.safe_load(value) for name, value in given})
+    print(f"{len(summary.iterations)} iterations; reward of the last: {summary.iterations[-1]['reward']:.3f}")
