@@ -32,6 +32,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from libra.policy.bucket_rows import bucket_rows
 from libra.policy.engine_loads import SURE, UNSURE, Loads
 from libra.policy.fleet import Fleet
 from libra.policy.leases.actions import ActionLeases
@@ -57,6 +58,7 @@ from libra.policy.messages import (
 )
 from libra.policy.phase_queue import Entry, PhaseQueue, order_of
 from libra.policy.starvation_guard import OVERDUE
+from libra.policy.strain import strained
 from libra.types import Phase, ToolStatus
 
 SCANNED_FOR_A_MOVE = 8
@@ -283,30 +285,8 @@ class Dispatcher:
         return len(queue.running), sum(queue.slots.values())
 
     def buckets(self) -> list[dict[str, Any]]:
-        """A row per bucket of engines, for the dashboard: `bucket`, `engines`, `used` and `slots`, `at_home` and `waiting`
-        trajectories, and `left_tokens`, the mean forecast of those at home (0: none).
-
-        If trajectories wait without a home, the last row is theirs, with None for its bucket.
-        """
-        queue, rows, without_home = self._phases[Phase.ROLLOUT], [], self.num_waiting(Phase.ROLLOUT)
-        for bucket, names in sorted(self._fleet.buckets.items()):
-            waiting = sum(queue.waiting_at.get(name, 0) for name in names)
-            without_home -= waiting
-            rows.append(
-                {
-                    "bucket": bucket,
-                    "engines": len(names),
-                    "used": sum(queue.taken.get(name, 0) for name in names),
-                    "slots": sum(queue.slots.get(name, 0) for name in names),
-                    "at_home": sum(self._fleet.hosts[name].residents for name in names),
-                    "waiting": waiting,
-                    "left_tokens": self._loads.mean_left(names),
-                }
-            )
-        if without_home > 0:
-            empty = dict.fromkeys(("engines", "used", "slots", "at_home"), 0)
-            rows.append({"bucket": None, **empty, "waiting": without_home, "left_tokens": 0})
-        return rows
+        """A row per bucket of engines, for the dashboard (`libra.policy.bucket_rows`)."""
+        return bucket_rows(self._phases[Phase.ROLLOUT], self._fleet, self._loads)
 
     def residents(self, worker: str) -> int:
         """How many trajectories are at home on the engine of ``worker``."""
@@ -319,8 +299,9 @@ class Dispatcher:
 
     def contended(self) -> bool:
         """Whether who ends a quantum must release its slot: another waits for one, an engine runs more than it has slots, or
-        engines that exchange KV are so full or so uneven that order and places matter (`Fleet.strained`)."""
-        return bool(self._phases[Phase.ROLLOUT].waiting) or self.overfull() or self._fleet.strained()
+        engines that exchange KV are so full or so unevenly loaded that order and places matter (`libra.policy.strain`)."""
+        waits = bool(self._phases[Phase.ROLLOUT].waiting)
+        return waits or self.overfull() or bool(self._fleet.exchanging and strained(self._fleet, self._loads))
 
     def running_on(self, worker: str, phase: Phase) -> int:
         """How many quanta of ``phase`` hold a slot of ``worker``."""

@@ -28,9 +28,6 @@ from libra.policy.messages import (
 )
 from libra.types import Phase
 
-FULL, UNEVEN = 0.9, 0.1
-"""Engines that exchange KV are strained when contexts fill more than this share of one's memory, or when the shares of two
-differ by more than this."""
 _DEGREE = re.compile(r"(?:^|-)tp(\d+)(?:-|$)")
 
 
@@ -78,7 +75,7 @@ class Fleet:
         self.buckets: dict[str, list[str]] = {}
         self.silent: set[str] = set()  # workers whose engine has not declared itself
         self.max_context_tokens = 0  # of the engine that takes the longest contexts; 0: not known
-        self._exchanging: list[Host] = []  # those whose engines exchange KV
+        self.exchanging: list[Host] = []  # those whose engines exchange KV
         self.slot_tokens = 0.0  # KV of one slot, of the engine that has least; 0: not known
 
     def handle(self, event: Event) -> None:
@@ -118,13 +115,6 @@ class Fleet:
         home = self.home.get(key)
         return None if home is None else self.hosts[home].spec.bucket
 
-    def strained(self) -> bool:
-        """Whether engines that exchange KV are so full, or so unevenly filled, that the order or place of who goes on matters."""
-        if not self._exchanging:
-            return False
-        shares = [host.context_tokens / host.spec.kv_tokens for host in self._exchanging]
-        return max(shares) > FULL or max(shares) - min(shares) > UNEVEN
-
     def of_degree(self, tp: int) -> list[str]:
         """Workers whose engines have this tensor-parallel degree, or the next higher one present; may be empty."""
         degrees = {bucket: degree_of(bucket) for bucket in self.buckets}
@@ -142,7 +132,7 @@ class Fleet:
         (self.silent.discard if spec.declared else self.silent.add)(spec.worker)
         specs = [host.spec for host in self.hosts.values()]
         self.max_context_tokens = max(spec.max_context_tokens for spec in specs)
-        self._exchanging = [host for host in self.hosts.values() if host.spec.kv_token_bytes and host.spec.kv_tokens]
+        self.exchanging = [host for host in self.hosts.values() if host.spec.kv_token_bytes and host.spec.kv_tokens]
         self.slot_tokens = min((s.kv_tokens / s.rollout_slots for s in specs if s.kv_tokens), default=0.0)
 
     def _out_of_bucket(self, spec: WorkerJoined) -> None:
@@ -156,7 +146,7 @@ class Fleet:
         if host is None:
             return
         self.silent.discard(worker)
-        self._exchanging = [other for other in self._exchanging if other is not host]
+        self.exchanging = [other for other in self.exchanging if other is not host]
         self._out_of_bucket(host.spec)
         for table in (self.home, self._running):
             for key in [key for key, at in table.items() if at == worker]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 
 import pytest
+from msgspec import structs
 
 from libra.policy import CMLFQ, Dispatcher
 from libra.policy.messages import (
@@ -83,15 +85,52 @@ def test_memory_is_kept_for_growth_only_where_a_pause_costs_the_context(token_by
     assert not dispatcher.dispatch(Phase.ROLLOUT)  # what is held now counts everywhere
 
 
-def test_slots_are_released_while_engines_that_exchange_kv_are_full_or_uneven() -> None:
-    for token_bytes in (0, 1000):
-        dispatcher = Dispatcher()
-        for name in ("e0", "e1"):
-            dispatcher.handle(engine(name, token_bytes=token_bytes))
-        (place,) = begin(dispatcher, "t", 4000)
-        dispatcher.handle(QuantumFinished("t", Phase.ROLLOUT, 900, "", "", 1.0))
-        assert not dispatcher.contended()
-        dispatcher.handle(QuantumFinished("t", Phase.ROLLOUT, 900, "", "", 1.0))
-        assert dispatcher.contended() == (token_bytes > 0), place  # 18 % of one, nothing of the other
-        dispatcher.handle(TrajectoryEnded("t"))
-        assert not dispatcher.contended()
+@pytest.mark.parametrize("token_bytes", [0, 1000])
+def test_slots_are_released_while_engines_that_exchange_kv_are_full(token_bytes: int) -> None:
+    dispatcher = Dispatcher()
+    dispatcher.handle(engine(token_bytes=token_bytes))
+    begin(dispatcher, "t", 9900)
+    dispatcher.handle(QuantumFinished("t", Phase.ROLLOUT, 8_900, "", "", 1.0))
+    assert not dispatcher.contended()
+    dispatcher.handle(QuantumFinished("t", Phase.ROLLOUT, 200, "", "", 1.0))
+    assert dispatcher.contended() == (token_bytes > 0)
+    dispatcher.handle(TrajectoryEnded("t"))
+    assert not dispatcher.contended()
+
+
+def loaded(*engines: tuple[float, Sequence[int]]) -> Dispatcher:
+    """Engines so many times as slow as `engine`, with trajectories at home there that have so many tokens left."""
+    dispatcher = Dispatcher()
+    dispatcher.allowed = lambda key, worker: key.startswith(worker)
+    for number, (slow, lefts) in enumerate(engines):
+        dispatcher.handle(
+            structs.replace(engine(f"e{number}"), alone_s_per_token=0.01 * slow, full_s_per_token=0.02 * slow)
+        )
+        for place, left in enumerate(lefts):
+            assert begin(dispatcher, f"e{number}-{place}", left + 100)
+    return dispatcher
+
+
+def test_slots_are_released_while_engines_that_exchange_kv_end_at_different_times() -> None:
+    assert not loaded((1.0, [1000, 1000]), (1.0, [1000, 900])).contended()
+    assert loaded((1.0, [1000, 1000]), (1.0, [500, 500])).contended()
+    assert not loaded((1.0, [2000, 2000]), (2.0, [1000, 1000])).contended()  # half the speed, half the tokens
+    assert loaded((1.0, [1000, 1000]), (2.0, [1000, 1000])).contended()
+
+
+def test_one_trajectory_alone_on_the_quickest_engine_keeps_its_slot() -> None:
+    assert not loaded((1.0, [4000]), (1.0, [])).contended()
+    assert not loaded((1.0, [4000]), (2.0, [])).contended()
+    assert loaded((1.0, []), (2.0, [4000])).contended()
+    assert loaded((1.0, [4000, 4000]), (1.0, [])).contended()
+
+
+def test_engines_without_a_speed_are_uneven_by_memory() -> None:
+    dispatcher = Dispatcher()
+    for name in ("e0", "e1"):
+        dispatcher.handle(structs.replace(engine(name), alone_s_per_token=0.0, full_s_per_token=0.0))
+    begin(dispatcher, "t", 4000)
+    dispatcher.handle(QuantumFinished("t", Phase.ROLLOUT, 900, "", "", 1.0))
+    assert not dispatcher.contended()
+    dispatcher.handle(QuantumFinished("t", Phase.ROLLOUT, 900, "", "", 1.0))
+    assert dispatcher.contended()  # 18 % of one, nothing of the other
