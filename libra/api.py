@@ -97,35 +97,18 @@ def train(
     Local workers are processes: a script that calls this needs ``if __name__ == "__main__":`` around the call.
     """
     check_environment(environment)
-    if agent is not None:
-        field = "agent__command" if isinstance(agent, str) else "agent__function"
-        if tools:
-            raise ConfigError("libra.train: tools are given, and agent, which has its own; leave either out")
-        settings = {**settings, field: agent}
-        if reward is None and prompts is not None and environment is None:
-            reward = own_reward
     if services is not None:
         settings = {**settings, "services__named": _given_services(services)}
     check_score(score)
-    if client is not None and not isinstance(client, _client_class()):
-        raise ConfigError(
-            f"client: got {client!r} ({type(client).__name__}); give a distributed.Client, or type cluster__scheduler=ADDRESS"
-        )
-    if config is not None and not isinstance(config, str | Path):
-        raise ConfigError(
-            f"config: got {type(config).__name__}; give the path of a YAML file, or settings as run__iterations=20"
-        )
+    _check_started_by(config, client)
+    if agent is not None:
+        settings = {**settings, _agent_field(agent, tools): agent}
+        reward = own_reward if reward is None and environment is None else reward
     values = _sections(settings)
     values.setdefault("model", {})["path"] = settings.get(
         "model__path", str(model) if isinstance(model, Path) else model
     )
-    _check_given(environment, prompts=prompts, reward=reward, tools=tools)
-    own = environment is not None or prompts is not None or reward is not None or bool(tools)
-    if own and "environment" in values:
-        raise ConfigError(
-            f"libra.train: environment__{next(iter(values['environment']))} names an environment, and one was given as Python "
-            "objects; leave either out"
-        )
+    own = _is_given(values, environment, prompts=prompts, reward=reward, tools=tools)
     checked = config_from_dict(values) if config is None else load_config(config, values=values)
     typed = frozenset(f"{section}.{key}" for section, keys in values.items() for key in keys)
     for line in warning_lines(ignored_settings(checked, Situation("run", typed, client=client is not None))):
@@ -145,6 +128,38 @@ def _given_services(services: Any) -> dict[str, dict[str, Any]]:
             'services: got something else than services by name; type services={"judge": libra.service("judge", model=MODEL)}'
         )
     return {str(name): dict(each) for name, each in services.items()}
+
+
+def _check_started_by(config: Any, client: Any) -> None:
+    """ConfigError if the file to start from, or the cluster to use, is none."""
+    if client is not None and not isinstance(client, _client_class()):
+        raise ConfigError(
+            f"client: got {client!r} ({type(client).__name__}); give a distributed.Client, or type cluster__scheduler=ADDRESS"
+        )
+    if config is not None and not isinstance(config, str | Path):
+        raise ConfigError(
+            f"config: got {type(config).__name__}; give the path of a YAML file, or settings as run__iterations=20"
+        )
+
+
+def _agent_field(agent: str | Callable[..., Any], tools: Sequence[Callable[..., Any]]) -> str:
+    """The setting that an agent is given as; ConfigError if tools are given beside it."""
+    if tools:
+        raise ConfigError("libra.train: tools are given, and agent, which has its own; leave either out")
+    return "agent__command" if isinstance(agent, str) else "agent__function"
+
+
+def _is_given(values: Mapping[str, Any], environment: Environment | None, **parts: Any) -> bool:
+    """Whether prompts, reward, tools or an environment are Python objects; ConfigError if they are given in two ways."""
+    _check_given(environment, **parts)
+    tools = parts.pop("tools")
+    own = environment is not None or bool(tools) or any(part is not None for part in parts.values())
+    if own and "environment" in values:
+        raise ConfigError(
+            f"libra.train: environment__{next(iter(values['environment']))} names an environment, and one was given as Python "
+            "objects; leave either out"
+        )
+    return own
 
 
 def _client_class() -> type[Client]:

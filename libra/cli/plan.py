@@ -24,6 +24,7 @@ from libra.planner.build_plan import compare, plan
 from libra.planner.cost import TrajectoryTotals
 from libra.planner.explain import alternative_line, text
 from libra.planner.from_config import snapshot_of
+from libra.planner.plan import Alternative, Plan
 from libra.planner.plan_settings import layout_lines, with_plan
 from libra.planner.search import Planner
 from libra.planner.snapshot import PlanningSnapshot
@@ -68,32 +69,16 @@ def print_plan(
         )
     if write is not None:
         check_writable(write)
-    if trace is not None and from_run is not None:
-        raise ConfigError("--from-run: the batch is drawn from --trace already; leave one of them out")
-    path = trace or config.planner.trace
-    if from_run is not None:
-        turns: TrajectoryTotals | None
-        turns, trained_frac = lengths_of_run(from_run)
-        config = config.model_copy(update={"planner": config.planner.model_copy(update={"trained_frac": trained_frac})})
-    else:
-        turns = None if path is None else read_trace(path, config.planner.tool_s)
+    config, turns = batch_of(config, trace, from_run)
     snapshot, note = snapshot_of(config, turns, what_if)
-    note = "\n".join(part for part in (note, streaming_words(config)) if part)
     planner = Planner()
     answer = plan(snapshot, planner)
     bounds = planned_regime(config, answer, snapshot, simulated_ways)
     settings = settings_for(config, answer, bounds.choice)
     asked = [compare(snapshot, fixed_by(snapshot, choice), choice, planner) for choice in why]
-    workers = config.cluster.train_workers
-    given = "train_workers" in config.cluster.model_fields_set and snapshot.fixed_train_gpus is None
-    if given and workers != answer.training.gpus:
-        try:
-            configured = replace(snapshot, fixed_train_gpus=workers)
-            asked.append(compare(snapshot, configured, f"cluster.train_workers={workers}", planner))
-        except PlanError as error:
-            note = "\n".join(
-                part for part in (note, f"cluster.train_workers={workers} cannot be planned: {error}") if part
-            )
+    configured, not_planned = configured_workers(config, snapshot, answer, planner)
+    asked += configured
+    note = "\n".join(part for part in (note, streaming_words(config), not_planned) if part)
     written = None if write is None else write_planned(config, name, write, turns)
     if as_json:
         values = answer.to_dict()
@@ -106,9 +91,7 @@ def print_plan(
     typed = " ".join(f"{name}={value}" for name, value in settings.items())
     click.echo(text(answer, bounds.words + (f"; type {typed}, or --write FILE" if typed else "")))
     if asked:
-        click.echo("\nWhy not")
-        for other in asked:
-            click.echo(alternative_line(other))
+        click.echo("\n".join(("\nWhy not", *map(alternative_line, asked))))
     if note:
         click.echo(f"\n{note}")
     if written is not None and write is not None:
@@ -116,6 +99,34 @@ def print_plan(
         click.echo(
             f"written: {write}; type libra run {shell_path(write)}, or libra cluster slurm {shell_path(write)} up"
         )
+
+
+def batch_of(config: RunConfig, trace: Path | None, from_run: Path | None) -> tuple[RunConfig, TrajectoryTotals | None]:
+    """The trajectories that a plan's batch is drawn from, None if only their lengths are given, and the configuration with what
+    their run says of them; ConfigError if both files are given."""
+    if trace is not None and from_run is not None:
+        raise ConfigError("--from-run: the batch is drawn from --trace already; leave one of them out")
+    if from_run is not None:
+        turns, trained_frac = lengths_of_run(from_run)
+        section = config.planner.model_copy(update={"trained_frac": trained_frac})
+        return config.model_copy(update={"planner": section}), turns
+    path = trace or config.planner.trace
+    return config, None if path is None else read_trace(path, config.planner.tool_s)
+
+
+def configured_workers(
+    config: RunConfig, snapshot: PlanningSnapshot, answer: Plan, planner: Planner
+) -> tuple[list[Alternative], str]:
+    """The plan with the training workers that the configuration has, if it has others than ``answer``; or why it has none."""
+    workers = config.cluster.train_workers
+    given = "train_workers" in config.cluster.model_fields_set and snapshot.fixed_train_gpus is None
+    if not given or workers == answer.training.gpus:
+        return [], ""
+    fixed = replace(snapshot, fixed_train_gpus=workers)
+    try:
+        return [compare(snapshot, fixed, f"cluster.train_workers={workers}", planner)], ""
+    except PlanError as error:
+        return [], f"cluster.train_workers={workers} cannot be planned: {error}"
 
 
 def lengths_of_run(run_dir: Path) -> tuple[TrajectoryTotals, float]:
