@@ -24,6 +24,8 @@ from libra.sim.tuning import DEGREES, STEPS, Cell, Setting, play, step_s
 from libra.sim.workload import Trace, Workload
 
 ALL = "all"
+MOSTLY = 0.5
+"""Share of assumed seconds above which a reader is told that the table says little."""
 FEWEST = 1 + DEGREES[0]
 """GPUs of the smallest split: one that trains, and an engine."""
 UNUSED = (
@@ -68,15 +70,20 @@ def simulate_against(
     yardsticks = {name: each for name, each in disciplines([], base.eta).items() if each.static}
     chosen = yardsticks | chosen
     found = []
-    for count in gpu_counts(gpus, base.gpus):
+    for count in gpu_counts(gpus, base.gpus, "configuration" if from_run is None else "run"):
         found.append(compared(replace(base, gpus=count), list(chosen), seeds))
         if not as_json:
             comparison, went = found[-1]
             click.echo("\n".join([*comparison.lines(), *lines(went)]))
+            if (share := assumed_frac(comparison, went)) > MOSTLY:
+                click.echo(
+                    f"{100 * share:.0f} % of what {comparison.static.system} takes are the assumed seconds of updates and changes "
+                    "of roles: this model or batch is too small for the systems to differ; type e.g. simulation.model=Qwen3-8B"
+                )
     if plot is not None:
         draw_bars(found, plot)
     about = (
-        f"seconds of engines and gradients: {Path(base.model).name} on {base.gpu} by the hardware model, nothing is fitted; "
+        f"seconds of engines and gradients: {shown_model(base.model)} on {base.gpu} by the hardware model, nothing is fitted; "
         "seconds of updates, of changes of roles and of fetches from host memory are assumed; "
         f"trajectories {source}; each system is tuned (training GPUs, TP degree, rule of turning) on a seed that is not scored"
     )
@@ -84,6 +91,7 @@ def simulate_against(
         rows = [
             {
                 "gpus": each.cell.gpus, "eta": each.cell.eta, "bound_s": each.bound_s,
+                "assumed_frac": assumed_frac(each, went),
                 "systems": [row | went[row["system"]].fields() for row in each.rows()],
             }
             for each, went in found
@@ -110,6 +118,18 @@ def compared(cell: Cell, systems: Sequence[str], seeds: int) -> tuple[Comparison
         if one.step_s
     }
     return found, went
+
+
+def assumed_frac(comparison: Comparison, went: Mapping[str, Went]) -> float:
+    """Share of the best static system's GPU-seconds that are assumed ones: of updates and of changes of roles."""
+    found = went[comparison.static.system].gpu_frac
+    return float(sum(found[cause].mean for cause in (Cause.UPDATE, Cause.ROLES)))
+
+
+def shown_model(model: str) -> str:
+    """The name of a model; where the directory's own says nothing, its path."""
+    name = Path(model).name
+    return model if name == "model" else name
 
 
 def cell_of(config: RunConfig, from_run: Path | None) -> tuple[Cell, str]:
@@ -140,11 +160,11 @@ def as_traces(workload: Workload) -> tuple[Trace, ...]:
     )
 
 
-def gpu_counts(text: str | None, own: int) -> list[int]:
-    """``16,48`` as numbers; None: those of the run."""
+def gpu_counts(text: str | None, own: int, whose: str) -> list[int]:
+    """``16,48`` as numbers; None: those of the configuration or run (``whose``)."""
     if text is None:
         if own < FEWEST:
-            raise ConfigError(f"--gpus: the configuration has {own} GPUs; type {FEWEST} or more, e.g. --gpus 16,48,96")
+            raise ConfigError(f"--gpus: the {whose} has {own} GPUs; type {FEWEST} or more, e.g. --gpus 16,48,96")
         return [own]
     try:
         counts = [int(part) for part in text.split(",")]

@@ -97,23 +97,28 @@ class Comparison(NamedTuple):
         rows = {row["system"]: row for row in self.rows()}
         found = [
             f"{self.cell.gpus} GPUs, eta {self.cell.eta}, {self.cell.groups} groups of {self.cell.group_size}: no system is faster "
-            f"than {self.bound_s:.0f} s a step; best static {self.static.system}, best {self.ours.system}, "
+            f"than {_seconds(self.bound_s).strip()} a step; best static {self.static.system}, best {self.ours.system}, "
             f"{self.ratio:.3f} times as fast"
         ]
         for one in self.scored:
             row = rows.get(one.system)
             if row is not None:
                 text = (
-                    f"{np.mean(one.step_s):7.0f} s  {row['over_best_static']:.3f} +- {row['interval_95']:.3f} times the best "
-                    f"static  {row['of_bound']:.2f} of the bound"
+                    f"{_seconds(float(np.mean(one.step_s)))}  {row['over_best_static']:.3f} +- {row['interval_95']:.3f} times the "
+                    f"best static  {row['of_bound']:.2f} of the bound"
                 )
             elif one.tuning_s < math.inf:
-                text = f"{one.tuning_s:7.0f} s on the tuning seed"
+                text = f"{_seconds(one.tuning_s)} on the tuning seed"
             else:
                 text = f"        left out: slower by more than {MARGIN - 1.0:.0%}"
             per_gpu = f", {one.setting.per_gpu:.0f} per GPU" if one.discipline.streaming else ""
             found.append(f"  {one.system:21s}{text}  ({one.setting.core_gpus} train, TP {one.setting.tp}{per_gpu})")
         return found
+
+
+def _seconds(value: float) -> str:
+    """Nine characters, with a digit after the point below 100 s."""
+    return f"{value:7.0f} s" if value >= 100.0 else f"{value:7.1f} s"
 
 
 def compare(cell: Cell, systems: Sequence[str], seeds: int, seconds: Seconds) -> Comparison:

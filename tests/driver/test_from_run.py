@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from distributed import Client
 
+from libra.cli.main import main
 from libra.driver.session import Session
 from libra.sim.from_run import RunSetting, run_setting
 
@@ -41,6 +44,25 @@ def test_a_run_is_predicted_on_its_own_engines(setting: RunSetting) -> None:
     assert outcome.makespan_s == pytest.approx(realised.makespan_s, rel=NOISY)
     assert sum(outcome.rollout_s) == pytest.approx(sum(realised.rollout_s), rel=NOISY)
     assert outcome.moves == realised.moves == 0  # there is one engine
+
+
+def test_systems_are_compared_on_the_trajectories_of_a_run(
+    setting: RunSetting, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    picture, run_dir = tmp_path / "systems.html", str(setting.record.directory)
+    given = ["simulate", "libra/quickstart", "--from-run", run_dir, "--against", "all", "--gpus", "4", "--seeds", "1"]
+    with pytest.raises(SystemExit) as stopped:
+        main([*given, "--plot", str(picture)])
+    out, err = capsys.readouterr()
+    assert not stopped.value.code and not err
+    systems = {line.split()[0] for line in out.splitlines() if line.startswith("  ")}
+    assert {"colocated", "split", "streaming", "turning", "turning_oracle", "rollpacker"} <= systems
+    assert "4 GPUs, eta 0, 4 groups of 4" in out and f"trajectories of {run_dir}" in out
+    assert "% of what split takes are the assumed seconds" in out and "simulation.model=Qwen3-8B" in out  # a tiny model
+    assert "turning_kv_cmlfq" in picture.read_text()
+    with pytest.raises(SystemExit):
+        main([*given[:6], "--seeds", "1"])
+    assert "the run has 2 GPUs; type 3 or more" in capsys.readouterr().err
 
 
 def test_what_is_between_engines_is_measured(setting: RunSetting) -> None:
