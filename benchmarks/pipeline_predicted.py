@@ -20,7 +20,8 @@ from libra.policy.turning import OpenStep, Turn, TurningEngine, TurningRule
 from libra.policy.waves import GroupId
 from libra.sim.disciplines import DISCIPLINES
 from libra.sim.from_run import RunSetting
-from libra.sim.pipeline import Pipeline, PipelineOptions, WavePrices
+from libra.sim.pipeline import Pipeline
+from libra.sim.pipeline_options import PipelineOptions, WavePrices
 from libra.sim.training_gpus import GroupWork
 from libra.sim.workload import Workload
 

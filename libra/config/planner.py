@@ -135,7 +135,8 @@ class PlannerSection(Section):
     max_concurrency: AtLeastOne = 256
     """Maximum concurrent generations of one engine, even if its memory holds more."""
     update_s: Annotated[float, Field(ge=0)] | None = None
-    """Seconds from a step's end until engines serve its weights. None: 10, or with `calibration` as measured."""
+    """Seconds from a step's end until engines serve its weights; with `run.eta` at 1 or more and one GPU in training beside the
+    next step. None: 10, or with `calibration` as measured."""
     min_train_gpus: AtLeastOne = 1
     """Minimum GPUs of the core training pool."""
     min_rollout_gpus: AtLeastOne = 1

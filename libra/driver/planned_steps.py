@@ -62,7 +62,7 @@ def step_parts(plan: Plan, snapshot: PlanningSnapshot) -> StepParts:
     longest = int(rollout_cost(snapshot.workload, engine).alone_s.argmax())
     return StepParts(
         gpus=plan.num_gpus, train_gpus=plan.training.gpus, eta=plan.eta, rollout_s=plan.rollout_s, train_s=plan.train_s,
-        update_s=plan.update_s, throughput_s=plan.bounds.throughput_s, longest_s=plan.bounds.longest_s,
+        update_s=plan.update_s, beside_s=plan.beside_s, throughput_s=plan.bounds.throughput_s, longest_s=plan.bounds.longest_s,
         tool_s=float(snapshot.workload.tool_wait_s[longest]), needed_gpus=plan.needed_gpus,
     )  # fmt: skip
 

@@ -103,7 +103,8 @@ class Planning:
         self._kinds |= {engine.workers[0]: engine.kind for engine in now.engines}
         alone = iteration == self._first or follows_evaluation(config, iteration)
         realised, predicted = realised_seconds(values, config, alone), self.predicted
-        self.forecast = self.forecast.after(taken(values, realised, self._kinds), now.by_kind)
+        beside = config.run.eta > 0 and config.cluster.train_workers == 1
+        self.forecast = self.forecast.after(taken(values, realised, self._kinds, beside=beside), now.by_kind)
         overlap = config.run.eta > 0 and not follows_evaluation(config, iteration + 1)
         self.predicted = self.forecast.expected(now.by_kind, self._prompts.lengths(iteration + 1), overlap)
         lengths = workload_of(values.get("trajectory_lengths", ()))
@@ -171,15 +172,21 @@ def realised_seconds(values: Mapping[str, Any], config: RunConfig, alone: bool =
     return RealisedStep(max(rollout_s, 1e-6), train_s, step_s)
 
 
-def taken(values: Mapping[str, Any], realised: RealisedStep, kinds: Mapping[str, str]) -> Taken:
-    """An iteration as `libra.planner.measured_step` learns from it; tokens of a worker that had left by its end have no kind."""
+def taken(
+    values: Mapping[str, Any], realised: RealisedStep, kinds: Mapping[str, str], *, beside: bool = False
+) -> Taken:
+    """An iteration as `libra.planner.measured_step` learns from it; tokens of a worker that had left by its end have no kind.
+
+    ``beside``: its version was published beside the next step, so that only what exceeds a step's training counts.
+    """
+    publish_s = float(values.get("publish_s", 0.0))
     tokens: Counter[str] = Counter()
     for worker, number in values["worker_tokens"].items():
         tokens[kinds.get(worker, "gone")] += number
     return Taken(
         realised.rollout_s,
         realised.training_s,
-        float(values.get("publish_s", 0.0)),
+        max(0.0, publish_s - realised.training_s) if beside else publish_s,
         realised.step_s,
         tokens,
         [(float(chars), float(number)) for chars, number in values["question_tokens"]],

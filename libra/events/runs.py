@@ -138,6 +138,7 @@ class StepMeasured(Event, frozen=True):
     rollout_gpus: float
     rollout_gpu_s: float
     change_s: float
+    beside_s: float = 0.0
 
 
 class StepsChosen(Event, frozen=True):

@@ -139,8 +139,8 @@ def _retimed(problem: Problem, found: Found) -> Found:
     """The search result with the seconds of ``problem``, if it was found for other loads."""
     layout = placement_of(problem, found.layout.kind_of, found.layout.engine_of)
     train_s = float(problem.train_s[problem.train_gpus == found.train_gpus][0])
-    both = max(layout.time_s, train_s) if problem.eta else layout.time_s + train_s
-    return replace(found, layout=layout, rollout_s=layout.time_s, step_s=both + problem.update_s)
+    step_s = float(problem.step_s(found.train_gpus, train_s, layout.time_s))
+    return replace(found, layout=layout, rollout_s=layout.time_s, step_s=step_s)
 
 
 def evaluated(
@@ -157,8 +157,8 @@ def evaluated(
         placement = replace(more, kind_of=kept[more.kind_of])
     buckets, slow_s = _buckets(snapshot, formulation, paces, placement)
     rollout_s = max(bucket.rollout_s for bucket in buckets)
-    both = max(rollout_s, found.train_s) if problem.eta else rollout_s + found.train_s
-    return Candidate(name, found, placement, buckets, rollout_s, slow_s, both + problem.update_s)
+    step_s = float(problem.step_s(found.train_gpus, found.train_s, rollout_s))
+    return Candidate(name, found, placement, buckets, rollout_s, slow_s, step_s)
 
 
 def _buckets(
@@ -262,8 +262,7 @@ def _plan(
 ) -> Plan:
     problem, mine = formulation.problem, chosen.found
     train, cost = mine.train_gpus, formulation.training[mine.train_gpus]
-    model_s = max(mine.rollout_s, mine.train_s) if problem.eta else mine.rollout_s + mine.train_s
-    slow_s = max(chosen.slow_rollout_s, mine.train_s) if problem.eta else chosen.slow_rollout_s + mine.train_s
+    model_s, slow_s = problem.step_s(train, mine.train_s, np.array([mine.rollout_s, chosen.slow_rollout_s])).tolist()
     spare = problem.num_gpus - train - chosen.placement.gpus(problem)
     fewest = pack(problem, max(mine.rollout_s, mine.train_s if problem.eta else 0.0), problem.num_gpus - train)
     needed = train + min(chosen.placement.gpus(problem), fewest.gpus(problem) if fewest is not None else 10**9)
@@ -287,11 +286,12 @@ def _plan(
         spare_gpus=spare,
         needed_gpus=needed,
         step_s=chosen.step_s,
-        low_s=model_s + problem.update_s,
-        high_s=max(slow_s + problem.update_s, chosen.step_s),
+        low_s=model_s,
+        high_s=max(slow_s, chosen.step_s),
         rollout_s=chosen.rollout_s,
         train_s=mine.train_s,
         update_s=problem.update_s,
+        beside_s=float(problem.beside(train)),
         bottleneck=bottleneck,
         bounds=Bounds(
             found.lower_s,
@@ -315,13 +315,13 @@ def _idle(problem: Problem, chosen: Candidate, spare: int) -> dict[str, float]:
     all_s = problem.num_gpus * chosen.step_s
     train, used = chosen.found.train_gpus, chosen.placement.gpus(problem)
     busy = float((problem.tp[chosen.placement.kind_of] * chosen.placement.load_s).sum()) + train * chosen.found.train_s
-    working_s = chosen.step_s - problem.update_s
+    beside_s, train_s = float(problem.beside(train)), chosen.found.train_s
+    trainer_s, engines_s = problem.update_s - min(beside_s, train_s), problem.update_s - beside_s  # without work
     parts = {
         "no pool needs them": spare * chosen.step_s,
-        "trainer waits for rollout": train * (working_s - chosen.found.train_s),
-        "engines wait for the trainer": used * (working_s - chosen.rollout_s),
-        "engines drain, or wait for their longest trajectory": used * chosen.rollout_s
-        - (busy - train * chosen.found.train_s),
-        "weights are updated": (train + used) * problem.update_s,
+        "trainer waits for rollout": train * (chosen.step_s - trainer_s - train_s),
+        "engines wait for the trainer": used * (chosen.step_s - engines_s - chosen.rollout_s),
+        "engines drain, or wait for their longest trajectory": used * chosen.rollout_s - (busy - train * train_s),
+        "weights are updated": train * trainer_s + used * engines_s,
     }
     return {"busy": busy / all_s, **{cause: max(value, 0.0) / all_s for cause, value in parts.items()}}

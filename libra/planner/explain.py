@@ -30,7 +30,7 @@ def text(plan: Plan, regime: str) -> str:
     lines += [
         f"  nodes    {'; '.join(map(_node_words, plan.nodes))}",
         "",
-        f"  one step    {_s(plan.step_s)}, of which {_s(plan.update_s)} for new weights; {plan.gpu_hours_per_step:.2g} GPU-hours",
+        f"  one step    {_s(plan.step_s)}, {_update(plan)}; {plan.gpu_hours_per_step:.2g} GPU-hours",
         f"              {_s(plan.low_s)} if engines never drained, {_s(plan.high_s)} if the shortest trajectories come first",
         f"  bottleneck  {plan.bottleneck}: {_WHY[plan.bottleneck]}",
         f"  regime      {regime}",
@@ -45,6 +45,14 @@ def text(plan: Plan, regime: str) -> str:
     if plan.left_out:
         lines += ["", "Left out", *(f"  {name}: {reason}" for name, reason in plan.left_out.items())]
     return "\n".join(lines)
+
+
+def _update(plan: Plan) -> str:
+    if not plan.beside_s:
+        return f"of which {_s(plan.update_s)} for new weights"
+    rest_s = plan.update_s - plan.beside_s
+    more = f", and {_s(rest_s)} before engines go on" if rest_s > 0.0 else ""
+    return f"new weights are published beside the next one in {_s(plan.beside_s)}{more}"
 
 
 def _gpus(number: int) -> str:

@@ -60,6 +60,7 @@ def calibrated(
         tp=degrees,
         engines={tp: found.of_tp(tp, FIELD).seconds for tp in degrees},
         update_s=found.update_s + found.load_s if update_s is None else update_s,
+        beside_s=found.update_s if update_s is None else update_s,
         corrections=Corrections(snapshot.corrections.rollout, training_factor(snapshot, found)),
     )
     left = ", ".join(f"TP{tp}" for tp in missing)

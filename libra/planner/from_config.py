@@ -47,6 +47,7 @@ def snapshot_of(config: RunConfig, turns: TrajectoryTotals | None, what_if: bool
         Plan also degrees that the engine of this configuration cannot run.
     """
     section = config.planner
+    update_s = DEFAULT_UPDATE_S if section.update_s is None else section.update_s
     degrees = section.tp
     notes = []
     if not what_if:
@@ -70,7 +71,8 @@ def snapshot_of(config: RunConfig, turns: TrajectoryTotals | None, what_if: bool
         gpus_per_node=section.gpus_per_node,
         training=trainer_layout(config, workload),
         eta=config.run.eta,
-        update_s=DEFAULT_UPDATE_S if section.update_s is None else section.update_s,
+        update_s=update_s,
+        beside_s=update_s,
         min_train_gpus=section.min_train_gpus,
         min_rollout_gpus=section.min_rollout_gpus,
         fixed_train_gpus=section.fixed_train_gpus,

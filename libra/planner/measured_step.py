@@ -3,7 +3,7 @@
 Engines of a run may differ: every kind has its own tokens per second, measured over the seconds in which batches were generated.
 The tokens of the next batch are predicted from the lengths of its questions, which are known before it begins. Training follows the
 tokens that carry a gradient, predicted likewise: groups with equal rewards have none, and those tend to have short questions. The
-rest of a step (publishing, storing) is predicted unchanged.
+rest of a step (publishing, as far as it is not beside the next step) is predicted unchanged.
 
 1. A prediction uses only iterations that have ended.
 2. There is none before the first iteration: nothing is assumed.
@@ -51,7 +51,7 @@ class Taken:
     train_s : float
         Of its optimizer step.
     rest_s : float
-        The rest of the step: publishing.
+        The rest of the step: publishing, or what of it exceeds the next step's training where it runs beside that.
     step_s : float
         From the end of the iteration before to its own end, less evaluations.
     tokens : mapping of kind of engine to int

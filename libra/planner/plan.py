@@ -124,6 +124,8 @@ class Plan:
         Predicted step; low without draining, high if the shortest trajectories come first.
     rollout_s, train_s, update_s : float
         Predicted parts of it.
+    beside_s : float
+        Of ``update_s``, the seconds that pass beside the next step.
     bottleneck : str
         "training", "rollout throughput" or "longest trajectory".
     bounds : Bounds
@@ -153,6 +155,7 @@ class Plan:
     rollout_s: float
     train_s: float
     update_s: float
+    beside_s: float
     bottleneck: str
     bounds: Bounds
     idle_frac: Mapping[str, float]

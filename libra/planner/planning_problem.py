@@ -8,6 +8,10 @@ last engine finishes.
     eta >= 1    steps overlap: step = max(rollout, training) + update      (Libra, arXiv:2606.03077 v2, with the weight update)
     eta == 0    one after the other: step = rollout + training + update
 
+At eta >= 1 a single training worker publishes beside its next step, which changes no weights before that
+(`libra.worker.publications`). Of the update only what exceeds the next step's training then counts, and engines wait for what is
+not published beside it; but ``eta + 1`` batches are under way at most: step >= (rollout + training + update) / (eta + 1).
+
 Invariants
 ----------
 1. Every array is float64 or int64, read-only, and finite but for ``inf``: this kind cannot take it.
@@ -66,6 +70,8 @@ class Problem:
         Staleness bound; 0 is synchronous.
     update_s : float
         Seconds from the end of a step until engines serve its weights, during which neither pool works.
+    beside_s : float
+        Of these, the seconds that pass beside the next step if one GPU trains and eta is at least 1.
     min_train_gpus, min_rollout_gpus : int
         Minimum GPUs of each side of the split (core pools).
     fixed_train_gpus : int or None
@@ -83,6 +89,7 @@ class Problem:
     train_s: Floats
     eta: int = 1
     update_s: float = 0.0
+    beside_s: float = 0.0
     min_train_gpus: int = 1
     min_rollout_gpus: int = 1
     fixed_train_gpus: int | None = None
@@ -125,6 +132,36 @@ class Problem:
         digest.update(self.alone_s.tobytes())
         return digest.hexdigest()
 
+    def beside(self, train_gpus: Ints | int) -> Floats:
+        """Seconds of an update that pass beside the next step, with these GPUs in training."""
+        alone = self.eta > 0 and self.beside_s > 0.0
+        return np.where(np.asarray(train_gpus) == 1, self.beside_s if alone else 0.0, 0.0)
+
+    def step_s(self, train_gpus: Ints | int, train_s: Floats | float, rollout_s: Floats | float) -> Floats:
+        """Seconds of a step from those of its two sides; arrays of one shape, or numbers."""
+        if not self.eta:
+            return np.asarray(np.add(rollout_s, train_s) + self.update_s)
+        beside_s = self.beside(train_gpus)
+        trainer_s = self.update_s + np.maximum(np.subtract(train_s, beside_s), 0.0)
+        engines_s = np.add(rollout_s, self.update_s - beside_s)
+        chain_s = (np.add(rollout_s, train_s) + self.update_s) / (self.eta + 1)
+        return np.asarray(np.maximum(np.maximum(trainer_s, engines_s), chain_s))
+
+    def enough_s(self, train_gpus: int, train_s: float) -> float:
+        """Seconds of rollout below which a step is not shorter."""
+        if not self.eta:
+            return 0.0
+        beside_s = float(self.beside(train_gpus))
+        trainer_s = self.update_s + max(train_s - beside_s, 0.0)
+        return max(0.0, min(max(train_s, beside_s), (self.eta + 1) * trainer_s - train_s - self.update_s))
+
+    def most_s(self, train_gpus: int, train_s: float, step_s: float) -> float:
+        """Seconds of rollout from which a step takes ``step_s`` or longer."""
+        if not self.eta:
+            return step_s - self.update_s - train_s
+        engines_s = step_s - self.update_s + float(self.beside(train_gpus))
+        return min(engines_s, (self.eta + 1) * step_s - train_s - self.update_s)
+
     def having(self, **changes: Any) -> Self:
         """The same problem with some fields replaced."""
         return replace(self, **changes)
@@ -159,6 +196,8 @@ def _check_shapes(problem: Problem) -> None:
             raise PlanError(f"{entry.name}: got {value}; at least 1")
     if problem.eta < 0 or not 0 <= problem.update_s < np.inf:
         raise PlanError(f"eta: got {problem.eta}, update_s: got {problem.update_s}; neither is negative")
+    if not 0 <= problem.beside_s <= problem.update_s:
+        raise PlanError(f"beside_s: got {problem.beside_s}; a part of update_s, {problem.update_s}")
 
 
 def _check_degrees(problem: Problem) -> None:

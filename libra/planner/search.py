@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from libra.errors import PlanError
 from libra.planner.engine_packing import Placement
 from libra.planner.feasible import splits_of
-from libra.planner.planning_problem import Floats, Ints, Problem
+from libra.planner.planning_problem import Ints, Problem
 from libra.planner.rollout_layout import RolloutLayout, Rollouts
 
 GAP_FRAC = 5e-4
@@ -114,7 +114,8 @@ class _Outer:
     def run(self) -> Found:
         train_s, gpus = self.problem.train_s[self.splits], self.problem.train_gpus[self.splits]
         rollout_gpus = self.problem.num_gpus - gpus
-        bounds = self.step_s(train_s, self.rollouts.lower_s(rollout_gpus))
+        step_s = self.problem.step_s
+        bounds = step_s(gpus, train_s, self.rollouts.lower_s(rollout_gpus))
         is_open: NDArray[np.bool_] = np.ones(len(self.splits), dtype=bool)
         programs, known = sum(f.num_programs for f in self.rollouts.found.values()), 0
         while is_open.any():
@@ -124,9 +125,9 @@ class _Outer:
             is_open[split] = False
             known += 1
             state = self._work_out(split, float(train_s[split]), int(rollout_gpus[split]))
-            self.closed_s.append(float(self.step_s(train_s[split], np.float64(state.lower_s))))
+            self.closed_s.append(float(step_s(int(gpus[split]), float(train_s[split]), state.lower_s)))
             bounds = np.maximum(
-                bounds, self.step_s(train_s, np.where(rollout_gpus <= state.num_gpus, state.lower_s, 0.0))
+                bounds, step_s(gpus, train_s, np.where(rollout_gpus <= state.num_gpus, state.lower_s, 0.0))
             )
         if self.best is None or self.best.layout is None:
             raise PlanError(
@@ -137,17 +138,11 @@ class _Outer:
         now = sum(f.num_programs for f in self.rollouts.found.values())
         return self._found(lower_s, known, now - programs)
 
-    def step_s(self, train_s: Floats | np.float64, rollout_s: Floats | np.float64) -> Floats:
-        """Seconds of a step from those of its two sides."""
-        both = np.maximum(train_s, rollout_s) if self.problem.eta > 0 else train_s + rollout_s
-        return np.asarray(both + self.problem.update_s)
-
     def _work_out(self, split: int, train_s: float, rollout_gpus: int) -> RolloutLayout:
-        overlap = self.problem.eta > 0
-        rest_s = self.problem.update_s + (0.0 if overlap else train_s)
-        hopeless_s = self.best_s * (1 - self.rollouts.gap_frac / 2) - rest_s
-        state = self.rollouts.solve(rollout_gpus, train_s if overlap else 0.0, hopeless_s)
-        step_s = float(self.step_s(np.float64(train_s), np.float64(state.time_s)))
+        problem, train_gpus = self.problem, int(self.problem.train_gpus[self.splits[split]])
+        hopeless_s = problem.most_s(train_gpus, train_s, self.best_s * (1 - self.rollouts.gap_frac / 2))
+        state = self.rollouts.solve(rollout_gpus, problem.enough_s(train_gpus, train_s), hopeless_s)
+        step_s = float(problem.step_s(train_gpus, train_s, state.time_s))
         if state.layout is not None and step_s < self.best_s:
             self.best, self.best_split, self.best_s = state, split, step_s
         return state

@@ -48,6 +48,8 @@ class PlanningSnapshot:
     eta : int
     update_s : float
         Publishing and loading new weights.
+    beside_s : float
+        Of these, publishing, which a single training worker does beside its next step at ``eta`` >= 1.
     min_train_gpus, min_rollout_gpus, fixed_train_gpus, fixed_engines
         As of `Problem`.
     max_concurrency : int
@@ -68,6 +70,7 @@ class PlanningSnapshot:
     training: Layout = field(default_factory=Layout)
     eta: int = 1
     update_s: float = 0.0
+    beside_s: float = 0.0
     min_train_gpus: int = 1
     min_rollout_gpus: int = 1
     fixed_train_gpus: int | None = None
@@ -138,6 +141,7 @@ def formulate(snapshot: PlanningSnapshot) -> Formulation:
         * snapshot.corrections.training,
         eta=snapshot.eta,
         update_s=snapshot.update_s,
+        beside_s=snapshot.beside_s,
         min_train_gpus=snapshot.min_train_gpus,
         min_rollout_gpus=snapshot.min_rollout_gpus,
         fixed_train_gpus=snapshot.fixed_train_gpus,

@@ -52,6 +52,8 @@ class StepParts:
     gpus, train_gpus, eta : int
     rollout_s, train_s, update_s : float
         Until the last trajectory has ended, of the gradient on the GPUs that always train, and until engines have the new weights.
+    beside_s : float
+        Of ``update_s``, the seconds that pass beside the next step (`libra.worker.publications`); at eta 0 none.
     throughput_s : float
         GPU-seconds of the rollout over its GPUs.
     longest_s : float
@@ -75,6 +77,7 @@ class StepParts:
     tool_s: float = 0.0
     left_s: float | None = None
     needed_gpus: int = 0
+    beside_s: float = 0.0
 
     @property
     def work_s(self) -> float:
@@ -103,8 +106,9 @@ def forms(parts: StepParts, changes_s: float = CHANGES_S) -> dict[str, float]:
         return (parts.rollout_s + after_s + update_s) / (eta + 1)
 
     if eta:
-        split_s = max(train_s + update_s, parts.throughput_s, asynchronous_s(train_s))
-        streaming_s = max(train_s + update_s, parts.throughput_s, asynchronous_s(left_s))
+        trainer_s = update_s + max(train_s - parts.beside_s, 0.0)
+        split_s = max(trainer_s, parts.throughput_s, asynchronous_s(train_s))
+        streaming_s = max(trainer_s, parts.throughput_s, asynchronous_s(left_s))
     else:
         split_s = parts.rollout_s + train_s + update_s
         streaming_s = max(parts.rollout_s + left_s, train_s) + update_s

@@ -56,6 +56,8 @@ class MeasuredStep(msgspec.Struct, frozen=True):
         Groups of each of its waves, and seconds of its gradient if the core trainers alone had computed it.
     update_s : float
         From its last gradient until the new weights were published.
+    beside_s : float
+        Of these, the seconds after the step's end, which passed beside the next step; 0: that waited for them.
     longest_s : float
         The longest trajectory of its iteration, had it been alone; 0: not known.
     rollout_gpus, rollout_gpu_s : float
@@ -72,6 +74,7 @@ class MeasuredStep(msgspec.Struct, frozen=True):
     rollout_gpus: float
     rollout_gpu_s: float
     change_s: float
+    beside_s: float = 0.0
 
 
 class TakeSteps(msgspec.Struct, frozen=True, gc=False):
@@ -120,7 +123,7 @@ class WayChoice:
             gpus=round(step.rollout_gpus) + settings.train_gpus, train_gpus=settings.train_gpus, eta=self._eta,
             rollout_s=last_s, train_s=self._fixed_s + each_s * groups, update_s=step.update_s,
             throughput_s=step.rollout_gpu_s / max(step.rollout_gpus, 1.0), longest_s=step.longest_s or last_s,
-            left_s=streamed_s - last_s,
+            left_s=streamed_s - last_s, beside_s=step.beside_s if self._eta else 0.0,
         )  # fmt: skip
         changes_s = step.change_s or settings.change_s
         step_s, x = forms(parts, changes_s), parts.path_over_work

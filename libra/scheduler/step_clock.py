@@ -31,6 +31,7 @@ class StepClock:
         self._complete_s: defaultdict[int, list[float]] = defaultdict(list)
         self._waves: defaultdict[int, dict[int, tuple[int, float]]] = defaultdict(dict)
         self._trained_s: dict[int, float] = {}
+        self._ended_s: dict[int, float] = {}  # of steps whose publication the next one does not wait for
         self._alone_s: dict[str, float] = {}  # seconds of an engine's token
         self._path_s: dict[str, float] = {}  # by open trajectory, its seconds had it been alone
         self._longest_s: dict[int, float] = {}
@@ -58,6 +59,8 @@ class StepClock:
                 seconds = event.train_s * (self._train_gpus + event.hybrids) / self._train_gpus
                 self._waves[batch][wave] = event.groups, seconds
                 self._trained_s[batch] = event.t_s
+            case events.StepFinished(step=step, beside=True):
+                self._ended_s[step] = event.t_s
             case events.WorkerCapacity(worker=worker, alone_s_per_token=alone_s) if event.rollout_slots and alone_s:
                 self._alone_s[worker] = alone_s
             case events.WorkerWithdrawn(worker=worker):
@@ -71,9 +74,9 @@ class StepClock:
         self._since_s = times.now_s
         gate_s, complete_s = self._gates_s.get(step), sorted(self._complete_s.get(step, ()))
         waves, trained_s = self._waves.get(step, {}), self._trained_s.get(step, now_s)
-        longest_s = self._longest_s.get(step, 0.0)
+        longest_s, ended_s = self._longest_s.get(step, 0.0), self._ended_s.get(step, now_s)
         followed: tuple[dict[int, Any], ...] = (
-            self._gates_s, self._complete_s, self._waves, self._trained_s, self._longest_s,
+            self._gates_s, self._complete_s, self._waves, self._trained_s, self._longest_s, self._ended_s,
         )  # fmt: skip
         for known in followed:
             for done in [k for k in known if k <= step]:
@@ -92,6 +95,7 @@ class StepClock:
             rollout_gpus=round(gpus, 6),
             rollout_gpu_s=round(gpu_s, 6),
             change_s=round(sum(changes), 6) if len(changes) == len(self._changes) else 0.0,
+            beside_s=round(max(0.0, now_s - max(ended_s, trained_s)), 6),
         )
 
 

@@ -202,8 +202,9 @@ def simulator_of(config: RunConfig, workload: Workload | None = None) -> Simulat
         engines = measured_engines(measured, choices.layout, section.slots)
         options = replace(
             options,
-            train_s=measured_step_s(measured, workload) if section.train_s is None else section.train_s,
+            train_s=measured_step_s(config, measured, workload) if section.train_s is None else section.train_s,
             load_s=measured.load_s if section.load_s is None else section.load_s,
+            publish_s=0.0 if section.train_s is not None else measured_publish_s(config, measured),
             tool_overhead=QuantumOverhead(measured.tool_transport_s, measured.tool_worker_s),
             gate_s=measured.gate_s,
             commit_s=measured.commit_s,
@@ -212,14 +213,21 @@ def simulator_of(config: RunConfig, workload: Workload | None = None) -> Simulat
     return Simulator(workload, engines, ordering, seed=config.run.seed, options=options)
 
 
-def measured_step_s(calibration: RunCalibration, workload: Workload) -> float:
-    """Seconds of a step over an iteration's trajectories, with its weight update; the latter alone if no trainer was
-    fitted."""
+def measured_publish_s(config: RunConfig, calibration: RunCalibration) -> float:
+    """Seconds of a weight update that pass beside the next step, as those of a single training worker do."""
+    alone = calibration.train_gpus == 1 and config.run.eta > 0
+    return calibration.update_s if alone else 0.0
+
+
+def measured_step_s(config: RunConfig, calibration: RunCalibration, workload: Workload) -> float:
+    """Seconds of a step over an iteration's trajectories, with what of its weight update is not beside the next step; the latter
+    alone if no trainer was fitted."""
+    update_s = calibration.update_s - measured_publish_s(config, calibration)
     if calibration.trainer is None:
-        return calibration.update_s
+        return update_s
     iterations = 1 + max(plan.iteration for plan in workload.trajectories)
     tokens = sum(plan.final_tokens for plan in workload.trajectories) / iterations
-    return calibration.trainer.step_s(tokens) + calibration.update_s
+    return calibration.trainer.step_s(tokens) + update_s
 
 
 class RunSimulation(NamedTuple):
@@ -264,7 +272,7 @@ def simulator_of_setting(config: RunConfig, setting: RunSetting, typed: Set[str]
             for spec in setting.engines
         )
     if "train_s" in given:
-        options = replace(options, train_s=section.train_s or 0.0, steps_s=())
+        options = replace(options, train_s=section.train_s or 0.0, publish_s=0.0, steps_s=())
     if "load_s" in given:
         options = replace(options, load_s=section.load_s or 0.0)
     if "tool_slots" in given:

@@ -120,6 +120,7 @@ def run_options(record: RunRecord, calibration: RunCalibration) -> SimulationOpt
         train_s=sum(steps_s) / len(steps_s) if steps_s else 0.0,
         steps_s=steps_s,
         load_s=calibration.load_s,
+        publish_s=record.publish_s(),
         tool_slots=record.tool_slots if acted and record.tool_slots else None,
         inline_tools=record.inline_tools,
         tool_overhead=QuantumOverhead(calibration.tool_transport_s, calibration.tool_worker_s),

@@ -25,7 +25,8 @@ from libra.policy.turning import TurningRule
 from libra.policy.waves import GroupId
 from libra.sim.disciplines import Discipline, Roles
 from libra.sim.engines import fleet
-from libra.sim.pipeline import Pipeline, PipelineOptions
+from libra.sim.pipeline import Pipeline
+from libra.sim.pipeline_options import PipelineOptions
 from libra.sim.pipeline_result import PipelineResult
 from libra.sim.training_gpus import GroupWork, group_work, sample_seconds
 from libra.sim.workload import TrajectoryPlan, TurnPlan, Workload
@@ -65,6 +66,7 @@ def simulated_ways(
         eta=plan.eta,
         core_gpus=part.core_gpus,
         update_s=plan.update_s,
+        beside_s=plan.beside_s,
         close_s=0.0,
         load_s=0.0,
         rule=rule,

@@ -18,94 +18,26 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from msgspec.structs import replace
 
 from libra.errors import ConfigError
-from libra.hardware.host_kv import HostPool
 from libra.policy import CommittedGroup, Ordering, TrajectoryEnded
 from libra.policy.messages import OpenWave
 from libra.policy.streamed_batches import StreamedBatches
-from libra.policy.turning import OpenStep, Turn, Turned, TurningEngine, TurningRule
+from libra.policy.turning import OpenStep, Turn, Turned, TurningEngine
 from libra.policy.waves import GroupId, Waves
 from libra.sim.disciplines import Discipline, Roles
 from libra.sim.engines import EngineSpec
 from libra.sim.gpu_seconds import Cause, GpuSeconds
 from libra.sim.open_groups import OpenGroups
+from libra.sim.pipeline_options import PipelineOptions
 from libra.sim.pipeline_result import PipelineResult, TurnDone
+from libra.sim.simulated_trajectory import SimulatedTrajectory
 from libra.sim.simulation_options import SimulationOptions
-from libra.sim.simulator import SimulatedTrajectory, Simulator
+from libra.sim.simulator import Simulator
 from libra.sim.training_gpus import GroupWork, SampleId, TrainingGpus
 from libra.sim.workload import TrajectoryPlan, Workload
-
-
-class WavePrices(NamedTuple):
-    """Waves of a streamed step as a live trainer adds them (`libra.policy.waves`), and what each costs besides its gradients.
-
-    Attributes
-    ----------
-    most, least_groups, enough_groups : int
-        As of `libra.policy.waves.Waves`.
-    alone_s, shared_s : float
-        Seconds until a wave's members are committed and its task has begun and reported, for which its GPUs wait: of core trainers
-        alone, and with engines that turned, whose gradients are merged after each wave.
-    """
-
-    most: int
-    least_groups: int = 1
-    enough_groups: int = 0
-    alone_s: float = 0.0
-    shared_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class PipelineOptions:
-    """Settings of a pipeline besides workload, engines and discipline.
-
-    Attributes
-    ----------
-    eta : int
-        Staleness bound in versions.
-    core_gpus : int
-        GPUs that always train.
-    update_s, close_s, merge_s : float
-        From the last gradient to the new weights on the engines; for the optimizer; to merge the gradients of GPUs that turned.
-    load_s : float
-        Seconds that an engine stops for new weights.
-    drain_s : float
-        Seconds in which an engine that turns first ends what it has begun; what it hands over goes on elsewhere at once.
-    rule : TurningRule
-    waves : WavePrices or None
-        None: gradients of complete groups are a fluid, which begins at once and which an engine that turns can share at any moment.
-    host : HostPool or None
-        KV in host memory, by which trajectories take it along where the discipline says so.
-    samples : int or None
-        Samples of a group that are trained on, where the discipline begins more than these. None: all.
-    num_steps : int or None
-        The simulation stops after this many; None: after all iterations of the workload.
-    gives_up : (int, float) or None
-        It stops earlier once the mean step without the first ``int`` ones must take longer than ``float`` seconds, with
-        ``num_steps`` only. None: never.
-    causes : bool
-        Whether GPU-seconds are counted by cause, which is a good part of the work; False: `PipelineResult.gpu_s` is empty.
-    """
-
-    eta: int = 0
-    core_gpus: int = 0
-    update_s: float = 10.0
-    close_s: float = 1.0
-    merge_s: float = 3.0
-    load_s: float = 3.0
-    drain_s: float = 0.0
-    rule: TurningRule = field(default_factory=TurningRule)
-    waves: WavePrices | None = None
-    host: HostPool | None = None
-    samples: int | None = None
-    num_steps: int | None = None
-    gives_up: tuple[int, float] | None = None
-    causes: bool = True
 
 
 class Pipeline(Simulator):
@@ -123,30 +55,15 @@ class Pipeline(Simulator):
         seed: int = 0,
         sample_s: Mapping[SampleId, float] | None = None,
     ) -> None:
-        if options.eta not in discipline.etas:
-            raise ConfigError(f"eta: got {options.eta}; this discipline is defined for {discipline.etas}")
-        if discipline.kv_moves and options.host is None:
-            raise ConfigError("host: got None; this discipline keeps KV in host memory, give it a HostPool")
-        if discipline.samples > 1.0 and (sample_s is None or options.samples is None):
-            raise ConfigError(
-                "samples, sample_s: got None; this discipline trains on the samples that end first, give both"
-            )
+        options = checked_options(options, discipline, sample_s)
         around = SimulationOptions(
             eta=options.eta, load_s=options.load_s, chunk_tokens=discipline.chunk_tokens, preempts=discipline.preempts,
             host=options.host if discipline.kv_moves else None,
         )  # fmt: skip
         super().__init__(workload, engines, ordering, seed=seed, options=around)
-        if discipline.changes_s is not None:
-            to_training_s, to_rollout_s = discipline.changes_s
-            rule = dataclasses.replace(options.rule, to_training_s=to_training_s, to_rollout_s=to_rollout_s)
-            options = dataclasses.replace(options, rule=rule)
-        if discipline.update_s is not None:
-            options = dataclasses.replace(options, update_s=discipline.update_s)
         self._keeps_dispatches = False
         self._discipline, self._pipeline, self._work = discipline, options, work
-        self._trainer = TrainingGpus(options.core_gpus if discipline.core_trainers else 0)
-        if not self._trainer.gpus and discipline.roles is Roles.SPLIT:
-            raise ConfigError("core_gpus: got 0 where no engine trains; type at least 1")
+        self._trainer = TrainingGpus(self._core_gpus)
         self._batches: StreamedBatches | OpenGroups
         self._by_group: OpenGroups | None = None
         if discipline.by_group:
@@ -156,16 +73,20 @@ class Pipeline(Simulator):
             )  # fmt: skip
         else:
             self._batches = StreamedBatches(options.eta, self._groups.per_iteration, own=discipline.own_batches)
-        self._members: dict[GroupId, list[TrajectoryPlan]] = {}
-        for plan in workload.trajectories:
-            self._members.setdefault((plan.iteration, plan.group), []).append(plan)
-        self._begun: dict[GroupId, list[TrajectoryPlan]] = {}  # of groups that began by themselves
-        self._kept: dict[GroupId, list[TrajectoryPlan]] = {}  # of these, the samples that are trained on
         self._own_gpu_s: dict[str, float] = {}
         self._sample_s, self._lags, self._taken_gpu_s = sample_s, list[int](), 0.0
         self._all_gpu_s = sum(each.gpu_s for each in work.values())
+        self._begin_empty()
+
+    def _begin_empty(self) -> None:
+        """Nothing is generated or trained yet."""
+        self._members: dict[GroupId, list[TrajectoryPlan]] = {}
+        for plan in self._workload.trajectories:
+            self._members.setdefault((plan.iteration, plan.group), []).append(plan)
+        self._begun: dict[GroupId, list[TrajectoryPlan]] = {}  # of groups that began by themselves
+        self._kept: dict[GroupId, list[TrajectoryPlan]] = {}  # of these, the samples that are trained on
         self._waiting: list[GroupId] = []  # taken by the open batch, and not trained on yet
-        prices = self._wave_prices = options.waves if discipline.streaming else None
+        prices = self._wave_prices = self._pipeline.waves if self._discipline.streaming else None
         self._waves = None if prices is None else Waves(prices.most, prices.least_groups, prices.enough_groups)
         self._wave: OpenWave | None = None  # whose gradients are being computed
         self._arriving: set[str] = set()  # engines that train from the next wave on
@@ -175,6 +96,8 @@ class Pipeline(Simulator):
         self._trainers_idle = Cause.NO_WORK
         self._closing = self._merges = self._look = False
         self._no_later_s = math.inf  # when a step that takes too long is given up
+        beside = self._pipeline.eta > 0 and self._core_gpus == 1 and self._by_group is None
+        self._beside_s = self._pipeline.beside_s if beside else 0.0
         self._serial = 0  # of the next end of all gradients, as it was last computed
 
     def train(self) -> PipelineResult:
@@ -248,8 +171,25 @@ class Pipeline(Simulator):
             self.agenda.at(self.agenda.now_s, self._throw_away, place)
         self._feed(self._batches.group_committed(CommittedGroup(*place, self._groups.oldest[place])))
 
-    def _trained(self, batch: int) -> None:
+    def _step_ended(self, batch: int) -> None:
+        if not self._beside_s:
+            self._trained(batch)
+            self._next_step(batch)
+            return
+        now_s = self.agenda.now_s
+        self._published_s = now_s + self._beside_s
+        self.agenda.at(now_s + self._pipeline.update_s, self._trained, batch)
+        self._next_step(batch)
+
+    def _next_step(self, batch: int) -> None:
+        """The trainer has the weights after step ``batch``, and begins the next."""
         self._closing, self._merges, self._look = False, False, True
+        if batch + 1 < len(self._groups.plans):
+            self._open_step(batch + 1)
+            self._begin_groups()
+
+    def _trained(self, batch: int) -> None:
+        self._look = True
         if self._by_group is not None:
             for place in self._by_group.too_old(batch + 1):
                 self._discard_group(place)
@@ -258,9 +198,6 @@ class Pipeline(Simulator):
         if options.gives_up is not None and options.num_steps is not None and batch + 1 == options.gives_up[0]:
             left_out, longest_s = options.gives_up
             self._no_later_s = self.agenda.now_s + longest_s * (options.num_steps - left_out)
-        if batch + 1 < len(self._groups.plans):
-            self._open_step(batch + 1)
-            self._begin_groups()
 
     # ---------------------------------------------------------------- groups that begin, and are thrown away, by themselves
 
@@ -383,8 +320,13 @@ class Pipeline(Simulator):
                 self._expect_gradients()
                 return
         self._closing = True
-        seconds = self._pipeline.close_s + self._pipeline.update_s + (self._pipeline.merge_s if self._merges else 0.0)
-        self.agenda.at(self.agenda.now_s + seconds, self._trained, self._batches.batch)
+        seconds = self._pipeline.close_s + (self._pipeline.merge_s if self._merges else 0.0)
+        begins_s = self.agenda.now_s
+        if self._beside_s:  # the weights change once the version before is published
+            begins_s = max(begins_s, self._published_s)
+        else:
+            seconds += self._pipeline.update_s
+        self.agenda.at(begins_s + seconds, self._step_ended, self._batches.batch)
 
     # ---------------------------------------------------------------- roles
 
@@ -484,6 +426,32 @@ class Pipeline(Simulator):
         if self._running:
             return Cause.NO_WORK
         return Cause.UPDATE if self._closing else Cause.STEP
+
+
+def checked_options(
+    options: PipelineOptions, discipline: Discipline, sample_s: Mapping[SampleId, float] | None
+) -> PipelineOptions:
+    """The options, with the seconds that a discipline brings along; ConfigError if they are not enough for it."""
+    if options.eta not in discipline.etas:
+        raise ConfigError(f"eta: got {options.eta}; this discipline is defined for {discipline.etas}")
+    if discipline.kv_moves and options.host is None:
+        raise ConfigError("host: got None; this discipline keeps KV in host memory, give it a HostPool")
+    if discipline.samples > 1.0 and (sample_s is None or options.samples is None):
+        raise ConfigError(
+            "samples, sample_s: got None; this discipline trains on the samples that end first, give both"
+        )
+    if not (options.core_gpus and discipline.core_trainers) and discipline.roles is Roles.SPLIT:
+        raise ConfigError("core_gpus: got 0 where no engine trains; type at least 1")
+    if not 0.0 <= options.beside_s <= options.update_s:
+        raise ConfigError(f"beside_s: got {options.beside_s}; a part of update_s, {options.update_s}")
+    if discipline.changes_s is not None:
+        to_training_s, to_rollout_s = discipline.changes_s
+        rule = dataclasses.replace(options.rule, to_training_s=to_training_s, to_rollout_s=to_rollout_s)
+        options = dataclasses.replace(options, rule=rule)
+    if discipline.update_s is not None:
+        beside_s = min(options.beside_s, discipline.update_s)
+        options = dataclasses.replace(options, update_s=discipline.update_s, beside_s=beside_s)
+    return options
 
 
 def whole_pool(engines: Sequence[TurningEngine], step: OpenStep | None) -> tuple[Turn, ...]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from libra.sim.own_versions import REPACK_S, OwnVersions
 from libra.sim.pipeline import Pipeline
-from libra.sim.simulator import SimulatedTrajectory
+from libra.sim.simulated_trajectory import SimulatedTrajectory
 from libra.sim.version_window import VersionWindow
 from libra.sim.workload import TrajectoryPlan
 

@@ -119,14 +119,27 @@ class RunRecord:
         return found
 
     def steps_s(self) -> tuple[float, ...]:
-        """Seconds of each batch from its opening until its weights were published."""
-        published = {event["version"]: event["t_s"] for event in self.named("version_published")}
+        """Seconds of each batch from its opening until its weights were published; where that was beside the next step, until its
+        step ended."""
+        over = {event["version"] - 1: event["t_s"] for event in self.named("version_published")}
+        over |= self._ended_s()
         found: list[float] = []
         for opened in sorted(self.named("batch_opened"), key=lambda event: int(event["batch"])):
-            if opened["batch"] + 1 not in published or opened["batch"] != len(found):
+            if opened["batch"] not in over or opened["batch"] != len(found):
                 break
-            found.append(published[opened["batch"] + 1] - opened["t_s"])
+            found.append(over[opened["batch"]] - opened["t_s"])
         return tuple(found)
+
+    def publish_s(self) -> float:
+        """Mean seconds in which a version was published beside the next step; 0: none was."""
+        published = {event["version"]: event["t_s"] for event in self.named("version_published")}
+        return _mean([published[step + 1] - t_s for step, t_s in self._ended_s().items() if step + 1 in published])
+
+    def _ended_s(self) -> dict[int, float]:
+        """When the steps ended beside which nothing waits for their publication."""
+        if not self.config.run.eta:
+            return {}
+        return {event["step"]: event["t_s"] for event in self.named("step_finished") if event.get("beside")}
 
     def realised(self, iterations: int) -> RealisedRun | None:
         """The measured times of its first iterations; None if the run was resumed, or has finished fewer."""

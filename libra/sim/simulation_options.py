@@ -32,6 +32,9 @@ class SimulationOptions:
         The rest of the `StalenessPolicy`.
     train_s, load_s : float
         Seconds of an optimizer step with its weight update, and of an engine's change to the new weights.
+    publish_s : float
+        Seconds in which a step's version is published after its ``train_s``: beside the next step, which does not end before that
+        (`libra.worker.publications`). 0: ``train_s`` has all of the weight update.
     steps_s : tuple of float
         ``train_s`` of the first steps, if each is known.
     tool_slots : int or None
@@ -62,6 +65,7 @@ class SimulationOptions:
     eta: int = 0
     train_s: float = 0.0
     load_s: float = 0.0
+    publish_s: float = 0.0
     steps_s: tuple[float, ...] = ()
     tool_slots: int | None = None
     inline_tools: frozenset[str] = frozenset()
@@ -89,5 +93,5 @@ class SimulationOptions:
             raise ConfigError("preempts: got True with host; a preempted request's KV is dropped, take one of the two")
 
     def step_s(self, batch: int) -> float:
-        """Seconds of step ``batch`` with its weight update."""
+        """Seconds of step ``batch`` with its weight update, as far as that is not ``publish_s``."""
         return self.steps_s[batch] if batch < len(self.steps_s) else self.train_s

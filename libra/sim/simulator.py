@@ -14,9 +14,7 @@ Invariants
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import msgspec
 import numpy as np
@@ -50,6 +48,7 @@ from libra.policy import (
 from libra.policy.move_price import PRIOR_BYTES_PER_S
 from libra.sim.agenda import Agenda
 from libra.sim.engines import EngineSpec, typical_context
+from libra.sim.simulated_trajectory import SimulatedTrajectory, WorkloadGroups
 from libra.sim.simulation_options import Loss, SimulationOptions
 from libra.sim.simulation_result import Dispatched, SimulationRecord, SimulationResult
 from libra.sim.workload import TrajectoryPlan, TurnPlan, Workload, prompts_of
@@ -57,52 +56,6 @@ from libra.types import NO_TOOL, Phase
 
 TOOLS = "tools"
 """Name of the one worker that runs all tools."""
-
-
-@dataclass(slots=True)
-class SimulatedTrajectory:
-    """A trajectory that has begun and not ended.
-
-    ``attempt`` counts its quanta begun: an event of an earlier attempt is ignored. ``generated`` are the tokens that
-    its turn has: of earlier parts of the turn, and those that an engine generated before it handed the trajectory over.
-    """
-
-    key: str
-    plan: TrajectoryPlan
-    group: str
-    context_tokens: int
-    turn: int = 0
-    quanta: int = 0
-    computed_tokens: int = 0
-    phase: Phase = Phase.ROLLOUT
-    started_s: float = 0.0
-    attempt: int = 0
-    generated: int = 0
-
-    @property
-    def place(self) -> tuple[int, int]:
-        """Its iteration and group."""
-        return self.plan.iteration, self.plan.group
-
-    @property
-    def turn_plan(self) -> TurnPlan:
-        """The turn that it is at."""
-        return self.plan.turns[self.turn]
-
-
-class WorkloadGroups:
-    """Groups of a workload by iteration: trajectories that have not ended, and the version that the first one began with."""
-
-    def __init__(self, workload: Workload) -> None:
-        self.plans: dict[int, list[TrajectoryPlan]] = {}
-        for plan in workload.trajectories:
-            self.plans.setdefault(plan.iteration, []).append(plan)
-        self.missing = Counter((plan.iteration, plan.group) for plan in workload.trajectories)
-        self.oldest: dict[tuple[int, int], int] = {}
-        sizes = {len({plan.group for plan in plans}) for plans in self.plans.values()}
-        if len(sizes) != 1 or sorted(self.plans) != list(range(len(self.plans))):
-            raise ConfigError("workload: iterations 0, 1, ... must have equally many groups each, as batches do")
-        self.per_iteration = sizes.pop()
 
 
 class Simulator:
@@ -136,6 +89,7 @@ class Simulator:
         self._groups = WorkloadGroups(workload)
         self._typical_context = typical_context(workload.trajectories)
         self._admission = Admission(self.options.staleness, self._groups.per_iteration)
+        self._published_s = 0.0  # when the newest version that is being published, or was, can be pulled
         self._learner, self._learned_ended = (ordering if isinstance(ordering, OnlineLearner) else None), 0
         self._in_transit: dict[str, str] = {}  # keys that hold a slot of an engine without being in it
         self._contended = False  # whether who ends a quantum releases its slot, as of the last dispatch
@@ -276,7 +230,8 @@ class Simulator:
                     self.record.gate_s[iteration] = self.agenda.now_s
                     self._after(self.options.gate_s, self._begin, iteration)
                 case OpenBatch(batch=batch):
-                    self.agenda.at(self.agenda.now_s + self.options.step_s(batch), self._trained, batch)
+                    at_s = self.agenda.now_s + self.options.step_s(batch)
+                    self.agenda.at(max(at_s, self._published_s), self._step_ended, batch)
 
     def _after(self, seconds: float, happens: Callable[..., None], *what: object) -> None:
         """Call ``happens`` later; at once if it takes no time."""
@@ -294,6 +249,15 @@ class Simulator:
             key, group = self._workload.key(plan), self._workload.group_key(plan)
             self._running[key] = SimulatedTrajectory(key, plan, group, plan.prompt_tokens)
             self._park(self._running[key])
+
+    def _step_ended(self, batch: int) -> None:
+        """The trainer has new weights: it publishes them beside its next step, or before it."""
+        if not self.options.publish_s:
+            self._trained(batch)
+            return
+        self._published_s = self.agenda.now_s + self.options.publish_s
+        self.agenda.at(self._published_s, self._trained, batch)
+        self._carry_out(self._admission.step_ended(batch))
 
     def _trained(self, batch: int) -> None:
         self.record.iteration_s[batch] = self.agenda.now_s

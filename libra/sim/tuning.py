@@ -22,7 +22,8 @@ from libra.policy import CMLFQ, Oracle, Ordering, make_ordering
 from libra.policy.turning import TurningRule
 from libra.sim.disciplines import Discipline, Roles, Unfinished
 from libra.sim.engines import fleet, slots_of
-from libra.sim.pipeline import Pipeline, PipelineOptions
+from libra.sim.pipeline import Pipeline
+from libra.sim.pipeline_options import PipelineOptions
 from libra.sim.pipeline_result import PipelineResult
 from libra.sim.repacking_pipeline import RepackingPipeline
 from libra.sim.seer_order import SeerOrder
@@ -150,7 +151,7 @@ def play(
 ) -> PipelineResult:
     """One system in one cell, on the trajectories of one seed; given up once its step must take longer than ``limit_s``.
 
-    ``causes``: see `libra.sim.pipeline.PipelineOptions`.
+    ``causes``: see `libra.sim.pipeline_options.PipelineOptions`.
     """
     workload, steps = cell.drawn_for(discipline, seed)
     plans = workload.trajectories

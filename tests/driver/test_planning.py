@@ -9,7 +9,7 @@ import pytest
 from distributed import Client
 
 from libra.config import RunConfig
-from libra.driver.planning import realised_seconds, workload_of
+from libra.driver.planning import realised_seconds, taken, workload_of
 from libra.driver.session import Session
 from libra.driver.upcoming_prompts import UpcomingPrompts
 from libra.events import from_dict
@@ -96,6 +96,16 @@ def test_what_is_no_training_is_rollout_unless_steps_overlap(make_config: Config
     assert realised_seconds(values, make_config()).step_s == pytest.approx(10.5)
     assert realised_seconds(values, make_config(run={"eta": 1})).rollout_s == pytest.approx(10.5)
     assert realised_seconds(values, make_config(run={"eta": 1}), alone=True).rollout_s == pytest.approx(6.0)
+
+
+@pytest.mark.parametrize(("publish_s", "exceeds_s"), [(0.5, 0.0), (6.0, 2.0)])
+def test_of_a_publication_beside_the_next_step_what_exceeds_it_counts(
+    make_config: Config, publish_s: float, exceeds_s: float
+) -> None:
+    values = {"iteration_s": 11.0, "train_s": 4.0, "publish_s": publish_s, "worker_tokens": {}, "question_tokens": ()}
+    realised = realised_seconds(values, make_config(run={"eta": 1}))
+    assert taken(values, realised, {}, beside=True).rest_s == pytest.approx(exceeds_s)
+    assert taken(values, realised, {}).rest_s == publish_s
 
 
 class _Absent:

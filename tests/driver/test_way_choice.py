@@ -85,7 +85,7 @@ def test_steps_are_streamed_while_that_is_the_choice(
     (gate,) = (event.t_s for event in log if isinstance(event, events.GateOpened) and event.iteration == 0)
     ready = sorted(e.t_s - gate for e in log if isinstance(e, events.GroupCommitted) and e.iteration == 0)
     assert step.complete_s == pytest.approx(ready, abs=1e-5)
-    assert step.update_s > 0 and step.rollout_gpu_s > 0 and step.rollout_gpus > 0
+    assert 0 < step.beside_s <= step.update_s and step.rollout_gpu_s > 0 and step.rollout_gpus > 0
 
     assert ["steps begin by streaming, of split, streaming", planned.reason] in [line[1:] for line in page["decisions"]]
     write_report([directory], directory / "report.html", load_prices())

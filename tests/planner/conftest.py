@@ -29,9 +29,23 @@ def _random_problem(seed: int) -> Problem:
     train_s = rng.uniform(0.03, 0.8) * size.sum() / train_gpus ** rng.uniform(0.6, 1.0)
     if len(train_gpus) > 2 and rng.random() < 0.3:
         train_s[0] = np.inf
+    eta = int(rng.integers(0, 2))
+    update_s = float(rng.uniform(0.05, 0.5)) * size.sum()
+    beside_s = update_s * float(rng.choice([0.0, 0.6, 1.0]))
     return Problem(
-        num_gpus, node, kinds, load_s, alone_s, train_gpus, train_s, eta=int(rng.integers(0, 2)), update_s=0.1
+        num_gpus, node, kinds, load_s, alone_s, train_gpus, train_s, eta=eta, update_s=update_s, beside_s=beside_s
     )
+
+
+def _step_s(problem: Problem, train_gpus: int, train_s: float, rollout_s: float) -> float:
+    """Seconds from one step to the next where nothing else is known than who waits for whom."""
+    update_s, beside_s = problem.update_s, problem.beside_s
+    if not problem.eta:
+        return train_s + rollout_s + update_s
+    if train_gpus > 1 or not beside_s:
+        return max(train_s, rollout_s) + update_s
+    trains_s = max(train_s, beside_s) + update_s - beside_s  # passes beside a publication, and what comes after both
+    return max(trains_s, rollout_s + update_s - beside_s, (train_s + rollout_s + update_s) / (problem.eta + 1))
 
 
 def _best_by_trying(problem: Problem) -> float:
@@ -60,7 +74,7 @@ def _best_by_trying(problem: Problem) -> float:
     steps = []
     for gpus, train_s in zip(problem.train_gpus.tolist(), problem.train_s.tolist(), strict=True):
         rollout_s = best[problem.num_gpus - gpus][everything]
-        steps.append((max(train_s, rollout_s) if problem.eta else train_s + rollout_s) + problem.update_s)
+        steps.append(_step_s(problem, gpus, train_s, rollout_s))
     return min(steps)
 
 
@@ -68,6 +82,12 @@ def _best_by_trying(problem: Problem) -> float:
 def random_problem() -> Callable[[int], Problem]:
     """`_random_problem`: a small problem by seed."""
     return _random_problem
+
+
+@pytest.fixture(scope="session")
+def step_s() -> Callable[[Problem, int, float, float], float]:
+    """`_step_s`: seconds of a step of a problem from training GPUs, training and rollout."""
+    return _step_s
 
 
 @pytest.fixture(scope="session")

@@ -59,6 +59,16 @@ def test_synchronous_steps_add_up() -> None:
     assert made.idle_frac["engines wait for the trainer"] > 0
 
 
+def test_a_plan_with_one_trainer_says_that_it_publishes_beside_the_next_step() -> None:
+    given = snapshot(fixed_train_gpus=1, update_s=5.0, beside_s=5.0)
+    made = plan(dataclasses.replace(given, shape=load_shape("Qwen3-0.6B")))
+    assert made.beside_s == 5.0 and made.step_s < max(made.rollout_s, made.train_s) + made.update_s
+    assert sum(made.idle_frac.values()) == pytest.approx(1.0) and made.bounds.step_s <= made.low_s * (1 + 1e-9)
+    assert "new weights are published beside the next one in 5.00 s" in text(made, regime="")
+    several = plan(snapshot(beside_s=5.0))
+    assert several.training.gpus > 1 and several.beside_s == 0.0
+
+
 def test_alternatives_are_other_plans_and_say_why_they_lost(made: Plan) -> None:
     assert 1 <= len(made.alternatives) <= 3
     for other in made.alternatives:

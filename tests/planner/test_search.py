@@ -17,9 +17,10 @@ from libra.planner.search import Found, Planner, search
 
 Make = Callable[[int], Problem]
 Try = Callable[[Problem], float]
+Step = Callable[[Problem, int, float, float], float]
 
 
-def check_found(problem: Problem, found: Found) -> None:
+def check_found(problem: Problem, found: Found, step_s: Step) -> None:
     """The invariants of `libra.planner.search` and of the layout it gives."""
     layout, items = found.layout, range(problem.num_trajectories)
     for engine, kind in enumerate(layout.kind_of):
@@ -28,14 +29,15 @@ def check_found(problem: Problem, found: Found) -> None:
         assert took_s <= layout.time_s * (1 + 1e-9)
     assert layout.gpus(problem) <= found.rollout_gpus == problem.num_gpus - found.train_gpus
     assert found.lower_s <= found.step_s
-    both = max(found.train_s, found.rollout_s) if problem.eta else found.train_s + found.rollout_s
-    assert found.step_s == pytest.approx(both + problem.update_s)
+    assert found.step_s == pytest.approx(step_s(problem, found.train_gpus, found.train_s, found.rollout_s))
     counts = {tp: int((problem.tp[layout.kind_of] == tp).sum()) for tp in problem.fixed_engines}
     assert all(counts[tp] == number for tp, number in problem.fixed_engines.items())
 
 
 @pytest.mark.parametrize("block", range(10))
-def test_the_plan_is_the_best_of_all_whole_assignments(block: int, random_problem: Make, best_by_trying: Try) -> None:
+def test_the_plan_is_the_best_of_all_whole_assignments(
+    block: int, random_problem: Make, best_by_trying: Try, step_s: Step
+) -> None:
     for seed in range(20 * block, 20 * block + 20):
         problem = random_problem(seed)
         best_s = best_by_trying(problem)
@@ -44,12 +46,12 @@ def test_the_plan_is_the_best_of_all_whole_assignments(block: int, random_proble
                 search(problem, gap_frac=0.0)
             continue
         found = search(problem, gap_frac=0.0)
-        check_found(problem, found)
+        check_found(problem, found, step_s)
         assert found.step_s == pytest.approx(best_s, rel=1e-6), seed
         assert found.lower_s <= best_s * (1 + 1e-6), seed
 
 
-def test_trying_everything_tries_everything(random_problem: Make, best_by_trying: Try) -> None:
+def test_trying_everything_tries_everything(random_problem: Make, best_by_trying: Try, step_s: Step) -> None:
     """The oracle against the most literal enumeration: engines with their trajectories, one by one."""
     for seed in range(300, 306):
         problem = random_problem(seed).having(num_gpus=4, train_gpus=[1, 2], train_s=[0.2, 0.1])
@@ -65,14 +67,13 @@ def test_trying_everything_tries_everything(random_problem: Make, best_by_trying
                     ]
                     for gpus, train_s in ((1, 0.2), (2, 0.1)):
                         if sum(problem.kinds[k].tp for k in kinds) <= 4 - gpus:
-                            both = max(train_s, *done) if problem.eta else train_s + max(done)
-                            best = min(best, both + problem.update_s)
+                            best = min(best, step_s(problem, gpus, train_s, max(done)))
         assert best_by_trying(problem) == pytest.approx(best)
 
 
 @settings(max_examples=25, deadline=None)
 @given(st.integers(1000, 10**6), st.sampled_from([64, 300]), st.sampled_from([12, 40, 96]))
-def test_the_bound_holds_and_is_met_for_many_trajectories(seed: int, num: int, num_gpus: int) -> None:
+def test_the_bound_holds_and_is_met_for_many_trajectories(step_s: Step, seed: int, num: int, num_gpus: int) -> None:
     rng = np.random.default_rng(seed)
     size = rng.lognormal(0, 0.8, num)
     load_s = np.stack([size, size**0.9 * 0.6, size**0.8 * 0.4])
@@ -82,7 +83,7 @@ def test_the_bound_holds_and_is_met_for_many_trajectories(seed: int, num: int, n
         num_gpus, 4, [(1, 9), (2, 9), (4, 9)], load_s, alone_s, train_gpus, size.sum() / 3 / train_gpus, eta=1
     )
     found = search(problem)
-    check_found(problem, found)
+    check_found(problem, found, step_s)
     assert found.lower_s >= float(gpu_seconds(problem).at_s[0]) * (1 - 1e-12)
     assert (
         found.gap_frac <= 0.02
@@ -138,12 +139,33 @@ def test_fixed_parts_are_kept(random_problem: Make) -> None:
 
 
 def test_layouts_of_the_same_workload_are_remembered(random_problem: Make) -> None:
-    problem = random_problem(7)
+    problem = random_problem(7).having(beside_s=0.0)
     planner = Planner(gap_frac=0.0)
     first = planner.search(problem)
     again = planner.search(problem.having(update_s=5.0))
     assert again.num_programs == 0
     assert again.step_s == pytest.approx(first.step_s - problem.update_s + 5.0)
+
+
+def test_a_single_trainer_publishes_beside_its_next_step(random_problem: Make) -> None:
+    problem = random_problem(7).having(
+        eta=2, update_s=3.0, beside_s=2.0, train_gpus=[1, 2], train_s=[4.0, 2.5], num_gpus=4
+    )
+    one, two = problem.step_s(np.array([1, 2]), np.array([4.0, 2.5]), 1.0)
+    assert (one, two) == (pytest.approx(4.0 + 1.0), pytest.approx(2.5 + 3.0))  # of the update, one second is left
+    assert problem.step_s(1, 0.5, 1.0) == pytest.approx(3.0)  # it exceeds the next step's training
+    assert problem.step_s(1, 4.0, 20.0) == pytest.approx(21.0)
+    chain = problem.having(eta=1, update_s=4.0, beside_s=4.0)
+    assert chain.step_s(1, 4.0, 4.0) == pytest.approx(6.0)  # two batches are under way at most
+    for train_s in (0.5, 4.0):
+        enough_s, step_s = chain.enough_s(1, train_s), float(chain.step_s(1, train_s, chain.enough_s(1, train_s)))
+        assert step_s == pytest.approx(float(chain.step_s(1, train_s, 0.0)))
+        assert chain.step_s(1, train_s, enough_s + 0.1) > step_s
+        assert chain.step_s(1, train_s, chain.most_s(1, train_s, 9.0)) == pytest.approx(9.0)
+    synchronous = problem.having(eta=0)
+    assert synchronous.step_s(1, 4.0, 1.0) == pytest.approx(8.0)
+    with pytest.raises(PlanError, match="a part of update_s"):
+        problem.having(beside_s=3.5)
 
 
 @pytest.mark.parametrize(

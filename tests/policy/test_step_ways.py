@@ -54,6 +54,14 @@ def test_the_forms_of_steps_that_overlap() -> None:
     assert bound[SPLIT] == bound[STREAMING] == 280.0 and bound[TURNING] > 280.0
 
 
+def test_a_publication_beside_the_next_step_counts_only_where_it_is_longer() -> None:
+    busy = replace(MADE, eta=3, throughput_s=50.0, rollout_s=100.0)
+    assert forms(busy, 60.0)[SPLIT] == TRAIN_S + UPDATE_S
+    assert forms(replace(busy, beside_s=UPDATE_S), 60.0)[SPLIT] == TRAIN_S
+    assert forms(replace(busy, beside_s=UPDATE_S - 4.0), 60.0)[STREAMING] == TRAIN_S + 4.0
+    assert forms(replace(busy, update_s=200.0, beside_s=200.0), 60.0)[SPLIT] == 200.0
+
+
 def test_roles_change_only_where_that_is_short_against_a_step() -> None:
     assert set(forms(MADE, 60.0)) == {SPLIT, STREAMING}
     assert set(forms(replace(MADE, eta=1), 60.0)) == {SPLIT, STREAMING}

@@ -85,3 +85,19 @@ def test_an_engine_that_ran_too_little_is_as_fast_as_its_bucket() -> None:
     assert {worker: event["fixed_s"] for worker, event in found.items()} == {"a": 0.01, "b": 0.01, "c": 0.5, "d": 0.01}
     assert found["b"]["num_steps"] == 90
     assert found["b"]["worker"] == "b"
+
+
+@pytest.mark.parametrize(("eta", "steps_s", "publish_s"), [(0, (5.0, 6.0), 0.0), (1, (4.0, 5.0), 1.0)])
+def test_a_publication_beside_the_next_step_is_no_part_of_its_own(
+    eta: int, steps_s: tuple[float, ...], publish_s: float
+) -> None:
+    def at(t_s: float, name: str, **fields: object) -> dict[str, object]:
+        return {"name": name, "t_s": t_s, **fields}
+
+    events = (
+        at(10.0, "batch_opened", batch=0), at(14.0, "step_finished", step=0, beside=True),
+        at(14.1, "batch_opened", batch=1), at(15.0, "version_published", version=1),
+        at(19.1, "step_finished", step=1, beside=True), at(20.1, "version_published", version=2),
+    )  # fmt: skip
+    record = RunRecord(Path("run"), config_from_dict({"run": {"eta": eta}}), events, (), 1)
+    assert record.steps_s() == pytest.approx(steps_s) and record.publish_s() == pytest.approx(publish_s)

@@ -14,9 +14,9 @@ from libra.policy import Fifo, QuantumFinished, TrajectoryEnded, TrajectoryParke
 from libra.sim import EngineSpec, Workload, synthetic
 from libra.sim.disciplines import DISCIPLINES
 from libra.sim.own_versions import REPACK_S, Handover, OwnVersions
-from libra.sim.pipeline import PipelineOptions
+from libra.sim.pipeline_options import PipelineOptions
 from libra.sim.repacking_pipeline import RepackingPipeline
-from libra.sim.simulator import SimulatedTrajectory
+from libra.sim.simulated_trajectory import SimulatedTrajectory
 from libra.sim.training_gpus import group_work
 from libra.types import NO_TOOL, Phase
 

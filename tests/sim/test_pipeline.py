@@ -18,7 +18,8 @@ from libra.sim import EngineSpec, Workload, synthetic
 from libra.sim.against import compare, race
 from libra.sim.disciplines import DISCIPLINES, disciplines
 from libra.sim.gpu_seconds import Cause
-from libra.sim.pipeline import Pipeline, PipelineOptions, WavePrices
+from libra.sim.pipeline import Pipeline
+from libra.sim.pipeline_options import PipelineOptions, WavePrices
 from libra.sim.pipeline_result import PipelineResult
 from libra.sim.seer_order import SeerOrder
 from libra.sim.training_gpus import GroupWork
@@ -49,6 +50,26 @@ def test_a_split_step_is_rollout_then_gradients_then_update(engines: Engines, wo
     rollout_s = max(pipeline.record.ended_s.values())
     assert found.published_s == pytest.approx([rollout_s + 2 * 4.0 + 1.0])
     assert found.gpu_s[Cause.TRAINING] == pytest.approx(8.0)
+
+
+@pytest.mark.parametrize("name", ["one_step_off", "streaming"])
+@pytest.mark.parametrize("update_s", [1.0, 30.0])
+def test_a_single_trainer_publishes_beside_its_next_step(
+    engines: Engines, workload: Workloads, name: str, update_s: float
+) -> None:
+    short = workload([(10, 0.0)], [(10, 0.0)], iterations=5)
+    before = replace(OPTIONS, eta=1, update_s=update_s, close_s=0.5)
+    beside = replace(before, beside_s=update_s)
+    took = {}
+    for which, options in (("before", before), ("beside", beside), ("two", replace(beside, core_gpus=2))):
+        published_s = trained(short, engines(2, slots=1), name, 4.0, options)[1].published_s
+        took[which] = published_s[-1] - published_s[-2]
+    passes_s = 2 * 4.0
+    assert took["before"] == pytest.approx(passes_s + 0.5 + update_s)
+    assert took["beside"] == pytest.approx(max(passes_s, update_s) + 0.5)  # no weight changes before it is published
+    assert took["two"] == pytest.approx(passes_s / 2 + 0.5 + update_s)
+    with pytest.raises(ConfigError, match="a part of update_s"):
+        trained(short, engines(2), name, 4.0, replace(before, beside_s=update_s + 1.0))
 
 
 def test_streaming_trains_on_a_group_while_the_other_is_generated(engines: Engines, workload: Workloads) -> None:

@@ -43,6 +43,25 @@ def test_two_turns_with_a_tool_in_between_take_what_they_take(engines: Engines, 
     assert [d.quantum for d in outcome.dispatched] == [0, 2]
 
 
+@pytest.mark.parametrize("publish_s", [1.0, 30.0])
+@pytest.mark.parametrize("eta", [0, 1, 2])
+def test_a_version_is_published_beside_the_next_step_where_steps_overlap(
+    engines: Engines, workload: Workloads, eta: int, publish_s: float
+) -> None:
+    work = workload([(10, 0.0)], iterations=6)
+    options = SimulationOptions(eta=eta, train_s=8.0, publish_s=publish_s)
+    simulator = Simulator(work, engines(1), Fifo(), options=options)
+    simulator.run()
+    published_s = [simulator.record.iteration_s[step] for step in range(6)]
+    last_s = published_s[-1] - published_s[-2]
+    if eta:
+        assert last_s == pytest.approx(max(8.0, publish_s))
+        gates_s = [simulator.record.gate_s[step] for step in range(6)]
+        assert all(gates_s[k] >= published_s[k - eta - 1] for k in range(eta + 1, 6))
+    else:  # engines wait for the version: it is all of the step
+        assert last_s > 8.0 + publish_s
+
+
 def test_slots_bound_how_many_run_and_the_rest_wait_in_order(engines: Engines, workload: Workloads) -> None:
     outcome = Simulator(workload(*[[(100, 0.0)]] * 5), engines(1, slots=2), Fifo()).run()
     times = [d.at_s for d in outcome.dispatched]

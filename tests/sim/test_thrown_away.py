@@ -19,7 +19,8 @@ from libra.sim import EngineSpec, Workload, synthetic
 from libra.sim.disciplines import DISCIPLINES, Discipline, OverAge, Unfinished
 from libra.sim.gpu_seconds import Cause
 from libra.sim.open_groups import OpenGroups
-from libra.sim.pipeline import Pipeline, PipelineOptions
+from libra.sim.pipeline import Pipeline
+from libra.sim.pipeline_options import PipelineOptions
 from libra.sim.pipeline_result import PipelineResult
 from libra.sim.repacking_pipeline import RepackingPipeline
 from libra.sim.training_gpus import GroupWork, group_work

@@ -25,8 +25,8 @@ from libra.policy import (
     WorkerJoined,
 )
 from libra.sim import EngineSpec, SimulationResult, Simulator, Workload
+from libra.sim.simulated_trajectory import SimulatedTrajectory
 from libra.sim.simulation_options import SimulationOptions
-from libra.sim.simulator import SimulatedTrajectory
 from libra.sim.workload import TrajectoryPlan
 from libra.store.trajectories import TrajectoryStore
 from libra.types import NO_TOOL, EndReason, Phase, Prompt, StepSeconds, Trajectory, TrajectoryId

@@ -1,0 +1,56 @@
+"""Trajectories of a simulation that have begun, and the groups that wait for theirs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from libra.errors import ConfigError
+from libra.sim.workload import TrajectoryPlan, TurnPlan, Workload
+from libra.types import Phase
+
+
+@dataclass(slots=True)
+class SimulatedTrajectory:
+    """A trajectory that has begun and not ended.
+
+    ``attempt`` counts its quanta begun: an event of an earlier attempt is ignored. ``generated`` are the tokens that
+    its turn has: of earlier parts of the turn, and those that an engine generated before it handed the trajectory over.
+    """
+
+    key: str
+    plan: TrajectoryPlan
+    group: str
+    context_tokens: int
+    turn: int = 0
+    quanta: int = 0
+    computed_tokens: int = 0
+    phase: Phase = Phase.ROLLOUT
+    started_s: float = 0.0
+    attempt: int = 0
+    generated: int = 0
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Its iteration and group."""
+        return self.plan.iteration, self.plan.group
+
+    @property
+    def turn_plan(self) -> TurnPlan:
+        """The turn that it is at."""
+        return self.plan.turns[self.turn]
+
+
+class WorkloadGroups:
+    """Groups of a workload by iteration: trajectories that have not ended, and the version that the first one began with."""
+
+    def __init__(self, workload: Workload) -> None:
+        self.plans: dict[int, list[TrajectoryPlan]] = {}
+        for plan in workload.trajectories:
+            self.plans.setdefault(plan.iteration, []).append(plan)
+        self.missing = Counter((plan.iteration, plan.group) for plan in workload.trajectories)
+        self.oldest: dict[tuple[int, int], int] = {}
+        sizes = {len({plan.group for plan in plans}) for plans in self.plans.values()}
+        if len(sizes) != 1 or sorted(self.plans) != list(range(len(self.plans))):
+            raise ConfigError("workload: iterations 0, 1, ... must have equally many groups each, as batches do")
+        self.per_iteration = sizes.pop()
