@@ -154,9 +154,10 @@ def _is_given(values: Mapping[str, Any], environment: Environment | None, **part
     _check_given(environment, **parts)
     tools = parts.pop("tools")
     own = environment is not None or bool(tools) or any(part is not None for part in parts.values())
-    if own and "environment" in values:
+    named = [key for key in values.get("environment", {}) if key in ("name", "args")]
+    if own and named:
         raise ConfigError(
-            f"libra.train: environment__{next(iter(values['environment']))} names an environment, and one was given as Python "
+            f"libra.train: environment__{named[0]} names an environment, and one was given as Python "
             "objects; leave either out"
         )
     return own

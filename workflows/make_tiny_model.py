@@ -178,18 +178,20 @@ async def _failures(seed: int) -> dict[str, str]:
     return said
 
 
-def make_tokenizer(conversations: list[list[dict[str, str]]], schemas: list[dict]) -> PreTrainedTokenizerFast:
+def make_tokenizer(
+    conversations: list[list[dict[str, str]]], schemas: list[dict], pieces: str = PIECES, vocabulary: int = VOCABULARY
+) -> PreTrainedTokenizerFast:
     """Byte-level BPE learnt on demonstrations; fixed scaffolding becomes few tokens."""
     tokenizer = Tokenizer(models.BPE(byte_fallback=False))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(PIECES), "isolated"),
+            pre_tokenizers.Split(Regex(pieces), "isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY - len(CONTROL) - len(MARKUP),
+        vocab_size=vocabulary - len(CONTROL) - len(MARKUP),
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )

@@ -68,18 +68,24 @@ def report(summary: Any, groups: int, seconds: float) -> str:
     return "\n".join(lines)
 
 
-def main(arguments: list[str]) -> int:
+def main(arguments: list[str], config_file: Path = CONFIG, name: str = "math_tools", text: str | None = __doc__) -> int:
     """Exit code 1 where no group had rewards that differ: then there was nothing to learn from."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", choices=["vllm", "transformers"], help="default: vllm where it is installed")
-    parser.add_argument("--config", type=Path, default=CONFIG)
+    parser.add_argument("--config", type=Path, default=config_file)
     parser.add_argument("override", nargs="*", help="section.key=value")
     options = parser.parse_args(arguments)
-    settings: dict[str, Any] = {"rollout__engine": chosen_engine(options.engine)}
-    for override in options.override:
-        name, _, value = override.partition("=")
-        settings[name.replace(".", "__")] = yaml.safe_load(value)
     config = load_config(options.config)
+    settings: dict[str, Any] = {"rollout__engine": chosen_engine(options.engine)}
+    same = not any(override.startswith("environment.name=") for override in options.override)
+    for override in options.override:
+        key, _, value = override.partition("=")
+        section, _, argument = key.partition(".args.")
+        if argument:
+            args = settings.setdefault(f"{section}__args", dict(config.environment.args) if same else {})
+            args[argument] = yaml.safe_load(value)
+        else:
+            settings[key.replace(".", "__")] = yaml.safe_load(value)
     model = settings.pop("model__path", config.model.path)
     groups = settings.get("trainer__prompts", config.trainer.prompts)
     started_s = time.perf_counter()
@@ -87,7 +93,7 @@ def main(arguments: list[str]) -> int:
         make_ready(model)
         summary = libra.train(model, config=options.config, **settings)
     except LibraError as error:
-        print(f"math_tools: {error}", file=sys.stderr)
+        print(f"{name}: {error}", file=sys.stderr)
         return 2
     print(report(summary, groups, time.perf_counter() - started_s))
     return 0 if any(mixed_groups_frac(values, groups) > 0 for values in summary.iterations) else 1

@@ -162,6 +162,7 @@ _TABLE: tuple[tuple[str, str, Reading], ...] = (  # section, keys, who reads the
     ("environment", "retry_s", _run(above("environment.retries", 0))),
     ("services", "named", _run()),
     ("services", "device_gib", _run(_HAS_SERVICES)),
+    ("environment", "tools", _run(missing("agent.function"), missing("agent.command"))),
     ("agent", "function command", _run()),
     ("agent", "venv timeout_s idle_s concurrency", _run(either(given("agent.function"), given("agent.command")))),
     ("rollout", "tool_format max_turns temperature top_p ignore_eos", _run()),

@@ -83,6 +83,9 @@ class EnvironmentSection(Section):
     `libra.errors.RateLimited`. Each wait is twice as long as the one before, and at least as long as the API says (Retry-After)."""
     retry_s: Annotated[float, Field(gt=0)] = 1.0
     """Seconds before the first of these; a random part of up to a half is taken off each wait."""
+    tools: dict[Literal["mcp"], Annotated[str, Field(min_length=1)]] = {}
+    """Tool servers, whose tools come beside the environment's own: `{mcp: COMMAND}` starts COMMAND once on each worker and speaks
+    MCP on its standard input and output."""
 
 
 class RolloutSection(Section):

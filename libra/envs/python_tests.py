@@ -4,7 +4,8 @@ Invariants
 ----------
 1. A program gets the arguments of one hidden test at a time, in its own process, and no expected result: results leave the sandbox
    as JSON and are compared here.
-2. Hidden tests are drawn when an answer is graded, from a key that only the grading process has; no seed reveals them.
+2. Hidden tests of the families are drawn when an answer is graded, from a key that only the grading process has; no seed reveals
+   them. Those of a file stay in the file.
 3. Whatever a program does to its sandbox is a failed test; a sandbox that cannot be started is a failure of the environment.
 """
 
@@ -18,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from libra.envs.code_problems import read_problems
 from libra.envs.environment import Environment, question_class
 from libra.envs.sandbox import MEGABYTE, Finished, Limits, SandboxFailed, Session, level_for
 from libra.envs.tool import tool
@@ -113,13 +115,17 @@ def _digits(number: int, radix: int) -> list[int]:
 class PythonTests(Environment):
     """The environment registered as ``python_tests``.
 
-    Reward is 1.0 if ``solve`` passes all hidden tests, else 0.0; with ``partial``, the share that it passes. A hash of (task,
-    number) decides the split; 1 in 8 is evaluation. Facts: ``task``, ``k``.
+    Reward is 1.0 if the function passes all hidden tests, else 0.0; with ``partial``, the share that it passes. A hash of (task,
+    number) or of the problem's text decides the split; 1 in 8 is evaluation. Facts: ``task``, ``k``; of a file ``split`` and
+    ``problem``, the place in it.
 
     Parameters
     ----------
+    problems : str, optional
+        A file of JSON lines with "prompt", "function" and "tests", a list of ``[arguments, result]``. All workers must be able to
+        read it; the model sees the prompt only. None: functions of the families `TASKS`.
     num_tests : int
-        Hidden tests per question.
+        Hidden tests per question of the families.
     timeout_s : float
         Wall seconds of one program, and of one hidden test.
     memory_mb : int
@@ -135,6 +141,7 @@ class PythonTests(Environment):
     def __init__(
         self,
         *,
+        problems: str | None = None,
         num_tests: int = 8,
         timeout_s: float = 5.0,
         memory_mb: int = 512,
@@ -149,6 +156,7 @@ class PythonTests(Environment):
         if not timeout_s > 0:
             raise ConfigError(f"environment.args.timeout_s: got {timeout_s!r}; above 0 seconds")
         self.seed, self.num_tests, self.timeout_s, self.partial = seed, num_tests, timeout_s, partial
+        self.problems = None if problems is None else read_problems(problems)
         self.level = level_for(isolation)
         self.isolation = self.level.label
         self.limits = Limits(memory_bytes=memory_mb * MEGABYTE, cpu_s=int(timeout_s) + 2)
@@ -159,6 +167,11 @@ class PythonTests(Environment):
     def prompt(self, split: str, index: int) -> Prompt:
         self.check_split(split)
         generator = random.Random(f"python_tests/{self.seed}/{split}/{index}")
+        if self.problems is not None:
+            found = self.problems[split]
+            number = generator.randrange(len(found)) if split == "train" else index % len(found)
+            messages = ({"role": "system", "content": SYSTEM}, {"role": "user", "content": found[number].text})
+            return Prompt(f"{split}-{index}", messages, {"problem": number, "split": split})
         while True:
             task_index, k = generator.randrange(len(TASKS)), generator.randint(2, 9)
             if (question_class(f"{task_index}/{k}") == 0) == (split == "eval"):
@@ -171,6 +184,8 @@ class PythonTests(Environment):
 
     def hidden_tests(self, prompt: Prompt) -> list[tuple[list[Any], Any]]:
         """Arguments and expected result of each hidden test of a question."""
+        if self.problems is not None:
+            return list(self.problems[prompt.facts["split"]][prompt.facts["problem"]].tests)
         task, k = TASKS[prompt.facts["task"]], prompt.facts["k"]
         generator = random.Random(f"{self._key}/{prompt.prompt_id}")
         drawn = [task.arguments(generator) for _ in range(self.num_tests)]
@@ -191,15 +206,17 @@ class PythonTests(Environment):
         blocks = _BLOCK.findall(episode.answer)
         if not blocks:
             return 0.0
-        passed = self._passed(blocks[-1], self.hidden_tests(episode.prompt))
+        facts = episode.prompt.facts
+        function = "solve" if self.problems is None else self.problems[facts["split"]][facts["problem"]].function
+        passed = self._passed(blocks[-1], function, self.hidden_tests(episode.prompt))
         return sum(passed) / len(passed) if self.partial else float(all(passed))
 
-    def _passed(self, code: str, tests: list[tuple[list[Any], Any]]) -> list[bool]:
+    def _passed(self, code: str, function: str, tests: list[tuple[list[Any], Any]]) -> list[bool]:
         """Which hidden tests ``code`` passes; none after one that was cut off."""
         passed = [False] * len(tests)
         with self._sandbox() as sandbox:
             for index, (arguments, expected) in enumerate(tests):
-                finished = sandbox.call(code, "solve", arguments, timeout_s=self.timeout_s)
+                finished = sandbox.call(code, function, arguments, timeout_s=self.timeout_s)
                 if finished.exit_code is None:
                     break
                 passed[index] = finished.exit_code == 0 and _same(finished.result, expected)

@@ -18,6 +18,11 @@ ENVIRONMENTS: dict[str, str] = {
     "python_tests": "libra.envs.python_tests:PythonTests",
     "jsonl": "libra.envs.jsonl_questions:JsonLines",
     "reasoning_gym": "libra.envs.reasoning_gym:ReasoningGym",
+    "repair": "libra.envs.repair.environment:SoftwareRepair",
+    "search": "libra.envs.search.environment:CorpusSearch",
+    "gymnasium": "libra.envs.gymnasium_text:GymnasiumText",
+    "textarena": "libra.envs.textarena_game:TextArenaGame",
+    "openenv": "libra.envs.openenv_client:OpenEnvClient",
 }
 
 

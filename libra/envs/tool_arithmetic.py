@@ -61,6 +61,8 @@ class ToolArithmetic(Environment):
         1 to 8.
     spare_lines : int
         Maximum number of superfluous lines of a question; the number is drawn evenly from 0 to this.
+    calculator : bool
+        Whether it has the calculator itself; without, one of the same name has to come from elsewhere, such as an MCP server.
     inline : bool
         Whether calls may run inside the generation quantum (a hang then holds the engine's slot).
     """
@@ -72,6 +74,7 @@ class ToolArithmetic(Environment):
         timeout_s: float = 0.2,
         max_operations: int = MAX_OPERATIONS,
         spare_lines: int = 0,
+        calculator: bool = True,
         inline: bool = False,
         seed: int = 0,
     ) -> None:
@@ -90,7 +93,8 @@ class ToolArithmetic(Environment):
         self.spare_lines = spare_lines
         self.timeout_rate = timeout_rate
         self.max_operations = max_operations
-        self.tools: tuple[Tool, ...] = (tool(self.calculator, timeout_s=timeout_s, inline=inline),)
+        own = tool(self.calculator, timeout_s=timeout_s, inline=inline)
+        self.tools: tuple[Tool, ...] = (own,) if calculator else ()
 
     def prompt(self, split: str, index: int) -> Prompt:
         self.check_split(split)

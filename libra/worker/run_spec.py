@@ -9,6 +9,7 @@ from pathlib import Path
 from libra import keys
 from libra.config import RunConfig
 from libra.envs import Environment, check_state, make_environment
+from libra.envs.mcp_tools import with_mcp_tools
 from libra.envs.retries import BackOff
 from libra.types import TrajectoryId
 
@@ -129,6 +130,8 @@ class RunSpec(RunFiles):
         environment = self.environment
         if environment is None:
             environment = make_environment(section.name, dict(section.args), self.config.run.seed)
+        if "mcp" in section.tools and not self.config.agent.given:
+            environment = with_mcp_tools(environment, section.tools["mcp"])
         if self.config.rollout.tool_format is not None:
             environment.tool_format = self.config.rollout.tool_format
         return check_state(environment)

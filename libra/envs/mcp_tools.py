@@ -1,0 +1,189 @@
+"""Tools of an MCP server: a command is started once per process, and its tools are the environment's beside its own.
+
+Invariants
+----------
+1. A process has at most one server for each command, whatever runs use it; it ends with its last environment, or with the process.
+2. A call whose server ended is a failure that the model does not read (`ToolFault`); the next call starts a new server.
+3. Calls of several trajectories are under way at once, as far as the server takes them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import os
+import shlex
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+from libra.envs.environment import Environment
+from libra.envs.tool import Tool
+from libra.errors import ConfigError, ToolFault
+from libra.untrusted import error_text
+
+EXTRA = "pip install 'libra-rl[mcp]'"
+START_S = 60.0
+IDLE_S = 60.0
+"""Seconds after which a process that was only asked for its tools ends, as on the driver."""
+TIMEOUT_S = 60.0
+"""Wall seconds of a call."""
+_servers: dict[str, McpServer] = {}
+_lock = threading.Lock()
+
+
+class _Life:
+    """One process of a server: a task, because `mcp` wants a connection ended by the task that began it. Made in the loop."""
+
+    def __init__(self, command: str) -> None:
+        self.ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self.stop, self.called = asyncio.Event(), False
+        self.task = asyncio.ensure_future(self._live(command))
+
+    async def _live(self, command: str) -> None:
+        from mcp import Client, StdioServerParameters
+
+        program, *words = shlex.split(command)
+        try:
+            async with Client(StdioServerParameters(command=program, args=words, env=dict(os.environ))) as client:
+                self.ready.set_result(client)
+                while not self.stop.is_set():
+                    with contextlib.suppress(TimeoutError):
+                        await asyncio.wait_for(self.stop.wait(), IDLE_S)
+                    if not self.called:
+                        break
+        except Exception as error:  # boundary to the server's command
+            if self.ready.done():
+                raise
+            self.ready.set_exception(error)
+
+
+class McpServer:
+    """A server of one command, which a thread of its own talks to; it is started when something is asked of it."""
+
+    def __init__(self, command: str) -> None:
+        self.command, self.users, self.starts = command, 0, 0
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="libra-mcp", daemon=True).start()
+        self._life: _Life | None = None
+
+    def tools(self) -> list[Any]:
+        """What it offers, as `mcp` describes it; ConfigError if it cannot be started."""
+        try:
+            return list(self._submit(self._list()).result(START_S))
+        except Exception as error:  # boundary to the server's command
+            raise ConfigError(
+                f"environment.tools.mcp: {self.command!r} offers no tools ({error_text(error)}); type the command of a server that "
+                "speaks MCP on its standard input and output"
+            ) from error
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """The text that a tool returns; RuntimeError with the text if the tool says that it failed, ToolFault if the server did."""
+        return str(await asyncio.wrap_future(self._submit(self._call(name, arguments))))
+
+    def close(self) -> None:
+        """End the server."""
+        with contextlib.suppress(Exception):  # it may have ended by itself, in any way
+            self._submit(self._end(self._life)).result(10.0)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+
+    def _submit(self, work: Any) -> Future[Any]:
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    async def _list(self) -> list[Any]:
+        client = await asyncio.shield(self._alive().ready)
+        found, cursor = [], None
+        while True:
+            page = await client.list_tools(cursor=cursor)
+            found += page.tools
+            cursor = page.next_cursor
+            if cursor is None:
+                return found
+
+    async def _call(self, name: str, arguments: Mapping[str, Any]) -> str:
+        from mcp import MCPError
+        from mcp.types import CONNECTION_CLOSED
+
+        life = self._alive()
+        life.called = True
+        try:
+            client = await asyncio.shield(life.ready)
+            result = await client.call_tool(name, dict(arguments))
+        except MCPError as error:
+            if error.error.code != CONNECTION_CLOSED:  # about the request: the model reads it
+                raise RuntimeError(error.error.message) from error
+            await self._end(life)
+            raise ToolFault(f"the MCP server {self.command!r} ended during a call") from error
+        except Exception as error:  # boundary to the server's command
+            await self._end(life)
+            raise ToolFault(f"the MCP server {self.command!r} failed: {error_text(error)}") from error
+        text = "\n".join(getattr(part, "text", f"[{part.type}]") for part in result.content)
+        if result.is_error:
+            raise RuntimeError(text)
+        return text
+
+    def _alive(self) -> _Life:
+        if self._life is None or self._life.task.done():
+            self._life = _Life(self.command)
+            self.starts += 1
+        return self._life
+
+    async def _end(self, life: _Life | None) -> None:
+        """End one process of the server, unless another call did; the next call starts another."""
+        if life is not None:
+            if self._life is life:
+                self._life = None
+            life.stop.set()
+            with contextlib.suppress(Exception):  # who waited for it was told
+                await asyncio.wait_for(asyncio.shield(life.task), 10.0)
+
+
+def with_mcp_tools(environment: Environment, command: str) -> Environment:
+    """A copy of ``environment`` that has the tools of a server beside its own.
+
+    Raises
+    ------
+    ConfigError
+        The package is not installed, the server cannot be started, or one of its tools has the name of another tool.
+    """
+    try:
+        import mcp  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(f"environment.tools.mcp: the package mcp is not installed ({error}); type {EXTRA}") from error
+    with _lock:
+        server = _servers.get(command) or McpServer(command)
+        _servers[command] = server
+        server.users += 1
+    offered, environment = server.tools(), copy.copy(environment)
+    names = {each.name for each in environment.tools}
+    for each in offered:
+        if each.name in names:
+            raise ConfigError(
+                f"environment.tools.mcp: {command!r} has a tool {each.name!r}, and so has {environment.name}; rename one of them"
+            )
+    environment.tools = (*environment.tools, *(_tool(server, each) for each in offered))
+    environment.close = partial(_close, server, environment.close)  # type: ignore[method-assign]
+    return environment
+
+
+async def _close(server: McpServer, own: Any) -> None:
+    await own()
+    with _lock:
+        server.users -= 1
+        last = server.users == 0
+        if last:
+            _servers.pop(server.command, None)
+    if last:
+        await asyncio.to_thread(server.close)
+
+
+def _tool(server: McpServer, offered: Any) -> Tool:
+    schema = {"name": offered.name, "description": offered.description or "", "parameters": dict(offered.input_schema)}
+
+    async def call(**arguments: Any) -> str:
+        return await server.call(offered.name, arguments)
+
+    return Tool(offered.name, call, {"type": "function", "function": schema}, timeout_s=TIMEOUT_S)

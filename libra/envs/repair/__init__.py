@@ -1,0 +1,1 @@
+"""Software repair: libraries with seeded bugs, which their own tests catch."""

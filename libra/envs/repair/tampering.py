@@ -1,0 +1,45 @@
+"""Which edits of a library could fool tests that run in its own process.
+
+The tests and the edited library share a process inside the sandbox. So an edit that brings in what reaches the tests, the runner or
+the comparison operators has no reward: a new import, a new name with two underscores (``__eq__``, ``__builtins__``), or a new use
+of what runs text or reads frames and files.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping
+
+REACHING = frozenset({
+    "exec", "eval", "compile", "open", "globals", "locals", "vars", "getattr", "setattr", "delattr", "breakpoint", "input", "exit",
+    "quit", "type", "super", "BaseException", "SystemExit", "KeyboardInterrupt", "GeneratorExit", "sys", "os", "gc", "inspect",
+    "builtins", "unittest", "pytest", "modules", "f_back", "f_globals", "f_locals", "tb_frame", "gi_frame", "cr_frame",
+})  # fmt: skip
+"""Names and attributes that an edit may use only where the library did already."""
+
+
+def tampering(before: Mapping[str, str], after: Mapping[str, str]) -> str | None:
+    """What an edit brings in that it must not, or None. ``before`` and ``after`` are texts by path."""
+    for path, text in after.items():
+        if text == before.get(path):
+            continue
+        if path not in before:
+            return f"{path}: a new file"
+        try:
+            brought = set(_reaches(ast.parse(text))) - set(_reaches(ast.parse(before[path])))
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            return f"{path}: no Python"
+        if brought:
+            return f"{path}: {min(brought)}"
+    return None
+
+
+def _reaches(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield f"import {getattr(node, 'module', None) or ''} {', '.join(each.name for each in node.names)}"
+        for name in (getattr(node, field, None) for field in ("id", "attr", "name", "arg")):
+            if isinstance(name, str) and (name.startswith("__") or name in REACHING):
+                yield name
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and "__" in node.value:
+            yield node.value

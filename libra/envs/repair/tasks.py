@@ -1,0 +1,119 @@
+"""Repair tasks of a file, and how they are shown."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from libra.envs.environment import question_class
+from libra.envs.repair.bugs import Bug, function_at
+from libra.envs.repair.library import Library
+from libra.errors import ConfigError
+from libra.seals import parsed_json
+
+SHIPPED = Path(__file__).resolve().parents[2] / "assets" / "repair" / "tasks.jsonl"
+SHOWN = ("files", "failure", "function")
+"""How much of a task is shown: names of files; also what one failing test says; also the function with the bug."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A library with a bug in one of its files.
+
+    Attributes
+    ----------
+    failing : mapping
+        What each test that the bug makes fail says, by its name.
+    passing : tuple of str
+        Tests that pass with the bug and without it.
+    """
+
+    library: Library
+    path: str
+    bug: Bug
+    failing: Mapping[str, str]
+    passing: tuple[str, ...]
+
+    @property
+    def files(self) -> dict[str, str]:
+        """Texts of the library with the bug, by path."""
+        sound = self.library.files
+        return {**sound, self.path: self.bug.put_in(sound[self.path])}
+
+    @property
+    def split_class(self) -> int:
+        """`question_class` of the bug, whatever else is in the file of tasks."""
+        return question_class("/".join((self.library.name, self.path, *map(str, self.bug))))
+
+    @property
+    def function(self) -> str:
+        """The function with the bug."""
+        text = self.files[self.path]
+        first, last = function_at(text, self.bug.line)
+        return "\n".join(text.splitlines()[first - 1 : last])
+
+    def line(self, files: Mapping[str, str]) -> str:
+        """The line of the bug in ``files``; empty if they end before it."""
+        lines = files[self.path].splitlines()
+        return lines[self.bug.line - 1] if self.bug.line <= len(lines) else ""
+
+    def touched(self, files: Mapping[str, str]) -> bool:
+        """Whether ``files`` differ in the line of the bug, or have more or fewer lines."""
+        broken = self.files
+        count, other = (len(each[self.path].splitlines()) for each in (files, broken))
+        return count != other or self.line(files) != self.line(broken)
+
+    def question(self, show: str) -> str:
+        """What the agent reads; ``show`` is one of `SHOWN`."""
+        library = self.library
+        lines = [f"Library {library.name}: {', '.join(library.files)}; tests: {', '.join(library.tests)}."]
+        if show != "files":
+            name, said = next(iter(self.failing.items()))
+            lines.append(f"{name} fails: {said}")
+        if show == "function":
+            lines += ["", self.function]
+        return "\n".join(lines)
+
+    @property
+    def repair(self) -> tuple[str, str] | None:
+        """The line with the bug and without it, without indentation; None if it is not the only one with its text."""
+        old, new = self.line(self.files).strip(), self.line(self.library.files).strip()
+        return (old, new) if sum(text.count(old) for text in self.files.values()) == 1 else None
+
+    def example(self, show: str) -> list[dict[str, str]]:
+        """A worked repair: question, edit, answer. Needs `repair`."""
+        assert self.repair is not None
+        old, new = self.repair
+        call = json.dumps({"name": "edit", "arguments": {"old": old, "new": new}})
+        return [
+            {"role": "user", "content": self.question(show)},
+            {"role": "assistant", "content": f"<tool_call>\n{call}\n</tool_call>"},
+            {"role": "tool", "content": f"edited {self.path}"},
+            {"role": "assistant", "content": "It is repaired."},
+        ]
+
+
+def read_tasks(path: Path, function_lines: int | None) -> list[Task]:
+    """The tasks of a file with bugs in functions of at most ``function_lines`` lines; ConfigError if it is none of tasks."""
+    where = "environment.args.tasks"
+    libraries: dict[str, Library] = {}
+    tasks = []
+    try:
+        for line in path.read_text(encoding="utf-8").splitlines():
+            row = parsed_json(line)
+            if "files" in row:
+                libraries[row["library"]] = Library(row["library"], row["files"], row["tests"], row["licence"])
+                continue
+            bug = Bug(row["kind"], row["line"], row["column"], row["old"], row["new"])
+            task = Task(libraries[row["library"]], row["path"], bug, dict(row["failing"]), tuple(row["passing"]))
+            if function_lines is None or len(task.function.splitlines()) <= function_lines:
+                next(iter(task.failing))
+                tasks.append(task)
+    except (OSError, ValueError, KeyError, TypeError, IndexError, AssertionError, StopIteration) as error:
+        raise ConfigError(
+            f"{where}: {path} is not a file of repair tasks ({type(error).__name__}: {error}); type {where}=shipped, or make one "
+            "with python -m libra.envs.repair.build --sdist PACKAGE.tar.gz --out FILE"
+        ) from error
+    return tasks

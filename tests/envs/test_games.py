@@ -1,0 +1,181 @@
+"""Games of gymnasium and textarena: played, moved to another process in mid-game, and graded."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import random
+
+import pytest
+
+from libra.envs.gymnasium_text import GymnasiumText
+from libra.envs.replayed_game import Observed, ReplayedGame
+from libra.envs.textarena_game import TextArenaGame
+from libra.errors import ConfigError, EnvironmentFault
+from libra.testing.parts import EnvironmentContract
+from libra.types import EndReason, Episode
+
+
+class Countdown(ReplayedGame):
+    """Say numbers; the sum leads from the seed's number to 0."""
+
+    system = "Count down."
+
+    def __init__(self, *, size=None, seed=0, forgetful=False):
+        super().__init__(size=size, seed=seed)
+        self.forgetful, self.begun, self.ended = forgetful, 0, 0
+
+    def begin(self, seed):
+        self.begun += 1
+        left = seed % 90 + 10 + (self.begun if self.forgetful else 0)
+        return [left], f"{left} left"
+
+    def act(self, game, reply):
+        game[0] -= int(reply)
+        return Observed(f"{game[0]} left", 0.5, game[0] <= 0)
+
+    def end(self, game):
+        self.ended += 1
+
+
+def test_the_game_goes_on_live_here_and_is_repeated_elsewhere():
+    here, elsewhere = Countdown(), Countdown()
+    prompt = here.prompt("train", 0)
+    state = here.reset(prompt)
+    left = int(prompt.messages[-1]["content"].split()[0])
+    assert here.step("3", state) == f"{left - 3} left"
+    assert here.begun == 1, "the game of the prompt goes on"
+    assert elsewhere.step("4", state) == f"{left - 7} left"
+    assert here.step(str(left - 7), state) is None
+    assert (state["reward"], state["done"]) == (1.5, True)
+    assert here.grade(Episode("t", prompt, (), EndReason.ANSWERED, state)) == 1.5
+    assert here.ended == 1
+    asyncio.run(elsewhere.close())
+    assert elsewhere.ended == 1
+
+
+def test_samples_of_a_group_have_games_of_their_own():
+    world = Countdown()
+    prompt = world.prompt("train", 0)
+    states = [world.reset(prompt) for _ in range(3)]
+    said = [[world.step("1", state) for _ in range(3)] for state in states]
+    assert said[0] == said[1] == said[2]
+
+
+def test_a_step_that_fails_leaves_no_game_that_has_seen_it():
+    world = Countdown()
+    prompt = world.prompt("train", 0)
+    state = world.reset(prompt)
+    before = dict(state, replies=[])
+    with pytest.raises(ValueError, match="x"):
+        world.step("x", state)
+    assert state == before
+    assert world.step("1", state) is not None
+
+
+def test_a_game_that_depends_on_more_than_its_seed_is_a_fault():
+    world = Countdown(forgetful=True)
+    state = world.reset(world.prompt("train", 0))
+    world.step("1", state)
+    with pytest.raises(EnvironmentFault, match="went otherwise when 1 replies were repeated"):
+        Countdown(forgetful=True, seed=1)._game_at({**state, "first": "x"})
+
+
+def test_seeds_are_of_one_split_and_repeat_with_a_size():
+    world = Countdown(size=4)
+    seeds = {split: {world.prompt(split, index).facts["seed"] for index in range(60)} for split in ("train", "eval")}
+    assert len(seeds["train"]) == 4
+    assert len(seeds["eval"]) == 60
+    assert world.prompt_id("train", 6) == "train-2"
+    assert pickle.loads(pickle.dumps(world)).prompt("train", 1) == world.prompt("train", 1)
+    with pytest.raises(ConfigError, match=r"environment\.args\.size: got 0"):
+        Countdown(size=0)
+
+
+LAKE = {"id": "FrozenLake-v1", "args": {"is_slippery": False}, "actions": ["left", "down", "right", "up"]}
+
+
+def test_frozen_lake_is_read_and_won():
+    pytest.importorskip("gymnasium", reason="pip install 'libra-rl[games]'")
+    world = GymnasiumText(**LAKE)
+    prompt = world.prompt("train", 0)
+    assert "[S]FFF" in prompt.messages[-1]["content"]
+    assert "left, down, right, up" in prompt.messages[0]["content"]
+    state = world.reset(prompt)
+    assert world.step("I do not know", state).startswith("No action.")
+    steps = ["down", "go down.", "Right!", "right", "down", "left or rather: right"]
+    said = [
+        GymnasiumText(**LAKE).step(step, state) if number == 3 else world.step(step, state)
+        for number, step in enumerate(steps)
+    ]
+    assert "[F]" in said[0]
+    assert said[-1] is None
+    assert state["reward"] == 1.0
+
+
+def test_blackjack_is_played_by_numbers_and_repeats_by_its_seed():
+    pytest.importorskip("gymnasium", reason="pip install 'libra-rl[games]'")
+    world = GymnasiumText(id="Blackjack-v1")
+    for index in range(5):
+        state = world.reset(world.prompt("train", index))
+        while not state["done"]:
+            GymnasiumText(id="Blackjack-v1").step(random.choice("01"), state)
+        assert state["reward"] in (-1.0, 0.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"id": "FrozenLak-v1"}, "gymnasium makes no 'FrozenLak-v1'"),
+        (
+            {"id": "FrozenLake-v1", "actions": ["left"]},
+            r"environment\.args\.actions: got 1 words; FrozenLake-v1 has 4 actions",
+        ),
+        ({"id": "Pendulum-v1"}, "the actions of Pendulum-v1 are Box"),
+    ],
+)
+def test_what_gymnasium_cannot_give_is_named(args, message):
+    pytest.importorskip("gymnasium", reason="pip install 'libra-rl[games]'")
+    with pytest.raises(ConfigError, match=message):
+        GymnasiumText(**args)
+
+
+class TestFrozenLake(EnvironmentContract):
+    turns = ("down", "down", "right", "right", "down", "right")
+
+    def make_environment(self):
+        pytest.importorskip("gymnasium", reason="pip install 'libra-rl[games]'")
+        return GymnasiumText(**LAKE)
+
+
+def test_a_number_is_guessed_and_the_global_generator_is_left_alone():
+    pytest.importorskip("textarena", reason="pip install 'libra-rl[games]'")
+    world, elsewhere = TextArenaGame(id="GuessTheNumber-v0"), TextArenaGame(id="GuessTheNumber-v0")
+    random.seed(5)
+    outside = random.getstate()
+    prompt = world.prompt("train", 0)
+    state, low, high = world.reset(prompt), 1, 20
+    for turn in range(10):
+        guess = (low + high) // 2
+        said = (elsewhere if turn == 1 else world).step(f"[{guess}]", state)
+        if said is None:
+            break
+        low, high = (guess + 1, high) if "higher" in said else (low, guess - 1)
+    assert state["done"]
+    assert state["reward"] == 1.0
+    assert random.getstate() == outside
+
+
+@pytest.mark.parametrize("name", ["NoSuchGame-v0", "TicTacToe-v0"])
+def test_games_that_are_not_for_one_player_are_named(name):
+    pytest.importorskip("textarena", reason="pip install 'libra-rl[games]'")
+    with pytest.raises(ConfigError, match=f"textarena plays no '{name}' with one player"):
+        TextArenaGame(id=name)
+
+
+class TestTextArena(EnvironmentContract):
+    turns = ("[3]", "[17]", "no number")
+
+    def make_environment(self):
+        pytest.importorskip("textarena", reason="pip install 'libra-rl[games]'")
+        return TextArenaGame(id="GuessTheNumber-v0")

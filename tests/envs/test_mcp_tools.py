@@ -1,0 +1,88 @@
+"""Tools of a real MCP server: shared by what a process has, restarted after a crash, ended with the last environment."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("mcp", reason="pip install 'libra-rl[mcp]'")
+
+from libra.config import config_from_dict
+from libra.envs import make_environment, run_action
+from libra.envs.mcp_tools import with_mcp_tools
+from libra.errors import ConfigError, ToolFault
+from libra.types import ToolCall, ToolStatus
+from libra.worker.run_spec import RunSpec
+
+SERVER = f"{sys.executable} {Path(__file__).parents[1] / 'support' / 'mcp_calculator.py'}"
+
+
+@pytest.fixture
+def plain():
+    return make_environment("tool_arithmetic", {}, 0)
+
+
+def called(environment, name, **arguments):
+    return run_action(environment, environment.prompt("train", 0), ToolCall(name, arguments), action_id="a")
+
+
+def test_its_tools_are_beside_the_environments_own(plain):
+    async def play():
+        both = with_mcp_tools(plain, SERVER)
+        try:
+            assert [tool.name for tool in both.tools] == ["calculator", "add", "fail", "pid", "die"]
+            assert [tool.name for tool in plain.tools] == ["calculator"]
+            assert both.tool_schemas[1]["function"]["parameters"]["required"] == ["a", "b"]
+            returns = await asyncio.gather(*(called(both, "add", a=number, b=1) for number in range(20)))
+            assert [each.content for each in returns] == [str(number + 1) for number in range(20)]
+            assert (await called(both, "add", a=1)).status is ToolStatus.MALFORMED
+            assert (await called(both, "add", a=1, b="x")).status is ToolStatus.MALFORMED
+            failed = await called(both, "fail")
+            assert failed.status is ToolStatus.ERROR
+            assert "Error executing tool fail" in failed.content
+        finally:
+            await both.close()
+
+    asyncio.run(play())
+
+
+def test_one_server_for_a_process_and_another_after_a_crash(plain):
+    async def play():
+        one, other = with_mcp_tools(plain, SERVER), with_mcp_tools(plain, SERVER)
+        first = int((await called(one, "pid")).content)
+        assert int((await called(other, "pid")).content) == first
+        with pytest.raises(ToolFault, match="ended during a call"):
+            await called(one, "die")
+        second = int((await called(other, "pid")).content)
+        assert second != first
+        await one.close()
+        assert int((await called(other, "pid")).content) == second, "another environment still uses it"
+        await other.close()
+        with pytest.raises(ProcessLookupError):
+            os.kill(second, 0)
+
+    asyncio.run(play())
+
+
+def test_a_run_names_it_in_its_configuration(tmp_path):
+    config = config_from_dict({"environment": {"tools": {"mcp": SERVER}}})
+    environment = RunSpec("run", 0, tmp_path, "", config).make_environment()
+    assert [tool.name for tool in environment.tools] == ["calculator", "add", "fail", "pid", "die"]
+    asyncio.run(environment.close())
+
+
+@pytest.mark.parametrize("command", ["/nowhere/server", f"{sys.executable} -c pass"])
+def test_a_command_that_is_no_server_is_named(plain, command):
+    with pytest.raises(ConfigError, match=r"environment\.tools\.mcp: .* offers no tools"):
+        with_mcp_tools(plain, command)
+
+
+def test_two_tools_of_one_name_are_refused(plain):
+    both = with_mcp_tools(plain, SERVER)
+    with pytest.raises(ConfigError, match="has a tool 'add', and so has"):
+        with_mcp_tools(both, SERVER)
+    asyncio.run(both.close())

@@ -1,0 +1,132 @@
+"""Questions over a corpus: they can be answered by searching, and only by the right names."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+pytest.importorskip("bm25s", reason="pip install 'libra-rl[search]'")
+
+from libra.envs import make_environment
+from libra.envs.search.environment import CorpusSearch
+from libra.errors import ConfigError
+from libra.testing.parts import EnvironmentContract
+from libra.types import Turn
+
+
+def searched(world, prompt):
+    """The answer of one who reads: searches each name in turn and takes the fact that is asked for out of the passage."""
+    name = prompt.facts["start"]
+    for relation in prompt.facts["relations"]:
+        found = world.search(name)
+        passage = world.passages[name]
+        assert f"{passage.title}: {passage.text}" in found
+        name = passage.facts[relation]
+        assert name in found
+    return name
+
+
+def test_every_question_can_be_answered_by_searching(make_episode):
+    world = CorpusSearch(size=60, hops=[1, 2, 3], top=3)
+    for index in range(60):
+        prompt = world.prompt("train", index)
+        answer = searched(world, prompt)
+        assert world.grade(make_episode(prompt, f"It is <answer> the {answer.upper()}. </answer>")) == 1.0
+        assert world.grade(make_episode(prompt, answer)) == 0.0, "not between tags"
+        assert world.grade(make_episode(prompt, "<answer>Nobody</answer>")) == 0.0
+        assert answer not in prompt.messages[-1]["content"]
+
+
+def test_partial_answers_have_the_f1_of_their_words(make_episode):
+    world = CorpusSearch(partial=True, answer="text", size=60)
+    prompt = next(p for p in (world.prompt("train", i) for i in range(99)) if len(p.facts["answer"].split()) == 2)
+    first, second = prompt.facts["answer"].split()
+    given = {f"{first} {second}": 1.0, first: 2 / 3, f"{first} and {second} perhaps": 2 / 3, "": 0.0, "x": 0.0}
+    for answer, reward in given.items():
+        assert world.grade(make_episode(prompt, answer)) == pytest.approx(reward)
+
+
+def test_a_turn_that_ends_in_a_call_is_no_answer(make_episode, call_text):
+    world = CorpusSearch(answer="text")
+    prompt = world.prompt("train", 0)
+    text = call_text("search", query=prompt.facts["answer"])
+    assert world.grade(make_episode(prompt, turns=(Turn(text, calls=world.parse(text)),))) == 0.0
+
+
+def test_splits_and_worlds(make_episode):
+    worlds = [CorpusSearch(seed=seed, examples=2) for seed in (0, 1)]
+    texts = {
+        split: {world.prompt(split, i).messages[-1]["content"] for world in worlds for i in range(200)}
+        for split in ("train", "eval")
+    }
+    assert not texts["train"] & texts["eval"]
+    assert not set(worlds[0].passages) & set(worlds[1].passages) or worlds[0].passages != worlds[1].passages
+    assert [worlds[0].prompt("eval", i).facts["hops"] for i in range(4)] == [1, 2, 1, 2]
+    example = worlds[0].prompt("train", 5).messages[1:-1]
+    assert [each["role"] for each in example if each["role"] != "tool"][:3] == ["user", "assistant", "assistant"]
+    assert example[0]["content"] not in texts["train"] | texts["eval"]
+
+
+def test_nothing_is_found_for_words_that_no_passage_has():
+    assert CorpusSearch().search("?? zzzzz") == "nothing found"
+    assert CorpusSearch().search("") == "nothing found"
+
+
+def test_a_corpus_of_ones_own(tmp_path):
+    path = tmp_path / "corpus.jsonl"
+    rows = [
+        {
+            "title": f"Book {i}",
+            "text": f"Book {i} was written by Writer {i % 3}.",
+            "facts": {"author": f"Writer {i % 3}"},
+        }
+        for i in range(40)
+    ]
+    rows += [
+        {"title": f"Writer {i}", "text": f"Writer {i} was born in Town {i}.", "facts": {"birthplace": f"Town {i}"}}
+        for i in range(3)
+    ]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    world = make_environment("search", {"corpus": str(path), "hops": [2]}, 0)
+    prompt = world.prompt("train", 0)
+    assert prompt.messages[-1]["content"].startswith("What is the birthplace of the author of Book ")
+    assert prompt.facts["answer"] == searched(world, prompt)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"corpus": "/nowhere"}, "environment.args.corpus: cannot read '/nowhere'"),
+        ({"hops": []}, "environment.args.hops: got"),
+        ({"hops": [0]}, "environment.args.hops: got"),
+        ({"top": 0}, "environment.args.top: got 0; at least 1"),
+        ({"size": 3}, "environment.args.size: got 3; at least 20"),
+        ({"answer": "json"}, "environment.args.answer: got 'json'"),
+    ],
+)
+def test_wrong_arguments_are_named(args, message):
+    with pytest.raises(ConfigError, match=message):
+        CorpusSearch(**args)
+
+
+@pytest.mark.parametrize("line", ["no json", "[1]", '{"title": "a"}', '{"title": "a", "text": "b", "facts": [1]}'])
+def test_a_line_that_is_no_passage_is_named(line, tmp_path):
+    path = tmp_path / "corpus.jsonl"
+    path.write_text('{"title": "a", "text": "b"}\n' + line)
+    with pytest.raises(ConfigError, match=r"corpus\.jsonl, line 2"):
+        CorpusSearch(corpus=str(path))
+
+
+def test_a_corpus_without_such_questions_is_named(tmp_path):
+    path = tmp_path / "corpus.jsonl"
+    path.write_text('{"title": "a", "text": "b"}')
+    with pytest.raises(ConfigError, match="no question with"):
+        CorpusSearch(corpus=str(path)).prompt("train", 0)
+
+
+class TestSearch(EnvironmentContract):
+    turns = ('<tool_call>{"name": "search", "arguments": {"query": "a"}}</tool_call>', "<answer>b</answer>")
+
+    def make_environment(self):
+        return CorpusSearch()

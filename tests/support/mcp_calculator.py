@@ -1,0 +1,37 @@
+"""An MCP server for tests: it adds, fails, and dies."""
+
+from __future__ import annotations
+
+import os
+
+from mcp.server.mcpserver import MCPServer
+
+server = MCPServer("calculator")
+
+
+@server.tool()
+def add(a: int, b: int) -> int:
+    """Adds two numbers."""
+    return a + b
+
+
+@server.tool()
+def fail() -> str:
+    """Fails."""
+    raise ValueError("it always does")
+
+
+@server.tool()
+def pid() -> int:
+    """The number of its process."""
+    return os.getpid()
+
+
+@server.tool()
+def die() -> str:
+    """Ends the server."""
+    os._exit(3)
+
+
+if __name__ == "__main__":
+    server.run()

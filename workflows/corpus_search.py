@@ -1,0 +1,40 @@
+"""Train a model to answer questions by searching a corpus, as Search-R1 does: passages between its turns, exact matches as reward.
+
+On two cores: a model of half a million parameters, which ``make_start_model.py`` makes first (some minutes), in a generated
+world. On GPUs Qwen3-4B follows up to three relations. A corpus of your own is a file of JSON lines with title, text and facts
+(docs/workloads.md)::
+
+    python workflows/corpus_search.py
+    python workflows/corpus_search.py --config configs/search_qwen3_4b.yaml environment.args.corpus=/data/corpus.jsonl
+
+Other arguments are settings, as for ``libra run``. Needs ``pip install 'libra-rl[search]'``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import math_tools
+from software_repair import start_from
+
+from libra.config import load_config
+
+CONFIG = Path(__file__).resolve().parent.parent / "configs" / "search.yaml"
+
+
+def main(arguments: list[str]) -> int:
+    """As `math_tools.main`, after the model is there."""
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--config", type=Path, default=CONFIG)
+    parser.add_argument("--engine", default="transformers")
+    chosen, rest = parser.parse_known_args(arguments)
+    start_from("search", load_config(chosen.config, overrides=[each for each in rest if "=" in each]))
+    return math_tools.main(
+        ["--engine", chosen.engine, "--config", str(chosen.config), *rest], CONFIG, "corpus_search", __doc__
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

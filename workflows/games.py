@@ -1,0 +1,24 @@
+"""Train a model on games of gymnasium or textarena, or on an environment behind an OpenEnv server.
+
+On two cores SmolLM2-135M plays FrozenLake in two iterations (it shows that everything works), on GPUs Qwen3-4B a game of
+textarena::
+
+    python workflows/games.py
+    python workflows/games.py environment.name=textarena environment.args.id=TowerOfHanoi-v0
+    python workflows/games.py environment.name=openenv environment.args.url=http://HOST:8000 environment.args.action=message
+    python workflows/games.py --config configs/games_qwen3_4b.yaml cluster.scheduler=tls://HOST:8786
+
+Other arguments are settings, as for ``libra run``. Needs ``pip install 'libra-rl[model,games]'``.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import math_tools
+
+CONFIG = Path(__file__).resolve().parent.parent / "configs" / "games.yaml"
+
+if __name__ == "__main__":
+    sys.exit(math_tools.main(sys.argv[1:], CONFIG, "games", __doc__))

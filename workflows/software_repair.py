@@ -1,0 +1,57 @@
+"""Train a model to repair small Python libraries: it reads files, edits them, runs their tests; hidden copies of the tests decide.
+
+On two cores: a model of half a million parameters, which ``make_start_model.py`` makes first (some minutes), then learns on the
+libraries that ship. On GPUs Qwen3-4B reads and runs on its own. With ``--sdist`` the libraries are source packages of PyPI::
+
+    python workflows/software_repair.py
+    pip download --no-binary :all: --no-deps inflection==0.5.1
+    python workflows/software_repair.py --sdist inflection-0.5.1.tar.gz
+    python workflows/software_repair.py --config configs/repair_qwen3_4b.yaml cluster.scheduler=tls://HOST:8786
+
+Other arguments are settings, as for ``libra run``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import math_tools
+
+from libra.config import load_config
+from libra.envs.repair import build
+
+CONFIG = Path(__file__).resolve().parent.parent / "configs" / "repair.yaml"
+TASKS = Path("runs") / "repair_tasks.jsonl"
+
+
+def main(arguments: list[str]) -> int:
+    """As `math_tools.main`, after tasks and model are there."""
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--sdist", type=Path, action="append", default=[])
+    parser.add_argument("--config", type=Path, default=CONFIG)
+    parser.add_argument("--engine", default="transformers")
+    chosen, rest = parser.parse_known_args(arguments)
+    if chosen.sdist:
+        TASKS.parent.mkdir(exist_ok=True)
+        build.main(["--out", str(TASKS), *(word for path in chosen.sdist for word in ("--sdist", str(path)))])
+        rest.append(f"environment.args.tasks={TASKS.absolute()}")
+    start_from("repair", load_config(chosen.config, overrides=[each for each in rest if "=" in each]))
+    return math_tools.main(
+        ["--engine", chosen.engine, "--config", str(chosen.config), *rest], CONFIG, "software_repair", __doc__
+    )
+
+
+def start_from(task: str, config: object) -> None:
+    """Make the model that a configuration for two cores begins with, unless it is there."""
+    place = Path(str(config.model.path))  # type: ignore[attr-defined]
+    if place.parent.name == "start_models" and not (place / "config.json").is_file():
+        import make_start_model
+
+        print(f"making {place} by supervision, once: some minutes", flush=True)
+        make_start_model.make(task, place, dict(config.environment.args))  # type: ignore[attr-defined]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
