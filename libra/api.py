@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from distributed import Client
 
     from libra.driver.callbacks import OnBatch, OnEvaluation, OnIteration
+    from libra.envs.session_kind import SessionKind
     from libra.graph.iteration import Score
 
 logger = logging.getLogger(__name__)
@@ -37,6 +38,7 @@ def train(
     reward: Callable[..., Any] | str | Mapping[str, Any] | Sequence[Any] | None = None,
     tools: Sequence[Callable[..., Any]] = (),
     *,
+    session: SessionKind | None = None,
     agent: str | Callable[..., Any] | None = None,
     services: Mapping[str, Mapping[str, Any]] | None = None,
     environment: Environment | None = None,
@@ -63,6 +65,9 @@ def train(
         ``{"service": "judge"}``, the number that a service answers.
     tools : sequence of callables
         Python functions with type hints and a docstring; the model sees their names, schemas and docstrings.
+    session : SessionKind, optional
+        What `libra.session` returns: a browser or shell that a trajectory has from its first action to its end. A tool with a
+        keyword ``session`` gets it.
     agent : str or callable, optional
         Your own agent, which is started for each prompt and asks the model over OpenAI's or Anthropic's API (docs/agents.md): a
         command line, or a function at the top of a module. It has its own tools. With ``prompts`` and without a ``reward`` it gives
@@ -71,7 +76,7 @@ def train(
     services : mapping of str to `libra.service`, optional
         Models and functions that rewards and tools ask (docs/services.md).
     environment : Environment, optional
-        Replaces prompts, reward and tools. Otherwise prompts and reward are required.
+        Replaces prompts, reward, tools and session. Otherwise prompts and reward are required.
     config : path, optional
         A YAML file to start from, or "libra/NAME" for a configuration that ships.
     score : callable, optional
@@ -108,7 +113,7 @@ def train(
     values.setdefault("model", {})["path"] = settings.get(
         "model__path", str(model) if isinstance(model, Path) else model
     )
-    own = _is_given(values, environment, prompts=prompts, reward=reward, tools=tools)
+    own = _is_given(values, environment, prompts=prompts, reward=reward, tools=tools, session=session)
     checked = config_from_dict(values) if config is None else load_config(config, values=values)
     typed = frozenset(f"{section}.{key}" for section, keys in values.items() for key in keys)
     for line in warning_lines(ignored_settings(checked, Situation("run", typed, client=client is not None))):
@@ -117,7 +122,9 @@ def train(
         if prompts is None or reward is None:
             missing = "prompts" if prompts is None else "reward"
             raise ConfigError(f"libra.train: {missing} is missing; give prompts and reward, or an environment")
-        environment = FunctionEnvironment(prompts=prompts, reward=reward, tools=tools, seed=checked.run.seed)
+        environment = FunctionEnvironment(
+            prompts=prompts, reward=reward, tools=tools, session=session, seed=checked.run.seed
+        )
     callbacks = {"on_iteration": on_iteration, "on_batch": on_batch, "on_evaluation": on_evaluation}
     return run(checked, environment=environment, score=score, client=client, resume=resume, callbacks=callbacks)
 

@@ -32,5 +32,8 @@ def spare_group_contradictions(config: RunSections) -> Iterator[str]:
             "trainer.train_prompts: chosen once, and with trainer.late=correct a group may have another signal later; type "
             "trainer.late=wait"
         )
-    if trainer.algorithm == "opd":
-        yield "trainer.train_prompts: goes by rewards, and trainer.algorithm=opd learns without them; leave it out"
+    if trainer.algorithm == "opd" and not config.distil.reward_coef:
+        yield (
+            "trainer.train_prompts: goes by rewards, and trainer.algorithm=opd learns without them; type distil.reward_coef=1, or "
+            "leave trainer.train_prompts out"
+        )

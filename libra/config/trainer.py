@@ -111,8 +111,9 @@ class TrainerSection(Section):
     at the start of the step (proximal), the trainer's for tokens of the weights being trained and the engine's for stale ones
     (exact), the trainer's under the weights that sampled each token (version), or under a moving average of the weights
     (ewma). All but the first cost a forward pass if one batch takes several optimizer steps. version also costs one of the
-    stale tokens, and keeps the weights of `run.eta` versions before the newest checkpoint and of all since; ewma costs one
-    of the batch, and a copy of the weights in memory and checkpoints."""
+    stale tokens, and keeps the weights of `run.eta` versions before the newest checkpoint and of all since, unless
+    `rollout.exact_logprobs` has the engines record them; ewma costs one of the batch, and a copy of the weights in memory and
+    checkpoints."""
     ewma_decay: Annotated[float, Field(ge=0, lt=1)] = 0.889
     """For `old_logp` ewma: share of the average that stays at each batch. 0.889 looks back over about eight (PPO-EWMA)."""
     clip_low: Annotated[float, Field(ge=0, le=1)] = 0.2

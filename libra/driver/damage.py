@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from libra.driver.lost_files import cut_log, logs_events, lost_files, newest_started
+from libra.driver.read_budget import ReadBudget
 from libra.driver.start_records import (
     CONFIG_FILE,
     GIVEN_FILE,
@@ -27,6 +28,7 @@ from libra.driver.start_records import (
     read_given,
     read_starts,
 )
+from libra.driver.teacher_faults import teacher_faults
 from libra.errors import DamagedRun, RunDirectoryError, StoreError, shell_path
 from libra.seals import parsed_json, unseal
 from libra.store.batch_membership import batch_path, read_batch_facts
@@ -38,7 +40,7 @@ from libra.store.store_check import column_rows, committed_rows, store_faults
 from libra.store.trajectory_journal import Journal
 from libra.tensor_files import checkpoint_fault, version_fault
 from libra.types import TrajectoryId
-from libra.worker.late_waiting import group_names
+from libra.worker.late_waiting import group_names, taught_names
 from libra.worker.run_spec import RunDirectory
 
 LIMIT_BYTES = 256 * 2**20
@@ -91,6 +93,8 @@ class RunCheck:
         Versions whose evaluation the metrics have, and whose trajectories of it the store has.
     groups : dict of int to list of str
         Names of the group records of each batch whose file can be read.
+    taught : dict of int to list of str
+        Names of the group records of each batch that were trained with scores of a teacher.
     epoch : int
         The highest epoch in any file but ``epochs/`` itself, -1 if there is none.
     """
@@ -106,6 +110,7 @@ class RunCheck:
     evaluated: set[int] = field(default_factory=set)
     stored_evaluations: set[int] = field(default_factory=set)
     groups: dict[int, list[str]] = field(default_factory=dict)
+    taught: dict[int, list[str]] = field(default_factory=dict)
     epoch: int = -1
 
     def add(self, name: str, what: str) -> None:
@@ -134,7 +139,7 @@ def check_run(directory: Path, limit_bytes: int | None = None) -> RunCheck:
     directory = run_directory(directory)
     check = RunCheck(RunDirectory(directory), limit_bytes)
     for part in (_check_start, _check_weights, _check_checkpoints, _check_store, _check_batches, _check_sealed, _check_logs,
-                 _check_segments, _check_journal, _check_groups, _check_lost, _check_epochs):  # fmt: skip
+                 _check_segments, _check_journal, _check_groups, _check_teacher, _check_lost, _check_epochs):  # fmt: skip
         try:
             part(check)
         except OSError as error:
@@ -231,7 +236,7 @@ def _check_weights(check: RunCheck) -> None:
         (int(path.name) for path in _entries(check.files.weights_dir) if path.name.isdigit()), reverse=True
     )
     check.num_batches = max([check.num_batches, *numbers])
-    budget = _Budget(check.limit_bytes)
+    budget = ReadBudget(check.limit_bytes)
     for number in numbers:
         directory = check.files.weights_dir / f"{number:08d}"
         fault = version_fault(directory, contents=budget.allows(_size(directory)))
@@ -244,7 +249,7 @@ def _check_checkpoints(check: RunCheck) -> None:
         int(match[1]): path for path in _entries(check.files.checkpoints_dir) if (match := _STEP.fullmatch(path.name))
     }
     check.num_batches = max([check.num_batches, *found])
-    budget = _Budget(check.limit_bytes)
+    budget = ReadBudget(check.limit_bytes)
     check.all_checkpoints = sorted(found)
     for step in sorted(found, reverse=True):
         fault = checkpoint_fault(found[step], contents=budget.allows(_size(found[step])))
@@ -287,7 +292,8 @@ def _check_batches(check: RunCheck) -> None:
             check.add(f"batches/{path.name}", "it is gone")
             continue
         try:
-            check.groups[number] = group_names(read_batch_facts(check.files.batches_dir, number))
+            facts = read_batch_facts(check.files.batches_dir, number)
+            check.groups[number], check.taught[number] = group_names(facts), taught_names(facts)
         except StoreError as error:
             check.add(f"batches/{path.name}", _what(error).partition("; type")[0])
 
@@ -302,7 +308,7 @@ def _check_sealed(check: RunCheck) -> None:
                 unseal(path.read_bytes())
         except (OSError, ValueError) as error:
             check.add(str(path.relative_to(check.files.directory)), f"torn or altered ({error})")
-    for name, what in observation_faults(check.files.directory, _Budget(check.limit_bytes).allows):
+    for name, what in observation_faults(check.files.directory, ReadBudget(check.limit_bytes).allows):
         check.add(name, what)
 
 
@@ -354,13 +360,13 @@ def _check_segments(check: RunCheck) -> None:
 
 
 def _check_journal(check: RunCheck) -> None:
-    budget = _Budget(check.limit_bytes)
+    budget = ReadBudget(check.limit_bytes)
     for trajectory, quantum, what in journal_faults(check.files.journal_dir, check, budget):
         check.add(f"journal/{trajectory}.{quantum:04d}.rec", what)
 
 
 def journal_faults(
-    directory: Path, check: RunCheck | None = None, budget: _Budget | None = None
+    directory: Path, check: RunCheck | None = None, budget: ReadBudget | None = None
 ) -> Iterator[tuple[str, int, str]]:
     """Trajectory, first quantum that is missing or unreadable, and the reason; also raises ``check.epoch`` to that of every
     record."""
@@ -388,8 +394,7 @@ def journal_faults(
 
 
 def _check_groups(check: RunCheck) -> None:
-    stored = check.stored
-    budget = _Budget(check.limit_bytes)
+    budget = ReadBudget(check.limit_bytes)
     for path in sorted(_entries(check.files.groups_dir), reverse=True):
         match = _GROUP.fullmatch(path.name)
         if match is None or not budget.allows(_bytes(path)):
@@ -403,19 +408,26 @@ def _check_groups(check: RunCheck) -> None:
         if {member.trajectory_id._replace(sample=0) for member in members} != of:
             check.add(f"groups/{path.name}", "it has the trajectories of another group")
         check.epoch = max([check.epoch, *(member.epoch for member in members)])
-    kept = min(check.whole_checkpoints, default=0)
+    for number, why in _needed(check):
+        for name in check.groups.get(number, ()):
+            if not (check.files.groups_dir / name).exists():
+                check.add(f"groups/{name}", f"it is gone, and {why}")
+
+
+def _needed(check: RunCheck) -> Iterator[tuple[int, str]]:
+    """Each batch whose group records are needed, and what for."""
+    kept, stored = min(check.whole_checkpoints, default=0), check.stored
     for number in range(check.num_batches):
-        needed = number >= kept or (stored is not None and number not in stored) or number not in check.logged
-        if needed:
-            for name in check.groups.get(number, ()):
-                if not (check.files.groups_dir / name).exists():
-                    lost = number < kept and number not in check.logged
-                    why = (
-                        f"metrics.jsonl has lost step {number}, which is made again from it"
-                        if lost
-                        else "the run needs it to continue"
-                    )
-                    check.add(f"groups/{name}", f"it is gone, and {why}")
+        if number < kept and number not in check.logged:
+            yield number, f"metrics.jsonl has lost step {number}, which is made again from it"
+        elif number >= kept or (stored is not None and number not in stored):
+            yield number, "the run needs it to continue"
+
+
+def _check_teacher(check: RunCheck) -> None:
+    needed = {name: why for number, why in _needed(check) for name in check.taught.get(number, ())}
+    for name, what in teacher_faults(check.files, ReadBudget(check.limit_bytes).allows, needed):
+        check.add(name, what)
 
 
 def batch_groups(files: RunDirectory, number: int) -> list[str]:
@@ -445,22 +457,6 @@ def _check_epochs(check: RunCheck) -> None:
 
 
 # ------------------------------------------------------------------------------------------------ parts
-
-
-class _Budget:
-    """Bytes that may be read."""
-
-    def __init__(self, limit_bytes: int | None) -> None:
-        self._left = limit_bytes
-
-    def allows(self, num_bytes: int) -> bool:
-        """Whether this many more bytes may be read."""
-        if self._left is None:
-            return True
-        if num_bytes > self._left:
-            return False
-        self._left -= num_bytes
-        return True
 
 
 def _entries(directory: Path) -> list[Path]:

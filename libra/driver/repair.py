@@ -9,6 +9,7 @@ store                  its own sound rows; group records and batches for the oth
 group record           the store, or the journal and the grader (`libra.driver.repair_records`)
 batch                  the store, or the event log and group records
 evaluation             the store
+scores of a teacher    the store, or the teacher, or a resumed run (`libra.driver.repair_teacher`)
 log                    its sound lines
 segment                nothing: it stays, and a resumed run does not read it
 weights, checkpoints   nothing: a resumed run publishes the version again, and repeats the steps since a checkpoint
@@ -32,6 +33,7 @@ from pathlib import Path
 from libra.driver.damage import LOGS, SEGMENTS, RunCheck, check_run, run_directory
 from libra.driver.repair_records import repair_batch, repair_evaluation, repair_group, repair_journal, repair_scores
 from libra.driver.repair_store import repair_store
+from libra.driver.repair_teacher import repair_teacher
 from libra.driver.run_lock import lock_run
 from libra.driver.set_aside import SCORES, Repairs
 from libra.driver.start_records import (
@@ -48,6 +50,7 @@ from libra.seals import parsed_json, sealed_text, unseal
 from libra.store.committer_lock import CommitterLock, Holder, lock_holder
 from libra.store.exclusive_files import create_exclusive
 from libra.store.observations import DIRECTORY as OBSERVATIONS
+from libra.store.teacher_scores import DIRECTORY as TEACHER
 from libra.worker.run_spec import RunDirectory
 
 STORE_WAIT_S = 20.0
@@ -158,6 +161,7 @@ def _round(check: RunCheck, repairs: Repairs) -> None:
         repair_store(check, repairs)
     for name in kinds.get("groups", ()):
         repair_group(check, repairs, name)
+    repair_teacher(check, repairs, kinds.get(TEACHER, []))
     repair_journal(check, repairs, kinds.get("journal", []))
     for name in kinds.get("evaluations", ()):
         repair_evaluation(check, repairs, name)

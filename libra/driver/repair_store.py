@@ -35,9 +35,9 @@ from libra.store.row_digests import (
 )
 from libra.store.store_check import LEVEL, column_rows, committed_rows, metadata_faults, store_faults, unsound_appends
 from libra.store.trajectories import COUNTS, HAS_DIGESTS, TrajectoryStore
-from libra.store.zarr_layout import COLUMNS, LEVELS, Level, Rows, array_path, rows_of
+from libra.store.zarr_layout import COLUMNS, LEVELS, Level, Rows, array_path, num_rows, rows_of
 from libra.types import Trajectory
-from libra.worker.batch_rows import take_late
+from libra.worker.batch_rows import members_of
 from libra.worker.run_spec import RunDirectory
 
 _NEW = ".repaired"
@@ -70,20 +70,20 @@ def repair_store(check: RunCheck, repairs: Repairs) -> None:
 
 def trajectories_of(files: RunDirectory, append: AppendedRows) -> list[Trajectory]:
     """The trajectories of an append, from group records; StoreError if one is gone or damaged."""
-    if append.batch < 0:
-        paths = sorted(files.groups_dir.glob(f"eval-{append.version:06d}-*.group"))
-        found = [member for path in paths for member in read_group(path)]
-    else:
-        found = []
-        for row in read_batch_facts(files.batches_dir, append.batch)["groups"]:
-            members = take_late(read_group(files.groups_dir / Path(row["path"]).name), row)
-            for member, advantage in zip(members, row["advantages"], strict=True):
-                member.advantage = advantage
-            found += members
+    found = recorded(files, append.batch, append.version)
     rows = append.stop["trajectory"] - append.first["trajectory"]
     if len(found) != rows:
         raise StoreError(f"{len(found)} of {rows} trajectories of {_subject(append)} are in group records")
     return found
+
+
+def recorded(files: RunDirectory, batch: int, version: int) -> list[Trajectory]:
+    """The trajectories of a batch, or with ``batch`` -1 of the evaluation of a version, as group records and scores of a teacher
+    have them; StoreError if one is gone or damaged."""
+    if batch < 0:
+        paths = sorted(files.groups_dir.glob(f"eval-{version:06d}-*.group"))
+        return [member for path in paths for member in read_group(path)]
+    return members_of({"members": read_batch_facts(files.batches_dir, batch)["groups"]}, files.groups_dir)
 
 
 def _restore_metadata(store: Path, record: StoreRecord, repairs: Repairs) -> None:
@@ -233,7 +233,7 @@ def _appends_by_rows(store: Path, files: RunDirectory) -> Iterator[AppendedRows]
     """Appends of a store without a record: rows of one batch or one evaluation, by the store, or else by batches and records."""
     try:
         committed = committed_rows(store)
-        names = ("batch", "iteration", "offset", "length", "turn_offset", "num_turns")
+        names = ("batch", "iteration", *_OFFSETS.values())
         columns = {name: column_rows(store, f"trajectory/{name}", 0, committed["trajectory"]) for name in names}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         columns = {"batch": None}
@@ -245,13 +245,26 @@ def _appends_by_rows(store: Path, files: RunDirectory) -> Iterator[AppendedRows]
     kind = np.where(known["batch"] >= 0, known["batch"], -1 - known["iteration"])
     cuts = [0, *(np.flatnonzero(np.diff(kind)) + 1).tolist(), rows] if rows else []
     for begin, end in itertools.pairwise(cuts):
-        first = {"token": int(known["offset"][begin]), "turn": int(known["turn_offset"][begin]), "trajectory": begin}
-        stop = {
-            "token": int(known["offset"][end - 1] + known["length"][end - 1]),
-            "turn": int(known["turn_offset"][end - 1] + known["num_turns"][end - 1]),
-            "trajectory": end,
-        }
-        yield AppendedRows(first, stop, int(known["batch"][begin]), int(known["iteration"][begin]), {})  # type: ignore[arg-type]
+        first, stop = (
+            {level: row if level == "trajectory" else _offset(known, level, row, committed) for level in LEVELS}
+            for row in (begin, end)
+        )
+        yield AppendedRows(first, stop, int(known["batch"][begin]), int(known["iteration"][begin]), {})
+
+
+_OFFSETS: dict[Level, str] = {
+    "token": "offset",
+    "turn": "turn_offset",
+    "score": "score_offset",
+    "route": "route_offset",
+}
+"""The column that says where a trajectory begins in each other level."""
+
+
+def _offset(columns: dict[str, Any], level: Level, row: int, committed: dict[Level, int]) -> int:
+    """Where trajectory ``row`` begins in a level; of the one after the last the number of rows there."""
+    offsets = columns[_OFFSETS[level]]
+    return int(offsets[row]) if row < len(offsets) else committed[level]
 
 
 def _appends_by_records(files: RunDirectory) -> Iterator[AppendedRows]:
@@ -263,22 +276,9 @@ def _appends_by_records(files: RunDirectory) -> Iterator[AppendedRows]:
         for batch, present in ((-1, evaluations), (number, batches)):
             if number in present:
                 append = AppendedRows(at, at, batch, number, {})
-                paths = (
-                    sorted(files.groups_dir.glob(f"eval-{number:06d}-*.group"))
-                    if batch < 0
-                    else [
-                        files.groups_dir / Path(row["path"]).name
-                        for row in read_batch_facts(files.batches_dir, number)["groups"]
-                    ]
-                )
-                if not paths:
+                counts = num_rows(recorded(files, batch, number))
+                if not counts["trajectory"]:
                     raise StoreError(f"no group record of {_subject(append)} is there")
-                members = [member for path in paths for member in read_group(path)]
-                counts: dict[Level, int] = {
-                    "token": sum(len(member.token_ids) for member in members),
-                    "turn": sum(len(member.turns) for member in members),
-                    "trajectory": len(members),
-                }
                 stop: dict[Level, int] = {level: at[level] + counts[level] for level in LEVELS}
                 yield AppendedRows(at, stop, batch, number, {})
                 at = stop

@@ -145,9 +145,9 @@ class SchedulerCalls:
         submitted."""
         self._report(PromptsReport(iteration, names))
 
-    def forecast_trust(self) -> dict[str, float]:
-        """Metrics of the policy's forecasts; empty if it makes none."""
-        return dict(self._call("libra_forecast_trust"))
+    def numbers(self) -> dict[str, float]:
+        """Metrics of the policy's forecasts and of sessions, if there are any."""
+        return dict(self._call("libra_numbers"))
 
     def seats(self) -> list[Seat]:
         """The present rollout workers."""

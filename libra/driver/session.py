@@ -335,7 +335,7 @@ class Session:
 
     def _write_metrics(self, k: int, values: dict[str, Any]) -> None:
         numbers = {name: float(value) for name, value in values.items() if isinstance(value, int | float)}
-        self.metrics.write(k, numbers | self.calls.forecast_trust())
+        self.metrics.write(k, numbers | self.calls.numbers())
 
 
 def evaluation_is_due(config: RunConfig, version: int) -> bool:

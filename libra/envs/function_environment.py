@@ -11,6 +11,7 @@ from typing import Any
 
 from libra.envs.environment import Environment
 from libra.envs.rewards.signatures import OWN, Given, read_rewards
+from libra.envs.session_kind import SessionKind
 from libra.envs.tool import Tool, tool
 from libra.errors import ConfigError
 from libra.types import Episode, Prompt
@@ -39,6 +40,8 @@ class FunctionEnvironment(Environment):
         verifiers are recognised by their parameters (`libra.envs.rewards.signatures`), and may have weights. ``{"service":
         "judge"}`` is the number that a service answers.
     tools : sequence of functions or `Tool`
+    session : SessionKind, optional
+        What `libra.session` returns: a trajectory has one for its tools with a keyword ``session``.
     system : str, optional
         System message put before prompts that have none.
 
@@ -54,6 +57,7 @@ class FunctionEnvironment(Environment):
         prompts: Iterable[Any],
         reward: Given,
         tools: Sequence[Callable[..., Any] | Tool] = (),
+        session: SessionKind | None = None,
         system: str | None = None,
         eval_prompts: Iterable[Any] | None = None,
         seed: int = 0,
@@ -65,6 +69,12 @@ class FunctionEnvironment(Environment):
         self.seed = seed
         self.tools = tuple(_tool(given, f"tools[{index}]") for index, given in enumerate(_listed(tools)))
         _check_names(self.tools)
+        self.session = session
+        if session is not None and not any(given.takes_session for given in self.tools):
+            raise ConfigError(
+                "session: no tool takes it; give a tool the keyword session, as def click(selector: str, session: Browser) -> str, "
+                "or leave session out"
+            )
         if eval_prompts is not None:
             self._train, self._eval = rows, _rows(eval_prompts, "eval_prompts", system)
         else:

@@ -61,7 +61,8 @@ def check_state(environment: Environment) -> Environment:
             raise ConfigError(
                 f"tool {tool.name!r}: it takes a session, "
                 + (
-                    f"and {environment.name} has none; set session = libra.session(FACTORY, reset=..., close=...)"
+                    f"and {environment.name} has none; set session = libra.session(FACTORY, reset=..., close=...), or give "
+                    "libra.train session=libra.session(...)"
                     if environment.session is None
                     else "so it runs on workers with TOOL slots; type inline=False"
                 )

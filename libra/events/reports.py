@@ -285,6 +285,16 @@ class LateReport(Report, frozen=True, tag="late"):
     awaited: int = 0
 
 
+class SessionReport(Report, frozen=True, tag="session"):
+    """The pool of sessions of a worker has done so much since its last report; fields as in `libra.envs.sessions.SessionCounts`."""
+
+    made: int = 0
+    reused: int = 0
+    resets: int = 0
+    replaced: int = 0
+    expired: int = 0
+
+
 class IterationReport(Report, frozen=True, tag="iteration"):
     """An iteration ended; ``reward`` None: no trajectory had one."""
 

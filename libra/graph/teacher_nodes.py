@@ -89,4 +89,4 @@ def taught_numbers(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     if not any("taught" in row for row in rows):
         return {}
     learns = {"no_signal": ""} if any(row["taught"] for row in rows) else {}
-    return learns | {"late_taught": sum(not row["taught"] for row in rows)}
+    return learns | {"late_taught": sum(not row["taught"] and "spare" not in row for row in rows)}

@@ -1,5 +1,5 @@
 """Names of metrics for trackers, by group: ``reward/``, ``train/``, ``time/``, ``lag/``, ``failures/``, ``forecast/``, ``plan/``,
-``late/``.
+``late/``, ``sessions/``.
 
 ``metrics.jsonl`` keeps the names without groups.
 """
@@ -17,7 +17,7 @@ _RENAMED: Final = {
 _PREFIXES: Final = (
     ("evaluation/reward/", "reward/held_out_by/"), ("evaluation/", "reward/held_out_"), ("reward_", "reward/"), ("lag_", "lag/"),
     ("mismatch_", "lag/mismatch_"), ("failures/", "failures/"), ("resampled/", "failures/tried_again_"), ("forecast_", "forecast/"),
-    ("plan/", "plan/"), ("late_", "late/"),
+    ("plan/", "plan/"), ("late_", "late/"), ("sessions_", "sessions/"),
 )  # fmt: skip
 
 

@@ -96,7 +96,7 @@ def _paces(snapshot: PlanningSnapshot, formulation: Formulation) -> list[Pace]:
     workload, factor = snapshot.workload, snapshot.corrections.rollout
     paces = []
     for k, engine in enumerate(formulation.engines.values()):
-        alone_s = formulation.problem.alone_s[k]
+        alone_s = formulation.alone_s[k]
         uncorrected = np.where(
             np.isfinite(alone_s), (alone_s - workload.tool_wait_s) / factor + workload.tool_wait_s, 0.0
         )
@@ -156,7 +156,8 @@ def evaluated(
         more = filled(one_kind, inner, found.rollout_gpus)
         placement = replace(more, kind_of=kept[more.kind_of])
     buckets, slow_s = _buckets(snapshot, formulation, paces, placement)
-    rollout_s = max(bucket.rollout_s for bucket in buckets)
+    scored_s = formulation.teacher_s if snapshot.teacher is not None and snapshot.teacher.waits else 0.0
+    rollout_s, slow_s = max(scored_s, *(bucket.rollout_s for bucket in buckets)), max(scored_s, slow_s)
     step_s = float(problem.step_s(found.train_gpus, found.train_s, rollout_s))
     return Candidate(name, found, placement, buckets, rollout_s, slow_s, step_s)
 
@@ -173,7 +174,7 @@ def _buckets(
     for k in present:
         kind, mine = problem.kinds[k], np.flatnonzero(placement.kind_of == k)
         items = np.flatnonzero(kinds == k)
-        engines = [np.flatnonzero(placement.engine_of == e) for e in _last_engines(problem, placement, mine)]
+        engines = [np.flatnonzero(placement.engine_of == e) for e in _last_engines(formulation, placement, mine)]
         concurrency, rollout_s, slowest_s = best_concurrency(paces[k], engines, kind.concurrency)
         slow_s = max(slow_s, slowest_s * factor)
         context = float(snapshot.workload.mean_context_tokens[items].mean()) if len(items) else 0.0
@@ -197,14 +198,14 @@ def _buckets(
     return tuple(buckets), slow_s
 
 
-def _last_engines(problem: Problem, placement: Placement, mine: Ints) -> list[int]:
+def _last_engines(formulation: Formulation, placement: Placement, mine: Ints) -> list[int]:
     """Among the engines ``mine``: the one with most load, and the one with the longest trajectory."""
     most = int(mine[placement.load_s[mine].argmax()])
     items = np.flatnonzero(np.isin(placement.engine_of, mine))
     if not len(items):
         return [most]
     kinds = placement.kind_of[placement.engine_of[items]]
-    longest = int(items[problem.alone_s[kinds, items].argmax()])
+    longest = int(items[formulation.alone_s[kinds, items].argmax()])
     return sorted({most, int(placement.engine_of[longest])})
 
 
@@ -236,6 +237,10 @@ def comparison(candidate: Candidate, chosen: Candidate) -> Alternative:
     if found.train_s > candidate.rollout_s:
         gpus = f"{found.train_gpus} GPU{'s' if found.train_gpus != 1 else ''}"
         reason = f"training on {gpus} takes {found.train_s:.1f} s, rollout {candidate.rollout_s:.1f} s"
+    elif candidate.rollout_s > last.rollout_s:
+        reason = (
+            f"the teacher takes {candidate.rollout_s:.1f} s to score the batch; training takes {found.train_s:.1f} s"
+        )
     elif last.load_frac > 0.75:
         reason = (
             f"rollout on {candidate.placement.kind_of.size} engines has too little throughput: TP{last.tp} engines are busy "
@@ -267,15 +272,11 @@ def _plan(
     fewest = pack(problem, max(mine.rollout_s, mine.train_s if problem.eta else 0.0), problem.num_gpus - train)
     needed = train + min(chosen.placement.gpus(problem), fewest.gpus(problem) if fewest is not None else 10**9)
     throughput_s = gpu_seconds(problem).gpu_s[-1] / max(problem.num_gpus - train, 1)
-    if mine.train_s > chosen.rollout_s:
-        bottleneck = "training"
-    else:
-        last = max(chosen.buckets, key=lambda bucket: bucket.rollout_s)
-        bottleneck = "rollout throughput" if last.load_frac > 0.75 else "longest trajectory"
+    num_gpus = problem.num_gpus + (snapshot.teacher is not None)
     return Plan(
         gpu=snapshot.gpu.name,
         model=snapshot.shape.name,
-        num_gpus=problem.num_gpus,
+        num_gpus=num_gpus,
         gpus_per_node=problem.gpus_per_node,
         eta=problem.eta,
         num_trajectories=problem.num_trajectories,
@@ -292,27 +293,39 @@ def _plan(
         train_s=mine.train_s,
         update_s=problem.update_s,
         beside_s=float(problem.beside(train)),
-        bottleneck=bottleneck,
+        bottleneck=_bottleneck(chosen),
         bounds=Bounds(
             found.lower_s,
             found.gap_frac,
             mine.step_s / found.lower_s - 1,
             found.binning_frac,
-            found.longest_s,
+            formulation.longest_s if formulation.teacher_s else found.longest_s,
             float(throughput_s),
             mine.train_s,
         ),
-        idle_frac=_idle(problem, chosen, spare),
-        gpu_hours_per_step=problem.num_gpus * chosen.step_s / 3600.0,
+        idle_frac=_idle(problem, chosen, spare, num_gpus - problem.num_gpus, formulation.teacher_s),
+        gpu_hours_per_step=num_gpus * chosen.step_s / 3600.0,
         alternatives=alternatives,
         nodes=placed(problem.num_gpus, problem.gpus_per_node, train, chosen.engines),
         left_out={f"TP{tp}": reason for tp, reason in formulation.left_out.items()},
+        teacher_gpus=num_gpus - problem.num_gpus,
+        teacher_s=formulation.teacher_s,
     )
 
 
-def _idle(problem: Problem, chosen: Candidate, spare: int) -> dict[str, float]:
-    """Shares of the GPU-seconds of a step by cause; they add up to 1."""
-    all_s = problem.num_gpus * chosen.step_s
+def _bottleneck(chosen: Candidate) -> str:
+    last = max(chosen.buckets, key=lambda bucket: bucket.rollout_s)
+    if chosen.found.train_s > chosen.rollout_s:
+        return "training"
+    if chosen.rollout_s > last.rollout_s:
+        return "teacher"
+    return "rollout throughput" if last.load_frac > 0.75 else "longest trajectory"
+
+
+def _idle(problem: Problem, chosen: Candidate, spare: int, teachers: int, teacher_s: float) -> dict[str, float]:
+    """Shares of the GPU-seconds of a step by cause; they add up to 1. ``teachers``: GPUs of a teacher, 0 or 1."""
+    all_s = (problem.num_gpus + teachers) * chosen.step_s
+    scoring_s = teachers * min(teacher_s, chosen.step_s)
     train, used = chosen.found.train_gpus, chosen.placement.gpus(problem)
     busy = float((problem.tp[chosen.placement.kind_of] * chosen.placement.load_s).sum()) + train * chosen.found.train_s
     beside_s, train_s = float(problem.beside(train)), chosen.found.train_s
@@ -324,4 +337,7 @@ def _idle(problem: Problem, chosen: Candidate, spare: int) -> dict[str, float]:
         "engines drain, or wait for their longest trajectory": used * chosen.rollout_s - (busy - train * train_s),
         "weights are updated": train * trainer_s + used * engines_s,
     }
+    if teachers:
+        parts["the teacher waits for groups"] = teachers * chosen.step_s - scoring_s
+        busy += scoring_s
     return {"busy": busy / all_s, **{cause: max(value, 0.0) / all_s for cause, value in parts.items()}}

@@ -12,7 +12,7 @@ from libra.errors import ConfigError, ModelError, PlanError
 from libra.hardware import GPU, ModelShape, load_gpu, load_shape
 from libra.planner.cost import Layout, TrajectoryTotals
 from libra.planner.from_calibration import calibrated
-from libra.planner.snapshot import PlanningSnapshot
+from libra.planner.snapshot import PlanningSnapshot, Teacher
 
 RUNNABLE_TP: dict[str, tuple[int, ...] | None] = {"transformers": (1,), "vllm": None}
 """TP degrees that an engine (`rollout.engine`) can run; one without an entry runs any."""
@@ -79,6 +79,7 @@ def snapshot_of(config: RunConfig, turns: TrajectoryTotals | None, what_if: bool
         fixed_engines=section.fixed_engines,
         max_concurrency=section.max_concurrency,
         trained_frac=section.trained_frac,
+        teacher=teacher_of(config),
     )
     if section.calibration is None:
         return snapshot, note
@@ -144,7 +145,10 @@ def check_runnable(config: RunConfig) -> list[int]:
 
 def shape_of(config: RunConfig) -> ModelShape:
     """Sizes of the model that a configuration trains; ModelError if they are not known here."""
-    path = config.model.path
+    return _sizes(config.model.path)
+
+
+def _sizes(path: str) -> ModelShape:
     try:
         return load_shape(path)
     except ModelError:
@@ -152,6 +156,17 @@ def shape_of(config: RunConfig) -> ModelShape:
         if isinstance(found, str):
             raise
         return load_shape(found)
+
+
+def teacher_of(config: RunConfig) -> Teacher | None:
+    """The teacher of a configuration; ModelError if its sizes are not known here."""
+    path = config.distil.teacher
+    if path is None:
+        return None
+    try:
+        return Teacher(_sizes(path), config.distil.late == "wait")
+    except ModelError as error:
+        raise ModelError(f"distil.teacher: {error}") from error
 
 
 def _workload(config: RunConfig, turns: TrajectoryTotals | None) -> tuple[TrajectoryTotals, str]:

@@ -127,7 +127,7 @@ class Plan:
     beside_s : float
         Of ``update_s``, the seconds that pass beside the next step.
     bottleneck : str
-        "training", "rollout throughput" or "longest trajectory".
+        "training", "rollout throughput", "longest trajectory" or "teacher".
     bounds : Bounds
     idle_frac : mapping of cause to share of all GPU-seconds of a step
         With "busy" they add up to 1.
@@ -137,6 +137,8 @@ class Plan:
     nodes : tuple of NodeGroup
         The content of the nodes, grouped by equal content.
     left_out : mapping of a requested degree that is not possible to the reason
+    teacher_gpus, teacher_s
+        The GPU of a teacher, and its seconds for a batch; 0: there is none.
     """
 
     gpu: str
@@ -163,6 +165,8 @@ class Plan:
     alternatives: tuple[Alternative, ...]
     nodes: tuple[NodeGroup, ...]
     left_out: Mapping[str, str]
+    teacher_gpus: int = 0
+    teacher_s: float = 0.0
 
     @property
     def engines(self) -> dict[int, int]:

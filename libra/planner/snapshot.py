@@ -17,6 +17,7 @@ from libra.errors import ConfigError, PlanError
 from libra.hardware import GPU, ModelShape, engine_seconds
 from libra.planner.cost import Layout, TrainingCost, TrajectoryTotals, rollout_cost, training_table
 from libra.planner.cost.rollout_cost import ManySeconds
+from libra.planner.cost.training_cost import sequences_s
 from libra.planner.planning_problem import EngineClass, Floats, Problem
 
 
@@ -26,6 +27,14 @@ class Corrections:
 
     rollout: float = 1.0
     training: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Teacher:
+    """The teacher of a run (``distil.teacher``), whole on a GPU of its own; ``waits``: batches wait for its scores."""
+
+    shape: ModelShape
+    waits: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +68,8 @@ class PlanningSnapshot:
         Measured engines instead of the datasheet's.
     trained_frac : float
         Share of the trajectories that carry a gradient; the others are generated and not trained on.
+    teacher : Teacher or None
+        One of the GPUs is its own.
     """
 
     gpu: GPU
@@ -79,6 +90,7 @@ class PlanningSnapshot:
     corrections: Corrections = field(default_factory=Corrections)
     engines: Mapping[int, ManySeconds] | None = None
     trained_frac: float = 1.0
+    teacher: Teacher | None = None
 
     @property
     def trained_tokens(self) -> Floats:
@@ -108,12 +120,23 @@ class Formulation:
         Including those that do not fit.
     left_out : mapping of TP degree to the reason
         Requested degrees that are not possible.
+    alone_s : float array (K, N)
+        As of the problem, where no engine's time is below that of a teacher which batches wait for; here as they are.
+    teacher_s : float
+        Seconds in which a teacher scores the batch; 0: there is none.
     """
 
     problem: Problem
     engines: Mapping[int, ManySeconds]
     training: Mapping[int, TrainingCost]
     left_out: Mapping[int, str]
+    alone_s: Floats
+    teacher_s: float = 0.0
+
+    @property
+    def longest_s(self) -> float:
+        """The longest trajectory alone on its best engine."""
+        return float(np.maximum(self.problem.load_s, self.alone_s).min(axis=0).max())
 
 
 def formulate(snapshot: PlanningSnapshot) -> Formulation:
@@ -122,7 +145,7 @@ def formulate(snapshot: PlanningSnapshot) -> Formulation:
     Raises
     ------
     PlanError
-        No degree holds the model.
+        No degree holds the model, or no GPU the teacher.
     """
     engines, left_out = _engines(snapshot)
     if not engines:
@@ -130,12 +153,13 @@ def formulate(snapshot: PlanningSnapshot) -> Formulation:
         raise PlanError(f"planner.tp: no degree of {list(snapshot.tp)} holds the model; {reasons}")
     kinds, loads, alones = zip(*(_kind(snapshot, tp, engine) for tp, engine in engines.items()), strict=True)
     training = _training(snapshot)
+    teacher, teacher_s = snapshot.teacher, _teacher_s(snapshot)
     problem = Problem(
-        num_gpus=snapshot.num_gpus,
+        num_gpus=snapshot.num_gpus - (teacher is not None),
         gpus_per_node=snapshot.node_gpus,
         kinds=kinds,
         load_s=np.stack(loads),
-        alone_s=np.stack(alones),
+        alone_s=np.maximum(np.stack(alones), teacher_s if teacher is not None and teacher.waits else 0.0),
         train_gpus=np.array(list(training), dtype=np.int64),
         train_s=np.array([cost.step_s if cost.fits else np.inf for cost in training.values()])
         * snapshot.corrections.training,
@@ -147,7 +171,31 @@ def formulate(snapshot: PlanningSnapshot) -> Formulation:
         fixed_train_gpus=snapshot.fixed_train_gpus,
         fixed_engines=dict(snapshot.fixed_engines),
     )
-    return Formulation(problem, engines, training, left_out)
+    return Formulation(problem, engines, training, left_out, np.stack(alones), teacher_s)
+
+
+def _teacher_s(snapshot: PlanningSnapshot) -> float:
+    """Seconds of a teacher's GPU for the whole batch: a forward pass of each trajectory. 0 without a teacher.
+
+    It scores groups while others are generated, so that the rollout takes no less. PlanError if its GPU does not hold it, or is one
+    too many.
+    """
+    if snapshot.teacher is None:
+        return 0.0
+    shape, needed = snapshot.teacher.shape, snapshot.teacher.shape.num_params * snapshot.training.weight_bytes
+    if snapshot.num_gpus < 3:
+        raise PlanError(
+            f"planner.num_gpus: {snapshot.num_gpus}, and training, rollout and the teacher (distil.teacher) take at least one "
+            "each; type planner.num_gpus=3 or more"
+        )
+    if needed > snapshot.gpu.memory_bytes:
+        raise PlanError(
+            f"distil.teacher: the weights of {shape.name} take {needed / 1e9:.0f} GB, and the one GPU of a teacher "
+            f"({snapshot.gpu.name}) has {snapshot.gpu.memory_bytes / 1e9:.0f} GB; type a smaller distil.teacher, or a planner.gpu "
+            "with more memory"
+        )
+    each_s = sequences_s(snapshot.gpu, shape, snapshot.workload.final_context_tokens, snapshot.training)
+    return float(each_s.sum()) * snapshot.corrections.training
 
 
 def _engines(snapshot: PlanningSnapshot) -> tuple[dict[int, ManySeconds], dict[int, str]]:

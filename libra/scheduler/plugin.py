@@ -49,6 +49,7 @@ from libra.events.reports import (
     ReadyReport,
     Report,
     ServiceReport,
+    SessionReport,
     StepReport,
     TrajectoryReport,
     WaveReport,
@@ -60,7 +61,6 @@ from libra.policy import (
     BoundariesSet,
     Command,
     CommittedGroup,
-    Inspectable,
     Tail,
     VersionPublished,
     boundaries_of,
@@ -123,7 +123,7 @@ class LibraPlugin(SchedulerPlugin):
                 ],
                 "libra_newest": lambda run, worker: newest_version(self.runs[run], worker),
                 "libra_snapshots": self.snapshots,
-                "libra_forecast_trust": self.forecast_trust,
+                "libra_numbers": self.numbers,
                 "libra_set_slots": self.set_slots,
                 "libra_engines": self.engines,
                 "libra_notices": self.notices,
@@ -194,16 +194,10 @@ class LibraPlugin(SchedulerPlugin):
             guard.start()
         return {"started_s": state.log.started_s, "process": process_name()}
 
-    def forecast_trust(self, run: str) -> dict[str, float]:
-        """Metrics of a run's ordering: its skill, and the weight of each signal; empty if it does not score its forecasts."""
+    def numbers(self, run: str) -> dict[str, float]:
+        """`RunState.numbers`; empty for an unknown run."""
         state = self.runs.get(run)
-        if state is None or not isinstance(state.policy, Inspectable):
-            return {}
-        row = state.policy.dashboard_row()
-        if row["skill"] is None:
-            return {}
-        weights = {f"forecast_weight_{signal}": weight for signal, weight in row["weights"].items()}
-        return {"forecast_skill": row["skill"], **weights}
+        return {} if state is None else state.numbers()
 
     def end_run(self, run: str, epoch: int | None = None) -> None:
         """Close a run's event log, stop its watchdog, forget the run, with its training group and roles; only this epoch of it.
@@ -463,6 +457,8 @@ class LibraPlugin(SchedulerPlugin):
                 state.log.emit(events.WaveTrained, **structs.asdict(report))
                 state.tail.handle(WaveDone(batch, wave, report.train_s, report.hybrids))
                 self._apply(state, state.admission.wave_trained(batch, wave))
+            case SessionReport():
+                state.sessions.update(structs.asdict(report))
             case LateReport():
                 state.log.emit(events.LateRewardsTaken, **structs.asdict(report))
             case ServiceReport(name=name):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -211,7 +211,8 @@ class RunWorkers:
 class RunState:
     """One run in the scheduler, by parts; a new one comes with each registration.
 
-    ``num_ended`` trajectories have ended, ``learned_ended`` of them before the policy's last update.
+    ``num_ended`` trajectories have ended, ``learned_ended`` of them before the policy's last update. ``sessions``: what the pools
+    of its workers have done, by the names of `libra.envs.sessions.SessionCounts`.
     """
 
     registration: RunRegistration
@@ -225,6 +226,7 @@ class RunState:
     num_ended: int = 0
     learned_ended: int = 0
     one: OneVersion | None = None
+    sessions: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         self.one = OneVersion() if self.registration.one_version else None
@@ -234,6 +236,16 @@ class RunState:
         self.tail.handle(event)
         answers = self.policy.handle(event)
         return answers if self.one is None else (*answers, *self.one.handle(event))
+
+    def numbers(self) -> dict[str, float]:
+        """Metrics that only the scheduler knows: the skill of the ordering's forecasts and the weight of each signal, if it scores
+        them, and counts of sessions since this start, if there were any."""
+        found: dict[str, float] = {f"sessions_{name}": count for name, count in self.sessions.items()}
+        row = self.policy.dashboard_row() if isinstance(self.policy, Inspectable) else None
+        if row is not None and row["skill"] is not None:
+            found |= {f"forecast_weight_{signal}": weight for signal, weight in row["weights"].items()}
+            found["forecast_skill"] = row["skill"]
+        return found
 
     @property
     def run(self) -> str:

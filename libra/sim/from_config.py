@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from libra.config.model_paths import resolve_model
 from libra.config.run_config import RunConfig
 from libra.config.simulation import SimulationSection
@@ -18,6 +20,7 @@ from libra.hardware.timing_residuals import shipped_residuals
 from libra.hardware.virtual_engine import EngineTables
 from libra.named_parts import is_named
 from libra.orderings import ordering_of
+from libra.planner.cost.training_cost import sequences_s
 from libra.policy import CMLFQ, Oracle, Ordering, Predictor, boundaries_of, staleness_of
 from libra.policy.cmlfq import Objective
 from libra.sim.engines import EngineSpec, QuantumOverhead, fleet, slots_of
@@ -26,6 +29,7 @@ from libra.sim.recorded_agents import load_traces
 from libra.sim.run_record import digest_of
 from libra.sim.simulation_options import SimulationOptions
 from libra.sim.simulator import Simulator
+from libra.sim.training_gpus import LAYOUT, PASSES
 from libra.sim.workload import Workload, draw, synthetic
 
 CALIBRATION = "simulation.calibration"
@@ -195,6 +199,7 @@ def simulator_of(config: RunConfig, workload: Workload | None = None) -> Simulat
         boundaries=(
             boundaries_of(config.policy.boundaries_tokens) if choices.policy in ("cmlfq", "predictor", "oracle") else ()
         ),
+        teacher_token_s=teacher_token_s(choices, measured, workload),
     )
     if measured is None:
         engines = engines_of(choices, choices.layout, section.slots, workload)
@@ -211,6 +216,30 @@ def simulator_of(config: RunConfig, workload: Workload | None = None) -> Simulat
         )
     ordering = choices.ordering(workload, config.run.seed)
     return Simulator(workload, engines, ordering, seed=config.run.seed, options=options)
+
+
+def teacher_token_s(choices: Simulated, measured: RunCalibration | None, workload: Workload) -> float:
+    """Seconds of a teacher's forward pass per token; 0 without one that batches wait for.
+
+    By the cost model; with a calibration the seconds of its trainer per token, by the parameters of both models and the passes of a
+    gradient, or 0 if it has none. ModelError if the teacher's sizes are not known here.
+    """
+    distil = choices.config.distil
+    if distil.teacher is None or distil.late != "wait":
+        return 0.0
+    try:
+        teacher = load_shape(str(resolve_model(distil.teacher)))
+    except ModelError as error:
+        raise ModelError(f"distil.teacher: {error}") from error
+    tokens = np.array([float(plan.final_tokens) for plan in workload.trajectories])
+    if measured is None:
+        return float(sequences_s(_gpu(choices), teacher, tokens, LAYOUT).sum() / tokens.sum())
+    if measured.trainer is None:
+        return 0.0
+    student = load_shape(str(resolve_model(choices.config.model.path)))
+    passes = PASSES if choices.config.trainer.gradient_checkpointing else PASSES - 1  # which is a forward pass again
+    total = float(tokens.sum())
+    return measured.trainer.step_s(total) / total / passes * teacher.num_params / student.num_params
 
 
 def measured_publish_s(config: RunConfig, calibration: RunCalibration) -> float:

@@ -58,6 +58,8 @@ class SimulationOptions:
         As of `libra.policy.messages.BoundariesSet`; empty: none.
     host : HostPool or None
         KV in host memory. None: an engine computes the context of a trajectory that comes from another one.
+    teacher_token_s : float
+        Seconds of the teacher (`distil.teacher`) per token of a trajectory; a step waits for its groups' scores. 0: there is none.
     preempts : bool
         Engines do not reserve KV for whole turns, and preempt (`libra.hardware.virtual_engine`, invariant 3).
     """
@@ -82,6 +84,7 @@ class SimulationOptions:
     over_age: Verdict = Verdict.WAIT
     window: int | None = None
     in_flight: int | None = None
+    teacher_token_s: float = 0.0
 
     @property
     def staleness(self) -> StalenessPolicy:

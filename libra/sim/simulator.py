@@ -51,6 +51,7 @@ from libra.sim.engines import EngineSpec, typical_context
 from libra.sim.simulated_trajectory import SimulatedTrajectory, WorkloadGroups
 from libra.sim.simulation_options import Loss, SimulationOptions
 from libra.sim.simulation_result import Dispatched, SimulationRecord, SimulationResult
+from libra.sim.teacher_queue import TeacherQueue
 from libra.sim.workload import TrajectoryPlan, TurnPlan, Workload, prompts_of
 from libra.types import NO_TOOL, Phase
 
@@ -87,6 +88,7 @@ class Simulator:
         pool = self.options.host  # its price is per token; prices of moves are per byte
         self._kv_token_bytes = 0 if pool is None else max(1, round(pool.token_s * PRIOR_BYTES_PER_S))
         self._groups = WorkloadGroups(workload)
+        self._teacher = TeacherQueue(self.options.teacher_token_s, self._groups.plans)
         self._typical_context = typical_context(workload.trajectories)
         self._admission = Admission(self.options.staleness, self._groups.per_iteration)
         self._published_s = 0.0  # when the newest version that is being published, or was, can be pulled
@@ -229,8 +231,8 @@ class Simulator:
                 case OpenGate(iteration=iteration):
                     self.record.gate_s[iteration] = self.agenda.now_s
                     self._after(self.options.gate_s, self._begin, iteration)
-                case OpenBatch(batch=batch):
-                    at_s = self.agenda.now_s + self.options.step_s(batch)
+                case OpenBatch(batch=batch, members=members):
+                    at_s = self._teacher.scored_s(members, self.agenda.now_s) + self.options.step_s(batch)
                     self.agenda.at(max(at_s, self._published_s), self._step_ended, batch)
 
     def _after(self, seconds: float, happens: Callable[..., None], *what: object) -> None:
@@ -455,4 +457,5 @@ class Simulator:
             self._after(self.options.commit_s, self._commit, one.place)
 
     def _commit(self, place: tuple[int, int]) -> None:
+        self._teacher.committed(place, self.agenda.now_s)
         self._carry_out(self._admission.group_committed(CommittedGroup(*place, self._groups.oldest[place])))

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import zarr
 from numpy.typing import NDArray
 
 from libra.errors import StoreError
@@ -151,6 +152,34 @@ def begin_record(store: Path) -> None:
     attributes, metadata = metadata_of(store)
     header = sealed_text({"attributes": attributes, "metadata": metadata})
     digests_path(store).write_text(header + "\n")
+
+
+def upgrade_record(store: Path, schema: int) -> None:
+    """Bring the digests of a store of an older schema, whose arrays are those of ``schema`` already, to that schema.
+
+    Digests of columns that were there stay as they are; those that are new get digests of their rows. It may be repeated.
+    """
+    path = digests_path(store)
+    header, *lines = (line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n"))
+    known = [name for name in unseal(header)["metadata"] if name not in LEVELS]
+    arrays: dict[str, Any] = {
+        name: zarr.open_array(store / name, mode="r", zarr_format=3)[:] for name in PATHS if name not in known
+    }
+    attributes, metadata = metadata_of(store)
+    found = [sealed_text({"attributes": attributes | {"schema": schema}, "metadata": metadata})]
+    for line in lines:
+        values = unseal(line)
+        first, stop = (dict(zip(LEVELS, [*values[name], 0, 0, 0, 0], strict=False)) for name in ("first", "stop"))
+        digests = dict(zip(known, values["digests"], strict=True))
+        for level in LEVELS:
+            for column in COLUMNS[level]:
+                if (name := array_path(level, column.name)) in arrays:
+                    rows = arrays[name][first[level] : stop[level]].astype(column.numpy_dtype())
+                    digests[name] = column_digest(rows)
+        found.append(AppendedRows(first, stop, values["batch"], values["version"], digests).to_line())
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    temporary.write_text("".join(f"{line}\n" for line in found))
+    temporary.replace(path)
 
 
 class DigestLog:

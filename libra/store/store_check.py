@@ -27,7 +27,7 @@ from libra.store.row_digests import (
     read_record,
 )
 from libra.store.trajectories import COUNTS, HAS_DIGESTS
-from libra.store.zarr_layout import CHUNK_ROWS, COLUMNS, LEVELS, Level, array_path
+from libra.store.zarr_layout import CHUNK_ROWS, COLUMNS, LEVELS, UPGRADES, Level, array_path
 
 ROW_BYTES = 20
 """Of a token in all columns, about."""
@@ -61,6 +61,8 @@ def store_faults(store: Path, limit_bytes: int | None = None) -> list[StoreFault
     root = _root(store)
     if root is not None and HAS_DIGESTS not in root.get("attributes", {}) and not digests_path(store).exists():
         return []  # of an older Libra
+    if root is not None and root["attributes"].get("schema") in UPGRADES:
+        return []  # of an older schema: whoever opens it says how to bring it up
     before = _committed_if_readable(store)  # before the digests: a commit in between adds to both
     try:
         record = read_record(store)

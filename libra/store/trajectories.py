@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import shutil
 import threading
 import uuid
@@ -34,17 +35,24 @@ from libra.errors import StoreError
 from libra.store.column_file import ColumnFile
 from libra.store.committer_lock import CommitterLock
 from libra.store.exclusive_files import write_failure
+from libra.store.further_rows import taught_of
 from libra.store.group_records import prompt_from_json
-from libra.store.row_digests import ISOLATION, DigestLog, begin_record, digests_path
+from libra.store.row_digests import ISOLATION, DigestLog, begin_record, digests_path, upgrade_record
 from libra.store.stored_ids import StoredIds
 from libra.store.zarr_layout import COLUMNS, LEVELS, SCHEMA, UPGRADES, Level, Rows, array_path, create_arrays, rows_of
-from libra.types import EndReason, FailureClass, Trajectory, TrajectoryId
+from libra.types import EndReason, FailureClass, Taught, Trajectory, TrajectoryId
 
 logger = logging.getLogger(__name__)
 
 HAS_DIGESTS = "row_digests"
 """The attribute of a store whose rows have digests."""
-COUNTS: Mapping[Level, str] = {"token": "tokens", "turn": "turns", "trajectory": "trajectories"}
+COUNTS: Mapping[Level, str] = {
+    "token": "tokens",
+    "turn": "turns",
+    "trajectory": "trajectories",
+    "score": "scores",
+    "route": "routes",
+}
 _T = TypeVar("_T")
 Arrays = dict[Level, dict[str, AsyncArray[Any]]]
 
@@ -196,6 +204,7 @@ class TrajectoryStore:
         tokens = self._slice("token", row["offset"], row["length"])
         turns = self._slice("turn", row["turn_offset"], row["num_turns"])
         del turns["trajectory"]
+        taught, routes = self._further(row, int(tokens["is_action"].sum()))
         return Trajectory(
             trajectory_id=TrajectoryId(row["iteration"], row["group"], row["sample"], row["split"]),
             prompt=prompt_from_json(row["prompt_id"], row["prompt_json"]),
@@ -212,10 +221,21 @@ class TrajectoryStore:
             retried=row["retried"],
             late=None,
             counted=True,
+            routes=routes,
             drawn=None,
-            taught=None,
+            taught=taught,
             **tokens,
         )
+
+    def _further(self, row: Mapping[str, Any], num_actions: int) -> tuple[Taught | None, NDArray[np.int16] | None]:
+        """What a teacher said of the trajectory of a row, and its experts (T, layers, experts per token)."""
+        taught = routes = None
+        if width := row["scores_per_token"]:
+            taught = taught_of(self._slice("score", row["score_offset"], width * num_actions), width)
+        if layers := row["route_layers"]:
+            shape = row["length"], layers, row["experts_per_token"]
+            routes = self._slice("route", row["route_offset"], math.prod(shape))["expert"].reshape(shape)
+        return taught, routes
 
     def row(self, index: int) -> dict[str, Any]:
         """The trajectory columns of one trajectory, as plain values."""
@@ -380,7 +400,10 @@ def upgrade(path: str | Path) -> int:
         while isinstance(schema, int) and schema < SCHEMA and schema in UPGRADES:
             UPGRADES[schema](group)
             schema += 1
-            group.update_attributes({"schema": schema})
+        if schema == SCHEMA != found:
+            if HAS_DIGESTS in group.attrs:
+                upgrade_record(path, SCHEMA)
+            group.update_attributes({"schema": schema})  # last: an upgrade that was cut short is repeated
         check_schema(group, path)
         assert isinstance(found, int)
         return found

@@ -1,13 +1,14 @@
-"""The arrays of the trajectory store, schema 3: names, types and meanings.
+"""The arrays of the trajectory store, schema 4: names, types and meanings.
 
-Three levels, each a dimension: ``token`` (in the root group), ``turn`` and ``trajectory`` (in groups of that name). Trajectory i
-has ``length[i]`` tokens from ``offset[i]`` on, and ``num_turns[i]`` turns from ``turn_offset[i]`` on.
+Five levels, each a dimension: ``token`` (in the root group), ``turn``, ``trajectory``, ``score`` and ``route`` (in groups of that
+name). Trajectory i has ``length[i]`` tokens from ``offset[i]`` on, and ``num_turns[i]`` turns from ``turn_offset[i]`` on. What a
+teacher scored and which experts were chosen have several numbers for a token, and begin at ``score_offset[i]`` and
+``route_offset[i]`` (`libra.store.further_rows`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -15,45 +16,21 @@ import zarr
 from numpy.typing import NDArray
 
 from libra.errors import StoreError
+from libra.store.further_rows import FURTHER, ROUTE, SCORE, num_further, per_token, route_rows, score_rows
 from libra.store.group_records import prompt_to_json
+from libra.store.stored_column import Column
 from libra.types import NO_TOOL, Trajectory, tool_outcome
 from libra.untrusted import valid_unicode
 
-SCHEMA = 3
+SCHEMA = 4
 """Layout of a store; a change that old code cannot read takes the next number and an entry in `UPGRADES`."""
 
-Level = Literal["token", "turn", "trajectory"]
-LEVELS: tuple[Level, ...] = ("token", "turn", "trajectory")
-CHUNK_ROWS: Mapping[Level, int] = {"token": 32768, "turn": 4096, "trajectory": 1024}
+Level = Literal["token", "turn", "trajectory", "score", "route"]
+LEVELS: tuple[Level, ...] = ("token", "turn", "trajectory", "score", "route")
+CHUNK_ROWS: Mapping[Level, int] = {"token": 32768, "turn": 4096, "trajectory": 1024, "score": 65536, "route": 262144}
 """Rows of one chunk. An append rewrites the last chunk of every array, so chunks are small multiples of a batch."""
-
-_FILL: Mapping[str, int | float | str] = {
-    "int32": -1,
-    "int64": -1,
-    "float32": float("nan"),
-    "float64": float("nan"),
-    "bool": False,
-    "string": "",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Column:
-    """One array of a level. ``unknown`` is its value for unknown entries: -1, NaN or the empty string."""
-
-    name: str
-    dtype: str
-    meaning: str
-
-    @property
-    def unknown(self) -> int | float | str:
-        """Value of a row without one."""
-        return _FILL[self.dtype]
-
-    def numpy_dtype(self) -> np.dtype[Any]:
-        """The type of this column in memory."""
-        return np.dtypes.StringDType() if self.dtype == "string" else np.dtype(self.dtype)
-
+COMPRESSED: tuple[Level, ...] = ("token", "route")
+"""Levels whose numbers are compressed, too: scores would hardly become smaller."""
 
 TOKEN = (
     Column("token_ids", "int32", "prompt, generated and observed tokens in order"),
@@ -110,8 +87,19 @@ TRAJECTORY = (
     Column("turn_offset", "int64", "first turn"),
     Column("num_turns", "int32", "number of turns"),
     Column("oldest_version", "int32", "oldest weight version among generated tokens; -1: nothing generated"),
+    Column("score_offset", "int64", "first row in the score level"),
+    Column("scores_per_token", "int32", "rows there for each generated token; 0: its step had no score of a teacher"),
+    Column("route_offset", "int64", "first row in the route level"),
+    Column("route_layers", "int32", "layers with experts; 0: no experts were recorded"),
+    Column("experts_per_token", "int32", "rows there for each token and layer"),
 )
-COLUMNS: Mapping[Level, tuple[Column, ...]] = {"token": TOKEN, "turn": TURN, "trajectory": TRAJECTORY}
+COLUMNS: Mapping[Level, tuple[Column, ...]] = {
+    "token": TOKEN,
+    "turn": TURN,
+    "trajectory": TRAJECTORY,
+    "score": SCORE,
+    "route": ROUTE,
+}
 
 Rows = dict[Level, dict[str, NDArray[Any]]]
 """One array per column and level, all of one level equally long."""
@@ -137,7 +125,7 @@ def _create_array(group: zarr.Group, level: Level, column: Column) -> zarr.Array
         chunks=(CHUNK_ROWS[level],),
         dtype=column.dtype,
         fill_value=column.unknown,
-        compressors="auto" if level == "token" or column.dtype == "string" else None,
+        compressors="auto" if level in COMPRESSED or column.dtype == "string" else None,
         dimension_names=(level,),
         attributes={"meaning": column.meaning},
     )
@@ -163,7 +151,24 @@ def _add_sequence_starts(group: zarr.Group) -> None:
     _create_array(group, "turn", column).append(np.zeros(rows, column.numpy_dtype()))
 
 
-UPGRADES: Mapping[int, Callable[[zarr.Group], None]] = {1: _add_attempts, 2: _add_sequence_starts}
+def _add_further(group: zarr.Group) -> None:
+    """To schema 4, which has scores of teachers and experts; before it there were none."""
+    rows = group["trajectory/sample"].shape[0]  # type: ignore[union-attr]
+    for column in TRAJECTORY[-5:]:
+        if array_path("trajectory", column.name) in group:
+            del group[array_path("trajectory", column.name)]  # left by an interrupted upgrade
+        _create_array(group, "trajectory", column).append(np.zeros(rows, column.numpy_dtype()))
+    for level in FURTHER:
+        if level in group:
+            del group[level]
+        for column in COLUMNS[level]:
+            _create_array(group, level, column)
+    committed = group.attrs["committed"]
+    assert isinstance(committed, dict)
+    group.update_attributes({"committed": {**committed, "scores": 0, "routes": 0}})
+
+
+UPGRADES: Mapping[int, Callable[[zarr.Group], None]] = {1: _add_attempts, 2: _add_sequence_starts, 3: _add_further}
 """For schema n, the function that converts it to schema n + 1, in place; it may be repeated. Schema 1 is the first."""
 
 
@@ -191,7 +196,24 @@ def rows_of(trajectories: Sequence[Trajectory], *, first: Mapping[Level, int], b
     rows = [_row(trajectory, batch) for trajectory in trajectories]
     for row, offset, turn_offset in zip(rows, lengths.cumsum() - lengths, num_turns.cumsum() - num_turns, strict=True):
         row["offset"], row["turn_offset"] = first["token"] + int(offset), first["turn"] + int(turn_offset)
-    return {"token": tokens, "turn": _columns(turns, TURN), "trajectory": _columns(rows, TRAJECTORY)}
+    further: Rows = {"score": score_rows(trajectories), "route": route_rows(trajectories)}
+    at = {level: first[level] for level in FURTHER}
+    for row, trajectory in zip(rows, trajectories, strict=True):
+        for level in FURTHER:
+            row[f"{level}_offset"] = at[level]
+            at[level] += num_further(trajectory, level)
+    return {"token": tokens, "turn": _columns(turns, TURN), "trajectory": _columns(rows, TRAJECTORY), **further}
+
+
+def num_rows(trajectories: Sequence[Trajectory]) -> dict[Level, int]:
+    """Rows that trajectories have in each level."""
+    return {
+        "token": sum(len(each.token_ids) for each in trajectories),
+        "turn": sum(len(each.turns) for each in trajectories),
+        "trajectory": len(trajectories),
+        "score": sum(num_further(each, "score") for each in trajectories),
+        "route": sum(num_further(each, "route") for each in trajectories),
+    }
 
 
 def _tokens(trajectory: Trajectory, column: Column) -> NDArray[Any]:
@@ -221,6 +243,9 @@ def _row(trajectory: Trajectory, batch: int) -> dict[str, Any]:
         "length": len(trajectory.token_ids),
         "num_turns": len(trajectory.turns),
         "oldest_version": trajectory.oldest_version,
+        "scores_per_token": per_token(trajectory, "score"),
+        "route_layers": 0 if trajectory.routes is None else trajectory.routes.shape[1],
+        "experts_per_token": 0 if trajectory.routes is None else trajectory.routes.shape[2],
     }
 
 

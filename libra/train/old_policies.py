@@ -19,6 +19,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -40,13 +41,13 @@ Published = Callable[[int], Mapping[str, Tensor] | None]
 
 
 @contextmanager
-def holding(state: ReplicaState, weights: Mapping[str, Tensor]) -> Iterator[None]:
-    """The model with ``weights``, each in its local part; afterwards with its own, bit for bit. Takes a second copy of them."""
+def lending(state: ReplicaState) -> Iterator[Callable[[Mapping[str, Tensor]], None]]:
+    """A function that gives the model other weights, each in its local part, as often as it is called; afterwards the model has its
+    own, bit for bit. Takes a second copy of them."""
     state.before_change(state.steps_done)
     own = {name: local(tensor).clone() for name, tensor in state.tensors().items()}
     try:
-        _put(state, weights)
-        yield
+        yield partial(_put, state)
     finally:
         _put(state, own)
 
@@ -63,7 +64,8 @@ def under_average(
     state: ReplicaState, gradient: SliceGradient, average: MovingAverage, samples: Sequence[Sample]
 ) -> list[Sample]:
     """``samples`` with their log-probabilities under ``average``."""
-    with holding(state, {name: local(tensor) for name, tensor in average.tensors.items()}):
+    with lending(state) as put:
+        put({name: local(tensor) for name, tensor in average.tensors.items()})
         return gradient.with_proximal(samples)
 
 
@@ -72,7 +74,8 @@ def under_versions(
 ) -> list[Sample]:
     """``samples`` for step ``step`` with the log-probability of each stale token under the weights that sampled it.
 
-    That of a token of the weights being trained stays as it is, NaN if it was not computed: then it is the step's own.
+    That of a token of the weights being trained stays as it is, NaN if it was not computed: then it is the step's own. Where
+    engines score alone what they generate (``rollout.exact_logprobs``), theirs is that of the version already, without a pass.
     TrainError if there are stale tokens and ``published`` is None.
     """
     useful = gradient.useful(samples)
@@ -83,31 +86,44 @@ def under_versions(
         for sample in useful
     }
     versions = sorted({int(version) for sample in useful for version in np.unique(sample.version)} - {step, -1})
+    if state.settings.exact_logprobs:
+        for sample in useful:
+            stale = np.isin(sample.version, versions)
+            old[id(sample)] = np.where(stale, sample.behaviour_logp, old[id(sample)])
+        versions = []
     if versions and published is None:
         raise TrainError(
             f"trainer.old_logp: version, and step {step} has tokens of versions {versions}, whose weights this replica was not "
             "given; set Replica.published, or give trainer.old_logp=exact"
         )
-    for version in versions:
-        assert published is not None
-        weights = published(version)
-        if not all(state.group.gather(weights is not None)):
-            logger.warning(
-                "step %d: the weights of version %d are gone; its tokens have the engine's log-probabilities",
-                step,
-                version,
-            )
-            continue
-        assert weights is not None
-        chosen = [(sample, np.flatnonzero(sample.version == version)) for sample in useful]
-        chosen = [(sample, at) for sample, at in chosen if len(at)]
-        mine = {name: part_of(weights[name], tensor) for name, tensor in state.tensors().items() if name in weights}
-        with holding(state, mine):
-            scored = gradient.scored([_only(sample, at) for sample, at in chosen])
-        for (sample, at), logp in zip(chosen, scored, strict=True):
-            old[id(sample)] = old[id(sample)].astype(logp.dtype)
-            old[id(sample)][at] = logp
+    if versions:
+        with lending(state) as put:
+            for version in versions:
+                assert published is not None
+                weights = published(version)
+                if not all(state.group.gather(weights is not None)):
+                    logger.warning(
+                        "step %d: the weights of version %d are gone; its tokens have the engine's log-probabilities",
+                        step,
+                        version,
+                    )
+                    continue
+                assert weights is not None
+                put({n: part_of(weights[n], tensor) for n, tensor in state.tensors().items() if n in weights})
+                _score(gradient, useful, version, old)
     return [replace(sample, proximal_logp=old[id(sample)]) if id(sample) in old else sample for sample in samples]
+
+
+def _score(
+    gradient: SliceGradient, samples: Sequence[Sample], version: int, old: dict[int, NDArray[np.floating[Any]]]
+) -> None:
+    """Score the tokens of ``samples`` that are of ``version``, whose weights the model has, into ``old``."""
+    chosen = [(sample, np.flatnonzero(sample.version == version)) for sample in samples]
+    chosen = [(sample, at) for sample, at in chosen if len(at)]
+    scored = gradient.scored([_only(sample, at) for sample, at in chosen])
+    for (sample, at), logp in zip(chosen, scored, strict=True):
+        old[id(sample)] = old[id(sample)].astype(logp.dtype)
+        old[id(sample)][at] = logp
 
 
 def _only(sample: Sample, at: NDArray[np.intp]) -> Sample:

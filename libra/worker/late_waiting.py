@@ -27,6 +27,11 @@ def waiting_row(group: WaitingGroup) -> list[Any]:
     return [group.iteration, group.group, group.batch, list(group.missing), given]
 
 
+def taught_names(facts: Mapping[str, Any]) -> list[str]:
+    """Names of the group records of a batch that trained with scores of a teacher, by its facts."""
+    return [Path(row["path"]).name for row in facts.get("groups", ()) if row.get("taught")]
+
+
 def group_names(facts: Mapping[str, Any]) -> list[str]:
     """Names of the group records that a batch and those after it need, by its facts."""
     late = facts.get("late", {})

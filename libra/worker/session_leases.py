@@ -18,14 +18,15 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
 from libra.envs import StateCopy, run_action
 from libra.envs.retries import TOTAL_S
-from libra.envs.sessions import SessionPool
+from libra.envs.sessions import SessionCounts, SessionPool
 from libra.errors import EnvironmentFault, SessionLost, ToolFault, ToolTimeout
+from libra.events.reports import SessionReport
 from libra.store.observations import keep_observation
 from libra.types import Prompt, ToolCall, ToolReturn, ToolStatus
 from libra.worker.context import WorkerContext
@@ -53,6 +54,7 @@ class SessionLeases:
         self.pool = SessionPool(kind, time.monotonic)
         self._op = f"libra-session-{context.spec.run}-{context.spec.epoch}"
         self._releases: set[asyncio.Task[None]] = set()
+        self._reported = SessionCounts()
         serve_worker(context.worker, self._op, self._requested)
 
     async def close(self) -> None:
@@ -65,6 +67,7 @@ class SessionLeases:
     async def acquire(self, trajectory_id: str) -> Lease:
         """Lease a session of this worker."""
         lease = self.context.address, await self.pool.lease(trajectory_id)
+        self._report()
         logger.info("sessions: %s leases %s; %s", trajectory_id, lease[1], self._counts())
         return lease
 
@@ -122,6 +125,7 @@ class SessionLeases:
         """Answer another worker, or this one."""
         if what == "release":
             await self.pool.release(asked["lease"])
+            self._report()
             logger.info("sessions: %s has ended; %s", asked["lease"], self._counts())
             return {}
         copy = StateCopy(self.context.environment, asked["state"], asked["action_id"])
@@ -149,7 +153,16 @@ class SessionLeases:
                     lease.returns[asked["action_id"]] = {"return": kept, "state": copy.data}
                 return dict(lease.returns[asked["action_id"]])
         except EnvironmentFault as error:
+            self._report()
             return {"fault": type(error).__name__, "text": str(error)}
+
+    def _report(self) -> None:
+        """Report what the pool has done since the last report, for the metrics of the run."""
+        now = replace(self.pool.counts)
+        new = {name: count - getattr(self._reported, name) for name, count in asdict(now).items()}
+        if any(new.values()):
+            self._reported = now
+            self.context.report(SessionReport(**new))
 
     def _counts(self) -> str:
         counts = asdict(self.pool.counts)

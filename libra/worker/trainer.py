@@ -61,6 +61,7 @@ class Trainer:
             context.weights.store, context.spec.config.rollout.max_context_tokens, self._report_version
         )
         self._checkpoints: CheckpointWriter | None = None
+        self._verified: set[int] = set()  # versions whose files this process has compared with their digests
 
     @property
     def has_replica(self) -> bool:
@@ -91,10 +92,14 @@ class Trainer:
         self._checkpoints = CheckpointWriter(replica, spec.checkpoints_dir, spec.config)
 
     def _published(self, version: int) -> dict[str, Tensor] | None:
-        """The weights of a version that the run still has; None if it has them no more."""
+        """The weights of a version, whose digest is compared at the first time; None if the run has them no more."""
         store = self.context.weights.store
         try:
-            return store.read(version) if version in store.numbers() else None
+            if version not in store.numbers():
+                return None
+            weights = store.read(version, verify=version not in self._verified)
+            self._verified.add(version)
+            return weights
         except WeightsError as error:
             logger.warning("run %s: %s", self.context.spec.run, error)
             return None
@@ -109,7 +114,7 @@ class Trainer:
         """Versions under which a step from ``newest`` on may score tokens (``trainer.old_logp=version``), and so may a resumed
         run from its newest checkpoint on; empty for other settings."""
         config = self.context.spec.config
-        if config.trainer.old_logp != "version":
+        if config.trainer.old_logp != "version" or config.rollout.exact_logprobs:
             return range(0)
         from libra.train.checkpoint import complete, step_of
 

@@ -70,8 +70,12 @@ def test_libra_plan_reads_what_the_table_says(tmp_path: Path) -> None:
     trace = tmp_path / "turns.csv"
     trace.write_text("task,sample,turn,prompt_tokens,completion_tokens,tool_s\na,0,0,10,20,\na,1,0,10,30,0.5\n")
     base = load_config("libra/quickstart", ["model.path=Qwen3-0.6B", "trainer.prompts=2", "trainer.group_size=2"])
-    for changes in ({}, {"trace": trace}):
-        config = base.model_copy(update={"planner": base.planner.model_copy(update=changes)})
+    taught = load_config(
+        "libra/quickstart",
+        ["model.path=Qwen3-0.6B", "trainer.algorithm=opd", "distil.teacher=Qwen3-8B", "planner.num_gpus=3"],
+    )
+    for given, changes in ((base, {}), (base, {"trace": trace}), (taught, {})):
+        config = given.model_copy(update={"planner": given.planner.model_copy(update=changes)})
         # The planner reads the degree of engines off planner.tp alone when it may plan what does not run.
         assert read_by(plan, config) | {"rollout.engine"} == effective(config, "plan") | {"rollout.engine"}
 
@@ -96,7 +100,7 @@ def test_a_run_that_replans_reads_of_the_planner_what_the_table_says() -> None:
 
 
 @pytest.mark.parametrize("policy", [*get_args(PolicyName), None])
-@pytest.mark.parametrize("drawn_from_traces", [False, True])
+@pytest.mark.parametrize("drawn_from_traces", [False, True])  # with traces also a teacher
 def test_libra_simulate_reads_what_the_table_says(policy: str | None, drawn_from_traces: bool, tmp_path: Path) -> None:
     from libra.cli.simulate import simulate_run
 
@@ -114,7 +118,8 @@ def test_libra_simulate_reads_what_the_table_says(policy: str | None, drawn_from
     trace.write_text("\n".join([header, *rows]) + "\n")
     config = config_from_dict(
         {
-            "trainer": {"prompts": 2, "group_size": 2},
+            "trainer": {"prompts": 2, "group_size": 2} | ({"algorithm": "opd"} if drawn_from_traces else {}),
+            "distil": {"teacher": "Qwen3-8B"} if drawn_from_traces else {},
             "policy": {"name": "mlfq"},
             "rollout": {"engine": "vllm"},
             "cluster": {"engines": [{"tp": 2}] if drawn_from_traces else []},

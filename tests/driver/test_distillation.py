@@ -13,17 +13,24 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import zarr
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.late_runs import killed_in_step
+from damaged_run import cut, flip, set_committed
 from libra.config import RunConfig, dump_config
+from libra.driver.damage import check_run, refuse_damaged
 from libra.driver.model_checks import checked_model
+from libra.driver.repair import repair_run
 from libra.driver.session import Session
 from libra.driver.teacher_checks import check_teacher
-from libra.errors import ConfigError, ModelError
+from libra.errors import ConfigError, DamagedRun, ModelError
 from libra.store.batch_membership import batch_path, read_batch_facts
 from libra.store.group_records import group_path, read_group
 from libra.store.teacher_scores import read_scores, scores_path
+from libra.store.trajectories import TrajectoryStore
+from libra.testing import FixedTurns
+from libra.types import Episode, Taught, TrajectoryId
 from libra.weights import WeightStore
 from libra.worker.checkpoint_writer import CheckpointWriter
 from libra.worker.replica_factory import make_replica
@@ -112,6 +119,82 @@ def test_a_killed_run_goes_on_with_the_same_scores(
     assert again["digest"] == store.get(3).digest and again["kl_teacher"] > 0
 
 
+def test_scores_are_in_the_store_and_damaged_ones_are_named_and_made_again(
+    make_config: Config, teacher: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("libra.driver.damage.RECHECK_S", 0.0)
+    config = distilling(make_config, teacher, {"top_k": 8}, run={"iterations": 3}, checkpoint={"every": 2})
+    with Session(config) as session:
+        list(session.iterations())
+        spec = session.spec
+    run = spec.directory
+    paths = [scores_path(group_path(spec.groups_dir, 2, number)) for number in (0, 1)]
+    names, whole = [f"teacher/{path.name}" for path in paths], [path.read_bytes() for path in paths]
+    assert check_run(run).damages == []
+    for path, number in zip(paths, (0, 1), strict=True):
+        for sample, taught in enumerate(read_scores(path)):
+            _assert_stored(run, TrajectoryId(2, number, sample), taught)
+
+    stranger, empty = paths[0].with_name("train-000007-000000.scores"), paths[0].with_name("train-000007-000001.scores")
+    cut(names[0])(run)
+    paths[1].unlink()
+    shutil.copy(group_path(spec.groups_dir, 2, 0), stranger)
+    empty.touch()
+    found = {damage.name: damage.what for damage in check_run(run).damages}
+    assert found.keys() == {*names, f"teacher/{stranger.name}", f"teacher/{empty.name}"}, found
+    assert found[names[1]] == "it is gone, and the run needs it to continue"
+    with pytest.raises(DamagedRun, match=r"Type: libra repair"):
+        refuse_damaged(run)
+    said: list[str] = []
+    assert repair_run(run, said.append).check.damages == []
+    assert [path.read_bytes() for path in paths] == whole
+    assert sum("made again from the store" in line for line in said) == 2, said
+    assert sum("the teacher scores its group again" in line for line in said) == 2, said
+
+    flip(names[0])(run)  # and a store that was not given the batch yet: the teacher is asked again
+    set_committed(run, 1)
+    assert {damage.name for damage in check_run(run).damages} == {names[0]}
+    said.clear()
+    assert repair_run(run, said.append).check.damages == []
+    assert "was asked again" in said[0], said
+    for again, taught in zip(read_scores(paths[0]), read_scores_of(whole[0], paths[0].parent), strict=True):
+        assert again is not None and taught is not None
+        assert again.token_ids.tolist() == taught.token_ids.tolist()
+        np.testing.assert_allclose(again.logp, taught.logp, rtol=1e-5)
+    # The last step again, from the checkpoint before it and the repaired scores: the same weights.
+    versions = WeightStore(spec.weights_dir)
+    shutil.rmtree(spec.checkpoints_dir / "step-000003")
+    paths[0].write_bytes(whole[0])
+    writer = CheckpointWriter(make_replica(spec, Path(spec.model_dir), None), spec.checkpoints_dir, config)
+    assert recover(writer, spec, versions, 3)[0]["digest"] == versions.get(3).digest
+
+
+def read_scores_of(data: bytes, directory: Path) -> list[Taught | None]:
+    path = directory / "before"
+    path.write_bytes(data)
+    try:
+        return read_scores(path)
+    finally:
+        path.unlink()
+
+
+def _assert_stored(run: Path, trajectory: TrajectoryId, taught: Taught | None) -> None:
+    """A trajectory's scores by plain zarr, as docs/distillation.md reads them."""
+    group = zarr.open_group(run / "trajectories.zarr", mode="r")
+    columns = {name: array[:] for name, array in group["trajectory"].arrays()}
+    same = [columns[name] == getattr(trajectory, name) for name in ("iteration", "group", "sample")]
+    (row,) = np.flatnonzero(np.logical_and.reduce(same))
+    first, length, width = (int(columns[name][row]) for name in ("offset", "length", "scores_per_token"))
+    num_tokens, at = int(group["is_action"][first : first + length].sum()), int(columns["score_offset"][row])
+    token_id, logp = (
+        group[f"score/{name}"][at : at + num_tokens * width].reshape(num_tokens, width) for name in ("token_id", "logp")
+    )
+    assert taught is not None and taught.rest_logp is not None
+    assert token_id[:, 1:-1].tolist() == taught.token_ids.tolist()
+    assert logp[:, 0].tolist() == taught.own_logp.tolist()
+    assert logp[:, 1:].tolist() == np.c_[taught.logp, taught.rest_logp].tolist()
+
+
 def test_a_batch_trains_without_scores_that_come_late_and_so_does_its_repetition(
     make_config: Config, teacher: Path
 ) -> None:
@@ -161,6 +244,48 @@ def _holds_back(run: str, dask_worker: Any) -> None:
 
 def _goes_on(run: str, dask_worker: Any) -> None:
     dask_worker.plugins[f"libra-{run}"].teacher.gate.set()
+
+
+class EveryOtherAlike(FixedTurns):
+    """The samples of every other question have equal rewards."""
+
+    def grade(self, episode: Episode) -> float:
+        _, _, group, sample = episode.trajectory_id.split("-")
+        return 0.5 if group == "0" else float(sample == "1")
+
+
+def test_groups_that_stand_by_are_no_missing_scores(make_config: Config, teacher: Path) -> None:
+    """Dynamic sampling goes by rewards, which count beside the teacher."""
+    trainer = {"prompts": 3, "train_prompts": 1}
+    config = distilling(make_config, teacher, {"top_k": 8, "reward_coef": 1.0}, run={"iterations": 2}, trainer=trainer)
+    with Session(config, environment=EveryOtherAlike()) as session:
+        rows = list(session.iterations())
+        facts = [read_batch_facts(session.spec.batches_dir, batch)["groups"] for batch in (0, 1)]
+    for row, groups in zip(rows, facts, strict=True):
+        assert [group.get("spare") for group in groups] == ["no signal", None, "not needed"]
+        assert [group["taught"] for group in groups] == [False, True, False]
+        assert (row["late_taught"], row["taught_frac"], row["sequences"], row["groups_trained"]) == (0, 1.0, 4, 1)
+        assert row["kl_teacher"] > 0
+
+
+def test_a_student_of_experts_learns_from_a_teacher_with_the_routes_of_its_engines(
+    make_config: Config, teacher: Path, random_moe: Path
+) -> None:
+    config = distilling(
+        make_config, teacher, {"top_k": 8}, run={"iterations": 3, "eta": 1}, trainer={"routes": "replay"},
+        model={"path": str(random_moe)},
+    )  # fmt: skip
+    with Session(config) as session:
+        rows = list(session.iterations())
+        directory = session.directory
+    assert all(row["taught_frac"] == 1 and row["routes_replayed_frac"] == 1 and row["kl_teacher"] > 0 for row in rows)
+    assert rows[0]["routes_equal_frac"] == 1 and all(row["mismatch_max_abs"] < 1e-3 for row in rows)
+    with TrajectoryStore.open(directory / "trajectories.zarr") as store:
+        stored = [store.trajectory(row) for row in range(store.num_trajectories)]
+    for member in stored:
+        assert member.taught is not None and member.taught.logp.shape == (member.num_action_tokens, 8)
+        assert member.routes is not None and len(member.routes) == len(member.token_ids)
+        assert (member.routes[: int(np.flatnonzero(member.is_action)[-1])] >= 0).all()
 
 
 def test_without_scores_and_rewards_there_is_no_step(make_config: Config, teacher: Path) -> None:

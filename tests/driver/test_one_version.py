@@ -16,6 +16,7 @@ from libra.observe.invariants import check_invariants
 from libra.store.event_log import read_events
 from libra.store.trajectories import TrajectoryStore
 from libra.store.trajectory_journal import Journal
+from libra.weights import WeightStore
 
 Config = Callable[..., RunConfig]
 LONG = {"max_turns": 6, "slots": 2, "max_new_tokens": 8}
@@ -59,6 +60,48 @@ def test_a_trajectory_keeps_the_weights_that_it_began_with(
     assert set(verdicts.values()) == {"holds"}
     assert restarts(directory) == 0  # engines wait for what is under way
     assert max(loads(directory)) >= 3 and loads(directory) == sorted(loads(directory))
+
+
+def apart(directory: Path) -> int:
+    """The largest difference between the versions that two engines served at once."""
+    served: dict[str, int] = {}
+    largest = 0
+    for event in read_events(directory / "events.jsonl").events:
+        if event["name"] == "version_served":
+            served[event["worker"]] = event["version"]
+            largest = max(largest, max(served.values()) - min(served.values()))
+    return largest
+
+
+@pytest.mark.timeout(300)
+def test_versions_that_tokens_are_of_stay_while_they_are_used(make_config: Config, tmp_path: Path) -> None:
+    """One engine has a trajectory of version 0 until two more were published; its tokens are scored under version 0 then."""
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    config = make_config(
+        run={"iterations": 6, "eta": 2},
+        staleness={"versions": "one", "window": 3},
+        environment={"name": "held_tool:Held", "args": {"gate": str(gate)}},
+        trainer={"old_logp": "version", "correction": "truncate"},
+        cluster={"rollout_workers": 2},
+        rollout=LONG | {"max_turns": 3},
+        checkpoint={"every": 1},
+        store={"keep_versions": 1},
+    )
+    with Session(config) as session:
+        versions, iterations = WeightStore(session.spec.weights_dir), session.iterations()
+        rows = [next(iterations), next(iterations)]
+        assert versions.numbers() == [0, 1, 2]  # one is kept for readers, two for tokens
+        with gate.open("w"):
+            pass
+        rows += iterations
+        directory = session.directory
+    assert apart(directory) >= 1 and mixed(directory) == 0
+    assert rows[2]["lag_max"] == 2 and max(row["lag_max"] for row in rows) == 2
+    scored = [row for row in rows if row["forwarded_tokens"]]
+    assert len(scored) >= 3 and all(row["exact_old_frac"] == 1.0 for row in scored)
+    assert versions.numbers()[-3:] == [4, 5, 6] and versions.numbers()[0] >= 2  # and then they go
+    assert not [promise for promise in check_invariants(directory) if promise.verdict == "broken"]
 
 
 @pytest.mark.timeout(300)

@@ -17,7 +17,7 @@ from libra.planner.cost.trajectory_totals import TRACE_COLUMNS, totals_of_trace
 from libra.planner.engine_pace import Pace, best_concurrency
 from libra.planner.explain import text
 from libra.planner.plan import Plan
-from libra.planner.snapshot import PlanningSnapshot, formulate
+from libra.planner.snapshot import PlanningSnapshot, Teacher, formulate
 from libra.traces.agent_turns import agent_turns
 
 
@@ -67,6 +67,39 @@ def test_a_plan_with_one_trainer_says_that_it_publishes_beside_the_next_step() -
     assert "new weights are published beside the next one in 5.00 s" in text(made, regime="")
     several = plan(snapshot(beside_s=5.0))
     assert several.training.gpus > 1 and several.beside_s == 0.0
+
+
+@pytest.mark.parametrize("eta", [0, 1])
+def test_a_teacher_has_a_gpu_of_its_own_and_no_step_is_over_before_it_has_scored(eta: int) -> None:
+    without, small = plan(snapshot(31, eta=eta)), Teacher(load_shape("Qwen3-0.6B"))
+    made = plan(snapshot(eta=eta, teacher=small))  # which is done before the engines are
+    assert (made.teacher_gpus, made.num_gpus) == (1, 32)
+    assert made.training.gpus + made.rollout_gpus + made.spare_gpus == 31
+    assert 0 < made.teacher_s < made.rollout_s and made.bottleneck == without.bottleneck
+    assert (made.step_s, made.engines, made.bounds) == (without.step_s, without.engines, without.bounds)
+    assert sum(made.idle_frac.values()) == pytest.approx(1.0) and made.idle_frac["the teacher waits for groups"] > 0
+
+    large = Teacher(load_shape("Qwen2.5-32B"))
+    slow = plan(snapshot(eta=eta, teacher=large))
+    assert slow.bottleneck == "teacher" and slow.rollout_s == slow.teacher_s > made.rollout_s
+    both_s = max(slow.teacher_s, slow.train_s) if eta else slow.teacher_s + slow.train_s
+    assert slow.step_s == pytest.approx(both_s + slow.update_s)
+    assert slow.train_s <= made.train_s  # GPUs that engines do not need
+    assert slow.bounds.longest_s == pytest.approx(without.bounds.longest_s)
+    assert sum(slow.idle_frac.values()) == pytest.approx(1.0)
+    words = text(slow, "work-bound")
+    assert "teacher       1 GPU   scores the batch in" in words and "bottleneck  teacher: its one GPU" in words
+    dropped = plan(snapshot(eta=eta, teacher=dataclasses.replace(large, waits=False)))
+    assert dropped.step_s == made.step_s and dropped.teacher_s == slow.teacher_s
+
+
+def test_a_teacher_that_fits_nowhere_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"planner.num_gpus: 2, .* type planner.num_gpus=3"):
+        plan(snapshot(2, teacher=Teacher(load_shape("Qwen3-0.6B"))))
+    with pytest.raises(
+        PlanError, match=r"distil.teacher: the weights of Qwen2.5-72B-Instruct take 145 GB.* 80 GB|8[0-9] GB"
+    ):
+        plan(snapshot(teacher=Teacher(load_shape("Qwen2.5-72B-Instruct"))))
 
 
 def test_alternatives_are_other_plans_and_say_why_they_lost(made: Plan) -> None:

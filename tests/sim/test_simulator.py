@@ -69,6 +69,20 @@ def test_slots_bound_how_many_run_and_the_rest_wait_in_order(engines: Engines, w
     assert len(set(times)) == 3 and times[0] == times[1] == 0.0
 
 
+def test_a_step_waits_for_the_teacher_which_scores_one_group_after_the_other(
+    engines: Engines, workload: Workloads
+) -> None:
+    work, fleet = workload([(100, 0.0)], [(100, 0.0)], [(400, 0.0)]), engines(1, slots=3)
+
+    def step_s(token_s: float) -> float:
+        options = SimulationOptions(train_s=1.0, teacher_token_s=token_s)
+        return Simulator(work, fleet, Fifo(), options=options).run().iteration_s[0]
+
+    assert step_s(0.001) == pytest.approx(step_s(0.0) + 500 * 0.001)  # others were scored while the last was generated
+    short_s = 0.3 + 100 * 0.0103
+    assert step_s(0.1) == pytest.approx(short_s + (200 + 200 + 500) * 0.1 + 1.0, rel=0.01)  # it is never idle
+
+
 def test_a_quantum_is_at_most_a_chunk_and_nothing_is_computed_twice(engines: Engines, workload: Workloads) -> None:
     work, fleet = workload([(100, 5.0), (50, 0.0)]), engines(1)
     whole = Simulator(work, fleet, Fifo()).run()

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from libra.types import EndReason, FailureClass, Prompt, StopReason, Trajectory, TrajectoryId
+from libra.types import EndReason, FailureClass, Prompt, StopReason, Taught, Trajectory, TrajectoryId
 
 
 def _turn(rng: np.random.Generator, turn: int) -> dict[str, Any]:
@@ -42,6 +42,8 @@ def _make(
     seed: int = 0,
     num_tokens: int = 20,
     num_turns: int = 2,
+    scored: str | None = None,
+    experts: tuple[int, int] | None = None,
     **changes: Any,
 ) -> Trajectory:
     rng = np.random.default_rng([seed, iteration, group, sample])
@@ -63,13 +65,34 @@ def _make(
         "advantage": float(rng.standard_normal()),
         "epoch": 3,
     }
-    return Trajectory(**(values | changes))
+    made = Trajectory(**(values | changes))
+    if experts is not None:
+        made.routes = rng.integers(0, 8, (num_tokens, *experts)).astype(np.int16)
+    if scored is not None and made.num_action_tokens:
+        made.taught = _taught(rng, made.num_action_tokens, scored)
+    return made
+
+
+def _taught(rng: np.random.Generator, num_tokens: int, kind: str, columns: int = 3) -> Taught:
+    """Scores of ``kind``: top_k, or drawn by the teacher or by the student."""
+    full = rng.dirichlet(np.ones(columns + 1), num_tokens)
+    logp = np.log(full).astype(np.float32)
+    return Taught(
+        rng.integers(0, 500, (num_tokens, columns)).astype(np.int32),
+        logp[:, :columns],
+        -rng.random(num_tokens).astype(np.float32),
+        rest_logp=logp[:, columns] if kind == "top_k" else None,
+        old_logp=-rng.random((num_tokens, columns)).astype(np.float32) if kind == "drawn by the student" else None,
+    )
 
 
 def _assert_same(got: Trajectory, expected: Trajectory) -> None:
     for field in fields(Trajectory):
         one, other = getattr(got, field.name), getattr(expected, field.name)
-        if isinstance(other, np.ndarray):
+        if isinstance(other, Taught):
+            for name, values in other._asdict().items():
+                np.testing.assert_array_equal(getattr(one, name), values, err_msg=name, strict=True)
+        elif isinstance(other, np.ndarray):
             assert one.dtype == other.dtype, field.name
             np.testing.assert_array_equal(one, other, err_msg=field.name)
         elif isinstance(other, float):

@@ -14,7 +14,7 @@ from libra.errors import StoreError
 from libra.seals import sealed_text, unseal
 from libra.store.row_digests import column_digest, digests_path, read_record
 from libra.store.store_check import store_faults
-from libra.store.trajectories import TrajectoryStore
+from libra.store.trajectories import COUNTS, TrajectoryStore
 
 
 @pytest.fixture
@@ -41,8 +41,7 @@ def test_an_append_that_was_not_committed_is_no_fault_and_is_cut_off(store: Path
     shutil.copy(digests_path(store), digests_path(copy))
     root = json.loads((copy / "zarr.json").read_bytes())
     first = read_record(copy).appends[0].stop
-    names = {"tokens": "token", "turns": "turn", "trajectories": "trajectory"}
-    root["attributes"]["committed"] = {name: first[level] for name, level in names.items()}
+    root["attributes"]["committed"] = {name: first[level] for level, name in COUNTS.items()}
     (copy / "zarr.json").write_text(json.dumps(root))  # as when it was killed before the commit of the second append
     assert store_faults(copy) == []
     with TrajectoryStore.open(copy, mode="a") as opened:

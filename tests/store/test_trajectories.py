@@ -29,11 +29,17 @@ from hypothesis.stateful import (
 )
 
 from libra.errors import StoreError
+from libra.seals import sealed_text, unseal
 from libra.store import trajectories, zarr_layout
 from libra.store.committer_lock import lock_holder
+from libra.store.row_digests import digests_path, upgrade_record
+from libra.store.store_check import store_faults
 from libra.store.trajectories import TrajectoryStore, upgrade
-from libra.store.zarr_layout import COLUMNS, LEVELS
+from libra.store.zarr_layout import COLUMNS, LEVELS, array_path
 from libra.types import EndReason, FailureClass, TrajectoryId
+
+FURTHER = ("score", "route", *(f"trajectory/{column.name}" for column in COLUMNS["trajectory"][-5:]))
+"""What schema 4 added."""
 
 
 @pytest.fixture
@@ -131,8 +137,9 @@ def test_plain_zarr_reads_it_without_a_warning(store, make_trajectory):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         group = zarr.open_group(store.path, mode="r")
-        assert group.attrs["schema"] == 3
-        assert group.attrs["committed"] == {"trajectories": 12, "turns": 24, "tokens": sum(map(_length, expected))}
+        assert group.attrs["schema"] == 4
+        counts = {"trajectories": 12, "turns": 24, "tokens": sum(map(_length, expected)), "scores": 0, "routes": 0}
+        assert group.attrs["committed"] == counts
         assert group["trajectory/split"][:].tolist() == ["train"] * 12
         assert group["trajectory/batch"][:].tolist() == [0] * 8 + [1] * 4
         offset, length = group["trajectory/offset"][:], group["trajectory/length"][:]
@@ -214,7 +221,7 @@ def test_what_is_no_store_is_refused_with_what_to_do(tmp_path, store):
         TrajectoryStore.open(tmp_path / "other")
 
 
-@pytest.mark.parametrize(("number", "words"), [(4, "schema 4, this Libra reads up to 3"), (0, "no upgrade from it")])
+@pytest.mark.parametrize(("number", "words"), [(5, "schema 5, this Libra reads up to 4"), (0, "no upgrade from it")])
 def test_another_schema_is_refused_by_number(store, number, words):
     store.close()
     zarr.open_group(store.path, mode="r+").update_attributes({"schema": number})
@@ -235,7 +242,7 @@ def test_a_known_upgrade_is_named_and_brings_the_store_up(store, make_trajectory
     def add_oldest_version(old: zarr.Group) -> None:
         old.create_array("trajectory/oldest_version", data=np.zeros(1, np.int32), dimension_names=("trajectory",))
 
-    monkeypatch.setattr(trajectories, "UPGRADES", {0: add_oldest_version, 1: lambda _: None, 2: lambda _: None})
+    monkeypatch.setattr(trajectories, "UPGRADES", {0: add_oldest_version} | dict.fromkeys((1, 2, 3), lambda _: None))
     with pytest.raises(StoreError, match="upgrade"):
         TrajectoryStore.open(store.path)
     assert upgrade(store.path) == 0
@@ -248,12 +255,18 @@ def test_a_store_of_schema_1_is_brought_up_and_goes_on(store, make_trajectory, a
     store.append(old, batch=0)
     store.close()
     group = zarr.open_group(store.path, mode="r+")
-    for name in ("trajectory/attempt", "trajectory/retried", "turn/sequence_start"):  # what schema 1 was without
+    for name in (
+        "trajectory/attempt",
+        "trajectory/retried",
+        "turn/sequence_start",
+        *FURTHER,
+    ):  # what schema 1 was without
         del group[name]
+    del group.attrs["row_digests"]
     if cut_short:
         group.create_array("trajectory/attempt", shape=(0,), dtype="int32")
     group.update_attributes({"schema": 1})
-    with pytest.raises(StoreError, match=r"schema 1, this Libra reads 3; type libra\.store\.trajectories\.upgrade"):
+    with pytest.raises(StoreError, match=r"schema 1, this Libra reads 4; type libra\.store\.trajectories\.upgrade"):
         TrajectoryStore.open(store.path)
     assert upgrade(store.path) == 1
     new = make_trajectory(1, 0, 0, retried="engine,tool")
@@ -265,6 +278,100 @@ def test_a_store_of_schema_1_is_brought_up_and_goes_on(store, make_trajectory, a
     columns = zarr.open_group(store.path, mode="r")["trajectory"]
     assert columns["attempt"][:].tolist() == [0, 0, 0, 2]
     assert columns["retried"][:].tolist() == ["", "", "", "engine,tool"]
+
+
+@pytest.mark.parametrize("cut_short", [False, True])
+def test_a_store_of_schema_3_is_brought_up_with_its_digests_and_goes_on(store, make_trajectory, assert_same, cut_short):
+    old = [make_trajectory(0, 0, sample) for sample in range(3)]
+    store.append(old[:2], batch=0)
+    store.append(old[2:], batch=1)
+    store.close()
+    _as_schema_3(store.path)
+    assert store_faults(store.path) == []  # which is no damage
+    for mode in ("r", "a"):
+        with pytest.raises(StoreError, match=r"schema 3, this Libra reads 4; type libra\.store\.trajectories\.upgrade"):
+            TrajectoryStore.open(store.path, mode)
+    if cut_short:
+        zarr_layout.UPGRADES[3](zarr.open_group(store.path, mode="r+"))
+        upgrade_record(store.path, 4)  # and killed before the schema was written
+    assert upgrade(store.path) == 3
+    assert store_faults(store.path) == []
+    new = make_trajectory(1, 0, 0, scored="top_k", experts=(2, 3))
+    with TrajectoryStore.open(store.path, "a") as heir:
+        heir.append([new], batch=2)
+    reader = TrajectoryStore.open(store.path)
+    for index, expected in enumerate([*old, new]):
+        assert_same(reader.trajectory(index), expected)
+    assert store_faults(store.path) == []
+    zarr.open_array(store.path / "score" / "logp", mode="r+")[1] = 0.125
+    assert [fault.name for fault in store_faults(store.path)] == ["trajectories.zarr/score/logp/c/0"]
+
+
+def _as_schema_3(path: Path) -> None:
+    """Take away what schema 4 added: from the store, and from its digests."""
+    group = zarr.open_group(path, mode="r+")
+    names = [array_path(level, column.name) for level in LEVELS for column in COLUMNS[level]]
+    kept = [name for name in names if name not in FURTHER and name.partition("/")[0] not in FURTHER]
+    for name in FURTHER:
+        del group[name]
+    counts = {name: group.attrs["committed"][name] for name in ("tokens", "turns", "trajectories")}
+    group.update_attributes({"schema": 3, "committed": counts})
+    header, *lines = (unseal(line) for line in digests_path(path).read_bytes().splitlines())
+    header["attributes"]["schema"] = 3
+    header["metadata"] = {name: header["metadata"][name] for name in (*kept, "turn", "trajectory")}
+    for line in lines:
+        line["first"], line["stop"] = line["first"][:3], line["stop"][:3]
+        line["digests"] = [digest for name, digest in zip(names, line["digests"], strict=True) if name in kept]
+    digests_path(path).write_text("".join(f"{sealed_text(line)}\n" for line in (header, *lines)))
+
+
+KINDS = ["top_k", "drawn by the teacher", "drawn by the student"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_scores_of_a_teacher_and_experts_come_back_and_plain_zarr_reads_them(store, make_trajectory, assert_same, kind):
+    expected = [
+        make_trajectory(0, 0, 0),
+        make_trajectory(0, 0, 1, scored=kind, experts=(2, 3)),
+        make_trajectory(0, 0, 2, experts=(2, 3)),
+        make_trajectory(0, 0, 3, scored=kind),
+        make_trajectory(0, 0, 4, num_tokens=0, num_turns=0),
+    ]
+    store.append(expected[:2], batch=0)
+    store.append(expected[2:], batch=1)
+    for index, trajectory in enumerate(expected):
+        assert_same(store.trajectory(index), trajectory)
+        assert_same(TrajectoryStore.open(store.path).trajectory(index), trajectory)
+    group, taught = zarr.open_group(store.path, mode="r"), expected[3].taught
+    columns = {name: group[f"trajectory/{name}"][3].item() for name in ("score_offset", "scores_per_token")}
+    num_tokens, width = expected[3].num_action_tokens, columns["scores_per_token"]
+    assert width == 1 + taught.logp.shape[1] + (kind == "top_k")
+    rows = slice(columns["score_offset"], columns["score_offset"] + num_tokens * width)
+    token_id, logp, student = (
+        group[f"score/{name}"][rows].reshape(num_tokens, width) for name in ("token_id", "logp", "student_logp")
+    )
+    assert token_id[:, 0].tolist() == expected[3].token_ids[expected[3].is_action].tolist()
+    assert logp[:, 0].tolist() == taught.own_logp.tolist()
+    assert student[:, 0].tolist() == expected[3].behaviour_logprob[expected[3].is_action].tolist()
+    if kind == "top_k":
+        np.testing.assert_allclose(np.exp(logp[:, 1:]).sum(1), 1, rtol=1e-5)
+        assert (token_id[:, -1] == -1).all()
+    first, layers, each = (
+        group[f"trajectory/{name}"][2].item() for name in ("route_offset", "route_layers", "experts_per_token")
+    )
+    experts = group["route/expert"][first : first + 20 * layers * each].reshape(20, layers, each)
+    assert experts.tolist() == expected[2].routes.tolist()
+    assert group.attrs["committed"]["routes"] == group["route/expert"].shape[0] == 2 * 20 * 6
+
+
+def test_scores_and_experts_of_other_tokens_are_refused(store, make_trajectory):
+    scored = make_trajectory(0, 0, 0, scored="top_k")
+    scored.taught = scored.taught.only(np.arange(scored.num_action_tokens) > 0)
+    with pytest.raises(StoreError, match=r"a teacher scored \d+ of its tokens, and it generated \d+"):
+        store.append([scored])
+    with pytest.raises(StoreError, match=r"routes are int16\(3, 2, 2\); allowed is int16\(20, layers"):
+        store.append([make_trajectory(0, 0, 0, routes=np.zeros((3, 2, 2), np.int16))])
+    assert store.append([make_trajectory(0, 0, 0)]) == range(1)
 
 
 @pytest.mark.parametrize("failing_write", [0, 40, "the marker"])
@@ -359,7 +466,8 @@ class StoreAgainstList(RuleBasedStateMachine):
         shutil.rmtree(self.directory)
 
     def _built(self, identity: TrajectoryId, num_tokens: int):
-        return self.make(*identity, num_tokens=num_tokens, num_turns=num_tokens % 4)
+        further = {"scored": "top_k" if num_tokens % 3 == 1 else None, "experts": (2, 2) if num_tokens % 2 else None}
+        return self.make(*identity, num_tokens=num_tokens, num_turns=num_tokens % 4, **further)
 
     def _new(self, sizes: list[int]) -> list[tuple[TrajectoryId, int]]:
         ids = [TrajectoryId(len(self.model) + n, 0, n, "eval" if n % 3 == 2 else "train") for n in range(len(sizes))]
@@ -409,7 +517,13 @@ class StoreAgainstList(RuleBasedStateMachine):
 
 
 def test_any_sequence_of_appends_failures_and_reopenings_reads_like_a_list(make_trajectory, assert_same, monkeypatch):
-    for level, rows in {"token": 16, "turn": 5, "trajectory": 3}.items():  # appends end within chunks, and cross them
+    for level, rows in {
+        "token": 16,
+        "turn": 5,
+        "trajectory": 3,
+        "score": 30,
+        "route": 50,
+    }.items():  # appends end within chunks, and cross them
         monkeypatch.setitem(zarr_layout.CHUNK_ROWS, level, rows)
     StoreAgainstList.make, StoreAgainstList.same = staticmethod(make_trajectory), staticmethod(assert_same)
     run_state_machine_as_test(

@@ -20,7 +20,7 @@ from libra.seals import unseal
 from libra.store.batch_membership import read_batch, read_batch_facts
 from libra.store.group_records import read_group
 from libra.store.row_digests import COMMITTED, read_record
-from libra.store.trajectories import TrajectoryStore
+from libra.store.trajectories import COUNTS, TrajectoryStore
 from libra.types import Trajectory
 from libra.worker.run_spec import RunDirectory
 
@@ -34,9 +34,10 @@ def columns(run: Path) -> dict[str, np.ndarray[Any, Any]]:
     group = zarr.open_group(run / "trajectories.zarr", mode="r")
     counts = group.attrs["committed"]
     found = {}
-    for level, name in (("", "tokens"), ("turn", "turns"), ("trajectory", "trajectories")):
-        arrays = (group[level] if level else group).arrays()
-        found |= {f"{level}/{array_name}": array[: counts[name]] for array_name, array in arrays}
+    for level, name in COUNTS.items():
+        path = "" if level == "token" else level
+        arrays = (group[path] if path else group).arrays()
+        found |= {f"{path}/{array_name}": array[: counts[name]] for array_name, array in arrays}
     return found
 
 
@@ -74,8 +75,7 @@ def set_committed(run: Path, batch: int) -> None:
     """Take the commits after the append of ``batch`` back, as if the committer had been killed before them."""
     root = json.loads((run / "trajectories.zarr" / "zarr.json").read_bytes())
     stop = next(each.stop for each in read_record(run / "trajectories.zarr").appends if each.batch == batch)
-    names = {"tokens": "token", "turns": "turn", "trajectories": "trajectory"}
-    root["attributes"][COMMITTED] = {name: stop[level] for name, level in names.items()}  # type: ignore[index]
+    root["attributes"][COMMITTED] = {name: stop[level] for level, name in COUNTS.items()}
     (run / "trajectories.zarr" / "zarr.json").write_text(json.dumps(root))
     TrajectoryStore.open(run / "trajectories.zarr", mode="a").close()  # which cuts off what was not committed
 

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import libra
+from libra.envs import FunctionEnvironment
 from libra.testing import FixedTurns
 from libra.types import ToolCall
 
@@ -73,3 +74,29 @@ class Shells(FixedTurns):
             session.process.kill()
             session.process.wait()
         return count
+
+
+def asked(session: Shell) -> str:
+    """Ask the session.
+
+    Returns:
+        How often it was asked.
+    """
+    return session.ask("look").split()[0]
+
+
+def cleared(shell: Shell) -> None:
+    """Make a session ready for another trajectory."""
+    shell.ask("reset")
+
+
+def one(completion: str) -> float:
+    """A reward."""
+    return float(len(completion))
+
+
+class Calling(FunctionEnvironment):
+    """Functions as tools, the first of which every turn calls."""
+
+    def parse(self, text: str) -> tuple[ToolCall, ...]:
+        return (ToolCall("asked", {}),)

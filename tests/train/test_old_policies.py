@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from libra.errors import TrainError
+from libra.scoring import score_alone
 from libra.tensors import digest
 from libra.train import sample_of
-from libra.train.old_policies import holding
+from libra.train.old_policies import lending
 
 
 def steps(model, batch, score, count: int) -> dict[int, dict[str, torch.Tensor]]:
@@ -62,7 +63,8 @@ def test_each_stale_token_is_scored_under_the_weights_that_sampled_it(replica, b
     before = digest(model.weights())
     expected = {}
     for version, weights in published.items():
-        with holding(model, weights):
+        with lending(model) as put:
+            put(weights)
             for sample, logp in zip(*scored(model, batch, score, 4), strict=True):
                 expected[sample.token_ids.tobytes(), version] = logp.numpy()
     assert digest(model.weights()) == before  # bit for bit
@@ -100,6 +102,41 @@ def test_tokens_whose_weights_are_gone_have_the_engines_and_are_not_exact(replic
         model.step(batch, 3)
 
 
+def test_what_engines_scored_alone_is_not_scored_again(replica, batch, monkeypatch):
+    """With ``rollout.exact_logprobs`` a token's log-probability is that of its version, to which no pass adds anything."""
+    settings = {"old_logp": "version", "correction": "truncate", "lr": 3e-3}
+    reports = []
+    for exact in (False, True):
+        model = replica(torch.float64, **settings, exact_logprobs=exact)
+        published = steps(model, batch, lambda one, samples: _alone(one, samples), 3)
+        mix(batch, 3, np.random.default_rng(0))
+        for version, weights in published.items():
+            with lending(model) as put:
+                put(weights)
+                for one, logp in zip(batch, _alone(model, [sample_of(one, 3) for one in batch]), strict=True):
+                    at = np.flatnonzero(one.is_action & (one.weight_version == version))
+                    place = np.searchsorted(np.flatnonzero(one.is_action), at)
+                    one.behaviour_logprob[at] = logp.numpy()[place]
+        seen = spied(model)
+        if exact:
+            monkeypatch.setattr(model.gradient, "scored", None)  # a pass would be an error
+        reports.append(model.step(batch, 3))
+        for sample in seen if exact else ():
+            stale = sample.version != 3
+            assert np.isnan(sample.proximal_logp[~stale]).all()
+            assert sample.proximal_logp[stale].tolist() == sample.behaviour_logp[stale].tolist()
+    assert [report.exact_old_frac for report in reports] == [1.0, 1.0]
+    assert reports[1].loss == pytest.approx(reports[0].loss, abs=1e-6)
+    assert reports[1].grad_norm == pytest.approx(reports[0].grad_norm, rel=1e-5)
+
+
+def _alone(model, samples):
+    """As engines with ``rollout.exact_logprobs`` score."""
+    return [
+        torch.from_numpy(score_alone(model.model, np.append(s.token_ids, s.target[-1]))[s.action_at]) for s in samples
+    ]
+
+
 def test_without_stale_tokens_version_is_exact(replica, batch, score):
     digests = set()
     for old_logp in ("version", "exact"):
@@ -120,7 +157,8 @@ def test_a_moving_average_is_the_old_policy_and_continues_from_a_checkpoint(repl
     for name in names:
         torch.testing.assert_close(model.average.tensors[name], by_hand[name])
     model.save(tmp_path / "step-000003")
-    with holding(model, by_hand):
+    with lending(model) as put:
+        put(by_hand)
         expected = {
             s.token_ids.tobytes(): logp.numpy() for s, logp in zip(*scored(model, batch, score, 3), strict=True)
         }
