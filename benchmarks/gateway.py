@@ -62,6 +62,8 @@ from libra.types import Trajectory
 GOAL = 0.85
 ITERATIONS = 1000
 CONVERSATIONS, TURNS_EACH = 16, 8
+TEMPERATURE = 1.5
+"""At which the model that ships writes tokens that its tokenizer would not."""
 QUESTIONS = "benchmarks.gateway_tasks:Questions"
 SYSTEM = [{"role": "system", "content": "Use the calculator."}, {"role": "user", "content": "k = 17\nk -> ans: + 5"}]
 
@@ -119,7 +121,7 @@ def quickstart(place: Path, name: str, **sections: dict[str, Any]) -> RunConfig:
         "cluster": {"dashboard_port": 0},
         "observe": {"progress": False, "tensorboard": False},
     }
-    return load_config(QUICKSTART, values={n: v | sections.get(n, {}) for n, v in (values | sections).items()})
+    return load_config(QUICKSTART, values={n: values.get(n, {}) | sections.get(n, {}) for n in (*values, *sections)})
 
 
 def long_turns(place: Path, name: str, model: Path, *, built_in: bool, agent: dict[str, Any]) -> RunConfig:
@@ -175,7 +177,7 @@ def retokenised(place: Path, seen: Path) -> tuple[int, int, int]:
     """Tokens that are not what agents were given, tokens whose text would be other tokens, and all of them."""
     agent = {"function": "benchmarks.gateway_agents:plain"}
     environment = {"args": {"timeout_rate": 0.0, "seen": str(seen)}}
-    config = quickstart(place, "tokens", agent=agent, environment=environment)
+    config = quickstart(place, "tokens", agent=agent, environment=environment, rollout={"temperature": TEMPERATURE})
     with local_cluster(config) as cluster, Client(cluster) as client, Side(config, client) as side:
         trajectories = side.trajectories()
     given = Counter(path.read_text() for path in seen.glob("*.json"))
@@ -317,6 +319,7 @@ def main(arguments: list[str] | None = None) -> None:
         place = Path(name)
         if "cpu" in parts:
             cpu_ms = cpu_ms_per_request(Path(resolve_model("libra/tiny-arithmetic")), options.pairs)
+            print(f"{cpu_ms:.2f} ms of CPU per request", flush=True)
             figures["cpu_ms_per_request"] = Figure(cpu_ms, "ms", "lower", 1.0)
         if "tokens" in parts:
             (place / "seen").mkdir()

@@ -38,8 +38,8 @@ CALCULATOR: Any = {
         },
     },
 }
-OBSERVATION = "y" * 8
-"""What the built-in loop's tool says after each turn."""
+OBSERVATION = "w8"
+"""After each turn: one token, as what the built-in loop's tool says."""
 
 
 def returned(arguments: str) -> str:

@@ -30,9 +30,9 @@ CALL = '<tool_call>\n{"name": "calculator", "arguments": {"line": "k -> d: + 5",
 CONTEXT = 1 << 16
 
 
-async def model(session: Session, chat: Any) -> None:
+async def model(session: Session, chat: Any, renderer: ConversationFormat) -> None:
     """Answer every request of a session with a call, in the tokens of the model's own format."""
-    conversation = Conversation(ConversationFormat(chat))
+    conversation = Conversation(renderer)
     ids = np.array([*chat.text_ids(CALL), chat.end_of_turn_id], np.int32)
     zeros, versions = np.zeros(len(ids), np.float32), np.zeros(len(ids), np.int32)
     lengths: list[int] = []
@@ -57,7 +57,8 @@ async def main(model_dir: Path, sessions: int) -> None:
     gateway = Gateway()
     await gateway.start()
     opened = [gateway.open(f"session-{i}", CONTEXT) for i in range(sessions)]
-    models = [asyncio.create_task(model(session, chat)) for _, session in opened]
+    renderer = ConversationFormat(chat)
+    models = [asyncio.create_task(model(session, chat, renderer)) for _, session in opened]
     print(json.dumps({"port": gateway.port, "tokens": [token for token, _ in opened]}), flush=True)
     while await asyncio.to_thread(sys.stdin.readline):
         print(json.dumps({"cpu_s": time.process_time(), "requests": gateway.counts["requests"]}), flush=True)

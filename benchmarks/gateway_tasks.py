@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from benchmarks import even_words
 from libra.envs.tool_arithmetic import ToolArithmetic
 from libra.testing import FixedTurns
 from libra.types import Prompt
@@ -30,4 +31,5 @@ class Turns(FixedTurns):
 
     def prompt(self, split: str, index: int) -> Prompt:
         given = super().prompt(split, index)
-        return Prompt(given.prompt_id, given.messages, {"turns": self.turns})
+        asked = {"role": "user", "content": even_words.question(index)}  # words that its model's tokenizer has
+        return Prompt(given.prompt_id, (asked,), {"turns": self.turns})

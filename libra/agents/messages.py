@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from libra.errors import RequestRefused
@@ -49,14 +49,17 @@ class Message:
     calls: tuple[Call, ...] = ()
     call_id: str = ""
     reasoning: str = ""
+    _key: list[bytes] = field(default_factory=list, init=False, repr=False, compare=False)
 
     @property
     def key(self) -> bytes:
         """Equal for equal messages."""
-        own = self.role == "assistant"
-        calls = [[call.name, call.arguments] for call in self.calls]
-        fields = [self.role, self.text.strip() if own else self.text, calls, self.reasoning.strip()]
-        return digest(json.dumps(fields, ensure_ascii=True).encode())
+        if not self._key:  # it is asked for several times in a request
+            own = self.role == "assistant"
+            calls = [[call.name, call.arguments] for call in self.calls]
+            fields = [self.role, self.text.strip() if own else self.text, calls, self.reasoning.strip()]
+            self._key.append(digest(json.dumps(fields, ensure_ascii=True).encode()))
+        return self._key[0]
 
     def as_chat(self) -> dict[str, Any]:
         """As chat templates take it."""

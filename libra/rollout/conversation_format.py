@@ -63,6 +63,7 @@ class _Format:
     def __init__(self, chat: ChatFormat, tools: Sequence[Mapping[str, Any]], args: Mapping[str, Any]) -> None:
         self._chat = chat.with_tools(tools, args)
         self._structures: dict[Any, int] = {}
+        self._plain: dict[int, bool] = {}
         self._shows_calls = self._tries_calls()
 
     def _tries_calls(self) -> bool:
@@ -75,7 +76,15 @@ class _Format:
         return self._checked(messages, self._chat.conversation_ids)
 
     def tail_ids(self, messages: Messages) -> NDArray[np.int32]:
-        return self._checked(messages, self._chat.after_assistant_ids)
+        contents = [message["content"] for message in messages if message["role"] == "tool"]
+        if len(contents) < len(messages):
+            return self._checked(messages, self._chat.after_assistant_ids)
+        if self._plain.get(len(contents)):
+            return self._chat.observation_ids(contents, ended=False)  # mostly without rendering, which takes longer
+        ids = self._checked(messages, self._chat.after_assistant_ids)
+        if len(contents) not in self._plain:  # a template may show the ids of calls
+            self._plain[len(contents)] = np.array_equal(ids, self._chat.observation_ids(contents, ended=False))
+        return ids
 
     def _checked(self, messages: Messages, ids_of: Any) -> NDArray[np.int32]:
         """The ids of messages whose texts are broken where they spell special tokens; as many of those as harmless texts give."""

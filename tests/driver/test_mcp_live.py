@@ -35,12 +35,11 @@ def test_the_shipped_model_calls_a_tool_of_a_server(repository: Path, tmp_path: 
         (values,) = session.iterations()
         served = client.run(_servers, session.spec.config.environment.tools["mcp"])
     assert values["reward"] > 0
-    assert all(1 <= starts <= 2 for starts in served.values()), (
-        "to list its tools, and again if that was a minute before a call"
-    )
+    assert sum(found for found in served.values() if found) == 1, "one process on the worker that runs tools"
     with TrajectoryStore.open(session.directory / "trajectories.zarr") as store:
         turns = store.columns("turn")
-    assert "calculator" in set(turns["tool"])
+    called = [status for tool, status in zip(turns["tool"], turns["status"], strict=True) if tool == "calculator"]
+    assert called.count("ok") > 4
 
 
 def _servers(command: str) -> int:
