@@ -26,7 +26,7 @@ from libra.errors import ConfigError, ToolFault
 from libra.untrusted import error_text
 
 EXTRA = "pip install 'libra-rl[mcp]'"
-START_S = 60.0
+START_S = 180.0
 IDLE_S = 60.0
 """Seconds after which a process that was only asked for its tools ends, as on the driver."""
 TIMEOUT_S = 60.0

@@ -4,7 +4,7 @@ A trajectory that keeps its slot saves a decision, and stays where it is. That i
 would be better: while every engine has memory left, and all end at about the same time. Loads are compared in seconds, since an
 engine of half the speed has its share with half the tokens; only engines that have not declared their speed are compared by memory.
 
-Measured with `libra.sim` on fleets of two engines, one up to four times as slow as the other (`docs/scheduling.md`).
+Measured on fleets of two engines, one up to four times as slow as the other: `benchmarks.uneven_engines`.
 """
 
 from __future__ import annotations

@@ -1,0 +1,136 @@
+"""When slots are released on engines of different speed that exchange KV: ``python -m benchmarks.uneven_engines --json``.
+
+Virtual time, three iterations of eight trajectories per engine, C-MLFQ without data at first, quanta of 256 tokens. Engines have
+the seconds of Qwen3-8B on an A800, times their slowness, few slots, and memory for two or six mean contexts, at least for the
+longest; KV of parked ones is in host memory (20 ms and 2 us a token). Paired by seed, seconds until the last trajectory ends:
+
+* ``kept``: whoever ends a quantum keeps its slot while no other trajectory waits for one;
+* ``memory``: it also releases the slot while contexts fill 0.9 of one engine's memory, or shares of two that differ by 0.1;
+* ``seconds``: the second condition is that one engine ends before 0.8 of the seconds until the last one does
+  (`libra.policy.strain`).
+
+Figures: ``seconds_over_kept_FLEET`` and ``seconds_over_memory_FLEET``, geometric mean over traces, slots, memory and seeds; below 1
+the live rule is quicker.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from itertools import product
+from pathlib import Path
+from unittest.mock import patch
+
+import numpy as np
+
+from benchmarks.report import Figure, command_parser, emit
+from libra.hardware import engine_seconds, load_gpu, load_shape
+from libra.hardware.host_kv import HostPool
+from libra.hardware.virtual_engine import EngineTables
+from libra.policy import CMLFQ, strain
+from libra.policy.engine_loads import Loads
+from libra.policy.fleet import Fleet
+from libra.sim import EngineSpec, Workload, synthetic
+from libra.sim.recorded_agents import load_traces
+from libra.sim.simulation_options import SimulationOptions
+from libra.sim.simulator import Simulator
+from libra.sim.workload import draw
+
+TRACES = Path(__file__).parent / "data" / "agent_turns" / "tau_airline_gpt4o.csv"
+FLEETS = {"alike": (1, 1), "1_2": (1, 2), "1_4": (1, 4), "1_1_2_2": (1, 1, 2, 2), "1_2_4_8": (1, 2, 4, 8)}
+GROUP, ITERATIONS, PER_ENGINE = 4, 3, 8
+SLOTS, MEAN_CONTEXTS = (2, 4, 8), (2, 6)
+HOST = HostPool(10**9, 0.02, 2e-6)
+
+
+class Slow:
+    """The seconds of an engine that is so many times as slow, with memory for ``kv_tokens``."""
+
+    tp = 1
+
+    def __init__(self, slowness: float, kv_tokens: int) -> None:
+        self._plain = engine_seconds(load_gpu("A800-80G"), load_shape("Qwen3-8B"), 1)
+        self._slowness, self.kv_capacity_tokens = slowness, kv_tokens
+
+    def decode_step_s(self, num_sequences: int, context_tokens: int) -> float:
+        """Seconds of a step."""
+        return self._slowness * self._plain.decode_step_s(num_sequences, context_tokens)
+
+    def prefill_s(self, new_tokens: int, past_tokens: int) -> float:
+        """Seconds of a prefill."""
+        return self._slowness * self._plain.prefill_s(new_tokens, past_tokens)
+
+
+@cache
+def tables(slowness: float, kv_tokens: int) -> EngineTables:
+    """Of `Slow`."""
+    return EngineTables(Slow(slowness, kv_tokens))
+
+
+def kept(fleet: Fleet, loads: Loads) -> bool:
+    """A slot is kept."""
+    return False
+
+
+def by_memory(fleet: Fleet, loads: Loads) -> bool:
+    """Engines are full, or unevenly filled."""
+    shares = [host.context_tokens / host.spec.kv_tokens for host in fleet.exchanging]
+    return max(shares) > strain.FULL or max(shares) - min(shares) > strain.UNEVEN
+
+
+RULES: dict[str, Callable[[Fleet, Loads], bool]] = {"kept": kept, "memory": by_memory, "seconds": strain.strained}
+
+
+def workload_of(traces: str, num: int, seed: int) -> Workload:
+    """``num`` trajectories in each iteration: recorded ones of one kind of task, or made up with heavy tails."""
+    if traces == "synthetic":
+        return synthetic(num, turns=6, seed=seed, iterations=ITERATIONS, group_size=GROUP)
+    return draw(
+        load_traces(TRACES), num_groups=num // GROUP, group_size=GROUP, seed=seed, iterations=ITERATIONS, kinship=0.55
+    )
+
+
+def seconds(rule: str, workload: Workload, slowness: Sequence[float], slots: int, contexts: int, seed: int) -> float:
+    """Until the last trajectory ends, under one of `RULES`."""
+    finals = [plan.final_tokens for plan in workload.trajectories]
+    kv_tokens = int(max(1.05 * max(finals), contexts * sum(finals) / len(finals)))
+    engines = [
+        EngineSpec(f"e{k}", 1, slots, tables(each, kv_tokens), f"tp1-x{each}") for k, each in enumerate(slowness)
+    ]
+    tools = frozenset(turn.tool for plan in workload.trajectories for turn in plan.turns)
+    options = SimulationOptions(chunk_tokens=256, host=HOST, inline_tools=tools)
+    with patch("libra.policy.dispatcher.strained", RULES[rule]):
+        return Simulator(workload, engines, CMLFQ(), seed=seed, options=options).run().makespan_s
+
+
+def ratios(fleet: str, seeds: int) -> Iterator[tuple[float, float]]:
+    """Logarithms of the seconds of the live rule over those of the other two, for each case and seed."""
+    slowness = FLEETS[fleet]
+    for traces, slots, contexts, seed in product(("recorded", "synthetic"), SLOTS, MEAN_CONTEXTS, range(seeds)):
+        workload = workload_of(traces, PER_ENGINE * len(slowness), seed)
+        took = {rule: seconds(rule, workload, slowness, slots, contexts, seed) for rule in RULES}
+        yield math.log(took["seconds"] / took["kept"]), math.log(took["seconds"] / took["memory"])
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run it."""
+    parser = command_parser("uneven_engines", __doc__)
+    parser.add_argument("--seeds", type=int, default=4)
+    parser.add_argument("--fleets", nargs="*", default=list(FLEETS), choices=list(FLEETS))
+    options = parser.parse_args(arguments)
+    figures = {}
+    for fleet in options.fleets:
+        found = np.array(list(ratios(fleet, options.seeds)))
+        half = 1.96 * found.std(axis=0, ddof=1) / math.sqrt(len(found))
+        for column, other in enumerate(("kept", "memory")):
+            mean, worst = math.exp(found[:, column].mean()), math.exp(found[:, column].max())
+            figures[f"seconds_over_{other}_{fleet}"] = Figure(mean, "ratio", "lower")
+            print(
+                f"{fleet:8s} over {other:7s} {mean:.3f} +- {half[column]:.3f}, at most {worst:.3f}, {len(found)} cases"
+            )
+    emit("uneven_engines", figures, arguments=arguments, as_json=options.json)
+
+
+if __name__ == "__main__":
+    main()
