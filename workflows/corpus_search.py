@@ -20,20 +20,25 @@ import math_tools
 from software_repair import start_from
 
 from libra.config import load_config
+from libra.errors import LibraError
 
 CONFIG = Path(__file__).resolve().parent.parent / "configs" / "search.yaml"
 
 
 def main(arguments: list[str]) -> int:
     """As `math_tools.main`, after the model is there."""
-    parser = argparse.ArgumentParser(add_help=False)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, default=CONFIG)
-    parser.add_argument("--engine", default="transformers")
-    chosen, rest = parser.parse_known_args(arguments)
-    start_from("search", load_config(chosen.config, overrides=[each for each in rest if "=" in each]))
-    return math_tools.main(
-        ["--engine", chosen.engine, "--config", str(chosen.config), *rest], CONFIG, "corpus_search", __doc__
-    )
+    parser.add_argument("--engine", choices=["vllm", "transformers"], default="transformers")
+    parser.add_argument("override", nargs="*", help="section.key=value")
+    chosen = parser.parse_intermixed_args(arguments)
+    try:
+        start_from("search", load_config(chosen.config, overrides=chosen.override))
+    except LibraError as error:
+        print(f"corpus_search: {error}", file=sys.stderr)
+        return 2
+    words = ["--engine", chosen.engine, "--config", str(chosen.config), *chosen.override]
+    return math_tools.main(words, CONFIG, "corpus_search", __doc__)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ Two services are asked about every answer: ``judge``, a frozen language model th
 
 from __future__ import annotations
 
+import argparse
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,7 @@ import yaml
 
 import libra
 from libra.envs.tool_arithmetic import ToolArithmetic
+from libra.errors import LibraError
 
 QUESTIONS = 200
 _INTEGER = re.compile(r"-?\d+")
@@ -48,7 +50,19 @@ def main(**settings: Any) -> Any:
     )
 
 
-if __name__ == "__main__":
-    given = (argument.split("=", 1) for argument in sys.argv[1:])
-    summary = main(**{name: yaml.safe_load(value) for name, value in given})
+def typed(arguments: list[str]) -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("setting", nargs="*", help="section__name=value")
+    given = (each.partition("=") for each in parser.parse_intermixed_args(arguments).setting)
+    try:
+        summary = main(**{name.replace(".", "__"): yaml.safe_load(value) for name, _, value in given})
+    except LibraError as error:
+        print(f"judge: {error}", file=sys.stderr)
+        return 2
     print(f"{len(summary.iterations)} iterations; reward of the last: {summary.iterations[-1]['reward']:.3f}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(typed(sys.argv[1:]))

@@ -74,8 +74,12 @@ def main(arguments: list[str], config_file: Path = CONFIG, name: str = "math_too
     parser.add_argument("--engine", choices=["vllm", "transformers"], help="default: vllm where it is installed")
     parser.add_argument("--config", type=Path, default=config_file)
     parser.add_argument("override", nargs="*", help="section.key=value")
-    options = parser.parse_args(arguments)
-    config = load_config(options.config)
+    options = parser.parse_intermixed_args(arguments)
+    try:
+        config = load_config(options.config, overrides=options.override)
+    except LibraError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return 2
     settings: dict[str, Any] = {"rollout__engine": chosen_engine(options.engine)}
     same = not any(override.startswith("environment.name=") for override in options.override)
     for override in options.override:

@@ -13,6 +13,7 @@ Other arguments are settings, as for ``libra run``. Needs ``pip install 'libra-r
 
 from __future__ import annotations
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -35,17 +36,26 @@ def serve() -> None:
     server.run()
 
 
-def main(overrides: list[str]) -> None:
+def main(arguments: list[str]) -> int:
     """Train, and print what was learned."""
     from libra.config import load_config
     from libra.driver.session import run
+    from libra.errors import LibraError
 
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("override", nargs="*", help="section.key=value")
+    overrides = parser.parse_intermixed_args(arguments).override
     command = f"{sys.executable} {Path(__file__).resolve()} serve"
-    print(run(load_config(CONFIG, overrides=[f"environment.tools={{mcp: {command}}}", *overrides])))
+    try:
+        print(run(load_config(CONFIG, overrides=[f"environment.tools={{mcp: {command}}}", *overrides])))
+    except LibraError as error:
+        print(f"mcp_tools: {error}", file=sys.stderr)
+        return 2
+    return 0
 
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["serve"]:
         serve()
     else:
-        main(sys.argv[1:])
+        sys.exit(main(sys.argv[1:]))

@@ -7,6 +7,7 @@ The agent knows nothing of Libra: the client finds the model by OPENAI_BASE_URL 
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from typing import Any
@@ -16,6 +17,7 @@ from openai import BadRequestError, DefaultHttpxClient, OpenAI
 
 import libra
 from libra.envs.tool_arithmetic import calculate  # only what its tool computes
+from libra.errors import LibraError
 
 CALCULATOR: Any = {
     "type": "function",
@@ -63,14 +65,21 @@ def returned(arguments: str) -> str:
         return f"{type(error).__name__}: {error}"
 
 
-def main(arguments: list[str]) -> None:
+def main(arguments: list[str]) -> int:
     """Train, and print what was learned."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("override", nargs="*", help="section.key=value")
     settings = {}
-    for argument in arguments:
+    for argument in parser.parse_intermixed_args(arguments).override:
         name, _, value = argument.partition("=")
         settings[name.replace(".", "__")] = yaml.safe_load(value)
-    print(libra.train(config="libra/quickstart", agent=agent, **settings))
+    try:
+        print(libra.train(config="libra/quickstart", agent=agent, **settings))
+    except LibraError as error:
+        print(f"openai_agent: {error}", file=sys.stderr)
+        return 2
+    return 0
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))

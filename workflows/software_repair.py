@@ -21,6 +21,7 @@ import math_tools
 
 from libra.config import load_config
 from libra.envs.repair import build
+from libra.errors import LibraError
 
 CONFIG = Path(__file__).resolve().parent.parent / "configs" / "repair.yaml"
 TASKS = Path("runs") / "repair_tasks.jsonl"
@@ -28,18 +29,24 @@ TASKS = Path("runs") / "repair_tasks.jsonl"
 
 def main(arguments: list[str]) -> int:
     """As `math_tools.main`, after tasks and model are there."""
-    parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--sdist", type=Path, action="append", default=[])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sdist", type=Path, action="append", default=[], help="a source package; may be repeated")
     parser.add_argument("--config", type=Path, default=CONFIG)
-    parser.add_argument("--engine", default="transformers")
-    chosen, rest = parser.parse_known_args(arguments)
-    if chosen.sdist:
-        TASKS.parent.mkdir(exist_ok=True)
-        build.main(["--out", str(TASKS), *(word for path in chosen.sdist for word in ("--sdist", str(path)))])
-        rest.append(f"environment.args.tasks={TASKS.absolute()}")
-    start_from("repair", load_config(chosen.config, overrides=[each for each in rest if "=" in each]))
+    parser.add_argument("--engine", choices=["vllm", "transformers"], default="transformers")
+    parser.add_argument("override", nargs="*", help="section.key=value")
+    chosen = parser.parse_intermixed_args(arguments)
+    overrides = list(chosen.override)
+    try:
+        if chosen.sdist:
+            TASKS.parent.mkdir(exist_ok=True)
+            build.main(["--out", str(TASKS), *(word for path in chosen.sdist for word in ("--sdist", str(path)))])
+            overrides.append(f"environment.args.tasks={TASKS.absolute()}")
+        start_from("repair", load_config(chosen.config, overrides=overrides))
+    except LibraError as error:
+        print(f"software_repair: {error}", file=sys.stderr)
+        return 2
     return math_tools.main(
-        ["--engine", chosen.engine, "--config", str(chosen.config), *rest], CONFIG, "software_repair", __doc__
+        ["--engine", chosen.engine, "--config", str(chosen.config), *overrides], CONFIG, "software_repair", __doc__
     )
 
 

@@ -49,7 +49,7 @@ def rows(environment: str, args: str, count: int) -> list[dict[str, Any]]:
     return [dict(row) for row in loaded(environment, args).get_dataset(count).to_list()]
 
 
-def main(arguments: list[str]) -> None:
+def main(arguments: list[str]) -> int:
     """Read the rows in verifiers' virtual environment, and train on them here."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--venv", type=Path, required=True, help="virtual environment with verifiers")
@@ -58,9 +58,17 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--rows", type=int, default=1000)
     parser.add_argument("--config", type=Path, default=CONFIG)
     parser.add_argument("override", nargs="*", help="section.key=value")
-    chosen = parser.parse_args(arguments)
+    chosen = parser.parse_intermixed_args(arguments)
     command = [str(chosen.venv / "bin" / "python"), __file__, "rows", chosen.environment, chosen.args, str(chosen.rows)]
-    lines = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()
+    try:
+        lines = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()
+    except (OSError, subprocess.CalledProcessError) as error:
+        print(
+            f"verifiers_agent: --venv {chosen.venv} and --environment {chosen.environment} give no rows ({error}); type a "
+            "directory that python -m venv made, in which verifiers and the environment are installed",
+            file=sys.stderr,
+        )
+        return 2
     prompts = [
         {"prompt": row["prompt"], "environment": chosen.environment, "args": chosen.args, "example": row}
         for row in map(json.loads, lines)
@@ -71,21 +79,20 @@ def main(arguments: list[str]) -> None:
     import libra
     from libra.config import load_config
     from libra.envs.own_reward import own_reward
+    from libra.errors import LibraError
 
     settings = {
         key.replace(".", "__"): yaml.safe_load(value)
         for key, _, value in (each.partition("=") for each in chosen.override)
     }
-    model = settings.pop("model__path", load_config(chosen.config).model.path)
-    summary = libra.train(
-        model,
-        prompts=prompts,
-        reward=own_reward,
-        config=chosen.config,
-        agent__venv=str(chosen.venv.resolve()),
-        **settings,
-    )
-    print(summary)
+    try:
+        model = settings.pop("model__path", load_config(chosen.config).model.path)
+        settings["agent__venv"] = str(chosen.venv.resolve())
+        print(libra.train(model, prompts=prompts, reward=own_reward, config=chosen.config, **settings))
+    except LibraError as error:
+        print(f"verifiers_agent: {error}", file=sys.stderr)
+        return 2
+    return 0
 
 
 if __name__ == "__main__":
@@ -94,4 +101,4 @@ if __name__ == "__main__":
         for line in rows(sys.argv[2], sys.argv[3], int(sys.argv[4])):
             print(json.dumps(line))
     else:
-        main(sys.argv[1:])
+        sys.exit(main(sys.argv[1:]))

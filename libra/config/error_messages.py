@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from libra.config.field_help import FieldReference, field_references, sections
+from libra.config.field_help import FieldReference, field_references, inner_reference, sections
 from libra.config.yaml_text import one_line_yaml
 from libra.errors import nearest_name
 
@@ -54,6 +54,12 @@ _REMOVED: Mapping[str, str] = {
 }
 """Removed settings, copies of another section's, and what to type instead."""
 
+_EXAMPLES: Mapping[str, str] = {
+    "services.named": "{judge: {model: Qwen/Qwen3-4B}}",
+    "environment.tools": "{mcp: python my_server.py}",
+}
+"""What to type for mappings whose default, an empty one, says nothing."""
+
 
 def problem_message(error: Mapping[str, Any], origins: Origins) -> str:
     """A message for one entry of pydantic's ``ValidationError.errors()``: field, place, value, allowed values, what to type."""
@@ -68,6 +74,7 @@ def problem_message(error: Mapping[str, Any], origins: Origins) -> str:
     field = field_references()[".".join(path[:2])]
     if error["type"] == "value_error":
         return f"{name}{where}: {_without_name(str(error['ctx']['error']), name)}"
+    field = inner_reference(path) or field
     return f"{name}{where}: got {got}; allowed is {field.allowed}; {_advice(field, error['input'])}"
 
 
@@ -137,14 +144,20 @@ def _advice(field: FieldReference, got: object) -> str:
         if number.is_integer() or (math.isfinite(number) and field.allowed.startswith("a number")):
             typed = int(number) if number.is_integer() else number
             if typed != got or isinstance(got, str):
-                return f"type {field.name}={one_line_yaml(typed)}, without quotes"
+                return f"type {_typed(field, one_line_yaml(typed))}, without quotes"
             if isinstance(got, float) and field.allowed.startswith("a whole number"):
-                return f"type {field.name}={typed}"
+                return f"type {_typed(field, str(typed))}"
     if isinstance(got, str) and field.allowed.startswith("one of "):
         names = [name for name in field.allowed.removeprefix("one of ").split(", ") if " " not in name]
         if (near := nearest_name(got, names, cutoff=0.7)) is not None:
-            return f"type {field.name}={near}"
-    return f"type e.g. {field.name}={field.default}"
+            return f"type {_typed(field, near)}"
+    return f"type e.g. {_typed(field, _EXAMPLES.get(field.name, field.default))}"
+
+
+def _typed(field: FieldReference, value: str) -> str:
+    """A setting as an override has it; one inside a mapping as it stands there."""
+    inside = field.name.count(".") > 1
+    return f"{field.name.rpartition('.')[2]}: {value}" if inside else f"{field.name}={value}"
 
 
 def _shown(value: object) -> str:

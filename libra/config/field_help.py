@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -68,14 +68,34 @@ def field_references() -> dict[str, FieldReference]:
     for section_name, section in sections().items():
         for field_name, field in section.model_fields.items():
             name = f"{section_name}.{field_name}"
-            found[name] = FieldReference(
-                name=name,
-                allowed=_allowed(field),
-                default=one_line_yaml(field.default),
-                description=" ".join((field.description or "").split()),
-                takes_text=_takes_text(field.annotation),
-            )
+            found[name] = _reference(name, field)
     return found
+
+
+def inner_reference(path: Sequence[str]) -> FieldReference | None:
+    """A key of a section that is a value of a setting's mapping, e.g. ``services.named.judge.max_batch``; None: it is none."""
+    annotation: Any = sections()[path[0]].model_fields[path[1]].annotation
+    found = None
+    for number, key in enumerate(path[2:], start=3):
+        found = None
+        if typing.get_origin(annotation) is dict:
+            annotation = typing.get_args(annotation)[1]
+        elif isinstance(annotation, type) and issubclass(annotation, Section) and key in annotation.model_fields:
+            field = annotation.model_fields[key]
+            found, annotation = _reference(".".join(path[:number]), field), field.annotation
+        else:
+            return None
+    return found
+
+
+def _reference(name: str, field: FieldInfo) -> FieldReference:
+    return FieldReference(
+        name=name,
+        allowed=_allowed(field),
+        default=one_line_yaml(field.default),
+        description=" ".join((field.description or "").split()),
+        takes_text=_takes_text(field.annotation),
+    )
 
 
 def _allowed(field: FieldInfo) -> str:

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from libra.config.own_parts import OwnOr
 from libra.config.section import AtLeastOne, Section
 
 MODEL_FUNCTIONS = ("judge", "logprob", "score", "embed")
 """What a service with a model can be asked without code of one's own (docs/services.md)."""
+
+
+def _named(name: str) -> str:
+    if re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]{0,62}", name) is None:
+        raise ValueError(
+            f"{name!r} is no name of a service, which is a letter and at most 62 letters, digits, - and _; type e.g. "
+            "services.named={judge: {model: Qwen/Qwen3-4B}}"
+        )
+    return name
 
 
 class ServiceEntry(Section):
@@ -34,8 +44,8 @@ class ServiceEntry(Section):
 class ServicesSection(Section):
     """Reward models, judges, teachers, embedders: asked by rewards and tools with `libra.ask`, shared by the runs of a worker."""
 
-    named: dict[Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_-]{0,62}$")], ServiceEntry] = {}
-    """Services by name, e.g. `{judge: {model: qwen/Qwen3-4B}}` (docs/services.md)."""
+    named: dict[Annotated[str, AfterValidator(_named)], ServiceEntry] = {}
+    """Services by name, e.g. `{judge: {model: Qwen/Qwen3-4B}}` (docs/services.md)."""
     device_gib: Annotated[float, Field(gt=0)] | None = None
     """Memory for their weights on the device of a worker. If they do not fit together, those used longest ago are evicted, and
     restored when they are asked again. None: all of a CPU's; on a GPU 90 % of what is free when the run starts."""

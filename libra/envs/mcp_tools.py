@@ -46,8 +46,8 @@ class _Life:
     async def _live(self, command: str) -> None:
         from mcp import Client, StdioServerParameters
 
-        program, *words = shlex.split(command)
         try:
+            program, *words = shlex.split(command)
             async with Client(StdioServerParameters(command=program, args=words, env=dict(os.environ))) as client:
                 self.ready.set_result(client)
                 while not self.stop.is_set():
@@ -157,13 +157,20 @@ def with_mcp_tools(environment: Environment, command: str) -> Environment:
         server = _servers.get(command) or McpServer(command)
         _servers[command] = server
         server.users += 1
-    offered, environment = server.tools(), copy.copy(environment)
-    names = {each.name for each in environment.tools}
-    for each in offered:
-        if each.name in names:
-            raise ConfigError(
-                f"environment.tools.mcp: {command!r} has a tool {each.name!r}, and so has {environment.name}; rename one of them"
-            )
+    try:
+        offered = server.tools()
+        names = {each.name for each in environment.tools}
+        for each in offered:
+            if each.name in names:
+                raise ConfigError(
+                    f"environment.tools.mcp: {command!r} has a tool {each.name!r}, and so has {environment.name}; rename one of "
+                    "them"
+                )
+    except BaseException:
+        if _left(server):
+            server.close()
+        raise
+    environment = copy.copy(environment)
     environment.tools = (*environment.tools, *(_tool(server, each) for each in offered))
     environment.close = partial(_close, server, environment.close)  # type: ignore[method-assign]
     return environment
@@ -171,13 +178,17 @@ def with_mcp_tools(environment: Environment, command: str) -> Environment:
 
 async def _close(server: McpServer, own: Any) -> None:
     await own()
+    if _left(server):
+        await asyncio.to_thread(server.close)
+
+
+def _left(server: McpServer) -> bool:
+    """One environment has the server no longer; whether that was the last."""
     with _lock:
         server.users -= 1
-        last = server.users == 0
-        if last:
+        if server.users == 0:
             _servers.pop(server.command, None)
-    if last:
-        await asyncio.to_thread(server.close)
+        return server.users == 0
 
 
 def _tool(server: McpServer, offered: Any) -> Tool:

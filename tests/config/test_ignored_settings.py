@@ -51,6 +51,7 @@ OTHER: dict[str, Any] = {
     "planner.generated_p50_tokens": 2000.0,
     "rollout.max_turns": 3,
     "trainer.max_row_tokens": 256,
+    "environment.tools": {"mcp": "python my_server.py"},
 }
 # What makes fields legal together; the cross-field checks refuse some values alone.
 WITH: dict[str, dict[str, Any]] = {
@@ -177,6 +178,8 @@ def values_to_walk(looked_at: str) -> tuple[Any, ...]:
         "trainer.mismatch_alarm": (None, 0.1),
         "watchdog.timeout_s": (None, 9.0),
         "distil.teacher": (None, "a/teacher"),
+        "agent.function": (None, "mine.agents:agent"),
+        "agent.command": (None, "python agent.py"),
         "services.named": ({}, {"judge": {"model": "a/judge"}}),
         "environment.retries": (0, 5),
     }

@@ -129,6 +129,12 @@ def test_nothing_near_suggests_nothing() -> None:
         ("cluster.threads=0", "0", "at least 1, or null", "cluster.threads=null"),
         ("environment.args=3", "3", "a mapping", "environment.args={}"),
         ("trainer.lr=null", "null", "a number", "trainer.lr=0.0001"),
+        ("services.named=judge", "'judge'", "a mapping", "services.named={judge: {model: Qwen/Qwen3-4B}}"),
+        ("services.named={j: {max_batch: 0}}", "0", "allowed is a whole number, at least 1;", "max_batch: 8"),
+        ("services.named={j: {max_wait_s: '1'}}", "'1'", "allowed is a number, at least 0;", "max_wait_s: 1"),
+        ("services.named={j: {function: jugde}}", "'jugde'", "allowed is one of judge, logprob", "function: judge"),
+        ("environment.tools=mcp", "'mcp'", "a mapping", "environment.tools={mcp: python my_server.py}"),
+        ("environment.tools={mpc: x}", "'mpc'", "only mcp", "environment.tools={mcp: python my_server.py}"),
     ],
 )
 def test_a_wrong_value_names_field_value_allowed_and_what_to_type(
@@ -139,6 +145,12 @@ def test_a_wrong_value_names_field_value_allowed_and_what_to_type(
     assert f"got {got}" in message
     assert allowed in message
     assert f"type {typed}" in message or f"type e.g. {typed}" in message
+
+
+def test_the_name_of_a_service_is_explained() -> None:
+    message = problem("services.named={1judge: {model: x}}")
+    assert "services.named.1judge" in message
+    assert "is no name of a service, which is a letter and at most 62 letters, digits, - and _; type e.g." in message
 
 
 @pytest.mark.parametrize(

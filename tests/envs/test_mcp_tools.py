@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("mcp", reason="pip install 'libra-rl[mcp]'")
 
 from libra.config import config_from_dict
-from libra.envs import make_environment, run_action
+from libra.envs import make_environment, mcp_tools, run_action
 from libra.envs.mcp_tools import with_mcp_tools
 from libra.errors import ConfigError, ToolFault
 from libra.types import ToolCall, ToolStatus
@@ -75,10 +75,12 @@ def test_a_run_names_it_in_its_configuration(tmp_path):
     asyncio.run(environment.close())
 
 
-@pytest.mark.parametrize("command", ["/nowhere/server", f"{sys.executable} -c pass"])
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("command", ["/nowhere/server", f"{sys.executable} -c pass", " ", "python 'server.py"])
 def test_a_command_that_is_no_server_is_named(plain, command):
     with pytest.raises(ConfigError, match=r"environment\.tools\.mcp: .* offers no tools"):
         with_mcp_tools(plain, command)
+    assert not mcp_tools._servers
 
 
 def test_two_tools_of_one_name_are_refused(plain):
@@ -86,3 +88,4 @@ def test_two_tools_of_one_name_are_refused(plain):
     with pytest.raises(ConfigError, match="has a tool 'add', and so has"):
         with_mcp_tools(both, SERVER)
     asyncio.run(both.close())
+    assert not mcp_tools._servers, "what was refused does not keep the server"

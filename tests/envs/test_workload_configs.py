@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import runpy
+import sys
 from pathlib import Path
 
 import pytest
@@ -37,3 +39,42 @@ def test_a_workflow_names_configurations_that_exist(workflow: str, repository: P
     module = importlib.import_module(workflow)
     assert module.CONFIG.is_file()
     assert f"{module.CONFIG.stem}_qwen3_4b.yaml" in (module.__doc__ or "") + module.CONFIG.read_text()
+
+
+WORKFLOWS = ["judge", "openai_agent", "mcp_tools", "software_repair", "corpus_search", "code_tests", "games"]
+
+
+@pytest.mark.parametrize("workflow", [*WORKFLOWS, "verifiers_agent"])
+def test_a_workflow_says_what_it_takes(
+    workflow: str, repository: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if workflow == "openai_agent":
+        pytest.importorskip("openai")
+    monkeypatch.setattr(sys, "argv", [f"{workflow}.py", "--help"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(repository / "workflows" / f"{workflow}.py"), run_name="__main__")
+    assert ended.value.code == 0
+    assert f"python workflows/{workflow}.py" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("workflow", WORKFLOWS)
+def test_a_wrong_setting_of_a_workflow_is_one_line_before_anything_is_made(
+    workflow: str, repository: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    if workflow == "openai_agent":
+        pytest.importorskip("openai")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [f"{workflow}.py", "trainer.lrr=1"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(repository / "workflows" / f"{workflow}.py"), run_name="__main__")
+    assert ended.value.code == 2
+    said = capsys.readouterr().err.strip().splitlines()
+    assert len(said) == 1
+    assert said[0].startswith(f"{workflow}: ")
+    assert "trainer.lrr" in said[0]
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_virtual_environment_without_verifiers_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert importlib.import_module("verifiers_agent").main(["--venv", str(tmp_path)]) == 2
+    assert f"verifiers_agent: --venv {tmp_path}" in capsys.readouterr().err
