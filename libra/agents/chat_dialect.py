@@ -19,6 +19,13 @@ Body = Mapping[str, Any]
 
 _RUNS_OWN = ("temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "logit_bias")
 
+_NO_VARIABLES = frozenset({
+    "chat_template", "conversation", "messages", "tools", "tokenize", "add_generation_prompt", "continue_final_message", "padding",
+    "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs",
+})  # fmt: skip
+"""What the rendering of a conversation takes beside the template's own variables: a template of the client's could say anything in
+the model's name, or never end."""
+
 
 def read_chat(body: Body) -> ModelRequest:
     """A request of ``/chat/completions``; RequestRefused if it cannot be answered as it is."""
@@ -60,6 +67,10 @@ def common(body: Body) -> dict[str, Any]:
     args = body.get("chat_template_kwargs") or {}
     if not isinstance(args, Mapping):
         raise RequestRefused("chat_template_kwargs: an object is needed", "chat_template_kwargs")
+    for name in _NO_VARIABLES & args.keys():
+        raise RequestRefused(
+            f"chat_template_kwargs: {name!r} is no variable of the template; the run decides it", "chat_template_kwargs"
+        )
     ignored = tuple(name for name in _RUNS_OWN if body.get(name) is not None)
     return {"model": str(body.get("model") or "policy"), "template_args": dict(args), "ignored": ignored}
 

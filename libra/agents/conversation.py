@@ -85,7 +85,9 @@ class Conversation:
                     found = Found(-1, tuple(messages), TEMPLATE)
             chat = [message.as_chat() for message in found.tail]
             return Asked(-1, self._renderer.prompt_ids(chat, tools, **args), found.reason, found.tail, name)
-        except (LibraError, ValueError, TypeError) as error:
+        except (
+            Exception
+        ) as error:  # jinja runs the model's own template, with the agent's arguments: it may raise anything
             raise RequestRefused(f"messages: {error}", "messages") from error
 
     def ask(self, parent: int, tail: Sequence[Message], tools: str) -> int:

@@ -25,12 +25,13 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from typing import Any
 
 from libra.agents.chat_dialect import read_chat, read_generate, sse, stream_chat, write_chat, write_generate
+from libra.agents.messages import levels
 from libra.agents.messages_dialect import read_messages, stream_messages, write_messages
 from libra.agents.requests import ModelRequest, Reply
 from libra.agents.responses_dialect import read_responses, stream_responses, write_responses
-from libra.agents.session import Ended, Pending, Session
+from libra.agents.session import Ended, Pending, Session, as_float
 from libra.errors import ConfigError, RequestRefused
-from libra.untrusted import storable
+from libra.untrusted import MAX_DEPTH, repr_text, storable
 
 try:
     import uvicorn
@@ -47,8 +48,6 @@ logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 16 << 20
 """Largest body of a request."""
-MAX_DEPTH = 64
-"""Most levels of lists and objects in a body."""
 MAX_CONNECTIONS = 2048
 """Most connections at once; further ones get status 503."""
 HEARTBEAT_S = 15.0
@@ -161,7 +160,7 @@ class Gateway:
         raise RequestRefused("no trajectory has this token", status=401, code="invalid_api_key")
 
     async def _asked(self, http: Request) -> Response:
-        path = http.url.path.removeprefix(f"/t/{http.path_params.get('token')}")
+        path = http.scope["path"].removeprefix(f"/t/{http.path_params.get('token')}")
         read, write, stream = _DIALECTS[path]
         anthropic = path == "/v1/messages"
         try:
@@ -260,8 +259,8 @@ class Gateway:
             session = self._session(http)
             body = await _json_body(http)
             value = body.get("reward")
-            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-                raise RequestRefused(f"reward: got {value!r}; one finite number is needed", "reward")
+            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(as_float(value)):
+                raise RequestRefused(f"reward: got {repr_text(value)}; one finite number is needed", "reward")
             session.reward = float(value)
         except RequestRefused as refused:
             return _error(refused)
@@ -299,14 +298,14 @@ async def _json_body(http: Request) -> Mapping[str, Any]:
                 f"the body has more than {MAX_BODY_BYTES:,} bytes", status=413, code="request_too_large"
             )
     try:
-        body = json.loads(bytes(data) or b"{}")
+        body = json.loads(bytes(data).decode("utf-8-sig") or "{}")  # no other encoding: `_ESCAPED` reads this one
         if _ESCAPED.search(data):
             body = _storable(body)
     except (ValueError, RecursionError) as error:
         raise RequestRefused(f"the body is not JSON: {str(error)[:200]}") from error
     if not isinstance(body, dict):
         raise RequestRefused(f"the body is a JSON {type(body).__name__}; an object is needed")
-    if _depth(body) > MAX_DEPTH:
+    if levels(body, MAX_DEPTH) > MAX_DEPTH:
         raise RequestRefused(f"the body has more than {MAX_DEPTH} levels of lists and objects")
     return body
 
@@ -318,16 +317,6 @@ def _storable(value: Any) -> Any:
     if isinstance(value, dict):
         return {storable(key): _storable(each) for key, each in value.items()}
     return [_storable(each) for each in value] if isinstance(value, list) else value
-
-
-def _depth(value: Any) -> int:
-    """Levels of lists and objects, counted up to one more than are allowed."""
-    level, depth = [value], 0
-    while level and depth <= MAX_DEPTH:
-        inner = [each for each in level if isinstance(each, dict | list)]
-        level = [child for each in inner for child in (each.values() if isinstance(each, dict) else each)]
-        depth += bool(inner)
-    return depth
 
 
 async def _disconnected(http: Request) -> None:
@@ -353,7 +342,7 @@ def _error(refused: RequestRefused, *, anthropic: bool = False) -> Response:
 
 async def _no_path(http: Request, error: Exception) -> Response:
     """What a path that is not there, or another method, gets."""
-    path = re.sub("^/t/[^/]*", "", http.url.path)
+    path = re.sub("^/t/[^/]*", "", http.scope["path"])
     known = "/v1/chat/completions, /v1/responses, /v1/messages, /v1/models, /inference/v1/generate, /reward, /end"
     status = getattr(error, "status_code", 404)
     told = f"{http.method} {path[:200]}: not answered here; allowed are {known}, by POST, and /v1/models by GET"

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from libra.errors import RequestRefused
+from libra.untrusted import MAX_DEPTH, storable
 
 ROLES = ("system", "user", "assistant", "tool")
 
@@ -106,11 +107,26 @@ def canonical_json(value: Any) -> str:
 
 
 def canonical_arguments(arguments: Any) -> str:
-    """A call's arguments, given as JSON text or as a value, in one form; text that is no JSON stays as it is."""
-    if isinstance(arguments, str):
-        value = parsed(arguments)
-        return value if isinstance(value, str) and value == arguments else canonical_json(value)
-    return canonical_json({} if arguments is None else arguments)
+    """A call's arguments, given as JSON text or as a value, in one form that can be stored; text that is no JSON stays as it is.
+
+    RequestRefused where they have too many levels.
+    """
+    value = parsed(arguments) if isinstance(arguments, str) else arguments
+    if isinstance(value, str) and value == arguments:
+        return value
+    if levels(value, MAX_DEPTH) > MAX_DEPTH:
+        raise RequestRefused(f"arguments: a call has more than {MAX_DEPTH} levels of lists and objects", "arguments")
+    return storable(canonical_json({} if value is None and arguments is None else value))
+
+
+def levels(value: Any, most: int) -> int:
+    """Levels of lists and objects in a JSON value, counted up to one more than ``most``."""
+    level, depth = [value], 0
+    while level and depth <= most:
+        inner = [each for each in level if isinstance(each, dict | list)]
+        level = [child for each in inner for child in (each.values() if isinstance(each, dict) else each)]
+        depth += bool(inner)
+    return depth
 
 
 def text_of(content: Any, where: str) -> str:

@@ -78,7 +78,8 @@ def write_messages(request: ModelRequest, reply: Reply) -> dict[str, Any]:
     if reply.message.text or not reply.message.calls:
         content.append({"type": "text", "text": reply.message.text})
     for call in reply.message.calls:
-        content.append({"type": "tool_use", "id": call.id, "name": call.name, "input": json.loads(call.arguments)})
+        given = json.loads(call.arguments, parse_constant=str)  # the model may write NaN, for which JSON has no form
+        content.append({"type": "tool_use", "id": call.id, "name": call.name, "input": given})
     return {
         "id": f"msg_{reply.name}", "type": "message", "role": "assistant", "model": request.model, "content": content,
         "stop_reason": "stop_sequence" if reply.stop else _FINISH[reply.finish], "stop_sequence": reply.stop,

@@ -19,7 +19,8 @@ from libra.errors import EnvironmentFault
 
 logger = logging.getLogger(__name__)
 
-_LINE_BYTES = 4 << 20
+_LINE_BYTES = 8 << 20
+"""More than a result of `runner.MAX_RESULT_BYTES` takes, each byte of which may become 6 in JSON."""
 _NOT_INHERITED = ("VIRTUAL_ENV", "PYTHONHOME")
 
 
@@ -48,6 +49,10 @@ class AgentProcesses:
     async def prepare(self) -> None:
         """Start the program, which imports the function; EnvironmentFault if it cannot."""
         async with self._starting:
+            if self._program is not None and self._program.returncode is not None and self._reading is not None:
+                await asyncio.wait(
+                    {self._reading}
+                )  # it tells of the agents of the program that ended, not of the next one's
             if self._program is None or self._program.returncode is not None:
                 await self._start_program()
 

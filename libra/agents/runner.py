@@ -27,6 +27,8 @@ import traceback
 
 MAX_RESULT_BYTES = 1 << 20
 MAX_ERROR_CHARS = 2000
+MAX_LEVELS = 64
+CHUNK_BYTES = 1 << 16
 PR_SET_PDEATHSIG = 1
 
 
@@ -74,9 +76,14 @@ def call(function, task, env):
 
 
 class Child:
-    def __init__(self, number, pid, pipe, log):
-        self.number, self.pid, self.pipe, self.log = number, pid, pipe, log  # the pipe is -1 once it has ended
-        self.data = b""
+    def __init__(self, number, pid, pipe, errors):
+        self.number, self.pid = number, pid
+        self.pipes = {
+            pipe: MAX_RESULT_BYTES,
+            errors: 4 * MAX_ERROR_CHARS,
+        }  # those that have not ended; how much is kept of each
+        self.pipe, self.errors = pipe, errors
+        self.data = {pipe: b"", errors: b""}
 
 
 def end_with(parent):
@@ -90,13 +97,14 @@ def end_with(parent):
 def start(number, function, command, env, task, answers):
     """Fork a child; in the child this does not return."""
     pipe, write = os.pipe()
-    log = tempfile.TemporaryFile()  # noqa: SIM115 - the child's, and read when it has ended
+    errors, log = os.pipe()
     parent = os.getpid()
     pid = os.fork()
     if pid:
-        os.close(write)
-        os.set_blocking(pipe, False)
-        return Child(number, pid, pipe, log)
+        for mine, theirs in ((pipe, write), (errors, log)):
+            os.close(theirs)
+            os.set_blocking(mine, False)
+        return Child(number, pid, pipe, errors)
     code = 1
     try:
         os.setsid()
@@ -105,7 +113,7 @@ def start(number, function, command, env, task, answers):
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.environ.update(env)
-        os.dup2(log.fileno(), 2)
+        os.dup2(log, 2)
         if command:
             given = tempfile.TemporaryFile()  # noqa: SIM115 - the command's standard input
             given.write(json.dumps(task).encode())
@@ -131,38 +139,52 @@ def start(number, function, command, env, task, answers):
         os._exit(code)
 
 
-def read(child):
-    """Take what a child has written; False at its end."""
-    while True:
-        try:
-            data = os.read(child.pipe, 65536)
-        except BlockingIOError:
-            return True
-        if not data:
-            return False
-        child.data = (child.data + data)[-MAX_RESULT_BYTES:]
+def read(child, pipe):
+    """Take what a child has written, at most a chunk: it may write for ever."""
+    try:
+        data = os.read(pipe, CHUNK_BYTES)
+    except BlockingIOError:
+        return
+    if data:
+        child.data[pipe] = (child.data[pipe] + data)[-child.pipes[pipe] :]
+    else:  # its process tells that it has ended, not its pipe
+        del child.pipes[pipe]
+        os.close(pipe)
+
+
+def levels(value):
+    """Levels of lists and objects, counted up to one more than are allowed."""
+    level, depth = [value], 0
+    while level and depth <= MAX_LEVELS:
+        inner = [each for each in level if isinstance(each, (dict, list))]
+        level = [child for each in inner for child in (each.values() if isinstance(each, dict) else each)]
+        depth += bool(inner)
+    return depth
 
 
 def ended(child, status, command):
     """The message about a child that has ended, and its children with it."""
     kill(child)
-    if child.pipe >= 0:
-        read(child)  # a grandchild may hold it open
-        os.close(child.pipe)
+    for pipe in list(child.pipes):
+        for _ in range(2 * MAX_RESULT_BYTES // CHUNK_BYTES):  # more than a pipe holds; a grandchild may hold it open
+            if pipe in child.pipes:
+                read(child, pipe)
+    for pipe in child.pipes:
+        os.close(pipe)
     code = os.waitstatus_to_exitcode(status)
-    text = child.data.decode(errors="replace").strip()
+    text = child.data[child.pipe].decode(errors="replace").strip()
     result, error = None, None
     if code:
-        child.log.seek(max(0, child.log.seek(0, 2) - 4 * MAX_ERROR_CHARS))
-        said = child.log.read().decode(errors="replace").strip()[-MAX_ERROR_CHARS:]
+        said = child.data[child.errors].decode(errors="replace").strip()[-MAX_ERROR_CHARS:]
         error = f"it ended with {f'signal {-code}' if code < 0 else f'status {code}'}{': ' if said else ''}{said}"
     elif text:
         last = text.splitlines()[-1] if command else text
         try:
             result = json.loads(last)
-        except ValueError:
+            if levels(result) > MAX_LEVELS:
+                result = last
+        except (ValueError, RecursionError):
             result = last
-    child.log.close()
     return {"ended": child.number, "result": result, "error": error}
 
 
@@ -197,11 +219,10 @@ def serve(function, command, answers, children):
     signal.signal(signal.SIGCHLD, lambda *_: None)
     rest = b""
     while True:
-        ready, _, _ = select.select([0, wake_read, *(c.pipe for c in children.values() if c.pipe >= 0)], [], [])
-        for child in list(children.values()):
-            if child.pipe in ready and not read(child):  # its process tells that it has ended, not its pipe
-                os.close(child.pipe)
-                child.pipe = -1
+        ready = waiting((0, wake_read, *(pipe for child in children.values() for pipe in child.pipes)))
+        for child in children.values():
+            for pipe in ready & child.pipes.keys():
+                read(child, pipe)
         if wake_read in ready:
             with contextlib.suppress(BlockingIOError):
                 while os.read(wake_read, 4096):
@@ -214,6 +235,14 @@ def serve(function, command, answers, children):
             *lines, rest = (rest + data).split(b"\n")
             for line in lines:
                 obey(json.loads(line), function, command, children, answers)
+
+
+def waiting(descriptors):
+    """Those of which something can be read, once there are any; of any number, which select cannot."""
+    poll = select.poll()
+    for each in descriptors:
+        poll.register(each, select.POLLIN)
+    return {each for each, _ in poll.poll()}
 
 
 def reap(command, answers, children):

@@ -11,6 +11,7 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +21,14 @@ from libra.errors import RequestRefused
 
 KEPT_REPLIES = 64
 """Answers that a session keeps for retries."""
+
+
+def as_float(value: float) -> float:
+    """A number of JSON as a float; infinite where it is a whole number too large for one, which no reward may be."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
 
 
 @dataclass(slots=True, eq=False)

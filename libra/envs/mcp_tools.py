@@ -31,6 +31,7 @@ IDLE_S = 60.0
 """Seconds after which a process that was only asked for its tools ends, as on the driver."""
 TIMEOUT_S = 60.0
 """Wall seconds of a call."""
+MOST_TOOLS = 4096
 _servers: dict[str, McpServer] = {}
 _lock = threading.Lock()
 
@@ -72,9 +73,11 @@ class McpServer:
 
     def tools(self) -> list[Any]:
         """What it offers, as `mcp` describes it; ConfigError if it cannot be started."""
+        asked = self._submit(self._list())
         try:
-            return list(self._submit(self._list()).result(START_S))
+            return list(asked.result(START_S))
         except Exception as error:  # boundary to the server's command
+            asked.cancel()
             raise ConfigError(
                 f"environment.tools.mcp: {self.command!r} offers no tools ({error_text(error)}); type the command of a server that "
                 "speaks MCP on its standard input and output"
@@ -102,6 +105,8 @@ class McpServer:
             cursor = page.next_cursor
             if cursor is None:
                 return found
+            if len(found) > MOST_TOOLS or not page.tools:
+                raise ValueError(f"its list of tools does not end: {len(found)} so far, and more to come")
 
     async def _call(self, name: str, arguments: Mapping[str, Any]) -> str:
         from mcp import MCPError
@@ -191,8 +196,32 @@ def _left(server: McpServer) -> bool:
         return server.users == 0
 
 
+def _checkable(given: Mapping[str, Any]) -> dict[str, Any]:
+    """A server's schema in which every argument has one that calls can be checked against: JSON schema also knows true for
+    anything, and a server may write nonsense."""
+    schema = dict(given)
+    own, required = schema.get("properties"), schema.get("required")
+    schema["properties"] = {name: _one(each) for name, each in own.items()} if isinstance(own, Mapping) else {}
+    named = required if isinstance(required, list) else []
+    schema["required"] = [name for name in named if isinstance(name, str) and name in schema["properties"]]
+    return schema
+
+
+def _one(given: Any) -> dict[str, Any]:
+    if not isinstance(given, Mapping):
+        return {}
+    kinds = given.get("type", "any")
+    known = isinstance(kinds, str) or (isinstance(kinds, list) and all(isinstance(kind, str) for kind in kinds))
+    enum = isinstance(given.get("enum", []), list)
+    return {name: value for name, value in given.items() if (name != "type" or known) and (name != "enum" or enum)}
+
+
 def _tool(server: McpServer, offered: Any) -> Tool:
-    schema = {"name": offered.name, "description": offered.description or "", "parameters": dict(offered.input_schema)}
+    schema = {
+        "name": offered.name,
+        "description": offered.description or "",
+        "parameters": _checkable(offered.input_schema),
+    }
 
     async def call(**arguments: Any) -> str:
         return await server.call(offered.name, arguments)

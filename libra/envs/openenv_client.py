@@ -90,12 +90,13 @@ class OpenEnvClient(ReplayedGame):
         try:
             game.socket.send(json.dumps({"type": kind, "data": dict(data)}))
             answer = json.loads(game.socket.recv(timeout=TIMEOUT_S))
+            data = answer.get("data") or {}
+            data = data if isinstance(data, dict) else {}
         except Exception as error:  # boundary to the server
             self.end(game)
             raise EnvironmentFault(f"openenv: {self.url} broke off a {kind} ({error_text(error)})") from error
-        data = answer.get("data") or {}
         if answer.get("type") != "error":
-            return data if isinstance(data, dict) else {}
+            return data
         if kind == "step":  # an action that the server does not take: the model reads why
             return {"observation": f"error: {data.get('message', 'not an action')}"}
         self.end(game)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import email.utils
 import logging
+import math
 import zlib
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -86,7 +87,7 @@ def refused(error: BaseException | None, at_s: float) -> Refused | None:
     if error is None:
         return None
     if isinstance(error, RateLimited):
-        return Refused(error.retry_after_s)
+        return Refused(_seconds(error.retry_after_s))
     try:
         places = (error, getattr(error, "response", None))
         statuses = [getattr(place, name, None) for place in places for name in ("status_code", "status", "code")]
@@ -102,16 +103,22 @@ def refused(error: BaseException | None, at_s: float) -> Refused | None:
 def _retry_after_s(headers: Any, at_s: float) -> float | None:
     try:
         value = headers.get("Retry-After", headers.get("retry-after"))
-    except Exception:  # noqa: BLE001 boundary: whatever an error has under that name
-        return None
-    if not isinstance(value, str):
-        return None
-    if value.strip().isdigit():
-        return float(value)
-    try:
+        if not isinstance(value, str):
+            return None
+        if value.strip().isdecimal():
+            return float(value)
         return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - at_s)
-    except (TypeError, ValueError):
+    except Exception:  # noqa: BLE001 boundary: whatever an error has under that name, and whatever a server says
         return None
+
+
+def _seconds(value: Any) -> float | None:
+    """A number of the user's code as seconds; None if it is none, or not a number."""
+    try:
+        seconds = float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return None if math.isnan(seconds) else seconds
 
 
 async def with_retries(

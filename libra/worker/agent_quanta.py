@@ -33,7 +33,7 @@ from libra.agents.messages import Message, digest
 from libra.agents.processes import AgentProcesses
 from libra.agents.replies import forms, reply
 from libra.agents.requests import ModelRequest, Reply
-from libra.agents.session import Ended, Pending, Session
+from libra.agents.session import Ended, Pending, Session, as_float
 from libra.errors import EngineAsleep, RequestRefused, ToolFault, ToolTimeout
 from libra.store.group_records import group_path
 from libra.types import EndReason, FailureClass, StopReason, ToolCall, ToolReturn, ToolStatus, TrajectoryId
@@ -384,4 +384,4 @@ def _reward(posted: float | None, result: Any) -> float | None:
     if posted is not None:
         return posted
     value = result.get("reward") if isinstance(result, Mapping) else result
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+    return as_float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None

@@ -25,7 +25,7 @@ def judge(
     braces."""
     found = []
     for given in inputs:
-        asked = _ids(tokenizer, [{"role": "user", "content": _filled(question, given)}])
+        asked = _ids(tokenizer, [{"role": "user", "content": _said(tokenizer, _filled(question, given))}])
         told = [_logp(model, asked, _plain_ids(tokenizer, answer)).sum() for answer in (yes, no)]
         found.append(1.0 / (1.0 + math.exp(min(700.0, float(told[1]) - float(told[0])))))
     return found
@@ -108,6 +108,15 @@ def _filled(question: str, given: Any) -> str:
             f"judge: its question cannot be filled in ({error!r}); an input has {', '.join(sorted(values))}; type braces as "
             "{{ and }}"
         ) from error
+
+
+def _said(tokenizer: Any, text: str) -> str:
+    """``text`` without special tokens that it spells: whoever is judged would end the question, and speak for the judge."""
+    if getattr(tokenizer, "chat_template", None) is None:
+        return text
+    from libra.rollout.special_tokens import SpecialTokens
+
+    return SpecialTokens(tokenizer).broken(text)
 
 
 def _plain_ids(tokenizer: Any, text: str) -> NDArray[np.int32]:

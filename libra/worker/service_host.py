@@ -31,7 +31,7 @@ from libra.config.services import MODEL_FUNCTIONS, ServiceEntry
 from libra.envs.actions import run_bounded
 from libra.envs.grading import bounded_reward
 from libra.envs.retries import refused, with_retries
-from libra.errors import ConfigError, LibraError, RecordExists, ServiceFault
+from libra.errors import ConfigError, RecordExists, ServiceFault
 from libra.events.reports import ServiceReport
 from libra.named_parts import named_part
 from libra.policy.services import Fire, ServiceFacts, ServiceSchedule
@@ -291,8 +291,8 @@ class RunServices:
         except asyncio.CancelledError:
             logger.warning("%s: not answered before the run left this worker", where)
             raise
-        except (LibraError, TypeError, ValueError, OSError) as error:
-            logger.warning("%s is not delivered: %s", where, error)
+        except Exception as error:  # noqa: BLE001 boundary: the answer is of the service's own code
+            logger.warning("%s is not delivered: %s", where, error_text(error))
 
 
 _HOSTS: WeakKeyDictionary[Worker, ServiceHost] = WeakKeyDictionary()

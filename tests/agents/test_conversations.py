@@ -232,3 +232,15 @@ def test_what_tools_return_is_shown_as_the_template_renders_it_every_time(tokeni
         fresh = ConversationFormat(ChatFormat(mine))  # which renders the first one
         assert tail(kept, call, *texts) == tail(fresh, call, *texts)
     assert (tail(kept, "f", "42") == tail(kept, "g", "42")) == (not shows_ids)
+
+
+@pytest.mark.parametrize("raised", [RecursionError("too deep"), KeyError("x"), OverflowError("large")])
+def test_whatever_a_template_raises_refuses_the_request(raised: Exception) -> None:
+    class Raising:
+        def prompt_ids(self, messages: Any, tools: Any = (), **args: Any) -> Any:
+            raise raised
+
+        tail_ids = prompt_ids
+
+    with pytest.raises(RequestRefused, match="messages: "):
+        Conversation(Raising()).prompt([Message("user", "x")])

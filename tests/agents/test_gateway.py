@@ -186,3 +186,39 @@ def test_a_client_that_waits_gets_signs_of_life(path: str, stream: bool) -> None
             json.loads("".join(alive) + rest)
 
     run(test, script=False, heartbeat_s=0.02)
+
+
+def test_hostile_bodies_paths_and_numbers_are_refused_in_words() -> None:
+    async def test(here: Place) -> None:
+        path, post = "/v1/chat/completions", here.client.post
+        plain = json.dumps(CHAT | {"model": "M"}).encode()
+        for body in (
+            plain.replace(b'"M"', b'"\xed\xa0\x80"'),
+            plain.decode().replace('"M"', '"\\ud800"').encode("utf-16"),
+        ):
+            answer = await post(here.url + path, content=body)
+            assert answer.status_code == 400 and "the body is not JSON" in answer.text, "only UTF-8 can be checked"
+        assert (await post(f"{here.base}/t/a%3Fb{path}", json=CHAT)).status_code == 401
+        large = await post(here.url + "/reward", content=b'{"reward": 1' + b"0" * 400 + b"}")
+        assert large.status_code == 400 and "one finite number" in large.text and len(large.text) < 500
+        called = {"id": "c", "function": {"name": "calc", "arguments": '{"a": "\\ud800"}'}}
+        said = [*CHAT["messages"], {"role": "assistant", "tool_calls": [called]}, {"role": "tool", "content": "1"}]
+        assert (await here.post(path, CHAT | {"messages": said})).status_code == 200
+        assert here.seen[-1].messages[1].calls[0].arguments == '{"a":"\ufffd"}', "text in text, too"
+        called["function"] = {"name": "calc", "arguments": "[" * 300 + "]" * 300}
+        deep = await here.post(path, CHAT | {"messages": said})
+        assert deep.status_code == 400 and deep.json()["error"]["param"] == "arguments"
+        template = await here.post(path, CHAT | {"chat_template_kwargs": {"chat_template": "{{ 1 }}"}})
+        assert template.status_code == 400 and template.json()["error"]["param"] == "chat_template_kwargs"
+
+    run(test)
+
+
+def test_numbers_for_which_json_has_no_form_reach_a_client_of_messages() -> None:
+    async def test(here: Place) -> None:
+        asked = asyncio.create_task(here.post("/v1/messages", {"max_tokens": 9, "messages": CHAT["messages"]}))
+        call = Call("c", "calc", '{"a":NaN,"b":[-Infinity]}')
+        here.session.answered(await taken(here), made(Message("assistant", "", (call,))))
+        assert (await asked).json()["content"][0]["input"] == {"a": "NaN", "b": ["-Infinity"]}
+
+    run(test, script=False)

@@ -6,6 +6,7 @@ import asyncio
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,7 +14,7 @@ pytest.importorskip("mcp", reason="pip install 'libra-rl[mcp]'")
 
 from libra.config import config_from_dict
 from libra.envs import make_environment, mcp_tools, run_action
-from libra.envs.mcp_tools import with_mcp_tools
+from libra.envs.mcp_tools import McpServer, with_mcp_tools
 from libra.errors import ConfigError, ToolFault
 from libra.types import ToolCall, ToolStatus
 from libra.worker.run_spec import RunSpec
@@ -89,3 +90,45 @@ def test_two_tools_of_one_name_are_refused(plain):
         with_mcp_tools(both, SERVER)
     asyncio.run(both.close())
     assert not mcp_tools._servers, "what was refused does not keep the server"
+
+
+def test_odd_schemas_of_a_server_fail_no_call(plain, monkeypatch):
+    schema = {
+        "properties": {"a": True, "b": {"type": [["x"]], "enum": 3}, "c": {"type": "integer"}},
+        "required": ["c", "d", 1],
+    }
+    odd = [SimpleNamespace(name="odd", description=None, input_schema=schema)]
+    odd.append(SimpleNamespace(name="none", description="", input_schema={"properties": None, "required": None}))
+    monkeypatch.setattr(McpServer, "tools", lambda self: odd)
+
+    async def said(self, name, arguments):
+        return name
+
+    monkeypatch.setattr(McpServer, "call", said)
+
+    async def play():
+        both = with_mcp_tools(plain, "odd")
+        try:
+            assert (await called(both, "odd", a=[1], b="y", c=2)).content == "odd"
+            assert (await called(both, "odd", a=1)).status is ToolStatus.MALFORMED
+            assert (await called(both, "none")).content == "none"
+        finally:
+            await both.close()
+
+    asyncio.run(play())
+
+
+def test_a_server_whose_list_of_tools_does_not_end_is_named(monkeypatch):
+    class Endless:
+        async def list_tools(self, cursor):
+            await asyncio.sleep(0)
+            return SimpleNamespace(tools=["tool"] * 100, next_cursor="more")
+
+    async def ready():
+        return Endless()
+
+    server = McpServer("endless")
+    monkeypatch.setattr(server, "_alive", lambda: SimpleNamespace(ready=ready()))
+    with pytest.raises(ConfigError, match="its list of tools does not end"):
+        server.tools()
+    server.close()

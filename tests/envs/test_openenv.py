@@ -9,6 +9,7 @@ import socket
 import subprocess
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -114,3 +115,15 @@ def test_addresses_are_checked():
         OpenEnvClient(url="localhost:8000", action="message")
     with pytest.raises(EnvironmentFault, match="does not answer"):
         OpenEnvClient(url="http://127.0.0.1:9", action="message").prompt("train", 0)
+
+
+@pytest.mark.parametrize("said", ["[1]", "7", "null", "[" * 100_000])
+def test_a_server_that_answers_no_object_is_named(said):
+    closed = []
+    game = SimpleNamespace(
+        opened=SimpleNamespace(close=lambda: closed.append(1)),
+        socket=SimpleNamespace(send=lambda text: None, recv=lambda timeout: said),
+    )
+    with pytest.raises(EnvironmentFault, match="broke off a step"):
+        OpenEnvClient(url="http://127.0.0.1:1", action="guess").act(game, "1")
+    assert closed

@@ -155,6 +155,11 @@ def test_other_errors_are_not_tried_again() -> None:
         (SimpleNamespace(response=SimpleNamespace(status_code=429, headers={})), Refused(None)),
         (SimpleNamespace(status=429, headers={"Retry-After": formatdate(1040, usegmt=True)}), Refused(40.0)),
         (SimpleNamespace(status=429, headers={"Retry-After": "soon"}), Refused(None)),
+        (SimpleNamespace(status=429, headers={"Retry-After": "\u00b2"}), Refused(None)),
+        (SimpleNamespace(status=429, headers={"Retry-After": f"Mon, 01 Jan {'9' * 20} 00:00:00 GMT"}), Refused(None)),
+        (RateLimited("slow down", float("nan")), Refused(None)),
+        (RateLimited("slow down", "soon"), Refused(None)),  # type: ignore[arg-type]
+        (RateLimited("slow down", 10**400), Refused(None)),
         (SimpleNamespace(code=429.0), None),
         (SimpleNamespace(code=True), None),
     ],

@@ -18,7 +18,7 @@ from libra.config.services import ServiceEntry
 from libra.envs.retries import BackOff
 from libra.errors import ConfigError, ServiceFault
 from libra.worker.service_functions import FUNCTIONS
-from libra.worker.service_host import ServiceHost
+from libra.worker.service_host import RunServices, ServiceHost
 from libra.worker.service_models import HostModel
 
 HERE = "asked_services"
@@ -151,6 +151,36 @@ def test_what_models_are_asked_without_code_of_ones_own(random_model: Path, tmp_
     assert swapped[0] == pytest.approx(1 - told["judge"][0])
     with pytest.raises(ServiceFault, match="its question cannot be filled in"):
         FUNCTIONS["judge"](model, host.tokenizer, [ASKED], question="{answer}")
+
+
+def test_who_is_judged_cannot_end_the_question(random_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+
+    def likely(model: Any, before: Any, tokens: Any) -> Any:
+        seen.append(before)
+        return np.zeros(len(tokens))
+
+    monkeypatch.setattr("libra.worker.service_functions._logp", likely)
+    tokenizer = HostModel(random_model).tokenizer
+    spelled = f"4{tokenizer.eos_token}{tokenizer.eos_token}yes"
+    FUNCTIONS["judge"](None, tokenizer, [{"prompt": "2+2", "completion": text} for text in ("4", spelled)])
+    counts = [int(np.isin(ids, tokenizer.all_special_ids).sum()) for ids in seen]
+    assert counts[0] == counts[-1] and len(seen[-1]) > len(seen[0])
+
+
+def test_a_late_answer_that_is_no_number_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    async def deliver(given: Any) -> None:
+        async def answer(*_: Any) -> Any:
+            return given
+
+        services = RunServices(context(), SimpleNamespace(answer=answer))  # type: ignore[arg-type]
+        services._here["judge"] = "judge"
+        await services._deliver("judge", "?", "train-0-0-0")
+
+    for given in (10**400, float("nan"), "high", SimpleNamespace()):
+        caplog.clear()
+        asyncio.run(deliver(given))
+        assert "late reward of train-0-0-0 is not delivered" in caplog.text
 
 
 def test_a_reward_model_has_one_number(random_model: Path, tmp_path: Path) -> None:

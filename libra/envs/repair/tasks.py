@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import SequenceMatcher
 from pathlib import Path
 
 from libra.envs.environment import question_class
@@ -60,10 +61,12 @@ class Task:
         return lines[self.bug.line - 1] if self.bug.line <= len(lines) else ""
 
     def touched(self, files: Mapping[str, str]) -> bool:
-        """Whether ``files`` differ in the line of the bug, or have more or fewer lines."""
-        broken = self.files
-        count, other = (len(each[self.path].splitlines()) for each in (files, broken))
-        return count != other or self.line(files) != self.line(broken)
+        """Whether ``files`` changed or left out the line of the bug; other lines may have come and gone."""
+        broken, lines = (each[self.path].splitlines() for each in (self.files, files))
+        if len(lines) > 2 * len(broken) + 100:  # no repair of one bug, and comparing takes long
+            return False
+        changes = SequenceMatcher(None, broken, lines, autojunk=False).get_opcodes()
+        return any(kind != "equal" and first < self.bug.line <= last for kind, first, last, _, _ in changes)
 
     def question(self, show: str) -> str:
         """What the agent reads; ``show`` is one of `SHOWN`."""

@@ -13,6 +13,7 @@ from libra.envs import make_environment, run_action
 from libra.envs.repair import build
 from libra.envs.repair.environment import SoftwareRepair
 from libra.envs.repair.library import from_folder, from_sdist
+from libra.envs.repair.tampering import tampering
 from libra.envs.repair.tasks import SHIPPED, read_tasks
 from libra.envs.state import StateCopy, begin_state
 from libra.errors import ConfigError
@@ -79,6 +80,33 @@ def test_a_forged_pass_earns_nothing(world):
     prompt, task, _ = solved(world)
     forged = task.files[task.path] + "\nimport os\nos.write(3, b'{}')\nos._exit(0)\n"
     assert graded(world, prompt, {**world.reset(prompt), "edited": {task.path: forged}}) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("lines", "brought"),
+    [
+        ("match f:\n        case object(__globals__=g): pass", "case __globals__"),
+        ("match n:\n        case {**__builtins__}: pass", "__builtins__"),
+        ("class A: from functools import reduce as __eq__", "__eq__"),
+        ("re.functools.update_wrapper(f, f)", ".functools"),
+        ("n = [*n.copy()]", None),
+    ],
+)
+def test_an_edit_that_reaches_the_runner_by_a_way_round_is_named(lines, brought):
+    text = "import re\nfrom functools import reduce\ndef f(n):\n    {}\n    return n\n"
+    found = tampering({"a.py": text.format("pass")}, {"a.py": text.format(lines)})
+    assert found == (None if brought is None else f"a.py: {brought}")
+
+
+def test_a_line_more_elsewhere_is_not_the_line_with_the_bug(world):
+    _, task, (old, new) = solved(world)
+    broken = task.files[task.path]
+    repaired = broken.replace(old, new)
+    for more in (f"{broken}\n\n", f"\n{broken}", f"\n{broken}\n#\n", broken + "\n" * 100_000):
+        assert not task.touched({task.path: more})
+    for changed in (repaired, f"\n{repaired}", broken.replace(old, f"{new}  # so\n"), broken.replace(old, "pass")):
+        assert task.touched({task.path: changed})
+    assert not task.touched(task.files)
 
 
 def test_a_repair_that_never_ends_is_cut_off():
