@@ -127,8 +127,7 @@ class ActionProcesses:
         begun: asyncio.Task[int] | None = None
         try:
             mine.setblocking(False)
-            with self._lock:
-                socket.send_fds(self._started(), [b"x"], [theirs.fileno()])
+            self._hand_over(theirs)
             theirs.close()
             limit = bounds.memory_bytes if group is None else 0
             groups = [str(place / "cgroup.procs") for place in (group.places if group is not None else ())]
@@ -162,6 +161,16 @@ class ActionProcesses:
             if group is not None:
                 asyncio.get_running_loop().run_in_executor(None, _end, group)
             self.cores.give_back(cores)
+
+    def _hand_over(self, theirs: socket.socket) -> None:
+        """Give a call's socket to the starter; to another one where somebody, as the kernel for its memory, has killed it."""
+        with self._lock:
+            try:
+                socket.send_fds(self._started(), [b"x"], [theirs.fileno()])
+            except OSError:
+                logger.warning("the process that starts calls of tools has ended; another one is started")
+                self.close()
+                socket.send_fds(self._started(), [b"x"], [theirs.fileno()])
 
     async def _group(self, bounds: Bounds, cores: int) -> ControlGroup | None:
         if not bounds.memory_bytes or not can_make_groups():

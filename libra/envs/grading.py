@@ -68,9 +68,7 @@ def _checked(outcome: tuple[Any, BaseException | None] | None, where: str, timeo
     if error is not None:
         raise RewardFault(f"{where}: the reward raised {error_text(error)}") from error
     if isinstance(value, Late):
-        if value.provisional is not None:
-            bounded_reward(float(value.provisional), f"{where}, provisionally")
-        return value
+        return _checked_late(value, where)
     if not isinstance(value, numbers.Real | np.bool_):
         raise RewardFault(
             f"{where}: the reward is {repr_text(value)} ({type(value).__name__}); it must be one finite number"
@@ -82,6 +80,18 @@ def _checked(outcome: tuple[Any, BaseException | None] | None, where: str, timeo
     except Exception as error:  # boundary: __float__ of a number of the reward's own is its code too
         raise RewardFault(f"{where}: the reward cannot be read as a number: {error_text(error)}") from error
     return bounded_reward(reward, where)
+
+
+def _checked_late(late: Late, where: str) -> Late:
+    """``late``, whose numbers are finite; RewardFault."""
+    try:
+        numbers_of_it = [float(late.offset), float(late.factor)]
+        numbers_of_it += [] if late.provisional is None else [float(late.provisional)]
+    except Exception as error:  # boundary: they are the reward's own
+        raise RewardFault(f"{where}: of {repr_text(late)} a number cannot be read: {error_text(error)}") from error
+    for number in numbers_of_it:
+        bounded_reward(number, f"{where}, provisionally")
+    return late
 
 
 def bounded_reward(reward: float, where: str) -> float:

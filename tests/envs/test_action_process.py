@@ -222,3 +222,15 @@ async def test_the_process_that_waits_for_the_next_call_may_be_killed() -> None:
 def children(pid: int) -> list[int]:
     """Processes that a process has started."""
     return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@in_loop
+async def test_a_starter_that_is_killed_is_followed_by_another_one() -> None:
+    async with started(where) as processes:
+        await processes.run("where", {}, 30.0, Bounds(cores=1))
+        first = processes._pid
+        os.kill(first, 9)
+        await asyncio.to_thread(os.waitid, os.P_PID, first, os.WEXITED | os.WNOWAIT)
+        ran = await processes.run("where", {}, 30.0, Bounds(cores=1))
+        assert ran is not None and ran.text == f"[{CORES[0]}] 1"
+        assert processes._pid != first

@@ -8,6 +8,7 @@ import pytest
 
 from libra.envs import FunctionEnvironment, run_grader
 from libra.errors import RewardFault
+from libra.types import Late
 
 gate = threading.Event()
 
@@ -53,6 +54,9 @@ def raises(completion):
         (lambda completion: "1.0", "'1.0' (str)"),
         (lambda completion: [1.0], "[1.0] (list)"),
         (lambda completion: 10**400, "too large"),
+        (lambda completion: Late(fast=10**400), "too large"),
+        (lambda completion: Late(fast="1"), "a number cannot be read"),
+        (lambda completion: Late(offset=float("nan")), "provisionally"),
         (lambda completion: exit(1), "SystemExit"),
     ],
 )
