@@ -20,8 +20,8 @@ def check_services(config: RunConfig, environment: Environment) -> None:
     Raises
     ------
     ConfigError
-        A name that ``services.named`` has not, a late reward in a run that takes none, a function that cannot be imported or called
-        so, or a chat template that is missing.
+        A name that ``services.named`` has not, a late reward in a run that takes none or whose tool workers may end before,
+        or a function that cannot be imported or called so.
     ModelError
         A model is missing or damaged, or no reward model where one is needed.
     """
@@ -40,6 +40,12 @@ def check_services(config: RunConfig, environment: Environment) -> None:
             raise ConfigError(
                 f"{use.where}: service {use.service!r} with late: true, and trainer.late=off takes no late rewards; type "
                 "trainer.late=correct, wait or drop, or late: false"
+            )
+        if use.late and config.cluster.tool_workers_most is not None:
+            raise ConfigError(
+                f"{use.where}: service {use.service!r} with late: true, and cluster.tool_workers_most="
+                f"{config.cluster.tool_workers_most} ends tool workers that idle, with the answers that are still to come; type "
+                "cluster.tool_workers_most=null, or late: false"
             )
 
 

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from libra import events
 from libra.config import RunConfig
+from libra.driver.service_needs import check_services
 from libra.driver.session import Session
 from libra.envs import FunctionEnvironment
 from libra.errors import ConfigError, LibraError, ModelError
@@ -198,3 +199,15 @@ def test_what_can_never_be_asked_is_refused_before_anything_runs(
     with pytest.raises(kind, match=message), Session(config, environment=environment):
         pass
     assert not (tmp_path / "demo").exists()
+
+
+def test_a_late_answer_needs_a_worker_that_stays(make_config: Config, random_model: Path) -> None:
+    made = make_config(
+        services={"named": {"judge": {"model": str(random_model)}}},
+        trainer={"late": "correct"},
+        cluster={"tool_workers_most": 4},
+    )
+    late = FunctionEnvironment(prompts=prompts(), reward={"service": "judge", "late": True})
+    with pytest.raises(ConfigError, match=r"cluster\.tool_workers_most=4 ends tool workers that idle, .* type cluster"):
+        check_services(made, late)
+    check_services(made, FunctionEnvironment(prompts=prompts(), reward={"service": "judge"}))

@@ -14,7 +14,8 @@ from collections.abc import Iterator, Mapping
 REACHING = frozenset({
     "exec", "eval", "compile", "open", "globals", "locals", "vars", "getattr", "setattr", "delattr", "breakpoint", "input", "exit",
     "quit", "type", "super", "BaseException", "SystemExit", "KeyboardInterrupt", "GeneratorExit", "sys", "os", "gc", "inspect",
-    "builtins", "unittest", "pytest", "modules", "f_back", "f_globals", "f_locals", "tb_frame", "gi_frame", "cr_frame",
+    "builtins", "unittest", "pytest", "modules", "f_back", "f_globals", "f_locals", "f_builtins", "tb_frame", "gi_frame",
+    "cr_frame", "ag_frame",
 })  # fmt: skip
 """Names and attributes that an edit may use only where the library did already."""
 

@@ -90,6 +90,9 @@ BEFORE = {"a.py": "import math\n\n\ndef f(x):\n    return math.floor(x)\n"}
         "import math\n\n\ndef f(x):\n    return '{0.__globals__}'.format(f)\n",
         "import math\n\n\ndef f(x):\n    raise SystemExit\n",
         "def f(:\n",
+        "import math\ndef f(x):\n    match x:\n        case object(__class__=c):\n            return c\n",
+        "import math\nasync def g():\n    yield\ndef f(x):\n    return g().ag_frame\n",
+        "import math\ndef f(x):\n    return x.f_builtins\n",
     ],
 )
 def test_an_edit_that_could_reach_the_tests_is_found(text):
