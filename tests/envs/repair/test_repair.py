@@ -76,6 +76,13 @@ def test_tests_cannot_be_edited_and_edits_do_not_reach_them(world):
     assert graded(world, prompt, state) == 0.0
 
 
+def test_a_right_repair_that_could_reach_the_tests_earns_nothing(world):
+    prompt, task, (old, new) = solved(world)
+    state = edited(world, prompt, old, new)
+    state["edited"][task.path] += "\nimport gc\n"
+    assert graded(world, prompt, state) == 0.0
+
+
 def test_a_forged_pass_earns_nothing(world):
     prompt, task, _ = solved(world)
     forged = task.files[task.path] + "\nimport os\nos.write(3, b'{}')\nos._exit(0)\n"
