@@ -67,7 +67,7 @@ class GymnasiumText(ReplayedGame):
             raise ConfigError(
                 f"environment.args.id: gymnasium makes no {id!r} with {self.args} ({error_text(error)}); type e.g. FrozenLake-v1"
             ) from error
-        space = game.action_space
+        space: Any = game.action_space
         self.takes_text = isinstance(space, gymnasium.spaces.Text)
         if not self.takes_text and not isinstance(space, gymnasium.spaces.Discrete):
             raise ConfigError(

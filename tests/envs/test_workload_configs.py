@@ -29,7 +29,9 @@ def test_two_cores_and_gpus_have_a_configuration_each(workload: str, repository:
             pytest.importorskip(NEEDED[name])
         args = dict(config.environment.args) | ({"isolation": "best"} if name in ("repair", "python_tests") else {})
         prompts = [make_environment(name, args, 0).prompt("train", index) for index in range(3)]
-        assert len({prompt.messages[-1]["content"] for prompt in prompts}) > (name not in ("gymnasium", "textarena"))
+        assert all(prompt.messages[-1]["content"] for prompt in prompts)
+        if name not in ("gymnasium", "textarena"):  # games may begin alike
+            assert len({prompt.messages[-1]["content"] for prompt in prompts}) > 1
 
 
 @pytest.mark.parametrize(

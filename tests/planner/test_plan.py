@@ -96,9 +96,7 @@ def test_a_teacher_has_a_gpu_of_its_own_and_no_step_is_over_before_it_has_scored
 def test_a_teacher_that_fits_nowhere_is_refused() -> None:
     with pytest.raises(PlanError, match=r"planner.num_gpus: 2, .* type planner.num_gpus=3"):
         plan(snapshot(2, teacher=Teacher(load_shape("Qwen3-0.6B"))))
-    with pytest.raises(
-        PlanError, match=r"distil.teacher: the weights of Qwen2.5-72B-Instruct take 145 GB.* 80 GB|8[0-9] GB"
-    ):
+    with pytest.raises(PlanError, match=r"distil.teacher: the weights of Qwen2.5-72B-Instruct take 145 GB.* 8[0-9] GB"):
         plan(snapshot(teacher=Teacher(load_shape("Qwen2.5-72B-Instruct"))))
 
 
