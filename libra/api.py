@@ -108,7 +108,7 @@ def train(
     _check_started_by(config, client)
     if agent is not None:
         settings = {**settings, _agent_field(agent, tools): agent}
-        reward = own_reward if reward is None and environment is None else reward
+        reward = own_reward if reward is None and prompts is not None and environment is None else reward
     values = _sections(settings)
     values.setdefault("model", {})["path"] = settings.get(
         "model__path", str(model) if isinstance(model, Path) else model
