@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from libra.config import config_from_dict
+from libra.envs.retries import NEVER
 from libra.errors import ToolFault, Unstorable
 from libra.events.reports import FoundEndedReport
 from libra.rollout.chat_format import load_chat_format
@@ -54,7 +55,12 @@ def make_runner(
 
     def make() -> tuple[QuantumRunner, Serving]:
         spec = SimpleNamespace(
-            config=config, epoch=0, turn_seed=lambda tid, turn, draw: 0, groups_dir=tmp_path, directory=tmp_path
+            back_off=NEVER,
+            config=config,
+            epoch=0,
+            turn_seed=lambda tid, turn, draw: 0,
+            groups_dir=tmp_path,
+            directory=tmp_path,
         )
         context: Any = SimpleNamespace(
             environment=environment,

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from libra.config import config_from_dict
+from libra.envs.retries import NEVER
 from libra.envs.tool_arithmetic import ToolArithmetic
 from libra.rollout.chat_format import load_chat_format
 from libra.store.trajectory_journal import Journal
@@ -66,6 +67,7 @@ def test_it_ends_with_one_version(
     given = {"run": {"eta": 1}, "staleness": {"versions": "one" if one else "many"}, "rollout": {"max_new_tokens": 200}}
     config = config_from_dict(given)
     spec = SimpleNamespace(
+        back_off=NEVER,
         config=config,
         epoch=0,
         directory=tmp_path,

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from libra.config import config_from_dict
 from libra.config.effects import ignored_settings
+from libra.envs.retries import NEVER
 from libra.envs.tool_arithmetic import ToolArithmetic
 from libra.errors import ConfigError, EngineError
 from libra.events.reports import QuantumReport
@@ -80,7 +81,7 @@ class Played:
         environment, seeds = ToolArithmetic(), dict[int, int]()
         with tempfile.TemporaryDirectory() as directory:
             spec = SimpleNamespace(
-                config=config, epoch=0, directory=Path(directory), groups_dir=Path(directory),
+                back_off=NEVER, config=config, epoch=0, directory=Path(directory), groups_dir=Path(directory),
                 turn_seed=lambda tid, turn, draw: seeds.setdefault(turn, len(seeds) + 7),
             )  # fmt: skip
             context: Any = SimpleNamespace(
