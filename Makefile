@@ -9,7 +9,8 @@ PYTEST_ARGS ?=
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-# One process runs the tests and its Dask workers bring their own threads.
+# As many processes run the tests, a file of them at a time; their Dask workers bring their own threads.
+TEST_PROCESSES ?= 2
 TEST_THREADS ?= 1
 
 .DEFAULT_GOAL := help
@@ -70,8 +71,8 @@ algorithms: setup ## train the quick start's model with five algorithms, reward 
 math-tools: setup-model setup-vllm ## train a real model, SmolLM2-135M, on arithmetic with a calculator, through vLLM (SEED=0)
 	$(BIN)/python workflows/math_tools.py run.seed=$(SEED)
 
-test: setup ## run all tests (PYTEST_ARGS="-k name")
-	OMP_NUM_THREADS=$(TEST_THREADS) TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest $(PYTEST_ARGS)
+test: setup ## run all tests (PYTEST_ARGS="-k name" TEST_PROCESSES=2, 0 for a debugger)
+	OMP_NUM_THREADS=$(TEST_THREADS) TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile $(PYTEST_ARGS)
 
 # Outside the repository: frameworks whose pins fit neither Libra's nor each other's.
 AGENT_VENVS ?= $(HOME)/.cache/libra/agents

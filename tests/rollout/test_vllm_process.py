@@ -24,7 +24,9 @@ END = "from libra.rollout.vllm_scheduler import _die_with_parent; _die_with_pare
 
 
 @pytest.mark.skipif(not is_installed(), reason="vllm is not installed here: make setup-vllm")
-@pytest.mark.parametrize(("parent", "output", "code"), [(os.getpid(), "lives\n", 0), (1, "", -signal.SIGKILL)])
+@pytest.mark.parametrize(
+    ("parent", "output", "code"), [(os.getpid(), "lives\n", 0), (1, "", -signal.SIGKILL)], ids=["lives", "dead"]
+)
 def test_an_engine_whose_worker_died_while_the_model_loaded_ends(parent: int, output: str, code: int) -> None:
     """Its parent is then another process than the one that started it."""
     environment = {**os.environ, PARENT: str(parent)}

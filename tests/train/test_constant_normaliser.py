@@ -44,7 +44,7 @@ def batches(trajectory):
     return (short, long), ([short[0], long[0]], [short[1], long[1]])
 
 
-@pytest.mark.parametrize(("mode", "depends"), zip(MODES, (True, False, False, False), strict=True))
+@pytest.mark.parametrize(("mode", "depends"), list(zip(MODES, (True, False, False, False), strict=True)))
 def test_only_the_mean_over_tokens_depends_on_the_composition_of_batches(replica, batches, mode, depends) -> None:
     made = replica(torch.float64, aggregation=mode, **MODES[mode])
     alike, mixed = (sum(gradient(made, batch) for batch in composition) for composition in batches)
@@ -82,7 +82,7 @@ def test_a_batch_of_fewer_trajectories_takes_a_smaller_step_only_with_a_constant
         assert ratio == pytest.approx(1.0 if mode == "constant" else 2.0, rel=1e-9), mode
 
 
-@pytest.mark.parametrize(("mode", "less"), zip(MODES, (1.0, 125 / 51, 1.0, 1.0), strict=True))
+@pytest.mark.parametrize(("mode", "less"), list(zip(MODES, (1.0, 125 / 51, 1.0, 1.0), strict=True)))
 def test_tokens_of_long_failures_weigh_less_only_by_the_mean_over_each_sequence(mode, less) -> None:
     options = (
         {"horizon_tokens": 64.0}
