@@ -242,7 +242,7 @@ class TrainerSection(Section):
     2 x layers x experts per token bytes per token in records and engines."""
     balance_experts: bool = False
     """Choose which trajectories share a micro-batch so that the load of the experts is even, by recorded routes (`routes` replay).
-    The result changes only by the rounding of sums."""
+    With shared prompts, a row then holds samples of several. The result changes only by the rounding of sums."""
     gradient_checkpointing: bool = False
     """Keep only each layer's input and recompute the rest in the backward pass: less memory, about a third more
     compute."""

@@ -1,19 +1,20 @@
 """Rows in which samples of one group share their prompt: its tokens pass through the model once, not once per sample.
 
-Shape legend: R rows, W width of a row in tokens. A shared row is ``prompt, rest of sample 1, rest of sample 2, ...``; the
-rest of a sample is what follows the prompt, up to its last action token.
+Shape legend: R rows, W width of a row in tokens. A shared row is ``prompt, rest of sample 1, rest of sample 2, ...``, and may go on
+with another prompt and its samples; the rest of a sample is what follows the prompt, up to its last action token.
 
 Invariants
 ----------
 1. A token sees its prompt and its own sample up to itself, and nothing else; positions continue the prompt's. So its hidden
    state equals that in a row of its own, up to rounding.
-2. Samples share a row only if their tokens before the first action are equal, compared one by one, and each is one sequence.
+2. Samples share a prompt only if their tokens before the first action are equal, compared one by one, and each is one sequence.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -61,22 +62,39 @@ def share_rows(
     return rows, alone
 
 
+def shared_tokens(row: Sequence[Sample]) -> list[int]:
+    """Tokens of each sample of a shared row that are those of the prompt before it, and not repeated."""
+    found = [0]
+    for before, sample in pairwise(row):
+        prompt = sample.num_prompt_tokens
+        same = prompt == before.num_prompt_tokens and np.array_equal(
+            before.token_ids[:prompt], sample.token_ids[:prompt]
+        )
+        found.append(prompt if same else 0)
+    return found
+
+
 def row_tokens(row: Sequence[Sample]) -> int:
     """Tokens of a shared row."""
-    prompt = row[0].num_prompt_tokens
-    return prompt + sum(sample.num_tokens - prompt for sample in row)
+    return sum(sample.num_tokens - shared for sample, shared in zip(row, shared_tokens(row), strict=True))
 
 
 def attention_mask(rows: Sequence[Sequence[Sample]], width: int) -> NDArray[np.bool_]:
     """The attention mask (R, 1, W, W), True where a token of the third axis reads one of the fourth; padding reads padding."""
-    part_RW = np.full((len(rows), width), -1, dtype=np.int64)  # 0 the prompt, 1, 2, ... the samples, -1 padding
+    part_RW = np.full((len(rows), width), -1, dtype=np.int64)  # prompts and rests of samples, counted; -1 padding
+    prompt_RW = part_RW.copy()  # the part of the prompt
     for number, row in enumerate(rows):
-        start = row[0].num_prompt_tokens
-        part_RW[number, :start] = 0
-        for part, sample in enumerate(row, start=1):
+        start = part = prompt = 0
+        for sample, shared in zip(row, shared_tokens(row), strict=True):
+            if not shared:
+                part, prompt = part + 1, part + 1
+                end = start + sample.num_prompt_tokens
+                part_RW[number, start:end] = prompt_RW[number, start:end] = prompt
+                start = end
+            part += 1
             end = start + sample.num_tokens - sample.num_prompt_tokens
-            part_RW[number, start:end] = part
+            part_RW[number, start:end], prompt_RW[number, start:end] = part, prompt
             start = end
-    asked_RW1, read_R1W = part_RW[:, :, None], part_RW[:, None, :]
-    sees = (read_R1W == asked_RW1) | ((read_R1W == 0) & (asked_RW1 > 0))
+    read_R1W = part_RW[:, None, :]
+    sees = (read_R1W == part_RW[:, :, None]) | (read_R1W == prompt_RW[:, :, None])
     return (sees & np.tri(width, dtype=np.bool_))[:, None]

@@ -25,14 +25,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from libra.errors import TrainError
-from libra.train.expert_balance import balanced_parts, loads_of
-from libra.train.prompt_sharing import attention_mask, row_tokens, share_rows
+from libra.train.even_micro_batches import Limits, Row, even_micro_batches
+from libra.train.prompt_sharing import attention_mask, row_tokens, share_rows, shared_tokens
 from libra.train.row_packing import FillRows, fill_rows
 from libra.train.samples import Sample
 from libra.train.sequences import Packed
 from libra.train.taught_tokens import TaughtTokens, taught_tokens
 
-Row = list[Sample]
 MORE_FRAC = 0.125
 """Share by which even loads of experts may raise the number of micro-batches; at least two."""
 
@@ -132,13 +131,9 @@ def pack(
     plain = [[rest[index] for index in row] for row in fill([sample.num_tokens for sample in rest], row_limit)]
     of_shared, of_plain = _cut(shared, row_tokens, micro_batch_tokens), _cut(plain, _tokens, micro_batch_tokens)
     if num_experts:
-
-        def filled(part: list[Row]) -> list[Row]:
-            lengths = [_tokens(unit) for unit in part]
-            return [[sample for index in row for sample in part[index]] for row in fill(lengths, row_limit)]
-
-        of_shared = _even(shared, of_shared, row_tokens, list, num_experts, micro_batch_tokens)
-        of_plain = _even([[sample] for sample in rest], of_plain, _tokens, filled, num_experts, micro_batch_tokens)
+        limits = Limits(row_limit, micro_batch_tokens, fill)
+        of_shared = _even([sample for row in shared for sample in row], of_shared, row_tokens, limits, num_experts)
+        of_plain = _even(rest, of_plain, _tokens, limits, num_experts)
     return [
         *(_micro_batch(rows, row_tokens(rows[0]), logp_dtype, share=True) for rows in of_shared),
         *(_micro_batch(rows, _tokens(rows[0]), logp_dtype, share=False) for rows in of_plain),
@@ -161,36 +156,16 @@ def _cut(rows: list[Row], width: Callable[[Row], int], micro_batch_tokens: int) 
 
 
 def _even(
-    units: list[Row],
-    given: list[list[Row]],
-    width: Callable[[Row], int],
-    rows_of: Callable[[list[Row]], list[Row]],
-    num_experts: int,
-    micro_batch_tokens: int,
+    samples: list[Sample], given: list[list[Row]], width: Callable[[Row], int], limits: Limits, num_experts: int
 ) -> list[list[Row]]:
-    """``units`` (rows, or single samples) as micro-batches of even loads: as many as ``given``, or up to `MORE_FRAC` more where
-    that is too tight; ``given`` itself where routes are missing or it stays so."""
-    if len(given) < 2 or any(sample.routes is None for unit in units for sample in unit):
+    """``samples`` as micro-batches of even loads, as many as ``given`` or up to `MORE_FRAC` more; ``given`` itself where routes are
+    missing or it does not come out."""
+    if len(given) < 2:
         return given
-    loads_SD = loads_of([_row_routes(unit) for unit in units], num_experts)
-    sizes = [width(unit) for unit in units]
-    for num_parts in range(len(given), min(len(given) + max(2, int(len(given) * MORE_FRAC)), len(units)) + 1):
-        made = []
-        for part in balanced_parts(loads_SD, sizes, num_parts):
-            rows = sorted(rows_of([units[index] for index in part]), key=width, reverse=True)
-            made += _cut(rows, width, micro_batch_tokens)
-        if len(made) == num_parts:
-            return made
-    return given
-
-
-def _row_routes(row: Row) -> NDArray[np.int16]:
-    """Routes of the tokens of a row, whose later samples share the prompt of the first if there are any."""
-    parts = []
-    for place, sample in enumerate(row):
-        assert sample.routes is not None, "checked for all units"
-        parts.append(sample.routes[sample.num_prompt_tokens if place else 0 :])
-    return np.concatenate(parts)
+    most = len(given) + max(2, int(len(given) * MORE_FRAC))
+    share = width is row_tokens
+    made = even_micro_batches(samples, share=share, limits=limits, num_experts=num_experts, most=most)
+    return given if made is None else [sorted(rows, key=width, reverse=True) for rows in made]
 
 
 def _micro_batch(rows: list[list[Sample]], width: int, logp_dtype: torch.dtype, *, share: bool) -> MicroBatch:
@@ -199,9 +174,9 @@ def _micro_batch(rows: list[list[Sample]], width: int, logp_dtype: torch.dtype, 
     action_at: list[NDArray[np.int64]] = []
     num_tokens = 0
     for number, row in enumerate(rows):
-        start = 0
-        for place, sample in enumerate(row):
-            skipped = sample.num_prompt_tokens if share and place else 0  # the row begins with it
+        start = begins = 0  # of the sample, and of its prompt
+        for sample, skipped in zip(row, shared_tokens(row) if share else [0] * len(row), strict=True):
+            begins = begins if skipped else start
             end = start + sample.num_tokens - skipped
             token_ids_RW[number, start:end] = sample.token_ids[skipped:]
             # Numbered up to the end of the row, padding included; the next sequence overwrites its part.
@@ -209,7 +184,7 @@ def _micro_batch(rows: list[list[Sample]], width: int, logp_dtype: torch.dtype, 
             for begin in sample.starts:
                 position_ids_RW[number, start + begin :] = np.arange(width - start - begin)
             at = sample.action_at
-            at = np.where(at < skipped, at, at - skipped + start)
+            at = np.where(at < skipped, at + begins, at - skipped + start)
             action_at.append(at + number * width)
             start = end
         num_tokens += start
@@ -220,8 +195,7 @@ def _micro_batch(rows: list[list[Sample]], width: int, logp_dtype: torch.dtype, 
         routes_PLK = np.full((len(rows) * width, *recorded.shape[1:]), -1, np.int16)
         for number, row in enumerate(rows):
             start = number * width
-            for place, sample in enumerate(row):
-                skipped = sample.num_prompt_tokens if share and place else 0
+            for sample, skipped in zip(row, shared_tokens(row) if share else [0] * len(row), strict=True):
                 end = start + sample.num_tokens - skipped
                 if sample.routes is not None:
                     routes_PLK[start:end] = sample.routes[skipped:]

@@ -129,13 +129,13 @@ def gradients(replica: Replica, recorded) -> tuple[dict[str, torch.Tensor], floa
     return found, tally.sums["expert_ratio"] / tally.sums["expert_batches"], int(tally.sums["micro_batches"])
 
 
-@pytest.mark.parametrize(("share", "most"), [(False, 0.8), (True, 0.98)])
-def test_even_loads_change_no_gradient_and_cut_the_largest_by_a_fifth(make_replica, recorded, share, most) -> None:
-    layout = {"share_prompts": share, "max_row_tokens": 512, "micro_batch_tokens": 1024}
+@pytest.mark.parametrize(("share", "tokens"), [(False, 1024), (True, 512)])
+def test_even_loads_change_no_gradient_and_cut_the_largest_by_a_fifth(make_replica, recorded, share, tokens) -> None:
+    layout = {"share_prompts": share, "max_row_tokens": 512, "micro_batch_tokens": tokens}
     plain, ratio, batches = gradients(make_replica("float64", **layout), recorded)
     even, even_ratio, even_batches = gradients(make_replica("float64", **layout, balance_experts=True), recorded)
-    assert batches <= even_batches <= batches + 2
-    assert even_ratio < most * ratio, (ratio, even_ratio)
+    assert even_batches <= batches + 2
+    assert even_ratio <= 0.8 * ratio, (ratio, even_ratio)
     assert plain.keys() == even.keys()
     size = max(float(gradient.abs().max()) for gradient in plain.values())
     assert max(float((plain[name] - even[name]).abs().max()) for name in plain) <= 1e-12 * size

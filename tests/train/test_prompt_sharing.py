@@ -86,17 +86,28 @@ def test_every_sample_is_in_one_row_and_sees_its_prompt_and_itself(shapes, max_r
     for row in rows:
         assert len(row) > 1
         assert len({sample.token_ids[: sample.num_prompt_tokens].tobytes() for sample in row}) == 1
-        width = row_tokens(row) + 3
         assert row_tokens(row) <= max_row_tokens + len(row)  # an empty rest counts as one token
-        sees = attention_mask([row], width)[0, 0]
-        start = prompt = row[0].num_prompt_tokens
-        for sample in row:
-            end = start + sample.num_tokens - prompt
-            for place in range(start, end):
-                assert np.flatnonzero(sees[place]).tolist() == [*range(prompt), *range(start, place + 1)]
-            start = end
-        assert all(np.flatnonzero(sees[place]).tolist() == list(range(place + 1)) for place in range(prompt))
-        assert sees.any(axis=1).all()  # a row of the mask with nothing in it would be NaN
+        assert_each_sees_its_own(row)
+    assert_each_sees_its_own([sample for row in rows for sample in row] or alone[:1])  # several prompts in one row
+
+
+def assert_each_sees_its_own(row: list[Sample]) -> None:
+    width = row_tokens(row) + 3
+    sees = attention_mask([row], width)[0, 0]
+    end = 0
+    prompt, before = range(0), b""
+    for sample in row:
+        start = end
+        ids = sample.token_ids[: sample.num_prompt_tokens].tobytes()
+        if ids != before:
+            start = end + sample.num_prompt_tokens
+            prompt, before = range(end, start), ids
+            assert all(np.flatnonzero(sees[place]).tolist() == [*range(end, place + 1)] for place in prompt)
+        end = start + sample.num_tokens - sample.num_prompt_tokens
+        for place in range(start, end):
+            assert np.flatnonzero(sees[place]).tolist() == [*prompt, *range(start, place + 1)]
+    assert end == width - 3
+    assert sees.any(axis=1).all()  # a row of the mask with nothing in it would be NaN
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,106 @@
+"""Parts of even loads: every item once, no part too large, no dearer than given; as even as can be where that is known."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from libra.train.even_micro_batches import Limits, even_micro_batches
+from libra.train.even_parts import Items, even_parts
+from libra.train.expert_balance import loads_of
+from libra.train.prompt_sharing import row_tokens
+from libra.train.row_packing import fill_rows
+from libra.train.samples import Sample
+
+EXPERTS, LAYERS, TOP_K = 4, 2, 2
+
+
+def items_of(sizes: list[int], prompts: list[int], prompt_tokens: int, seed: int) -> Items:
+    rng = np.random.default_rng(seed)
+
+    def loads(tokens: list[int]) -> np.ndarray:
+        return loads_of([rng.integers(0, EXPERTS, (each, LAYERS, TOP_K)).astype(np.int16) for each in tokens], EXPERTS)
+
+    count = max(prompts) + 1
+    return Items(
+        loads(sizes), np.array(sizes), np.array(prompts), loads([prompt_tokens] * count),
+        np.full(count, prompt_tokens), LAYERS, TOP_K,
+    )  # fmt: skip
+
+
+def cost_of(items: Items, parts: list[list[int]]) -> tuple[float, list[int]]:
+    """The cost and the sizes of parts, from the definition."""
+    total, tokens = 0.0, []
+    for part in parts:
+        prompts = sorted({int(items.prompt_S[index]) for index in part})
+        loads = items.loads_SD[part].sum(0) + items.prompt_loads_GD[prompts].sum(0)
+        tokens.append(int(items.sizes_S[part].sum() + items.prompt_sizes_G[prompts].sum()))
+        total += loads.reshape(LAYERS, EXPERTS).max(1).mean() * EXPERTS / TOP_K + tokens[-1]
+    return total, tokens
+
+
+@given(
+    shapes=st.lists(st.tuples(st.integers(1, 30), st.integers(0, 4)), min_size=1, max_size=16),
+    prompt_tokens=st.integers(0, 20),
+    room=st.integers(50, 120),
+    seed=st.integers(0, 5),
+)
+def test_every_item_once_in_parts_that_fit_and_cost_no_more(shapes, prompt_tokens, room, seed) -> None:
+    items = items_of([size for size, _ in shapes], [prompt for _, prompt in shapes], prompt_tokens, seed)
+    start = fill_rows([size + prompt_tokens for size, _ in shapes], room)
+    parts, cost = even_parts(items, start, room, lambda part: len(part) < 6 or part in map(sorted, start))
+    before, after = cost_of(items, start), cost_of(items, parts)
+    assert sorted(index for part in parts for index in part) == list(range(len(shapes))) and all(parts)
+    assert max(after[1]) <= room
+    assert all(len(part) < 6 or part in map(sorted, start) for part in parts)
+    assert after[0] <= before[0] + 1e-6 and cost == pytest.approx(after[0])
+    assert even_parts(items, start, room, lambda part: len(part) < 6 or part in map(sorted, start)) == (parts, cost)
+
+
+def test_near_the_best_of_all_on_small_cases() -> None:
+    gained = possible = 0.0
+    for seed in range(12):
+        items = items_of([4, 6, 5, 9, 7, 3], [0, 0, 1, 1, 2, 2], 4, seed)
+        start = [[0, 2], [1, 4], [3, 5]]
+        capacity = 24
+        best = cost_of(items, start)[0]
+        for places in product(range(3), repeat=6):
+            parts = [part for number in range(3) if (part := [i for i in range(6) if places[i] == number])]
+            cost, sizes = cost_of(items, parts)
+            if max(sizes) <= capacity:
+                best = min(best, cost)
+        cost = even_parts(items, start, capacity, lambda _: True)[1]
+        assert cost >= best - 1e-6
+        gained, possible = gained + cost_of(items, start)[0] - cost, possible + cost_of(items, start)[0] - best
+    assert gained > 0.75 * possible > 0
+
+
+def samples_of(prompts: int, each: int, prompt_tokens: int, rest: int) -> list[Sample]:
+    """Samples whose prompt decides their experts: no two prompts have one in common."""
+    made = []
+    for prompt, number in product(range(prompts), range(each)):
+        ids = np.concatenate([np.full(prompt_tokens, prompt), np.arange(rest) + 100 * number])
+        at = np.arange(prompt_tokens - 1, len(ids))
+        chosen = np.array([2 * prompt, 2 * prompt + 1], np.int16)
+        routes = np.broadcast_to(chosen, (len(ids), LAYERS, TOP_K)).copy()
+        logp, current = np.zeros(len(at), np.float32), np.ones(len(at), np.bool_)
+        made.append(Sample(ids, at, at, logp, current, 1.0, routes=routes))
+    return made
+
+
+@pytest.mark.parametrize(("prompt_tokens", "parted"), [(4, True), (100, False)])
+def test_samples_of_a_prompt_are_parted_where_that_costs_less_than_it_gains(prompt_tokens, parted) -> None:
+    samples = samples_of(2, 4, prompt_tokens, 20)  # of one prompt: all tokens on half of the experts
+    limits = Limits(prompt_tokens + 80, 2 * prompt_tokens + 96, fill_rows)  # four samples of one prompt, or two of each
+    made = even_micro_batches(samples, share=True, limits=limits, num_experts=EXPERTS, most=4)
+    assert made is not None
+    assert sorted(id(sample) for rows in made for row in rows for sample in row) == sorted(map(id, samples))
+    for rows in made:
+        assert sum(map(row_tokens, rows)) <= max(map(row_tokens, rows)) * len(rows) <= limits.micro_batch_tokens
+        both = {int(sample.token_ids[0]) for row in rows for sample in row}
+        assert (len(both) == 2) is parted
+    assert even_micro_batches(samples, share=True, limits=limits, num_experts=EXPERTS, most=1) is None
