@@ -8,6 +8,7 @@ import itertools
 import json
 import logging
 import os
+import signal
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -21,6 +22,10 @@ logger = logging.getLogger(__name__)
 
 _LINE_BYTES = 8 << 20
 """More than a result of `runner.MAX_RESULT_BYTES` takes, each byte of which may become 6 in JSON."""
+IMPORT_S = 180.0
+"""Seconds that the import of an agent's function may take."""
+_LATE_S = 10.0
+"""Seconds after these at which the program is killed, if it has not said where its import is."""
 _NOT_INHERITED = ("VIRTUAL_ENV", "PYTHONHOME")
 
 
@@ -35,10 +40,14 @@ class AgentProcesses:
         A command line in its place.
     venv : Path or None
         Their virtual environment; None: that of this process.
+    import_s : float
+        Seconds that the import of the function may take.
     """
 
-    def __init__(self, *, function: str | None, command: str | None, venv: Path | None) -> None:
-        self._first = {"function": function, "command": command, "path": _import_path(venv)}
+    def __init__(
+        self, *, function: str | None, command: str | None, venv: Path | None, import_s: float = IMPORT_S
+    ) -> None:
+        self._first = {"function": function, "command": command, "path": _import_path(venv), "import_s": import_s}
         self._venv = venv
         self._program: asyncio.subprocess.Process | None = None
         self._reading: asyncio.Task[None] | None = None
@@ -79,7 +88,7 @@ class AgentProcesses:
             assert self._program.stdin is not None
             self._program.stdin.close()
             try:
-                await asyncio.wait_for(self._program.wait(), 5)
+                await asyncio.wait_for(self._program.wait(), 2 * runner.GRACE_S)
             except TimeoutError:
                 self._program.kill()
         if self._reading is not None:
@@ -106,18 +115,36 @@ class AgentProcesses:
         self._program = program
         self._send(self._first)
         assert program.stdout is not None
-        line = await program.stdout.readline()
-        answer = json.loads(line) if line else {"ready": False, "error": "its process ended"}
-        if not answer["ready"]:
+        wrong = await self._not_ready(python, program.stdout)
+        if wrong:
             self._program = None
             with contextlib.suppress(ProcessLookupError):
-                program.kill()
+                os.killpg(program.pid, signal.SIGKILL)  # its module may have started others, and it is not reaped yet
             await program.wait()
-            raise EnvironmentFault(
-                f"agent.function: {self._first['function']!r} cannot be imported by {python}: {answer['error']}; install what it "
-                "needs there, or type PYTHONPATH=DIRECTORY before libra"
-            )
+            raise EnvironmentFault(f"agent.function: {self._first['function']!r} {wrong}")
         self._reading = asyncio.create_task(self._read(program.stdout))
+
+    async def _not_ready(self, python: str, lines: asyncio.StreamReader) -> str:
+        """What is wrong with the import of the function, once that has ended; empty: nothing."""
+        import_s, stack = float(self._first["import_s"]), b""
+        try:
+            async with asyncio.timeout(import_s + _LATE_S):
+                line = await lines.readline()
+                if line.startswith(b"Timeout"):  # the stacks of its threads follow, and it ends
+                    stack = await lines.read()
+                    raise TimeoutError
+        except TimeoutError:
+            return (
+                f"was not imported within {import_s:g} s by {python}{_innermost(stack)}; move what takes so long "
+                "from the module's top level into the function"
+            )
+        answer = json.loads(line) if line else {"ready": False, "error": "its process ended"}
+        if answer["ready"]:
+            return ""
+        return (
+            f"cannot be imported by {python}: {answer['error']}; install what it needs there, or type PYTHONPATH=DIRECTORY before "
+            "libra"
+        )
 
     async def _read(self, lines: asyncio.StreamReader) -> None:
         """Tell of each end; once the program itself has ended, of that of all its agents, and the next one starts it again."""
@@ -131,6 +158,13 @@ class AgentProcesses:
         self._running.clear()
         for ended in lost:
             ended(Ended(None, "the program that runs agents has ended", lost=True))
+
+
+def _innermost(stacks: bytes) -> str:
+    """Where the main thread is, as `faulthandler` tells of it last: the place itself, and what called it."""
+    frames = [line.strip() for line in stacks.decode(errors="replace").rpartition("Thread 0x")[2].splitlines()]
+    own = [frame for frame in frames if frame.startswith("File ") and "<frozen " not in frame][:3]
+    return f": it was at {', called at '.join(own)}" if own else ""
 
 
 def _import_path(venv: Path | None) -> list[str]:

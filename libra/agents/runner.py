@@ -7,13 +7,18 @@ It reads lines of JSON from its standard input and writes lines of JSON to its s
     {"ended": 7, "result": ..., "error": null}   the child has ended: what it returned, or why it failed
 
 The end of the input ends every child, and so does the end of this program. A function is imported once, before the first fork,
-so an agent begins within milliseconds. It is called with those of ``prompt`` (text of the last user message), ``messages``,
+so an agent begins within milliseconds. Between this program and each agent stands a process of that agent alone, its *keeper*: what
+the agent starts and leaves behind, in whatever session, comes to the keeper (Linux), which kills it at the agent's end. A keeper
+that was killed or stopped leaves them to this program. So nothing outlives its agent, and no agent loses what another one started.
+
+A function is called with those of ``prompt`` (text of the last user message), ``messages``,
 ``facts``, ``base_url``, ``api_key`` and the facts' own names that it takes, and may be async. A command reads the task from its
 standard input; its result is the last line that it prints, as JSON if it is any.
 """
 
 import contextlib
 import ctypes
+import faulthandler
 import importlib
 import inspect
 import json
@@ -21,15 +26,24 @@ import os
 import select
 import shlex
 import signal
+import socket
+import struct
 import sys
 import tempfile
+import time
 import traceback
 
 MAX_RESULT_BYTES = 1 << 20
 MAX_ERROR_CHARS = 2000
 MAX_LEVELS = 64
 CHUNK_BYTES = 1 << 16
-PR_SET_PDEATHSIG = 1
+KILL_S = 2.0
+"""Seconds that a keeper may take to kill all of its agent's processes."""
+GRACE_S = 3.0
+"""Seconds after which a keeper that was told to end is killed, because it was stopped for example."""
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+ENDED = struct.Struct("=i?")
+"""What a keeper tells of its agent: its wait status, and whether none of its processes is left."""
 
 
 def load(name):
@@ -76,55 +90,89 @@ def call(function, task, env):
 
 
 class Child:
-    def __init__(self, number, pid, pipe, errors):
-        self.number, self.pid = number, pid
+    """An agent, as this program sees it: ``pid`` is its keeper's, and ``line`` leads to that."""
+
+    def __init__(self, number, pid, line, pipe, errors):
+        self.number, self.pid, self.line = number, pid, line
         self.pipes = {
             pipe: MAX_RESULT_BYTES,
             errors: 4 * MAX_ERROR_CHARS,
         }  # those that have not ended; how much is kept of each
         self.pipe, self.errors = pipe, errors
         self.data = {pipe: b"", errors: b""}
+        self.kill_s = None  # when its keeper is killed, once it was told to end
+
+
+def prctl(option, value):
+    """prctl(2) on Linux; nothing elsewhere."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(option, value)
 
 
 def end_with(parent):
     """Have this process killed when its parent ends, however that does (Linux); elsewhere it ends by itself."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
 
 
-def start(number, function, command, env, task, answers):
-    """Fork a child; in the child this does not return."""
+def start(number, begin, answers, children):
+    """Fork a keeper, whose child calls ``begin`` with the pipe of its result; in these this does not return."""
     pipe, write = os.pipe()
     errors, log = os.pipe()
-    parent = os.getpid()
+    line, end = socket.socketpair()
     pid = os.fork()
     if pid:
         for mine, theirs in ((pipe, write), (errors, log)):
             os.close(theirs)
             os.set_blocking(mine, False)
-        return Child(number, pid, pipe, errors)
-    code = 1
+        end.close()
+        line.setblocking(False)
+        return Child(number, pid, line, pipe, errors)
     try:
-        os.setsid()
-        end_with(parent)
         os.close(answers.fileno())  # whose end tells the worker that this program has ended
+        line.close()
+        for child in children.values():  # whose keepers are told by the end of their line
+            child.line.close()
+        for mine in (pipe, errors, *(each for child in children.values() for each in child.pipes)):
+            os.close(mine)
+        os.dup2(log, 2)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        keep(end, (write, log), begin)
+    except BaseException:  # noqa: BLE001 - nothing of this process may go on in the caller
+        traceback.print_exc()
+    finally:
+        os._exit(1)
+
+
+def keep(end, pipes, begin):
+    """The keeper: start the agent, and kill all that it started once it has ended, or this program wants it or is gone."""
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    wake = wake_pipe()
+    keeper = os.getpid()
+    agent = os.fork()
+    if agent == 0:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        os.environ.update(env)
-        os.dup2(log, 2)
-        if command:
-            given = tempfile.TemporaryFile()  # noqa: SIM115 - the command's standard input
-            given.write(json.dumps(task).encode())
-            given.seek(0)
-            os.dup2(given.fileno(), 0)
-            os.dup2(write, 1)
-            os.execvp(command[0], command)
-        null = os.open(os.devnull, os.O_RDONLY)
-        os.dup2(null, 0)
-        os.dup2(2, 1)
-        text = call(function, task, env).encode()
+        end.close()
+        os.setsid()
+        end_with(keeper)
+        become(begin, pipes[0])
+    for each in pipes:
+        os.close(each)
+    while not has_ended(agent) and end.fileno() not in waiting((end.fileno(), wake)):
+        drain(wake)
+    status, clean = end_children(agent)
+    with contextlib.suppress(OSError):
+        end.send(ENDED.pack(status, clean))
+    os._exit(0)
+
+
+def become(begin, write):
+    """The agent: do what ``begin`` does, and write what it returns."""
+    code = 1
+    try:
+        text = begin(write).encode()
         sys.stdout.flush()
         while text:
             text = text[os.write(write, text) :]
@@ -137,6 +185,83 @@ def start(number, function, command, env, task, answers):
         with contextlib.suppress(Exception):
             sys.stderr.flush()
         os._exit(code)
+
+
+def beginning(function, command, env, task):
+    """What an agent does, given the pipe of its result: call the function, or become the command."""
+
+    def begin(write):
+        os.environ.update(env)
+        if command:
+            given = tempfile.TemporaryFile()  # noqa: SIM115 - the command's standard input
+            given.write(json.dumps(task).encode())
+            given.seek(0)
+            os.dup2(given.fileno(), 0)
+            os.dup2(write, 1)
+            os.execvp(command[0], command)
+        os.dup2(2, 1)
+        return call(function, task, env)
+
+    return begin
+
+
+def wake_pipe():
+    """A pipe in which a byte comes whenever a child of this process ends."""
+    wake, write = os.pipe()
+    os.set_blocking(wake, False)
+    os.set_blocking(write, False)
+    signal.set_wakeup_fd(write)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    return wake
+
+
+def drain(wake):
+    """Take what is in a pipe."""
+    with contextlib.suppress(BlockingIOError):
+        while os.read(wake, 4096):
+            pass
+
+
+def has_ended(agent):
+    """Whether the agent has ended, which is not reaped: its pid, and that of its group, are its own until then. Others are."""
+    while True:
+        found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if found is None or found.si_pid == agent:
+            return found is not None
+        os.waitpid(found.si_pid, 0)
+
+
+def own_children():
+    """Children of this process: those that it forked, and those that came to it."""
+    try:
+        with open(f"/proc/self/task/{os.getpid()}/children", encoding="ascii") as file:  # noqa: PTH123
+            return [int(word) for word in file.read().split()]
+    except OSError:  # not Linux: nothing comes to it
+        return []
+
+
+def end_children(agent=0):
+    """Kill the children of this process, and what comes to it from them; the agent's status, and whether none is left.
+
+    Only children are killed, whose pids are theirs until this process reaps them. The group of the agent goes at once.
+    """
+    status = 0
+    if agent:
+        kill_group(agent)
+    until_s = time.monotonic() + KILL_S
+    while time.monotonic() < until_s:
+        for pid in {agent, *own_children()} - {0}:
+            kill(pid)
+        try:
+            pid = -1
+            while pid:
+                pid, ended_with = os.waitpid(-1, os.WNOHANG)
+                if pid and pid == agent:
+                    status, agent = ended_with, 0
+        except ChildProcessError:
+            return status, True
+        time.sleep(0.001)
+    return status, False
 
 
 def read(child, pipe):
@@ -162,16 +287,25 @@ def levels(value):
     return depth
 
 
-def ended(child, status, command):
-    """The message about a child that has ended, and its children with it."""
-    kill(child)
+def ended(child, keepers, command):
+    """The message about a child, whose keeper has ended with the status ``keepers``; and whether none of its processes is left."""
     for pipe in list(child.pipes):
-        for _ in range(2 * MAX_RESULT_BYTES // CHUNK_BYTES):  # more than a pipe holds; a grandchild may hold it open
+        for _ in range(2 * MAX_RESULT_BYTES // CHUNK_BYTES):  # more than a pipe holds; what is left may hold it open
             if pipe in child.pipes:
                 read(child, pipe)
     for pipe in child.pipes:
         os.close(pipe)
-    code = os.waitstatus_to_exitcode(status)
+    try:
+        told = child.line.recv(ENDED.size)
+    except OSError:
+        told = b""
+    child.line.close()
+    status, clean = ENDED.unpack(told) if len(told) == ENDED.size else (keepers, False)
+    return {"ended": child.number, **outcome(child, os.waitstatus_to_exitcode(status), command)}, clean
+
+
+def outcome(child, code, command):
+    """What a child returned, or why it failed."""
     text = child.data[child.pipe].decode(errors="replace").strip()
     result, error = None, None
     if code:
@@ -185,7 +319,7 @@ def ended(child, status, command):
                 result = last
         except (ValueError, RecursionError):
             result = last
-    return {"ended": child.number, "result": result, "error": error}
+    return {"result": result, "error": error}
 
 
 def main():
@@ -195,85 +329,134 @@ def main():
     function = None
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
     if command is None:
+        faulthandler.dump_traceback_later(given["import_s"], exit=True, file=answers)  # a module may hang in C
         try:
             function = load(given["function"])
         except BaseException as error:  # noqa: BLE001 - the boundary to the user's module
             answers.write(json.dumps({"ready": False, "error": f"{type(error).__name__}: {error}"}) + "\n")
             return
+        finally:
+            faulthandler.cancel_dump_traceback_later()
     answers.write(json.dumps({"ready": True}) + "\n")
-    children = {}  # type: ignore[var-annotated]
+    runner = Runner(function, command, answers)
     try:
-        serve(function, command, answers, children)
+        runner.serve()
     finally:
-        for child in children.values():
-            kill(child)
+        runner.close()
 
 
-def serve(function, command, answers, children):
-    """Start and end children until the input ends."""
-    wake_read, wake_write = os.pipe()
-    os.set_blocking(wake_read, False)
-    os.set_blocking(wake_write, False)
-    signal.set_wakeup_fd(wake_write)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    rest = b""
-    while True:
-        ready = waiting((0, wake_read, *(pipe for child in children.values() for pipe in child.pipes)))
-        for child in children.values():
-            for pipe in ready & child.pipes.keys():
-                read(child, pipe)
-        if wake_read in ready:
-            with contextlib.suppress(BlockingIOError):
-                while os.read(wake_read, 4096):
-                    pass
-            reap(command, answers, children)
-        if 0 in ready:
-            data = os.read(0, 1 << 16)
-            if not data:
-                return
-            *lines, rest = (rest + data).split(b"\n")
-            for line in lines:
-                obey(json.loads(line), function, command, children, answers)
+class Runner:
+    """Starts and ends agents. ``own``: what the function's module has started, which is no agent's."""
+
+    def __init__(self, function, command, answers):
+        self.function, self.command, self.answers = function, command, answers
+        self.children = {}  # by the pid of their keeper
+        self.own = set(own_children())
+        self.unclean = False  # processes of an agent may have come to this one
+
+    def serve(self):
+        """Until the input ends."""
+        wake, rest = wake_pipe(), b""
+        while True:
+            pipes = [pipe for child in self.children.values() for pipe in child.pipes]
+            ready = waiting((0, wake, *pipes), self.until_s())
+            for child in self.children.values():
+                for pipe in ready & child.pipes.keys():
+                    read(child, pipe)
+            if wake in ready:
+                drain(wake)
+                self.reap()
+            self.end_late()
+            if 0 in ready:
+                data = os.read(0, 1 << 16)
+                if not data:
+                    return
+                *lines, rest = (rest + data).split(b"\n")
+                for line in lines:
+                    self.obey(json.loads(line))
+
+    def until_s(self):
+        """Seconds until a keeper is to be killed; None: there is none."""
+        times = [child.kill_s for child in self.children.values() if child.kill_s is not None]
+        return max(0.0, min(times) - time.monotonic()) if times else None
+
+    def obey(self, message):
+        """Start a child, or kill one."""
+        if "start" not in message:
+            for child in self.children.values():
+                if child.number == message["stop"]:
+                    stop(child)
+            return
+        begin = beginning(self.function, self.command, message["env"], message["task"])
+        child = start(message["start"], begin, self.answers, self.children)
+        self.children[child.pid] = child
+
+    def reap(self):
+        """Tell of every child that has ended."""
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+                if not pid:
+                    break
+                self.own.discard(pid)
+                child = self.children.pop(pid, None)
+                if child is not None:
+                    message, clean = ended(child, status, self.command)
+                    self.unclean |= not clean
+                    self.answers.write(json.dumps(message) + "\n")
+        if self.unclean:  # every other one's keeper lives, and has what is theirs
+            strangers = set(own_children()) - self.children.keys() - self.own
+            for pid in strangers:
+                kill(pid)
+            self.unclean = bool(strangers)  # their end wakes this program, when their own children have come to it
+
+    def end_late(self):
+        """Kill the keepers that have not ended in time."""
+        now_s = time.monotonic()
+        for child in self.children.values():
+            if child.kill_s is not None and child.kill_s <= now_s:
+                kill(child.pid)
+                child.kill_s = None
+
+    def close(self):
+        """End every child."""
+        for child in self.children.values():
+            stop(child)
+        until_s = time.monotonic() + GRACE_S
+        with contextlib.suppress(ChildProcessError):
+            while self.children and time.monotonic() < until_s:
+                self.children.pop(os.waitpid(-1, os.WNOHANG)[0], None)
+                time.sleep(0.001)
+        end_children()
 
 
-def waiting(descriptors):
-    """Those of which something can be read, once there are any; of any number, which select cannot."""
+def waiting(descriptors, timeout_s=None):
+    """Those of which something can be read, once there are any, or none after the timeout; of any number, which select cannot."""
     poll = select.poll()
     for each in descriptors:
         poll.register(each, select.POLLIN)
-    return {each for each, _ in poll.poll()}
+    return {each for each, _ in poll.poll(None if timeout_s is None else 1000 * timeout_s + 1)}
 
 
-def reap(command, answers, children):
-    """Tell of every child that has ended."""
-    while True:
-        try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return
-        if not pid:
-            return
-        child = children.pop(pid, None)
-        if child is not None:
-            answers.write(json.dumps(ended(child, status, command)) + "\n")
+def stop(child):
+    """Have a child and all that it started killed by its keeper."""
+    with contextlib.suppress(OSError):
+        child.line.shutdown(socket.SHUT_WR)
+    child.kill_s = time.monotonic() + GRACE_S
 
 
-def obey(message, function, command, children, answers):
-    """Start a child, or kill one."""
-    if "start" in message:
-        child = start(message["start"], function, command, message["env"], message["task"], answers)
-        children[child.pid] = child
-        return
-    for child in children.values():
-        if child.number == message["stop"]:
-            kill(child)
-
-
-def kill(child):
-    """End a child and what it started."""
+def kill(pid):
+    """Kill a child of this process, which has not been reaped."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(child.pid, signal.SIGKILL)
+        os.kill(pid, signal.SIGKILL)
+
+
+def kill_group(pid):
+    """Kill the group of a child of this process, which has not been reaped."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
 
 
 if __name__ == "__main__":

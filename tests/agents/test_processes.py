@@ -4,24 +4,48 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import stat
 import sys
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from libra.agents.processes import AgentProcesses
 from libra.agents.session import Ended
+from libra.errors import EnvironmentFault
 from libra.worker.agent_quanta import _reward
 
 AGENT = f"""{sys.executable} -c 'import os; exec(os.environ["WHAT"])'"""
 TASK: dict[str, Any] = {"messages": [], "facts": {}}
 
 
-def with_agents(test: Callable[[AgentProcesses], Awaitable[None]]) -> None:
+LEAVES = """
+import ctypes, signal
+{first}
+ready, said = os.pipe()
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        mark = os.open(os.environ["MARK"], os.O_WRONLY)
+        os.write(mark, b"here")
+        os.write(said, b"x")
+        signal.pause()
+    os._exit(0)
+os.wait()
+os.read(ready, 1)
+ctypes.CDLL(None).prctl(1, 0)
+{then}
+"""
+"""An agent that leaves a process in a session of its own; that has the pipe at MARK open as long as it lives."""
+
+
+def with_agents(test: Callable[[AgentProcesses], Awaitable[None]], **options: Any) -> None:
     async def run() -> None:
-        processes = AgentProcesses(function=None, command=AGENT, venv=None)
+        processes = AgentProcesses(**({"function": None, "command": AGENT, "venv": None} | options))
         try:
             await test(processes)
         finally:
@@ -91,6 +115,65 @@ def test_a_program_that_is_started_again_does_not_lose_the_agents_of_the_next_on
         await late.wait()
 
     with_agents(test)
+
+
+async def left_at(
+    processes: AgentProcesses, mark: Path, first: str, then: str
+) -> tuple[int, asyncio.Future[Ended], int]:
+    """Start an agent that leaves a process; its number, its end, and the pipe that ends with that process."""
+    os.mkfifo(mark)
+    ended: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
+    what = LEAVES.format(first=first, then=then)
+    number = await processes.start({"WHAT": what, "MARK": str(mark)}, TASK, ended.set_result)
+    pipe = await asyncio.to_thread(os.open, mark, os.O_RDONLY)
+    assert await asyncio.to_thread(os.read, pipe, 4) == b"here"
+    return number, ended, pipe
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere what leaves its session leaves its agent")
+def test_what_an_agent_leaves_ends_with_it_and_not_with_another_one(tmp_path: Path) -> None:
+    stops, pauses = "os.kill(os.getppid(), signal.SIGSTOP)", "signal.pause()"
+    ways = {  # what it does first and last, and whether that ends it
+        "it ends": ("", "", True),
+        "it fails": ("", "raise SystemExit(3)", True),
+        "it is stopped": ("", pauses, False),
+        "it stops its keeper": (stops, pauses, False),
+        "it kills its keeper": ("", f"os.kill(os.getppid(), signal.SIGKILL); {pauses}", True),
+    }
+
+    async def test(processes: AgentProcesses) -> None:
+        _, others_end, other = await left_at(processes, tmp_path / "other", "", pauses)
+        os.set_blocking(other, False)
+        for way, (first, then, ends) in ways.items():
+            number, ended, pipe = await left_at(processes, tmp_path / way, first, then)
+            if ends:
+                assert ((await asyncio.wait_for(ended, 60)).error is None) == (way == "it ends"), way
+            else:
+                processes.stop(number)
+            assert await asyncio.wait_for(asyncio.to_thread(os.read, pipe, 1), 60) == b"", way
+            with pytest.raises(BlockingIOError):  # what the other one left lives
+                os.read(other, 1)
+            os.close(pipe)
+        assert not others_end.done()
+        os.set_blocking(other, True)
+        await processes.close()
+        assert await asyncio.wait_for(asyncio.to_thread(os.read, other, 1), 60) == b""
+        os.close(other)
+
+    with_agents(test)
+
+
+def test_a_module_that_hangs_at_import_is_told_with_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "hanging.py").write_text("import ctypes\n\nctypes.PyDLL(None).pause()  # with the interpreter's lock\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    async def test(processes: AgentProcesses) -> None:
+        with pytest.raises(
+            EnvironmentFault, match=r"'hanging:run' was not imported within 0.5 s .*hanging.py\", line 3"
+        ):
+            await processes.prepare()
+
+    with_agents(test, function="hanging:run", command=None, import_s=0.5)
 
 
 def test_a_reward_too_large_for_a_float_is_infinite_which_no_grader_takes() -> None:
