@@ -324,7 +324,11 @@ def outcome(child, code, command):
 
 def main():
     given = json.loads(sys.stdin.readline())
-    sys.path[:0] = given["path"]
+    here = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120 - as the interpreter puts it there
+    sys.path[:] = [
+        *given["path"],
+        *(entry for entry in sys.path if entry != here),
+    ]  # whose `requests` is none of theirs
     command = shlex.split(given["command"]) if given.get("command") else None
     function = None
     answers = os.fdopen(os.dup(1), "w", buffering=1)

@@ -7,6 +7,7 @@ import math
 import os
 import stat
 import sys
+import venv
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,8 @@ def with_agents(test: Callable[[AgentProcesses], Awaitable[None]], **options: An
 
 async def end_of(processes: AgentProcesses, what: str) -> Ended:
     ended: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
-    await processes.start({"WHAT": what}, TASK, ended.set_result)
+    env = {"WHAT": what, "OPENAI_BASE_URL": "", "OPENAI_API_KEY": ""}
+    await processes.start(env, TASK, ended.set_result)
     return await asyncio.wait_for(ended, 60)
 
 
@@ -174,6 +176,21 @@ def test_a_module_that_hangs_at_import_is_told_with_its_place(tmp_path: Path, mo
             await processes.prepare()
 
     with_agents(test, function="hanging:run", command=None, import_s=0.5)
+
+
+def test_an_agent_with_an_environment_of_its_own_imports_the_modules_of_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    venv.create(tmp_path / "bare", symlinks=True, with_pip=False)
+    (packages,) = (tmp_path / "bare" / "lib").glob("python*/site-packages")
+    (packages / "requests.py").write_text("")
+    (tmp_path / "asking.py").write_text("import requests\n\n\ndef run():\n    return requests.__file__\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    async def test(processes: AgentProcesses) -> None:
+        assert (await end_of(processes, "")).result == str(packages / "requests.py")
+
+    with_agents(test, function="asking:run", command=None, venv=tmp_path / "bare")
 
 
 def test_a_reward_too_large_for_a_float_is_infinite_which_no_grader_takes() -> None:
