@@ -10,12 +10,13 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from libra.agents import runner
 from libra.agents.session import Ended
+from libra.child_environment import child_environment
 from libra.errors import EnvironmentFault
 
 logger = logging.getLogger(__name__)
@@ -26,7 +27,6 @@ IMPORT_S = 180.0
 """Seconds that the import of an agent's function may take."""
 _LATE_S = 10.0
 """Seconds after these at which the program is killed, if it has not said where its import is."""
-_NOT_INHERITED = ("VIRTUAL_ENV", "PYTHONHOME")
 
 
 class AgentProcesses:
@@ -40,15 +40,23 @@ class AgentProcesses:
         A command line in its place.
     venv : Path or None
         Their virtual environment; None: that of this process.
+    env : sequence of str
+        Variables that they are given beside those of `libra.child_environment`; ConfigError from `start` if one is not set.
     import_s : float
         Seconds that the import of the function may take.
     """
 
     def __init__(
-        self, *, function: str | None, command: str | None, venv: Path | None, import_s: float = IMPORT_S
+        self,
+        *,
+        function: str | None,
+        command: str | None,
+        venv: Path | None,
+        env: Sequence[str] = (),
+        import_s: float = IMPORT_S,
     ) -> None:
         self._first = {"function": function, "command": command, "path": _import_path(venv), "import_s": import_s}
-        self._venv = venv
+        self._venv, self._env = venv, tuple(env)
         self._program: asyncio.subprocess.Process | None = None
         self._reading: asyncio.Task[None] | None = None
         self._numbers = itertools.count()
@@ -100,7 +108,7 @@ class AgentProcesses:
 
     async def _start_program(self) -> None:
         python = sys.executable if self._venv is None else str(self._venv / "bin" / "python")
-        env = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
+        env = child_environment(self._env, where="agent.env")
         if self._venv is not None:
             env |= {"VIRTUAL_ENV": str(self._venv), "PATH": f"{self._venv / 'bin'}{os.pathsep}{env.get('PATH', '')}"}
         else:

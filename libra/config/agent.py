@@ -8,7 +8,7 @@ from typing import Annotated
 from pydantic import Field
 
 from libra.config.own_parts import OwnPart
-from libra.config.section import AtLeastOne, Section
+from libra.config.section import AtLeastOne, Section, VariableNames
 
 
 class AgentSection(Section):
@@ -22,6 +22,9 @@ class AgentSection(Section):
     input; its result is the last line that it prints. None: there is no agent, or it is a `function`."""
     venv: Annotated[Path, Field(strict=False)] | None = None
     """Virtual environment of the agent, whose packages need not fit Libra's. None: Libra's own."""
+    env: VariableNames = ()
+    """Names of environment variables that agents are given beside those that they always have (docs/security.md), e.g.
+    `[SEARCH_API_KEY]`. Each must be set where workers run."""
     timeout_s: Annotated[float, Field(gt=0)] = 3600.0
     """Seconds after its start at which an agent is killed; its trajectory fails with class `timeout`. Time in which the model
     writes or other trajectories have its slot counts."""

@@ -6,6 +6,11 @@ from collections.abc import Iterator
 
 from libra.config.models import RunSections
 
+GATEWAY_VARIABLES = frozenset({
+    "OPENAI_BASE_URL", "OPENAI_API_BASE", "OPENAI_API_KEY", "ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY", "LIBRA_GATEWAY_URL",
+})  # fmt: skip
+"""Variables that each agent is given for itself (`libra.agents.gateway`)."""
+
 
 def agent_contradictions(config: RunSections) -> Iterator[str]:
     """A message for each contradiction."""
@@ -14,6 +19,8 @@ def agent_contradictions(config: RunSections) -> Iterator[str]:
         yield "agent.command: there is an agent.function, and a trajectory has one agent; leave either out"
     if not agent.given:
         return
+    if set_here := sorted(set(agent.env) & GATEWAY_VARIABLES):
+        yield f"agent.env: {set_here[0]} is what agents find the model by, and set for each of them; leave it out"
     if rollout.ignore_eos:
         yield (
             "rollout.ignore_eos: an agent reads turns that end by themselves; type rollout.ignore_eos=false, or leave "

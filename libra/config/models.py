@@ -17,7 +17,7 @@ from libra.config.agent import AgentSection
 from libra.config.distil import DistilSection
 from libra.config.own_parts import OwnOr, OwnPart
 from libra.config.planner import PlannerSection
-from libra.config.section import AtLeastOne, AtLeastZero, Section
+from libra.config.section import AtLeastOne, AtLeastZero, Section, VariableNames
 from libra.config.services import ServicesSection
 from libra.config.simulation import RUN_POLICIES, SimulationSection
 from libra.config.slurm import SlurmRolloutJobs, SlurmSection, SlurmToolJobs, SlurmTrainJobs
@@ -86,6 +86,9 @@ class EnvironmentSection(Section):
     tools: dict[Literal["mcp"], Annotated[str, Field(min_length=1)]] = {}
     """Tool servers, whose tools come beside the environment's own: `{mcp: COMMAND}` starts COMMAND once on each worker and speaks
     MCP on its standard input and output."""
+    tools_env: VariableNames = ()
+    """Names of environment variables that tool servers are given beside those that they always have (docs/security.md), e.g.
+    `[SEARCH_API_KEY]`. Each must be set where workers run, and where the run is started."""
 
 
 class RolloutSection(Section):

@@ -8,6 +8,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 AtLeastZero = Annotated[int, Field(ge=0)]
 AtLeastOne = Annotated[int, Field(ge=1)]
+VariableNames = Annotated[tuple[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], ...], Field(strict=False)]
+"""Names of environment variables."""
 
 
 class Section(BaseModel):

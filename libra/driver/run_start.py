@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from libra import keys
+from libra.child_environment import child_environment
 from libra.config import RunConfig, dump_config, resolve_model
 from libra.config.resume_changes import check_unchanged
 from libra.driver.chat_template import ChatTemplate, LoadedTemplate
@@ -140,6 +141,7 @@ def prepare(request: RunRequest, exits: ExitStack, start: ExitStack) -> RunStart
     if config.planner.replan:
         check_runnable(config)
     if started_here:
+        child_environment(config.agent.env, where="agent.env")
         check_engine(config)
     check_tools(config, environment, started_here=started_here)
     check_services(config, environment)

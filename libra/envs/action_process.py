@@ -33,19 +33,15 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+from libra.child_environment import THREAD_VARIABLES
 from libra.envs.retries import Refused, refused
 from libra.envs.sandbox.cgroups import ControlGroup, can_make_groups
 from libra.errors import ToolFault
 
 logger = logging.getLogger(__name__)
 
-THREAD_VARIABLES = (
-    "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS", "VECLIB_MAXIMUM_THREADS",
-    "RAYON_NUM_THREADS",
-)  # fmt: skip
-"""Variables by which libraries decide how many threads they use; each is the number of cores of the call."""
 CORES_VARIABLE = "LIBRA_CORES"
-"""The same for tools: how many cores this call has."""
+"""How many cores this call has, as `THREAD_VARIABLES` say for libraries."""
 _LENGTH = struct.Struct("!Q")
 MOST_BYTES = 64 << 20
 PROCESSES = 512

@@ -2,7 +2,8 @@
 
 Invariants
 ----------
-1. A process has at most one server for each command, whatever runs use it; it ends with its last environment, or with the process.
+1. A process has at most one server for each command and its variables, whatever runs use it; it ends with its last environment, or
+   with the process.
 2. A call whose server ended is a failure that the model does not read (`ToolFault`); the next call starts a new server.
 3. Calls of several trajectories are under way at once, as far as the server takes them.
 """
@@ -12,19 +13,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
-import os
 import shlex
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
+from libra.child_environment import child_environment
 from libra.envs.environment import Environment
 from libra.envs.tool import Tool
 from libra.errors import ConfigError, ToolFault
 from libra.untrusted import error_text
 
+ENV_SETTING = "environment.tools_env"
 EXTRA = "pip install 'libra-rl[mcp]'"
 START_S = 180.0
 IDLE_S = 60.0
@@ -32,24 +34,25 @@ IDLE_S = 60.0
 TIMEOUT_S = 60.0
 """Wall seconds of a call."""
 MOST_TOOLS = 4096
-_servers: dict[str, McpServer] = {}
+_servers: dict[tuple[str, tuple[str, ...]], McpServer] = {}
 _lock = threading.Lock()
 
 
 class _Life:
     """One process of a server: a task, because `mcp` wants a connection ended by the task that began it. Made in the loop."""
 
-    def __init__(self, command: str) -> None:
+    def __init__(self, command: str, env: Sequence[str]) -> None:
         self.ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self.stop, self.called = asyncio.Event(), False
-        self.task = asyncio.ensure_future(self._live(command))
+        self.task = asyncio.ensure_future(self._live(command, env))
 
-    async def _live(self, command: str) -> None:
+    async def _live(self, command: str, env: Sequence[str]) -> None:
         from mcp import Client, StdioServerParameters
 
         try:
             program, *words = shlex.split(command)
-            async with Client(StdioServerParameters(command=program, args=words, env=dict(os.environ))) as client:
+            given = child_environment(env, where=ENV_SETTING)
+            async with Client(StdioServerParameters(command=program, args=words, env=given)) as client:
                 self.ready.set_result(client)
                 while not self.stop.is_set():
                     with contextlib.suppress(TimeoutError):
@@ -65,11 +68,17 @@ class _Life:
 class McpServer:
     """A server of one command, which a thread of its own talks to; it is started when something is asked of it."""
 
-    def __init__(self, command: str) -> None:
-        self.command, self.users, self.starts = command, 0, 0
+    def __init__(self, command: str, env: Sequence[str] = ()) -> None:
+        self.command, self.env = command, tuple(env)
+        self.users, self.starts = 0, 0
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="libra-mcp", daemon=True).start()
         self._life: _Life | None = None
+
+    @property
+    def key(self) -> tuple[str, tuple[str, ...]]:
+        """What one process has once."""
+        return self.command, self.env
 
     def tools(self) -> list[Any]:
         """What it offers, as `mcp` describes it; ConfigError if it cannot be started."""
@@ -132,7 +141,7 @@ class McpServer:
 
     def _alive(self) -> _Life:
         if self._life is None or self._life.task.done():
-            self._life = _Life(self.command)
+            self._life = _Life(self.command, self.env)
             self.starts += 1
         return self._life
 
@@ -146,21 +155,24 @@ class McpServer:
                 await asyncio.wait_for(asyncio.shield(life.task), 10.0)
 
 
-def with_mcp_tools(environment: Environment, command: str) -> Environment:
-    """A copy of ``environment`` that has the tools of a server beside its own.
+def with_mcp_tools(environment: Environment, command: str, env: Sequence[str] = ()) -> Environment:
+    """A copy of ``environment`` that has the tools of a server beside its own; ``env`` names variables that the server is given
+    beside those of `libra.child_environment`.
 
     Raises
     ------
     ConfigError
-        The package is not installed, the server cannot be started, or one of its tools has the name of another tool.
+        The package is not installed, one of ``env`` is not set, the server cannot be started, or one of its tools has the name of
+        another tool.
     """
     try:
         import mcp  # noqa: F401
     except ImportError as error:
         raise ConfigError(f"environment.tools.mcp: the package mcp is not installed ({error}); type {EXTRA}") from error
+    child_environment(env, where=ENV_SETTING)
     with _lock:
-        server = _servers.get(command) or McpServer(command)
-        _servers[command] = server
+        server = _servers.get((command, tuple(env))) or McpServer(command, env)
+        _servers[server.key] = server
         server.users += 1
     try:
         offered = server.tools()
@@ -192,7 +204,7 @@ def _left(server: McpServer) -> bool:
     with _lock:
         server.users -= 1
         if server.users == 0:
-            _servers.pop(server.command, None)
+            _servers.pop(server.key, None)
         return server.users == 0
 
 

@@ -86,7 +86,7 @@ class Agents:
         self._context, self._chat = context, chat
         agent = self._agent = context.spec.config.agent
         self.gateway = Gateway()
-        self.processes = AgentProcesses(function=agent.function, command=agent.command, venv=agent.venv)
+        self.processes = AgentProcesses(function=agent.function, command=agent.command, venv=agent.venv, env=agent.env)
         self._live: dict[TrajectoryId, _Live] = {}
         self._left = asyncio.Event()
         self._sweeping: asyncio.Task[None] | None = None

@@ -131,7 +131,7 @@ class RunSpec(RunFiles):
         if environment is None:
             environment = make_environment(section.name, dict(section.args), self.config.run.seed)
         if "mcp" in section.tools and not self.config.agent.given:
-            environment = with_mcp_tools(environment, section.tools["mcp"])
+            environment = with_mcp_tools(environment, section.tools["mcp"], section.tools_env)
         if self.config.rollout.tool_format is not None:
             environment.tool_format = self.config.rollout.tool_format
         return check_state(environment)

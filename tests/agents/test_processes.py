@@ -14,9 +14,12 @@ from typing import Any
 
 import pytest
 
+from libra.agents.gateway import Gateway
 from libra.agents.processes import AgentProcesses
 from libra.agents.session import Ended
-from libra.errors import EnvironmentFault
+from libra.config import config_from_dict
+from libra.config.agent_checks import GATEWAY_VARIABLES
+from libra.errors import ConfigError, EnvironmentFault
 from libra.worker.agent_quanta import _reward
 
 AGENT = f"""{sys.executable} -c 'import os; exec(os.environ["WHAT"])'"""
@@ -117,6 +120,30 @@ def test_a_program_that_is_started_again_does_not_lose_the_agents_of_the_next_on
         await late.wait()
 
     with_agents(test)
+
+
+def test_an_agent_has_variables_by_name_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    secret = ["HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "SLURM_JOB_ID", "LIBRA_ANYTHING"]
+    for name in [*secret, "SEARCH_API_KEY", "LC_ALL", "https_proxy"]:
+        monkeypatch.setenv(name, "C")
+
+    async def test(processes: AgentProcesses) -> None:
+        seen = (await end_of(processes, "import json; print(json.dumps(dict(os.environ)))")).result
+        assert not seen.keys() & set(secret)
+        assert {"SEARCH_API_KEY", "LC_ALL", "https_proxy", "PATH", "OPENAI_BASE_URL"} <= seen.keys()
+
+    with_agents(test, env=["SEARCH_API_KEY"])
+
+
+def test_a_variable_that_is_not_set_is_told_before_anything_runs() -> None:
+    async def test(processes: AgentProcesses) -> None:
+        with pytest.raises(ConfigError, match=r"agent\.env: NOT_SET: not set .* type export NOT_SET=\.\.\."):
+            await processes.prepare()
+
+    with_agents(test, env=["PATH", "NOT_SET"])
+    with pytest.raises(ConfigError, match=r"agent\.env: OPENAI_API_KEY is what agents find the model by"):
+        config_from_dict({"agent": {"command": "x", "env": ["OPENAI_API_KEY"]}})
+    assert Gateway().environ("token").keys() == GATEWAY_VARIABLES
 
 
 async def left_at(

@@ -51,6 +51,7 @@ LAYERS: dict[str, dict[str, str]] = {
         "taught": "what is kept of the distributions of teacher and student",
         "errors": "the tree of errors",
         "untrusted": "the border for what models and tools wrote: storable inside, harmless when shown",
+        "child_environment": "what programs of users get of the environment",
         "named_parts": "objects that a configuration names as package.module:attribute",
         "model_loader": "a run's model and tokenizer, built by transformers or by a part of the user's own",
         "keys": "Dask keys and resource names",

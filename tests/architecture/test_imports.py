@@ -9,7 +9,18 @@ import pytest
 
 Imports = Callable[[str, str], list[tuple[int, str]]]
 
-FOUNDATION = {"types", "errors", "untrusted", "keys", "events", "config", "hardware", "traces", "seals"}
+FOUNDATION = {
+    "types",
+    "errors",
+    "untrusted",
+    "keys",
+    "events",
+    "config",
+    "hardware",
+    "traces",
+    "seals",
+    "child_environment",
+}
 """Value types, errors, names and settings: everybody may import these."""
 
 ALLOWED: dict[str, set[str]] = {
@@ -32,6 +43,7 @@ ALLOWED: dict[str, set[str]] = {
     "model_loader": {"errors", "named_parts"},
     "orderings": {"errors", "named_parts", "policy", "types"},
     "untrusted": {"types"},
+    "child_environment": {"errors"},
     "keys": {"errors"},
     "config": {"errors", "keys", "types", "hardware"},
     "traces": {"errors", "types"},

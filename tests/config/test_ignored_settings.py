@@ -52,6 +52,8 @@ OTHER: dict[str, Any] = {
     "rollout.max_turns": 3,
     "trainer.max_row_tokens": 256,
     "environment.tools": {"mcp": "python my_server.py"},
+    "environment.tools_env": ("NAME",),
+    "agent.env": ("NAME",),
 }
 # What makes fields legal together; the cross-field checks refuse some values alone.
 WITH: dict[str, dict[str, Any]] = {
@@ -181,6 +183,7 @@ def values_to_walk(looked_at: str) -> tuple[Any, ...]:
         "agent.function": (None, "mine.agents:agent"),
         "agent.command": (None, "python agent.py"),
         "services.named": ({}, {"judge": {"model": "a/judge"}}),
+        "environment.tools": ({}, {"mcp": "python my_server.py"}),
         "environment.retries": (0, 5),
     }
     return extra.get(looked_at) or enum_of(looked_at)

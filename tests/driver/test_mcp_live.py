@@ -46,5 +46,5 @@ def test_the_shipped_model_calls_a_tool_of_a_server(repository: Path, tmp_path: 
 def _servers(command: str) -> int:
     from libra.envs import mcp_tools
 
-    server = mcp_tools._servers.get(command)
+    server = mcp_tools._servers.get((command, ()))
     return 0 if server is None else server.starts

@@ -20,6 +20,7 @@ from libra.types import ToolCall, ToolStatus
 from libra.worker.run_spec import RunSpec
 
 SERVER = f"{sys.executable} {Path(__file__).parents[1] / 'support' / 'mcp_calculator.py'}"
+OFFERED = ["add", "fail", "pid", "variable", "die"]
 
 
 @pytest.fixture
@@ -35,7 +36,7 @@ def test_its_tools_are_beside_the_environments_own(plain):
     async def play():
         both = with_mcp_tools(plain, SERVER)
         try:
-            assert [tool.name for tool in both.tools] == ["calculator", "add", "fail", "pid", "die"]
+            assert [tool.name for tool in both.tools] == ["calculator", *OFFERED]
             assert [tool.name for tool in plain.tools] == ["calculator"]
             assert both.tool_schemas[1]["function"]["parameters"]["required"] == ["a", "b"]
             returns = await asyncio.gather(*(called(both, "add", a=number, b=1) for number in range(20)))
@@ -72,8 +73,33 @@ def test_one_server_for_a_process_and_another_after_a_crash(plain):
 def test_a_run_names_it_in_its_configuration(tmp_path):
     config = config_from_dict({"environment": {"tools": {"mcp": SERVER}}})
     environment = RunSpec("run", 0, tmp_path, "", config).make_environment()
-    assert [tool.name for tool in environment.tools] == ["calculator", "add", "fail", "pid", "die"]
+    assert [tool.name for tool in environment.tools] == ["calculator", *OFFERED]
     asyncio.run(environment.close())
+
+
+def test_it_has_variables_by_name_and_no_others(plain, monkeypatch):
+    for name in ("HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "SEARCH_API_KEY"):
+        monkeypatch.setenv(name, "secret")
+
+    async def play():
+        without, given = with_mcp_tools(plain, SERVER), with_mcp_tools(plain, SERVER, ("SEARCH_API_KEY",))
+        try:
+            seen = {}
+            for name in ("HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "SEARCH_API_KEY", "PATH"):
+                seen[name] = [(await called(each, "variable", key=name)).content for each in (without, given)]
+        finally:
+            await without.close()
+            await given.close()
+        path = [os.environ["PATH"]] * 2
+        hidden = ["none", "none"]
+        assert seen == {
+            "HF_TOKEN": hidden, "AWS_SECRET_ACCESS_KEY": hidden, "SEARCH_API_KEY": ["none", "secret"], "PATH": path,
+        }  # fmt: skip
+
+    asyncio.run(play())
+    with pytest.raises(ConfigError, match=r"environment\.tools_env: NOT_SET: not set .* type export NOT_SET=\.\.\."):
+        with_mcp_tools(plain, SERVER, ("PATH", "NOT_SET"))
+    assert not mcp_tools._servers
 
 
 @pytest.mark.timeout(60)

@@ -28,6 +28,12 @@ def pid() -> int:
 
 
 @server.tool()
+def variable(key: str) -> str:
+    """A variable of its environment."""
+    return os.environ.get(key, "none")
+
+
+@server.tool()
 def die() -> str:
     """Ends the server."""
     os._exit(3)

@@ -27,6 +27,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from libra.child_environment import chosen
 from libra.envs.sandbox.cgroups import ControlGroup
 from libra.envs.sandbox.levels import Level, Limits, command, reserve_uid
 
@@ -146,7 +147,7 @@ class Session:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 cwd="/" if self.level is Level.BUBBLEWRAP else self._work,
-                env={"PATH": os.environ.get("PATH", os.defpath)},
+                env={"PATH": os.defpath} | chosen({"PATH"} & os.environ.keys()),
                 pass_fds=(inside_requests, inside_answers),
                 start_new_session=True,
             ).result()

@@ -1,0 +1,53 @@
+"""The environment of programs that Libra starts for a user's agent, tool server or sandbox: variables by name, and no others.
+
+A worker's own environment has keys that are nobody's business there: of clouds, of hubs, of trackers, of Slurm.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+
+from libra.errors import ConfigError
+
+THREAD_VARIABLES = (
+    "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS", "VECLIB_MAXIMUM_THREADS",
+    "RAYON_NUM_THREADS",
+)  # fmt: skip
+"""Variables by which libraries decide how many threads they use."""
+PROXIES = tuple(
+    spelt for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY") for spelt in (name, name.lower())
+)
+INHERITED = frozenset({
+    "PATH", "HOME", "USER", "LOGNAME", "SHELL", "TERM", "LANG", "LANGUAGE", "TZ", "TMPDIR",
+    "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME",
+    "PYTHONPATH", "LD_LIBRARY_PATH",  # modules and libraries are found where they are
+    "PYTHONHASHSEED", "PYTHONUTF8", "PYTHONIOENCODING",  # an agent that is started again does the same
+    "CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES",  # no more than the worker has
+    "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "NODE_EXTRA_CA_CERTS",
+    *PROXIES, *THREAD_VARIABLES,
+})  # fmt: skip
+"""What agents and tool servers get, where it is set; and every ``LC_...``."""
+
+
+def child_environment(more: Collection[str] = (), *, where: str = "") -> dict[str, str]:
+    """`INHERITED` as this process has it, and the variables in ``more``, which the setting ``where`` names.
+
+    Raises
+    ------
+    ConfigError
+        One of ``more`` is not set here.
+    """
+    names = [name for name in os.environ if name in INHERITED or name.startswith("LC_")]
+    return chosen([*names, *more], where=where)
+
+
+def chosen(names: Collection[str], *, where: str = "") -> dict[str, str]:
+    """These variables of this process; ConfigError, with the setting ``where``, if one is not set."""
+    unset = [name for name in names if name not in os.environ]
+    if unset:
+        raise ConfigError(
+            f"{where}: {', '.join(unset)}: not set in the environment of this process; type export {unset[0]}=... where Libra is "
+            f"started (on Slurm, where its workers are), or leave the name out of {where}"
+        )
+    return {name: os.environ[name] for name in names}
