@@ -2,10 +2,13 @@
 
 Invariants
 ----------
-1. A process has at most one server for each command and its variables, whatever runs use it; it ends with its last environment, or
+1. A process asks at most one server for each command and its variables, whatever runs use it; it ends with its last environment, or
    with the process.
 2. A call whose server ended is a failure that the model does not read (`ToolFault`); the next call starts a new server.
 3. Calls of several trajectories are under way at once, as far as the server takes them.
+4. A server that is stopped, or loops, is killed, and the next call starts another: it has to list its tools within `PROBE_S` once a
+   call has no answer after `DOUBT_S`, and to answer one of `MOST_UNANSWERED` such calls in a row. So one long call ends no others.
+5. After `MOST_LOST` servers in a row without an answer calls fail at once for `REST_S`, then one more is tried.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import logging
 import shlex
 import threading
 from collections.abc import Mapping, Sequence
@@ -26,6 +30,8 @@ from libra.envs.tool import Tool
 from libra.errors import ConfigError, ToolFault
 from libra.untrusted import error_text
 
+logger = logging.getLogger(__name__)
+
 ENV_SETTING = "environment.tools_env"
 EXTRA = "pip install 'libra-rl[mcp]'"
 START_S = 180.0
@@ -33,6 +39,10 @@ IDLE_S = 60.0
 """Seconds after which a process that was only asked for its tools ends, as on the driver."""
 TIMEOUT_S = 60.0
 """Wall seconds of a call."""
+DOUBT_S, PROBE_S = 50.0, 5.0
+"""Seconds of a call after which its server is asked whether it lives, and within which it has to answer."""
+MOST_UNANSWERED = 3
+MOST_LOST, REST_S = 3, 60.0
 MOST_TOOLS = 4096
 _servers: dict[tuple[str, tuple[str, ...]], McpServer] = {}
 _lock = threading.Lock()
@@ -42,8 +52,10 @@ class _Life:
     """One process of a server: a task, because `mcp` wants a connection ended by the task that began it. Made in the loop."""
 
     def __init__(self, command: str, env: Sequence[str]) -> None:
-        self.ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self.stop, self.called = asyncio.Event(), False
+        loop = asyncio.get_running_loop()
+        self.ready: asyncio.Future[Any] = loop.create_future()
+        self.stop, self.called, self.began_s = asyncio.Event(), False, loop.time()
+        self.unanswered = 0  # calls in a row that were given up, with no other one answered
         self.task = asyncio.ensure_future(self._live(command, env))
 
     async def _live(self, command: str, env: Sequence[str]) -> None:
@@ -74,6 +86,8 @@ class McpServer:
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="libra-mcp", daemon=True).start()
         self._life: _Life | None = None
+        self._lost, self._rests_until_s = 0, 0.0  # servers in a row that ended or were killed, with no call answered
+        self._ending: set[asyncio.Task[None]] = set()
 
     @property
     def key(self) -> tuple[str, tuple[str, ...]]:
@@ -99,7 +113,7 @@ class McpServer:
     def close(self) -> None:
         """End the server."""
         with contextlib.suppress(Exception):  # it may have ended by itself, in any way
-            self._submit(self._end(self._life)).result(10.0)
+            self._submit(self._end_all()).result(20.0)
         self._loop.call_soon_threadsafe(self._loop.stop)
 
     def _submit(self, work: Any) -> Future[Any]:
@@ -121,23 +135,87 @@ class McpServer:
         from mcp import MCPError
         from mcp.types import CONNECTION_CLOSED
 
+        self._check_rest()
         life = self._alive()
         life.called = True
+        calling = asyncio.ensure_future(self._asked(life, name, arguments))
         try:
-            client = await asyncio.shield(life.ready)
-            result = await client.call_tool(name, dict(arguments))
+            await asyncio.wait({calling}, timeout=DOUBT_S)
+            if not calling.done():
+                await self._doubt(life, calling)
+            result = await calling
         except MCPError as error:
             if error.error.code != CONNECTION_CLOSED:  # about the request: the model reads it
+                self._answered(life)
                 raise RuntimeError(error.error.message) from error
-            await self._end(life)
+            self._lose(life)
             raise ToolFault(f"the MCP server {self.command!r} ended during a call") from error
+        except ToolFault:
+            raise
         except Exception as error:  # boundary to the server's command
-            await self._end(life)
+            self._lose(life)
             raise ToolFault(f"the MCP server {self.command!r} failed: {error_text(error)}") from error
+        finally:
+            calling.cancel()
+        self._answered(life)
         text = "\n".join(getattr(part, "text", f"[{part.type}]") for part in result.content)
         if result.is_error:
             raise RuntimeError(text)
         return text
+
+    async def _asked(self, life: _Life, name: str, arguments: Mapping[str, Any]) -> Any:
+        return await (await asyncio.shield(life.ready)).call_tool(name, dict(arguments))
+
+    async def _doubt(self, life: _Life, calling: asyncio.Future[Any]) -> None:
+        """ToolFault if the server of a call that has waited for long does not answer at all; then it is killed."""
+        if not life.ready.done():
+            age_s = asyncio.get_running_loop().time() - life.began_s
+            if age_s > START_S:
+                self._lose(life)
+            raise ToolFault(f"the MCP server {self.command!r} does not answer since its start {age_s:.0f} s ago")
+        probe = asyncio.ensure_future(life.ready.result().list_tools(cache_mode="bypass"))
+        await asyncio.wait({probe, calling}, timeout=PROBE_S, return_when=asyncio.FIRST_COMPLETED)
+        silent = not probe.done() and not calling.done()
+        probe.add_done_callback(lambda done: done.cancelled() or done.exception())
+        probe.cancel()
+        if not calling.done():
+            life.unanswered += 1
+        if silent or life.unanswered >= MOST_UNANSWERED:
+            self._lose(life)
+            why = "nothing" if silent else f"none of {life.unanswered} calls in a row"
+            raise ToolFault(
+                f"the MCP server {self.command!r} answered {why} for {DOUBT_S:g} s, and is killed; the next call starts another"
+            )
+
+    def _answered(self, life: _Life) -> None:
+        life.unanswered, self._lost = 0, 0
+
+    def _lose(self, life: _Life) -> None:
+        """End a process that has ended or does not answer, unless another call did; the next call starts another."""
+        if self._life is not life:
+            return
+        self._life = None
+        self._lost += 1
+        if self._lost >= MOST_LOST:
+            self._rests_until_s = asyncio.get_running_loop().time() + REST_S
+            logger.error(
+                "%d servers in a row answered no call: the MCP server %r rests for %g s",
+                self._lost,
+                self.command,
+                REST_S,
+            )
+        ending = asyncio.ensure_future(self._end(life))
+        self._ending.add(ending)
+        ending.add_done_callback(self._ending.discard)
+
+    def _check_rest(self) -> None:
+        """ToolFault while no further server is started."""
+        left_s = self._rests_until_s - asyncio.get_running_loop().time()
+        if left_s > 0:
+            raise ToolFault(
+                f"the MCP server {self.command!r} was started {self._lost} times in a row without an answer to a call; it is tried "
+                f"again in {left_s:.0f} s: type the command by itself, and look at what it writes"
+            )
 
     def _alive(self) -> _Life:
         if self._life is None or self._life.task.done():
@@ -145,14 +223,17 @@ class McpServer:
             self.starts += 1
         return self._life
 
-    async def _end(self, life: _Life | None) -> None:
-        """End one process of the server, unless another call did; the next call starts another."""
-        if life is not None:
-            if self._life is life:
-                self._life = None
-            life.stop.set()
-            with contextlib.suppress(Exception):  # who waited for it was told
-                await asyncio.wait_for(asyncio.shield(life.task), 10.0)
+    async def _end_all(self) -> None:
+        life, self._life = self._life, None
+        await asyncio.gather(*self._ending, *([] if life is None else [self._end(life)]))
+
+    async def _end(self, life: _Life) -> None:
+        """End one process of the server; one that does not read is killed by `mcp`, after some seconds."""
+        life.stop.set()
+        if not life.ready.done():  # it is still being started
+            life.task.cancel()
+        with contextlib.suppress(Exception, asyncio.CancelledError):  # who waited for it was told
+            await asyncio.wait_for(asyncio.shield(life.task), 15.0)
 
 
 def with_mcp_tools(environment: Environment, command: str, env: Sequence[str] = ()) -> Environment:

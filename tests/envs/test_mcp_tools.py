@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
 pytest.importorskip("mcp", reason="pip install 'libra-rl[mcp]'")
@@ -20,7 +21,7 @@ from libra.types import ToolCall, ToolStatus
 from libra.worker.run_spec import RunSpec
 
 SERVER = f"{sys.executable} {Path(__file__).parents[1] / 'support' / 'mcp_calculator.py'}"
-OFFERED = ["add", "fail", "pid", "variable", "die"]
+OFFERED = ["add", "fail", "pid", "variable", "freeze", "hold", "die"]
 
 
 @pytest.fixture
@@ -75,6 +76,75 @@ def test_a_run_names_it_in_its_configuration(tmp_path):
     environment = RunSpec("run", 0, tmp_path, "", config).make_environment()
     assert [tool.name for tool in environment.tools] == ["calculator", *OFFERED]
     asyncio.run(environment.close())
+
+
+def test_a_server_that_is_stopped_is_killed_and_replaced_and_others_go_on(plain, monkeypatch):
+    async def play():
+        one, other = with_mcp_tools(plain, SERVER), with_mcp_tools(plain, SERVER, ("PATH",))
+        try:
+            frozen, untouched = [int((await called(each, "pid")).content) for each in (one, other)]
+            with monkeypatch.context() as sooner:
+                sooner.setattr(mcp_tools, "DOUBT_S", 0.5)
+                sooner.setattr(mcp_tools, "PROBE_S", 0.5)
+                with pytest.raises(ToolFault, match=r"answered nothing for .* and is killed"):
+                    await called(one, "freeze")
+            assert int((await called(one, "pid")).content) != frozen
+            assert int((await called(other, "pid")).content) == untouched
+            await asyncio.to_thread(
+                psutil.wait_procs, [psutil.Process(frozen)] if psutil.pid_exists(frozen) else [], 30
+            )
+            assert not psutil.pid_exists(frozen)
+        finally:
+            await one.close()
+            await other.close()
+
+    asyncio.run(play())
+
+
+def test_a_call_that_takes_long_ends_its_server_only_where_nothing_else_is_answered(plain, monkeypatch):
+    async def play():
+        here = with_mcp_tools(plain, SERVER)
+        try:
+            first = (await called(here, "pid")).content
+            with monkeypatch.context() as sooner:
+                sooner.setattr(mcp_tools, "DOUBT_S", 0.2)
+                sooner.setattr(mcp_tools, "PROBE_S", 30.0)
+                for _ in range(3):
+                    holding = asyncio.ensure_future(called(here, "hold"))
+                    await asyncio.wait({holding}, timeout=1.5)
+                    assert not holding.done()
+                    holding.cancel()
+                    assert (await called(here, "pid")).content == first
+                ends = await asyncio.gather(*(called(here, "hold") for _ in range(3)), return_exceptions=True)
+            assert {type(end) for end in ends} == {ToolFault}
+            assert any("none of 3 calls in a row" in str(end) for end in ends)
+            assert (await called(here, "pid")).content != first
+        finally:
+            await here.close()
+
+    asyncio.run(play())
+
+
+def test_a_server_that_is_lost_again_and_again_rests(plain):
+    async def play():
+        here = with_mcp_tools(plain, SERVER)
+        (server,) = mcp_tools._servers.values()
+        try:
+            for _ in range(mcp_tools.MOST_LOST):
+                with pytest.raises(ToolFault, match="ended during a call"):
+                    await called(here, "die")
+            with pytest.raises(ToolFault, match=r"started 3 times in a row without an answer .* again in"):
+                await called(here, "pid")
+            assert server.starts == 3
+            server._rests_until_s = 0.0
+            assert int((await called(here, "pid")).content) and server.starts == 4
+            with pytest.raises(ToolFault, match="ended during a call"):
+                await called(here, "die")
+            assert int((await called(here, "pid")).content), "it answered in between"
+        finally:
+            await here.close()
+
+    asyncio.run(play())
 
 
 def test_it_has_variables_by_name_and_no_others(plain, monkeypatch):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import signal
 
 from mcp.server.mcpserver import MCPServer
 
@@ -31,6 +33,20 @@ def pid() -> int:
 def variable(key: str) -> str:
     """A variable of its environment."""
     return os.environ.get(key, "none")
+
+
+@server.tool()
+def freeze() -> str:
+    """Stops the server's process."""
+    os.kill(os.getpid(), signal.SIGSTOP)
+    return "thawed"
+
+
+@server.tool()
+async def hold() -> str:
+    """Never returns."""
+    await asyncio.Event().wait()
+    return "over"
 
 
 @server.tool()
