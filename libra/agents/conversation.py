@@ -11,7 +11,10 @@ from numpy.typing import NDArray
 
 from libra.agents.history import TEMPLATE, Found, History
 from libra.agents.messages import Message, canonical_json
-from libra.errors import LibraError, RequestRefused
+from libra.errors import ContextOverflow, LibraError, RequestRefused
+
+TOO_LONG = "context_length_exceeded"
+"""The code of a refusal of a request that does not fit."""
 
 
 class Renderer(Protocol):
@@ -81,10 +84,14 @@ class Conversation:
                     chat = [message.as_chat() for message in found.tail]
                     ids = self._renderer.tail_ids(chat, tools, ended=self._ended[found.parent], **args)
                     return Asked(found.parent, ids, found.reason, found.tail, name)
+                except ContextOverflow:
+                    raise
                 except (LibraError, ValueError):
                     found = Found(-1, tuple(messages), TEMPLATE)
             chat = [message.as_chat() for message in found.tail]
             return Asked(-1, self._renderer.prompt_ids(chat, tools, **args), found.reason, found.tail, name)
+        except ContextOverflow as error:
+            raise RequestRefused(f"messages: {error}", "messages", code=TOO_LONG) from error
         except (
             Exception
         ) as error:  # jinja runs the model's own template, with the agent's arguments: it may raise anything

@@ -22,9 +22,12 @@ import secrets
 import socket
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 from libra.agents.chat_dialect import read_chat, read_generate, sse, stream_chat, write_chat, write_generate
+from libra.agents.long_work import by_size
 from libra.agents.messages import levels
 from libra.agents.messages_dialect import read_messages, stream_messages, write_messages
 from libra.agents.requests import ModelRequest, Reply
@@ -36,9 +39,13 @@ from libra.untrusted import MAX_DEPTH, repr_text, storable
 try:
     import uvicorn
     from starlette.applications import Starlette
+    from starlette.datastructures import Headers
     from starlette.requests import Request
     from starlette.responses import JSONResponse, Response, StreamingResponse
     from starlette.routing import Route
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+    from libra.agents.connections import HEAD_BYTES, IDLE_S, Connection, Places
 except ImportError as missing:  # the extra `agents`
     raise ConfigError(
         f"agent: {missing.name!r} is not installed, which its gateway needs; type pip install 'libra-rl[agents]'"
@@ -48,8 +55,10 @@ logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 16 << 20
 """Largest body of a request."""
+BODY_S = 60.0
+"""Seconds in which a body has to come."""
 MAX_CONNECTIONS = 2048
-"""Most connections at once; further ones get status 503."""
+"""Most connections at once; further ones take the place of idle ones (`libra.agents.connections`), or get status 503."""
 HEARTBEAT_S = 15.0
 """Seconds after which a waiting client gets a sign of life, and between two of them."""
 KEPT_ENDED = 4096
@@ -57,6 +66,8 @@ KEPT_ENDED = 4096
 
 _ESCAPED = re.compile(rb"\\u(?:00[0189]|d[89a-f])|[\x7f]|\xc2[\x80-\x9f]", re.IGNORECASE)
 """How a body of valid JSON spells characters that cannot be stored."""
+
+_TOKEN = re.compile("/t/([^/]+)")
 
 Read = Callable[[Mapping[str, Any]], ModelRequest]
 Write = Callable[[ModelRequest, Reply], dict[str, Any]]
@@ -85,6 +96,7 @@ class Gateway:
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
         self._told: set[str] = set()
+        self._places = Places(max_connections - 1)  # uvicorn turns away the connection that reaches its number
 
     async def start(self) -> None:
         """Begin to serve."""
@@ -100,8 +112,9 @@ class Gateway:
         app = Starlette(routes=[*named, *routes], exception_handlers={404: _no_path, 405: _no_path})
         logging.getLogger("uvicorn.error").addFilter(_not_refused)
         config = uvicorn.Config(
-            app, log_config=None, log_level="warning", access_log=False, lifespan="off", limit_concurrency=self._max_connections,
-            timeout_keep_alive=75, timeout_graceful_shutdown=1, h11_max_incomplete_event_size=64 << 10,
+            partial(self._placed, app), interface="asgi3", http=partial(Connection, idle=OrderedDict()),  # type: ignore[arg-type]
+            log_config=None, log_level="warning", access_log=False, lifespan="off", limit_concurrency=self._max_connections,
+            timeout_keep_alive=IDLE_S, timeout_graceful_shutdown=1, h11_max_incomplete_event_size=HEAD_BYTES, ws="none",
         )  # fmt: skip
         self._server = _Server(config)
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
@@ -148,10 +161,29 @@ class Gateway:
 
     # ---------------------------------------------------------------- routes
 
+    async def _placed(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request in a place of its trajectory's."""
+        token = _digest(_token(scope))
+        if token not in self._sessions:  # it is refused without a look at its body
+            await app(scope, receive, send)
+            return
+        with ExitStack() as place:
+            try:
+                held = place.enter_context(self._places.one(token))
+            except RequestRefused as refused:
+                self.counts["refused"] += 1
+                await _error(refused, anthropic=scope["path"].endswith("/messages"))(scope, receive, send)
+                return
+
+            async def received() -> Message:
+                message = await receive()
+                held.take(len(message.get("body", b"")))
+                return message
+
+            await app(scope, received, send)
+
     def _session(self, request: Request) -> Session:
-        bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
-        given = request.path_params.get("token") or request.headers.get("x-api-key") or bearer
-        token = _digest(given)
+        token = _digest(_token(request.scope))
         session = self._sessions.get(token)
         if session is not None:
             return session
@@ -165,11 +197,8 @@ class Gateway:
         anthropic = path == "/v1/messages"
         try:
             session = self._session(http)
-            body = await _json_body(http)
-            try:
-                request = read(body)
-            except (RecursionError, TypeError, AttributeError) as error:
-                raise RequestRefused(f"the request has a form that is not known: {error}") from error
+            data = await _body(http)
+            request = await by_size(len(data), partial(_read_request, read, data))
             self._tell(session, request)
             retry = http.headers.get("x-stainless-retry-count", "0") not in ("", "0")
             self.counts.update(requests=1, retries=int(retry))
@@ -284,21 +313,54 @@ class _Server(uvicorn.Server):
         yield
 
 
+def _token(scope: Scope) -> str:
+    """The token of a request: in its path, or a header."""
+    in_path, headers = _TOKEN.match(scope["path"]), Headers(scope=scope)
+    if in_path is not None:
+        return in_path[1]
+    return headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer ")
+
+
 def _digest(token: str) -> bytes:
     return hashlib.sha256(token.encode("utf-8", "surrogateescape")).digest()
 
 
-async def _json_body(http: Request) -> Mapping[str, Any]:
-    """The body as a JSON object; RequestRefused if it is none, too large or too deep."""
+async def _body(http: Request) -> bytes:
+    """The bytes of a body; RequestRefused if they are too many, or take too long."""
     data = bytearray()
-    async for chunk in http.stream():
-        data += chunk
-        if len(data) > MAX_BODY_BYTES:
-            raise RequestRefused(
-                f"the body has more than {MAX_BODY_BYTES:,} bytes", status=413, code="request_too_large"
-            )
     try:
-        body = json.loads(bytes(data).decode("utf-8-sig") or "{}")  # no other encoding: `_ESCAPED` reads this one
+        async with asyncio.timeout(BODY_S):
+            async for chunk in http.stream():
+                data += chunk
+                if len(data) > MAX_BODY_BYTES:
+                    raise RequestRefused(
+                        f"the body has more than {MAX_BODY_BYTES:,} bytes", status=413, code="request_too_large"
+                    )
+    except TimeoutError:
+        raise RequestRefused(f"the body did not come within {BODY_S:g} s", status=408, code="request_timeout") from None
+    return bytes(data)
+
+
+async def _json_body(http: Request) -> Mapping[str, Any]:
+    """The body as a JSON object; RequestRefused as of `_body` and `_as_object`."""
+    data = await _body(http)
+    return await by_size(len(data), partial(_as_object, data))
+
+
+def _read_request(read: Read, data: bytes) -> ModelRequest:
+    """A request, with what will be compared of it; RequestRefused if it cannot be answered as it is."""
+    try:
+        request = read(_as_object(data))
+        assert request.fingerprint
+    except (RecursionError, TypeError, AttributeError) as error:
+        raise RequestRefused(f"the request has a form that is not known: {error}") from error
+    return request
+
+
+def _as_object(data: bytes) -> Mapping[str, Any]:
+    """A body as a JSON object; RequestRefused if it is none, or too deep."""
+    try:
+        body = json.loads(data.decode("utf-8-sig") or "{}")  # no other encoding: `_ESCAPED` reads this one
         if _ESCAPED.search(data):
             body = _storable(body)
     except (ValueError, RecursionError) as error:
@@ -327,7 +389,13 @@ async def _disconnected(http: Request) -> None:
 
 def _told(refused: RequestRefused, *, anthropic: bool) -> dict[str, Any]:
     """An error in the client's dialect, as JSON."""
-    kinds = {401: "authentication_error", 404: "not_found_error", 409: "conflict_error", 413: "request_too_large"}
+    kinds = {
+        401: "authentication_error",
+        404: "not_found_error",
+        409: "conflict_error",
+        413: "request_too_large",
+        503: "overloaded_error",
+    }
     kind = kinds.get(refused.status, "invalid_request_error")
     if anthropic:
         return {"type": "error", "error": {"type": kind, "message": str(refused)}}

@@ -54,10 +54,24 @@ class ModelRequest:
     logprobs: bool = False
     return_ids: bool = False
     ignored: tuple[str, ...] = ()
+    _fingerprint: list[bytes] = field(default_factory=list, init=False, repr=False, compare=False)
+
+    @property
+    def size(self) -> int:
+        """Characters of its messages and token ids, roughly."""
+        texts = sum(
+            len(m.text) + len(m.reasoning) + sum(len(call.arguments) for call in m.calls) for m in self.messages
+        )
+        return texts + 8 * len(self.token_ids or ())
 
     @property
     def fingerprint(self) -> bytes:
         """Equal for requests that would be answered alike."""
+        if not self._fingerprint:  # it takes long for long ones
+            self._fingerprint.append(self._digest())
+        return self._fingerprint[0]
+
+    def _digest(self) -> bytes:
         keys = b"".join(message.key for message in self.messages)
         ids = b"" if self.token_ids is None else np.array(self.token_ids, np.int64).tobytes()
         limits = repr((self.max_tokens, self.stop)).encode()

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from libra.errors import ModelError
+from libra.errors import ContextOverflow, ModelError
 from libra.model_loader import build_tokenizer
 from libra.rollout.special_tokens import SpecialTokens
 from libra.untrusted import valid_unicode
@@ -63,6 +63,8 @@ class ChatFormat:
         self.tool_schemas = [dict(schema) for schema in tool_schemas]
         self._template_args = dict(template_args or {})
         self._generation_stop_ids, self._tool_format = tuple(generation_stop_ids), tool_format
+        self.most_bytes: int | None = None
+        """Bytes of UTF-8 beyond which a text is refused before it is tokenised, with ContextOverflow."""
         self._frames: dict[tuple[str, int], list[str] | None] = {}
         self._special = SpecialTokens(tokenizer)
         self._special_counts: dict[tuple[str, int], int] = {}
@@ -103,6 +105,8 @@ class ChatFormat:
         """As `prompt_ids`, of messages that are not the user's; ModelError if the template cannot show them."""
         try:
             return self.prompt_ids(messages)
+        except ContextOverflow:
+            raise
         except Exception as error:  # jinja runs the model's own template, which may raise anything
             raise ModelError(
                 f"{self.tokenizer.name_or_path}: its template cannot show these messages: {error}"
@@ -186,6 +190,15 @@ class ChatFormat:
             raise ValueError("a text spells special tokens in a way that this tokenizer finds and Libra does not")
 
     def _encode(self, text: str) -> NDArray[np.int32]:
+        most = self.most_bytes
+        if (
+            most is not None
+            and (len(text) > most or 4 * len(text) > most)
+            and len(text.encode("utf-8", "replace")) > most
+        ):
+            raise ContextOverflow(
+                f"this model's maximum context length is exceeded: a text of {len(text):,} characters has more tokens in any case"
+            )
         return np.asarray(self.tokenizer.encode(valid_unicode(text), add_special_tokens=False), dtype=np.int32)
 
     def render(self, messages: list[dict[str, Any]]) -> str:

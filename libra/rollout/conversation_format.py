@@ -6,6 +6,7 @@ itself is never rendered. All texts are the agent's, so none yields a special to
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from libra.rollout.chat_format import ChatFormat
+from libra.rollout.least_tokens import most_bytes_of_a_token
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -24,10 +26,16 @@ _NAME = "libra_stands_in"
 
 
 class ConversationFormat:
-    """The tokens of agents' messages; ``chat`` is the run's own format, whose tokenizer and stop ids it has."""
+    """The tokens of agents' messages; ``chat`` is the run's own format, whose tokenizer and stop ids it has.
 
-    def __init__(self, chat: ChatFormat) -> None:
+    Texts that have more than ``most_tokens`` tokens by their size alone raise ContextOverflow before they are tokenised, where the
+    tokenizer has such a bound. Several threads may ask at once.
+    """
+
+    def __init__(self, chat: ChatFormat, most_tokens: int | None = None) -> None:
         self.chat = chat
+        bytes_of_a_token = None if most_tokens is None else most_bytes_of_a_token(chat.tokenizer)
+        self._most_bytes = None if most_tokens is None or bytes_of_a_token is None else most_tokens * bytes_of_a_token
         self._formats: OrderedDict[str, _Format] = OrderedDict()
 
     def prompt_ids(self, messages: Messages, tools: Sequence[Mapping[str, Any]] = (), **args: Any) -> NDArray[np.int32]:
@@ -50,18 +58,22 @@ class ConversationFormat:
 
     def _of(self, tools: Sequence[Mapping[str, Any]], args: Mapping[str, Any]) -> _Format:
         name = json.dumps([list(tools), dict(args)], sort_keys=True)
-        made = self._formats.pop(name, None) or _Format(self.chat, tools, args)
+        made = self._formats.pop(name, None) or _Format(self.chat, tools, args, self._most_bytes)
         self._formats[name] = made
         if len(self._formats) > KEPT_TOOLS:
-            self._formats.popitem(last=False)
+            with contextlib.suppress(KeyError):  # another thread may have done so
+                self._formats.popitem(last=False)
         return made
 
 
 class _Format:
     """For one set of tools and template arguments."""
 
-    def __init__(self, chat: ChatFormat, tools: Sequence[Mapping[str, Any]], args: Mapping[str, Any]) -> None:
+    def __init__(
+        self, chat: ChatFormat, tools: Sequence[Mapping[str, Any]], args: Mapping[str, Any], most_bytes: int | None
+    ) -> None:
         self._chat = chat.with_tools(tools, args)
+        self._chat.most_bytes = most_bytes
         self._structures: dict[Any, int] = {}
         self._plain: dict[int, bool] = {}
         self._shows_calls = self._tries_calls()
@@ -90,12 +102,13 @@ class _Format:
         """The ids of messages whose texts are broken where they spell special tokens; as many of those as harmless texts give."""
         ids: NDArray[np.int32] = ids_of([self._shown(self._broken(message)) for message in messages])
         structure = (ids_of.__name__, *(_structure(message) for message in messages))
-        if structure not in self._structures:
+        special = self._structures.get(structure)
+        if special is None:
             if len(self._structures) > 256:
                 self._structures.clear()
             harmless = [self._shown(_harmless(message)) for message in messages]
-            self._structures[structure] = self._chat.special_count(ids_of(harmless))
-        if self._chat.special_count(ids) > self._structures[structure]:
+            special = self._structures[structure] = self._chat.special_count(ids_of(harmless))
+        if self._chat.special_count(ids) > special:
             raise ValueError("a text spells special tokens in a way that this tokenizer finds and Libra does not")
         return ids
 

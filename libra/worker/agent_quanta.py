@@ -23,12 +23,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from libra.agents.conversation import Asked, Conversation
+from libra.agents.conversation import TOO_LONG, Asked, Conversation
 from libra.agents.gateway import Gateway
+from libra.agents.long_work import by_size
 from libra.agents.messages import Message, digest
 from libra.agents.processes import AgentProcesses
 from libra.agents.replies import forms, reply
@@ -162,7 +164,7 @@ class Agents:
                     live.early.append(event)
                 continue
             try:
-                return self._asked(live, state, event)
+                return await self._asked(live, state, event)
             except RequestRefused as refused:
                 task_logger.info("%s: request refused: %s", state.tid, refused)
                 event.refuse(refused)
@@ -194,11 +196,11 @@ class Agents:
                 await asyncio.wait_for(self._left.wait(), NO_ROOM_S)
             if len(self._live) >= concurrency:
                 raise EngineAsleep(f"{state.tid}: agent.concurrency={concurrency} agents are here")
+        rollout = self._context.spec.config.rollout
         if self._format is None:
             from libra.rollout.conversation_format import ConversationFormat  # imports torch, as the chat format does
 
-            self._format = ConversationFormat(self._chat())
-        rollout = self._context.spec.config.rollout
+            self._format = ConversationFormat(self._chat(), rollout.max_context_tokens)
         token, session = self.gateway.open(str(state.tid), rollout.max_context_tokens)
         live = _Live(state.draw, token, session, Conversation(self._format), time.monotonic())
         self._live[state.tid] = live
@@ -270,7 +272,7 @@ class Agents:
         self.drop(state.tid, "it began again")
         return unlike_record(detail)
 
-    def _asked(self, live: _Live, state: TrajectoryState, pending: Pending) -> dict[str, Any]:
+    async def _asked(self, live: _Live, state: TrajectoryState, pending: Pending) -> dict[str, Any]:
         """The record of a new request; RequestRefused if it is not answered."""
         request = pending.request
         rollout = self._context.spec.config.rollout
@@ -278,10 +280,7 @@ class Agents:
             detail = f"rollout.max_turns={rollout.max_turns} turns were answered"
             live.refused = (EndReason.MAX_TURNS, detail)
             raise RequestRefused(f"{state.tid}: {detail}, and no more are", status=400, code="max_turns_reached")
-        if request.token_ids is not None:
-            asked = _by_ids(state, request, len(self._chat().tokenizer))
-        else:
-            asked = live.conversation.prompt(request.messages, request.tools, request.template_args)
+        asked = await by_size(request.size, partial(self._read, live, state, request))
         before = sum(map(len, state.paths[asked.parent])) if asked.parent >= 0 else 0
         self._check_room(live, state, asked, before)
         tools = f"ids {state.turns}" if request.token_ids is not None else asked.tools
@@ -297,6 +296,23 @@ class Agents:
         record = request_record(turn, asked.parent, asked.ids, self._returns(live, asked), kept)
         live.pending[turn], live.taken = pending, turn + 1
         return record
+
+    def _read(self, live: _Live, state: TrajectoryState, request: ModelRequest) -> Asked:
+        """A request as the model will read it; RequestRefused as of `_check_room` where its size alone says that it is too long."""
+        limit = self._context.spec.config.rollout.max_context_tokens
+        try:
+            if request.token_ids is None:
+                return live.conversation.prompt(request.messages, request.tools, request.template_args)
+            if len(request.token_ids) >= limit:
+                told = (
+                    f"this model's maximum context length is {limit} tokens, and token_ids has {len(request.token_ids)}"
+                )
+                raise RequestRefused(told, "token_ids", code=TOO_LONG)
+            return _by_ids(state, request, len(self._chat().tokenizer))
+        except RequestRefused as refused:
+            if refused.code == TOO_LONG:
+                live.refused = (EndReason.LENGTH, str(refused))
+            raise
 
     def _check_room(self, live: _Live, state: TrajectoryState, asked: Asked, before: int) -> None:
         """RequestRefused if a request does not fit the context, or its trajectory a micro-batch."""
@@ -315,7 +331,7 @@ class Agents:
                 )
         if detail:
             live.refused = (EndReason.LENGTH, detail)
-            raise RequestRefused(detail, "messages", code="context_length_exceeded")
+            raise RequestRefused(detail, "messages", code=TOO_LONG)
 
     def _returns(self, live: _Live, asked: Asked) -> list[ToolReturn]:
         """What the tools returned to the turn that a request continues."""

@@ -9,6 +9,7 @@ import os
 import select
 import signal
 import sys
+import threading
 import venv
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -17,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from libra.agents.conversation import Conversation
 from libra.errors import EngineAsleep, EngineError, EnvironmentFault
 from libra.types import FailureClass, TrajectoryId
 
@@ -129,6 +131,27 @@ def test_a_command_that_fails_says_why(start: Start) -> None:
 
 
 # ---------------------------------------------------------------- limits
+
+
+def test_long_requests_are_read_off_the_event_loop_and_refused_by_their_size_alone(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[int, bool]] = []
+    prompt = Conversation.prompt
+
+    def watched(self: Conversation, messages: Any, *more: Any) -> Any:
+        seen.append((len(messages[0].text), threading.current_thread() is threading.main_thread()))
+        return prompt(self, messages, *more)
+
+    monkeypatch.setattr(Conversation, "prompt", watched)
+
+    async def test() -> None:
+        async with start("lengthy") as worker:
+            state = await worker.play()
+        assert state.episode().result == ["context_length_exceeded", 200, 200] and state.failure is FailureClass.NONE
+
+    asyncio.run(test())
+    assert seen == [(4 << 20, False), (48_000, False), (5, True)]
 
 
 @pytest.mark.parametrize(

@@ -161,7 +161,10 @@ def test_an_error_after_signs_of_life_reaches_the_client(
 
     with caplog.at_level(logging.ERROR):
         run(test, script=False, heartbeat_s=0.02)
-    assert not caplog.records, "a refusal is no fault of the server"
+    found = [
+        record for record in caplog.records if "aclose" not in record.getMessage()
+    ]  # clients of tests before, collected now
+    assert not found, "a refusal is no fault of the server"
 
 
 @pytest.mark.parametrize(

@@ -49,10 +49,14 @@ def killer(messages: list[dict[str, Any]], base_url: str, mark: str) -> list[lis
     flag = Path(mark) / "killed"
     if not flag.exists():
         flag.touch()
-        os.kill(int(Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[1]), signal.SIGKILL)
+        os.kill(_parent(_parent(os.getppid())), signal.SIGKILL)  # above its keeper, and the program that starts agents
     said.append({"role": "user", "content": "more"})
     made.append(ask(base_url, said)["token_ids"])
     return made
+
+
+def _parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def rewarding(messages: list[dict[str, Any]], base_url: str) -> dict[str, float]:
@@ -77,6 +81,18 @@ def asking(messages: list[dict[str, Any]], base_url: str, turns: int = 2) -> lis
         made.append(ask(base_url, said)["token_ids"])
         said.append({"role": "user", "content": f"more {turn}"})
     return made
+
+
+def lengthy(base_url: str) -> list[Any]:
+    """A request of 4 MiB, which does not fit, one that is long and does, and a short one; the status of each."""
+    statuses = []
+    for text in ("xyz " * (1 << 20), "the " * 12_000, "short"):
+        try:
+            ask(base_url, [{"role": "user", "content": text}])
+            statuses.append(200)
+        except urllib.error.HTTPError as error:
+            statuses.append(json.load(error)["error"]["code"])
+    return statuses
 
 
 def hanging(messages: list[dict[str, Any]], base_url: str, mark: str) -> None:

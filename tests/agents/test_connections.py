@@ -1,0 +1,191 @@
+"""Connections and requests that would keep others out of the gateway: idle ones, slow ones, many ones, long ones."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Mapping
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import pytest
+
+pytest.importorskip("starlette", reason="the extra `agents` is not installed")
+pytest.importorskip("uvicorn", reason="the extra `agents` is not installed")
+pytest.importorskip("httpx2", reason="httpx2 is not installed")
+
+from gateway_place import CHAT, Place, made, run, taken
+
+from libra.agents import connections, gateway, long_work
+from libra.agents.connections import HELD_BYTES, LEAST_PLACES, Places
+from libra.agents.long_work import by_size
+from libra.agents.messages import Message
+from libra.agents.session import Ended
+from libra.errors import RequestRefused
+
+Line = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+async def connected(here: Place, said: bytes = b"") -> Line:
+    reader, writer = await asyncio.open_connection(here.gateway.host, here.gateway.port)
+    writer.write(said)
+    await writer.drain()
+    return reader, writer
+
+
+async def end_of(line: Line) -> bytes:
+    """What the server says until it ends the connection."""
+    try:
+        return await asyncio.wait_for(line[0].read(), 30)
+    except ConnectionResetError:
+        return b""
+
+
+def test_silent_connections_keep_nobody_out() -> None:
+    async def test(here: Place) -> None:
+        silent = [await connected(here, said) for said in [b"", b"POST /t/"] * 20]
+        assert (await here.post("/v1/chat/completions", CHAT)).status_code == 200
+        assert await end_of(silent[0]) == b"", "the one that was idle for longest gave way"
+        for _, writer in silent:
+            writer.close()
+
+    run(test, max_connections=12)
+
+
+def test_a_connection_at_work_gives_way_to_none() -> None:
+    async def test(here: Place) -> None:
+        asked = asyncio.create_task(here.post("/v1/chat/completions", CHAT))
+        pending = await taken(here)
+        silent = [await connected(here) for _ in range(20)]
+        here.session.answered(pending, made(Message("assistant", "still here")))
+        assert (await asked).status_code == 200
+        for _, writer in silent:
+            writer.close()
+
+    run(test, script=False, max_connections=4)
+
+
+@pytest.mark.parametrize("before", [b"", b"GET /nowhere HTTP/1.1\r\n\r\n"])
+def test_a_head_that_does_not_come_ends_its_connection(before: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "HEAD_S", 0.2)
+
+    async def test(here: Place) -> None:
+        line = await connected(here, before)
+        if before:
+            await line[0].readuntil(b"}}")
+        line[1].write(b"POST /v1/models HTTP/1.1\r\nx-one: ")
+        assert await end_of(line) == b""
+
+    run(test)
+
+
+def test_a_head_without_an_end_ends_its_connection() -> None:
+    async def test(here: Place) -> None:
+        line = await connected(here, b"POST / HTTP/1.1\r\n" + b"x: y\r\n" * 20_000)
+        said = await end_of(line)
+        assert b"200 OK" not in said
+
+    run(test)
+
+
+def test_a_body_that_does_not_come_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gateway, "BODY_S", 0.2)
+
+    async def test(here: Place) -> None:
+        head = f"POST /t/{here.token}/v1/chat/completions HTTP/1.1\r\ncontent-length: 9\r\n\r\n{{"
+        line = await connected(here, head.encode())
+        assert b" 408 " in await asyncio.wait_for(line[0].readline(), 30)
+        line[1].close()
+
+    run(test)
+
+
+def test_one_trajectory_has_at_most_half_of_the_places_and_the_next_one_finds_some() -> None:
+    places = Places(100)
+
+    def filled(key: bytes, stack: ExitStack) -> int:
+        for count in range(101):
+            try:
+                stack.enter_context(places.one(key))
+            except RequestRefused:
+                return count
+        return 101
+
+    with ExitStack() as greedy, ExitStack() as another:
+        assert (filled(b"greedy", greedy), filled(b"another", another)) == (50, 25)
+        with pytest.raises(RequestRefused, match="try again") as refused:
+            places.one(b"greedy").__enter__()
+        assert refused.value.status == 503
+    with places.one(b"one") as one, places.one(b"another") as other:
+        one.take(HELD_BYTES)
+        other.take(HELD_BYTES)
+        with pytest.raises(RequestRefused, match="have more than 134,217,728 bytes"):
+            one.take(1)
+    with places.one(b"one") as one:
+        one.take(HELD_BYTES)
+
+
+def test_requests_beyond_a_trajectorys_places_are_told_to_try_again_and_others_are_answered() -> None:
+    async def test(here: Place) -> None:
+        token, session = here.gateway.open("train-0-0-1", 512)
+        url = here.gateway.environ(token)["LIBRA_GATEWAY_URL"]
+        greedy = [asyncio.create_task(here.post("/v1/chat/completions", CHAT)) for _ in range(LEAST_PLACES + 5)]
+        waiting = [await taken(here) for _ in range(LEAST_PLACES)]
+        told: list[Any] = []
+        for first in asyncio.as_completed(greedy, timeout=30):
+            told.append(await first)
+            if len(told) == 5:
+                break
+        assert [each.status_code for each in told] == [503] * 5 and "try again" in told[0].text
+        asked = asyncio.create_task(here.client.post(url + "/v1/chat/completions", json=CHAT))
+        pending = await session.next(30)
+        assert not isinstance(pending, Ended)
+        session.answered(pending, made(Message("assistant", "x")))
+        assert (await asked).status_code == 200
+        for each in waiting:
+            here.session.answered(each, made(Message("assistant", "x")))
+        assert [each.status_code for each in await asyncio.gather(*greedy)].count(200) == LEAST_PLACES
+        assert (await here.client.post(url + "/reward", json={"reward": 1})).status_code == 200
+
+    run(test, script=False, max_connections=25)
+
+
+def test_a_long_body_is_read_off_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    read, write, stream = gateway._DIALECTS["/v1/messages"]
+    may_go_on, begun = threading.Event(), threading.Event()
+
+    def slow(body: Mapping[str, Any]) -> Any:
+        begun.set()
+        assert may_go_on.wait(60)
+        return read(body)
+
+    monkeypatch.setattr(gateway, "_DIALECTS", {**gateway._DIALECTS, "/v1/messages": (slow, write, stream)})
+
+    async def test(here: Place) -> None:
+        long = {"max_tokens": 9, "messages": [{"role": "user", "content": "x" * long_work.LONG}]}
+        asked = asyncio.create_task(here.post("/v1/messages", long))
+        assert await asyncio.to_thread(begun.wait, 60)
+        assert (await asyncio.wait_for(here.post("/v1/chat/completions", CHAT), 30)).status_code == 200
+        may_go_on.set()
+        assert (await asked).status_code == 200
+
+    try:
+        run(test)
+    finally:
+        may_go_on.set()
+
+
+def test_short_work_takes_no_thread_and_long_work_one_of_two() -> None:
+    async def test() -> None:
+        assert await by_size(long_work.LONG - 1, threading.get_ident) == threading.get_ident()
+        meeting = threading.Barrier(2)  # both threads
+        found = await asyncio.gather(*(by_size(long_work.LONG, partial(_met, meeting)) for _ in range(8)))
+        assert len(set(found)) == 2 and threading.get_ident() not in found
+
+    asyncio.run(test())
+
+
+def _met(meeting: threading.Barrier) -> int:
+    meeting.wait(60)
+    return threading.get_ident()

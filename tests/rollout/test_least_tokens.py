@@ -1,0 +1,91 @@
+"""Texts with too many tokens by their size alone: the bound holds for every text, and where none is known nothing is refused."""
+
+from __future__ import annotations
+
+import unicodedata
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
+
+import libra
+from libra.errors import ContextOverflow
+from libra.rollout.chat_format import load_chat_format
+from libra.rollout.conversation_format import ConversationFormat
+from libra.rollout.least_tokens import NFC_SHRINKS, most_bytes_of_a_token
+
+
+def tokenizer(**parts: Any) -> Any:
+    """A tokenizer over bytes, with a token of six spaces; ``parts`` replace those that it has."""
+    from transformers import PreTrainedTokenizerFast
+
+    words = {
+        text: index
+        for index, text in enumerate([*sorted(pre_tokenizers.ByteLevel.alphabet()), "\u0120" * 2, "\u0120" * 6])
+    }
+    merges = [("\u0120", "\u0120")]
+    made = Tokenizer(models.BPE(vocab=words, merges=merges))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    for name, part in parts.items():
+        if name == "added":
+            made.add_special_tokens([part])
+        else:
+            setattr(made, name, part)
+    return PreTrainedTokenizerFast(tokenizer_object=made)
+
+
+PLAIN, NFC = tokenizer(), tokenizer(normalizer=normalizers.NFC())
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.text(alphabet=st.one_of(st.characters(exclude_categories=["Cs"]), st.sampled_from(" \u1fbe\u0308\u0301\u212a")))
+)
+def test_no_text_has_fewer_tokens_than_its_size_says(text: str) -> None:
+    for each in (PLAIN, NFC):
+        most = most_bytes_of_a_token(each)
+        assert most is not None
+        assert len(text.encode()) <= most * len(each.encode(text, add_special_tokens=False))
+
+
+def test_nfc_shrinks_no_text_by_more() -> None:
+    every = [chr(code) for code in range(0x110000) if not 0xD800 <= code < 0xE000]
+    longest: dict[str, int] = {}  # bytes of the longest character that becomes this one
+    for character in every:
+        whole = unicodedata.normalize("NFC", character)
+        longest[whole] = max(longest.get(whole, 0), len(character.encode()))
+    worst = max(
+        sum(longest.get(part, 4) for part in unicodedata.normalize("NFD", character)) / len(character.encode())
+        for character in every
+        if unicodedata.normalize("NFC", character) == character
+    )
+    assert 3 < worst <= NFC_SHRINKS
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"normalizer": normalizers.Strip()},
+        {"pre_tokenizer": pre_tokenizers.Whitespace()},
+        {"pre_tokenizer": pre_tokenizers.Sequence([pre_tokenizers.Split(" ", "removed"), pre_tokenizers.ByteLevel()])},
+        {"model": models.BPE(vocab={"a": 0}, merges=[])},
+        {"model": models.WordLevel(vocab={"a": 0, "?": 1}, unk_token="?")},
+        {"added": AddedToken("<x>", lstrip=True)},
+    ],
+)
+def test_where_a_token_may_stand_for_any_text_nothing_is_said(parts: dict[str, Any]) -> None:
+    assert most_bytes_of_a_token(tokenizer(**parts)) is None
+
+
+def test_a_text_that_cannot_fit_is_not_tokenised(monkeypatch: pytest.MonkeyPatch) -> None:
+    chat = load_chat_format(Path(libra.__file__).parent / "assets" / "tiny_arithmetic")
+    monkeypatch.setattr("libra.rollout.conversation_format.most_bytes_of_a_token", lambda _: 8)
+    limited = ConversationFormat(chat, 512)
+    short, long = [{"role": "user", "content": "1 + 1?"}], [{"role": "user", "content": "1" * 5000}]
+    assert len(limited.prompt_ids(short)) == len(ConversationFormat(chat).prompt_ids(short))
+    for ids_of in (limited.prompt_ids, lambda messages: limited.tail_ids(messages, ended=True)):
+        with pytest.raises(ContextOverflow, match="maximum context length is exceeded: a text of 5,"):
+            ids_of(long)
