@@ -27,6 +27,8 @@ IMPORT_S = 180.0
 """Seconds that the import of an agent's function may take."""
 _LATE_S = 10.0
 """Seconds after these at which the program is killed, if it has not said where its import is."""
+_STACKS_S = 1.0
+"""Seconds in which it says that."""
 
 
 class AgentProcesses:
@@ -126,8 +128,9 @@ class AgentProcesses:
         wrong = await self._not_ready(python, program.stdout)
         if wrong:
             self._program = None
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(program.pid, signal.SIGKILL)  # its module may have started others, and it is not reaped yet
+            if program.returncode is None:  # else its number may be another one's
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(program.pid, signal.SIGKILL)
             await program.wait()
             raise EnvironmentFault(f"agent.function: {self._first['function']!r} {wrong}")
         self._reading = asyncio.create_task(self._read(program.stdout))
@@ -138,8 +141,10 @@ class AgentProcesses:
         try:
             async with asyncio.timeout(import_s + _LATE_S):
                 line = await lines.readline()
-                if line.startswith(b"Timeout"):  # the stacks of its threads follow, and it ends
-                    stack = await lines.read()
+                if line.startswith(b"Timeout"):  # the stacks of its threads follow
+                    async with asyncio.timeout(_STACKS_S):
+                        while line := await lines.readline():
+                            stack += line
                     raise TimeoutError
         except TimeoutError:
             return (

@@ -23,6 +23,7 @@ import importlib
 import inspect
 import json
 import os
+import resource
 import select
 import shlex
 import signal
@@ -41,6 +42,8 @@ KILL_S = 2.0
 """Seconds that a keeper may take to kill all of its agent's processes."""
 GRACE_S = 3.0
 """Seconds after which a keeper that was told to end is killed, because it was stopped for example."""
+FILES = resource.getrlimit(resource.RLIMIT_NOFILE)
+"""Files that agents may have open; this program, which has three for each agent, may have as many as the machine allows."""
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 ENDED = struct.Struct("=i?")
 """What a keeper tells of its agent: its wait status, and whether none of its processes is left."""
@@ -100,7 +103,7 @@ class Child:
         }  # those that have not ended; how much is kept of each
         self.pipe, self.errors = pipe, errors
         self.data = {pipe: b"", errors: b""}
-        self.kill_s = None  # when its keeper is killed, once it was told to end
+        self.kill_s: float | None = None  # when its keeper is killed, once it was told to end
 
 
 def prctl(option, value):
@@ -118,10 +121,12 @@ def end_with(parent):
 
 def start(number, begin, answers, children):
     """Fork a keeper, whose child calls ``begin`` with the pipe of its result; in these this does not return."""
-    pipe, write = os.pipe()
-    errors, log = os.pipe()
-    line, end = socket.socketpair()
-    pid = os.fork()
+    with contextlib.ExitStack() as opened:
+        pipe, write = opened_pipe(opened)
+        errors, log = opened_pipe(opened)
+        line, end = socket.socketpair()
+        pid = os.fork()
+        opened.pop_all()
     if pid:
         for mine, theirs in ((pipe, write), (errors, log)):
             os.close(theirs)
@@ -145,6 +150,14 @@ def start(number, begin, answers, children):
         os._exit(1)
 
 
+def opened_pipe(stack):
+    """A pipe, whose ends ``stack`` closes."""
+    pipe = os.pipe()
+    for end in pipe:
+        stack.callback(os.close, end)
+    return pipe
+
+
 def keep(end, pipes, begin):
     """The keeper: start the agent, and kill all that it started once it has ended, or this program wants it or is gone."""
     prctl(PR_SET_CHILD_SUBREAPER, 1)
@@ -157,6 +170,7 @@ def keep(end, pipes, begin):
         end.close()
         os.setsid()
         end_with(keeper)
+        resource.setrlimit(resource.RLIMIT_NOFILE, FILES)
         become(begin, pipes[0])
     for each in pipes:
         os.close(each)
@@ -335,7 +349,7 @@ def main():
     os.dup2(2, 1)
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     if command is None:
-        faulthandler.dump_traceback_later(given["import_s"], exit=True, file=answers)  # a module may hang in C
+        faulthandler.dump_traceback_later(given["import_s"], file=answers)  # from a thread: a module may hang in C
         try:
             function = load(given["function"])
         except BaseException as error:  # noqa: BLE001 - the boundary to the user's module
@@ -344,6 +358,7 @@ def main():
         finally:
             faulthandler.cancel_dump_traceback_later()
     answers.write(json.dumps({"ready": True}) + "\n")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (FILES[1], FILES[1]))
     runner = Runner(function, command, answers)
     try:
         runner.serve()
@@ -356,7 +371,7 @@ class Runner:
 
     def __init__(self, function, command, answers):
         self.function, self.command, self.answers = function, command, answers
-        self.children = {}  # by the pid of their keeper
+        self.children: dict[int, Child] = {}  # by the pid of their keeper
         self.own = set(own_children())
         self.unclean = False  # processes of an agent may have come to this one
 
@@ -394,7 +409,12 @@ class Runner:
                     stop(child)
             return
         begin = beginning(self.function, self.command, message["env"], message["task"])
-        child = start(message["start"], begin, self.answers, self.children)
+        try:
+            child = start(message["start"], begin, self.answers, self.children)
+        except OSError as error:  # others go on
+            failed = {"ended": message["start"], "result": None, "error": f"no process can be started: {error}"}
+            self.answers.write(json.dumps(failed) + "\n")
+            return
         self.children[child.pid] = child
 
     def reap(self):

@@ -280,7 +280,7 @@ class Agents:
             detail = f"rollout.max_turns={rollout.max_turns} turns were answered"
             live.refused = (EndReason.MAX_TURNS, detail)
             raise RequestRefused(f"{state.tid}: {detail}, and no more are", status=400, code="max_turns_reached")
-        asked = await by_size(request.size, partial(self._read, live, state, request))
+        asked: Asked = await by_size(request.size, partial(self._read, live, state, request))
         before = sum(map(len, state.paths[asked.parent])) if asked.parent >= 0 else 0
         self._check_room(live, state, asked, before)
         tools = f"ids {state.turns}" if request.token_ids is not None else asked.tools

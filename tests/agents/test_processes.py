@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import resource
 import stat
 import sys
 import venv
@@ -12,6 +13,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from libra.agents.gateway import Gateway
@@ -144,6 +146,26 @@ def test_a_variable_that_is_not_set_is_told_before_anything_runs() -> None:
     with pytest.raises(ConfigError, match=r"agent\.env: OPENAI_API_KEY is what agents find the model by"):
         config_from_dict({"agent": {"command": "x", "env": ["OPENAI_API_KEY"]}})
     assert Gateway().environ("token").keys() == GATEWAY_VARIABLES
+
+
+def test_an_agent_that_cannot_be_started_fails_alone() -> None:
+    async def test(processes: AgentProcesses) -> None:
+        told: list[Ended] = []
+        waiting = await processes.start({"WHAT": "import signal; signal.pause()"}, TASK, told.append)
+        told_files = "import json, resource; print(json.dumps(resource.getrlimit(resource.RLIMIT_NOFILE)))"
+        assert (await end_of(processes, told_files)).result == list(resource.getrlimit(resource.RLIMIT_NOFILE))
+        assert processes._program is not None
+        pid = processes._program.pid
+        files = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+        assert files[0] == files[1], "it has three for each agent"
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (psutil.Process(pid).num_fds(), files[1]))
+        assert "no process can be started: [Errno 24]" in str((await end_of(processes, "print(2)")).error)
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, files)
+        assert (await end_of(processes, "print(3)")).result == 3
+        assert not told
+        processes.stop(waiting)
+
+    with_agents(test)
 
 
 async def left_at(
