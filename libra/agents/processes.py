@@ -58,7 +58,7 @@ class AgentProcesses:
         import_s: float = IMPORT_S,
     ) -> None:
         self._first = {"function": function, "command": command, "path": _import_path(venv), "import_s": import_s}
-        self._venv, self._env = venv, tuple(env)
+        self._venv, self._env, self._import_s = venv, tuple(env), import_s
         self._program: asyncio.subprocess.Process | None = None
         self._reading: asyncio.Task[None] | None = None
         self._numbers = itertools.count()
@@ -137,7 +137,7 @@ class AgentProcesses:
 
     async def _not_ready(self, python: str, lines: asyncio.StreamReader) -> str:
         """What is wrong with the import of the function, once that has ended; empty: nothing."""
-        import_s, stack = float(self._first["import_s"]), b""
+        import_s, stack = self._import_s, b""
         try:
             async with asyncio.timeout(import_s + _LATE_S):
                 line = await lines.readline()
