@@ -39,7 +39,7 @@ class QuantumReport(TrajectoryReport, frozen=True, tag="quantum"):
     ``next`` is the phase that the trajectory needs now, empty if it has ended (``end``: how); ``goes_on``: its next quantum
     begins in the same slot; ``unfinished``: the next one goes on with the same turn. ``version``: the oldest among the generated
     tokens, -1 if there are none. ``tool`` and ``status``: of the calls that returned. ``start_s``, ``stop_s``: wall clock.
-    ``calls``: tools with resources that the next action calls; ``ran_s``: seconds of this action's calls in their processes.
+    ``calls``: tools with resources that the next action calls; ``ran_s``: seconds of the longest of this action's calls.
     """
 
     quantum: int

@@ -142,7 +142,8 @@ class QuantumFinished(Event, frozen=True):
     ``tokens`` were generated, the oldest by weights ``version`` (-1: none); ``tool`` and ``status`` are those of an action,
     which appended ``payload_tokens``; ``status`` is empty (`libra.types.NO_TOOL`) if no tool returned. ``end`` is why the
     trajectory ended, empty if it continues; ``unfinished``: its turn goes on in its next quantum (`rollout.chunk_tokens`).
-    ``latency_s`` is wall time on the worker. ValueError if ``status`` is not an outcome.
+    ``latency_s`` is wall time on the worker, and ``tools_s`` how much of it a generation waited for tools that run inline.
+    ValueError if ``status`` is not an outcome.
     """
 
     key: str
@@ -157,6 +158,7 @@ class QuantumFinished(Event, frozen=True):
     version: int
     end: str
     unfinished: bool = False
+    tools_s: float = 0.0
 
     def __post_init__(self) -> None:
         tool_outcome(self.status)

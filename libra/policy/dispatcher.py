@@ -165,7 +165,7 @@ class Dispatcher:
     def _push_out(self, worker: str | None) -> None:
         """Those whose KV the engine drops have no home any more: they go on where it fits."""
         host = self._fleet.hosts.get(worker or "")
-        if worker is None or host is None or not 0 < host.spec.kv_tokens < host.context_tokens:
+        if worker is None or host is None or not 0 < host.open_tokens < host.context_tokens:
             return
         queue = self._phases[Phase.ROLLOUT]
         for key in self._loads.pushed_out(worker, queue.running.__contains__):

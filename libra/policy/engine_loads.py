@@ -245,14 +245,15 @@ class Loads:
         """Whether the KV of ``key`` fits beside that of all trajectories at home there, until the last of them ends.
 
         What they hold now is sure. What they will hold is forecast (`libra.policy.kv_profile`); without a forecast for ``key``,
-        part of the growth of each is reserved. An engine that exchanges KV reserves nothing: what it drops comes back.
+        part of the growth of each is reserved. An engine that exchanges KV reserves nothing: what it drops comes back, and contexts
+        need no memory while their tools run (`Host.open_tokens`).
         """
         host, load = self._fleet.hosts[worker], self._loads.get(worker)
         if not host.spec.kv_tokens or load is None or not load.members or key in load.members:
             return True
         capacity, context = load.share * host.spec.kv_tokens, self._context(key)
         if host.spec.kv_token_bytes or host.context_tokens + context > capacity:
-            return bool(host.spec.kv_token_bytes) and host.context_tokens + context <= host.spec.kv_tokens
+            return bool(host.spec.kv_token_bytes) and host.context_tokens + context <= host.open_tokens
         if not self.has_forecast(key):
             return load.room + self._room(key) <= capacity
         growth, limit = self._growth(), self._fleet.max_context_tokens
@@ -294,7 +295,7 @@ class Loads:
         host, load = self._fleet.hosts.get(worker), self._loads.get(worker)
         if host is None or load is None or not host.spec.kv_tokens:
             return []
-        too_many, found = host.context_tokens - host.spec.kv_tokens, list[str]()
+        too_many, found = host.context_tokens - host.open_tokens, list[str]()
         for key in load.members:
             if too_many <= 0 or len(found) + 1 == len(load.members):
                 break

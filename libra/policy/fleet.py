@@ -28,6 +28,10 @@ from libra.policy.messages import (
 )
 from libra.types import Phase
 
+REMEMBERED = 0.95
+"""Weight of an engine's past generations, relative to its newest, in the seconds that generations and tools take."""
+MOST_OPEN = 8.0
+"""Contexts under way are at most so many times what memory holds, however long tools take."""
 _DEGREE = re.compile(r"(?:^|-)tp(\d+)(?:-|$)")
 
 
@@ -50,12 +54,34 @@ class Host:
         Context of all trajectories at home there, running or not: the demand on its KV memory.
     residents : int
         Number of trajectories at home there.
+    generated_s, tools_s : float
+        Seconds that generations of those at home there took, without waits for memory, and their tools, inline or not; the newest
+        with most weight. Of an engine that exchanges KV, else 0.
     """
 
     spec: WorkerJoined
     running: int = 0
     context_tokens: int = 0
     residents: int = 0
+    generated_s: float = 0.0
+    tools_s: float = 0.0
+
+    @property
+    def open_tokens(self) -> float:
+        """Tokens of context that may be under way there, 0 if not known: what its memory holds, and where KV is exchanged more by
+        the seconds of tools over those of generations, for a context needs no memory while its tools run."""
+        spec = self.spec
+        if not spec.kv_token_bytes or not self.tools_s:
+            return spec.kv_tokens
+        return spec.kv_tokens * min(MOST_OPEN, 1.0 + self.tools_s / max(self.generated_s, 1e-9))
+
+    def generation_s(self, tokens: int, most_s: float) -> float:
+        """Seconds of ``tokens`` beside those that its memory holds, at most ``most_s``, which may include a wait for memory."""
+        if not self.spec.declared:
+            return most_s
+        fits = min(1.0, self.spec.kv_tokens / max(1, self.context_tokens))
+        others = max(0, round(fits * self.running) - 1)
+        return min(most_s, tokens * self.s_per_token(fits * self.context_tokens, others))
 
     def s_per_token(self, held_tokens: float, others: int) -> float:
         """Seconds per token beside ``others`` generations, with ``held_tokens`` of context in all; `spec` is declared."""
@@ -86,6 +112,7 @@ class Fleet:
             if event.context_tokens:
                 self._grew(event.key, event.context_tokens - self.context_tokens.get(event.key, 0))
         elif type(event) is QuantumFinished:
+            self._took(event)
             self._stopped(event.key)
             self._grew(event.key, event.tokens + event.payload_tokens)
         elif type(event) is QuantumStarted:
@@ -109,6 +136,17 @@ class Fleet:
         if worker in self.hosts:
             self._running[key] = worker
             self.hosts[worker].running += 1
+
+    def _took(self, event: QuantumFinished) -> None:
+        host = self.hosts.get(self.home.get(event.key, ""))
+        if host is None or not host.spec.kv_token_bytes:
+            return
+        if event.phase is Phase.TOOL:
+            host.tools_s += event.latency_s
+        else:
+            own_s = host.generation_s(event.tokens, max(0.0, event.latency_s - event.tools_s))
+            host.generated_s = REMEMBERED * host.generated_s + own_s
+            host.tools_s = REMEMBERED * host.tools_s + min(event.tools_s, event.latency_s)
 
     def bucket_of(self, key: str) -> str | None:
         """Bucket of a trajectory's home; None if it has none."""
@@ -179,12 +217,15 @@ class Fleet:
 
     def snapshot(self) -> dict[str, Any]:
         """Its state, as JSON-able values."""
+        hosts = sorted(self.hosts.items())
+        took_s = {name: [host.generated_s, host.tools_s] for name, host in hosts if host.generated_s or host.tools_s}
         return {
             "hosts": [msgspec.structs.asdict(host.spec) for host in self.hosts.values()],
             "buckets": {bucket: list(names) for bucket, names in self.buckets.items()},
             "home": dict(sorted(self.home.items())),
             "running": dict(sorted(self._running.items())),
             "context_tokens": dict(sorted(self.context_tokens.items())),
+            **({"took_s": took_s} if took_s else {}),
         }
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
@@ -196,6 +237,8 @@ class Fleet:
         self.context_tokens = {str(key): int(tokens) for key, tokens in snapshot["context_tokens"].items()}
         for key, worker in snapshot["home"].items():
             self._moved(key, worker)
+        for worker, (generated_s, tools_s) in snapshot.get("took_s", {}).items():
+            self.hosts[worker].generated_s, self.hosts[worker].tools_s = float(generated_s), float(tools_s)
         for key, worker in snapshot["running"].items():
             self._running[key] = worker
             self.hosts[worker].running += 1

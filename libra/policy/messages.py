@@ -60,7 +60,8 @@ class QuantumFinished(msgspec.Struct, frozen=True, gc=False):
     """A quantum was committed: a generation of ``tokens`` tokens, or an action whose tool came back with ``status``.
 
     A generation whose tools ran inline names them too; ``status`` is `NO_TOOL` where none came back. ``tool`` may be empty if
-    one did: a malformed call need not name any. ``payload_tokens`` are those that the tools put into the context.
+    one did: a malformed call need not name any. ``payload_tokens`` are those that the tools put into the context, ``tools_s`` the
+    seconds of ``latency_s`` in which a generation's slot waited for them.
     """
 
     key: str
@@ -70,6 +71,7 @@ class QuantumFinished(msgspec.Struct, frozen=True, gc=False):
     status: ToolOutcome
     latency_s: float
     payload_tokens: int = 0
+    tools_s: float = 0.0
 
 
 class HomeForgotten(msgspec.Struct, frozen=True, gc=False):

@@ -212,8 +212,8 @@ def policy_event(line: int, event: events.Event, family: str) -> Event | None:
             group = f"{parsed.split}-{parsed.indices[0]}-{parsed.indices[1]}"
             return TrajectoryParked(key, parsed.indices[0], read_phase(line, phase), quanta, group, family, context)
         case events.QuantumFinished(key=key, phase=phase, tokens=tokens, tool=tool, status=status):
-            latency_s, payload = event.latency_s, event.payload_tokens
-            return QuantumFinished(key, read_phase(line, phase), tokens, tool, tool_outcome(status), latency_s, payload)
+            took = event.latency_s, event.payload_tokens, event.tools_s
+            return QuantumFinished(key, read_phase(line, phase), tokens, tool, tool_outcome(status), *took)
         case events.QuantumContinued(key=key, phase=phase, worker=worker):
             return QuantumStarted(key, read_phase(line, phase), worker)
         case events.HomeForgotten(key=key):

@@ -391,6 +391,7 @@ class Trajectories:
         self.stream.add(key, address, phase, report.start_s, report.stop_s, name)
         tokens, tool, payload = report.tokens, report.tool, report.payload_tokens
         status = tool_outcome(report.status)
+        tools_s = round(min(report.ran_s, latency_s), 6) if phase is Phase.ROLLOUT else 0.0
         state.log.emit(
             events.QuantumFinished,
             key,
@@ -405,8 +406,9 @@ class Trajectories:
             report.version,
             report.end,
             report.unfinished,
+            tools_s,
         )
-        done = QuantumFinished(key, phase, tokens, tool, status, latency_s, payload)
+        done = QuantumFinished(key, phase, tokens, tool, status, latency_s, payload, tools_s)
         self._handle(state, done)
         if report.goes_on:
             state.log.emit(events.QuantumContinued, key, phase, tracked.quanta, tracked.worker)

@@ -384,10 +384,11 @@ class Simulator:
             self._host.put(one.key, one.context_tokens)
         inline = ends and self._is_inline(turn)
         tool, status, payload = (turn.tool, turn.status, turn.payload_tokens) if inline else ("", NO_TOOL, 0)
+        tools_s = turn.tool_s if inline else 0.0
         one.quanta += 2 if inline else 1
         one.context_tokens += payload
         latency_s = round(self.agenda.now_s - one.started_s, 6)  # as the live log keeps it
-        self.notify(QuantumFinished(one.key, Phase.ROLLOUT, new_tokens, tool, status, latency_s, payload))
+        self.notify(QuantumFinished(one.key, Phase.ROLLOUT, new_tokens, tool, status, latency_s, payload, tools_s))
         one.turn += inline
         if ends and (one.turn == len(one.plan.turns) or turn.status == NO_TOOL):
             self._end(one)

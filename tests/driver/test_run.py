@@ -80,6 +80,9 @@ def test_with_an_inline_tool_and_free_slots_a_trajectory_is_dispatched_once(
     names = Counter(event["name"] for event in events)
     assert names["quantum_dispatched"] == names["trajectory_parked"] == 4
     assert (names["quantum_finished"], names["quantum_continued"]) == (4 * 3, 4 * 2)
+    waits = [(bool(e["status"]), e["tools_s"], e["latency_s"]) for e in events if e["name"] == "quantum_finished"]
+    assert sum(returned for returned, _, _ in waits) == 4 * 2
+    assert all(0.0 < tools_s <= took_s if returned else tools_s == 0.0 for returned, tools_s, took_s in waits)
     stored = columns(summary.directory)
     turns = zarr.open_group(summary.directory / "trajectories.zarr", mode="r")["turn"]
     assert len(stored["reward"]) == 4 and len(turns["generated_tokens"][:]) == 4 * 3

@@ -9,11 +9,13 @@ import pytest
 from msgspec import structs
 
 from libra.policy import CMLFQ, Dispatcher
+from libra.policy.fleet import Fleet
 from libra.policy.messages import (
     Place,
     Prefer,
     Priority,
     QuantumFinished,
+    QuantumStarted,
     SetPriority,
     TrajectoryEnded,
     TrajectoryParked,
@@ -96,6 +98,50 @@ def test_slots_are_released_while_engines_that_exchange_kv_are_full(token_bytes:
     assert dispatcher.contended() == (token_bytes > 0)
     dispatcher.handle(TrajectoryEnded("t"))
     assert not dispatcher.contended()
+
+
+def full(token_bytes: int = 1000, tools_s: float = 0.0, *, inline: bool = True) -> Dispatcher:
+    """An engine with room for 10,000 tokens, in whose slots two with 9,000 and 6,000 go on; a second of each was for generating."""
+    dispatcher = Dispatcher()
+    dispatcher.handle(structs.replace(engine(token_bytes=token_bytes), full_s_per_token=0.01))
+    assert begin(dispatcher, "long", 1000) and begin(dispatcher, "short", 1000)
+    for key, payload in (("long", 8_900), ("short", 5_900)):
+        if inline:
+            dispatcher.handle(QuantumFinished(key, Phase.ROLLOUT, 100, "t", "ok", 1.0 + tools_s, payload, tools_s))
+        else:
+            dispatcher.handle(QuantumFinished(key, Phase.ROLLOUT, 100, "", "", 1.0))
+            dispatcher.handle(QuantumFinished(key, Phase.TOOL, 0, "t", "ok", tools_s, payload))
+        dispatcher.handle(QuantumStarted(key, Phase.ROLLOUT, "e0"))
+    return dispatcher
+
+
+@pytest.mark.parametrize(("token_bytes", "tools_s", "placed"), [(1000, 0.0, []), (1000, 1.0, ["a"]), (0, 1.0, [])])
+@pytest.mark.parametrize("inline", [True, False])
+def test_contexts_need_no_memory_while_their_tools_run(
+    token_bytes: int, tools_s: float, placed: list[str], *, inline: bool
+) -> None:
+    dispatcher = full(token_bytes, tools_s, inline=inline)
+    for key, context in (("a", 4_900), ("b", 200)):  # 19,900 tokens with the first, 20,100 with both
+        dispatcher.handle(parked(key, 1, context))
+        dispatcher.apply([SetPriority(key, Priority(0, 1, 0), "")])
+    assert [place.key for place in dispatcher.dispatch(Phase.ROLLOUT)] == placed
+
+
+def test_slots_are_kept_while_contexts_whose_tools_run_fill_memory() -> None:
+    assert full(tools_s=0.0).contended() and not full(tools_s=1.0).contended()
+    assert full(tools_s=0.5).contended()  # 15,000 tokens may be under way, and are
+
+
+def test_waits_for_memory_make_no_more_room_and_tools_however_long_eight_times() -> None:
+    host = Fleet()
+    host.handle(engine())
+    for key, latency_s, tools_s in (("a", 60.0, 1.0), ("b", 60.0, 1.0)):
+        host.handle(QuantumStarted(key, Phase.ROLLOUT, "e0"))
+        host.handle(QuantumFinished(key, Phase.ROLLOUT, 100, "t", "ok", latency_s, 0, tools_s))
+    assert host.hosts["e0"].open_tokens == pytest.approx(20_000, rel=0.01)
+    host.handle(QuantumStarted("a", Phase.ROLLOUT, "e0"))
+    host.handle(QuantumFinished("a", Phase.ROLLOUT, 0, "t", "ok", 1e6, 0, 1e6))
+    assert host.hosts["e0"].open_tokens == 80_000
 
 
 def loaded(*engines: tuple[float, Sequence[int]]) -> Dispatcher:
