@@ -26,6 +26,7 @@ from libra.policy import (
     WorkerJoined,
     WorkerLeft,
 )
+from libra.policy.fleet import Fleet
 from libra.policy.log_replay import _unlike
 from libra.types import Phase
 
@@ -58,7 +59,6 @@ EVENTS = st.lists(
         st.builds(GroupsNamed, st.just((("g", "p"), ("h", "q")))),
         st.builds(QuantumStarted, KEYS, st.sampled_from(Phase), WORKERS),
         st.builds(WorkerJoined, WORKERS, st.sampled_from(["tp1", "tp4"]), st.integers(0, 2), st.integers(0, 2)),
-        st.just(WorkerJoined("b", "tp1", 2, 0, 100, 0.1, 0.2, kv_token_bytes=10)),
         st.builds(WorkerLeft, WORKERS),
         st.builds(VersionPublished, st.integers(0, 3)),
     ),
@@ -93,6 +93,19 @@ def test_an_ordering_goes_on_from_its_snapshot(kind: type, before: list[Any], af
     restored.restore(through_json(original.snapshot()))
     assert [restored.handle(event) for event in after] == [original.handle(event) for event in after]
     assert restored.snapshot() == original.snapshot()
+
+
+@settings(max_examples=150, deadline=None)
+@given(before=EVENTS)
+def test_a_fleet_comes_back_from_its_snapshot(before: list[Any]) -> None:
+    original, restored = Fleet(), Fleet()
+    exchanges = WorkerJoined("c", "tp1", 2, 0, 100, 0.1, 0.2, kv_token_bytes=10)
+    turn = QuantumFinished("own", Phase.ROLLOUT, 5, "t", "ok", 3.0, 9, 1.0)
+    for event in [*before, exchanges, QuantumStarted("own", Phase.ROLLOUT, "c"), turn]:
+        original.handle(event)
+    restored.restore(through_json(original.snapshot()))
+    assert restored.hosts == original.hosts and restored.home == original.home
+    assert restored.hosts["c"].open_tokens == original.hosts["c"].open_tokens > 100
 
 
 @settings(max_examples=300, deadline=None)
