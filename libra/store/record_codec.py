@@ -11,10 +11,12 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import msgpack
+import msgspec
 import numpy as np
 
 from libra.errors import StoreError, Unstorable
@@ -34,6 +36,10 @@ _TEXT_ERRORS = (
 )
 
 
+_ARRAY_PARTS = msgspec.msgpack.Decoder(tuple[str, list[int], bytes])
+_dtype = lru_cache(maxsize=64)(np.dtype)
+
+
 def _encode_object(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         if value.dtype.hasobject:
@@ -44,11 +50,16 @@ def _encode_object(value: Any) -> Any:
     raise TypeError(f"a value of type {type(value).__name__}")
 
 
-def _decode_extension(code: int, data: bytes) -> Any:
+def _decode_extension(code: int, data: bytes | memoryview) -> Any:
     if code != _ARRAY:
-        return msgpack.ExtType(code, data)
-    dtype, shape, raw = msgpack.unpackb(data)
-    return np.frombuffer(bytearray(raw), dtype=dtype).reshape(shape)
+        return msgpack.ExtType(code, bytes(data))
+    dtype, shape, raw = _ARRAY_PARTS.decode(data)
+    array = np.frombuffer(bytearray(raw), dtype=_dtype(dtype))
+    return array if shape == [array.size] else array.reshape(shape)
+
+
+_QUICK = msgspec.msgpack.Decoder(ext_hook=_decode_extension)
+"""Takes two thirds of msgpack's time, but no text that is not UTF-8."""
 
 
 def pack(record: Mapping[str, Any], *, source: str) -> bytes:
@@ -112,6 +123,9 @@ def unpack(data: bytes, *, source: str | Path) -> dict[str, Any]:
             f"{source}: torn or corrupt record, {len(body)} bytes where {length} were announced"
             f"{'' if len(body) != length else ', checksum differs'}. Delete it to go on without it"
         )
-    return msgpack.unpackb(  # type: ignore[no-any-return]
-        body, ext_hook=_decode_extension, strict_map_key=False, unicode_errors=_TEXT_ERRORS
-    )
+    try:
+        return _QUICK.decode(body)  # type: ignore[no-any-return]
+    except (msgspec.MsgspecError, ValueError, TypeError, RecursionError):  # a lone surrogate
+        return msgpack.unpackb(  # type: ignore[no-any-return]
+            body, ext_hook=_decode_extension, strict_map_key=False, unicode_errors=_TEXT_ERRORS
+        )

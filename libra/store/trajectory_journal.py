@@ -12,7 +12,7 @@ were deleted. A reader opens the name, and looks the record up in that log by it
 """
 
 # Plain strings and os, no pathlib: that would cost a fifth of an append, and two happen per quantum.
-# ruff: noqa: PTH103, PTH108, PTH116, PTH119
+# ruff: noqa: PTH103, PTH108, PTH116
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Journal:
     fsync : bool
         Flush every record to the device before `append` returns. False: a record survives its process, not a power failure.
     one_machine : bool
-        Whether all who read it are on this machine, so that the log may stay open between two records.
+        Whether all who write and read it are on this machine, so that the log may stay open between two records.
     """
 
     def __init__(self, root: Path, *, fsync: bool = False, one_machine: bool = False) -> None:
@@ -183,8 +183,12 @@ class Journal:
         Raises StoreError, naming the file, if one is torn or corrupt.
         """
         records: list[dict[str, Any]] = []
-        while (data := self._load(path := self._path(trajectory_id, start + len(records)))) is not None:
+        path, stem = self._path(trajectory_id, start), f"{self.root}/{trajectory_id}"
+        while (data := self._load(path)) is not None:
             records += unpack_all(data, source=path)
+            path = f"{stem}.{start + len(records):04d}.rec"
+            if self.one_machine and not os.access(path, os.F_OK):  # an open that fails costs four times as much
+                break
         return records
 
     def read_at(self, trajectory_id: str, quantum: int) -> list[dict[str, Any]]:
@@ -206,15 +210,16 @@ class Journal:
     def remove(self, trajectory_id: str) -> None:
         """Remove the records of a trajectory, if there are any."""
         names: list[str] = []
+        path, stem = self._path(trajectory_id, 0), f"{self.root}/{trajectory_id}"
         quantum = missing = 0
         while missing < MOST_TOGETHER:  # there are no other gaps
-            path = self._path(trajectory_id, quantum)
             if os.access(path, os.F_OK):
                 names.append(path)
                 missing = 0
             else:
                 missing += 1
             quantum += 1
+            path = f"{stem}.{quantum:04d}.rec"
         try:
             for path in reversed(
                 names
@@ -243,15 +248,14 @@ class Journal:
         except OSError as error:
             raise StoreError(f"{path}: cannot read: {error.strerror}") from error
         try:
-            place = self._place(descriptor, os.path.basename(path))
-            return b"" if place is None else os.pread(descriptor, place[1], place[0])
+            return self._record(descriptor, path[len(self.root) + 1 :])
         except OSError as error:
             raise StoreError(f"{path}: cannot read: {error.strerror}") from error
         finally:
             os.close(descriptor)
 
-    def _place(self, descriptor: int, name: str) -> tuple[int, int] | None:
-        """Offset and length of a record in the log behind ``descriptor``; None if the log does not hold it."""
+    def _record(self, descriptor: int, name: str) -> bytes:
+        """A record in the log behind ``descriptor``; empty if the log does not hold it."""
         identity = os.pread(descriptor, _IDENTITY_BYTES, 0)
         with self._lock:
             index = self._indexes.pop(identity, None) or _Index()
@@ -260,15 +264,16 @@ class Journal:
             oldest = next(iter(self._indexes.values()))
             if len(self._indexes) > KEPT_INDEXES or oldest.used < self._lookups - KEPT_LOOKUPS:
                 self._indexes.popitem(last=False)
-            place = index.places.get(name)
-            if place is not None:
-                return place
-            size, step = os.fstat(descriptor).st_size, _READ_BYTES
-            while True:  # what comes after it need not be read
-                data = os.pread(descriptor, min(step, max(size - index.end, 0)), index.end)
-                if (place := _found(data, name, index)) is not None or step >= size - index.end:
-                    return place
+            place, step = index.places.get(name), _READ_BYTES
+            while place is None:  # what comes after it need not be read
+                begin, data = index.end, os.pread(descriptor, step, index.end)
+                place = _found(data, name, index)
+                if place is not None:
+                    return data[place[0] - begin : place[0] - begin + place[1]]
+                if step >= os.fstat(descriptor).st_size - index.end:
+                    return b""
                 step *= 4
+        return os.pread(descriptor, place[1], place[0])
 
     def close(self) -> None:
         """Remove the log's own name; its records keep the file. The next `append` makes another log."""

@@ -6,6 +6,7 @@ import errno
 import os
 import threading
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -213,10 +214,20 @@ def test_a_frame_whose_link_failed_is_overwritten_and_never_read(tmp_path, one_m
 
 
 @settings(max_examples=40, deadline=None)
-@given(steps=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3), st.integers(0, 300)), max_size=40))
-def test_writers_and_readers_in_any_order_agree_with_a_dict(tmp_path_factory, steps):
-    root = tmp_path_factory.mktemp("journal")
-    writers, readers = [Journal(root, one_machine=n > 0) for n in range(3)], [Journal(root) for _ in range(2)]
+@given(
+    steps=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3), st.integers(0, 300)), max_size=40),
+    read_bytes=st.sampled_from([1, 64, journal_module._READ_BYTES]),
+)
+def test_writers_and_readers_in_any_order_agree_with_a_dict(tmp_path_factory, steps, read_bytes):
+    with patch.object(journal_module, "_READ_BYTES", read_bytes):  # records longer than what is read at first
+        agree_with_a_dict(tmp_path_factory.mktemp("journal"), steps)
+
+
+def agree_with_a_dict(root: Path, steps: list[tuple[int, int, int]]) -> None:
+    writers, readers = (
+        [Journal(root, one_machine=n > 0) for n in range(3)],
+        [Journal(root, one_machine=n > 0) for n in range(2)],
+    )
     model: dict[str, list[tuple[int, int]]] = {}
     for writer, sample, size in steps:
         name = f"train-0-0-{sample}"

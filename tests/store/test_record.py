@@ -35,6 +35,14 @@ def test_arrays_come_back_with_dtype_shape_and_bytes(array):
     assert got.flags.writeable
 
 
+@pytest.mark.parametrize("text", ["file \udcff", "\ud800" * 3, "é \ufffd 𝄞"])
+def test_text_comes_back_also_where_it_is_no_unicode(text):
+    record = {"texts": [text], text: np.arange(3, dtype=np.int32), "kept": b"\xff", "deep": {"number": 2**63}}
+    got = unpack(pack(record, source="here"), source="here")
+    assert got.pop(text).tolist() == [0, 1, 2]
+    assert got == {"texts": [text], "kept": b"\xff", "deep": {"number": 2**63}}
+
+
 def test_numpy_scalars_and_string_enums_come_back_as_plain_values():
     got = unpack(pack({"n": np.int64(3), "x": np.float32(0.5), "phase": Phase.TOOL}, source="here"), source="here")
     assert got == {"n": 3, "x": 0.5, "phase": "TOOL"}
