@@ -15,8 +15,13 @@ from libra.cli.replay import replay_run
 from libra.cluster.local import local_cluster
 from libra.config import RunConfig, config_from_dict
 from libra.driver.session import Session
+from libra.events import from_dict
+from libra.policy.fleet import Fleet
+from libra.policy.messages import QuantumStarted
+from libra.policy.replayed_objects import policy_event
 from libra.rollout.engine_capacity import kv_token_bytes
 from libra.store.event_log import read_events
+from libra.types import Phase
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -52,8 +57,9 @@ class Watched:
         self.context: dict[str, int] = {}
         self.home: dict[str, str] = {}
         self.most_under_way = 0
+        self.fleet = Fleet()
         self.began: list[float] = []
-        """Of each placement of one without a home, the share of the engine's memory that is taken then: at least that much."""
+        """Of each placement of one without a home, the share taken then of what may be under way there: at least that much."""
         self.waiting: dict[str, tuple[tuple[int, ...], str]] = {}
         """Priority of those that wait to generate, with its reason, in the order in which they were parked."""
         self.dropped: set[str] = set()
@@ -63,8 +69,11 @@ class Watched:
         self.wrong: list[str] = []
         """Placements at home while another trajectory waited there with a better priority."""
 
-    def add(self, event: Mapping[str, Any]) -> None:
+    def add(self, line: int, event: Mapping[str, Any]) -> None:
         key = event.get("key", "")
+        told = policy_event(line, from_dict(event), "")
+        if told is not None:
+            self.fleet.handle(told)
         match event["name"]:
             case "trajectory_parked" if event["context_tokens"]:
                 self.context[key] = event["context_tokens"]
@@ -103,7 +112,8 @@ class Watched:
         self.home[key] = worker
         self.most_under_way = max(self.most_under_way, len(self.home))
         if event["reason"].startswith("first home"):
-            self.began.append(self.taken(worker))
+            self.began.append(self.taken(worker) * self.kv_tokens / self.fleet.hosts[worker].open_tokens)
+        self.fleet.handle(QuantumStarted(key, Phase.ROLLOUT, worker))
 
     def taken(self, worker: str) -> float:
         there = [key for key, home in self.home.items() if home == worker and key not in self.dropped]
@@ -122,8 +132,8 @@ def test_memory_decides_who_waits_and_octaves_of_tokens_left_who_goes_first(rand
         directory = session.directory
     log = list(read_events(directory / "events.jsonl").events)
     seen = Watched(KV_TOKENS)
-    for event in log:
-        seen.add(event)
+    for line, event in enumerate(log):
+        seen.add(line, event)
     assert (KV_TOKENS, token_bytes) in {
         (event["kv_tokens"], event["kv_token_bytes"]) for event in log if event["name"] == "worker_capacity"
     }
