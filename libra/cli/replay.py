@@ -323,7 +323,7 @@ def _find(told: Iterable[tuple[int, events.Event]], name: str) -> tuple[Subject 
             known[f"gate-{event.iteration}"] = ("gate", event.iteration)
         elif isinstance(event, events.BatchParked | events.BatchOpened | events.WaveParked):
             known[f"batch-{event.batch}"] = ("batch", event.batch)
-        elif isinstance(event, events.EngineTurned):
+        elif isinstance(event, events.EngineTurned | events.VersionOrdered):
             known[event.worker] = ("worker", event.worker)
         elif isinstance(event, events.StepsPlanned):
             known["steps"] = ("steps", "steps")

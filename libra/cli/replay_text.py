@@ -17,6 +17,7 @@ from libra.policy import (
     SetPriority,
     TakeSteps,
     Turn,
+    Vacate,
 )
 from libra.untrusted import shown_line
 
@@ -35,6 +36,7 @@ NAMES = {
     "OpenWave": "wave openings",
     "Turn": "turns of engines",
     "LoadVersion": "loads of versions",
+    "Vacate": "engines that give their trajectories away",
     "TakeSteps": "choices of how steps are taken",
 }
 """The name of each command, in the plural."""
@@ -49,7 +51,7 @@ def subject_of(command: Command) -> Subject:
             return "gate", iteration
         case OpenBatch(batch=batch) | OpenWave(batch=batch):
             return "batch", batch
-        case Turn(worker=worker) | LoadVersion(worker=worker):
+        case Turn(worker=worker) | LoadVersion(worker=worker) | Vacate(worker=worker):
             return "worker", worker
         case TakeSteps():
             return "steps", "steps"
@@ -80,6 +82,10 @@ def concerns(event: events.Event, subject: Subject, members: tuple[tuple[int, in
             return kind in ("gate", "batch") and event.version <= int(which)
         case events.EngineTurned(worker=worker) | events.TurnRefused(worker=worker) | events.RoleChanged(worker=worker):
             return kind == "worker" and worker == which
+        case events.VersionOrdered(worker=worker) | events.VersionServed(worker=worker):
+            return kind == "worker" and worker == which
+        case events.EngineVacated(worker=worker, keys=moved):
+            return worker == which if kind == "worker" else kind == "trajectory" and which in moved
         case events.GroupCommitted(split="train", iteration=iteration, group=group):
             return kind == "batch" and (iteration, group) in members
         case events.StepsPlanned() | events.StepMeasured() | events.StepsChosen():
@@ -219,6 +225,19 @@ def _role_text(event: events.Event) -> str:
             )
         case events.StepsChosen():
             return f"steps are taken by {event.way}: {event.reason}"
+        case _:
+            return _version_text(event)
+
+
+def _version_text(event: events.Event) -> str:
+    match event:
+        case events.VersionOrdered():
+            return f"{event.worker} is to take version {event.version}: {event.reason}"
+        case events.VersionServed():
+            return f"{event.worker} serves version {event.version}, loaded in {event.load_s:.3g} s"
+        case events.EngineVacated():
+            moved = f"{len(event.keys)} trajectories to other engines of their version"
+            return f"{event.worker} gives {moved}: {event.reason}"
     return event.name
 
 

@@ -214,6 +214,8 @@ def _staleness(config: RunSections) -> Iterator[str]:
             f"staleness.versions: one, and with cluster.hybrid_workers={config.cluster.hybrid_workers} an engine that changes its "
             "role would start its trajectories again; type staleness.versions=many, or cluster.hybrid_workers=0"
         )
+    if section.engines == "rounded" and section.versions != "one":
+        yield "staleness.engines: rounded, and trajectories have many versions; type staleness.versions=one"
     if section.over_age != "wait" and most_waves(config):
         yield (
             f"staleness.over_age: {section.over_age}, and with trainer.streaming={trainer.streaming} a batch is the groups of its "

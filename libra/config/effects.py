@@ -150,6 +150,7 @@ _TABLE: tuple[tuple[str, str, Reading], ...] = (  # section, keys, who reads the
     ("distil", "samples", _run(_TEACHES, is_("distil.estimator", "sampled"))),
     ("distil", "wait_s", _run(_TEACHES, is_("distil.late", "wait"))),
     ("staleness", "versions", _run(above("run.eta", 0))),
+    ("staleness", "engines", _run(above("run.eta", 0), is_("staleness.versions", "one"))),
     ("staleness", "window in_flight over_age", _of("run", "simulate", needs=(above("run.eta", 0),))),
     (
         "model",

@@ -26,6 +26,10 @@ class StalenessSection(Section):
     """Weight versions in one trajectory. many: engines take new weights at once, and their trajectories go on with them. one: a
     trajectory keeps the weights that it began with. An engine then takes new ones when all that began there have ended, and until
     then none begins there; a trajectory whose engine is lost begins again from its prompt. Not with `cluster.hybrid_workers`."""
+    engines: Literal["emptied", "rounded"] = "emptied"
+    """For `versions` one, which engines take new weights. emptied: each, when all that began there have ended. rounded: also those
+    above their version's share of the engines, which is its share of the trajectories, rounded (DORA); the engine of a version with
+    the fewest trajectories gives them to others of that version with room, with their KV if `rollout.kv_host_gib` is set."""
     in_flight: AtLeastOne | None = None
     """Batches generated at once: an iteration begins when the batch that many before it is taken. 1: while a step trains, only the
     next batch is generated. None: `run.eta` + 1, all that the bound allows."""

@@ -80,6 +80,7 @@ class SchedulerCalls:
             directory=str(self.spec.directory),
             **asdict(staleness_of(config)),
             one_version=keeps_version(config),
+            rounded=config.staleness.engines == "rounded",
             teacher=config.distil.teacher is not None,
             first_phase=str(Phase.TOOL if config.agent.given else Phase.ROLLOUT),
             tools=needs_of(start.environment),

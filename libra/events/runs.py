@@ -19,7 +19,7 @@ class RunStarted(Event, frozen=True):
 
 
 class PolicySnapshot(Event, frozen=True):
-    """State of the policy objects: ``order`` of the ordering ``policy``, ``admission``, and ``turning`` (empty: off).
+    """State of the policy objects: ``order`` of the ordering ``policy``, ``admission``, ``turning`` and ``versions`` (empty: off).
 
     An epoch begins with the first after ``run_started``; a replay can begin at any later one.
     """
@@ -29,6 +29,7 @@ class PolicySnapshot(Event, frozen=True):
     order: dict[str, Any]
     admission: dict[str, Any]
     turning: dict[str, Any] = {}
+    versions: dict[str, Any] = {}
 
 
 class GateParked(Event, frozen=True):

@@ -30,6 +30,24 @@ class VersionServed(Event, frozen=True):
     stats: dict[str, int | float] = {}
 
 
+class VersionOrdered(Event, frozen=True):
+    """The engine of ``worker`` is to take ``version``, for this reason; only in runs with one version per trajectory
+    (`libra.policy.one_version`)."""
+
+    worker: str
+    version: int
+    reason: str
+
+
+class EngineVacated(Event, frozen=True):
+    """These trajectories, at home on ``worker``, go on on other engines of their version, for this reason: it is to take newer
+    weights (`libra.policy.one_version`)."""
+
+    worker: str
+    keys: tuple[str, ...]
+    reason: str
+
+
 class VersionChecked(Event, frozen=True):
     """The engine of ``worker`` passed the version check for ``version``, before the version counts as served.
 

@@ -53,6 +53,7 @@ from libra.policy.messages import (
     ToolsDeclared,
     TrajectoryEnded,
     TrajectoryParked,
+    Vacate,
     WorkerJoined,
     WorkerLeft,
 )
@@ -161,17 +162,23 @@ class Dispatcher:
                         held = self._phases[self._phase_of[key]].waiting.get(key)
                         if held is not None:
                             self._push(key, held)
+                case Vacate(worker=worker, keys=keys):
+                    self._without_home([key for key in keys if self._fleet.home.get(key) == worker], worker)
 
     def _push_out(self, worker: str | None) -> None:
         """Those whose KV the engine drops have no home any more: they go on where it fits."""
         host = self._fleet.hosts.get(worker or "")
         if worker is None or host is None or not 0 < host.open_tokens < host.context_tokens:
             return
+        self._without_home(self._loads.pushed_out(worker, self._phases[Phase.ROLLOUT].running.__contains__), worker)
+
+    def _without_home(self, keys: Iterable[str], worker: str) -> None:
+        """Trajectories have no home any more; their KV may be had from the engine of ``worker``."""
         queue = self._phases[Phase.ROLLOUT]
-        for key in self._loads.pushed_out(worker, queue.running.__contains__):
+        for key in keys:
+            self._last_home[key] = self._fleet.hosts[worker].spec
             self._loads.settle(key, None)
             self._fleet.handle(HomeForgotten(key))
-            self._last_home[key] = host.spec
             if key in queue.waiting:
                 self._push(key, queue.waiting[key])
 

@@ -28,12 +28,14 @@ from libra.policy.dispatcher import Dispatcher
 from libra.policy.late import WaitingGroup, settle
 from libra.policy.messages import (
     Command,
+    LoadVersion,
     OpenBatch,
     OpenGate,
     OpenWave,
     Prefer,
     Priority,
     SetPriority,
+    Vacate,
 )
 from libra.policy.ordering import OnlineLearner, blank_ordering
 from libra.policy.replayed_objects import BlankOrdering, ReplayedObjects
@@ -54,6 +56,8 @@ _LoggedCommand = (
     | events.WaveOpened
     | events.EngineTurned
     | events.StepsChosen
+    | events.VersionOrdered
+    | events.EngineVacated
 )
 
 
@@ -242,6 +246,10 @@ def _command(line: int, event: events.Event) -> Command:
             return Turn(worker, Turned(to), reason)
         case events.StepsChosen(way=way, reason=reason):
             return TakeSteps(way, reason)
+        case events.VersionOrdered(worker=worker, version=version, reason=reason):
+            return LoadVersion(worker, version, reason)
+        case events.EngineVacated(worker=worker, keys=moved, reason=reason):
+            return Vacate(worker, moved, reason)
     raise AssertionError(event)
 
 

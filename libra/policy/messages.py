@@ -292,6 +292,17 @@ class LoadVersion(msgspec.Struct, frozen=True, gc=False):
     reason: str
 
 
+class Vacate(msgspec.Struct, frozen=True, gc=False):
+    """Let these trajectories, at home on ``worker``, go on on other engines of their version: it is to take newer weights.
+
+    Those that generate there end their turn first, and are named by another command then.
+    """
+
+    worker: str
+    keys: tuple[str, ...]
+    reason: str
+
+
 class OpenGate(msgspec.Struct, frozen=True, gc=False):
     """Let iteration ``iteration`` begin."""
 
@@ -335,4 +346,4 @@ Event = (
     | ToolCapacity
     | ActionRequested
 )
-Command = SetPriority | Prefer | Place | OpenGate | OpenBatch | OpenWave | Turn | TakeSteps | LoadVersion
+Command = SetPriority | Prefer | Place | OpenGate | OpenBatch | OpenWave | Turn | TakeSteps | LoadVersion | Vacate

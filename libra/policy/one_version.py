@@ -1,17 +1,31 @@
 """When each engine takes new weights, in a run whose trajectories keep those that they began with (``staleness.versions=one``).
 
-DORA, arXiv:2604.26256, C1. Differs from the paper: engines of an older version are not merged, by its rule of rounding, with their
-trajectories and KV moved; each is emptied by the ends of its own trajectories.
+DORA, arXiv:2604.26256, C1. An engine is emptied by the ends of its own trajectories, or, with ``rounded``, by DORA's rule too: live
+versions have `libra.policy.version_shares` of the engines, and an engine above its version's share, the one with the fewest
+trajectories first, gives its trajectories to others of its version, as far as their slots and KV memory allow.
+
+Differs from the paper: looked at with each new version, and whenever a trajectory begins to wait or ends, instead of by a timer and
+by pressure on KV; no engine goes back to an older version; turns are not interrupted; the KV of a trajectory in an action stays
+behind, and is computed again if the engine has taken the new weights by then.
 
 Invariants
 ----------
-1. An engine is told a version only while no trajectory that began there is under way: no weights change in the midst of one.
+1. An engine is told a version only while no trajectory that began there is under way there: no weights change in the midst of one.
 2. A trajectory begins only on an engine that was told the newest version. One under way goes only to engines of its own version, as
    long as there is one; then it counts as not begun, and its worker starts it again from its prompt (`libra.worker.quanta`).
-3. No dead end: what is under way on an engine ends by itself, or leaves with it; then the engine is told the newest version.
+3. No dead end: what is under way on an engine ends by itself, goes to another of its version, or leaves with it; then the engine is
+   told the newest version.
+4. An engine that gives its trajectories away gets none, and another of its version takes no new weights until all of it have ended.
+5. ``restore(snapshot())`` changes no later answer.
 """
 
 from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
 
 from libra.policy.messages import (
     Event,
@@ -19,57 +33,99 @@ from libra.policy.messages import (
     LoadVersion,
     QuantumStarted,
     TrajectoryEnded,
+    TrajectoryParked,
+    Vacate,
     VersionPublished,
     WorkerJoined,
     WorkerLeft,
 )
+from libra.policy.version_shares import version_shares
 from libra.types import Phase
+
+Orders = tuple[Vacate | LoadVersion, ...]
 
 
 class OneVersion:
-    """The versions of a run's engines, and of its trajectories that have begun; engines by the names of their workers."""
+    """The versions of a run's engines, and of its trajectories that have begun; engines by the names of their workers.
 
-    def __init__(self) -> None:
+    ``rounded``: versions share the engines out (``staleness.engines``).
+    """
+
+    def __init__(self, *, rounded: bool = False) -> None:
+        self.rounded = rounded
         self.newest = -1
         self.told: dict[str, int] = {}  # of each engine that takes quanta, the version that it was told last; -1: none
+        self.emptying: set[str] = set()
+        """Engines that give their trajectories away."""
         self._under_way: dict[str, set[str]] = {}
         self._home: dict[str, str] = {}
         self._began: dict[str, int] = {}
+        self._counts: Counter[int] = Counter()  # of `_began`
+        # Of the rule of rounding only:
+        self._specs: dict[str, WorkerJoined] = {}
+        self._running: dict[str, str] = {}  # generations
+        self._waiting: set[str] = set()  # for their first generation
+        self._context: dict[str, int] = {}
 
     def may(self, key: str, worker: str) -> bool:
         """Whether the next generation of a trajectory may be at ``worker``."""
         began = self._began.get(key)
-        wanted = self.newest if began is None or began not in self.told.values() else began
-        return self.told.get(worker) == wanted
+        left = (
+            self.told.values() if not self.emptying else {self.told[each] for each in self.told.keys() - self.emptying}
+        )
+        wanted = self.newest if began is None or began not in left else began
+        return self.told.get(worker) == wanted and worker not in self.emptying
 
-    def handle(self, event: Event) -> tuple[LoadVersion, ...]:
-        """Follow one event; the engines that take new weights now."""
+    def handle(self, event: Event) -> Orders:
+        """Follow one event; the engines that give trajectories away now, and those that take new weights."""
+        if type(event) is TrajectoryParked:
+            return self._parked(event) if self.rounded else ()
         if type(event) is QuantumStarted:
             return self._started(event.key, event.worker) if event.phase is Phase.ROLLOUT else ()
         if type(event) is TrajectoryEnded:
-            self._began.pop(event.key, None)
-            return self._left_home(event.key)
+            self._set_began(event.key, None)
+            for table in (self._running, self._context):
+                table.pop(event.key, None)
+            self._waiting.discard(event.key)
+            return (*self._left_home(event.key), *self._shared())
         if type(event) is HomeForgotten:
+            self._running.pop(event.key, None)
             return self._left_home(event.key)
         if type(event) is VersionPublished:
             self.newest = max(self.newest, event.version)
-            return tuple(command for worker in list(self.told) for command in self._emptied(worker))
+            emptied = [command for worker in sorted(self.told) for command in self._emptied(worker)]
+            return (*emptied, *self._shared())
         if type(event) is WorkerJoined and event.rollout_slots:
+            self._specs[event.worker] = event
             return self._emptied(event.worker) if self.told.setdefault(event.worker, -1) < 0 else ()
         if type(event) is WorkerLeft or type(event) is WorkerJoined:
             self._lost(event.worker)
         return ()
 
-    def _started(self, key: str, worker: str) -> tuple[LoadVersion, ...]:
+    def _started(self, key: str, worker: str) -> Orders:
+        if self.rounded:
+            self._running[key] = worker
+            self._waiting.discard(key)
         if self._home.get(key) == worker:
             return ()
         commands = self._left_home(key)
         if worker in self.told:
-            self._home[key], self._began[key] = worker, self.told[worker]
+            self._home[key] = worker
+            self._set_began(key, self.told[worker])
             self._under_way.setdefault(worker, set()).add(key)
         return commands
 
-    def _left_home(self, key: str) -> tuple[LoadVersion, ...]:
+    def _set_began(self, key: str, version: int | None) -> None:
+        before = self._began.pop(key, None)
+        if before is not None:
+            self._counts[before] -= 1
+            if not self._counts[before]:
+                del self._counts[before]
+        if version is not None:
+            self._began[key] = version
+            self._counts[version] += 1
+
+    def _left_home(self, key: str) -> Orders:
         home = self._home.pop(key, None)
         if home is None:
             return ()
@@ -77,14 +133,133 @@ class OneVersion:
         return self._emptied(home)
 
     def _emptied(self, worker: str) -> tuple[LoadVersion, ...]:
-        """The command for an engine that is behind, if nothing that began there is under way."""
+        """The command for an engine that is behind, if nothing that began there is under way there."""
         before = self.told.get(worker, self.newest)
         if before >= self.newest or self._under_way.get(worker):
             return ()
+        if self.rounded and self._counts[before] and self._open(before) == [worker]:
+            return ()  # what was given away waits for it
         self.told[worker] = self.newest
-        return (LoadVersion(worker, self.newest, f"nothing that began with version {before} is under way there"),)
+        self.emptying.discard(worker)
+        reason = "it has joined" if before < 0 else f"nothing that began with version {before} is under way there"
+        return (LoadVersion(worker, self.newest, reason),)
 
     def _lost(self, worker: str) -> None:
-        self.told.pop(worker, None)
+        version = self.told.pop(worker, None)
+        self._specs.pop(worker, None)
+        self.emptying.discard(worker)
         for key in self._under_way.pop(worker, ()):
             del self._home[key]
+        self._running = {key: at for key, at in self._running.items() if at != worker}
+        if version is not None and not self._open(version):  # what is left of it keeps its engines
+            self.emptying -= {each for each, told in self.told.items() if told == version}
+
+    # ---------------------------------------------------------------- the rule of rounding
+
+    def _parked(self, event: TrajectoryParked) -> Orders:
+        """A trajectory waits for a slot: it leaves an engine that gives its trajectories away, and no longer runs."""
+        key = event.key
+        self._running.pop(key, None)
+        if event.context_tokens:
+            self._context[key] = event.context_tokens
+        home = self._home.get(key)
+        if home is not None and home in self.emptying:
+            return self._given_away(home, [key], "it gives its trajectories away")
+        if key in self._began or key in self._waiting:
+            return ()
+        self._waiting.add(key)
+        return self._shared()
+
+    def _open(self, version: int) -> list[str]:
+        """Engines of a version that keep their trajectories."""
+        return [worker for worker, told in self.told.items() if told == version and worker not in self.emptying]
+
+    def _shared(self) -> Orders:
+        """Empty the engines above their version's share."""
+        if not self.rounded or all(told == self.newest for told in self.told.values()):
+            return ()
+        commands: list[Vacate | LoadVersion] = [each for worker in sorted(self.told) for each in self._emptied(worker)]
+        engines = sum(told >= 0 for told in self.told.values())
+        under_way: Counter[int] = Counter({self.newest: len(self._waiting)})
+        for version, count in self._counts.items():
+            under_way[version if self._open(version) else self.newest] += count
+        shares, total = version_shares(engines, under_way), sum(under_way.values())
+        for version in sorted(set(self.told.values()) & shares.keys() - {self.newest}):
+            having = sorted(self._open(version), key=lambda worker: (len(self._under_way.get(worker, ())), worker))
+            for source in having[: max(0, len(having) - shares[version])]:
+                keep = [worker for worker in self._open(version) if worker != source]
+                if not self._fits(version, source, keep):
+                    break
+                self.emptying.add(source)
+                keys = sorted(self._under_way.get(source, ()))
+                commands += self._given_away(
+                    source,
+                    [key for key in keys if self._running.get(key) != source],
+                    f"version {version} has {under_way[version]} of {total} trajectories, and {shares[version]} of {engines} "
+                    f"engines by rounding; it had {len(keep) + 1}",
+                )
+        return tuple(commands)
+
+    def _given_away(self, worker: str, keys: list[str], reason: str) -> Orders:
+        for key in keys:
+            del self._home[key]
+            self._under_way[worker].discard(key)
+        return (Vacate(worker, tuple(keys), reason), *self._emptied(worker))
+
+    def _fits(self, version: int, source: str, keep: list[str]) -> bool:
+        """Whether other engines can take all that ``source`` has and all of their version without a home: rehearsed, largest first,
+        each to the emptiest."""
+        room = {
+            worker: [self._tokens(self._under_way.get(worker, ())), len(self._under_way.get(worker, ()))]
+            for worker in keep
+        }
+        homeless = (key for key, began in self._began.items() if began == version and key not in self._home)
+        for key in sorted(
+            [*homeless, *self._under_way.get(source, ())], key=lambda each: (-self._tokens([each]), each)
+        ):
+            tokens = self._tokens([key])
+            able = [worker for worker in keep if self._has_room(worker, room[worker], tokens)]
+            if not able:
+                return False
+            target = min(able, key=lambda worker: (room[worker], worker))
+            room[target] = [room[target][0] + tokens, room[target][1] + 1]
+        return True
+
+    def _has_room(self, worker: str, held: list[int], tokens: int) -> bool:
+        spec = self._specs[worker]
+        return held[1] < spec.rollout_slots and (not spec.kv_tokens or held[0] + tokens <= spec.kv_tokens)
+
+    def _tokens(self, keys: Iterable[str]) -> int:
+        return sum(self._context.get(key, 0) for key in keys)
+
+    # ---------------------------------------------------------------- for the log
+
+    def snapshot(self) -> dict[str, Any]:
+        """Its state, as JSON-able values."""
+        return {
+            "rounded": self.rounded,
+            "newest": self.newest,
+            "told": dict(self.told),
+            "emptying": sorted(self.emptying),
+            "home": dict(sorted(self._home.items())),
+            "began": dict(self._began),
+            "specs": [msgspec.structs.asdict(spec) for spec in self._specs.values()],
+            "running": dict(sorted(self._running.items())),
+            "waiting": sorted(self._waiting),
+            "context": dict(sorted(self._context.items())),
+        }
+
+    @classmethod
+    def restored(cls, snapshot: Mapping[str, Any]) -> OneVersion:
+        """As of a snapshot."""
+        made = cls(rounded=snapshot["rounded"])
+        made.newest, made.told, made.emptying = snapshot["newest"], dict(snapshot["told"]), set(snapshot["emptying"])
+        for key, worker in snapshot["home"].items():
+            made._home[key] = worker
+            made._under_way.setdefault(worker, set()).add(key)
+        for key, version in snapshot["began"].items():
+            made._set_began(key, version)
+        made._specs = {spec["worker"]: WorkerJoined(**spec) for spec in snapshot["specs"]}
+        made._running, made._waiting = dict(snapshot["running"]), set(snapshot["waiting"])
+        made._context = dict(snapshot["context"])
+        return made

@@ -32,6 +32,7 @@ from libra.policy.messages import (
     WorkerLeft,
     groups_named,
 )
+from libra.policy.one_version import OneVersion
 from libra.policy.ordering import ORDERINGS, OnlineLearner, Ordering
 from libra.policy.tail import RoleBegins, RoleKnown, RoleTaken, Tail, TailEvent, TurnRefused, WaveDone, price_s
 from libra.policy.way_choice import MeasuredStep
@@ -60,6 +61,7 @@ class ReplayedObjects:
         self.places: dict[str, Priority] = {}
         self.dispatched: set[str] = set()  # since they were last parked
         self.dispatcher: Dispatcher | None = None
+        self.one: OneVersion | None = None
         self._placed: deque[Place] = deque()
         self._at_s = 0.0  # of the last lease that was granted
         self._lease: events.LeaseGranted | None = None
@@ -69,10 +71,14 @@ class ReplayedObjects:
             self.ordering.restore(snapshot.order)
             self.admission.restore(snapshot.admission)
             self.tail.restore(snapshot.turning)
+            self.one = OneVersion.restored(snapshot.versions) if snapshot.versions else None
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise StoreError(
                 f"line {line}: this policy_snapshot cannot be read: {type(error).__name__}: {error}"
             ) from error
+
+        if self.dispatcher is not None and self.one is not None:
+            self.dispatcher.allowed = self.one.may
 
     def tell(self, line: int, event: events.Event) -> tuple[Command, ...] | None:
         """Their answers to an event; None if they do not receive this kind."""
@@ -110,7 +116,7 @@ class ReplayedObjects:
                     self.admission.generation_started(iteration, group, self.admission.version)
                 started = QuantumStarted(key, read_phase(line, phase), worker)
                 self.tail.handle(started)
-                answers = self.ordering.handle(started)
+                answers = self._decided(started)
                 if self.dispatcher is not None:
                     self.dispatcher.apply(answers)
                 return answers
@@ -157,10 +163,15 @@ class ReplayedObjects:
         if self.dispatcher is not None:
             self.dispatcher.handle(event)
         self.tail.handle(event)
-        answers = self.ordering.handle(event)
+        answers = self._decided(event)
         if self.dispatcher is not None:
             self.dispatcher.apply(answers)
         return answers
+
+    def _decided(self, event: Event) -> tuple[Command, ...]:
+        """Answers of the ordering, and about the versions of engines."""
+        answers = self.ordering.handle(event)
+        return answers if self.one is None else (*answers, *self.one.handle(event))
 
     def placed(self, line: int, event: events.QuantumDispatched) -> str:
         """How a dispatch differs from the dispatcher's choice now; empty if the log does not have all of the dispatcher's

@@ -24,6 +24,7 @@ from libra.policy import (
     SetPriority,
     TakeSteps,
     Turn,
+    Vacate,
 )
 from libra.policy.role_messages import Role
 from libra.policy.tail import TurnRefused
@@ -89,20 +90,24 @@ class Applier:
                     state.log.emit(events.WaveOpened, batch=batch, wave=wave, members=members, reason=reason)
                     task_logger.debug("%s: wave %d of batch %d of %s opens", reason, wave, batch, state.run)
                     self.open(state, state.parked.waves.pop((batch, wave)), keys.GRADE)
-                case TakeSteps() | LoadVersion() | Turn():
+                case TakeSteps() | LoadVersion() | Turn() | Vacate():
                     self._change(state, command)
-                    kicks = kicks or type(command) is LoadVersion
+                    kicks = kicks or isinstance(command, LoadVersion | Vacate)
         if kicks:
             self._kick()
         self._dispatcher.apply(commands)
 
-    def _change(self, state: RunState, command: TakeSteps | LoadVersion | Turn) -> None:
+    def _change(self, state: RunState, command: TakeSteps | LoadVersion | Turn | Vacate) -> None:
         """How steps are taken, which weights an engine serves, or what it does."""
         match command:
             case TakeSteps(way=way, reason=reason):
                 state.log.emit(events.StepsChosen, way=way, reason=reason)
                 logging.getLogger("libra.scheduler").info("%s: %s takes its steps by %s", reason, state.run, way)
+            case Vacate(worker=worker, keys=moved, reason=reason):
+                state.log.emit(events.EngineVacated, worker=worker, keys=moved, reason=reason)
+                task_logger.info("%s: %d trajectories leave %s", reason, len(moved), worker)
             case LoadVersion(worker=worker, version=version, reason=reason):
+                state.log.emit(events.VersionOrdered, worker=worker, version=version, reason=reason)
                 task_logger.info("%s: %s takes version %d of %s", reason, worker, version, state.run)
                 announce_version(self._scheduler, state, version, only=worker)
             case Turn(worker=worker, to=to, reason=reason):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
 from libra.events import Event, PolicySnapshot, to_json
 from libra.observe.run_facts import RunFacts
-from libra.policy import Admission, Ordering, Tail
+from libra.policy import Admission, OneVersion, Ordering, Tail
 from libra.scheduler.step_clock import StepClock
 from libra.store.event_log import EventLog
 
@@ -84,7 +84,9 @@ class RunLog:
         """Whether enough has happened since the last snapshot."""
         return self._num_events >= self._next_snapshot
 
-    def emit_snapshot(self, policy: Ordering, admission: Admission, tail: Tail, family: str) -> None:
+    def emit_snapshot(
+        self, policy: Ordering, admission: Admission, tail: Tail, family: str, one: OneVersion | None = None
+    ) -> None:
         """Append a snapshot of the policy objects. Call it between events, never between an event and its commands.
 
         A resumed run and a replay of the newest part begin at a snapshot, so that a segment of the log does too.
@@ -92,7 +94,8 @@ class RunLog:
         if self._file is None:
             return
         self._file.rotate()
-        t_s, state = round(self.uptime_s, 6), (policy.snapshot(), admission.snapshot(), tail.snapshot())
+        versions = {} if one is None else one.snapshot()
+        t_s, state = round(self.uptime_s, 6), (policy.snapshot(), admission.snapshot(), tail.snapshot(), versions)
         line = to_json(PolicySnapshot(self._run, t_s, policy.name, family, *state))
         self._file.write_line(line)
         self._num_events += 1

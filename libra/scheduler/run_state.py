@@ -54,8 +54,8 @@ class RunRegistration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Staleness bound, and groups per optimizer step.
     over_age, window, in_flight
         The rest of the `StalenessPolicy`, whose ``eta`` is that above.
-    one_version : bool
-        Whether each trajectory keeps the weights that it began with.
+    one_version, rounded : bool
+        Whether each trajectory keeps the weights that it began with, and whether versions share the engines out.
     teacher : bool
         Whether it needs a worker with TEACHER.
     waves, wave_groups, wave_enough : int
@@ -119,6 +119,7 @@ class RunRegistration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     window: int | None = None
     in_flight: int | None = None
     one_version: bool = False
+    rounded: bool = False
     teacher: bool = False
     first_phase: str = str(Phase.ROLLOUT)
     tools: dict[str, ToolNeeds] = msgspec.field(default_factory=dict)
@@ -229,7 +230,8 @@ class RunState:
     sessions: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
-        self.one = OneVersion() if self.registration.one_version else None
+        new = self.registration
+        self.one = OneVersion(rounded=new.rounded) if new.one_version else None
 
     def handle(self, event: Event) -> tuple[Command, ...]:
         """Pass an event to the policy objects; the answers of the ordering, and the engines that take new weights."""
@@ -311,7 +313,7 @@ class RunState:
 
     def emit_snapshot(self) -> None:
         """Log the state of the policy objects; see `RunLog.emit_snapshot`."""
-        self.log.emit_snapshot(self.policy, self.admission, self.tail, self.registration.family)
+        self.log.emit_snapshot(self.policy, self.admission, self.tail, self.registration.family, self.one)
 
     def learn(self) -> None:
         """Run the policy's expensive update if enough trajectories have ended since the last."""

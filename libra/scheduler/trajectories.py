@@ -244,8 +244,7 @@ class Trajectories:
         if dispatcher.leases is not None:
             self._update_tool_capacity()
         releases: list[dask_internals.Release] = []
-        only = len(self._runs) == 1 and self._only is next(iter(self._runs.values()))
-        alone = only and dispatcher.allowed is None  # a replay does not know what versions allow
+        alone = len(self._runs) == 1 and self._only is next(iter(self._runs.values()))
         for phase in Phase:
             for place in dispatcher.dispatch(phase, at_s):
                 ts, tracked = scheduler.tasks.get(place.key), self.tracked.get(place.key)
@@ -264,7 +263,8 @@ class Trajectories:
             self.applier.release(releases, f"libra-dispatch-{self._dispatches}")
         if dispatcher.leases is not None:
             self._look_again(dispatcher.leases.table.next_s(at_s), at_s)
-        contended = dispatcher.contended()
+        emptying = any(state.one is not None and state.one.emptying for state in self._runs.values())
+        contended = emptying or dispatcher.contended()
         if contended != self.contended:
             self.contended = contended
             for address in {address for state in self._runs.values() for address in state.workers.engines.values()}:

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import os
 import signal
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from distributed import Client
 
+from libra import events
 from libra.config import RunConfig
 from libra.driver.session import Session
+from libra.events import from_dict
 from libra.observe.invariants import check_invariants
-from libra.store.event_log import read_events
+from libra.policy import LoadVersion, Vacate
+from libra.policy.log_replay import replay
+from libra.store.event_log import EventReader, read_events
 from libra.store.trajectories import TrajectoryStore
 from libra.store.trajectory_journal import Journal
 from libra.weights import WeightStore
@@ -101,6 +106,41 @@ def test_versions_that_tokens_are_of_stay_while_they_are_used(make_config: Confi
     scored = [row for row in rows if row["forwarded_tokens"]]
     assert len(scored) >= 3 and all(row["exact_old_frac"] == 1.0 for row in scored)
     assert versions.numbers()[-3:] == [4, 5, 6] and versions.numbers()[0] >= 2  # and then they go
+    assert not [promise for promise in check_invariants(directory) if promise.verdict == "broken"]
+
+
+@pytest.mark.timeout(300)
+def test_versions_share_the_engines_out_by_rounding(make_config: Config, tmp_path: Path) -> None:
+    """Both engines have a trajectory of version 0 in an action; one of them gives it to the other, and takes newer weights."""
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    config = make_config(
+        run={"iterations": 4, "eta": 2},
+        staleness={"versions": "one", "engines": "rounded"},
+        environment={"name": "held_tool:Held", "args": {"gate": str(gate), "held": "train-0-0-"}},
+        cluster={"rollout_workers": 2},
+        rollout=LONG | {"max_turns": 3},
+        store={"keep_journals": True},
+    )
+    with Session(config) as session:
+        iterations = session.iterations()
+        rows = [next(iterations), next(iterations)]
+        with gate.open("w"):
+            pass
+        rows += iterations
+        directory = session.directory
+    log = [(line, from_dict(event)) for line, event in EventReader(directory / "events.jsonl")]
+    vacated = [event for _, event in log if isinstance(event, events.EngineVacated)]
+    assert any(key.startswith("trajectory-train-0-0-") for event in vacated for key in event.keys)
+    assert "version 0 has" in vacated[0].reason and "and 1 of 2 engines by rounding; it had 2" in vacated[0].reason
+    ordered = [event for _, event in log if isinstance(event, events.VersionOrdered)]
+    assert any(event.worker == vacated[0].worker and event.version >= 1 for event in ordered)
+    assert apart(directory) >= 1 and mixed(directory) == restarts(directory) == 0
+    told = list(replay(log))
+    assert [each.difference for each in told if each.difference] == []
+    repeated = Counter(type(command) for each in told for command in each.now)
+    assert (repeated[Vacate], repeated[LoadVersion]) == (len(vacated), len(ordered))
+    assert all(event.alone for _, event in log if isinstance(event, events.QuantumDispatched))
     assert not [promise for promise in check_invariants(directory) if promise.verdict == "broken"]
 
 

@@ -1,71 +1,203 @@
-"""One version for each trajectory, in any order of events: no engine changes under one, and each gets the newest at last."""
+"""One version for each trajectory, in any order of events: no engine changes under one, and each gets the newest at last; and how
+many engines a version keeps."""
 
 from __future__ import annotations
 
+import json
+from collections import Counter
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from libra.policy import (
+    Dispatcher,
     HomeForgotten,
     LoadVersion,
     OneVersion,
+    Priority,
     QuantumStarted,
+    SetPriority,
     TrajectoryEnded,
+    TrajectoryParked,
+    Vacate,
     VersionPublished,
     WorkerJoined,
     WorkerLeft,
 )
+from libra.policy.version_shares import version_shares
 from libra.types import Phase
 
 MOVES = st.lists(
-    st.tuples(st.sampled_from(["start", "end", "fail", "publish", "join", "leave", "mute"]), st.integers(0, 9)),
+    st.tuples(
+        st.sampled_from(["new", "start", "park", "end", "fail", "publish", "join", "leave", "mute"]), st.integers(0, 9)
+    ),
     max_size=120,
 )
+SLOTS, KV = 4, 100
 
 
-@given(MOVES)
-def test_no_engine_changes_under_a_trajectory_and_all_get_the_newest_at_last(moves: list[tuple[str, int]]) -> None:
-    one, serves, newest = OneVersion(), dict[str, int](), -1
-    at: dict[str, str] = {}  # under way
-    began: dict[str, int] = {}
+def parked(key: str, quanta: int = 0, context: int = 30) -> TrajectoryParked:
+    return TrajectoryParked(key, 0, Phase.ROLLOUT, quanta, context_tokens=context)
 
-    def obeyed(commands: tuple[LoadVersion, ...]) -> None:
+
+class Played:
+    """Engines and trajectories that do what they are told; every answer is checked."""
+
+    def __init__(self, rounded: bool) -> None:
+        self.one, self.newest = OneVersion(rounded=rounded), -1
+        self.serves: dict[str, int] = {}
+        self.at: dict[str, str] = {}  # under way
+        self.running: dict[str, str] = {}
+        self.began: dict[str, int] = {}
+        self.lost = False
+
+    def told(self, event) -> None:
+        again = OneVersion.restored(json.loads(json.dumps(self.one.snapshot())))
+        commands = self.one.handle(event)
+        assert again.handle(event) == commands and again.snapshot() == self.one.snapshot()
         for command in commands:
-            assert command.version == newest > serves.get(command.worker, -1)
-            assert command.worker not in at.values(), "its trajectories would have two versions"
-            serves[command.worker] = command.version
+            if isinstance(command, LoadVersion):
+                assert command.version == self.newest > self.serves.get(command.worker, -1)
+                assert command.worker not in self.at.values(), "its trajectories would have two versions"
+                self.serves[command.worker] = command.version
+                continue
+            assert isinstance(command, Vacate) and self.one.rounded
+            version = self.serves[command.worker]
+            assert self.able(version) - {command.worker}, "others of its version are left"
+            for key in command.keys:
+                assert self.at.pop(key) == command.worker and key not in self.running
 
-    for move, number in moves:
+    def able(self, version: int) -> set[str]:
+        """Engines of a version that keep their trajectories."""
+        return {each for each in self.serves if self.serves[each] == version and each not in self.one.emptying}
+
+    def forget(self, key: str, *tables: dict) -> None:
+        for table in tables:
+            table.pop(key, None)
+
+    def start(self, key: str, number: int) -> None:
+        places = [each for each in self.serves if self.serves[each] >= 0 and self.one.may(key, each)]
+        version = self.began.get(key, self.newest)
+        assert self.able(version) or self.lost or key not in self.began or not self.one.rounded, (
+            "what it was given away for keeps its version"
+        )
+        assert set(places) == {each for each in self.able(version) or self.able(self.newest) if self.serves[each] >= 0}
+        if places:
+            place = places[number % len(places)]
+            self.at[key], self.began[key], self.running[key] = place, self.serves[place], place
+            self.told(QuantumStarted(key, Phase.ROLLOUT, place))
+
+    def lose(self, worker: str, event) -> None:
+        self.lost |= self.serves.pop(worker, None) is not None
+        self.at = {key: place for key, place in self.at.items() if place != worker}
+        self.running = {key: place for key, place in self.running.items() if place != worker}
+        self.told(event)
+
+    def move(self, move: str, number: int) -> None:
         worker, key = f"w{number % 3}", f"k{number}"
-        if move == "start":
-            places = [each for each in serves if serves[each] >= 0 and one.may(key, each)]
-            if key in began and began[key] in serves.values():
-                assert {serves[each] for each in places} <= {began[key]} and places
-            else:
-                assert all(serves[each] == newest for each in places)
-            if places:
-                place = places[number % len(places)]
-                at[key], began[key] = place, serves[place]
-                obeyed(one.handle(QuantumStarted(key, Phase.ROLLOUT, place)))
-        elif move == "end":
-            at.pop(key, None)
-            began.pop(key, None)
-            obeyed(one.handle(TrajectoryEnded(key)))
-        elif move == "fail":
-            at.pop(key, None)
-            obeyed(one.handle(HomeForgotten(key)))
-        elif move == "publish":
-            newest += 1
-            obeyed(one.handle(VersionPublished(newest)))
-        elif move == "join":
-            serves.setdefault(worker, -1)
-            obeyed(one.handle(WorkerJoined(worker, rollout_slots=1)))
-        else:
-            serves.pop(worker, None)
-            at = {key: place for key, place in at.items() if place != worker}
-            obeyed(one.handle(WorkerLeft(worker) if move == "leave" else WorkerJoined(worker)))
-    for key in list(at):
-        del at[key]
-        obeyed(one.handle(TrajectoryEnded(key)))
-    assert all(version == newest for version in serves.values())
-    assert all(one.may("new", worker) for worker in serves if newest >= 0)
+        match move:
+            case "start" if key not in self.running:
+                self.start(key, number)
+            case "park" if key in self.running:
+                del self.running[key]
+                self.told(parked(key, 1))
+            case "new" if key not in self.began:
+                self.told(parked(key))
+            case "end":
+                self.forget(key, self.at, self.began, self.running)
+                self.told(TrajectoryEnded(key))
+            case "fail":
+                self.forget(key, self.at, self.running)
+                self.told(HomeForgotten(key))
+            case "publish":
+                self.newest += 1
+                self.told(VersionPublished(self.newest))
+            case "join":
+                self.serves.setdefault(worker, -1)
+                self.told(WorkerJoined(worker, rollout_slots=SLOTS, kv_tokens=KV))
+            case "leave" | "mute":
+                self.lose(worker, WorkerLeft(worker) if move == "leave" else WorkerJoined(worker))
+
+
+@given(MOVES, st.booleans())
+def test_no_engine_changes_under_a_trajectory_and_all_get_the_newest_at_last(moves, rounded) -> None:
+    run = Played(rounded)
+    for move, number in moves:
+        run.move(move, number)
+    for key in list(run.began):
+        run.move("end", int(key[1:]))
+    assert all(version == run.newest for version in run.serves.values()) and not run.one.emptying
+    assert all(run.one.may("new", worker) for worker in run.serves if run.newest >= 0)
+
+
+def with_versions(under_way: dict[str, int], *, context: int = 10, slots: int = 8) -> OneVersion:
+    """Engines of version 0, each with as many trajectories in actions."""
+    one = OneVersion(rounded=True)
+    one.handle(VersionPublished(0))
+    for worker in under_way:
+        one.handle(WorkerJoined(worker, rollout_slots=slots, kv_tokens=100))
+    for worker, count in under_way.items():
+        for number in range(count):
+            key = f"{worker}-{number}"
+            one.handle(parked(key, context=context))
+            one.handle(QuantumStarted(key, Phase.ROLLOUT, worker))
+            one.handle(parked(key, 1, context))
+    return one
+
+
+def shared(one: OneVersion, waiting: int) -> list[Vacate | LoadVersion]:
+    found = list(one.handle(VersionPublished(1)))
+    for number in range(waiting):
+        found += one.handle(parked(f"new-{number}"))
+    return found
+
+
+def test_an_old_version_keeps_its_share_of_the_engines_by_rounding() -> None:
+    one = with_versions({"a": 2, "b": 1, "c": 3, "d": 2})
+    found = shared(one, waiting=9)
+    vacated = [command.worker for command in found if isinstance(command, Vacate)]
+    assert vacated == ["b", "a"]  # the thinnest first, as soon as the rule says so
+    assert [(c.worker, c.version) for c in found if isinstance(c, LoadVersion)] == [("b", 1), ("a", 1)]
+    assert found[0] == Vacate(
+        "b", ("b-0",), "version 0 has 8 of 9 trajectories, and 3 of 4 engines by rounding; it had 4"
+    )
+    assert Counter(one.told.values()) == version_shares(4, {0: 8, 1: 9})
+    assert all(one.may("a-0", worker) is (worker in "cd") for worker in "abcd")
+    assert all(one.may("new-0", worker) is (worker in "ab") for worker in "abcd")
+
+
+@pytest.mark.parametrize("kept", [{"slots": 3}, {"context": 40}])
+def test_an_engine_keeps_what_others_of_its_version_have_no_room_for(kept) -> None:
+    one = with_versions({"a": 2, "b": 2}, **kept)
+    assert shared(one, waiting=40) == []
+    found = [each for key in ("b-1", "b-0") for each in one.handle(TrajectoryEnded(key))]
+    assert found[0] == Vacate("b", ("b-0",), found[0].reason) if kept == {"slots": 3} else found[-1].worker == "b"
+
+
+def test_one_that_generates_leaves_when_its_turn_has_ended() -> None:
+    one = with_versions({"a": 1, "b": 1})
+    one.handle(QuantumStarted("a-0", Phase.ROLLOUT, "a"))
+    found = shared(one, waiting=9)
+    assert found == [Vacate("a", (), found[0].reason)] and one.told["a"] == 0
+    assert not one.may("a-0", "a") and one.may("a-0", "b")
+    assert one.handle(parked("a-0", 2)) == (
+        Vacate("a", ("a-0",), "it gives its trajectories away"),
+        LoadVersion("a", 1, "nothing that began with version 0 is under way there"),
+    )
+
+
+def test_what_is_given_away_waits_for_another_engine_with_the_price_of_its_kv() -> None:
+    dispatcher = Dispatcher()
+    for worker in ("a", "b"):
+        dispatcher.handle(WorkerJoined(worker, "tp1", 1, 0, 10_000, 0.01, 0.02, 1e-1, kv_token_bytes=1000))
+    dispatcher.handle(parked("k", 0, 100))
+    dispatcher.apply([SetPriority("k", Priority(0, 0, 0), "")])
+    (first,) = dispatcher.dispatch(Phase.ROLLOUT)
+    other = {"a": "b", "b": "a"}[first.worker]
+    dispatcher.handle(parked("k", 1, 100))
+    dispatcher.apply([SetPriority("k", Priority(0, 0, 0), ""), Vacate(first.worker, ("k", "unknown"), "")])
+    dispatcher.allowed = lambda key, worker: worker == other
+    (place,) = dispatcher.dispatch(Phase.ROLLOUT)
+    assert place.worker == other
+    assert place.move is not None and place.move.home == first.worker and place.move.sends

@@ -31,6 +31,8 @@ from libra.policy import (
     QuantumStarted,
     StalenessPolicy,
     TrajectoryEnded,
+    TrajectoryParked,
+    Vacate,
     Verdict,
     VersionPublished,
     Waves,
@@ -51,10 +53,14 @@ Place = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Rules:
-    """What a configuration says. ``batches``: whole, own or first_come; ``late``: off, correct, wait or drop."""
+    """What a configuration says.
+
+    ``engines``: many versions for a trajectory, or one (emptied, rounded); ``batches``: whole, own or first_come; ``late``: off,
+    correct, wait or drop.
+    """
 
     policy: StalenessPolicy
-    one: bool
+    engines: str
     batches: str
     late: str
     groups: int
@@ -72,7 +78,12 @@ def rules(draw: st.DrawFn) -> Rules:
     late = draw(st.sampled_from(["off", "correct", "wait", "drop"])) if whole else "off"
     policy = StalenessPolicy(eta, over_age, window, in_flight)
     return Rules(
-        policy, bool(eta) and draw(st.booleans()), batches, late, draw(st.integers(1, 3)), draw(st.integers(1, 5))
+        policy,
+        draw(st.sampled_from(["many", "many", "emptied", "rounded"])) if eta else "many",
+        batches,
+        late,
+        draw(st.integers(1, 3)),
+        draw(st.integers(1, 5)),
     )
 
 
@@ -98,13 +109,14 @@ class Run:
     training: list[tuple[int, int]] = field(default_factory=list)  # batch, and its wave or -1
     lags: list[int] = field(default_factory=list)
     verdicts: Counter[Verdict] = field(default_factory=Counter)
+    vacated: int = 0
 
     def __post_init__(self) -> None:
         rules = self.rules
         self.rng, self.streamed = random.Random(self.seed), rules.batches != "whole"
         waves = Waves(MOST_WAVES) if self.streamed else None
         self.admission = Admission(rules.policy, rules.groups, waves, first_come=rules.batches == "first_come")
-        self.one = OneVersion() if rules.one else None
+        self.one = None if rules.engines == "many" else OneVersion(rounded=rules.engines == "rounded")
         self.serves = dict.fromkeys(ENGINES, -1)
 
     def play(self) -> None:
@@ -172,6 +184,7 @@ class Run:
     def end(self, place: Place) -> None:
         del self.generating[place]
         if self.parked[place]:
+            self.parked_again(place, 1)
             return
         del self.parked[place]
         if self.one is not None:
@@ -186,6 +199,10 @@ class Run:
                 self.graded.append(group)
             else:
                 self.commit(group)
+
+    def parked_again(self, place: Place, quanta: int) -> None:
+        if self.one is not None:
+            self.obeyed(self.one.handle(TrajectoryParked(str(place), place[0], Phase.ROLLOUT, quanta)))
 
     def owed(self, group: Group) -> set[Place]:
         return {place for place in self.missing if place[:2] == group}
@@ -215,7 +232,9 @@ class Run:
                 assert command.iteration < len(self.taken) + (policy.in_flight or policy.eta + 1)
                 for group in range(rules.groups):
                     for sample in range(SAMPLES):
-                        self.parked[command.iteration, group, sample] = self.rng.randint(1, 3)
+                        place = command.iteration, group, sample
+                        self.parked[place] = self.rng.randint(1, 3)
+                        self.parked_again(place, 0)
             elif isinstance(command, OpenWave):
                 assert command.batch == self.version
                 if rules.batches == "own":
@@ -226,6 +245,9 @@ class Run:
                 assert command.batch == len(self.taken) == self.version
                 assert not self.streamed or list(command.members) == self.waves[command.batch]
                 self.take(command.batch, command.members)
+            elif isinstance(command, Vacate):
+                assert rules.engines == "rounded" and not {*command.keys} & {str(place) for place in self.generating}
+                self.vacated += len(command.keys)
             elif self.one is not None:  # LoadVersion
                 at = [place for place, engine in self.generating.items() if engine == command.worker]
                 assert not at and command.version == self.version
@@ -288,7 +310,7 @@ class Run:
         assert min(self.lags) >= 0
         if rules.policy.over_age is Verdict.WAIT:
             assert max(self.lags) <= rules.policy.eta and set(self.verdicts) == {Verdict.ACCEPT}
-        if rules.one:
+        if rules.engines != "many":
             assert all(len(set(versions)) == 1 for versions in self.tokens.values())
         assert set(self.counted.values()) <= {1} and set(self.dropped.values()) <= {1}
         assert not set(self.counted) & set(self.dropped) and not set(self.counted) & self.missing
@@ -310,17 +332,18 @@ def test_any_schedule_keeps_every_rule(rules: Rules, seed: int) -> None:
 
 def test_the_schedules_have_the_power_to_break_the_rules() -> None:
     """The bound is reached and passed, verdicts and late rewards of all kinds come up, versions mix and do not."""
-    verdicts, lags, counted, dropped, mixed, other = Counter[Verdict](), set[int](), 0, 0, 0, 0
+    verdicts, lags, counted, dropped, mixed, other, moved = Counter[Verdict](), set[int](), 0, 0, 0, 0, 0
     for seed in range(60):
         for over_age in (Verdict.WAIT, Verdict.DROP, Verdict.MASK, Verdict.CORRECT):
-            run = Run(Rules(StalenessPolicy(1, over_age), False, "whole", "correct", 2, 5), seed)
+            run = Run(Rules(StalenessPolicy(1, over_age), "many", "whole", "correct", 2, 5), seed)
             run.play()
             verdicts += run.verdicts
             lags |= set(run.lags)
             mixed += sum(len(set(versions)) > 1 for versions in run.tokens.values())
             counted, dropped = counted + run.counted.total(), dropped + run.dropped.total()
-        run = Run(Rules(StalenessPolicy(2), True, "first_come", "off", 2, 5), seed)
+        run = Run(Rules(StalenessPolicy(2), "rounded", "first_come", "off", 2, 5), seed)
         run.play()
+        moved += run.vacated
         other += sum(iteration != batch for batch, members in run.taken.items() for iteration, _ in members)
     assert all(verdicts[each] for each in (Verdict.ACCEPT, Verdict.DROP, Verdict.MASK, Verdict.CORRECT))
-    assert lags >= {0, 1, 2} and counted and dropped and mixed and other
+    assert lags >= {0, 1, 2} and counted and dropped and mixed and other and moved

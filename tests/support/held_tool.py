@@ -1,4 +1,4 @@
-"""An environment one of whose trajectories waits in its first action until the test lets it go on."""
+"""An environment some of whose trajectories wait in their first action until the test lets them go on."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ import libra
 from libra.testing import FixedTurns
 from libra.types import ToolCall
 
-HELD = "train-0-0-0"
-
 
 class Held(FixedTurns):
-    """Every turn calls `look`. In its first turn `HELD` reads ``gate``, a named pipe, which blocks until somebody has written."""
+    """Every turn calls `look`. In their first turn trajectories whose name begins with ``held`` read ``gate``, a named pipe, which
+    blocks until somebody has opened it to write."""
 
-    def __init__(self, *, gate: str, seed: int = 0) -> None:
+    def __init__(self, *, gate: str, held: str = "train-0-0-0", seed: int = 0) -> None:
         super().__init__(seed=seed)
-        self.gate = Path(gate)
+        self.gate, self.held = Path(gate), held
         self.tools = (libra.tool(self.look, timeout_s=240.0),)
 
     def parse(self, text: str) -> tuple[ToolCall, ...]:
@@ -28,6 +27,7 @@ class Held(FixedTurns):
         Returns:
             What there is.
         """
-        if action_id.startswith(f"{HELD}/0/"):
+        name, turn, *_ = action_id.split("/")
+        if turn == "0" and name.startswith(self.held):
             self.gate.read_text()
         return "yyyyyyyy"
