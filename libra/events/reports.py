@@ -271,6 +271,14 @@ class WaveReport(Report, frozen=True, tag="wave"):
     hybrids: int = 0
 
 
+class ScoredReport(Report, frozen=True, tag="scored"):
+    """The teacher has scored a group; fields as in `libra.events.GroupScored`."""
+
+    iteration: int
+    group: int
+    score_s: float
+
+
 class LateReport(Report, frozen=True, tag="late"):
     """What a batch does about late rewards; fields as in `libra.events.LateRewardsTaken`."""
 

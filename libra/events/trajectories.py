@@ -204,6 +204,14 @@ class QuantumGivenBack(Event, frozen=True):
     address: str
 
 
+class GroupScored(Event, frozen=True):
+    """The teacher (``distil.teacher``) has scored a training group, in ``score_s`` seconds; its scores are on disk."""
+
+    iteration: int
+    group: int
+    score_s: float
+
+
 class GroupCommitted(Event, frozen=True):
     """The immutable record of a group exists.
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from libra.errors import RecordExists
-from libra.events.reports import LateReport
+from libra.events.reports import LateReport, ScoredReport
 from libra.store.batch_membership import batch_path
 from libra.store.group_records import group_path, read_group
 from libra.store.teacher_scores import read_scores, scores_path, write_scores
@@ -41,6 +41,7 @@ def teach(run: str, group: dict[str, Any] | None, iteration: int, number: int) -
         found = host.teacher.score(read_group(path))
         with contextlib.suppress(RecordExists):
             write_scores(scores, found)
+            host.context.report(ScoredReport(iteration, number, round(time.time() - began_s, 6)))
     return {"iteration": iteration, "group": number, "teach_s": time.time() - began_s}
 
 

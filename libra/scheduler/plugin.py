@@ -48,6 +48,7 @@ from libra.events.reports import (
     QuantumReport,
     ReadyReport,
     Report,
+    ScoredReport,
     ServiceReport,
     SessionReport,
     StepReport,
@@ -459,6 +460,8 @@ class LibraPlugin(SchedulerPlugin):
                 self._apply(state, state.admission.wave_trained(batch, wave))
             case SessionReport():
                 state.sessions.update(structs.asdict(report))
+            case ScoredReport():
+                state.log.emit(events.GroupScored, **structs.asdict(report))
             case LateReport():
                 state.log.emit(events.LateRewardsTaken, **structs.asdict(report))
             case ServiceReport(name=name):

@@ -93,7 +93,7 @@ def run_setting(run_dir: Path) -> RunSetting:
         workload,
         calibration,
         tuple(engine_spec(engine, engine.worker, record) for engine in calibration.engines),
-        run_options(record, calibration),
+        run_options(record, calibration, workload),
         record.realised(iterations),
     )
 
@@ -110,8 +110,8 @@ def engine_spec(
     )  # fmt: skip
 
 
-def run_options(record: RunRecord, calibration: RunCalibration) -> SimulationOptions:
-    """Trainer, tools and staleness bound of a run."""
+def run_options(record: RunRecord, calibration: RunCalibration, workload: Workload) -> SimulationOptions:
+    """Trainer, teacher, tools and staleness bound of a run."""
     steps_s, rollout = record.steps_s(), record.config.rollout
     acted = any(quantum.phase == Phase.TOOL for quantum in record.quanta)
     reserves = any(engine.max_contexts is not None for engine in calibration.engines)
@@ -129,7 +129,16 @@ def run_options(record: RunRecord, calibration: RunCalibration) -> SimulationOpt
         boundaries=boundaries_of(record.config.policy.boundaries_tokens),
         chunk_tokens=rollout.chunk_tokens,
         reserve=(rollout.max_new_tokens, rollout.max_context_tokens) if reserves else None,
+        teacher_token_s=teacher_token_s(record, workload),
     )
+
+
+def teacher_token_s(record: RunRecord, workload: Workload) -> float:
+    """Seconds of a run's teacher per token, as it took for its groups; 0 without one that batches wait for."""
+    scored = [score_s for _, score_s in record.scores().values()]
+    groups = len({(plan.iteration, plan.group) for plan in workload.trajectories})
+    tokens = sum(plan.final_tokens for plan in workload.trajectories)
+    return sum(scored) / len(scored) * groups / tokens if scored else 0.0
 
 
 def _digest(tokens: NDArray[np.int32]) -> bytes:

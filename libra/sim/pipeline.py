@@ -58,7 +58,7 @@ class Pipeline(Simulator):
         options = checked_options(options, discipline, sample_s)
         around = SimulationOptions(
             eta=options.eta, load_s=options.load_s, chunk_tokens=discipline.chunk_tokens, preempts=discipline.preempts,
-            host=options.host if discipline.kv_moves else None,
+            host=options.host if discipline.kv_moves else None, teacher_token_s=options.teacher_token_s,
         )  # fmt: skip
         super().__init__(workload, engines, ordering, seed=seed, options=around)
         self._keeps_dispatches = False
@@ -85,7 +85,8 @@ class Pipeline(Simulator):
             self._members.setdefault((plan.iteration, plan.group), []).append(plan)
         self._begun: dict[GroupId, list[TrajectoryPlan]] = {}  # of groups that began by themselves
         self._kept: dict[GroupId, list[TrajectoryPlan]] = {}  # of these, the samples that are trained on
-        self._waiting: list[GroupId] = []  # taken by the open batch, and not trained on yet
+        self._waiting: list[GroupId] = []  # taken by the open batch, scored, and not trained on yet
+        self._unscored = 0  # taken by the open batch, and not scored yet
         prices = self._wave_prices = self._pipeline.waves if self._discipline.streaming else None
         self._waves = None if prices is None else Waves(prices.most, prices.least_groups, prices.enough_groups)
         self._wave: OpenWave | None = None  # whose gradients are being computed
@@ -169,6 +170,7 @@ class Pipeline(Simulator):
     def _commit(self, place: GroupId) -> None:
         if self._by_group is not None:  # when all of this instant have ended
             self.agenda.at(self.agenda.now_s, self._throw_away, place)
+        self._teacher.committed(place, self.agenda.now_s)
         self._feed(self._batches.group_committed(CommittedGroup(*place, self._groups.oldest[place])))
 
     def _step_ended(self, batch: int) -> None:
@@ -263,9 +265,24 @@ class Pipeline(Simulator):
 
     def _feed(self, groups: Sequence[GroupId]) -> None:
         """The open batch has taken these groups."""
-        self._waiting += groups
+        for place in groups:
+            at_s = self._teacher.scored_s([place], self.agenda.now_s)
+            if at_s > self.agenda.now_s:
+                self._unscored += 1
+                self.agenda.at(at_s, self._scored, place)
+            else:
+                self._waiting.append(place)
         self._lags += [self._batches.batch - self._groups.oldest[place] for place in groups]
         self._taken_gpu_s += sum(self._work_of(place).gpu_s for place in groups)
+        self._train_waiting()
+
+    def _scored(self, place: GroupId) -> None:
+        """The teacher has scored a group of the open batch."""
+        self._unscored -= 1
+        self._waiting.append(place)
+        self._train_waiting()
+
+    def _train_waiting(self) -> None:
         if self._waves is not None:
             self._begin_wave()
         else:
@@ -276,7 +293,7 @@ class Pipeline(Simulator):
     def _train_parts(self) -> None:
         """Train on the groups that wait, or on as many parts of a batch as they make."""
         ready, discipline = len(self._waiting), self._discipline
-        if not (discipline.streaming or self._batches.is_full):
+        if not (discipline.streaming or (self._batches.is_full and not self._unscored)):
             ready -= ready % max(1, self._groups.per_iteration // discipline.parts)
         for place in self._waiting[:ready]:
             self._trainer.add(self.agenda.now_s, self._work_of(place))
@@ -299,7 +316,8 @@ class Pipeline(Simulator):
     def _expect_gradients(self) -> None:
         self._serial += 1
         at_s = self._trainer.over_s()
-        awaited = self._batches.is_full if self._waves is None else self._wave is not None
+        full = self._batches.is_full and not self._unscored
+        awaited = full if self._waves is None else self._wave is not None
         if awaited and not self._closing and at_s is not None:
             self.agenda.at(max(at_s, self.agenda.now_s), self._computed, self._serial)
 

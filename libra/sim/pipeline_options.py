@@ -52,6 +52,8 @@ class PipelineOptions:
         None: gradients of complete groups are a fluid, which begins at once and which an engine that turns can share at any moment.
     host : HostPool or None
         KV in host memory, by which trajectories take it along where the discipline says so.
+    teacher_token_s : float
+        As of `libra.sim.simulation_options.SimulationOptions`: no gradient of a group is computed before it has its scores.
     samples : int or None
         Samples of a group that are trained on, where the discipline begins more than these. None: all.
     num_steps : int or None
@@ -74,6 +76,7 @@ class PipelineOptions:
     rule: TurningRule = field(default_factory=TurningRule)
     waves: WavePrices | None = None
     host: HostPool | None = None
+    teacher_token_s: float = 0.0
     samples: int | None = None
     num_steps: int | None = None
     gives_up: tuple[int, float] | None = None

@@ -119,16 +119,25 @@ class RunRecord:
         return found
 
     def steps_s(self) -> tuple[float, ...]:
-        """Seconds of each batch from its opening until its weights were published; where that was beside the next step, until its
-        step ended."""
+        """Seconds of each batch from its opening, or the last score that it awaited, until its weights were published; where that
+        was beside the next step, until its step ended."""
         over = {event["version"] - 1: event["t_s"] for event in self.named("version_published")}
         over |= self._ended_s()
-        found: list[float] = []
+        scored, found = self.scores(), list[float]()
         for opened in sorted(self.named("batch_opened"), key=lambda event: int(event["batch"])):
             if opened["batch"] not in over or opened["batch"] != len(found):
                 break
-            found.append(over[opened["batch"]] - opened["t_s"])
+            waits = (scored.get(tuple(member), (0.0, 0.0))[0] for member in opened.get("members", ()))
+            found.append(over[opened["batch"]] - max(opened["t_s"], *waits, 0.0))
         return tuple(found)
+
+    def scores(self) -> dict[tuple[int, ...], tuple[float, float]]:
+        """When the teacher had scored each group that a batch waits for, and in how many seconds, by (iteration, group)."""
+        if self.config.distil.late != "wait":
+            return {}
+        return {
+            (each["iteration"], each["group"]): (each["t_s"], each["score_s"]) for each in self.named("group_scored")
+        }
 
     def publish_s(self) -> float:
         """Mean seconds in which a version was published beside the next step; 0: none was."""

@@ -65,6 +65,8 @@ class Cell:
         Names of the datasheet and of the model's sizes.
     training_scale : float
         Seconds of gradients over those of the cost model.
+    teacher_token_s : float
+        Seconds per token of a teacher on a GPU beside ``gpus``; 0: no step waits for one.
     """
 
     traces: tuple[Trace, ...]
@@ -76,6 +78,7 @@ class Cell:
     gpu: str = "A800-80G"
     model: str = "Qwen3-14B"
     training_scale: float = 1.0
+    teacher_token_s: float = 0.0
 
     def workload(self, seed: int, iterations: int | None = None, spare: int = 0) -> Workload:
         """As many iterations as the steps that are simulated need, or more, with ``spare`` samples of each prompt more."""
@@ -167,6 +170,7 @@ def play(
     options = PipelineOptions(
         eta=cell.eta, core_gpus=setting.core_gpus, rule=TurningRule(setting.per_gpu), host=host, num_steps=steps,
         gives_up=(STEPS[cell.eta][1], limit_s) if limit_s < math.inf else None, samples=cell.group_size, causes=causes,
+        teacher_token_s=cell.teacher_token_s,
     )  # fmt: skip
     sample_s = _sample_s(cell, workload)
     work = group_work({place: seconds for place, seconds in sample_s.items() if place[2] < cell.group_size})

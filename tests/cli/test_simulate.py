@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from libra.cli.main import main
+from libra.cli.simulate_against import cell_of
+from libra.config import config_from_dict
 from libra.errors import ConfigError
 from libra.sim.disciplines import DISCIPLINES, OTHER_NAMES, disciplines, named
 
@@ -148,3 +150,12 @@ def test_degrees_that_a_small_model_cannot_have_are_not_tried(libra: Libra) -> N
 def test_a_comparison_that_cannot_be_is_refused(libra: Libra, given: tuple[str, ...], told: str) -> None:
     code, _, err = libra("simulate", "libra/quickstart", *given)
     assert code == 2 and told in err
+
+
+def test_a_comparison_reads_the_teacher_that_batches_wait_for() -> None:
+    given = {"trainer": {"algorithm": "opd"}, "distil": {"teacher": "libra/tiny-arithmetic"}}
+    waits, drops = (
+        cell_of(config_from_dict(given | {"distil": given["distil"] | {"late": late}}), None)[0]
+        for late in ("wait", "drop")
+    )
+    assert waits.teacher_token_s > 0.0 == drops.teacher_token_s

@@ -25,6 +25,7 @@ from libra.driver.repair import repair_run
 from libra.driver.session import Session
 from libra.driver.teacher_checks import check_teacher
 from libra.errors import ConfigError, DamagedRun, ModelError
+from libra.sim.run_record import RunRecord
 from libra.store.batch_membership import batch_path, read_batch_facts
 from libra.store.group_records import group_path, read_group
 from libra.store.teacher_scores import read_scores, scores_path
@@ -76,6 +77,8 @@ def test_the_student_comes_nearer_to_its_teacher(
     )
     with Session(config) as session:
         rows = list(session.iterations())
+    scored = RunRecord.read(session.directory).scores()  # for `libra simulate --from-run`
+    assert scored.keys() >= {(k, g) for k in range(10) for g in range(2)} and all(s > 0 for _, s in scored.values())
     first, last = (float(np.mean([row["kl_teacher"] for row in part])) for part in (rows[:2], rows[-2:]))
     assert last < 0.8 * first, [row["kl_teacher"] for row in rows]
     assert all(row["taught_frac"] == 1 and row["late_taught"] == 0 and not row["no_signal"] for row in rows)

@@ -84,6 +84,8 @@ def test_a_teacher_has_a_gpu_of_its_own_and_no_step_is_over_before_it_has_scored
     assert slow.bottleneck == "teacher" and slow.rollout_s == slow.teacher_s > made.rollout_s
     both_s = max(slow.teacher_s, slow.train_s) if eta else slow.teacher_s + slow.train_s
     assert slow.step_s == pytest.approx(both_s + slow.update_s)
+    assert slow.step_s * (1 + 1e-9) >= slow.bounds.step_s >= slow.teacher_s + slow.update_s  # the bound knows it, too
+    assert slow.bounds.gap_frac <= 1e-3
     assert slow.train_s <= made.train_s  # GPUs that engines do not need
     assert slow.bounds.longest_s == pytest.approx(without.bounds.longest_s)
     assert sum(slow.idle_frac.values()) == pytest.approx(1.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -14,7 +15,7 @@ from libra.hardware import load_gpu, load_shape
 from libra.planner.build_plan import plan
 from libra.planner.cost import Layout, TrajectoryTotals
 from libra.planner.plan import Plan
-from libra.planner.snapshot import PlanningSnapshot
+from libra.planner.snapshot import PlanningSnapshot, Teacher
 from libra.policy.step_ways import COLOCATED, forms
 from libra.sim import next_step
 from libra.sim.next_step import Part, discipline_of, part_of, planned_workload, simulated_ways, trained_work
@@ -51,6 +52,21 @@ def test_the_forms_and_the_simulator_agree(eta: int, train_gpus: int) -> None:
         assert found[way] == pytest.approx(expected[way], rel=0.15), (found, expected)
     assert found["streaming"] < found["split"]
     assert eta or simulated_ways(CONFIG, made, given, WAYS) == found
+
+
+def test_the_simulated_ways_wait_for_the_teacher() -> None:
+    teacher = Teacher(load_shape("Qwen2.5-32B"))
+    short = TrajectoryTotals.of(1000.0, np.linspace(500, 2000, 96), observation_tokens=1400.0, num_turns=3.0)
+    given = replace(snapshot(teacher=teacher), num_gpus=13, workload=short)
+    made = plan(given)
+    assert made.bottleneck == "teacher"
+    found = simulated_ways(CONFIG, made, given, WAYS[:2])
+    assert found["streaming"] < found["split"] and found["streaming"] > made.teacher_s + made.update_s
+    assert (
+        found["split"] > 0.99 * forms(step_parts(made, given))["split"]
+    )  # more: it begins with the first group that is complete
+    dropped = replace(given, teacher=replace(teacher, waits=False))
+    assert max(simulated_ways(CONFIG, plan(dropped), dropped, WAYS[:2]).values()) < made.teacher_s
 
 
 def test_a_plan_is_decided_by_the_simulation_where_the_forms_do_not_settle_it() -> None:

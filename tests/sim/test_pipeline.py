@@ -80,6 +80,22 @@ def test_streaming_trains_on_a_group_while_the_other_is_generated(engines: Engin
     assert found.published_s == pytest.approx([last_s + 4.0 + 1.0])
 
 
+@pytest.mark.parametrize(
+    ("name", "waves"),
+    [("split", None), ("streaming", None), ("streaming", WavePrices(3))],
+    ids=["split", "fluid", "waves"],
+)
+def test_no_gradient_of_a_group_is_computed_before_the_teacher_has_scored_it(
+    engines: Engines, workload: Workloads, name: str, waves: WavePrices | None
+) -> None:
+    options = replace(OPTIONS, waves=waves, teacher_token_s=0.05)
+    pipeline, found = trained(workload([(100, 0.0)], [(300, 0.0)]), engines(2, slots=1), name, 4.0, options)
+    scored_s = min(pipeline.record.ended_s.values()) + (200 + 400) * 0.05  # one after the other, prompts included
+    assert scored_s > max(pipeline.record.ended_s.values()) + 4.0
+    left_s = 4.0 if name == "streaming" else 8.0
+    assert found.published_s == pytest.approx([scored_s + left_s + 1.0])
+
+
 def test_in_waves_a_group_waits_for_the_wave_before_and_each_costs_its_own_seconds(
     engines: Engines, workload: Workloads
 ) -> None:

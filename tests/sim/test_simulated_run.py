@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,9 @@ Run = Callable[..., tuple[Path, SimulationResult]]
 def _run(tmp_path: Path) -> Run:
     """A run directory, and what its run came to."""
 
-    def write(policy: str = "cmlfq", **settings: Any) -> tuple[Path, SimulationResult]:
+    def write(
+        policy: str = "cmlfq", around: SimulationOptions = AROUND, **settings: Any
+    ) -> tuple[Path, SimulationResult]:
         config = {
             "run": {"name": "emulated", "dir": str(tmp_path)},
             "model": {"path": "libra/tiny-arithmetic"},
@@ -82,8 +85,8 @@ def _run(tmp_path: Path) -> Run:
         }
         directory = tmp_path / f"emulated-{policy}"
         outcome = write_simulated_run(
-            directory, workload(), engines(), {"rollout-0": FAST, "rollout-1": SLOW}, make_ordering(policy), AROUND,
-            config=config, **settings,
+            directory, workload(), engines(), {"rollout-0": FAST, "rollout-1": SLOW}, make_ordering(policy), around,
+            config=config | settings.pop("sections", {}), **settings,
         )  # fmt: skip
         return directory, outcome
 
@@ -130,6 +133,20 @@ def test_everything_between_engines_is_read_from_the_log(run: Run) -> None:
     assert around.steps_s == pytest.approx((1.5, 1.5))
     assert around.inline_tools == {""}
     assert around.tool_slots == 64
+
+
+def test_the_teacher_of_a_run_is_as_quick_as_it_was_and_no_part_of_its_steps(run: Run) -> None:
+    teaches = {"trainer": {"algorithm": "opd"}, "distil": {"teacher": "libra/tiny-arithmetic"}}
+    directory, was = run(around=replace(AROUND, teacher_token_s=0.002), sections=teaches)
+    setting = run_setting(directory)
+    assert setting.options.teacher_token_s == pytest.approx(0.002)
+    assert setting.options.steps_s == pytest.approx((1.5, 1.5))
+    predicted, without = (
+        Simulator(setting.workload, setting.engines, setting.ordering(), options=options).run().iteration_s
+        for options in (setting.options, replace(setting.options, teacher_token_s=0.0))
+    )
+    assert predicted == pytest.approx(was.iteration_s, rel=0.05)
+    assert predicted[1] > without[1] + 2.0  # the teacher is what the run waited for
 
 
 def test_without_what_is_between_a_run_is_predicted_too_short(run: Run) -> None:

@@ -40,6 +40,12 @@ class RecordedSimulator(Simulator):
         self.told: list[tuple[float, Event]] = []
         self.cached: dict[str, list[int]] = {}  # of each turn's context, what was in its engine
 
+    @property
+    def scored(self) -> dict[tuple[int, int], tuple[float, float]]:
+        """When the teacher had scored each group, and in how many seconds; empty without one."""
+        teacher = self._teacher
+        return {place: (at_s, teacher._group_s[place]) for place, at_s in teacher._scored_s.items() if teacher._group_s}
+
     def notify(self, event: Event) -> None:
         self.told.append((self.agenda.now_s, event))
         super().notify(event)
@@ -112,11 +118,14 @@ def _events(
         yield _line(3, "gate_opened", at_s, iteration=iteration)
     for batch, at_s in record.iteration_s.items():
         last_s = max(done for (iteration, _), done in record.group_s.items() if iteration == batch)
-        yield _line(3, "batch_opened", last_s + commit_s, batch=batch)
+        members = sorted(place for place in record.group_s if place[0] == batch)
+        yield _line(3, "batch_opened", last_s + commit_s, batch=batch, members=members)
         yield _line(3, "step_finished", at_s, step=batch)
         yield _line(3, "version_published", at_s, version=batch + 1)
     for (iteration, group), at_s in record.group_s.items():
         yield _line(3, "group_committed", at_s + commit_s, split="train", iteration=iteration, group=group)
+    for (iteration, group), (at_s, score_s) in simulator.scored.items():
+        yield _line(4, "group_scored", at_s, iteration=iteration, group=group, score_s=score_s)
     for given in record.dispatched:
         where = {"key": given.key, "phase": str(given.phase), "quantum": given.quantum, "worker": given.worker}
         yield _line(6, "quantum_dispatched", given.at_s, **where)
