@@ -4,8 +4,10 @@ Every way is the same `libra.policy.leases.LeaseTable` as the live scheduler's, 
 
 leases
     An action requests its cores when its generation has ended, and releases them when it ends.
+revocable
+    The same, and every action may be stopped, and begun again, for one that waits.
 arrival
-    The same, without enlargement.
+    As leases, without enlargement.
 reserved
     A trajectory holds one core from its begin to its end (static pods); one without a core waits, and does not generate.
 bound
@@ -26,12 +28,12 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from libra.policy import Priority
-from libra.policy.leases import Lease, LeaseRequest, LeaseTable, Resources, SpeedUp
+from libra.policy.leases import LeaseRequest, LeaseTable, Resources, Revoke, SpeedUp
 from libra.sim.recorded_agents import tool_seconds
 from libra.traces.agent_turns import read_agent_turns
 from libra.types import NO_TOOL
 
-Way = Literal["leases", "arrival", "reserved", "bound", "pools"]
+Way = Literal["leases", "revocable", "arrival", "reserved", "bound", "pools"]
 REQUIRED = ("task", "turn", "tool", "status", "completion_tokens")
 TOKEN_S = 0.02
 """Seconds per generated token of a turn without a time."""
@@ -39,6 +41,9 @@ NODE_CORES = 32
 """Cores of one tool worker, unless a way has smaller ones."""
 POOL_CORES = 8
 SLOTS = 100_000
+LONG_S = 300.0
+STOP_S = 0.05
+"""Seconds from a revocation until the lease is released."""
 
 
 class Step(NamedTuple):
@@ -96,6 +101,18 @@ def drawn_load(source: Source, count: int, llm_factor: float, seed: int) -> list
     ]
 
 
+def drawn_tests(count: int, seed: int) -> list[tuple[Step, ...]]:
+    """``count`` trajectories of 40 turns: actions of 2 s, and one of 20 of ``LONG_S`` seconds, named so; generations of 20 s."""
+    rng = np.random.default_rng([seed, 0x7E57])
+    found = []
+    for _ in range(count):
+        long = rng.random(40) < 0.05
+        llm_s, work_s = rng.exponential(20.0, 40), rng.gamma(4, 0.25, 40) * np.where(long, LONG_S, 2.0)
+        steps = zip(llm_s.tolist(), work_s.tolist(), long.tolist(), strict=True)
+        found.append(tuple(Step(llm, work, "long" if is_long else "short") for llm, work, is_long in steps))
+    return found
+
+
 @dataclass
 class Outcome:
     """What came of a load.
@@ -108,6 +125,7 @@ class Outcome:
     makespan_s: float = 0.0
     core_s: float = 0.0
     most_held: int = 0
+    stopped: int = 0
 
     @property
     def mean_act_s(self) -> float:
@@ -123,19 +141,22 @@ class ActionSimulation:
     ) -> None:
         self._load, self._way = load, way
         self._curves = curves or {}
-        self._table = LeaseTable(enlarges=way == "leases")
+        self._table = LeaseTable(enlarges=way in ("leases", "revocable"))
         size = {"bound": 1, "pools": POOL_CORES}.get(way, NODE_CORES)
         self._workers = [f"w{i}" for i in range(-(-cores // size))]
         for i, worker in enumerate(self._workers):
             self._table.supply(worker, Resources(slots=SLOTS, cores=min(size, cores - i * size)))
         for tool, curve in self._curves.items():
             self._table.declare(tool, curve)
-        self._agenda: list[tuple[float, int, str, int]] = []
+        self._agenda: list[tuple[float, int, str, int, int]] = []
         self._serial = 0
         self._turn = [0] * len(load)
         self._asked_s = [0.0] * len(load)
         self._began_s: dict[int, float] = {}
+        self._attempt = [0] * len(load)
+        self._stopped: set[int] = set()  # whose action was stopped, and has not ended since
         self._outcome = Outcome()
+        self._happens = {"generated": self._generated, "acted": self._acted, "revoked": self._revoked}
 
     def run(self) -> Outcome:
         """All trajectories, which begin at time 0."""
@@ -148,8 +169,9 @@ class ActionSimulation:
         while self._agenda:
             now_s = self._agenda[0][0]
             while self._agenda and self._agenda[0][0] == now_s:
-                _, _, kind, index = heapq.heappop(self._agenda)
-                (self._generated if kind == "generated" else self._acted)(index, now_s)
+                _, _, kind, index, attempt = heapq.heappop(self._agenda)
+                if attempt == self._attempt[index]:
+                    self._happens[kind](index, now_s)
             self._admit(now_s)
             self._outcome.makespan_s = now_s
         assert not self._table.leases()
@@ -157,7 +179,7 @@ class ActionSimulation:
 
     def _at(self, at_s: float, kind: str, index: int) -> None:
         self._serial += 1
-        heapq.heappush(self._agenda, (at_s, self._serial, kind, index))
+        heapq.heappush(self._agenda, (at_s, self._serial, kind, index, self._attempt[index]))
 
     def _generate(self, index: int, now_s: float) -> None:
         self._at(now_s + self._load[index][self._turn[index]].llm_s, "generated", index)
@@ -184,13 +206,27 @@ class ActionSimulation:
     def _request(self, holder: str, tool: str, index: int) -> None:
         only = self._workers[index % len(self._workers)] if self._way in ("bound", "pools") else ""
         elastic = tool if tool in self._curves else ""
+        if self._way == "revocable":
+            may = index not in self._stopped
+            self._table.request(LeaseRequest(holder, Resources(1, 1), tool, revocable=may), Priority(0, 0, 0))
+            return
         request = LeaseRequest(holder, Resources(slots=1, cores=1), elastic, only=only)
         self._table.request(request, Priority(0, 0, 0))
 
     def _acted(self, index: int, now_s: float) -> None:
         if self._way != "reserved":
-            self._table.release(str(index), now_s - self._began_s[index])
+            lease = self._table.release(str(index), now_s - self._began_s[index])
+            assert lease is not None
+            self._outcome.core_s += lease.resources.cores * (now_s - self._began_s[index])
+            self._stopped.discard(index)
+            self._outcome.act_s.append(now_s - self._asked_s[index])
         self._next(index, now_s)
+
+    def _revoked(self, index: int, now_s: float) -> None:
+        lease = self._table.release(str(index))
+        assert lease is not None
+        self._outcome.core_s += lease.resources.cores * (now_s - self._began_s[index])
+        self._request(str(index), self._load[index][self._turn[index]].tool, index)
 
     def _next(self, index: int, now_s: float) -> None:
         self._turn[index] += 1
@@ -201,7 +237,13 @@ class ActionSimulation:
 
     def _admit(self, now_s: float) -> None:
         for lease in self._table.admit(now_s):
-            assert isinstance(lease, Lease)
+            if isinstance(lease, Revoke):
+                index = int(lease.holder)
+                self._attempt[index] += 1
+                self._stopped.add(index)
+                self._outcome.stopped += 1
+                self._at(now_s + STOP_S, "revoked", index)
+                continue
             if self._way == "reserved":
                 index = int(lease.holder.removeprefix("reserved "))
                 self._asked_s[index] = now_s  # it waited since 0
@@ -212,8 +254,6 @@ class ActionSimulation:
             curve = self._curves.get(step.tool)
             took_s = step.work_s / (curve.speed(cores) if curve is not None else 1.0)
             self._began_s[index] = now_s
-            self._outcome.act_s.append(now_s + took_s - self._asked_s[index])
-            self._outcome.core_s += took_s * cores
             self._at(now_s + took_s, "acted", index)
         held = sum(self._table.held(worker).cores for worker in self._workers)
         self._outcome.most_held = max(self._outcome.most_held, held)

@@ -17,6 +17,10 @@
     flat.
 ``low_concurrency``
     32 trajectories: leases over one core each.
+``revocable_act_ratio``
+    8 trajectories on 8 cores, their actions of 2 s and, one in 20, of 300 s that are parallel on up to 8 cores: mean completion
+    time where these may be stopped and begun again, over that where they may not. ``revocable_worst``: the largest, also with 24
+    trajectories, and of actions that are less parallel, or not at all.
 ``services_act_ratio``
     Ten teachers of which one scores each trajectory at its end (`benchmarks.service_loads`): mean completion time on three devices,
     over that with a device for each; ``services_devices_frac`` is their share of devices.
@@ -40,7 +44,16 @@ from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.action_loads import ActionSimulation, Outcome, Source, Step, Way, drawn_load, read_steps
+from benchmarks.action_loads import (
+    ActionSimulation,
+    Outcome,
+    Source,
+    Step,
+    Way,
+    drawn_load,
+    drawn_tests,
+    read_steps,
+)
 from benchmarks.actions_live import live_figures
 from benchmarks.report import Figure, command_parser, emit
 from benchmarks.service_loads import FEW_DEVICES, SERVICES, WEIGHT_BYTES, asked_all, drawn_requests
@@ -51,7 +64,9 @@ from libra.traces.agent_turns import agent_turn_files
 CORES, TRAJECTORIES, FACTORS = 96, 256, (1.0, 2.0)
 LONGER = 1.05
 STEEP = {cores: 1 / (0.1 + 0.9 / cores) for cores in (1, 2, 4, 8)}
+WIDE = {cores: cores**0.9 for cores in range(1, 9)}
 FLAT = {1: 1.0, 2: 1.1, 4: 1.2, 8: 1.3}
+WAYS: tuple[Way, Way] = ("leases", "revocable")
 PARALLEL_S = 1.0
 """Actions of so many seconds on one core are parallel where a load has such."""
 
@@ -95,6 +110,30 @@ def gain(load: Load, curve: dict[int, float]) -> float:
     """Mean completion time in arrival order over that with enlargement."""
     load = parallel(load)
     return simulated(load, CORES, "arrival", curve).mean_act_s / simulated(load, CORES, "leases", curve).mean_act_s
+
+
+def revocable_ratios(seeds: int) -> tuple[float, float]:
+    """The median where long actions are parallel, and the largest median of other loads and curves."""
+    medians = []
+    for count, curve in ((8, WIDE), (24, WIDE), (8, STEEP), (24, STEEP), (8, None), (24, None)):
+        ratios, stopped = [], 0
+        for seed in range(seeds):
+            load = drawn_tests(count, seed)
+            curves = [None if curve is None else {"long": SpeedUp(1, 8, curve)} for _ in range(2)]
+            kept, may = (ActionSimulation(load, 8, way, each).run() for way, each in zip(WAYS, curves, strict=True))
+            ratios.append(may.mean_act_s / kept.mean_act_s)
+            stopped += may.stopped
+        medians.append(statistics.median(ratios))
+        print(
+            f"  {count} trajectories on 8 cores, long actions {_speed(curve)}: ACT {medians[-1]:.3f} x where they may be "
+            f"stopped ({min(ratios):.3f} to {max(ratios):.3f}; {stopped} were)",
+            flush=True,
+        )
+    return medians[0], max(medians)
+
+
+def _speed(curve: dict[int, float] | None) -> str:
+    return "on one core" if curve is None else f"{curve[8]:.1f} times as fast on 8"
 
 
 def services_ratio(options: Namespace) -> float:
@@ -154,7 +193,7 @@ def main(given: Sequence[str] | None = None) -> None:
     worst = min(gain(drawn_load(source, n, 1.0, 0), curve) for n in (64, TRAJECTORIES, 384) for curve in (STEEP, FLAT))
     low = drawn_load(source, 32, 1.0, 0)
     low_ratio = simulated(low, CORES, "leases").mean_act_s / simulated(low, 32, "reserved").mean_act_s
-    services = services_ratio(options)
+    services, revocable = services_ratio(options), revocable_ratios(max(options.seeds, 2))
     figures = {
         "act_ratio_96": Figure(statistics.mean(ratios), "ratio", "higher", 2.4),
         "act_ratio_96_x1": Figure(ratios[0], "ratio", "higher"),
@@ -164,6 +203,8 @@ def main(given: Sequence[str] | None = None) -> None:
         "enlargement_gain": Figure(1 - 1 / statistics.median(gains), "share", "higher", 0.1),
         "enlargement_worst": Figure(worst, "ratio", "higher", 1.0),
         "low_concurrency": Figure(low_ratio, "ratio", "lower", 1.02),
+        "revocable_act_ratio": Figure(revocable[0], "ratio", "lower", 1.0),
+        "revocable_worst": Figure(revocable[1], "ratio", "lower", 1.0),
         "services_act_ratio": Figure(services, "ratio", "lower", 1.1),
         "services_devices_frac": Figure(FEW_DEVICES / SERVICES, "share", "lower", 0.29),
     }

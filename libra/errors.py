@@ -18,6 +18,7 @@
     |   +-- ToolFault                      a tool failed in a way that the model must not read
     |   |   +-- ToolTimeout                it did not return in time, which it declares fatal
     |   |   +-- ServiceFault               a service failed, or is none of the run's
+    |   +-- ActionRevoked                  a call was stopped so that others can begin; it is called again
     |   +-- RateLimited                    an API refuses a call for now; it is tried again
     +-- RequestRefused(ValueError)         a request of an agent is not answered; says which field, and why
     +-- LateRefused(ValueError)            a late reward is not taken: there is one, or nothing waits for it
@@ -127,6 +128,10 @@ class RewardFault(EnvironmentFault, ValueError):
 class RewardTimeout(RewardFault):
     """A reward function did not return in time. Not a TimeoutError: Dask cannot send an OSError that is also a
     ValueError."""
+
+
+class ActionRevoked(EnvironmentFault):
+    """The calls of a turn were stopped, as their lease was revoked. Not a failure: they are called again when there is room."""
 
 
 class ToolFault(EnvironmentFault):

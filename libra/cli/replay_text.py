@@ -163,7 +163,10 @@ def _other_text(event: events.Event) -> str:
         case events.QuantumLost():
             return f"quantum {event.quantum} is lost with worker {event.address}, time {event.times} in a row"
         case events.QuantumGivenBack():
-            return f"quantum {event.quantum} is returned by {event.address}, whose engine sleeps"
+            why = "whose engine sleeps" if event.phase == "ROLLOUT" else "which has no place for it now"
+            return f"quantum {event.quantum} is returned by {event.address}, {why}"
+        case events.LeaseRevoked():
+            return f"the action of {event.key} stops on {event.worker} after {event.ran_s:.3g} s: {event.reason}"
         case events.FailureClassified():
             return f"failure of class {event.failure}: {event.detail}"
         case events.GroupCommitted():

@@ -45,4 +45,4 @@ def _needs(tool: Tool) -> ToolNeeds:
     elif elastic is not None and not isinstance(elastic, str):
         elastic = tuple(float(speed) for speed in elastic)
     least, most = tool.cores
-    return ToolNeeds(least, most, round(tool.memory_gib * 2**30), tool.gpu, elastic, tool.quota)
+    return ToolNeeds(least, most, round(tool.memory_gib * 2**30), tool.gpu, elastic, tool.quota, tool.revocable)

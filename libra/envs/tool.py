@@ -59,6 +59,9 @@ class Tool:
         from calls. None: a call gets its least.
     quota : str
         The limit of calls that it counts for, a name of ``environment.quotas``; empty: none.
+    revocable : bool
+        Whether a call may be stopped, and called again later, so that others which wait can begin: it has no effects outside of its
+        process, or they may happen twice.
     services : tuple of str
         Services that it asks (`libra.ask`), names of ``services.named``; they are checked before anything runs.
     """
@@ -76,6 +79,7 @@ class Tool:
     elastic: Sequence[float] | Mapping[int, float] | str | None = None
     quota: str = ""
     services: tuple[str, ...] = ()
+    revocable: bool = False
     is_async: bool = field(init=False)
     takes_action_id: bool = field(init=False)
     takes_state: bool = field(init=False)
@@ -133,6 +137,11 @@ class Tool:
             raise ConfigError(
                 f"{where}: elastic, with cores {self.cores!r}; type a least and a larger most, e.g. cores=(1, 8)"
             )
+        if self.revocable and not self.own_process:
+            raise ConfigError(
+                f"{where}: revocable, and a call without cores, memory or a GPU of its own shares the worker's process, where it "
+                "cannot be stopped; type cores=1, or leave revocable out"
+            )
         if self.declares and self.inline:
             raise ConfigError(
                 f"{where}: inline calls run in the slot of a generation; leave inline out, or its resources"
@@ -179,6 +188,7 @@ def tool(
     elastic: Sequence[float] | Mapping[int, float] | str | None = None,
     quota: str = "",
     services: str | tuple[str, ...] = (),
+    revocable: bool = False,
 ) -> Tool:
     """The `Tool` of a plain function with type hints and a Google-style docstring (what ``get_json_schema`` reads).
 
@@ -192,7 +202,7 @@ def tool(
     schema = _schema(function, shown)
     return Tool(
         shown, function, schema, timeout_s, max_payload_chars, inline, fatal, pair, memory_gib, gpu, elastic, quota,
-        (services,) if isinstance(services, str) else tuple(services),
+        (services,) if isinstance(services, str) else tuple(services), revocable,
     )  # fmt: skip
 
 

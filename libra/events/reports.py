@@ -39,7 +39,7 @@ class QuantumReport(TrajectoryReport, frozen=True, tag="quantum"):
     ``next`` is the phase that the trajectory needs now, empty if it has ended (``end``: how); ``goes_on``: its next quantum
     begins in the same slot; ``unfinished``: the next one goes on with the same turn. ``version``: the oldest among the generated
     tokens, -1 if there are none. ``tool`` and ``status``: of the calls that returned. ``start_s``, ``stop_s``: wall clock.
-    ``calls``: tools with resources that the next action calls; ``ran_s``: seconds of the longest of this action's calls.
+    ``calls``: tools that the next action calls, if one has resources; ``ran_s``: seconds of the longest of this action's calls.
     """
 
     quantum: int
@@ -77,7 +77,10 @@ class FoundEndedReport(TrajectoryReport, frozen=True, tag="ended"):
 
 
 class GivenBackReport(TrajectoryReport, frozen=True, tag="given_back"):
-    """The engine was put to sleep during the quantum; another worker has to run it."""
+    """The quantum ended without a record, and runs again: the engine was put to sleep, or its worker had no place for it; with
+    ``revoked`` its action was stopped, as its lease was revoked."""
+
+    revoked: bool = False
 
 
 class GroupReport(Report, frozen=True, tag="group"):

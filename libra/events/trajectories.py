@@ -101,6 +101,20 @@ class LeaseGranted(Event, frozen=True):
     queued_s: float
 
 
+class LeaseRevoked(Event, frozen=True):
+    """An action was stopped, after ``ran_s`` of which nothing is left, so that another one can begin; it is requested again.
+
+    ``at_s``: by the clock of `LeaseGranted`. ``alone``: as of `QuantumDispatched`.
+    """
+
+    key: str
+    worker: str
+    at_s: float
+    ran_s: float
+    reason: str
+    alone: bool
+
+
 class ActionFinished(Event, frozen=True):
     """A leased action has ended: seconds that it waited for its lease, that its calls ran, and of everything around them.
 
@@ -196,7 +210,8 @@ class QuantumLost(Event, frozen=True):
 
 
 class QuantumGivenBack(Event, frozen=True):
-    """A quantum ended without a record because the worker's engine was put to sleep: it runs on another worker."""
+    """A quantum ended without a record, and runs again: the worker's engine was put to sleep, or, for an action, its lease was
+    revoked, or the worker had no place for another agent."""
 
     key: str
     phase: Phase

@@ -16,7 +16,7 @@ from distributed import Reschedule
 
 from libra.envs import decode_state
 from libra.envs.services import asking
-from libra.errors import ConfigError, EngineAsleep, EnvironmentFault, LibraError, RecordExists
+from libra.errors import ActionRevoked, ConfigError, EngineAsleep, EnvironmentFault, LibraError, RecordExists
 from libra.events.reports import GroupReport
 from libra.store.group_records import group_path, read_group, write_group
 from libra.types import EndReason, Episode, FailureClass, Prompt, Trajectory, TrajectoryId
@@ -63,8 +63,8 @@ async def trajectory(
     try:
         with asking(host.services):
             state = await host.quanta.run(key, tid, question)
-    except (RecordExists, EngineAsleep):
-        raise Reschedule() from None  # another worker ran this quantum, or has to
+    except (RecordExists, EngineAsleep, ActionRevoked):
+        raise Reschedule() from None  # another worker ran this quantum, or has to; or it was stopped for another
     if state.phase is not None:
         raise Reschedule()
     return {"trajectory": tuple(tid), "prompt": question}

@@ -23,7 +23,8 @@ Invariants
    placement says so.
 7. A trajectory waits once or runs once, never both: it is placed only after it was parked, and parked only when it stopped.
 8. Once tools have declared resources, actions are placed by the lease table (`libra.policy.leases`): in the same order, with the
-   resources that their calls take, beside a slot. Until then an action takes a slot.
+   resources that their calls take, beside a slot. Until then an action takes a slot. The table may revoke leases (`revocations`):
+   who carries that out stops the quantum, and its trajectory parks again.
 9. A `dispatch` that places nothing changes no later answer. The log has placements only, so that a replay asks less often.
 """
 
@@ -36,6 +37,7 @@ from libra.policy.bucket_rows import bucket_rows
 from libra.policy.engine_loads import SURE, UNSURE, Loads
 from libra.policy.fleet import Fleet
 from libra.policy.leases.actions import ActionLeases
+from libra.policy.leases.resources import Revoke
 from libra.policy.messages import (
     ActionRequested,
     Command,
@@ -219,8 +221,10 @@ class Dispatcher:
         if event.phase is Phase.ROLLOUT and worker is not None:
             mean = self._quantum_s.get(worker, event.latency_s)
             self._quantum_s[worker] = mean + FORGETTING * (event.latency_s - mean)
-        if self.leases is not None and event.phase is Phase.TOOL and event.status is ToolStatus.OK:
-            self.leases.table.release(event.key, event.latency_s)
+        if self.leases is not None and event.phase is Phase.TOOL:
+            self.leases.ended(event.key)
+            if event.status is ToolStatus.OK:
+                self.leases.table.release(event.key, event.latency_s)
         self.stopped(event.key)
         self._loads.generated(event.key, event.tokens, event.payload_tokens)
 
@@ -350,6 +354,10 @@ class Dispatcher:
             taken = LeaseTaken(at_s, has.cores, has.memory_bytes, has.gpus)
             places.append(Place(key, Phase.TOOL, worker, lease.reason, lease=taken))
         return tuple(places)
+
+    def revocations(self) -> tuple[Revoke, ...]:
+        """The leases that dispatches have revoked since the last call, in order."""
+        return () if self.leases is None else self.leases.revocations()
 
     def _next_tool(self, queue: PhaseQueue) -> Place | None:
         entry = queue.anywhere.first()

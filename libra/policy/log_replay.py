@@ -203,6 +203,8 @@ def _answers(line: int, event: events.Event, objects: ReplayedObjects) -> _Answe
         return None if event.awaited else _Answers(line, event, (), places, _late_difference(event))
     if isinstance(event, events.ToolWorkersOrdered):
         return _Answers(line, event, (), places, _fleet_difference(event))
+    if isinstance(event, events.LeaseRevoked):
+        return _Answers(line, event, (), places, objects.revoked(event))
     if isinstance(event, events.QuantumDispatched):
         difference = _misplaced(event, objects) or objects.placed(line, event)
     now = objects.tell(line, event)

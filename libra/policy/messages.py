@@ -172,6 +172,7 @@ class ToolNeeds(msgspec.Struct, frozen=True, gc=False):
     """What one call of a tool takes; see `libra.envs.tool.Tool`.
 
     ``elastic``: speeds of ``least_cores`` to ``most_cores`` cores, or by cores, or "measure"; None: it takes its least.
+    ``revocable``: it may be stopped, and called again later.
     """
 
     least_cores: int = 0
@@ -180,6 +181,7 @@ class ToolNeeds(msgspec.Struct, frozen=True, gc=False):
     gpus: int = 0
     elastic: tuple[float, ...] | dict[int, float] | str | None = None
     quota: str = ""
+    revocable: bool = False
 
 
 class ToolsDeclared(msgspec.Struct, frozen=True, gc=False):
@@ -199,7 +201,8 @@ class ToolCapacity(msgspec.Struct, frozen=True, gc=False):
 
 
 class ActionRequested(msgspec.Struct, frozen=True, gc=False):
-    """The calls that a trajectory parks for next, by the tools that have declared resources; before its `TrajectoryParked`."""
+    """The calls that a trajectory parks for next, by their tools, one of which has declared resources; before its
+    `TrajectoryParked`."""
 
     key: str
     tools: tuple[str, ...]

@@ -11,6 +11,7 @@ from libra import events, keys
 from libra.errors import StoreError
 from libra.policy.admission import Admission, CommittedGroup
 from libra.policy.dispatcher import Dispatcher
+from libra.policy.leases.resources import Revoke
 from libra.policy.messages import (
     ActionRequested,
     BoundariesSet,
@@ -65,6 +66,7 @@ class ReplayedObjects:
         self._placed: deque[Place] = deque()
         self._at_s = 0.0  # of the last lease that was granted
         self._lease: events.LeaseGranted | None = None
+        self._revoked: deque[Revoke] = deque()
 
     def restore(self, line: int, snapshot: events.PolicySnapshot) -> None:
         try:
@@ -104,10 +106,11 @@ class ReplayedObjects:
             case events.PlacementVoid(key=key, phase=phase):
                 if self.dispatcher is not None:
                     if not self._placed:
-                        self._placed.extend(self.dispatcher.dispatch(read_phase(line, phase), self._at_s))
+                        self._dispatch(self.dispatcher, read_phase(line, phase))
                     if self._placed:
                         self._placed.popleft()
                     self.dispatcher.stopped(key)
+                    self._revoked = deque(each for each in self._revoked if each.holder != key)
                 return ()
             case events.QuantumDispatched(key=key, phase=phase, worker=worker):
                 parsed = read_key(line, key)
@@ -181,7 +184,11 @@ class ReplayedObjects:
         if self.dispatcher is None:
             return ""
         if not self._placed:
-            self._placed.extend(self.dispatcher.dispatch(read_phase(line, event.phase), self._at_s))
+            if self._revoked:
+                return self._differs(
+                    f"{self._revoked[0].holder} is revoked now ({self._revoked[0].reason}), and was not"
+                )
+            self._dispatch(self.dispatcher, read_phase(line, event.phase))
         if not self._placed:
             return f"{event.key} was given a slot of {event.worker}; now no trajectory gets one"
         place = self._placed.popleft()
@@ -195,11 +202,37 @@ class ReplayedObjects:
             if place.lease is None or logged is None or place.lease.cores == logged.cores:
                 return ""
             return f"{event.key} was leased {logged.cores} cores; now it gets {place.lease.cores}"
-        self.dispatcher = None  # later differences would only follow from this one
-        return (
+        return self._differs(
             f"{event.key} was given a {event.phase} slot of {event.worker} ({event.reason}); now {place.key} gets a "
             f"{place.phase} slot of {place.worker} ({place.reason})"
         )
+
+    def revoked(self, event: events.LeaseRevoked) -> str:
+        """How a revocation differs from the lease table's choice now; empty as of `placed`."""
+        if not event.alone:
+            self.dispatcher = None
+        if self.dispatcher is None:
+            return ""
+        if not self._revoked:
+            self._at_s = event.at_s
+            self._dispatch(self.dispatcher, Phase.TOOL)
+        if not self._revoked:
+            return self._differs(f"the lease of {event.key} was revoked ({event.reason}); now none is")
+        now = self._revoked.popleft()
+        if (now.holder, now.worker, now.ran_s, now.reason) == (event.key, event.worker, event.ran_s, event.reason):
+            return ""
+        return self._differs(
+            f"the lease of {event.key} was revoked on {event.worker} ({event.reason}); now that of {now.holder} on {now.worker} "
+            f"({now.reason})"
+        )
+
+    def _dispatch(self, dispatcher: Dispatcher, phase: Phase) -> None:
+        self._placed.extend(dispatcher.dispatch(phase, self._at_s))
+        self._revoked.extend(dispatcher.revocations())
+
+    def _differs(self, text: str) -> str:
+        self.dispatcher = None  # later differences would only follow from this one
+        return text
 
 
 def _declared(

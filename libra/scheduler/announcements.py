@@ -49,6 +49,12 @@ def send_contention(scheduler: Scheduler, address: str, contended: bool) -> None
         scheduler.worker_send(address, {"op": "libra-contended", "contended": contended})
 
 
+def announce_revocation(scheduler: Scheduler, state: RunState, address: str, key: str, quantum: int) -> None:
+    """Have the worker that runs quantum ``quantum`` of the task ``key`` stop its action."""
+    message = {"op": "libra-revoke", "run": state.run, "epoch": state.epoch, "key": key, "quantum": quantum}
+    tell_worker(scheduler, address, message)
+
+
 def announce_move(scheduler: Scheduler, state: RunState, worker: str, key: str, move: Move) -> bool:
     """Announce to ``worker``, before the task ``key`` is sent there, that it changes its home; False if it has not told that it
     exchanges KV. A home that has left the cluster is not asked."""

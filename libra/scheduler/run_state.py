@@ -213,7 +213,8 @@ class RunState:
     """One run in the scheduler, by parts; a new one comes with each registration.
 
     ``num_ended`` trajectories have ended, ``learned_ended`` of them before the policy's last update. ``sessions``: what the pools
-    of its workers have done, by the names of `libra.envs.sessions.SessionCounts`.
+    of its workers have done, by the names of `libra.envs.sessions.SessionCounts`. ``revoked``: actions that were stopped for
+    others.
     """
 
     registration: RunRegistration
@@ -228,6 +229,7 @@ class RunState:
     learned_ended: int = 0
     one: OneVersion | None = None
     sessions: Counter[str] = field(default_factory=Counter)
+    revoked: int = 0
 
     def __post_init__(self) -> None:
         new = self.registration
@@ -241,8 +243,10 @@ class RunState:
 
     def numbers(self) -> dict[str, float]:
         """Metrics that only the scheduler knows: the skill of the ordering's forecasts and the weight of each signal, if it scores
-        them, and counts of sessions since this start, if there were any."""
+        them, and counts since this start: of sessions, if there were any, and of actions that were stopped, if any may be."""
         found: dict[str, float] = {f"sessions_{name}": count for name, count in self.sessions.items()}
+        if any(needs.revocable for needs in self.registration.tools.values()):
+            found["actions_revoked"] = self.revoked
         row = self.policy.dashboard_row() if isinstance(self.policy, Inspectable) else None
         if row is not None and row["skill"] is not None:
             found |= {f"forecast_weight_{signal}": weight for signal, weight in row["weights"].items()}
@@ -343,8 +347,8 @@ class Tracked:
 
     Attributes
     ----------
-    reported, given_back : bool
-        Whether the quantum now running has reported, or was handed back without a record.
+    reported, given_back, revoked : bool
+        Whether the quantum now running has reported, or was handed back without a record, as its lease was revoked.
     lost : int
         Quanta in a row that ended without a report.
     at : (Phase, str) or None
@@ -360,7 +364,7 @@ class Tracked:
     group : str
         As policies know it: split, iteration, number.
     calls : tuple of str
-        Tools with resources that its next action calls.
+        Tools that its next action calls, if one of them has resources.
     parked_s : float
         When it last parked, by the scheduler's clock.
     leased : (int, float) or None
@@ -376,6 +380,7 @@ class Tracked:
     quanta: int = 0
     reported: bool = False
     given_back: bool = False
+    revoked: bool = False
     lost: int = 0
     ended: bool = False
     at: tuple[Phase, str] | None = None

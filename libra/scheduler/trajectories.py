@@ -47,7 +47,7 @@ from libra.policy import (
 )
 from libra.policy.messages import ActionRequested, LeaseTaken, ToolCapacity, ToolsDeclared
 from libra.scheduler import dask_internals
-from libra.scheduler.announcements import announce_move, send_contention
+from libra.scheduler.announcements import announce_move, announce_revocation, send_contention
 from libra.scheduler.command_applier import Applier
 from libra.scheduler.lost_quanta import record_worker_failure
 from libra.scheduler.run_state import RunState, Tracked
@@ -261,6 +261,7 @@ class Trajectories:
         if releases:
             self._dispatches += 1
             self.applier.release(releases, f"libra-dispatch-{self._dispatches}")
+        self._revoke(at_s, alone)
         if dispatcher.leases is not None:
             self._look_again(dispatcher.leases.table.next_s(at_s), at_s)
         emptying = any(state.one is not None and state.one.emptying for state in self._runs.values())
@@ -276,6 +277,21 @@ class Trajectories:
         fields = msgspec.structs.asdict(lease)
         tracked.run.log.emit(events.LeaseGranted, key=place.key, worker=place.worker, queued_s=queued_s, **fields)
 
+    def _revoke(self, at_s: float, alone: bool) -> None:
+        """Have actions stopped whose lease was revoked; those that have left their worker have released it."""
+        for revoke in self.dispatcher.revocations():
+            tracked = self.tracked.get(revoke.holder)
+            if tracked is None or tracked.at is None:
+                continue
+            state, (_, address) = tracked.run, tracked.at
+            state.revoked += 1
+            task_logger.info("%s: %s stops on %s", revoke.reason, revoke.holder, revoke.worker)
+            state.log.emit(
+                events.LeaseRevoked, key=revoke.holder, worker=revoke.worker, at_s=at_s, ran_s=revoke.ran_s, reason=revoke.reason,
+                alone=alone,
+            )  # fmt: skip
+            announce_revocation(self._scheduler, state, address, revoke.holder, tracked.quanta)
+
     def _look_again(self, next_s: float | None, at_s: float) -> None:
         """Dispatch when a quota may let an action go, if nothing else comes before."""
         loop = self._scheduler.loop
@@ -289,7 +305,7 @@ class Trajectories:
         if move is not None and announce_move(self._scheduler, state, worker, tracked.key, move):
             tracked.move = move
         tracked.at, tracked.worker = (phase, address), worker
-        tracked.reported = tracked.given_back = False
+        tracked.reported = tracked.given_back = tracked.revoked = False
         if phase is Phase.ROLLOUT and tracked.parsed.split == "train":
             iteration, group, _ = tracked.parsed.indices
             state.admission.generation_started(iteration, group, state.admission.version)
@@ -308,7 +324,8 @@ class Trajectories:
             self.kick()
             if tracked.given_back:
                 tracked.run.log.emit(events.QuantumGivenBack, tracked.key, phase, tracked.quanta, address)
-                self._forget_home(tracked)
+                if not tracked.revoked:
+                    self._forget_home(tracked)
             elif not tracked.reported and not tracked.ended:
                 self._lost(tracked, phase, address)
         ts = self._scheduler.tasks.get(tracked.key)
@@ -340,8 +357,8 @@ class Trajectories:
             task_logger.debug("late report ignored: %s", report)
             return
         match report:
-            case GivenBackReport(key=key):
-                tracked.given_back = True
+            case GivenBackReport(key=key, revoked=revoked):
+                tracked.given_back, tracked.revoked = True, revoked
                 dask_internals.forgive(self._scheduler.tasks.get(key))
             case FoundEndedReport(quanta=quanta, end=end):
                 tracked.found_ended(quanta, tracked.worker, end)

@@ -137,6 +137,7 @@ class LibraHost(WorkerPlugin):
         self.quanta = QuantumRunner(
             self.context, self.engine, lambda: self.roles is not None and self.roles.leaving, processes
         )
+        self.context.listen("libra-revoke", self.quanta.stoppable.revoke)
         if self.quanta.sessions is not None:
             self._parts.push_async_callback(self.quanta.sessions.close)
         self._parts.callback(self.quanta.close)

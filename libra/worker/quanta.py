@@ -33,7 +33,7 @@ from libra.config.distil_checks import extra_draws
 from libra.envs import StateCopy, begin_state, has_steps, run_step
 from libra.envs.action_process import ActionProcesses
 from libra.envs.scripted import turn_by_script
-from libra.errors import EngineAsleep, EngineError, EnvironmentFault, FencedOff, ToolFault, Unstorable
+from libra.errors import ActionRevoked, EngineAsleep, EngineError, EnvironmentFault, FencedOff, ToolFault, Unstorable
 from libra.events.reports import FoundEndedReport, GivenBackReport
 from libra.policy import keeps_version
 from libra.store.group_records import group_path, read_group
@@ -56,6 +56,7 @@ from libra.worker.failure_classes import FAULTS, failure_of
 from libra.worker.quantum_reports import quantum_report
 from libra.worker.recorded_returns import recorded
 from libra.worker.session_leases import SessionLeases
+from libra.worker.stoppable_actions import StoppableActions
 from libra.worker.trajectory_state import (
     TrajectoryState,
     action_record,
@@ -116,6 +117,7 @@ class QuantumRunner:
         self.agents: Agents | None = None
         """Of a worker that runs them."""
         self.calls = TurnCalls(context, self.sessions, processes)
+        self.stoppable = StoppableActions()
         self._prompts: OrderedDict[str, NDArray[np.int32]] = OrderedDict()
 
     @cached_property
@@ -249,10 +251,12 @@ class QuantumRunner:
                     await self._act(state)
                     if state.end is not None:
                         self._forget(state)
+            elif self.calls.revocable(state):
+                await self.stoppable.run(key, state.quanta, self._act(state, self.calls.cores_of(key)))
             else:
                 await self._act(state, self.calls.cores_of(key))
-        except EngineAsleep:
-            self.context.report(GivenBackReport(key))
+        except (EngineAsleep, ActionRevoked) as error:
+            self.context.report(GivenBackReport(key, revoked=isinstance(error, ActionRevoked)))
             raise
         except FAULTS as error:
             self._commit(state, failure_record(failure_of(error), str(error)), started_s)

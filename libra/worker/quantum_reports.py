@@ -14,8 +14,8 @@ def quantum_report(
 ) -> QuantumReport:
     """The report of a quantum that began at ``started_s``; ``first`` is the index of the first record it wrote.
 
-    ``goes_on``: the next quantum of the trajectory begins in the same slot. ``calls``: tools with resources
-    that the next action calls.
+    ``goes_on``: the next quantum of the trajectory begins in the same slot. ``calls``: tools that the
+    next action calls, if one of them has resources.
     """
     new = state.records[first:]
     generated = [r for r in new if r["kind"] == "generation"]

@@ -30,13 +30,21 @@ class TurnCalls:
         self, context: WorkerContext, sessions: SessionLeases | None, processes: ActionProcesses | None
     ) -> None:
         self._context, self._sessions, self._processes = context, sessions, processes
+        self._names = frozenset(tool.name for tool in context.environment.tools)
         self._declaring = frozenset(tool.name for tool in context.environment.tools if tool.declares)
+        self._revocable = frozenset(tool.name for tool in context.environment.tools if tool.revocable)
 
     def with_resources(self, state: TrajectoryState) -> tuple[str, ...]:
-        """Tools with resources that the next action calls."""
+        """Tools that the next action calls, if one of them has resources."""
         if not self._declaring or state.agent or state.phase is not Phase.TOOL:
             return ()
-        return tuple(call.name for call in state.calls if call.error is None and call.name in self._declaring)
+        names = tuple(call.name for call in state.calls if call.error is None and call.name in self._names)
+        return () if self._declaring.isdisjoint(names) else names
+
+    def revocable(self, state: TrajectoryState) -> bool:
+        """Whether the next action may be stopped, and begun again: a single call of a revocable tool."""
+        calls = self.with_resources(state) if self._revocable else ()
+        return len(calls) == 1 and calls[0] in self._revocable
 
     def lacks_lease(self, key: str, state: TrajectoryState) -> bool:
         """Whether a trajectory is at an action with resources, and its task came for a generation: that of a resumed run."""

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.action_loads import ActionSimulation, Step, drawn_load, read_steps
-from benchmarks.actions import arguments, source_of
+from benchmarks.action_loads import ActionSimulation, Step, drawn_load, drawn_tests, read_steps
+from benchmarks.actions import WAYS, WIDE, arguments, source_of
 from benchmarks.report import DATA
 from benchmarks.service_loads import COPY_BYTES_PER_S, MAX_WAIT_S, WEIGHT_BYTES, Asked, asked_all
 from libra.errors import ConfigError
@@ -32,6 +32,13 @@ def test_elastic_actions_take_cores_that_are_free() -> None:
     curves = {"tests": SpeedUp(1, 4, {1: 1.0, 4: 4.0})}
     assert ActionSimulation([TWO_TURNS], 4, "leases", curves).run().act_s == [0.5, 0.5]
     assert ActionSimulation([TWO_TURNS], 4, "arrival", curves).run().act_s == [2.0, 2.0]
+
+
+def test_actions_that_are_stopped_end_once_and_make_room() -> None:
+    load, curves = drawn_tests(8, 0), [{"long": SpeedUp(1, 8, WIDE)} for _ in range(2)]
+    kept, may = (ActionSimulation(load, 8, way, each).run() for way, each in zip(WAYS, curves, strict=True))
+    assert len(may.act_s) == len(kept.act_s) == sum(map(len, load))
+    assert may.stopped > 0 and kept.stopped == 0 and may.mean_act_s < kept.mean_act_s
 
 
 def test_the_excerpt_gives_loads_that_a_seed_repeats() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,16 +16,20 @@ from libra.cluster.local import local_cluster
 from libra.config import RunConfig, config_from_dict
 from libra.driver.session import Session
 from libra.envs import tool
+from libra.envs.scripted import ScriptedTurn
 from libra.errors import ConfigError
+from libra.observe.metrics import read_metrics
 from libra.orderings import blank
 from libra.policy.log_replay import replay
 from libra.store.event_log import EventReader
 from libra.store.trajectories import TrajectoryStore
 from libra.testing import FixedTurns
-from libra.types import ToolCall
+from libra.types import Prompt, ToolCall, TrajectoryId
 
 MIB = 2**20
 TURNS = 3
+LONG_S = 4.0
+"""Beginning again costs some seconds; the long action must save more than twice as many, on a slow machine, too."""
 
 
 class LeasedTurns(FixedTurns):
@@ -44,6 +49,37 @@ class Greedy(LeasedTurns):
     def __init__(self) -> None:
         super().__init__()
         self.tools = (tool(work, cores=4096),)
+
+
+class LongAndShort(FixedTurns):
+    """The first sample of a group has two long actions, which may be stopped; the second one many short ones."""
+
+    def __init__(self, notes: str) -> None:
+        super().__init__()
+        self.notes = Path(notes)
+        self.tools = (
+            tool(self.slow, cores=1, revocable=True, timeout_s=60.0),
+            tool(self.quick, cores=1, timeout_s=60.0),
+        )
+
+    def scripted(self, tid: TrajectoryId, prompt: Prompt, turn: int) -> ScriptedTurn:
+        name, count = ("quick", 5) if tid.sample else ("slow", 2)
+        return ScriptedTurn(4, (ToolCall(name, {}),) if turn < count else ())
+
+    def slow(self) -> str:
+        """Take long."""
+        self._note("begin")
+        threading.Event().wait(LONG_S)
+        self._note("end")
+        return "slow"
+
+    def quick(self) -> str:
+        """Take no time."""
+        return "quick"
+
+    def _note(self, what: str) -> None:
+        with self.notes.open("a") as file:
+            file.write(f"{what} {os.getpid()}\n")
 
 
 def work(text: str, action_id: str) -> str:
@@ -126,6 +162,39 @@ def test_the_quota_holds_and_replay_repeats_every_decision(finished: tuple[Path,
     # a replay that did not follow the leases would not know of these
     wrong = [(n, e) if not isinstance(e, events.ToolCapacity) else (n, _without_cores(e)) for n, e in lines]
     assert any(each.difference for each in replay(wrong, blank))
+
+
+def test_a_long_action_is_stopped_for_short_ones_and_begun_again(random_model: Path, tmp_path: Path) -> None:
+    notes = tmp_path / "notes"
+    environment = {"name": f"{__name__}:LongAndShort", "args": {"notes": str(notes)}, "quotas": {}}
+    made = config(random_model, tmp_path, **environment)
+    made = made.model_copy(
+        update={
+            "run": made.run.model_copy(update={"iterations": 1}),
+            "trainer": made.trainer.model_copy(update={"prompts": 1, "group_size": 2}),
+            "rollout": made.rollout.model_copy(update={"max_turns": 8}),
+        }
+    )
+    with local_cluster(made) as cluster, Client(cluster) as client, Session(made, client=client) as session:
+        assert [values["iteration"] for values in session.iterations()] == [0]
+    (metrics,) = read_metrics(session.directory)
+    lines = [(n, events.from_dict(values)) for n, values in EventReader(session.directory / "events.jsonl")]
+    revoked = [event for _, event in lines if isinstance(event, events.LeaseRevoked)]
+    given_back = [event for _, event in lines if isinstance(event, events.QuantumGivenBack)]
+    assert revoked and metrics["actions_revoked"] == len(revoked) == len(given_back)
+    assert {event.ran_s < LONG_S for event in revoked} == {True}
+    noted = [line.split() for line in notes.read_text().splitlines()]
+    begun, ended = ({pid for what, pid in noted if what == word} for word in ("begin", "end"))
+    # whoever was stopped before its process had begun noted nothing
+    assert len(ended) == 2 and ended <= begun and len(begun) <= 2 + len(revoked)
+    assert not [event for _, event in lines if isinstance(event, events.FailureClassified | events.QuantumLost)]
+    with TrajectoryStore.open(session.directory / "trajectories.zarr") as store:
+        turns = store.columns("turn")
+    assert [sorted(turns["tool"]).count(name) for name in ("slow", "quick")] == [2, 5]
+    assert [told.difference for told in replay(lines, blank) if told.difference] == []
+    other = events.from_dict(events.to_dict(revoked[0]) | {"reason": "at will"})
+    wrong = [(n, other if event is revoked[0] else event) for n, event in lines]
+    assert any("was revoked on tool-0 (at will); now that of" in told.difference for told in replay(wrong, blank))
 
 
 def _without_cores(event: events.ToolCapacity) -> events.ToolCapacity:

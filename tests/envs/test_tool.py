@@ -102,3 +102,12 @@ def test_limits_must_be_positive(wrong):
 def test_a_tool_can_be_made_by_hand_from_a_partial():
     made = Tool("w", functools.partial(weather, days=3), tool(weather).schema)
     assert made.function(city="x") == "x 3 "
+
+
+@pytest.mark.parametrize("resources", [{}, {"quota": "search"}])
+def test_a_call_that_shares_the_workers_process_cannot_be_revocable(resources):
+    with pytest.raises(
+        ConfigError, match=r"revocable, and a call without cores, .* type cores=1, or leave revocable out"
+    ):
+        tool(weather, revocable=True, **resources)
+    assert tool(weather, revocable=True, memory_gib=1).revocable and not tool(weather, cores=1).revocable

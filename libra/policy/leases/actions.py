@@ -1,7 +1,8 @@
 """Leases of the actions of trajectories: what their calls take, in the order that the runs' orderings give.
 
 The calls of one turn are one action: it holds what all of them take together. It is elastic if it is a single call of an elastic
-tool. An action of tools that declare nothing takes a slot, as without leases, and shares the cores that no lease has.
+tool. An action of tools that declare nothing takes a slot, as without leases, and shares the cores that no lease has. A single call
+of a revocable tool may be stopped for another action, once: then it runs to its end, so that none waits for ever.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Mapping
 
 from libra.errors import ConfigError
 from libra.policy.leases.quotas import read_quota
-from libra.policy.leases.resources import Lease, LeaseRequest, Resources, described
+from libra.policy.leases.resources import Lease, LeaseRequest, Resources, Revoke, described
 from libra.policy.leases.speed_up import SpeedUp
 from libra.policy.leases.table import LeaseTable
 from libra.policy.messages import ActionRequested, Priority, ToolCapacity, ToolNeeds, ToolsDeclared
@@ -27,6 +28,8 @@ class ActionLeases:
         self._asked: dict[str, tuple[str, ...]] = {}  # tools of the action that a trajectory parks for
         self._slots: dict[str, int] = {}
         self._more: dict[str, ToolCapacity] = {}
+        self._stopped: set[str] = set()  # whose action was stopped for another, and has not ended since
+        self._revokes: list[Revoke] = []
 
     def declare(self, event: ToolsDeclared) -> None:
         """Tools and quotas of a run."""
@@ -61,24 +64,41 @@ class ActionLeases:
         """``key`` waits with this priority."""
         tools = self._asked.get(key, ())
         single = tools[0] if len(tools) == 1 else ""
-        self.table.request(LeaseRequest(key, self._least(tools), single, home), priority)
+        revocable = single in self._needs and self._needs[single].revocable and key not in self._stopped
+        self.table.request(LeaseRequest(key, self._least(tools), single, home, revocable=revocable), priority)
+
+    def ended(self, key: str) -> None:
+        """The action of ``key`` has ended by itself."""
+        self._stopped.discard(key)
 
     def forget(self, key: str) -> None:
         """A trajectory has ended."""
         self._asked.pop(key, None)
+        self._stopped.discard(key)
         self.table.cancel(key)
         self.table.release(key)
 
     def adopt(self, key: str, worker: str) -> None:
         """An action that began before leases: it holds its slot."""
-        self.table.adopt(Lease(key, worker, SLOT, 0, "", 0.0, 0.0, reason="began before"))
+        self.table.adopt(Lease(key, worker, SLOT, 0, "", 0.0, reason="began before"))
 
     def admit(self, at_s: float) -> tuple[Lease, ...]:
-        """The actions that begin now, in order."""
-        granted = tuple(each for each in self.table.admit(at_s) if isinstance(each, Lease))
-        for lease in granted:
-            self._asked.pop(lease.holder, None)
-        return granted
+        """The actions that begin now, in order; those that are to be stopped are in `revocations`."""
+        granted: list[Lease] = []
+        for each in self.table.admit(at_s):
+            if isinstance(each, Revoke):
+                self._stopped.add(each.holder)
+                self._revokes.append(each)
+            else:
+                self._asked.pop(each.holder, None)
+                granted.append(each)
+        return tuple(granted)
+
+    def revocations(self) -> tuple[Revoke, ...]:
+        """What was revoked since the last call, in order."""
+        found = tuple(self._revokes)
+        self._revokes.clear()
+        return found
 
     def _supply(self, worker: str) -> None:
         more = self._more.get(worker)

@@ -89,15 +89,9 @@ class LeaseRequest(msgspec.Struct, frozen=True, gc=False):
     home : str
         Worker that it takes if it fits there.
     only : str
-        Worker that it must have, e.g. where its session is; empty: any.
-    not_before_s : float
-        It is not granted earlier: a retry that backs off.
-    hold_s : float or None
-        A session: the lease ends so many seconds after its last use (`LeaseTable.touch`); None: when it is released.
+        Worker that it must have; empty: any.
     revocable : bool
         Whether the table may take it back for a request that does not fit.
-    price_s : float
-        Seconds that taking it back costs, e.g. those of restoring a model.
     """
 
     holder: str
@@ -105,14 +99,11 @@ class LeaseRequest(msgspec.Struct, frozen=True, gc=False):
     tool: str = ""
     home: str = ""
     only: str = ""
-    not_before_s: float = 0.0
-    hold_s: float | None = None
     revocable: bool = False
-    price_s: float = 0.0
 
 
 class Lease(msgspec.Struct, frozen=True, gc=False):
-    """What a holder has, until it is released, expires or its worker leaves.
+    """What a holder has, until it is released or its worker leaves.
 
     Attributes
     ----------
@@ -122,11 +113,8 @@ class Lease(msgspec.Struct, frozen=True, gc=False):
     least_cores : int
         Those of the request.
     tool : str
-    granted_s, used_s : float
-        When it was granted, and last used.
-    hold_s : float or None
+    granted_s : float
     revocable : bool
-    price_s : float
     reason : str
         Why it was granted so.
     """
@@ -137,21 +125,16 @@ class Lease(msgspec.Struct, frozen=True, gc=False):
     least_cores: int
     tool: str
     granted_s: float
-    used_s: float
-    hold_s: float | None = None
     revocable: bool = False
-    price_s: float = 0.0
     reason: str = ""
-
-    @property
-    def until_s(self) -> float | None:
-        """When it ends unless it is used again; None: when it is released."""
-        return None if self.hold_s is None else self.used_s + self.hold_s
 
 
 class Revoke(msgspec.Struct, frozen=True, gc=False):
-    """Have ``holder`` release its lease: the command goes to whoever runs it, and the lease is held until it is released."""
+    """Have ``holder`` stop its action on ``worker``, ``ran_s`` after its lease was granted, and release the lease for ``waiting``.
+    It is held until then; ``holder`` requests another one."""
 
     holder: str
     worker: str
+    waiting: str
+    ran_s: float
     reason: str

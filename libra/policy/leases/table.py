@@ -16,19 +16,23 @@ Invariants
    every present worker keeps nothing, and waits for a worker (`LeaseTable.stranded`).
 5. Enlargement takes only cores that are free after the prefix, and never holds a request back that fits: without it the same
    requests are granted at this moment, in the same order.
-6. No lease outlives its holder: `withdraw` ends those of a worker, `expired` those of sessions out of use.
-7. An `admit` that grants and revokes nothing changes no later answer. A log has grants only, so that a replay asks less often.
+6. No lease outlives its worker: `withdraw` ends those of one that is gone.
+7. Only leases that were requested as revocable are revoked, and for the first that does not fit only, which then goes before all
+   others: what was given up for it goes to nobody else. A revoked lease is held until it is released.
+8. An `admit` that grants and revokes nothing changes no later answer. A log has grants only, so that a replay asks less often.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable
+from functools import partial
 
 import msgspec
 
 from libra.policy.leases.enlargement import Candidate, Pressure, enlarged
 from libra.policy.leases.quotas import Quota
 from libra.policy.leases.resources import KINDS, Lease, LeaseRequest, Resources, Revoke, described, quota_kind
+from libra.policy.leases.revocation import Running, stopped_for
 from libra.policy.leases.speed_up import SpeedUp
 from libra.policy.leases.waiting import Place, WaitingRequests
 from libra.policy.messages import Priority
@@ -37,6 +41,8 @@ FORGETTING = 0.1
 """Weight of the newest action in its tool's mean seconds."""
 CORES = KINDS.index("cores")
 NOTHING = (0,) * len(KINDS)
+FIRST = Priority(-1, -1, -1)
+"""Of a request for which leases are revoked."""
 
 
 class LeaseTable:
@@ -56,13 +62,13 @@ class LeaseTable:
         self._curves: dict[str, SpeedUp] = {}
         self._seconds: dict[str, float] = {}  # of a tool's action with its least cores
         self._waiting = WaitingRequests()
-        self._delayed: dict[str, tuple[Place, LeaseRequest]] = {}
         self._leases: dict[str, Lease] = {}
         self._stranded: dict[str, tuple[Place, LeaseRequest]] = {}  # no present worker is large enough
         self._kept: dict[
             str, frozenset[str]
         ] = {}  # kinds that a waiting holder lacked when a later one was granted something
-        self._revoking: set[str] = set()
+        self._revoking: set[str] = set()  # holders that are to release their lease
+        self._first: set[str] = set()  # who waits, and had leases revoked for it
         self._serial = 0
         self.pressure = Pressure()
 
@@ -108,15 +114,12 @@ class LeaseTable:
         assert holder not in self._leases, f"{holder} requests a lease and holds one"
         assert all(name in self._quotas for name, _ in request.least.quotas), request
         again = self.waits(holder)
-        self.cancel(holder)
+        first = holder in self._first
+        self._leave(holder)
         if request.least.cores and not again:
             self.pressure.came(self._held_cores(), self._total_cores())
         self._serial += 1
-        place = (priority, self._serial)
-        if request.not_before_s > 0:
-            self._delayed[holder] = place, request
-        else:
-            self._waiting.join(place, request)
+        self._waiting.join((FIRST if first else priority, self._serial), request)
 
     def adopt(self, lease: Lease) -> None:
         """A lease that was granted elsewhere is held from now on, even if that is more than its worker has."""
@@ -136,10 +139,8 @@ class LeaseTable:
 
     def cancel(self, holder: str) -> None:
         """``holder`` no longer waits."""
-        self._waiting.leave(holder)
-        self._delayed.pop(holder, None)
-        self._stranded.pop(holder, None)
-        self._kept.pop(holder, None)
+        self._leave(holder)
+        self._first.discard(holder)
 
     def release(self, holder: str, seconds: float | None = None) -> Lease | None:
         """The lease of ``holder`` has ended, whatever ended it; ``seconds``: how long its action ran, None: it did not end well."""
@@ -150,19 +151,6 @@ class LeaseTable:
         if seconds is not None and lease.tool:
             self._learn(lease, seconds)
         return lease
-
-    def touch(self, holder: str, at_s: float) -> None:
-        """A session was used; it lasts ``hold_s`` from now."""
-        lease = self._leases.get(holder)
-        if lease is not None:
-            self._leases[holder] = msgspec.structs.replace(lease, used_s=at_s)
-
-    def expired(self, at_s: float) -> tuple[Lease, ...]:
-        """Sessions out of use; their leases have ended now."""
-        ended = tuple(each for each in self._leases.values() if each.until_s is not None and each.until_s <= at_s)
-        for lease in ended:
-            self._end(lease)
-        return ended
 
     # ---------------------------------------------------------------- queries
 
@@ -176,7 +164,7 @@ class LeaseTable:
 
     def waits(self, holder: str) -> bool:
         """Whether ``holder`` has a request."""
-        return holder in self._waiting or holder in self._delayed or holder in self._stranded
+        return holder in self._waiting or holder in self._stranded
 
     def waiting_work(self) -> tuple[int, float]:
         """Requests that more workers would help, and their core-seconds (slot-seconds where they want no core), as far as actions
@@ -187,7 +175,7 @@ class LeaseTable:
 
     def num_waiting(self) -> int:
         """Requests that wait."""
-        return len(self._waiting) + len(self._delayed) + len(self._stranded)
+        return len(self._waiting) + len(self._stranded)
 
     def held(self, worker: str) -> Resources:
         """What the leases of ``worker`` hold."""
@@ -207,9 +195,8 @@ class LeaseTable:
         return tuple(self._stranded[holder][1] for holder in sorted(self._stranded))
 
     def next_s(self, at_s: float) -> float | None:
-        """When time alone may let a request go, or end a session: after ``at_s``; None: it never does."""
-        times = [request.not_before_s for _, request in self._delayed.values()]
-        times += [lease.until_s for lease in self._leases.values() if lease.until_s is not None]
+        """When time alone may let a request go: after ``at_s``; None: it never does."""
+        times: list[float] = []
         for kinds in self._waiting.lines():
             first = self._waiting.first(kinds)
             assert first is not None
@@ -225,8 +212,6 @@ class LeaseTable:
     def admit(self, at_s: float) -> tuple[Lease | Revoke, ...]:
         """Grant what fits now, in order, then enlarge; returns the grants in order, then what is to be revoked for the first that
         does not fit."""
-        for holder in [h for h, (_, request) in self._delayed.items() if request.not_before_s <= at_s]:
-            self._waiting.join(*self._delayed.pop(holder))
         granted: list[str] = []
         passed: list[tuple[LeaseRequest, frozenset[str]]] = []
         lines = {kinds: first for kinds in self._waiting.lines() if (first := self._waiting.first(kinds))}
@@ -255,7 +240,7 @@ class LeaseTable:
         for lease in grants:
             if lease.resources.cores:
                 self.pressure.began(lease.resources.cores)
-        return (*grants, *self._revocations(passed[0][0], at_s)) if passed else grants
+        return (*grants, *self._revocations(*passed[0], at_s)) if passed else grants
 
     def _find(self, request: LeaseRequest, at_s: float) -> tuple[str | None, frozenset[str]]:
         """The worker for a request; None with the kinds that it lacks, or with none if no present worker is large enough."""
@@ -291,8 +276,7 @@ class LeaseTable:
             self._quotas[name].take(at_s, units)
         reason = "home" if worker == request.home else f"fits: {described(least)}"
         self._leases[request.holder] = Lease(
-            request.holder, worker, least, least.cores, request.tool, at_s, at_s,
-            request.hold_s, request.revocable, request.price_s, reason,
+            request.holder, worker, least, least.cores, request.tool, at_s, request.revocable, reason
         )  # fmt: skip
 
     def _enlarge(self, granted: list[str]) -> None:
@@ -328,54 +312,59 @@ class LeaseTable:
     def _total_cores(self) -> int:
         return sum(capacity[CORES] for capacity in self._capacity.values())
 
-    def _revocations(self, request: LeaseRequest, at_s: float) -> tuple[Revoke, ...]:
-        """Revocable leases of one worker whose end lets ``request`` run there: the cheapest first, among equals those used longest
-        ago. None if another lease there is expected to end sooner than the revoked ones are restored."""
-        best: tuple[float, tuple[Lease, ...]] | None = None
-        need = request.least.local
-        for worker, free in self._free.items():
-            if request.only not in ("", worker) or any(
-                h < n for h, n in zip(self._capacity[worker], need, strict=True)
-            ):
-                continue
-            here = [lease for lease in self._leases.values() if lease.worker == worker]
-            missing = [n - f for n, f in zip(need, free, strict=True)]
-            for lease in here:
-                if lease.holder in self._revoking:
-                    missing = [m - a for m, a in zip(missing, lease.resources.local, strict=True)]
-            taken: list[Lease] = []
-            for lease in sorted(here, key=lambda each: (each.price_s, each.used_s, each.holder)):
-                helps = any(m > 0 and a > 0 for m, a in zip(missing, lease.resources.local, strict=True))
-                if lease.revocable and lease.holder not in self._revoking and helps:
-                    taken.append(lease)
-                    missing = [m - a for m, a in zip(missing, lease.resources.local, strict=True)]
-            price = sum(lease.price_s for lease in taken)
-            if (
-                taken
-                and all(m <= 0 for m in missing)
-                and price < self._wait_s(here, at_s)
-                and (best is None or price < best[0])
-            ):
-                best = price, tuple(taken)
-        if best is None:
+    def _revocations(self, request: LeaseRequest, lacks: frozenset[str], at_s: float) -> tuple[Revoke, ...]:
+        """What is revoked for the first request that does not fit (`libra.policy.leases.revocation`); nothing while it waits for a
+        quota, or once leases were revoked for it."""
+        seconds = self.expected_s(request.tool) if request.tool else None
+        if seconds is None or not lacks <= set(KINDS) or request.holder in self._first:
             return ()
-        self._revoking.update(lease.holder for lease in best[1])
-        reason = f"{request.holder} needs {described(request.least)}"
+        if not any(lease.revocable for lease in self._leases.values()):
+            return ()
+        need = request.least.local
+        free = {
+            worker: amounts
+            for worker, amounts in self._free.items()
+            if request.only in ("", worker)
+            and all(has >= want for has, want in zip(self._capacity[worker], need, strict=True))
+        }
+        running = [self._running(lease, at_s) for lease in self._leases.values()]
+        price = self._waiting.wanting("cores") / max(1, self._total_cores())  # each of them waits longer
+        found = stopped_for(need, seconds, free, running, price)
+        if found is None:
+            return ()
+        self._revoking.update(found.holders)
+        self._first.add(request.holder)
+        self._serial += 1
+        self._waiting.join((FIRST, self._serial), request)
+        reason = (
+            f"{request.holder} needs {described(request.least)}, and would wait {found.saved_s:.3g} s; beginning again costs "
+            f"{found.cost_s:.3g} s"
+        )
         return tuple(
-            Revoke(lease.holder, lease.worker, f"{reason}; restoring it takes {lease.price_s:.3g} s")
-            for lease in best[1]
+            Revoke(holder, found.worker, request.holder, round(at_s - self._leases[holder].granted_s, 6), reason)
+            for holder in found.holders
         )
 
-    def _wait_s(self, leases: Iterable[Lease], at_s: float) -> float:
-        """Expected seconds until the first of ``leases`` that is no session ends; infinite if none is expected to."""
-        ends = (
-            lease.granted_s + expected - at_s
-            for lease in leases
-            if not lease.revocable and (expected := self._seconds.get(lease.tool)) is not None
-        )
-        return max(0.0, min(ends, default=float("inf")))
+    def _running(self, lease: Lease, at_s: float) -> Running:
+        """A lease as far as it can be forecast; one that is revoked already is about to end."""
+        has, seconds = lease.resources.local, self.expected_s(lease.tool) if lease.tool else None
+        if seconds is None or lease.holder in self._revoking:
+            return Running(lease.holder, lease.worker, has, has, 0.0, None)
+        again_s: Callable[[int], float] = partial(self._seconds_on, lease.tool, seconds)
+        left_s = max(0.0, again_s(lease.resources.cores) - (at_s - lease.granted_s))
+        least = lease.resources.with_cores(lease.least_cores).local
+        return Running(lease.holder, lease.worker, has, least, left_s, again_s if lease.revocable else None)
+
+    def _seconds_on(self, tool: str, seconds: float, cores: int) -> float:
+        curve = self._curves.get(tool)
+        return seconds if curve is None else seconds / curve.speed(cores)
 
     # ---------------------------------------------------------------- bookkeeping
+
+    def _leave(self, holder: str) -> None:
+        self._waiting.leave(holder)
+        self._stranded.pop(holder, None)
+        self._kept.pop(holder, None)
 
     def _end(self, lease: Lease) -> None:
         del self._leases[lease.holder]
@@ -396,10 +385,8 @@ class LeaseTable:
         self._seconds[lease.tool] = round(mean + FORGETTING * (seconds - mean), 9)
 
     def _request(self, holder: str) -> LeaseRequest | None:
-        for table in (self._delayed, self._stranded):
-            if holder in table:
-                return table[holder][1]
-        return self._waiting.request(holder)
+        stranded = self._stranded.get(holder)
+        return stranded[1] if stranded is not None else self._waiting.request(holder)
 
 
 def _vector(amounts: tuple[int, ...]) -> Resources:

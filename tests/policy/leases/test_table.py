@@ -1,4 +1,4 @@
-"""The lease table against a model: conservation, order, bounded wait, quotas, enlargement, sessions."""
+"""The lease table against a model: conservation, order, bounded wait, quotas, enlargement, revocation."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ WORKERS = {
 HOLDERS = [f"h{i}" for i in range(10)]
 LIMITS = {"search": (3, 1.0), "judge": (2, None)}
 TESTS = SpeedUp(1, 8, {1: 1.0, 2: 1.8, 4: 3.0, 8: 4.0})
+SECONDS = {"tests": 1.0, "long": 60.0, "short": 0.5}
+FIRST = Priority(-1, -1, -1)
 
 VECTORS = st.builds(
     Resources,
@@ -29,19 +31,30 @@ VECTORS = st.builds(
     gpus=st.sampled_from([0, 0, 0, 1, 2]),
     quotas=st.sampled_from([(), (), (("search", 1),), (("judge", 1),), (("search", 2), ("judge", 1))]),
 )
-MOVES = st.lists(
-    st.one_of(
-        st.tuples(st.just("request"), st.sampled_from(HOLDERS), VECTORS, st.integers(-1, 2), st.booleans()),
-        st.tuples(st.just("session"), st.sampled_from(HOLDERS), VECTORS, st.integers(0, 1), st.booleans()),
-        st.tuples(st.just("release"), st.sampled_from(HOLDERS)),
-        st.tuples(st.just("cancel"), st.sampled_from(HOLDERS)),
-        st.tuples(st.just("reorder"), st.sampled_from(HOLDERS), st.integers(-1, 2)),
-        st.tuples(st.just("supply"), st.sampled_from(sorted(WORKERS))),
-        st.tuples(st.just("withdraw"), st.sampled_from(sorted(WORKERS))),
-        st.tuples(st.just("wait"), st.sampled_from([0.0, 0.1, 0.5, 1.0])),
-        st.tuples(st.just("admit")),
-    ),
-    max_size=70,
+CORES = st.builds(Resources, slots=st.just(1), cores=st.integers(1, 4))
+OTHERS = (
+    st.tuples(st.just("release"), st.sampled_from(HOLDERS)),
+    st.tuples(st.just("end"), st.sampled_from(HOLDERS)),
+    st.tuples(st.just("cancel"), st.sampled_from(HOLDERS)),
+    st.tuples(st.just("reorder"), st.sampled_from(HOLDERS), st.integers(-1, 2)),
+    st.tuples(st.just("supply"), st.sampled_from(sorted(WORKERS))),
+    st.tuples(st.just("withdraw"), st.sampled_from(sorted(WORKERS))),
+    st.tuples(st.just("wait"), st.sampled_from([0.0, 0.1, 0.5, 1.0])),
+    st.tuples(st.just("admit")),
+)
+
+
+def _requests(vectors: st.SearchStrategy[Resources], tools: list[str]) -> st.SearchStrategy[tuple[Any, ...]]:
+    return st.tuples(st.just("request"), st.sampled_from(HOLDERS), vectors, st.integers(-1, 2), st.sampled_from(tools))
+
+
+FULL = [*(("request", holder, Resources(slots=1, cores=2), 1, "long") for holder in HOLDERS[:3]), ("admit",)]
+"""Long actions hold all cores of two workers, so that short ones have some stopped."""
+MOVES = st.one_of(
+    st.lists(st.one_of(_requests(VECTORS, ["", "tests", "long", "short"]), *OTHERS), max_size=70),
+    st.lists(
+        st.one_of(_requests(CORES, ["tests", "long", "short"]), OTHERS[-1], *OTHERS[:4]), min_size=5, max_size=50
+    ).map(lambda moves: [*FULL, *moves]),
 )
 
 
@@ -53,42 +66,53 @@ class Model:
         for name, (units, per_s) in LIMITS.items():
             self.table.limit(name, Quota(units, per_s))
         self.table.declare("tests", TESTS)
+        for tool, seconds in SECONDS.items():  # actions of each have ended
+            self.table.adopt(Lease("before", "gone", Resources(), 0, tool, 0.0))
+            self.table.release("before", seconds)
+        self.table.withdraw("gone")
         self.at_s = 0.0
         self.waiting: dict[str, tuple[tuple[Priority, int], LeaseRequest]] = {}
         self.serial = 0
         self.searches: list[float] = []
+        self.revoked: set[str] = set()
+        self.first: set[str] = set()
+        self.num_revoked = 0
 
     def act(self, move: tuple[Any, ...]) -> tuple[Lease | Revoke, ...]:
         """Do one thing; returns the answers of `admit`."""
         table = self.table
         match move:
-            case ("request" | "session" as kind, holder, least, level, elastic):
+            case ("request", holder, least, level, tool):
                 if table.lease(holder) is not None:
                     return ()
-                session = kind == "session"
                 # the legal sizes of an elastic action begin at its least
-                least = least.with_cores(1) if elastic and not session else least
-                request = LeaseRequest(
-                    holder, least, "tests" if elastic and not session else "", "b" if level == 0 else "",
-                    hold_s=1.0 if session else None, revocable=session and elastic, price_s=float(level) if session else 0.0,
-                )  # fmt: skip
-                self._join(request, Priority(0, level, 0))
+                least = least.with_cores(1) if tool == "tests" else least
+                home = "b" if level == 0 else ""
+                self._join(
+                    LeaseRequest(holder, least, tool, home, revocable=tool in ("tests", "long")), Priority(0, level, 0)
+                )
             case ("reorder", holder, level):
                 if holder in self.waiting:
                     table.reorder(holder, Priority(0, level, 0))
                     self._moved(self.waiting[holder][1], Priority(0, level, 0))
             case ("release", holder):
-                table.release(holder, 1.0)
+                table.release(holder)
+                self.revoked.discard(holder)
+            case ("end", holder):
+                lease = table.lease(holder)
+                table.release(holder, SECONDS.get(lease.tool, 1.0) if lease is not None else None)
+                self.revoked.discard(holder)
             case ("cancel", holder):
                 table.cancel(holder)
                 self.waiting.pop(holder, None)
+                self.first.discard(holder)
             case ("supply", worker):
                 table.supply(worker, WORKERS[worker])
             case ("withdraw", worker):
-                table.withdraw(worker)
+                for lease in table.withdraw(worker):
+                    self.revoked.discard(lease.holder)
             case ("wait", seconds):
                 self.at_s += seconds
-                table.expired(self.at_s)
             case ("admit",):
                 return self._admit()
         return ()
@@ -99,6 +123,7 @@ class Model:
 
     def _moved(self, request: LeaseRequest, priority: Priority) -> None:
         self.serial += 1
+        priority = FIRST if request.holder in self.first else priority
         self.waiting[request.holder] = ((priority, self.serial), request)
 
     def _admit(self) -> tuple[Lease | Revoke, ...]:
@@ -108,10 +133,38 @@ class Model:
         assert order == sorted(order), "granted out of order"
         for lease in grants:
             _, request = self.waiting.pop(lease.holder)
+            self.first.discard(lease.holder)
             self._check_grant(lease, request)
             self.searches += [self.at_s] * dict(request.least.quotas).get("search", 0)
         self._check_order(grants, order)
+        self._check_revoked([each for each in answers if isinstance(each, Revoke)])
         return answers
+
+    def _check_revoked(self, revokes: list[Revoke]) -> None:
+        """Revocable leases of one worker that make room for the first that does not fit, each once, and none that is not needed."""
+        if not revokes:
+            return
+        (waiting,), (worker,) = {each.waiting for each in revokes}, {each.worker for each in revokes}
+        leases = [self.table.lease(each.holder) for each in revokes]
+        assert all(lease is not None and lease.revocable and lease.worker == worker for lease in leases)
+        assert waiting not in self.first and not {each.holder for each in revokes} & self.revoked
+        place, request = self.waiting[waiting]
+        able = [p for p, r in self.waiting.values() if any(covers(WORKERS[w], r.least) for w in self.table.capacity())]
+        assert place == min(able)
+        free = [a - b for a, b in zip(WORKERS[worker].local, self.table.held(worker).local, strict=True)]
+        given = [lease.resources.local for lease in leases if lease is not None]
+        for left_out in (None, *range(len(given))):
+            sums = [
+                f + sum(amounts)
+                for f, *amounts in zip(free, *(g for i, g in enumerate(given) if i != left_out), strict=True)
+            ]
+            fits = all(has >= want for has, want in zip(sums, request.least.local, strict=True))
+            assert fits == (left_out is None)
+        self.revoked |= {each.holder for each in revokes}
+        self.first.add(waiting)
+        self.num_revoked += len(revokes)
+        self.serial += 1
+        self.waiting[waiting] = (FIRST, self.serial), request
 
     def _check_grant(self, lease: Lease, request: LeaseRequest) -> None:
         least, has = request.least, lease.resources
@@ -315,35 +368,86 @@ def test_sizes_of_a_measured_tool_are_tried_and_then_used_by_their_speed() -> No
     assert tried[12:] == [2] * 4
 
 
-def test_a_session_is_held_while_it_is_used_and_a_retry_waits_its_time() -> None:
-    table = one_worker(cores=0, memory_bytes=4 * GIB)
-    ask(table, request("session", 0, memory_bytes=3 * GIB, hold_s=10.0))
+def learned(cores: int = 8, **seconds: float) -> LeaseTable:
+    """One worker of ``cores`` cores; actions of each tool have taken so long on one."""
+    table = one_worker(cores=cores)
+    for tool, took_s in seconds.items():
+        ask(table, request("first", 1, tool=tool))
+        table.admit(0.0)
+        table.release("first", took_s)
+    return table
+
+
+def test_a_long_action_that_has_only_begun_makes_room_for_a_short_one_and_begins_again_behind_it() -> None:
+    table = learned(2, long=60.0, short=1.0)
+    ask(table, request("old", 1, tool="long", revocable=True))
     table.admit(0.0)
-    ask(table, request("other", 0, memory_bytes=2 * GIB))
-    assert holders(table.admit(5.0)) == []
-    assert table.next_s(5.0) == 10.0
-    table.touch("session", 6.0)
-    assert table.expired(12.0) == ()
-    assert [lease.holder for lease in table.expired(16.0)] == ["session"]
-    assert holders(table.admit(16.0)) == ["other"]
-    ask(table, request("retry", 0, not_before_s=20.0))
-    assert holders(table.admit(19.0)) == []
-    assert table.next_s(19.0) == 20.0
-    assert holders(table.admit(20.0)) == ["retry"]
-
-
-def test_the_cheapest_revocable_leases_make_room_and_only_once() -> None:
-    table = one_worker(cores=0, memory_bytes=4 * GIB)
-    for name, price_s, at_s in (("dear", 9.0, 0.0), ("old", 1.0, 1.0), ("new", 1.0, 2.0)):
-        ask(table, request(name, 0, memory_bytes=GIB, hold_s=1e6, revocable=True, price_s=price_s))
-        table.admit(at_s)
-    ask(table, request("needs", 0, memory_bytes=2 * GIB))
-    (revoke,) = table.admit(3.0)
+    ask(table, request("young", 1, tool="long", revocable=True))
+    table.admit(20.0)
+    ask(table, request("short", 1, tool="short"), level=5)
+    (revoke,) = table.admit(22.0)
     assert isinstance(revoke, Revoke)
-    assert (revoke.holder, revoke.worker) == ("old", "a")
-    assert table.admit(3.5) == ()
-    table.release("old")
-    assert holders(table.admit(4.0)) == ["needs"]
+    assert (revoke.holder, revoke.worker, revoke.waiting, revoke.ran_s) == ("young", "a", "short", 2.0)
+    assert table.admit(22.5) == ()  # once
+    table.release("young")
+    # before the short one by its level, and behind it all the same
+    ask(table, request("young", 1, tool="long"), level=0)
+    assert holders(table.admit(23.0)) == ["short"]
+    table.release("short", 1.0)
+    assert holders(table.admit(24.0)) == ["young"]
+
+
+def test_nothing_is_stopped_that_costs_more_than_it_saves_or_is_not_known() -> None:
+    for changed, expected in (
+        ({}, 1),
+        ({"revocable": False}, 0),
+        ({"at_s": 45.0}, 0),  # it ends in 15 s, and 45 s of it would be lost
+        ({"short": "long"}, 0),  # one that takes as long
+        ({"short": "never seen"}, 0),
+        ({"short": ""}, 0),
+    ):
+        table = learned(1, long=60.0, short=1.0)
+        ask(table, request("runs", 1, tool="long", revocable=bool(changed.get("revocable", True))))
+        table.admit(0.0)
+        ask(table, request("waits", 1, tool=str(changed.get("short", "short"))))
+        assert len(table.admit(float(changed.get("at_s", 5.0)))) == expected, changed
+
+
+def test_a_large_action_goes_on_with_fewer_cores_beside_the_one_that_it_makes_room_for() -> None:
+    table = learned(4, slow=400.0, quick=2.0)
+    table.declare("slow", SpeedUp(1, 4, {1: 1.0, 3: 3.5, 4: 3.9}))
+    ask(table, request("large", 1, tool="slow", revocable=True))
+    (lease,) = table.admit(0.0)
+    assert isinstance(lease, Lease) and lease.resources.cores == 4
+    ask(table, request("small", 1, tool="quick"))
+    (revoke,) = table.admit(1.0)
+    assert isinstance(revoke, Revoke) and revoke.holder == "large"
+    table.release("large")
+    ask(table, request("large", 1, tool="slow"))
+    sizes = {each.holder: each.resources.cores for each in table.admit(1.5) if isinstance(each, Lease)}
+    assert sizes == {"small": 1, "large": 3}
+
+
+def test_nobody_is_stopped_who_need_not_be() -> None:
+    table = learned(5, long=60.0, short=1.0)
+    for at_s, (holder, cores) in enumerate([("large", 4), ("small", 1)]):
+        ask(table, request(holder, cores, tool="long", revocable=True))
+        table.admit(float(at_s))
+    ask(table, request("waits", 4, tool="short"))
+    (revoke,) = table.admit(2.0)
+    assert revoke.holder == "large"  # although the small one has run for less, and has a core that is missing
+
+
+def test_what_is_given_up_for_a_request_that_is_cancelled_is_free_for_others() -> None:
+    table = learned(1, long=60.0, short=1.0)
+    ask(table, request("runs", 1, tool="long", revocable=True))
+    table.admit(0.0)
+    ask(table, request("waits", 1, tool="short"), request("behind", 1, tool="short"))
+    assert [type(each) for each in table.admit(1.0)] == [Revoke]
+    table.cancel("waits")
+    assert table.admit(1.5) == ()  # it is to stop already, and would do so for this one
+    table.release("runs")
+    assert holders(table.admit(2.0)) == ["behind"]
 
 
 def test_requests_and_leases_are_plain_values() -> None:
