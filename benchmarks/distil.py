@@ -144,7 +144,7 @@ def teacher_for(section: DistilSection) -> TeacherModel:
     """The model that ships, as a teacher."""
     directory = Path(resolve_model(MODEL))
     vocabulary = Replica(directory, TrainSettings(lr=0.0)).model.config.vocab_size
-    return TeacherModel(directory, Scoring(section, 1.0, int(vocabulary), 1024))
+    return TeacherModel.load(directory, Scoring(section, 1.0, int(vocabulary), 1024))
 
 
 def settings_for(direction: str, lr: float) -> TrainSettings:

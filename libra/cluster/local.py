@@ -164,7 +164,7 @@ def worker_resources(config: RunConfig, number: Mapping[str, int] | None = None)
     """Resources of each worker by its name, ``ROLE-NUMBER``; ``number`` of each role, None: `number_of_workers`.
 
     The first rollout workers are the hybrid ones, and the first tool worker is the committer. A teacher has a worker of its own,
-    ``teacher-0``; where jobs are of the three roles (``number``), it is with the first tool worker.
+    ``teacher-0``; where jobs are of the three roles (``number``), and where it is a service, it is with the first tool worker.
     """
     of_its_own, number, engines = number is None, number or number_of_workers(config), engine_resources(config)
     supplies = {
@@ -178,9 +178,17 @@ def worker_resources(config: RunConfig, number: Mapping[str, int] | None = None)
             workers[name][keys.HYBRID] = 1
     if "tool-0" in workers:
         workers["tool-0"][keys.COMMIT] = 1
-    if config.distil.teacher is not None:
+    if config.distil.service is not None and "tool-0" in workers:
+        workers["tool-0"][keys.TEACHER] = config.services.named[config.distil.service].max_batch
+    elif config.distil.teacher is not None:
         workers.setdefault("teacher-0" if of_its_own else "tool-0", {})[keys.TEACHER] = 1
     return workers
+
+
+def num_threads(resources: Mapping[str, int]) -> int:
+    """Threads of a worker: one for each quantum, and each group that a service scores; and some for other tasks."""
+    scored = resources.get(keys.TEACHER, 0) if keys.TOOL in resources else 0
+    return max(resources.get(keys.ROLLOUT, 0), resources.get(keys.TOOL, 0)) + scored + SPARE_THREADS
 
 
 def engine_resources(config: RunConfig) -> list[dict[str, int]]:
@@ -276,7 +284,7 @@ def local_cluster(config: RunConfig, logs: Path | None = None) -> SpecCluster:
         name: {
             "cls": Nanny,
             "options": {
-                "nthreads": max(resources.get(keys.ROLLOUT, 0), resources.get(keys.TOOL, 0)) + SPARE_THREADS,
+                "nthreads": num_threads(resources),
                 "resources": resources,
                 "memory_limit": 0,
                 "host": LOOPBACK,

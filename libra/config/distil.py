@@ -4,20 +4,33 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from libra.config.section import AtLeastOne, Section
+from libra.config.yaml_text import one_line_yaml
 
 KLDirection = Literal["forward", "reverse"]
 DistilEstimator = Literal["top_k", "sampled"]
 
 
+def _teacher(value: object) -> object:
+    name = value.get("service") if isinstance(value, dict) and len(value) == 1 else value
+    if value is None or (isinstance(name, str) and name):
+        return value
+    got = one_line_yaml(value)
+    raise ValueError(
+        f"got {got}; allowed is the name of a model (a directory, a Hugging Face id or libra/NAME), or a mapping with the key "
+        "service; type e.g. distil.teacher=MODEL, or distil.teacher={service: NAME} for one of services.named"
+    )
+
+
 class DistilSection(Section):
     """On-policy distillation (`trainer.algorithm` opd): docs/distillation.md."""
 
-    teacher: Annotated[str, Field(min_length=1)] | None = None
+    teacher: Annotated[str | dict[str, str] | None, BeforeValidator(_teacher)] = None
     """Model to learn from, named as `model.path` is: a directory, a Hugging Face id, or libra/NAME. It has the tokenizer of the
-    student. A worker of its own holds it. None: there is none."""
+    student. A worker of its own holds it. `{service: NAME}`: the model of a service of `services.named` with function teach, which
+    lives on the tool workers with the others. None: there is none."""
     divergence: KLDirection = "forward"
     """What is made small, token by token on what the student wrote. forward: KL(teacher || student), which covers all that the
     teacher may say. reverse: KL(student || teacher), which leaves out what the teacher would not say."""
@@ -37,3 +50,8 @@ class DistilSection(Section):
     with `reward_coef` above 0 their rewards count still."""
     wait_s: Annotated[float, Field(gt=0)] = 600.0
     """For `late` wait: seconds; what has not come by then is left out as with drop, and the log says so."""
+
+    @property
+    def service(self) -> str | None:
+        """The service that is the teacher; None: it is none, or there is no teacher."""
+        return self.teacher["service"] if isinstance(self.teacher, dict) else None

@@ -200,8 +200,10 @@ def _merge_overrides(layer: _Layer, overrides: Sequence[str]) -> None:
         except ConfigError as error:
             layer.problems.append(str(error))
             continue
-        if known and len(path) == 2 and field_references()[name.strip()].takes_text and value is not None:
-            value = text.strip() if not isinstance(value, str) else value
+        if known and len(path) == 2 and value is not None and not isinstance(value, str):
+            field = field_references()[name.strip()]
+            if field.takes_text and not (isinstance(value, dict) and "a mapping" in field.allowed):
+                value = text.strip()
         node = values
         for part in path[:-1]:
             inner = node.get(part)

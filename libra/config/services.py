@@ -10,7 +10,7 @@ from pydantic import AfterValidator, Field
 from libra.config.own_parts import OwnOr
 from libra.config.section import AtLeastOne, Section
 
-MODEL_FUNCTIONS = ("judge", "logprob", "score", "embed")
+MODEL_FUNCTIONS = ("judge", "logprob", "score", "embed", "teach")
 """What a service with a model can be asked without code of one's own (docs/services.md)."""
 
 
@@ -31,7 +31,8 @@ class ServiceEntry(Section):
     service is a plain function."""
     function: Annotated[str, OwnOr(MODEL_FUNCTIONS)] = "judge"
     """What it answers. judge: the probability that the model says yes. logprob: the mean log-probability of the completion. score:
-    the number of a reward model with one label. embed: the mean of the last hidden states. Your own: `f(inputs, **args)`, or with a
+    the number of a reward model with one label. embed: the mean of the last hidden states. teach: what a teacher says of each
+    generated token, for `distil.teacher` alone. Your own: `f(inputs, **args)`, or with a
     `model` `f(model, tokenizer, inputs, **args)`, which returns one value for each input."""
     args: dict[str, Any] = {}
     """Further keyword arguments of `function`."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from libra.config import resolve_model
+from libra.config.distil_checks import teacher_model
 from libra.driver.damage import RunCheck
 from libra.driver.repair_records import config_of, stored
 from libra.driver.set_aside import Repairs
@@ -60,11 +61,11 @@ def _ask(check: RunCheck, repairs: Repairs, names: Sequence[str]) -> None:
         return
     for name in names:
         try:
-            scores = scores_of(model, config, read_group(check.files.groups_dir / f"{Path(name).stem}.group"))
+            scores = scores_of(model, config.run.seed, read_group(check.files.groups_dir / f"{Path(name).stem}.group"))
         except StoreError as error:
             repairs.cannot(name, f"the store does not have it, and {error}")
             continue
-        _replace(check, repairs, name, scores, f"{config.distil.teacher} was asked again")
+        _replace(check, repairs, name, scores, f"{teacher_model(config)} was asked again")
 
 
 def _replace(check: RunCheck, repairs: Repairs, name: str, scores: Sequence[Taught | None], how: str) -> None:

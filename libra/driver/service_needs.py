@@ -36,6 +36,11 @@ def check_services(config: RunConfig, environment: Environment) -> None:
                 f"{use.where}: service {use.service!r} is not configured{nearest(use.service, known)}{there}; type services.named="
                 f"{{{use.service}: {{model: MODEL}}}}, or {{{use.service}: {{function: package.module:f}}}} for one of your own"
             )
+        if config.services.named[use.service].function == "teach":
+            raise ConfigError(
+                f"{use.where}: service {use.service!r} has function teach, which scores trajectories for distil.teacher and "
+                "answers nobody else; type function: logprob for a service that rewards and tools ask"
+            )
         if use.late and config.trainer.late == "off":
             raise ConfigError(
                 f"{use.where}: service {use.service!r} with late: true, and trainer.late=off takes no late rewards; type "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from libra.config import RunConfig
+from libra.config.distil_checks import teacher_model
 from libra.driver.model_checks import ModelFiles, check_positions, checked_model
 from libra.errors import ConfigError, ModelError
 
@@ -19,11 +20,11 @@ def check_teacher(config: RunConfig, student: ModelFiles) -> None:
     ConfigError
         It has another tokenizer, fewer tokens than ``distil.top_k``, or fewer positions than a context of the run.
     """
-    distil = config.distil
-    if distil.teacher is None:
+    distil, named = config.distil, teacher_model(config)
+    if named is None:
         return
     try:
-        teacher = checked_model(distil.teacher)
+        teacher = checked_model(named)
     except ModelError as error:
         raise ModelError(str(error).replace("model.path", "distil.teacher")) from error
     try:
@@ -32,7 +33,7 @@ def check_teacher(config: RunConfig, student: ModelFiles) -> None:
         raise ConfigError(f"distil.teacher: {error}") from error
     if (difference := tokenizer_difference(student, teacher)) is not None:
         raise ConfigError(
-            f"distil.teacher: {distil.teacher} has another tokenizer than model.path={config.model.path} ({difference}), so that "
+            f"distil.teacher: {named} has another tokenizer than model.path={config.model.path} ({difference}), so that "
             "it cannot score what the student wrote; type a distil.teacher of the same family"
         )
     if distil.estimator == "top_k" and (most := most_tokens(student, teacher)) is not None and distil.top_k > most:

@@ -130,8 +130,8 @@ def service(
     Parameters
     ----------
     function : str or callable
-        "judge", "logprob", "score" or "embed", which ask ``model``; or a function at the top of a module: ``f(inputs)``, with a
-        model ``f(model, tokenizer, inputs)``, which returns one value for each input.
+        "judge", "logprob", "score" or "embed", which ask ``model``; "teach" for ``distil.teacher``; or a function at the top of a
+        module: ``f(inputs)``, with a model ``f(model, tokenizer, inputs)``, which returns one value for each input.
     model : str, optional
         Named as ``model.path`` is.
     max_batch, max_wait_s : int, float

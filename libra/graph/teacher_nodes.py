@@ -1,8 +1,8 @@
 """Task functions of the teacher, and what batches and waves make of its scores (``distil``).
 
-``teach-k-g`` runs on the worker that holds the teacher, after group g has its record, and commits the scores beside it. No batch
-depends on it through Dask: scores are looked for when the batch or wave is made, as late rewards are, and its file says which
-groups were trained with them.
+``teach-k-g`` runs on a worker that holds the teacher, or has its service, after group g has its record, and commits the scores
+beside it. No batch depends on it through Dask: scores are looked for when the batch or wave is made, as late rewards are, and its
+file says which groups were trained with them.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ from libra.events.reports import LateReport, ScoredReport
 from libra.store.batch_membership import batch_path
 from libra.store.group_records import group_path, read_group
 from libra.store.teacher_scores import read_scores, scores_path, write_scores
+from libra.types import Taught, Trajectory
 from libra.worker.context import WorkerContext
-from libra.worker.host import host_here
+from libra.worker.host import LibraHost, host_here
+from libra.worker.teacher_service import ToTeach, scoring_of
 
 logger = logging.getLogger(__name__)
 
@@ -31,18 +33,29 @@ SIGN_S = 5.0
 """Seconds between two reports of a batch that waits: signs of life for the watchdog."""
 
 
-def teach(run: str, group: dict[str, Any] | None, iteration: int, number: int) -> dict[str, Any]:
+async def teach(run: str, group: dict[str, Any] | None, iteration: int, number: int) -> dict[str, Any]:
     """Score a finished group, unless it was scored before; ``group`` is what its node returned."""
     host, began_s = host_here(run), time.time()
     path = group_path(host.spec.groups_dir, iteration, number)
     scores = scores_path(path)
     if not scores.exists():
-        assert host.teacher is not None, f"{host.context.name} was given a group to score and supplies no TEACHER"
-        found = host.teacher.score(read_group(path))
+        found = await _scored(host, read_group(path))
         with contextlib.suppress(RecordExists):
             write_scores(scores, found)
             host.context.report(ScoredReport(iteration, number, round(time.time() - began_s, 6)))
     return {"iteration": iteration, "group": number, "teach_s": time.time() - began_s}
+
+
+async def _scored(host: LibraHost, members: Sequence[Trajectory]) -> list[Taught | None]:
+    """What the teacher says of a group: a service of this worker, or the model that it holds."""
+    config = host.spec.config
+    if (service := config.distil.service) is not None:
+        assert host.services is not None, f"{host.context.name} was given a group to score and has no services"
+        asked = ToTeach(members, scoring_of(config, host.context.model_dir), config.run.seed)
+        answer: list[Taught | None] = await host.services.answer(service, asked)
+        return answer
+    assert host.teacher is not None, f"{host.context.name} was given a group to score and supplies no TEACHER"
+    return await asyncio.to_thread(host.teacher.score, members)
 
 
 async def with_scores(context: WorkerContext, batch: int, rows: Sequence[dict[str, Any]]) -> None:

@@ -7,6 +7,7 @@ from statistics import NormalDist
 import numpy as np
 
 from libra.config import RunConfig
+from libra.config.distil_checks import teacher_model
 from libra.config.model_paths import resolve_model
 from libra.errors import ConfigError, ModelError, PlanError
 from libra.hardware import GPU, ModelShape, load_gpu, load_shape
@@ -160,7 +161,7 @@ def _sizes(path: str) -> ModelShape:
 
 def teacher_of(config: RunConfig) -> Teacher | None:
     """The teacher of a configuration; ModelError if its sizes are not known here."""
-    path = config.distil.teacher
+    path = teacher_model(config)
     if path is None:
         return None
     try:

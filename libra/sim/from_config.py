@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from libra.config.distil_checks import teacher_model
 from libra.config.model_paths import resolve_model
 from libra.config.run_config import RunConfig
 from libra.config.simulation import SimulationSection
@@ -224,11 +225,11 @@ def teacher_token_s(choices: Simulated, measured: RunCalibration | None, workloa
     By the cost model; with a calibration the seconds of its trainer per token, by the parameters of both models and the passes of a
     gradient, or 0 if it has none. ModelError if the teacher's sizes are not known here.
     """
-    distil = choices.config.distil
-    if distil.teacher is None or distil.late != "wait":
+    named = teacher_model(choices.config)
+    if named is None or choices.config.distil.late != "wait":
         return 0.0
     try:
-        teacher = load_shape(str(resolve_model(distil.teacher)))
+        teacher = load_shape(str(resolve_model(named)))
     except ModelError as error:
         raise ModelError(f"distil.teacher: {error}") from error
     tokens = np.array([float(plan.final_tokens) for plan in workload.trajectories])

@@ -1,6 +1,7 @@
 """A teacher: a frozen model that scores the tokens which a student generated.
 
-It is loaded once, on a worker of its own. No (T, V) array exists: log-probabilities are reduced chunk by chunk.
+It is loaded once, on a worker of its own, or is the model of a service. No (T, V) array exists: log-probabilities are reduced chunk
+by chunk.
 
 Shape legend: T tokens of a trajectory, A of them generated, C tokens of a chunk, H hidden size, V vocabulary, K columns.
 """
@@ -35,19 +36,24 @@ class Scoring:
 
 
 class TeacherModel:
-    """The model of ``directory`` in ``dtype`` on ``device``, by ``loader`` (``model.loader``)."""
+    """A causal ``model`` that is not trained."""
 
-    def __init__(
-        self,
+    def __init__(self, model: Any, scoring: Scoring) -> None:
+        self.model: Any = model
+        self.scoring, self._head, self._after = scoring, head_of(self.model), after_head(self.model)
+
+    @classmethod
+    def load(
+        cls,
         directory: Path,
         scoring: Scoring,
         *,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         loader: str | None = None,
-    ) -> None:
-        self.model: Any = load_model(directory, dtype, loader).requires_grad_(False).to(device).eval()
-        self.scoring, self._head, self._after = scoring, head_of(self.model), after_head(self.model)
+    ) -> TeacherModel:
+        """The model of ``directory`` in ``dtype`` on ``device``, by ``loader`` (``model.loader``)."""
+        return cls(load_model(directory, dtype, loader).requires_grad_(False).to(device).eval(), scoring)
 
     @torch.no_grad()
     def score(self, trajectory: Trajectory, rng: np.random.Generator) -> Taught | None:

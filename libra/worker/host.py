@@ -126,10 +126,11 @@ class LibraHost(WorkerPlugin):
                 await self._build_engine(worker)
             if supply.get(keys.TRAIN):
                 await self._build_trainer()
-            if supply.get(keys.TEACHER) and self.spec.config.distil.teacher is not None:
+            distil = self.spec.config.distil
+            if supply.get(keys.TEACHER) and distil.teacher is not None and distil.service is None:
                 self.teacher = TeacherService(self.context)
                 await asyncio.to_thread(self.teacher.load)
-            if self.spec.config.services.named and (supply.get(keys.TOOL) or supply.get(keys.GRADE)):
+            if self.spec.config.services.named and any(map(supply.get, (keys.TOOL, keys.GRADE, keys.TEACHER))):
                 self.services = await open_services(self.context)
                 self._parts.push_async_callback(self.services.close)
                 self._parts.enter_context(services_here(self.services))

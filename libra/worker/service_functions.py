@@ -1,4 +1,4 @@
-"""What a service with a model can be asked without code of one's own: ``judge``, ``logprob``, ``score`` and ``embed``.
+"""What a service with a model can be asked without code of one's own: ``judge``, ``logprob``, ``score``, ``embed`` and ``teach``.
 
 Each input is answered alone, without a batch's padding: the same input has the same answer, bit for bit, whatever it is asked
 together with. An input is a text, or a mapping with "prompt" (a text) or "messages", and "completion".
@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from libra.errors import ServiceFault
+
+if TYPE_CHECKING:
+    from libra.worker.teacher_service import ToTeach
 
 QUESTION = "Question:\n{prompt}\n\nAnswer:\n{completion}\n\nIs this answer right? Say yes or no."
 
@@ -73,7 +76,14 @@ def embed(model: Any, tokenizer: Any, inputs: Sequence[Any]) -> list[list[float]
     return found
 
 
-FUNCTIONS: Mapping[str, Callable[..., list[Any]]] = {"judge": judge, "logprob": logprob, "score": score, "embed": embed}
+def teach(model: Any, tokenizer: Any, inputs: Sequence[ToTeach]) -> list[list[Any]]:
+    """What a teacher says of each generated token of groups of trajectories (``distil.teacher``); nobody else asks."""
+    return [given.scores(model) for given in inputs]
+
+
+FUNCTIONS: Mapping[str, Callable[..., list[Any]]] = {
+    "judge": judge, "logprob": logprob, "score": score, "embed": embed, "teach": teach,
+}  # fmt: skip
 """By the names of `libra.config.services.MODEL_FUNCTIONS`."""
 
 

@@ -41,6 +41,7 @@ from libra.untrusted import error_text
 from libra.worker.context import WorkerContext
 from libra.worker.model_files import local_model
 from libra.worker.service_functions import FUNCTIONS
+from libra.worker.teacher_service import ToTeach
 
 logger = logging.getLogger(__name__)
 
@@ -268,6 +269,11 @@ class RunServices:
 
     async def answer(self, service: str, given: Any) -> Any:
         """The answer of a service of the run; ServiceFault."""
+        if self._context.spec.config.services.named[service].function == "teach" and not isinstance(given, ToTeach):
+            raise ServiceFault(
+                f"service {service!r}: it scores trajectories for distil.teacher, and answers no reward or tool; ask one with "
+                "function logprob"
+            )
         return await self._host.answer(self._here[service], given, self._context)
 
     def answer_later(self, service: str, given: Any, trajectory_id: str) -> None:

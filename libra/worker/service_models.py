@@ -50,7 +50,7 @@ class HostModel:
 
     def __init__(self, directory: Path, *, labels: bool = False) -> None:
         self.directory = directory
-        self._model: Any = (_reward_model if labels else _language_model)(directory)
+        self._model: Any = (_reward_model if labels else language_model)(directory)
         self.tokenizer: Any = build_tokenizer(None, directory)
         tensors = dict(self._model.state_dict())
         kept = untied(tensors)[0]
@@ -99,7 +99,8 @@ def _columns(tensors: dict[str, Tensor], seed: int) -> dict[str, NDArray[np.floa
     return found
 
 
-def _language_model(directory: Path) -> Any:
+def language_model(directory: Path) -> Any:
+    """The language model of a directory, in the type of its files; ModelError."""
     return build_model(None, directory, dtype="auto", attention="sdpa").requires_grad_(False).eval()
 
 

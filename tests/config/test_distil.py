@@ -6,14 +6,18 @@ from typing import Any
 
 import pytest
 
-from libra.cluster.local import device_bindings, worker_resources
+from libra.cluster.local import device_bindings, num_threads, worker_resources
 from libra.config import config_from_dict
-from libra.config.distil_checks import extra_draws
+from libra.config.distil_checks import extra_draws, teacher_model
 from libra.config.effects import ignored_settings
 from libra.errors import ConfigError
 
 OPD: dict[str, Any] = {"algorithm": "opd"}
 REVERSE: dict[str, Any] = {"teacher": "t", "estimator": "sampled", "divergence": "reverse"}
+
+SERVICES: dict[str, Any] = {
+    "named": {"judge": {"model": "m"}, "teacher": {"model": "m", "function": "teach", "max_batch": 2}}
+}
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no teacher": ({"trainer": OPD}, r"distil.teacher: null.*type distil.teacher=MODEL.*or trainer.algorithm=dapo"),
@@ -24,6 +28,23 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "cut distribution": (
         {"distil": REVERSE, "trainer": OPD, "rollout": {"top_p": 0.9}},
         r"rollout.top_p=0.9 cuts it; type rollout.top_p=1, or distil.estimator=top_k",
+    ),
+    "a service that is not there": (
+        {"distil": {"teacher": {"service": "techer"}}, "trainer": OPD, "services": SERVICES},
+        r"distil.teacher: service 'techer' is not configured, did you mean 'teacher'\?; services.named has judge, teacher; type "
+        r"services.named={techer: {model: MODEL, function: teach}}",
+    ),
+    "a service that does not score": (
+        {"distil": {"teacher": {"service": "judge"}}, "trainer": OPD, "services": SERVICES},
+        r"distil.teacher: service 'judge' has function judge, .*type function: teach for it .*, or .*teacher=MODEL",
+    ),
+    "a mapping with another key": (
+        {"distil": {"teacher": {"servce": "teacher"}}, "trainer": OPD, "services": SERVICES},
+        r"distil.teacher: got {servce: teacher}; allowed is .*type e.g. .*distil.teacher={service: NAME}",
+    ),
+    "no teacher's name": (
+        {"distil": {"teacher": ""}, "trainer": OPD},
+        r"distil.teacher: got ''; allowed is the name of a model",
     ),
     "another engine": (
         {"distil": REVERSE, "trainer": OPD, "rollout": {"engine": "vllm"}},
@@ -62,6 +83,16 @@ def test_the_teacher_has_a_worker_of_its_own_and_a_gpu() -> None:
     jobs = worker_resources(config, {"rollout": 1, "train": 1, "tool": 2})
     assert {name for name, supply in jobs.items() if "TEACHER" in supply} == {"tool-0"}
     assert not any("TEACHER" in supply for supply in worker_resources(config_from_dict({})).values())
+
+
+def test_a_teacher_that_is_a_service_lives_on_the_first_tool_worker() -> None:
+    config = config_from_dict({"trainer": OPD, "distil": {"teacher": {"service": "teacher"}}, "services": SERVICES})
+    assert teacher_model(config) == "m"
+    workers = worker_resources(config)
+    assert {name: supply["TEACHER"] for name, supply in workers.items() if "TEACHER" in supply} == {"tool-0": 2}
+    without = {**workers["tool-0"], "TEACHER": 0}
+    # a group that waits for its scores takes a thread
+    assert num_threads(workers["tool-0"]) == num_threads(without) + 2
 
 
 def test_an_engine_draws_beside_the_generated_token_only_what_the_reverse_divergence_needs() -> None:

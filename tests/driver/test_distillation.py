@@ -25,8 +25,10 @@ from libra.driver.repair import repair_run
 from libra.driver.session import Session
 from libra.driver.teacher_checks import check_teacher
 from libra.errors import ConfigError, DamagedRun, ModelError
+from libra.events import ServiceAnswered, from_dict
 from libra.sim.run_record import RunRecord
 from libra.store.batch_membership import batch_path, read_batch_facts
+from libra.store.event_log import EventReader
 from libra.store.group_records import group_path, read_group
 from libra.store.teacher_scores import read_scores, scores_path
 from libra.store.trajectories import TrajectoryStore
@@ -62,23 +64,31 @@ def distilling(make_config: Config, teacher: Path, distil: dict[str, Any], **sec
 
 
 @pytest.mark.parametrize(
-    ("distil", "trainer"),
+    ("distil", "trainer", "service"),
     [
-        ({"top_k": 16}, {"streaming": "on", "dispatch": "peer"}),
-        ({"estimator": "sampled", "samples": 32, "divergence": "reverse"}, {"group_size": 8}),
+        ({"top_k": 16}, {"streaming": "on", "dispatch": "peer"}, False),
+        ({"estimator": "sampled", "samples": 32, "divergence": "reverse"}, {"group_size": 8}, True),
     ],
-    ids=["forward, streamed, from peers", "reverse, fresh advantages"],
+    ids=["forward, streamed, from peers", "reverse, fresh advantages, a service"],
 )
 def test_the_student_comes_nearer_to_its_teacher(
-    make_config: Config, teacher: Path, distil: dict[str, Any], trainer: dict[str, Any]
+    make_config: Config, teacher: Path, distil: dict[str, Any], trainer: dict[str, Any], service: bool
 ) -> None:
+    services = {"named": {"oracle": {"model": str(teacher), "function": "teach", "max_batch": 2}}} if service else {}
     config = distilling(
-        make_config, teacher, distil, run={"iterations": 10, "eta": 1}, trainer=trainer, checkpoint={"every": 4}
-    )
+        make_config, teacher, distil | ({"teacher": {"service": "oracle"}} if service else {}),
+        run={"iterations": 10, "eta": 1}, trainer=trainer, checkpoint={"every": 4}, services=services,
+    )  # fmt: skip
     with Session(config) as session:
         rows = list(session.iterations())
+        names = {worker["name"] for worker in session.client.scheduler_info(n_workers=-1)["workers"].values()}
+    assert ("teacher-0" in names) == (not service)
+    log = [from_dict(values) for _, values in EventReader(session.directory / "events.jsonl")]
+    asked = [(event.service, event.restored) for event in log if isinstance(event, ServiceAnswered)]
+    assert asked[:1] == [("oracle", True)] * service and set(asked[1:]) <= {("oracle", False)}
     scored = RunRecord.read(session.directory).scores()  # for `libra simulate --from-run`
     assert scored.keys() >= {(k, g) for k in range(10) for g in range(2)} and all(s > 0 for _, s in scored.values())
+    assert not service or sum(e.requests for e in log if isinstance(e, ServiceAnswered)) >= len(scored)
     first, last = (float(np.mean([row["kl_teacher"] for row in part])) for part in (rows[:2], rows[-2:]))
     assert last < 0.8 * first, [row["kl_teacher"] for row in rows]
     assert all(row["taught_frac"] == 1 and row["late_taught"] == 0 and not row["no_signal"] for row in rows)

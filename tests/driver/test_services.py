@@ -178,6 +178,12 @@ def test_a_coroutine_asks_a_service_with_arguments(make_config: Config, cluster_
             ModelError,
             "so it is no reward model",
         ),
+        (
+            {"service": "judge"},
+            {"judge": {"model": "MODEL", "function": "teach"}},
+            ConfigError,
+            r"function teach, which scores trajectories for distil\.teacher and answers nobody else; type function: logprob",
+        ),
         ({"service": "judge"}, {"judge": {"model": "/no/where"}}, LibraError, "services.named: 'judge': model"),
     ],
 )

@@ -131,7 +131,7 @@ def test_the_mean_over_the_teachers_draws_is_the_gradient_of_the_forward_diverge
 
 def teacher_of(model_dir: Path, vocabulary: int = 48, **distil: Any) -> TeacherModel:
     section = DistilSection(teacher="t", **distil)
-    return TeacherModel(model_dir, Scoring(section, 0.7, vocabulary, chunk_tokens=3), dtype=DOUBLE)
+    return TeacherModel.load(model_dir, Scoring(section, 0.7, vocabulary, chunk_tokens=3), dtype=DOUBLE)
 
 
 def whole_logp(teacher: TeacherModel, one: Trajectory) -> Tensor:

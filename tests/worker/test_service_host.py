@@ -14,12 +14,16 @@ import pytest
 import torch
 
 from libra.config import config_from_dict
+from libra.config.distil import DistilSection
 from libra.config.services import ServiceEntry
 from libra.envs.retries import BackOff
 from libra.errors import ConfigError, ServiceFault
+from libra.train.teacher_model import Scoring, TeacherModel
+from libra.types import EndReason, Prompt, Trajectory, TrajectoryId
 from libra.worker.service_functions import FUNCTIONS
 from libra.worker.service_host import RunServices, ServiceHost
 from libra.worker.service_models import HostModel
+from libra.worker.teacher_service import ToTeach, scores_of
 
 HERE = "asked_services"
 ASKED = {"prompt": "What is it?", "completion": "It is so."}
@@ -127,6 +131,62 @@ def test_a_batch_is_full_or_has_waited(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert hosted(work) == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
     assert [each.requests for each in reports] == [3, 3]
+
+
+def _members(samples: int) -> list[Trajectory]:
+    rng = np.random.default_rng(samples)
+    acts, nothing = np.array([False, False, True, True, True, False, True]), np.full(7, 0, np.int32)
+    return [
+        Trajectory(
+            TrajectoryId(0, 0, sample), Prompt("p", ()), rng.integers(0, 32, 7).astype(np.int32), acts,
+            np.zeros(7, np.float32), nothing, nothing, [], EndReason.ANSWERED,
+        )
+        for sample in range(samples)
+    ]  # fmt: skip
+
+
+def test_a_teacher_is_restored_when_it_is_asked_evicted_for_others_and_shared_by_runs(
+    random_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each run keeps what it wants of the same model, which says what it says on a worker of its own."""
+    made = []
+    monkeypatch.setattr(HostModel, "__init__", _counted(made, HostModel.__init__))
+    named = {
+        "judge": {"model": str(random_model), "function": "logprob", "max_wait_s": 0.0},
+        "teacher": {"model": str(random_model), "function": "teach", "max_wait_s": 0.0},
+    }
+    reports: list[Any] = []
+    settings = [
+        DistilSection(teacher={"service": "teacher"}, top_k=k, estimator=e) for k, e in ((4, "top_k"), (8, "sampled"))
+    ]
+    members = _members(2)
+    asked = [ToTeach(members, Scoring(distil, 0.7, 32, chunk_tokens=3), seed=5) for distil in settings]
+
+    async def work(host: ServiceHost) -> list[Any]:
+        runs = [RunServices(context(reports, named=named, device_gib=1.5 * size / 2**30), host) for _ in settings]
+        for run in runs:
+            await run.open()
+        first = await runs[0].answer("teacher", asked[0])
+        await runs[1].answer("judge", ASKED)
+        answers = [first, *[await run.answer("teacher", each) for run, each in zip(runs, asked, strict=True)]]
+        with pytest.raises(ServiceFault, match=r"scores trajectories for distil\.teacher, and answers no reward"):
+            await runs[0].answer("teacher", ASKED)
+        for run in runs:
+            await run.close()
+        return answers
+
+    size = HostModel(random_model).num_bytes
+    made.clear()
+    first, again, sampled = hosted(work)
+    assert len(made) == 2 and [(each.service, each.restored, each.evicted) for each in reports] == [
+        ("teacher", True, 0), ("judge", True, 1), ("teacher", True, 1), ("teacher", False, 0),
+    ]  # fmt: skip
+    for distil, answers in zip(settings, (first, sampled), strict=True):
+        alone = TeacherModel.load(random_model, Scoring(distil, 0.7, 32, chunk_tokens=3))
+        for taught, expected in zip(answers, scores_of(alone, 5, members), strict=True):
+            assert taught.token_ids.tolist() == expected.token_ids.tolist()
+            np.testing.assert_allclose(taught.logp, expected.logp, atol=1e-5)
+    assert [each.logp.tolist() for each in again] == [each.logp.tolist() for each in first]
 
 
 def test_a_model_too_large_for_the_device_is_refused(random_model: Path) -> None:

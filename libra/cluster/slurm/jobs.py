@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from libra import keys
 from libra.cluster.certificates import security_in
 from libra.cluster.elastic_tools import most_tools
-from libra.cluster.local import SPARE_THREADS, number_of_workers, worker_resources
+from libra.cluster.local import num_threads, number_of_workers, worker_resources
 from libra.cluster.settings import GUARD
 from libra.cluster.worker_environment import WORKER_ENVIRONMENT
 from libra.config import RunConfig
@@ -110,7 +110,6 @@ def _options(
     directory: Path,
     security: Security | None,
 ) -> dict[str, Any]:
-    slots = max(resources.get(keys.ROLLOUT, 0), resources.get(keys.TOOL, 0))
     ranks = resources.get(keys.TP, 1)  # set by an entry of cluster.engines only
     of_engine = keys.TP in resources
     num_gpus = (ranks if jobs.gpus else 0) if of_engine else jobs.gpus
@@ -121,7 +120,7 @@ def _options(
     gpus = [f"--gres=gpu:{num_gpus}"] if num_gpus else []
     return {
         "name": name,
-        "cores": slots + SPARE_THREADS,
+        "cores": num_threads(resources),
         "memory": times(jobs.memory, ranks),
         "processes": 1,
         "job_cpu": jobs.cpus * ranks,

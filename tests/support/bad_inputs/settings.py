@@ -99,6 +99,10 @@ WRONG_RANGES = (
         "64",
         "type distil.samples=1",
     ),
+    settings(
+        "trainer.algorithm=opd & distil.teacher={service: nobody}", "distil.teacher", "'nobody'", "type services.named="
+    ),
+    setting("distil.teacher={servce: judge}", "got {servce: judge}", "type e.g. distil.teacher=MODEL"),
     setting("distil.samples=0", "0", "distil.samples=64"),
     setting("distil.divergence=jensen", "jensen", "distil.divergence"),
     setting("run.iterations=0", "0", "run.iterations=50"),
