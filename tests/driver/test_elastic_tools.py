@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,37 +14,13 @@ from libra.cluster import elastic_tools, local
 from libra.cluster.local import local_cluster
 from libra.config import config_from_dict
 from libra.driver.session import Session
-from libra.envs import session, tool
+from libra.envs import session
 from libra.errors import ConfigError
 from libra.orderings import blank
 from libra.policy import tool_fleet
 from libra.policy.log_replay import replay
 from libra.store.event_log import EventReader
 from libra.testing import FixedTurns
-from libra.types import ToolCall
-
-
-class WantsTwo(FixedTurns):
-    """An action ends only when actions have begun on two workers."""
-
-    def __init__(self, *, path: str, seed: int = 0) -> None:
-        super().__init__(seed=seed)
-        self.path = path
-        self.tools = (tool(self.work, cores=1, timeout_s=120, fatal=("timeout",)),)
-
-    def parse(self, text: str) -> tuple[ToolCall, ...]:
-        return (ToolCall("work", {"text": "y"}),)
-
-    def work(self, text: str) -> str:
-        """Work.
-
-        Args:
-            text: Anything.
-        """
-        (Path(self.path) / str(os.getppid())).touch()  # the process that forks the calls of one worker
-        while len(list(Path(self.path).iterdir())) < 2:
-            threading.Event().wait(0.02)
-        return text
 
 
 class WithSession(FixedTurns):
@@ -60,7 +34,7 @@ def config(directory: Path, model: Path, **cluster: Any) -> Any:
         {
             "run": {"name": "elastic", "dir": str(directory), "iterations": 1},
             "model": {"path": str(model)},
-            "environment": {"name": f"{__name__}:WantsTwo", "args": {"path": str(directory / "workers")}},
+            "environment": {"name": "wants_two:WantsTwo", "args": {"path": str(directory / "workers")}},
             "rollout": {"slots": 8, "max_turns": 2, "max_new_tokens": 4, "ignore_eos": True},
             "trainer": {"prompts": 2, "group_size": 3, "lr": 0.0},
             "observe": {"progress": False, "tensorboard": False},

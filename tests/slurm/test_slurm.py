@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,9 +19,12 @@ from distributed.security import Security
 
 import single_node
 from libra.cluster.scheduler_address import Contact, connect
+from libra.cluster.slurm.jobs import CONTACT_FILE
+from libra.config import load_config
 from libra.errors import ClusterError
 
 REPOSITORY = Path(__file__).parents[2]
+SUPPORT = REPOSITORY / "tests" / "support"
 LIBRA = [sys.executable, "-c", "from libra.cli.main import main; main()"]
 
 pytestmark = [
@@ -195,6 +199,71 @@ def test_nobody_without_the_key_gets_in(slurm: Slurm) -> None:
         assert "is already up" in again.stderr
     finally:
         slurm.libra("cluster", "slurm", "my.yaml", "down")
+
+
+def test_tool_workers_come_as_jobs_where_actions_wait_and_leave_the_queue_where_they_idle(
+    slurm: Slurm, random_model: Path
+) -> None:
+    workers = slurm.directory / "workers"
+    workers.mkdir()
+    elastic = {
+        "extends": "my.yaml",
+        "run": {"name": "elastic", "iterations": 1},
+        "model": {"path": str(random_model)},
+        "environment": {"name": "wants_two:WantsTwo", "args": {"path": str(workers)}},
+        "rollout": {"max_turns": 2, "max_new_tokens": 4, "ignore_eos": True},
+        "trainer": {"prompts": 2, "group_size": 3, "lr": 0.0},
+        "evaluation": {"prompts": 0},
+        "cluster": {"engines": [], "tool_cores": 1, "tool_workers_most": 2},
+        "slurm": {"setup": [f"export PYTHONPATH={slurm.environment['PYTHONPATH']}:{SUPPORT}"]},
+    }
+    file = slurm.directory / "elastic.yaml"
+    file.write_text(yaml.safe_dump(elastic))
+    slurm.environment["PYTHONPATH"] += f":{SUPPORT}"
+    contact = slurm.directory / "slurm" / CONTACT_FILE
+    with _quick_pools(slurm, file) as process:
+        with _client(contact) as client:
+            client.wait_for_workers(3, timeout=120)
+            first = set(_names(client).values())
+            run = slurm.libra("run", "elastic.yaml", "--scheduler", str(contact))
+            assert run.returncode == 0, run.stderr
+            assert len(list(workers.iterdir())) == 2  # two workers had actions
+            until(lambda: "tool-1" not in slurm.jobs(), "an idle worker has its job", lambda: _pause(process))
+            until(lambda: "tool-1" not in slurm.queue(), "its job is left in the queue", lambda: _pause(process))
+            assert first == {"rollout-0", "train-0", "tool-0"} == set(_names(client).values())
+        events = (slurm.directory / "runs/elastic/events.jsonl").read_text().splitlines()
+        orders = [row for row in map(json.loads, events) if row["name"] == "tool_workers_ordered"]
+        assert orders[0]["ordered"] == 2 and "wait" in orders[0]["reason"]
+    until(lambda: "libra-" not in slurm.queue(), "jobs are left in the queue", slurm.queue)
+
+
+def _pause(process: subprocess.Popen[bytes]) -> None:
+    """Until it has ended, or for a moment."""
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(0.3)
+
+
+@contextmanager
+def _quick_pools(slurm: Slurm, file: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A cluster whose tool workers come and go quickly; yields its process."""
+    directory = slurm.directory / "slurm"
+    contact, settings = directory / CONTACT_FILE, directory / "config.json"
+    directory.mkdir(exist_ok=True)
+    settings.write_text(json.dumps(load_config(file).model_dump(mode="json")))
+    command = [sys.executable, str(Path(__file__).with_name("quick_pools.py")), str(settings), str(directory)]
+    with (directory / "quick.log").open("wb") as log:
+        process = subprocess.Popen(command, env=slurm.environment, stdout=log, stderr=log)
+    try:
+        until(
+            lambda: process.poll() is not None or (contact.exists() and (directory / "jobs.json").exists()),
+            "the cluster did not start",
+            lambda: _pause(process),
+        )
+        assert process.poll() is None, (directory / "quick.log").read_text()
+        yield process
+    finally:
+        process.terminate()
+        process.wait(60)
 
 
 def _client(path: Path) -> Client:
