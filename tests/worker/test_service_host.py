@@ -23,7 +23,7 @@ from libra.types import EndReason, Prompt, Trajectory, TrajectoryId
 from libra.worker.service_functions import FUNCTIONS
 from libra.worker.service_host import RunServices, ServiceHost
 from libra.worker.service_models import HostModel
-from libra.worker.teacher_service import ToTeach, scores_of
+from libra.worker.teacher_service import ToTeach, load_teacher, scores_of, scoring_of
 
 HERE = "asked_services"
 ASKED = {"prompt": "What is it?", "completion": "It is so."}
@@ -187,6 +187,24 @@ def test_a_teacher_is_restored_when_it_is_asked_evicted_for_others_and_shared_by
             assert taught.token_ids.tolist() == expected.token_ids.tolist()
             np.testing.assert_allclose(taught.logp, expected.logp, atol=1e-5)
     assert [each.logp.tolist() for each in again] == [each.logp.tolist() for each in first]
+
+
+def test_a_repair_asks_the_model_of_the_service(random_model: Path) -> None:
+    config = config_from_dict(
+        {
+            "model": {"path": str(random_model)},
+            "trainer": {"algorithm": "opd"},
+            "distil": {"teacher": {"service": "oracle"}, "top_k": 4},
+            "services": {"named": {"oracle": {"model": str(random_model), "function": "teach"}}},
+            "cluster": {"device": "cpu"},
+        }
+    )
+    alone = TeacherModel.load(random_model, scoring_of(config, random_model))
+    asked = scores_of(load_teacher(config, random_model), 5, _members(2))
+    for taught, expected in zip(asked, scores_of(alone, 5, _members(2)), strict=True):
+        assert taught is not None and expected is not None
+        assert taught.token_ids.tolist() == expected.token_ids.tolist()
+        np.testing.assert_allclose(taught.logp, expected.logp, atol=1e-5)
 
 
 def test_a_model_too_large_for_the_device_is_refused(random_model: Path) -> None:
