@@ -41,7 +41,7 @@ MOST_TOGETHER = 2
 _READ_BYTES = 1 << 13
 """Bytes of a log that a reader takes first where it looks for a record."""
 KEPT_INDEXES = 256
-"""Logs whose record positions a reader keeps."""
+"""Logs whose record positions a reader keeps, and which it keeps open on one machine."""
 KEPT_LOOKUPS = 32_768
 """Records that a reader may look up in other logs before it forgets the positions in one, a quarter of a kilobyte each: all
 trajectories of a log end at about the same time, and it is not read again."""
@@ -60,8 +60,10 @@ class _Log:
 
 @dataclass(slots=True)
 class _Index:
-    """Positions of the records of a log, up to ``end``; ``used`` is the number of the last lookup."""
+    """Positions of the records of a log, up to ``end``; ``used`` is the number of the last lookup. ``descriptor`` is open for
+    reading, where it stays open."""
 
+    descriptor: int | None = None
     end: int = _IDENTITY_BYTES
     used: int = 0
     places: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -78,14 +80,15 @@ class Journal:
     fsync : bool
         Flush every record to the device before `append` returns. False: a record survives its process, not a power failure.
     one_machine : bool
-        Whether all who write and read it are on this machine, so that the log may stay open between two records.
+        Whether all who write and read it are on this machine, so that logs may stay open between two records. A log that stays
+        open is known by its inode, which no other file takes meanwhile.
     """
 
     def __init__(self, root: Path, *, fsync: bool = False, one_machine: bool = False) -> None:
         self.root = os.fspath(root)
         self.fsync, self.one_machine = fsync, one_machine
         self._log: _Log | None = None
-        self._indexes: OrderedDict[bytes, _Index] = OrderedDict()  # the one used last is the last
+        self._indexes: OrderedDict[bytes | tuple[int, int], _Index] = OrderedDict()  # the one used last is the last
         self._lookups = 0
         self._lock = threading.Lock()
 
@@ -241,44 +244,72 @@ class Journal:
         return f"{self.root}/{trajectory_id}.{quantum:04d}.rec"
 
     def _load(self, path: str) -> bytes | None:
+        """A record; None where there is none. Each call of the system costs a turn of the interpreter: three for a record."""
+        name = path[len(self.root) + 1 :]
         try:
+            if self.one_machine:
+                return self._load_here(path, name)
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                identity = os.pread(descriptor, _IDENTITY_BYTES, 0)
+                with self._lock:
+                    return _record(descriptor, name, self._index(identity))
+            finally:
+                os.close(descriptor)
         except FileNotFoundError:
             return None
         except OSError as error:
             raise StoreError(f"{path}: cannot read: {error.strerror}") from error
-        try:
-            return self._record(descriptor, path[len(self.root) + 1 :])
-        except OSError as error:
-            raise StoreError(f"{path}: cannot read: {error.strerror}") from error
-        finally:
-            os.close(descriptor)
 
-    def _record(self, descriptor: int, name: str) -> bytes:
-        """A record in the log behind ``descriptor``; empty if the log does not hold it."""
-        identity = os.pread(descriptor, _IDENTITY_BYTES, 0)
+    def _load_here(self, path: str, name: str) -> bytes:
+        file = os.stat(path)
         with self._lock:
-            index = self._indexes.pop(identity, None) or _Index()
-            self._indexes[identity] = index
-            self._lookups = index.used = self._lookups + 1
-            oldest = next(iter(self._indexes.values()))
-            if len(self._indexes) > KEPT_INDEXES or oldest.used < self._lookups - KEPT_LOOKUPS:
-                self._indexes.popitem(last=False)
-            place, step = index.places.get(name), _READ_BYTES
-            while place is None:  # what comes after it need not be read
-                begin, data = index.end, os.pread(descriptor, step, index.end)
-                place = _found(data, name, index)
-                if place is not None:
-                    return data[place[0] - begin : place[0] - begin + place[1]]
-                if step >= os.fstat(descriptor).st_size - index.end:
-                    return b""
-                step *= 4
-        return os.pread(descriptor, place[1], place[0])
+            descriptor = -1
+            if (file.st_dev, file.st_ino) not in self._indexes:
+                descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                file = os.fstat(descriptor)
+            index = self._index((file.st_dev, file.st_ino))
+            if index.descriptor is None:
+                index.descriptor = descriptor
+            elif descriptor >= 0:  # meanwhile the name has become one of a log that is open already
+                os.close(descriptor)
+            return _record(index.descriptor, name, index)
+
+    def _index(self, log: bytes | tuple[int, int]) -> _Index:
+        """Of a log, by its identity or by its inode; those that have not been used for long are forgotten."""
+        index = self._indexes.pop(log, None) or _Index()
+        self._indexes[log] = index
+        self._lookups = index.used = self._lookups + 1
+        oldest = next(iter(self._indexes.values()))
+        if len(self._indexes) > KEPT_INDEXES or oldest.used < self._lookups - KEPT_LOOKUPS:
+            self._indexes.popitem(last=False)
+            if oldest.descriptor is not None:
+                os.close(oldest.descriptor)
+        return index
 
     def close(self) -> None:
-        """Remove the log's own name; its records keep the file. The next `append` makes another log."""
+        """Remove the log's own name; its records keep the file. The next `append` makes another log, the next `read` opens what it
+        needs."""
         with self._lock:
             self._close_log()
+            for index in self._indexes.values():
+                if index.descriptor is not None:
+                    os.close(index.descriptor)
+            self._indexes.clear()
+
+
+def _record(descriptor: int, name: str, index: _Index) -> bytes:
+    """A record in the log behind ``descriptor``; empty if the log does not hold it."""
+    if (place := index.places.get(name)) is not None:
+        return os.pread(descriptor, place[1], place[0])
+    step = _READ_BYTES
+    while True:  # what comes after it need not be read
+        begin, data = index.end, os.pread(descriptor, step, index.end)
+        if (place := _found(data, name, index)) is not None:
+            return data[place[0] - begin : place[0] - begin + place[1]]
+        if step >= os.fstat(descriptor).st_size - index.end:
+            return b""
+        step *= 4
 
 
 def _found(data: bytes, name: str, index: _Index) -> tuple[int, int] | None:

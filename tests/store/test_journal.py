@@ -181,10 +181,11 @@ def test_many_records_of_many_trajectories_lie_in_few_files(tmp_path, monkeypatc
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_reader_forgets_logs_that_are_read_no_more(tmp_path, monkeypatch):
+@pytest.mark.parametrize("one_machine", [False, True])
+def test_a_reader_forgets_logs_that_are_read_no_more(tmp_path, monkeypatch, one_machine):
     monkeypatch.setattr(journal_module, "MOST_RECORDS", 10)
     monkeypatch.setattr(journal_module, "KEPT_LOOKUPS", 40)
-    writer, reader = Journal(tmp_path), Journal(tmp_path)
+    writer, reader = Journal(tmp_path), Journal(tmp_path, one_machine=one_machine)
     held = []
     for number in range(300):
         trajectory = f"train-{number}-0-0"
@@ -196,6 +197,24 @@ def test_a_reader_forgets_logs_that_are_read_no_more(tmp_path, monkeypatch):
         if number:
             writer.remove(trajectory)
     assert max(held) == held[-1] < 60
+    assert open_logs(tmp_path) == (len(reader._indexes) if one_machine else 0) < 8
+    reader.close()
+    assert open_logs(tmp_path) == 0
+    assert reader.read("train-0-0-0")[0]["at"] == 0
+    reader.close()
+
+
+def test_a_reader_that_keeps_logs_open_follows_a_name_to_another_log(tmp_path):
+    reader, first, second = (Journal(tmp_path, one_machine=True) for _ in range(3))
+    first.append(ID, 0, {"by": "first"})
+    first.append(ID, 1, {"by": "first"})
+    second.append("train-0-0-9", 0, {"by": "second"})
+    assert [record["by"] for record in reader.read(ID)] == ["first", "first"]
+    first.remove(ID)
+    assert reader.read(ID) == []
+    second.append(ID, 0, {"by": "second, of another draw"})
+    second.append(ID, 1, {"by": "second, again"})
+    assert [record["by"] for record in reader.read(ID)] == ["second, of another draw", "second, again"]
 
 
 @pytest.mark.parametrize("one_machine", [False, True])
