@@ -6,8 +6,8 @@ Two parts, on the quick start's model and environment.
    removed), group records, batch memberships with their flush to the device, appends to the zarr store, published versions,
    checks of the epoch, and checkpoints. ``overhead_frac`` is their CPU seconds (of their thread), summed over all processes, over
    the wall seconds of the iterations: the share of one core. ``overhead_wall_frac`` is the same with their wall seconds, an upper
-   bound of the slowdown: most of that time they wait for the interpreter while the engine's thread runs. Publishing and
-   checkpoints are printed separately and are in neither figure.
+   bound of the slowdown: most of that time they wait for the interpreter while the engine's thread runs. Publishing,
+   checkpoints and packing records, which a worker must do to send them anywhere, are printed separately and are in neither figure.
 2. *Resume*. The driver of a run is killed (SIGKILL) while trajectories run, and ``libra resume`` continues. ``resume_s`` is from
    the start of that process until the first dispatch, including the start of Python, scheduler and workers; the same of the first
    start is printed beside it (both within half a second, the event log's flush). Then plain zarr reads the store: ``lost`` and
@@ -41,7 +41,8 @@ from libra.store.event_log import read_events
 GOAL_FRAC = 0.03
 POLL_S = 0.02
 LIMIT_S = 300.0
-DURABLE = ("journal", "group", "batch", "store", "epoch")
+JOURNAL = ("append", "read", "remove")
+DURABLE = (*JOURNAL, "group", "batch", "store", "epoch")
 
 
 class Timers(WorkerPlugin):
@@ -59,8 +60,8 @@ class Timers(WorkerPlugin):
         from libra.weights import WeightStore
 
         self.spent: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0])
-        for name in ("append", "read", "remove"):
-            self._time(Journal, name, "journal")
+        for name in (*JOURNAL, "pack"):
+            self._time(Journal, name, name)
         self._time(rollout_nodes, "write_group", "group")
         self._time(batch_nodes, "commit_batch", "batch")
         self._time(TrajectoryStore, "append", "store")
