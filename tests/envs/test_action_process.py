@@ -207,9 +207,10 @@ async def test_a_process_that_dies_is_a_fault_and_twenty_of_them_leave_nothing()
 async def test_the_process_that_waits_for_the_next_call_may_be_killed() -> None:
     async with started(where) as processes:
         assert await processes.run("where", {}, 30.0, Bounds(cores=1)) is not None
-        for pid in children(processes._pid):
+        waiting = children(processes._pid)  # those of later have their place by and by
+        for pid in waiting:
             os.kill(pid, 9)
-        while not all(map(ended, children(processes._pid))):  # noqa: ASYNC110 other processes end
+        while not all(map(ended, waiting)):  # noqa: ASYNC110 other processes end
             await asyncio.sleep(0)
         again = await processes.run("where", {}, 30.0, Bounds(cores=1))
         assert again is not None
