@@ -4,9 +4,10 @@ Invariants
 ----------
 1. Where there are as many connections as there may be, a new one takes the place of that which has been idle for longest. One that
    has a request under way gives way to none.
-2. A request's head comes within `HEAD_S`, in at most `HEAD_BYTES`, or its connection ends; so does one that is idle for `IDLE_S`.
-3. A trajectory has at most as many requests under way as others have places left: alone half of all, with another one a third. What
-   they have sent and is not answered is at most `HELD_BYTES`. Beyond that it is told to try again (status 503).
+2. A request's head comes within `HEAD_S`, a connection's first one in at most `HEAD_BYTES`, or the connection ends; so does one
+   that is idle for `IDLE_S`.
+3. A trajectory has at most as many requests under way as it leaves places for others (alone half of all, beside another such one a
+   third), and `LEAST_PLACES` in any case. Their bodies have at most `HELD_BYTES`. Beyond that it is told to try again (status 503).
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _Base: Any = AutoHTTPProtocol
 
 
 class Connection(_Base):  # type: ignore[misc]
-    """One connection; ``idle`` has all of the server that have no request under way, the one that has been so for longest first."""
+    """One connection; ``idle`` has those of the server without a request under way, the one that is idle for longest first."""
 
     def __init__(self, *args: Any, idle: OrderedDict[Connection, None], **named: Any) -> None:
         super().__init__(*args, **named)
@@ -87,43 +88,43 @@ class Connection(_Base):  # type: ignore[misc]
 
 
 class Places:
-    """The requests under way of each trajectory, by a key of its own; ``most`` of all together."""
+    """The requests under way of each trajectory, by the digest of its token; ``most`` of all trajectories together."""
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._requests, self._bytes = Counter[bytes](), Counter[bytes]()
 
     @contextmanager
-    def one(self, key: bytes) -> Iterator[Held]:
+    def one(self, token: bytes) -> Iterator[Held]:
         """Take a place for a request until it is answered; RequestRefused if its trajectory may have no further one."""
-        if self._requests[key] >= max(LEAST_PLACES, self._most - self._requests.total()):
+        if self._requests[token] >= max(LEAST_PLACES, self._most - self._requests.total()):
             raise RequestRefused(
-                f"this trajectory has {self._requests[key]} requests under way; try again",
+                f"this trajectory has {self._requests[token]} requests under way; try again",
                 status=503,
                 code="too_many_requests",
             )
-        self._requests[key] += 1
-        held = Held(self._bytes, key)
+        self._requests[token] += 1
+        held = Held(self._bytes, token)
         try:
             yield held
         finally:
             for counts, count in ((self._requests, 1), (self._bytes, held.size)):
-                counts[key] -= count
-                if not counts[key]:
-                    del counts[key]
+                counts[token] -= count
+                if not counts[token]:
+                    del counts[token]
 
 
 class Held:
-    """The bytes of one request."""
+    """The bytes of one request's body, ``size`` so far; ``counts`` has those of all requests of each trajectory."""
 
-    def __init__(self, counts: Counter[bytes], key: bytes) -> None:
-        self._counts, self._key, self.size = counts, key, 0
+    def __init__(self, counts: Counter[bytes], token: bytes) -> None:
+        self._counts, self._token, self.size = counts, token, 0
 
     def take(self, size: int) -> None:
         """Bytes of the request have come; RequestRefused if its trajectory has too many already."""
         self.size += size
-        self._counts[self._key] += size
-        if size and self._counts[self._key] > HELD_BYTES:
+        self._counts[self._token] += size
+        if size and self._counts[self._token] > HELD_BYTES:
             raise RequestRefused(
                 f"this trajectory's requests under way have more than {HELD_BYTES:,} bytes; try again",
                 status=503,

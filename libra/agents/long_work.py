@@ -13,7 +13,7 @@ _THREADS = ThreadPoolExecutor(2, thread_name_prefix="libra-agents")
 
 
 async def by_size(size: int, work: Callable[[], Any]) -> Any:
-    """What ``work`` returns: at once where ``size`` is below `LONG`, else from one of two threads, in order."""
+    """What ``work`` returns: called here where ``size`` is below `LONG`, else by one of two threads, in the order of asking."""
     if size < LONG:
         return work()
     return await asyncio.get_running_loop().run_in_executor(_THREADS, work)

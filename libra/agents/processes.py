@@ -28,7 +28,7 @@ IMPORT_S = 180.0
 _LATE_S = 10.0
 """Seconds after these at which the program is killed, if it has not said where its import is."""
 _STACKS_S = 1.0
-"""Seconds in which it says that."""
+"""Seconds that it may take to write that down."""
 
 
 class AgentProcesses:
@@ -43,7 +43,7 @@ class AgentProcesses:
     venv : Path or None
         Their virtual environment; None: that of this process.
     env : sequence of str
-        Variables that they are given beside those of `libra.child_environment`; ConfigError from `start` if one is not set.
+        Variables that they are given beside those of `libra.child_environment`.
     import_s : float
         Seconds that the import of the function may take.
     """
@@ -66,7 +66,8 @@ class AgentProcesses:
         self._starting = asyncio.Lock()
 
     async def prepare(self) -> None:
-        """Start the program, which imports the function; EnvironmentFault if it cannot."""
+        """Start the program, which imports the function; EnvironmentFault if it cannot, ConfigError if a variable of ``env`` is not
+        set."""
         async with self._starting:
             if self._program is not None and self._program.returncode is not None and self._reading is not None:
                 await asyncio.wait(

@@ -163,7 +163,7 @@ def _other_text(event: events.Event) -> str:
         case events.QuantumLost():
             return f"quantum {event.quantum} is lost with worker {event.address}, time {event.times} in a row"
         case events.QuantumGivenBack():
-            why = "whose engine sleeps" if event.phase == "ROLLOUT" else "which has no place for it now"
+            why = "whose engine sleeps" if event.phase == "ROLLOUT" else "which stopped it or has no room"
             return f"quantum {event.quantum} is returned by {event.address}, {why}"
         case events.LeaseRevoked():
             return f"the action of {event.key} stops on {event.worker} after {event.ran_s:.3g} s: {event.reason}"

@@ -6,8 +6,9 @@ Invariants
    with the process.
 2. A call whose server ended is a failure that the model does not read (`ToolFault`); the next call starts a new server.
 3. Calls of several trajectories are under way at once, as far as the server takes them.
-4. A server that is stopped, or loops, is killed, and the next call starts another: it has to list its tools within `PROBE_S` once a
-   call has no answer after `DOUBT_S`, and to answer one of `MOST_UNANSWERED` such calls in a row. So one long call ends no others.
+4. A server that is stopped, or loops, is killed, and the next call starts another. Once a call has no answer after `DOUBT_S`, the
+   server has to list its tools within `PROBE_S`; of `MOST_UNANSWERED` such calls in a row it has to answer one. So one long call
+   ends no others.
 5. After `MOST_LOST` servers in a row without an answer calls fail at once for `REST_S`, then one more is tried.
 """
 
@@ -90,8 +91,8 @@ class McpServer:
         self._ending: set[asyncio.Task[None]] = set()
 
     @property
-    def key(self) -> tuple[str, tuple[str, ...]]:
-        """What one process has once."""
+    def identity(self) -> tuple[str, tuple[str, ...]]:
+        """Its command and variables, for which a process has one server."""
         return self.command, self.env
 
     def tools(self) -> list[Any]:
@@ -253,7 +254,7 @@ def with_mcp_tools(environment: Environment, command: str, env: Sequence[str] = 
     child_environment(env, where=ENV_SETTING)
     with _lock:
         server = _servers.get((command, tuple(env))) or McpServer(command, env)
-        _servers[server.key] = server
+        _servers[server.identity] = server
         server.users += 1
     try:
         offered = server.tools()
@@ -285,7 +286,7 @@ def _left(server: McpServer) -> bool:
     with _lock:
         server.users -= 1
         if server.users == 0:
-            _servers.pop(server.key, None)
+            _servers.pop(server.identity, None)
         return server.users == 0
 
 

@@ -60,8 +60,8 @@ class Tool:
     quota : str
         The limit of calls that it counts for, a name of ``environment.quotas``; empty: none.
     revocable : bool
-        Whether a call may be stopped, and called again later, so that others which wait can begin: it has no effects outside of its
-        process, or they may happen twice.
+        Whether a call may be stopped, and called again later, so that others which wait can begin. Only where it has no effects
+        outside of its process, or these may happen twice.
     services : tuple of str
         Services that it asks (`libra.ask`), names of ``services.named``; they are checked before anything runs.
     """

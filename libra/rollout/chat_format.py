@@ -102,7 +102,8 @@ class ChatFormat:
         return self._encode(self.render(given))
 
     def conversation_ids(self, messages: Sequence[Mapping[str, Any]]) -> NDArray[np.int32]:
-        """As `prompt_ids`, of messages that are not the user's; ModelError if the template cannot show them."""
+        """As `prompt_ids`, of messages that are not the user's; ModelError if the template cannot show them, ContextOverflow as of
+        `most_bytes`."""
         try:
             return self.prompt_ids(messages)
         except ContextOverflow:
@@ -191,11 +192,7 @@ class ChatFormat:
 
     def _encode(self, text: str) -> NDArray[np.int32]:
         most = self.most_bytes
-        if (
-            most is not None
-            and (len(text) > most or 4 * len(text) > most)
-            and len(text.encode("utf-8", "replace")) > most
-        ):
+        if most is not None and 4 * len(text) > most and len(text.encode("utf-8", "replace")) > most:
             raise ContextOverflow(
                 f"this model's maximum context length is exceeded: a text of {len(text):,} characters has more tokens in any case"
             )

@@ -28,8 +28,8 @@ _NAME = "libra_stands_in"
 class ConversationFormat:
     """The tokens of agents' messages; ``chat`` is the run's own format, whose tokenizer and stop ids it has.
 
-    Texts that have more than ``most_tokens`` tokens by their size alone raise ContextOverflow before they are tokenised, where the
-    tokenizer has such a bound. Several threads may ask at once.
+    A text that has more than ``most_tokens`` tokens by its size alone raises ContextOverflow before it is tokenised, where the
+    tokenizer has such a bound (`libra.rollout.least_tokens`). Several threads may ask at once.
     """
 
     def __init__(self, chat: ChatFormat, most_tokens: int | None = None) -> None:

@@ -14,7 +14,7 @@ _KEEP_ALL = {"Sequence", "ByteLevel", "Split", "Digits"}
 def most_bytes_of_a_token(tokenizer: Any) -> int | None:
     """Most bytes of a text, as UTF-8, that one token stands for; None where there is no such bound that holds for every text.
 
-    It is known of BPE over bytes without a normalizer or with NFC, which has a token for every byte: GPT-2's, Qwen's, Llama's and
+    It is known of BPE over bytes without a normalizer or with NFC, which has a token for every byte: GPT-2's, Qwen's, Llama 3's and
     their like. Others may drop characters, or make one token of any unknown word.
     """
     from tokenizers import pre_tokenizers

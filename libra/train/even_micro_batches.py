@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from libra.train.even_parts import Items, even_parts
 from libra.train.expert_balance import balanced_parts, loads_of
@@ -34,8 +35,8 @@ class Limits:
 def even_micro_batches(
     samples: Sequence[Sample], *, share: bool, limits: Limits, num_experts: int, most: int
 ) -> list[list[Row]] | None:
-    """Micro-batches of rows, in which samples of one prompt are side by side; None if routes are missing, or it takes more than
-    ``most``.
+    """Micro-batches of rows, in which samples of one prompt are side by side; None if routes are missing, or no search finds
+    ``most`` of them or fewer.
 
     ``share``: samples with equal prompts share it.
     """
@@ -142,7 +143,7 @@ class _Layout:
         return rows
 
 
-def _routes(samples: Sequence[Sample], members: Sequence[int], skipped: int) -> np.ndarray:  # type: ignore[type-arg]
+def _routes(samples: Sequence[Sample], members: Sequence[int], skipped: int) -> NDArray[np.int16]:
     """Routes of the tokens of samples after those that they share."""
     parts = []
     for index in members:

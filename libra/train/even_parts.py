@@ -5,6 +5,7 @@ times experts over experts per token: as many as the part has, if the load is ev
 part, so that its samples are parted where the loads gain more tokens than the repeated prompt has.
 
 Invariants
+----------
 1. Every item is in exactly one part; no part is empty.
 2. The cost never rises. No part has more tokens than ``capacity``, or is refused by ``fits``, if none of the given ones has or is.
 3. Deterministic: the same items in the same order give the same parts.
@@ -56,7 +57,7 @@ class Items:
     top_k: int
 
     def cost(self, loads_CD: NDArray[np.float64], sizes_C: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Tokens of parts, and tokens through their busiest experts (C,)."""
+        """Tokens of each part plus those through its busiest expert, as the module says (C,)."""
         loads_CLE = loads_CD.reshape(len(loads_CD), self.layers, loads_CD.shape[1] // self.layers)
         busiest_C: NDArray[np.float64] = loads_CLE.max(-1).mean(-1) * (loads_CLE.shape[-1] / self.top_k)
         return busiest_C + sizes_C

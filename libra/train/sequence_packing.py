@@ -115,8 +115,8 @@ def pack(
 
     ``fill`` (`fill_rows` or `fill_rows_mffd`) decides which sequences share a row; ``share_prompts`` puts samples with the same
     prompt into rows that hold it once, for models that `libra.train.prompt_sharing.can_share`; ``num_experts`` above 0
-    chooses which sequences share a micro-batch so that the load of the experts is even (`libra.train.expert_balance`). None of it
-    changes the result.
+    chooses which sequences share a micro-batch so that the load of the experts is even (`libra.train.even_micro_batches`). None
+    of it changes the result.
     TrainError if one sequence is longer than ``micro_batch_tokens``.
     """
     lengths = [sample.num_tokens for sample in samples]
@@ -132,8 +132,8 @@ def pack(
     of_shared, of_plain = _cut(shared, row_tokens, micro_batch_tokens), _cut(plain, _tokens, micro_batch_tokens)
     if num_experts:
         limits = Limits(row_limit, micro_batch_tokens, fill)
-        of_shared = _even([sample for row in shared for sample in row], of_shared, row_tokens, limits, num_experts)
-        of_plain = _even(rest, of_plain, _tokens, limits, num_experts)
+        of_shared = _even([sample for row in shared for sample in row], of_shared, limits, num_experts, share=True)
+        of_plain = _even(rest, of_plain, limits, num_experts, share=False)
     return [
         *(_micro_batch(rows, row_tokens(rows[0]), logp_dtype, share=True) for rows in of_shared),
         *(_micro_batch(rows, _tokens(rows[0]), logp_dtype, share=False) for rows in of_plain),
@@ -156,14 +156,14 @@ def _cut(rows: list[Row], width: Callable[[Row], int], micro_batch_tokens: int) 
 
 
 def _even(
-    samples: list[Sample], given: list[list[Row]], width: Callable[[Row], int], limits: Limits, num_experts: int
+    samples: list[Sample], given: list[list[Row]], limits: Limits, num_experts: int, *, share: bool
 ) -> list[list[Row]]:
     """``samples`` as micro-batches of even loads, as many as ``given`` or up to `MORE_FRAC` more; ``given`` itself where routes are
-    missing or it does not come out."""
+    missing or none are found. ``share``: rows hold each prompt once."""
     if len(given) < 2:
         return given
     most = len(given) + max(2, int(len(given) * MORE_FRAC))
-    share = width is row_tokens
+    width = row_tokens if share else _tokens
     made = even_micro_batches(samples, share=share, limits=limits, num_experts=num_experts, most=most)
     return given if made is None else [sorted(rows, key=width, reverse=True) for rows in made]
 

@@ -95,7 +95,8 @@ class Agents:
         self._format: ConversationFormat | None = None
 
     async def start(self) -> None:
-        """Start the gateway and the program that runs agents; EnvironmentFault if the agent cannot be loaded."""
+        """Start the gateway and the program that runs agents; EnvironmentFault if the agent cannot be loaded, ConfigError if a
+        variable of ``agent.env`` is not set."""
         await self.gateway.start()
         await self.processes.prepare()
         self._sweeping = asyncio.create_task(self._sweep())

@@ -44,7 +44,7 @@ from libra.worker.role_member import RoleMember
 from libra.worker.run_secret import with_secret
 from libra.worker.run_spec import RunSpec
 from libra.worker.service_host import RunServices, open_services
-from libra.worker.teacher_service import TeacherService
+from libra.worker.teacher_service import OwnTeacher
 from libra.worker.trainer import Trainer
 from libra.worker.weight_sync import weights_of
 from libra.worker.worker_engine import WorkerEngine
@@ -81,7 +81,7 @@ class LibraHost(WorkerPlugin):
         self.gang: GangMember | None = None
         self.store: TrajectoryStore | None = None
         self.rows: RowKeeper | None = None
-        self.teacher: TeacherService | None = None
+        self.teacher: OwnTeacher | None = None
         self.services: RunServices | None = None
         self.setup_error = ""
 
@@ -128,7 +128,7 @@ class LibraHost(WorkerPlugin):
                 await self._build_trainer()
             distil = self.spec.config.distil
             if supply.get(keys.TEACHER) and distil.teacher is not None and distil.service is None:
-                self.teacher = TeacherService(self.context)
+                self.teacher = OwnTeacher(self.context)
                 await asyncio.to_thread(self.teacher.load)
             if self.spec.config.services.named and any(map(supply.get, (keys.TOOL, keys.GRADE, keys.TEACHER))):
                 self.services = await open_services(self.context)

@@ -10,8 +10,8 @@ from typing import Any
 from libra.errors import ActionRevoked
 
 KEPT = 1024
-"""Revocations that are kept for actions that have not begun here; the oldest go first, as those of actions that had just ended stay
-until the trajectory's next action."""
+"""Revocations that are kept, the newest: each for an action that has yet to begin here, or that had just ended, whose revocation
+stays until the trajectory's next action here."""
 
 
 class StoppableActions:

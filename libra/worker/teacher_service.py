@@ -1,4 +1,4 @@
-"""The teacher of a run: loaded once, on a worker of its own or as a service, it scores finished groups, each once."""
+"""The teacher of a run, on a worker of its own or as the model of a service: loaded once, it scores each finished group once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from libra.train.teacher_model import Scoring, TeacherModel
 
 
-class TeacherService:
+class OwnTeacher:
     """One per host with TEACHER, in a run whose ``distil.teacher`` is a model of its own."""
 
     def __init__(self, context: WorkerContext) -> None:

@@ -1,4 +1,4 @@
-"""Leases: one table for all resources that are neither a generation's nor training's (ARL-Tangram, 3.2)."""
+"""Leases: one table for what the actions of all trajectories take of tool workers and of quotas (ARL-Tangram, 3.2)."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from libra.policy.leases.resources import KINDS
 
 PAYS_FACTOR = 2.0
-"""What is saved must be so many times what it costs: both are means of actions that have ended."""
+"""What is saved must be more than so many times what it costs, since both are forecast from means of ended actions."""
 OVERHEAD_S = 0.5
 """Seconds that stopping an action and beginning it again takes besides."""
 _CORES = KINDS.index("cores")
@@ -47,7 +47,7 @@ class Running(NamedTuple):
 
 
 class Stopped(NamedTuple):
-    """Who is stopped on ``worker``: ``saved_s`` less waiting for ``cost_s`` later ends."""
+    """Who is stopped on ``worker``: the action that waits begins ``saved_s`` seconds sooner, which costs all others ``cost_s``."""
 
     holders: tuple[str, ...]
     worker: str
@@ -58,10 +58,11 @@ class Stopped(NamedTuple):
 def stopped_for(
     need: tuple[int, ...], seconds: float, free: Mapping[str, Sequence[int]], running: Sequence[Running], price: float
 ) -> Stopped | None:
-    """Who makes room for an action that needs ``need`` for ``seconds``; None: it is better to wait.
+    """Who makes room for an action that takes ``need`` for ``seconds``; None: it is better to wait.
 
-    ``price``: seconds that all others wait longer for a core-second that is thrown away. ``free``: amounts of each worker that
-    is large enough and may have it; on none of them it fits now.
+    ``need`` and ``free`` are amounts of `KINDS`. ``free``: of each worker that is large enough and may have the action, which fits
+    on none of them now. ``price``: seconds that all who wait for cores wait longer, together, for each core-second that is thrown
+    away.
     """
     here = {worker: [each for each in running if each.worker == worker] for worker in free}
     waits_s = min((_fits_s(need, free[worker], here[worker]) for worker in free), default=0.0)

@@ -1,7 +1,7 @@
 """The lease table: who holds which resources of which worker, and who gets some next.
 
-One table for everything that is neither a generation nor training: actions, sessions, services. Live and in virtual time it is the
-same object; time arrives with every call and never goes back.
+One table for the actions of all trajectories; sessions and services have pools and queues of their own. Live and in virtual time it
+is the same object; time arrives with every call and never goes back.
 
 Invariants
 ----------
@@ -17,8 +17,8 @@ Invariants
 5. Enlargement takes only cores that are free after the prefix, and never holds a request back that fits: without it the same
    requests are granted at this moment, in the same order.
 6. No lease outlives its worker: `withdraw` ends those of one that is gone.
-7. Only leases that were requested as revocable are revoked, and for the first that does not fit only, which then goes before all
-   others: what was given up for it goes to nobody else. A revoked lease is held until it is released.
+7. Only leases that were requested as revocable are revoked, and only for the first request that does not fit. That request then
+   goes before all others: what was given up for it goes to nobody else. A revoked lease is held until it is released.
 8. An `admit` that grants and revokes nothing changes no later answer. A log has grants only, so that a replay asks less often.
 """
 
