@@ -7,8 +7,8 @@ Invariants
 2. A call whose server ended is a failure that the model does not read (`ToolFault`); the next call starts a new server.
 3. Calls of several trajectories are under way at once, as far as the server takes them.
 4. A server that is stopped, or loops, is killed, and the next call starts another. Once a call has no answer after `DOUBT_S`, the
-   server has to list its tools within `PROBE_S`; of `MOST_UNANSWERED` such calls in a row it has to answer one. So one long call
-   ends no others.
+   server has to list its tools within `PROBE_S`; of `MOST_UNANSWERED` such calls in a row, or at once, one has to be answered. So
+   one long call ends no others; that many at once do, even if the server would answer them later.
 5. After `MOST_LOST` servers in a row without an answer calls fail at once for `REST_S`, then one more is tried.
 """
 
