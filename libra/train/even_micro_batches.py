@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from libra.train.even_parts import Items, even_parts
+from libra.train.even_parts import MAX_LOADS, Items, even_parts
 from libra.train.expert_balance import balanced_parts, loads_of
 from libra.train.row_packing import FillRows
 from libra.train.samples import Sample
@@ -21,6 +21,8 @@ from libra.train.samples import Sample
 Row = list[Sample]
 PIECES = (1, 2, 4, 1 << 30)
 """In how many the samples of a prompt in one row are tried."""
+NUM_STARTS = 2
+"""Searches of each, at most: `_Layout.starts`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +49,12 @@ def even_micro_batches(
         prompt = sample.token_ids[: sample.num_prompt_tokens].tobytes() if share else index.to_bytes(8, "big")
         groups.setdefault(prompt, []).append(index)
     found: tuple[float, list[list[Row]]] | None = None
-    for pieces in PIECES if share else PIECES[:1]:
+    tried = PIECES if share else PIECES[:1]
+    most_loads = MAX_LOADS // (NUM_STARTS * len(tried))  # so that one packing takes as long as one search may
+    for pieces in tried:
         layout = _Layout(samples, list(groups.values()), share, limits, num_experts, pieces)
         for start in layout.starts(most):
-            parts, cost = even_parts(layout.items, start, limits.micro_batch_tokens, layout.fits)
+            parts, cost = even_parts(layout.items, start, limits.micro_batch_tokens, layout.fits, most_loads)
             if found is None or cost < found[0]:
                 found = cost, [layout.rows(part) for part in parts]
     return None if found is None else found[1]

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 MAX_SWEEPS = 8
 """Passes over all items that try to move or exchange one."""
 MAX_LOADS = 400_000_000
-"""Loads looked at by one search: a few seconds; the search ends there."""
+"""Loads looked at, a few seconds; a search ends there, or where its share of them does."""
 LOADS_AT_ONCE = 400_000
 """Loads of the candidates for one item; of more, some are left out, evenly."""
 NUM_TRIED = 4
@@ -64,16 +64,20 @@ class Items:
 
 
 def even_parts(
-    items: Items, given: Sequence[Sequence[int]], capacity: int, fits: Callable[[list[int]], bool]
+    items: Items,
+    given: Sequence[Sequence[int]],
+    capacity: int,
+    fits: Callable[[list[int]], bool],
+    most_loads: int = MAX_LOADS,
 ) -> tuple[list[list[int]], float]:
     """The ``given`` parts after moves of an item, and exchanges of two, each of which lowers the cost; and their cost.
 
-    ``fits`` says whether the indices of a part fit into its rows.
+    ``fits`` says whether the indices of a part fit into its rows. After ``most_loads`` loads looked at, the search ends.
     """
     parts = _Parts(items, given, capacity, fits)
     order = sorted(range(len(items.sizes_S)), key=lambda index: (-int(items.sizes_S[index]), index))
     for sweep in range(MAX_SWEEPS):
-        if not sum([parts.improved(index, sweep) for index in order if parts.looked_at < MAX_LOADS]):
+        if not sum([parts.improved(index, sweep) for index in order if parts.looked_at < most_loads]):
             break
     return [members for part in range(len(given)) if (members := parts.members(part))], float(parts.cost_M.sum())
 
