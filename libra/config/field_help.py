@@ -45,6 +45,8 @@ class FieldReference:
         Docstring of the field, on one line.
     takes_text : bool
         Whether any text is of the right type.
+    takes_mapping : bool
+        Whether mappings are of a right type, too.
     """
 
     name: str
@@ -52,6 +54,7 @@ class FieldReference:
     default: str
     description: str
     takes_text: bool
+    takes_mapping: bool
 
 
 def sections() -> dict[str, type[Section]]:
@@ -94,7 +97,11 @@ def _reference(name: str, field: FieldInfo) -> FieldReference:
         allowed=_allowed(field),
         default=one_line_yaml(field.default),
         description=" ".join((field.description or "").split()),
-        takes_text=_takes_text(field.annotation),
+        takes_text=any(kind in (str, Path) for kind in _kinds(field.annotation)),
+        takes_mapping=any(
+            typing.get_origin(kind) is dict or (isinstance(kind, type) and issubclass(kind, (dict, Section)))
+            for kind in _kinds(field.annotation)
+        ),
     )
 
 
@@ -154,10 +161,13 @@ def _bounds(metadata: typing.Iterable[Any]) -> Iterator[str]:
             yield "not empty"
 
 
-def _takes_text(annotation: Any) -> bool:
+def _kinds(annotation: Any) -> Iterator[Any]:
+    """The types that a field takes, without their bounds."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Annotated:
-        return _takes_text(arguments[0])
-    if origin in (typing.Union, types.UnionType):
-        return any(_takes_text(argument) for argument in arguments)
-    return annotation in (str, Path)
+        yield from _kinds(arguments[0])
+    elif origin in (typing.Union, types.UnionType):
+        for argument in arguments:
+            yield from _kinds(argument)
+    else:
+        yield annotation

@@ -202,7 +202,7 @@ def _merge_overrides(layer: _Layer, overrides: Sequence[str]) -> None:
             continue
         if known and len(path) == 2 and value is not None and not isinstance(value, str):
             field = field_references()[name.strip()]
-            if field.takes_text and not (isinstance(value, dict) and "a mapping" in field.allowed):
+            if field.takes_text and not (isinstance(value, dict) and field.takes_mapping):
                 value = text.strip()
         node = values
         for part in path[:-1]:
