@@ -85,7 +85,7 @@ def written(path: Path) -> bool:
 
 def ended(pid: int) -> bool:
     try:
-        return Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z"
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"  # its name may have spaces
     except OSError:
         return True
 
