@@ -50,7 +50,8 @@ def test_garbage_and_half_messages_end_their_own_connection(serve: Serve, garbag
     server = serve()
     with socket.create_connection(server.address) as connection:
         connection.sendall(garbage)
-        connection.shutdown(socket.SHUT_WR)
+        with contextlib.suppress(OSError):  # the server may have ended it already
+            connection.shutdown(socket.SHUT_WR)
         assert ends(connection)
     check_serves(server.address)
 
