@@ -4,8 +4,8 @@ Invariants
 ----------
 1. Where there are as many connections as there may be, a new one takes the place of that which has been idle for longest. One that
    has a request under way gives way to none.
-2. A request's head comes within `HEAD_S`, a connection's first one in at most `HEAD_BYTES`, or the connection ends; so does one
-   that is idle for `IDLE_S`.
+2. A request's head comes within `HEAD_S` and has at most `HEAD_BYTES` (and what came in one read with a request's end), or the
+   connection ends; so does one that is idle for `IDLE_S`, or on which the rest of an answered request's body takes that long.
 3. A trajectory has at most as many requests under way as it leaves places for others (alone half of all, beside another such one a
    third), and `LEAST_PLACES` in any case. Their bodies have at most `HELD_BYTES`. Beyond that it is told to try again (status 503).
 """
@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import h11
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from libra.errors import RequestRefused
@@ -27,6 +28,7 @@ IDLE_S = 75
 HEAD_S = 20.0
 """Seconds from a connection's beginning, or the first byte of a later request, to the end of that request's head."""
 HEAD_BYTES = 64 << 10
+"""Bytes of a request's head, and of what stands between it and the end of the request before."""
 HELD_BYTES = 128 << 20
 LEAST_PLACES = 16
 """Requests under way that a trajectory has in any case."""
@@ -38,8 +40,11 @@ class Connection(_Base):  # type: ignore[misc]
 
     def __init__(self, *args: Any, idle: OrderedDict[Connection, None], **named: Any) -> None:
         super().__init__(*args, **named)
-        self._idle, self._head_bytes = idle, 0
+        self._idle = idle
+        self._head_bytes = 0  # since the end of the last request; without meaning while a body is under way
+        self._in_body = False
         self._late: asyncio.TimerHandle | None = None
+        self._awaited = ""
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
@@ -47,7 +52,7 @@ class Connection(_Base):  # type: ignore[misc]
             longest, _ = self._idle.popitem(last=False)
             self.connections.discard(longest)
             longest.transport.abort()
-        self._wait_for_head()
+        self._wait_for("head")
         self._idle[self] = None
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -56,12 +61,30 @@ class Connection(_Base):  # type: ignore[misc]
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        super().data_received(data)
         self._head_bytes += len(data)
-        if not self._look() and not self.transport.is_closing():
-            self._wait_for_head()
-            if self.cycle is None and self._head_bytes > HEAD_BYTES:
-                self.transport.abort()
+        super().data_received(data)
+        if (conn := getattr(self, "conn", None)) is not None:  # h11, which makes none of the three calls below
+            self._in_body = conn.their_state is h11.SEND_BODY
+            self._head_bytes = len(conn.trailing_data[0]) if conn.their_state is h11.IDLE else 0
+        busy = self._look()
+        if self.transport.is_closing():
+            return
+        if not self._in_body and self._head_bytes > HEAD_BYTES:
+            self.transport.abort()
+        elif not busy:
+            self._wait_for("body" if self._in_body else "head" if self._head_bytes else "request")
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._head_bytes = max(self._head_bytes, 1)  # it may have begun in the read that ended the request before it
+
+    def on_headers_complete(self) -> None:
+        self._in_body = True
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._head_bytes, self._in_body = 0, False
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -77,9 +100,12 @@ class Connection(_Base):  # type: ignore[misc]
             self._idle.setdefault(self)
         return bool(busy)
 
-    def _wait_for_head(self) -> None:
-        if self._late is None:
-            self._late = self.loop.call_later(HEAD_S, self.transport.abort)
+    def _wait_for(self, awaited: str) -> None:
+        """End the connection unless a "head" or "body" ends, or another "request" begins, in time, from the first such call on."""
+        if self._late is None or self._awaited != awaited:
+            self._stop_waiting()
+            self._awaited = awaited
+            self._late = self.loop.call_later(HEAD_S if awaited == "head" else IDLE_S, self.transport.abort)
 
     def _stop_waiting(self) -> None:
         if self._late is not None:

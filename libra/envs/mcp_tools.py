@@ -7,9 +7,11 @@ Invariants
 2. A call whose server ended is a failure that the model does not read (`ToolFault`); the next call starts a new server.
 3. Calls of several trajectories are under way at once, as far as the server takes them.
 4. A server that is stopped, or loops, is killed, and the next call starts another. Once a call has no answer after `DOUBT_S`, the
-   server has to list its tools within `PROBE_S`; of `MOST_UNANSWERED` such calls in a row, or at once, one has to be answered. So
-   one long call ends no others; that many at once do, even if the server would answer them later.
-5. After `MOST_LOST` servers in a row without an answer calls fail at once for `REST_S`, then one more is tried.
+   server has to list its tools within `PROBE_S`. One that does so is killed once `MOST_UNANSWERED` calls in a row had no answer in
+   `TIMEOUT_S`: each begun after the last answer and after the end of the one before. So of calls at once one counts, and none
+   before its time is over.
+5. An answer that the client cannot read is a failure of its call alone, if the server still lists its tools within `PROBE_S`.
+6. After `MOST_LOST` servers in a row without an answer calls fail at once for `REST_S`, then one more is tried.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import copy
 import logging
 import shlex
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -40,6 +43,8 @@ IDLE_S = 60.0
 """Seconds after which a process that was only asked for its tools ends, as on the driver."""
 TIMEOUT_S = 60.0
 """Wall seconds of a call."""
+SLACK_S = 1.0
+"""Seconds by which a call's end may seem to come before `TIMEOUT_S`, or after the beginning of the next: other threads' loops."""
 DOUBT_S, PROBE_S = 50.0, 5.0
 """Seconds of a call after which its server is asked whether it lives, and within which it has to answer."""
 MOST_UNANSWERED = 3
@@ -56,7 +61,8 @@ class _Life:
         loop = asyncio.get_running_loop()
         self.ready: asyncio.Future[Any] = loop.create_future()
         self.stop, self.called, self.began_s = asyncio.Event(), False, loop.time()
-        self.unanswered = 0  # calls in a row that were given up, with no other one answered
+        self.unanswered = 0  # calls in a row whose time was over without an answer
+        self.counts_from_s = 0.0  # the last answer, or end of such a call; only calls that begin later count
         self.task = asyncio.ensure_future(self._live(command, env))
 
     async def _live(self, command: str, env: Sequence[str]) -> None:
@@ -109,7 +115,7 @@ class McpServer:
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
         """The text that a tool returns; RuntimeError with the text if the tool says that it failed, ToolFault if the server did."""
-        return str(await asyncio.wrap_future(self._submit(self._call(name, arguments))))
+        return str(await asyncio.wrap_future(self._submit(self._call(name, arguments, time.monotonic()))))
 
     def close(self) -> None:
         """End the server."""
@@ -132,7 +138,7 @@ class McpServer:
             if len(found) > MOST_TOOLS or not page.tools:
                 raise ValueError(f"its list of tools does not end: {len(found)} so far, and more to come")
 
-    async def _call(self, name: str, arguments: Mapping[str, Any]) -> str:
+    async def _call(self, name: str, arguments: Mapping[str, Any], began_s: float) -> str:
         from mcp import MCPError
         from mcp.types import CONNECTION_CLOSED
 
@@ -153,8 +159,12 @@ class McpServer:
             raise ToolFault(f"the MCP server {self.command!r} ended during a call") from error
         except ToolFault:
             raise
+        except asyncio.CancelledError:
+            self._cut_off(life, began_s)
+            raise
         except Exception as error:  # boundary to the server's command
-            self._lose(life)
+            if not await self._lists(life):
+                self._lose(life)
             raise ToolFault(f"the MCP server {self.command!r} failed: {error_text(error)}") from error
         finally:
             calling.cancel()
@@ -179,17 +189,38 @@ class McpServer:
         silent = not probe.done() and not calling.done()
         probe.add_done_callback(lambda done: done.cancelled() or done.exception())
         probe.cancel()
-        if not calling.done():
-            life.unanswered += 1
-        if silent or life.unanswered >= MOST_UNANSWERED:
+        if silent:
             self._lose(life)
-            why = "nothing" if silent else f"none of {life.unanswered} calls in a row"
             raise ToolFault(
-                f"the MCP server {self.command!r} answered {why} for {DOUBT_S:g} s, and is killed; the next call starts another"
+                f"the MCP server {self.command!r} answered nothing for {DOUBT_S:g} s, and is killed; the next call starts another"
             )
 
+    async def _lists(self, life: _Life) -> bool:
+        """Whether a server can still be asked, as its answer to a call could not be read."""
+        if life.task.done() or not life.ready.done():
+            return False
+        try:
+            await asyncio.wait_for(life.ready.result().list_tools(cache_mode="bypass"), PROBE_S)
+        except Exception:  # noqa: BLE001 boundary to the server's command
+            return False
+        return True
+
+    def _cut_off(self, life: _Life, began_s: float) -> None:
+        """A call without an answer is ended; if its time was over, it counts, and the last of `MOST_UNANSWERED` ends the server."""
+        over_s = began_s + TIMEOUT_S - SLACK_S
+        if time.monotonic() < over_s or began_s < life.counts_from_s:
+            return
+        life.unanswered, life.counts_from_s = life.unanswered + 1, over_s
+        if life.unanswered >= MOST_UNANSWERED and self._life is life:
+            logger.warning(
+                "the MCP server %r answered none of %d calls in a row, and is killed; the next call starts another",
+                self.command,
+                life.unanswered,
+            )
+            self._lose(life)
+
     def _answered(self, life: _Life) -> None:
-        life.unanswered, self._lost = 0, 0
+        life.unanswered, life.counts_from_s, self._lost = 0, time.monotonic(), 0
 
     def _lose(self, life: _Life) -> None:
         """End a process that has ended or does not answer, unless another call did; the next call starts another."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -66,7 +67,7 @@ def test_a_connection_at_work_gives_way_to_none() -> None:
     run(test, script=False, max_connections=4)
 
 
-@pytest.mark.parametrize("before", [b"", b"GET /nowhere HTTP/1.1\r\n\r\n"])
+@pytest.mark.parametrize("before", [b"", b"GET /nowhere HTTP/1.1\r\nhost: x\r\n\r\n"])
 def test_a_head_that_does_not_come_ends_its_connection(before: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "HEAD_S", 0.2)
 
@@ -74,17 +75,67 @@ def test_a_head_that_does_not_come_ends_its_connection(before: bytes, monkeypatc
         line = await connected(here, before)
         if before:
             await line[0].readuntil(b"}}")
-        line[1].write(b"POST /v1/models HTTP/1.1\r\nx-one: ")
+        line[1].write(b"POST /v1/models HTTP/1.1\r\nhost: x\r\nx-one: ")
         assert await end_of(line) == b""
 
     run(test)
 
 
-def test_a_head_without_an_end_ends_its_connection() -> None:
+@pytest.mark.parametrize("before", [b"", b"GET /nowhere HTTP/1.1\r\nhost: x\r\n\r\n"])
+def test_a_head_without_an_end_ends_its_connection(before: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "HEAD_S", 1000.0)
+
     async def test(here: Place) -> None:
-        line = await connected(here, b"POST / HTTP/1.1\r\n" + b"x: y\r\n" * 20_000)
+        line = await connected(here, before)
+        if before:
+            await line[0].readuntil(b"}}")
+        line[1].write(b"POST / HTTP/1.1\r\nhost: x\r\n" + b"x: y\r\n" * 20_000)
         said = await end_of(line)
         assert b"200 OK" not in said
+
+    run(test)
+
+
+def test_a_head_without_an_end_behind_a_request_under_way_ends_its_connection() -> None:
+    pytest.importorskip("httptools", reason="h11 reads nothing beside a request under way")
+
+    async def test(here: Place) -> None:
+        body = json.dumps(CHAT)
+        head = f"POST /t/{here.token}/v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+        line = await connected(here, (head + body).encode())
+        await taken(here)
+        line[1].write(b"POST / HTTP/1.1\r\nhost: x\r\n" + b"x: y\r\n" * 200_000)
+        assert await end_of(line) == b""
+
+    run(test, script=False)
+
+
+def test_heads_and_bodies_of_many_requests_do_not_add_up() -> None:
+    async def test(here: Place) -> None:
+        filler, body = "x" * (connections.HEAD_BYTES // 2), "x" * (3 * connections.HEAD_BYTES)
+        line = await connected(here)
+        for count in (1, 1, 4, 1):
+            head = f"POST /nowhere HTTP/1.1\r\nhost: x\r\nfiller: {filler}\r\ncontent-length: {len(body)}\r\n\r\n"
+            line[1].write((head + body).encode() * count)
+            for _ in range(count):
+                await asyncio.wait_for(line[0].readuntil(b"}}"), 30)
+        line[1].close()
+
+    run(test)
+
+
+@pytest.mark.parametrize("rest", [b"x", b"x" * 8])
+def test_what_is_left_of_a_refused_body_is_no_head(rest: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gateway, "BODY_S", 0.2)
+    monkeypatch.setattr(connections, "HEAD_S", 1000.0)
+    monkeypatch.setattr(connections, "IDLE_S", 0.2)
+
+    async def test(here: Place) -> None:
+        head = f"POST /t/{here.token}/v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n{{"
+        line = await connected(here, head.encode())
+        assert b" 408 " in await asyncio.wait_for(line[0].readuntil(b"}}"), 30)
+        line[1].write(rest)
+        assert await end_of(line) == b"", "after IDLE_S"
 
     run(test)
 
@@ -93,7 +144,7 @@ def test_a_body_that_does_not_come_is_told(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(gateway, "BODY_S", 0.2)
 
     async def test(here: Place) -> None:
-        head = f"POST /t/{here.token}/v1/chat/completions HTTP/1.1\r\ncontent-length: 9\r\n\r\n{{"
+        head = f"POST /t/{here.token}/v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n{{"
         line = await connected(here, head.encode())
         assert b" 408 " in await asyncio.wait_for(line[0].readline(), 30)
         line[1].close()

@@ -21,7 +21,7 @@ from libra.types import ToolCall, ToolStatus
 from libra.worker.run_spec import RunSpec
 
 SERVER = f"{sys.executable} {Path(__file__).parents[1] / 'support' / 'mcp_calculator.py'}"
-OFFERED = ["add", "fail", "pid", "variable", "freeze", "hold", "die"]
+OFFERED = ["add", "fail", "pid", "variable", "freeze", "hold", "nonsense", "die"]
 
 
 @pytest.fixture
@@ -101,7 +101,7 @@ def test_a_server_that_is_stopped_is_killed_and_replaced_and_others_go_on(plain,
     asyncio.run(play())
 
 
-def test_a_call_that_takes_long_ends_its_server_only_where_nothing_else_is_answered(plain, monkeypatch):
+def test_calls_that_take_long_end_no_server_that_lists_its_tools(plain, monkeypatch):
     async def play():
         here = with_mcp_tools(plain, SERVER)
         try:
@@ -109,16 +109,59 @@ def test_a_call_that_takes_long_ends_its_server_only_where_nothing_else_is_answe
             with monkeypatch.context() as sooner:
                 sooner.setattr(mcp_tools, "DOUBT_S", 0.2)
                 sooner.setattr(mcp_tools, "PROBE_S", 30.0)
+                holding = [asyncio.ensure_future(called(here, "hold")) for _ in range(3)]
+                ended, _ = await asyncio.wait(holding, timeout=2.0)
+                assert not ended, "they still have time"
+                for each in holding:
+                    each.cancel()
+            assert (await called(here, "pid")).content == first
+        finally:
+            await here.close()
+
+    asyncio.run(play())
+
+
+def test_calls_in_a_row_that_no_answer_comes_to_in_their_time_end_their_server(plain, monkeypatch):
+    monkeypatch.setattr(mcp_tools, "TIMEOUT_S", 1.0)
+    short = with_mcp_tools(plain, SERVER)
+    monkeypatch.undo()
+
+    async def play():
+        here = with_mcp_tools(plain, SERVER)
+        try:
+            first = (await called(here, "pid")).content
+            (server,) = mcp_tools._servers.values()
+            life = server._life
+            with monkeypatch.context() as sooner:
+                sooner.setattr(mcp_tools, "TIMEOUT_S", 1.0)
+                sooner.setattr(mcp_tools, "SLACK_S", 0.5)
+                for _ in range(2):
+                    ends = await asyncio.gather(*(called(short, "hold") for _ in range(3)))
+                    assert [end.status for end in ends] == [ToolStatus.TIMEOUT] * 3
+                assert (await called(here, "pid")).content == first, "of calls at once one counts"
+                await called(short, "hold")
+                await called(here, "pid")
+                assert server._life is life, "others were answered in between"
                 for _ in range(3):
-                    holding = asyncio.ensure_future(called(here, "hold"))
-                    await asyncio.wait({holding}, timeout=1.5)
-                    assert not holding.done()
-                    holding.cancel()
-                    assert (await called(here, "pid")).content == first
-                ends = await asyncio.gather(*(called(here, "hold") for _ in range(3)), return_exceptions=True)
-            assert {type(end) for end in ends} == {ToolFault}
-            assert any("none of 3 calls in a row" in str(end) for end in ends)
+                    await called(short, "hold")
+                await asyncio.wait_for(asyncio.wrap_future(server._submit(life.stop.wait())), 30)
             assert (await called(here, "pid")).content != first
+        finally:
+            await short.close()
+            await here.close()
+
+    asyncio.run(play())
+
+
+def test_an_answer_that_cannot_be_read_fails_its_call_alone(plain):
+    async def play():
+        here = with_mcp_tools(plain, SERVER)
+        try:
+            first = (await called(here, "pid")).content
+            for _ in range(mcp_tools.MOST_LOST):
+                with pytest.raises(ToolFault, match=r"failed: .*CallToolResult"):
+                    await called(here, "nonsense")
+            assert (await called(here, "pid")).content == first
         finally:
             await here.close()
 

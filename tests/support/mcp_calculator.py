@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 
-from mcp.server.mcpserver import MCPServer
+from mcp.server.mcpserver import Context, MCPServer
 
+WIRE = os.dup(1)  # the server gives its standard output to `mcp` alone
 server = MCPServer("calculator")
 
 
@@ -45,6 +47,15 @@ def freeze() -> str:
 @server.tool()
 async def hold() -> str:
     """Never returns."""
+    await asyncio.Event().wait()
+    return "over"
+
+
+@server.tool()
+async def nonsense(context: Context) -> str:
+    """Answers with what is no result."""
+    answer = {"jsonrpc": "2.0", "id": context.request_id, "result": {"content": "nonsense"}}
+    os.write(WIRE, json.dumps(answer).encode() + b"\n")
     await asyncio.Event().wait()
     return "over"
 
