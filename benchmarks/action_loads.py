@@ -47,11 +47,13 @@ STOP_S = 0.05
 
 
 class Step(NamedTuple):
-    """One turn: seconds of its generation, then those of its action on one core (0: none), and the action's tool."""
+    """One turn: seconds of its generation, then those of its action on one core (0: none), the action's tool, and its place among
+    those that wait: that of its arrival where priorities are equal."""
 
     llm_s: float
     work_s: float
     tool: str
+    priority: Priority = Priority(0, 0, 0)
 
 
 class Source(NamedTuple):
@@ -206,12 +208,13 @@ class ActionSimulation:
     def _request(self, holder: str, tool: str, index: int) -> None:
         only = self._workers[index % len(self._workers)] if self._way in ("bound", "pools") else ""
         elastic = tool if tool in self._curves else ""
+        priority = self._load[index][self._turn[index]].priority
         if self._way == "revocable":
             may = index not in self._stopped
-            self._table.request(LeaseRequest(holder, Resources(1, 1), tool, revocable=may), Priority(0, 0, 0))
+            self._table.request(LeaseRequest(holder, Resources(1, 1), tool, revocable=may), priority)
             return
         request = LeaseRequest(holder, Resources(slots=1, cores=1), elastic, only=only)
-        self._table.request(request, Priority(0, 0, 0))
+        self._table.request(request, priority)
 
     def _acted(self, index: int, now_s: float) -> None:
         if self._way != "reserved":

@@ -25,6 +25,7 @@ from libra.cluster.local import local_cluster
 from libra.config import RunConfig, config_from_dict
 from libra.driver.session import Session
 from libra.envs import FunctionEnvironment, tool
+from libra.policy import Priority
 from libra.store.event_log import EventReader
 from libra.testing import FixedTurns
 from libra.types import ToolCall
@@ -77,9 +78,11 @@ def quick(completion: str) -> float:
 
 
 class LiveAction(NamedTuple):
-    """One action of a live run, in seconds: when it was requested and had ended in the log, and what it consisted of."""
+    """One action of a live run, in seconds: when it was requested and had ended in the log, and what it consisted of; and the
+    priority that its policy gave it."""
 
     key: str
+    priority: Priority
     asked_s: float
     ended_s: float
     queued_s: float
@@ -121,20 +124,29 @@ def live_actions(config: RunConfig, client: Client) -> list[LiveAction]:
         for _ in session.iterations():
             pass
     asked: dict[str, float] = {}
+    priorities: dict[str, Priority] = {}
+    granted: dict[str, Priority] = {}
     found = []
     for _, line in EventReader(session.directory / "events.jsonl"):
         event = events.from_dict(line)
         if isinstance(event, events.ActionRequested):
             asked[event.key] = event.t_s
+        elif isinstance(event, events.TrajectoryParked | events.PrioritySet):
+            priorities[event.key] = Priority(*event.priority)
+        elif isinstance(event, events.LeaseGranted):
+            granted[event.key] = priorities[event.key]
         elif isinstance(event, events.ActionFinished):
             parts = event.queued_s, event.ran_s, event.overhead_s
-            found.append(LiveAction(event.key, asked[event.key], event.t_s, *parts))
+            found.append(LiveAction(event.key, granted[event.key], asked[event.key], event.t_s, *parts))
     return found
 
 
 def simulated_again(actions: Sequence[LiveAction]) -> float:
-    """Mean completion time of the same actions in virtual time: generations as long as they were live, actions as long as they ran,
-    nothing around them."""
+    """Mean completion time of the same actions in virtual time: generations as long as they were live, actions as long as they ran
+    and in the order of the run's policy, nothing around them.
+
+    The order matters: where all take turns, all wait for all until the end; C-MLFQ lets trajectories end one after the other.
+    """
     turns: dict[str, list[LiveAction]] = {}
     for action in actions:
         turns.setdefault(action.key, []).append(action)
@@ -143,7 +155,7 @@ def simulated_again(actions: Sequence[LiveAction]) -> float:
     for mine in turns.values():
         steps, before_s = [], begin_s
         for action in mine:
-            steps.append(Step(action.asked_s - before_s, action.ran_s, "work"))
+            steps.append(Step(action.asked_s - before_s, action.ran_s, "work", action.priority))
             before_s = action.ended_s
         load.append(steps)
     return ActionSimulation(load, CORES, "leases").run().mean_act_s
