@@ -2,7 +2,8 @@
 
 A worker forks one *starter* from itself when the first such call comes; it holds the tools, has one thread, and forks a process for
 each call. So tools need not be importable, and no thread of the worker is copied while it holds a lock. The process of the next
-call is forked beforehand, as copying the page tables of a worker takes some milliseconds: a call waits for no fork.
+call is forked beforehand, as copying the page tables of a worker takes some milliseconds, and goes through a call without a tool
+once, as each page that it writes is copied then: a call waits for neither.
 
 Invariants
 ----------
@@ -23,6 +24,7 @@ import json
 import logging
 import os
 import pickle
+import queue
 import resource
 import signal
 import socket
@@ -250,7 +252,6 @@ def _starter(
             message, fds, _, _ = socket.recv_fds(sock, 1, 1)
             if not message:
                 break
-            _reap(calls)
             try:
                 socket.send_fds(door, [b"x"], fds)
             except OSError:  # somebody has killed it
@@ -261,6 +262,7 @@ def _starter(
             calls.add(pid)
             door.close()
             os.close(fds[0])  # before the next fork: only the call may hold its end
+            _reap(calls)
             pid, door = _spare(sock, functions, to_text)
     finally:
         _reap(calls)
@@ -276,15 +278,33 @@ def _spare(
     """A process that waits for its call, and where to send the call's socket; it ends with the starter."""
     mine, theirs = socket.socketpair()
     if (pid := os.fork()) == 0:
-        sock.close()
-        mine.close()
-        message, fds, _, _ = socket.recv_fds(theirs, 1, 1)
-        if not message:
+        try:
+            sock.close()
+            mine.close()
+            os.setsid()
+            _rehearse()
+            begun = queue.SimpleQueue[socket.socket]()
+            threading.Thread(target=_end_with, args=(begun,), daemon=True).start()
+            message, fds, _, _ = socket.recv_fds(theirs, 1, 1)
+            theirs.close()
+            if message:
+                _call(socket.socket(fileno=fds[0]), begun, functions, to_text)
+        finally:
             os._exit(0)
-        theirs.close()
-        _call(socket.socket(fileno=fds[0]), functions, to_text)
     theirs.close()
     return pid, mine
+
+
+def _rehearse() -> None:
+    """What a call does around its tool."""
+    mine, theirs = socket.socketpair()
+    with mine, theirs, theirs.makefile("rwb") as file:
+        request = pickle.dumps(("", {}, (), 0, []))
+        mine.sendall(_LENGTH.pack(len(request)) + request)
+        (size,) = _LENGTH.unpack(file.read(_LENGTH.size))
+        pickle.loads(file.read(size))
+        file.write(json.dumps(_outcome(str, {}, str)).encode())
+        file.flush()
 
 
 def _reap(calls: set[int]) -> None:
@@ -294,16 +314,20 @@ def _reap(calls: set[int]) -> None:
             calls.discard(pid)
 
 
-def _call(conn: socket.socket, functions: Mapping[str, Callable[..., Any]], to_text: Callable[[Any], str]) -> NoReturn:
+def _call(
+    conn: socket.socket,
+    begun: queue.SimpleQueue[socket.socket],
+    functions: Mapping[str, Callable[..., Any]],
+    to_text: Callable[[Any], str],
+) -> NoReturn:
     """Read what to call, call it, send what came of it."""
     try:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
-        os.setsid()
         with conn.makefile("rwb") as file:
             (size,) = _LENGTH.unpack(file.read(_LENGTH.size))
             tool, arguments, cores, memory_bytes, groups = pickle.loads(file.read(size))
-            threading.Thread(target=_end_with, args=(conn,), daemon=True).start()
+            begun.put(conn)
             file.write(_LENGTH.pack(os.getpid()))
             file.flush()
             _bind(cores, memory_bytes, groups)
@@ -314,9 +338,10 @@ def _call(conn: socket.socket, functions: Mapping[str, Callable[..., Any]], to_t
         os._exit(0)
 
 
-def _end_with(conn: socket.socket) -> None:
+def _end_with(begun: queue.SimpleQueue[socket.socket]) -> None:
     """End the call and what it started once the worker has closed its end, of which nothing else is to come: it was cut off, maybe
     before the worker knew its pid, or the worker died."""
+    conn = begun.get()
     with contextlib.suppress(OSError):
         conn.recv(1)
     os.killpg(os.getpid(), signal.SIGKILL)

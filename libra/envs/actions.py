@@ -43,6 +43,8 @@ _JSON_TYPES: dict[str, tuple[type, ...]] = {
     "object": (dict,),
     "null": (type(None),),
 }
+SMALL_CHARS = 1 << 18
+"""Text of at most as many characters has at most 1 MiB, and goes into its record."""
 
 
 class StateOfCall(Protocol):
@@ -122,7 +124,9 @@ async def run_action(
     if tried.outcome is None:
         return _timed_out(tool, tried, prompt, action_id)
     payload, status = _payload(tool, tried, tried.outcome, state, action_id)
-    reference = "" if keep is None else await asyncio.to_thread(keep, payload)
+    reference = ""
+    if keep is not None:  # a thread for text that may become a file
+        reference = keep(payload) if len(payload) <= SMALL_CHARS else await asyncio.to_thread(keep, payload)
     return replace(_bounded_return(tool, status, payload, tried.latency_s), reference=reference)
 
 
