@@ -51,6 +51,8 @@ BATCH_TIMEOUT_S = 600.0
 """Seconds of one batch."""
 GPU_FRAC = 0.9
 """Share of a GPU's free memory that weights of services take where ``services.device_gib`` does not say."""
+NAMED = 3
+"""Trajectories that a warning names."""
 
 
 class Request(NamedTuple):
@@ -244,7 +246,7 @@ class RunServices:
     def __init__(self, context: WorkerContext, host: ServiceHost) -> None:
         self._context, self._host = context, host
         self._here: dict[str, str] = {}
-        self._later: set[asyncio.Task[None]] = set()
+        self._later: dict[asyncio.Task[None], tuple[str, str]] = {}  # with the service, and whose reward comes
         self.loop, self.pid = asyncio.get_running_loop(), os.getpid()
 
     @property
@@ -260,8 +262,13 @@ class RunServices:
 
     async def close(self) -> None:
         """Have them no longer; late answers that have not come are dropped, and named."""
-        for task in self._later:
+        missing: dict[str, list[str]] = {}
+        for task, (service, trajectory_id) in self._later.items():
+            missing.setdefault(service, []).append(trajectory_id)
             task.cancel()
+        for service, ids in missing.items():
+            named = f"{', '.join(sorted(ids)[:NAMED])}{', ...' if len(ids) > NAMED else ''}"
+            logger.warning("service %r: %d late rewards did not come before the run left: %s", service, len(ids), named)
         await asyncio.gather(*self._later, return_exceptions=True)
         for name in self._here.values():
             await self._host.unload(name, self._context)
@@ -282,8 +289,8 @@ class RunServices:
 
     def _begin_late(self, service: str, given: Any, trajectory_id: str) -> None:
         task = self.loop.create_task(self._deliver(service, given, trajectory_id))
-        self._later.add(task)
-        task.add_done_callback(self._later.discard)
+        self._later[task] = service, trajectory_id
+        task.add_done_callback(self._later.pop)
 
     async def _deliver(self, service: str, given: Any, trajectory_id: str) -> None:
         where = f"service {service!r}, late reward of {trajectory_id}"
@@ -294,9 +301,6 @@ class RunServices:
             await asyncio.to_thread(write_late, self._context.spec.late_dir, trajectory, reward)
         except RecordExists:
             logger.info("%s: one was delivered before, and the first one counts", where)
-        except asyncio.CancelledError:
-            logger.warning("%s: not answered before the run left this worker", where)
-            raise
         except Exception as error:  # noqa: BLE001 boundary: the answer is of the service's own code
             logger.warning("%s is not delivered: %s", where, error_text(error))
 

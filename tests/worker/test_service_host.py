@@ -261,6 +261,26 @@ def test_a_late_answer_that_is_no_number_is_named(caplog: pytest.LogCaptureFixtu
         assert "late reward of train-0-0-0 is not delivered" in caplog.text
 
 
+def test_late_answers_that_do_not_come_are_named_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    async def leave() -> None:
+        async def answer(*_: Any) -> Any:
+            await asyncio.Event().wait()
+
+        services = RunServices(context(), SimpleNamespace(answer=answer, leave=lambda _: None))  # type: ignore[arg-type]
+        services._here["judge"] = "judge"
+        for sample in range(5):
+            services.answer_later("judge", "?", f"train-0-0-{sample}")
+        await asyncio.sleep(0)
+        services._here.clear()
+        await services.close()
+
+    asyncio.run(leave())
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line == (
+        "service 'judge': 5 late rewards did not come before the run left: train-0-0-0, train-0-0-1, train-0-0-2, ..."
+    )
+
+
 def test_a_reward_model_has_one_number(random_model: Path, tmp_path: Path) -> None:
     from transformers import AutoConfig, AutoTokenizer, Qwen3ForSequenceClassification
 
