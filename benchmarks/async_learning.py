@@ -24,8 +24,9 @@ first of twice as many, and the rest is thrown away. ``length_bias_dropped``: gr
 and 4 in turn: ``live_time_ratio_eta1``, ``..._eta4``, medians over ``--live-seeds``. On two cores trainer and engine share them,
 so this is what is left of the gain where nothing is added; ``--set`` gives overrides to all runs.
 
-``python -m benchmarks.async_learning [--part curves length live] [--etas 0 1 2 4 8] [--seeds 5] [--other-seeds 3] [--out FILE]
---json``: ``--other-seeds`` are those of ``drop`` and ``none``; with ``--out`` finished curves are kept in FILE and not run again.
+``python -m benchmarks.async_learning [--part curves length live] [--etas 0 1 2 4 8] [--seeds 5] [--how correct drop none]
+[--other-seeds 3] [--out FILE] --json``: ``--how`` leaves out kinds of runs, but not eta 0; ``--other-seeds`` are those of
+``drop`` and ``none``; with ``--out`` finished curves are kept in FILE and not run again.
 """
 
 from __future__ import annotations
@@ -131,9 +132,12 @@ def curves_of(options: Any) -> list[Curve]:
     fixed = (options.steps, options.step_ticks)
     for seed in range(options.seeds):
         made += [Curve(0, "", "", seed, *fixed)] if 0 in options.etas else []
-        made += [Curve(eta, "correct", v, seed, *fixed) for v in ("many", "one") for eta in sorted(options.etas) if eta]
+        if "correct" in options.how:
+            made += [
+                Curve(eta, "correct", v, seed, *fixed) for v in ("many", "one") for eta in sorted(options.etas) if eta
+            ]
     for seed in range(options.other_seeds):
-        pairs = [(how, v) for how in ("drop", "none") for v in ("many", "one")]
+        pairs = [(how, v) for how in ("drop", "none") if how in options.how for v in ("many", "one")]
         made += [Curve(eta, how, v, seed, *fixed) for eta in options.etas if eta for how, v in pairs]
     return made
 
@@ -271,6 +275,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = command_parser("async_learning", __doc__)
     parser.add_argument("--part", nargs="+", choices=("curves", "length", "live"), default=["curves", "length"])
     parser.add_argument("--etas", type=int, nargs="+", default=[0, 1, 2, 4, 8])
+    parser.add_argument("--how", nargs="+", choices=tuple(HOW), default=list(HOW), help="curves with a bound above 0")
     parser.add_argument("--seeds", type=int, default=5, help="of eta 0 and of corrected runs")
     parser.add_argument("--other-seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=20)

@@ -16,16 +16,19 @@ Figures: ``largest_error``, of |predicted / reported - 1| over the six rows that
 rows on the same GPUs that are in the reported order; with ``--leave-one-out`` also ``leave_one_out_error``: the constant is
 fitted to all rows but one, by least squares of logarithms, and predicts that one; the mean over rows.
 
-``python -m benchmarks.dora [--structure training|all] [--leave-one-out] [--processes 2] --json``
+``python -m benchmarks.dora [--structure training|all] [--leave-one-out] [--processes 2] [--out FILE] --json``: with ``--out``
+finished simulations are kept in FILE and not run again.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 import statistics
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -102,37 +105,60 @@ def minutes(job: Job) -> float:
     return found
 
 
+class Simulations:
+    """Simulates each job once; what is in ``out`` is read."""
+
+    def __init__(self, pool: ProcessPoolExecutor, out: Path | None) -> None:
+        self.pool, self.out = pool, out
+        lines = out.read_text().splitlines() if out is not None and out.exists() else []
+        self.found = {_job(row["job"]): row["minutes"] for row in map(json.loads, lines)}
+
+    def minutes(self, jobs: Sequence[Job]) -> list[float]:
+        """Of each job."""
+        left = [job for job in dict.fromkeys(jobs) if job not in self.found]
+        for job, simulated in zip(left, self.pool.map(minutes, left), strict=True):
+            self.found[job] = simulated
+            if self.out is not None:
+                with self.out.open("a") as file:
+                    file.write(json.dumps({"job": job, "minutes": simulated}) + "\n")
+        return [self.found[job] for job in jobs]
+
+
+def _job(row: list[Any]) -> Job:
+    return Job(Row(*row[0]), *row[1:])
+
+
 def cores(row: Row, factor: float, scale: int) -> list[int]:
     """Training GPUs to try."""
     discipline = DISCIPLINES[row.system]
     return core_choices(cell_of(row, factor, scale), discipline)[: 2 if discipline.roles is Roles.SPLIT else 1]
 
 
-def fit(pool: ProcessPoolExecutor, scale: int, structure: str) -> tuple[float, float]:
+def fit(runs: Simulations, scale: int, structure: str) -> tuple[float, float]:
     """Factor of gradients, and factor of all seconds, of which one is free."""
     tried = list(TRIED if structure == "training" else TRIED[:1])
-    found = list(pool.map(minutes, [Job(FITTED, factor, 0, scale) for factor in tried]))
+    found = runs.minutes([Job(FITTED, factor, 0, scale) for factor in tried])
     if structure == "all":
         return 1.0, FITTED.minutes / found[0]
     slope = (found[1] - found[0]) / (tried[1] - tried[0])
     return tried[0] + (FITTED.minutes - found[0]) / slope, 1.0
 
 
-def predict(pool: ProcessPoolExecutor, factor: float, scale: int) -> dict[Row, tuple[float, int]]:
+def predict(runs: Simulations, factor: float, scale: int) -> dict[Row, tuple[float, int]]:
     """Minutes of each row that was not fitted, before the factor on all, and its training GPUs."""
     jobs = [Job(row, factor, core, scale) for row in PREDICTED for core in cores(row, factor, scale)]
     found: dict[Row, tuple[float, int]] = {}
-    for job, simulated in zip(jobs, pool.map(minutes, jobs), strict=True):
+    for job, simulated in zip(jobs, runs.minutes(jobs), strict=True):
         found[job.row] = min(found.get(job.row, (float("inf"), 0)), (simulated, job.core_gpus))
     return found
 
 
-def leave_one_out(pool: ProcessPoolExecutor, factor: float, chosen: dict[Row, int], scale: int) -> float:
+def leave_one_out(runs: Simulations, factor: float, chosen: dict[Row, int], scale: int) -> float:
     """Mean error of rows that the constant has not seen, with minutes read between three factors."""
     factors = [0.7 * factor, factor, 1.4 * factor]
     rows = [FITTED, *PREDICTED]
     jobs = [Job(row, each, chosen.get(row, 0), scale) for row in rows for each in factors]
-    simulated = np.array(list(pool.map(minutes, jobs))).reshape(len(rows), -1)
+    simulated = np.array(runs.minutes(jobs)).reshape(len(rows), -1)
     grid = np.linspace(factors[0], factors[-1], 141)
     curves = np.array([np.interp(grid, factors, each) for each in simulated])
     errors = np.log(curves / np.array([[row.minutes] for row in rows]))
@@ -160,18 +186,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Command line."""
     parser = command_parser("dora", __doc__)
     parser.add_argument("--structure", choices=("training", "all"), default="training", help="what the constant scales")
-    parser.add_argument("--leave-one-out", action="store_true", help="21 simulations more")
+    parser.add_argument("--leave-one-out", action="store_true", help="15 simulations more")
     parser.add_argument(
         "--scale", type=int, choices=(1, 2, 4), default=1, help="divides GPUs and prompts, for a quick look"
     )
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--out", type=Path, default=None)
     options: Any = parser.parse_args(arguments)
     if options.leave_one_out and options.structure == "all":
         parser.error("--leave-one-out: with --structure training only")
     with ProcessPoolExecutor(options.processes) as pool:
-        factor, of_all = fit(pool, options.scale, options.structure)
+        runs = Simulations(pool, options.out)
+        factor, of_all = fit(runs, options.scale, options.structure)
         print(f"fitted on {FITTED.name}, {FITTED.minutes} min: gradients x {factor:.3f}, all seconds x {of_all:.3f}")
-        found = predict(pool, factor, options.scale)
+        found = predict(runs, factor, options.scale)
         predicted = {row: of_all * simulated for row, (simulated, _) in found.items()}
         for row, value in predicted.items():
             print(f"{row.name}: predicted {value:.2f} min, reported {row.minutes} ({value / row.minutes - 1:+.1%})")
@@ -185,7 +213,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         }
         if options.leave_one_out:
             chosen = {row: core for row, (_, core) in found.items()}
-            error = leave_one_out(pool, factor, chosen, options.scale)
+            error = leave_one_out(runs, factor, chosen, options.scale)
             figures["leave_one_out_error"] = Figure(error, "share", "lower")
     beside = {row.name: round(value, 3) for row, value in predicted.items()}
     emit("dora", figures, arguments=arguments, as_json=options.json, beside={"predicted_minutes": beside})

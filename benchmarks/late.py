@@ -23,11 +23,13 @@ law
     Also where the policy has moved since it sampled.
 
 ``python -m benchmarks.late --json``; figures ``mean_bias_reduction`` (sampled; the authors': 30.17, 29.42 and 84.05, mean 47.88),
-``exact_law_error``, ``late_gap_se`` and ``applied_once``. ``--seeds 0`` leaves out the runs, of which there are seeds x 4.
+``exact_law_error``, ``late_gap_se`` and ``applied_once``. ``--seeds 0`` leaves out the runs, of which there are seeds x 4; with
+``--out FILE`` finished ones are kept in FILE and not run again.
 """
 
 from __future__ import annotations
 
+import json
 import tempfile
 from bisect import bisect_right
 from collections import Counter
@@ -204,8 +206,11 @@ def bias_figures() -> dict[str, Figure]:
     }
 
 
-def learning_figures(seeds: int, delays: Sequence[int], overrides: Sequence[str], *, drop: bool) -> dict[str, Figure]:
-    """Held-out rewards of runs with late rewards beside those on time."""
+def learning_figures(
+    seeds: int, delays: Sequence[int], overrides: Sequence[str], *, drop: bool, out: Path | None = None
+) -> dict[str, Figure]:
+    """Held-out rewards of runs with late rewards beside those on time; those in ``out`` are read."""
+    kept = _kept(out)
     systems = {"on_time": (0, "off")} | {f"late_{delay}": (delay, "correct") for delay in delays}
     if drop:
         systems |= {f"dropped_{delay}": (delay, "drop") for delay in delays}
@@ -213,7 +218,13 @@ def learning_figures(seeds: int, delays: Sequence[int], overrides: Sequence[str]
     with tempfile.TemporaryDirectory() as directory:
         for seed in range(seeds):  # in turns, so that all see the same machine
             for name, (delay, late) in systems.items():
-                finals[name].append(learned(Path(directory), delay, late, seed, overrides))
+                run = (delay, late, seed, *overrides)
+                if run not in kept:
+                    kept[run] = learned(Path(directory), delay, late, seed, overrides)
+                    if out is not None:
+                        with out.open("a") as file:
+                            file.write(json.dumps({"run": run, "reward": kept[run]}) + "\n")
+                finals[name].append(kept[run])
     gaps = {name: gap_se(finals["on_time"], found) for name, found in finals.items() if name != "on_time"}
     for name, gap in gaps.items():
         print(f"{name}: {gap:+.2f} standard errors below on time")
@@ -239,6 +250,12 @@ def kill_figures() -> dict[str, Figure]:
         times = killed(Path(directory))
     print(f"killed with {PENDING} rewards to come: {dict(Counter(times.values()))} (times applied: rewards)")
     return {"applied_once": Figure(sum(count == 1 for count in times.values()), "rewards", "higher", goal=PENDING)}
+
+
+def _kept(out: Path | None) -> dict[tuple[Any, ...], float]:
+    """Rewards of finished runs."""
+    lines = out.read_text().splitlines() if out is not None and out.exists() else []
+    return {tuple(row["run"]): row["reward"] for row in map(json.loads, lines)}
 
 
 def _softmax(logits: Array) -> Array:
@@ -276,13 +293,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--set", nargs="*", default=[], metavar="SECTION.KEY=VALUE", help="further settings of the runs"
     )
+    parser.add_argument("--out", type=Path, default=None)
     options = parser.parse_args(arguments)
     if options.seeds == 1:
         parser.error("--seeds 1: one run has no standard error; type --seeds 2 or more, or 0")
     figures = bias_figures()
     if options.seeds:
         figures |= kill_figures()
-        figures |= learning_figures(options.seeds, options.delays, options.set, drop=options.drop)
+        figures |= learning_figures(options.seeds, options.delays, options.set, drop=options.drop, out=options.out)
     emit("late", figures, arguments=arguments, as_json=options.json)
 
 

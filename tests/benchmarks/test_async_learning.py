@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from benchmarks.async_learning import Curve, Shown, curve_figures, gap_se, loop_of, main
+from benchmarks.async_learning import Curve, Shown, curve_figures, curves_of, gap_se, loop_of, main
 
 SMALL = ("trainer.prompts=2", "trainer.group_size=2", "rollout.max_turns=4", "run.eta=1", "trainer.lr=1e-4")
 
@@ -59,6 +60,18 @@ def test_gaps_are_in_standard_errors_and_the_largest_counts(capsys: pytest.Captu
     assert figures["time_to_reward_ratio_eta1"].value == 0.5
     assert figures["time_to_reward_ratio_eta4"].value == 1.25
     assert "eta 4, correct, many, 2 seeds" in (out := capsys.readouterr().out) and "(2 never)" in out
+
+
+def test_kinds_of_curves_may_be_left_out() -> None:
+    def names(*how: str) -> list[str]:
+        options = SimpleNamespace(how=how, etas=[0, 4], seeds=1, other_seeds=1, steps=9, step_ticks=9)
+        return [curve.name for curve in curves_of(options)]
+
+    assert names("none", "drop") == [
+        "eta 0",
+        *(f"eta 4, {how}, {v}" for how in ("drop", "none") for v in ("many", "one")),
+    ]
+    assert names("correct") == ["eta 0", "eta 4, correct, many", "eta 4, correct, one"]
 
 
 def test_a_wrong_option_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
-from benchmarks.dora import FITTED, LONGEST, MEAN, PREDICTED, cell_of, order, traces
+from benchmarks.dora import FITTED, LONGEST, MEAN, PREDICTED, Job, Simulations, cell_of, order, traces
 from libra.sim.disciplines import DISCIPLINES
 from libra.sim.tuning import Setting, play
 
@@ -33,3 +36,19 @@ def test_training_that_costs_more_makes_a_synchronous_step_longer_by_as_much() -
 
     one, two, three = (seconds(factor) for factor in (1.0, 2.0, 3.0))
     assert two > one and three - two == pytest.approx(two - one, rel=1e-6)
+
+
+def test_a_job_is_simulated_once_and_what_is_finished_is_read(tmp_path: Path) -> None:
+    played: list[Job] = []
+
+    def play_each(_: Any, jobs: list[Job]) -> list[float]:
+        played.extend(jobs)
+        return [job.factor * 0.1 for job in jobs]
+
+    pool: Any = SimpleNamespace(map=play_each)
+    one, two = Job(FITTED, 1 / 3, 0, 1), Job(PREDICTED[0], 2.0, 8, 1)
+    assert Simulations(pool, None).minutes([one, two, one]) == [one.factor * 0.1, 0.2, one.factor * 0.1]
+    assert played == [one, two]
+    Simulations(pool, tmp_path / "found").minutes([one])
+    again = Simulations(pool, tmp_path / "found")
+    assert again.minutes([two, one]) == [0.2, one.factor * 0.1] and played == [one, two, one, two]

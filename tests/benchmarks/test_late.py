@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from benchmarks import late
-from benchmarks.late import DELAYS, PUBLISHED, TAU, Table, bias_figures, gap_se, law_error, sampled
+from benchmarks.late import DELAYS, PUBLISHED, TAU, Table, bias_figures, gap_se, law_error, learning_figures, sampled
 
 
 def test_the_published_reductions_and_the_law() -> None:
@@ -34,3 +36,21 @@ def test_a_gap_is_in_standard_errors_of_the_difference() -> None:
     assert gap_se([0.9, 1.1], [0.7, 0.9]) == pytest.approx(0.2 / np.sqrt(0.02 / 2 + 0.02 / 2))
     assert gap_se([0.5, 0.7], [0.6, 0.8]) < 0
     assert gap_se([0.5, 0.5], [0.5, 0.5]) == 0
+
+
+def test_a_finished_run_is_kept_and_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    began: list[tuple[int, int]] = []
+
+    def learned(directory: Path, delay: int, late: str, seed: int, overrides: list[str]) -> float:
+        began.append((delay, seed))
+        return 0.9 + 0.01 * seed - 0.1 * delay * len(overrides)
+
+    monkeypatch.setattr(late, "learned", learned)
+
+    def figures(seeds: int, delays: list[int], *overrides: str) -> dict[str, float]:
+        found = learning_figures(seeds, delays, overrides, drop=False, out=tmp_path / "runs")
+        return {name: figure.value for name, figure in found.items()}
+
+    assert figures(2, [1])["late_1_reward"] == pytest.approx(0.905) and len(began) == 4
+    assert figures(2, [1, 5])["late_gap_se"] == 0 and began[4:] == [(5, 0), (5, 1)]
+    assert figures(2, [5], "run.iterations=3")["late_gap_se"] > 1 and len(began) == 10  # of other settings
