@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,10 @@ for _name, _value in {
     "HF_HUB_OFFLINE": "1",
 }.items():
     os.environ.setdefault(_name, _value)
+
+# A shell starts background jobs with Ctrl-C ignored, and processes of tests that are ended by it would inherit that.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # No deadline: the machine is shared. Derandomised: a red build is the change's doing, not the day's.
 settings.register_profile("libra", deadline=None, derandomize=True, print_blob=True)
