@@ -15,7 +15,7 @@ from libra.config import RunConfig, load_config, yaml_text
 from libra.config.model_paths import packaged_config
 from libra.config.planner import PlannedLayout
 from libra.config.streaming import streaming_words
-from libra.driver.launch_layout import laid_out, plan_for_datasheet, read_trace, without_layout
+from libra.driver.launch_layout import laid_out, plan_for_datasheet, planned_hardware, read_trace, without_layout
 from libra.driver.planned_steps import planned_regime, with_way
 from libra.driver.planned_steps import settings as settings_for
 from libra.errors import ConfigError, PlanError, shell_path
@@ -25,7 +25,7 @@ from libra.planner.cost import TrajectoryTotals
 from libra.planner.explain import alternative_line, text
 from libra.planner.from_config import snapshot_of
 from libra.planner.plan import Alternative, Plan
-from libra.planner.plan_settings import layout_lines, with_plan
+from libra.planner.plan_settings import CPU, layout_lines, with_plan
 from libra.planner.search import Planner
 from libra.planner.snapshot import PlanningSnapshot
 from libra.policy.step_ways import SPLIT
@@ -70,7 +70,7 @@ def print_plan(
     if write is not None:
         check_writable(write)
     config, turns = batch_of(config, trace, from_run)
-    snapshot, note = snapshot_of(config, turns, what_if)
+    snapshot, note = snapshot_of(config, turns, what_if, on_cores=planned_hardware(config) == CPU)
     planner = Planner()
     answer = plan(snapshot, planner)
     bounds = planned_regime(config, answer, snapshot, simulated_ways)

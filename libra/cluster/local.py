@@ -223,7 +223,8 @@ def device_bindings(config: RunConfig, num_gpus: int) -> dict[str, str]:
     """GPUs of each worker (CUDA_VISIBLE_DEVICES); a worker without an entry sees all.
 
     With enough GPUs, every engine has as many of its own as its tensor-parallel degree, engines first, and every training worker
-    one. With fewer, workers share, except that each training worker of a group has its own.
+    and a teacher one. A teacher that is a service shares the last training worker's where only its own is missing. With fewer,
+    workers share, except that each training worker of a group has its own.
 
     Raises
     ------
@@ -235,8 +236,11 @@ def device_bindings(config: RunConfig, num_gpus: int) -> dict[str, str]:
         for name, resources in worker_resources(config).items()
         if resources.keys() & {keys.ROLLOUT, keys.TRAIN, keys.TEACHER}
     }
+    trainers = config.cluster.train_workers
+    shares = "tool-0" in wanted and sum(wanted.values()) == num_gpus + 1
+    if shares:
+        del wanted["tool-0"]
     if sum(wanted.values()) > num_gpus:
-        trainers = config.cluster.train_workers
         if not num_gpus or trainers == 1 or config.cluster.device == "cpu":
             return {}
         if trainers > num_gpus:
@@ -246,7 +250,8 @@ def device_bindings(config: RunConfig, num_gpus: int) -> dict[str, str]:
             )
         return {f"train-{rank}": str(num_gpus - 1 - rank) for rank in range(trainers)}
     free = iter(range(num_gpus))
-    return {name: ",".join(str(next(free)) for _ in range(number)) for name, number in wanted.items()}
+    found = {name: ",".join(str(next(free)) for _ in range(number)) for name, number in wanted.items()}
+    return found | ({"tool-0": found[f"train-{trainers - 1}"]} if shares else {})
 
 
 def preloads(process: str) -> list[str]:

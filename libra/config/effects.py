@@ -84,6 +84,9 @@ _REJECTS_RANGE = is_not("trainer.reject", "none", "binary-kl")
 _HAS_KL = above("trainer.kl_coef", 0)
 _SCALES = (either(is_("trainer.advantage", "grpo"), own("trainer.advantage")), is_("trainer.normalize_std", True))
 _TEACHES = given("distil.teacher")
+_SERVICE_TEACHES = Need(
+    ("distil.teacher",), "distil.teacher={service: NAME}", lambda config, _: config.distil.service is not None
+)
 _HAS_SERVICES = Need(("services.named",), "a service in services.named", lambda config, _: bool(config.services.named))
 _LATE_CORRECTS = is_("trainer.late", "correct")
 _STREAMS = (
@@ -122,7 +125,8 @@ _OWN_SIMULATED = Need(
     lambda config, _: ":" in (config.simulation.policy or config.policy.name),
 )
 _FORECASTS = _simulated_policy("cmlfq", "predictor", "oracle")
-_JOB_KEYS = "jobs partition gpus cpus memory walltime directives"
+_JOB_KEYS = "jobs partition cpus memory walltime directives"
+_JOB_GPUS: Reading = {"slurm": (), "plan": (_TEACHES,)}
 _SOME_SLOTS = Need(
     ("cluster.engines",),
     "an entry of cluster.engines without slots, or none",
@@ -162,8 +166,8 @@ _TABLE: tuple[tuple[str, str, Reading], ...] = (  # section, keys, who reads the
     ("model", "loader", _run()),
     ("environment", "name args quotas retries", _run()),
     ("environment", "retry_s", _run(above("environment.retries", 0))),
-    ("services", "named", _run()),
-    ("services", "device_gib", _run(_HAS_SERVICES)),
+    ("services", "named", {"run": (), **_of("plan", "simulate", "slurm", needs=(_SERVICE_TEACHES,))}),
+    ("services", "device_gib", {"run": (_HAS_SERVICES,), "plan": (_SERVICE_TEACHES,)}),
     ("environment", "tools", _run(missing("agent.function"), missing("agent.command"))),
     (
         "environment",
@@ -273,7 +277,8 @@ _TABLE: tuple[tuple[str, str, Reading], ...] = (  # section, keys, who reads the
     ("cluster", "tool_workers", {"run": (LOCAL,), "slurm": (missing("slurm_tool.jobs"),)}),
     ("cluster", "tool_workers_most", {"run": (LOCAL,), "slurm": (missing("slurm_tool.jobs"),)}),
     ("cluster", "tool_slots dashboard_port dashboard_names", {"run": (LOCAL,), "slurm": ()}),
-    ("cluster", "device tool_cores tool_memory_gib tool_gpus", _run()),
+    ("cluster", "device", {"run": (), "plan": (_SERVICE_TEACHES,)}),
+    ("cluster", "tool_cores tool_memory_gib tool_gpus", _run()),
     ("observe", "tensorboard trackers event_log progress on_iteration on_batch on_evaluation", _run()),
     ("store", "keep_versions keep_journals", _run()),
     ("weights", "transfer", _run()),
@@ -281,6 +286,7 @@ _TABLE: tuple[tuple[str, str, Reading], ...] = (  # section, keys, who reads the
     ("watchdog", "restart", _run(given("watchdog.timeout_s"))),
     ("slurm", "dir host port account setup python reconcile_s drain_s", _of("slurm")),
     *((f"slurm_{role}", _JOB_KEYS, _of("slurm")) for role in ("rollout", "train", "tool")),
+    *((f"slurm_{role}", "gpus", _JOB_GPUS) for role in ("rollout", "train", "tool")),
     ("simulation", "calibration layout slots policy train_s load_s tool_slots noise", _of("simulate")),
     ("simulation", "gpu model", _simulated(missing("simulation.calibration"))),
     ("simulation", "objective", _simulated(either(_FORECASTS, _OWN_SIMULATED))),

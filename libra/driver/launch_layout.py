@@ -87,7 +87,7 @@ def plan_layout(
     closed forms decide how its steps are taken."""
     if turns is None and config.planner.trace is not None:
         turns = read_trace(config.planner.trace, config.planner.tool_s)
-    snapshot, _ = snapshot_of(config, turns, what_if=False)
+    snapshot, _ = snapshot_of(config, turns, what_if=False, on_cores=gpu == CPU)
     floor = max(config.rollout.max_context_tokens, config.trainer.max_row_tokens)
     plan, micro_batch_tokens = planned(snapshot, floor, may_grow=gpu != CPU)
     layout = layout_of(plan, snapshot.shape, micro_batch_tokens, gpu, rests_on)
@@ -203,12 +203,16 @@ def plan_for_datasheet(
     config: RunConfig, turns: TrajectoryTotals | None = None, simulate: Simulate | None = None
 ) -> PlannedLayout:
     """The plan for ``config`` on the hardware that section ``planner`` names; the last two as in `plan_layout`."""
-    calibration = config.planner.calibration
-    named = config.planner.gpu
-    sheet = planned_gpu(named).name
-    name = this_machine().gpu if calibration is not None and named is None else sheet
+    calibration, sheet = config.planner.calibration, planned_gpu(config.planner.gpu).name
     rests_on = f"datasheet and tables of {sheet}" if calibration is None else calibrated_rests_on(calibration, sheet)
-    return plan_layout(without_layout(config), name, rests_on, turns, simulate)
+    return plan_layout(without_layout(config), planned_hardware(config), rests_on, turns, simulate)
+
+
+def planned_hardware(config: RunConfig) -> str:
+    """Name of the hardware that section ``planner`` means: a GPU, or `CPU` where this machine was measured and has none."""
+    if config.planner.calibration is not None and config.planner.gpu is None:
+        return this_machine().gpu
+    return planned_gpu(config.planner.gpu).name
 
 
 def without_layout(config: RunConfig) -> RunConfig:

@@ -272,7 +272,7 @@ def _plan(
     fewest = pack(problem, max(mine.rollout_s, mine.train_s if problem.eta else 0.0), problem.num_gpus - train)
     needed = train + min(chosen.placement.gpus(problem), fewest.gpus(problem) if fewest is not None else 10**9)
     throughput_s = gpu_seconds(problem).gpu_s[-1] / max(problem.num_gpus - train, 1)
-    num_gpus = problem.num_gpus + (snapshot.teacher is not None)
+    num_gpus = snapshot.num_gpus
     return Plan(
         gpu=snapshot.gpu.name,
         model=snapshot.shape.name,
@@ -281,7 +281,12 @@ def _plan(
         eta=problem.eta,
         num_trajectories=problem.num_trajectories,
         training=Training(
-            train, snapshot.training.kind, mine.train_s, cost.communication_s, cost.memory_bytes, cost.headroom_bytes
+            train,
+            snapshot.training.kind,
+            mine.train_s,
+            cost.communication_s,
+            cost.memory_bytes + formulation.beside_bytes,
+            cost.headroom_bytes - formulation.beside_bytes,
         ),
         buckets=chosen.buckets,
         spare_gpus=spare,
@@ -310,6 +315,7 @@ def _plan(
         left_out={f"TP{tp}": reason for tp, reason in formulation.left_out.items()},
         teacher_gpus=num_gpus - problem.num_gpus,
         teacher_s=formulation.teacher_s,
+        teacher_on="" if snapshot.teacher is None else snapshot.teacher.assumed(num_gpus),
     )
 
 

@@ -8,7 +8,7 @@ from libra.planner.plan import Alternative, Bucket, Plan
 _WHY = {
     "training": "it takes longer than generating, so that a GPU is worth more there",
     "rollout throughput": "engines are busy nearly all the time; more of them would shorten the step",
-    "teacher": "its one GPU takes this long to score the batch; a smaller one or distil.late=drop would help, more GPUs would not",
+    "teacher": "it takes this long to score the batch; a smaller one or distil.late=drop would help, more GPUs would not",
     "longest trajectory": "the longest take this long however many GPUs there are; faster engines would help, more would not",
 }
 
@@ -26,9 +26,10 @@ def text(plan: Plan, regime: str) -> str:
         f"  rollout  {_gpus(plan.rollout_gpus)}  {number} engine{'s' * (number > 1)}, done after {_s(plan.rollout_s)}",
         *(_bucket_line(bucket, len(plan.buckets) == 1) for bucket in plan.buckets),
     ]
-    if plan.teacher_gpus:
+    if plan.teacher_s:
         lines.append(
             f"  teacher  {_gpus(plan.teacher_gpus)}  scores the batch in {_s(plan.teacher_s)}, while others are generated"
+            + (f"; {plan.teacher_on}" if plan.teacher_on else "")
         )
     if plan.spare_gpus:
         lines.append(f"  neither  {_gpus(plan.spare_gpus)}  no pool would be faster with them")

@@ -13,7 +13,8 @@ from libra.errors import ConfigError, ModelError, PlanError
 from libra.hardware import GPU, ModelShape, load_gpu, load_shape
 from libra.planner.cost import Layout, TrajectoryTotals
 from libra.planner.from_calibration import calibrated
-from libra.planner.snapshot import PlanningSnapshot, Teacher
+from libra.planner.snapshot import PlanningSnapshot
+from libra.planner.teacher import Teacher
 
 RUNNABLE_TP: dict[str, tuple[int, ...] | None] = {"transformers": (1,), "vllm": None}
 """TP degrees that an engine (`rollout.engine`) can run; one without an entry runs any."""
@@ -36,7 +37,9 @@ def planned_gpu(name: str | None) -> GPU:
         raise ConfigError(f"planner.gpu: {error}") from error
 
 
-def snapshot_of(config: RunConfig, turns: TrajectoryTotals | None, what_if: bool) -> tuple[PlanningSnapshot, str]:
+def snapshot_of(
+    config: RunConfig, turns: TrajectoryTotals | None, what_if: bool, *, on_cores: bool = False
+) -> tuple[PlanningSnapshot, str]:
     """The snapshot of a configuration, and a sentence on what is left out of it, or empty.
 
     Parameters
@@ -46,6 +49,8 @@ def snapshot_of(config: RunConfig, turns: TrajectoryTotals | None, what_if: bool
         Trajectories of a trace that the batch is drawn from; None: lengths as section ``planner`` gives them.
     what_if : bool
         Plan also degrees that the engine of this configuration cannot run.
+    on_cores : bool
+        GPUs are ranks on CPU cores; so they are with `cluster.device` cpu.
     """
     section = config.planner
     update_s = DEFAULT_UPDATE_S if section.update_s is None else section.update_s
@@ -62,7 +67,7 @@ def snapshot_of(config: RunConfig, turns: TrajectoryTotals | None, what_if: bool
             )
     note = "".join(notes)
     workload, cut = _workload(config, turns)
-    note = "\n".join(sentence for sentence in (cut, note) if sentence)
+    note = "\n".join(sentence for sentence in (cut, note, _without_gpu(config)) if sentence)
     snapshot = PlanningSnapshot(
         gpu=planned_gpu(section.gpu),
         shape=shape_of(config),
@@ -80,7 +85,7 @@ def snapshot_of(config: RunConfig, turns: TrajectoryTotals | None, what_if: bool
         fixed_engines=section.fixed_engines,
         max_concurrency=section.max_concurrency,
         trained_frac=section.trained_frac,
-        teacher=teacher_of(config),
+        teacher=teacher_of(config, on_cores=on_cores),
     )
     if section.calibration is None:
         return snapshot, note
@@ -159,15 +164,40 @@ def _sizes(path: str) -> ModelShape:
         return load_shape(found)
 
 
-def teacher_of(config: RunConfig) -> Teacher | None:
-    """The teacher of a configuration; ModelError if its sizes are not known here."""
+def teacher_of(config: RunConfig, *, on_cores: bool = False) -> Teacher | None:
+    """The teacher of a configuration; ModelError if its sizes are not known here. ``on_cores`` as of `snapshot_of`."""
     path = teacher_model(config)
     if path is None:
         return None
     try:
-        return Teacher(_sizes(path), config.distil.late == "wait")
+        shape = _sizes(path)
     except ModelError as error:
         raise ModelError(f"distil.teacher: {error}") from error
+    waits, service = config.distil.late == "wait", config.distil.service
+    if service is None:
+        return Teacher(shape, waits)
+    services = config.services
+    return Teacher(
+        shape,
+        waits,
+        service,
+        tuple(name for name, entry in services.named.items() if entry.model is not None and name != service),
+        None if services.device_gib is None else services.device_gib * 2**30,
+        on_cores or config.cluster.device == "cpu",
+    )
+
+
+def _without_gpu(config: RunConfig) -> str:
+    """What keeps a teacher among jobs of Slurm from the GPU that a plan gives it, or empty."""
+    if config.distil.teacher is None:
+        return ""
+    rollout, train, tool = (jobs.gpus for jobs in (config.slurm_rollout, config.slurm_train, config.slurm_tool))
+    if tool or not (rollout or train):
+        return ""
+    return (
+        "slurm_tool.gpus: 0, and among jobs of Slurm the teacher is with the first tool worker, where it would score on CPU cores; "
+        "the plan assumes a GPU: type slurm_tool.gpus=1."
+    )
 
 
 def _workload(config: RunConfig, turns: TrajectoryTotals | None) -> tuple[TrajectoryTotals, str]:

@@ -138,7 +138,9 @@ class Plan:
         The content of the nodes, grouped by equal content.
     left_out : mapping of a requested degree that is not possible to the reason
     teacher_gpus, teacher_s
-        The GPU of a teacher, and its seconds for a batch; 0: there is none.
+        The GPU of a teacher, and its seconds for a batch; 0: it takes none from engines and training, there is no teacher.
+    teacher_on : str
+        Where a teacher that is a service computes, and what is assumed of that, in words; empty for others.
     """
 
     gpu: str
@@ -167,6 +169,7 @@ class Plan:
     left_out: Mapping[str, str]
     teacher_gpus: int = 0
     teacher_s: float = 0.0
+    teacher_on: str = ""
 
     @property
     def engines(self) -> dict[int, int]:

@@ -17,8 +17,8 @@ from libra.errors import ConfigError, PlanError
 from libra.hardware import GPU, ModelShape, engine_seconds
 from libra.planner.cost import Layout, TrainingCost, TrajectoryTotals, rollout_cost, training_table
 from libra.planner.cost.rollout_cost import ManySeconds
-from libra.planner.cost.training_cost import sequences_s
 from libra.planner.planning_problem import EngineClass, Floats, Problem
+from libra.planner.teacher import Place, Teacher, teacher_s, weights_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,14 +27,6 @@ class Corrections:
 
     rollout: float = 1.0
     training: float = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class Teacher:
-    """The teacher of a run (``distil.teacher``), whole on a GPU of its own; ``waits``: batches wait for its scores."""
-
-    shape: ModelShape
-    waits: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +61,7 @@ class PlanningSnapshot:
     trained_frac : float
         Share of the trajectories that carry a gradient; the others are generated and not trained on.
     teacher : Teacher or None
-        One of the GPUs is its own.
+        Of distillation; it may take one of the GPUs.
     """
 
     gpu: GPU
@@ -106,6 +98,11 @@ class PlanningSnapshot:
         """GPUs of a node."""
         return self.gpus_per_node or self.gpu.gpus_per_node
 
+    @property
+    def teacher_gpus(self) -> int:
+        """GPUs that a teacher takes from engines and training."""
+        return 0 if self.teacher is None else self.teacher.place(self.num_gpus).gpus
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Formulation:
@@ -124,6 +121,8 @@ class Formulation:
         As of the problem, where no engine's time is below that of a teacher which batches wait for; here as they are.
     teacher_s : float
         Seconds in which a teacher scores the batch; 0: there is none.
+    beside_bytes : float
+        Of the weights of a teacher on the GPU of a training worker; 0: there is none.
     """
 
     problem: Problem
@@ -132,6 +131,7 @@ class Formulation:
     left_out: Mapping[int, str]
     alone_s: Floats
     teacher_s: float = 0.0
+    beside_bytes: float = 0.0
 
     @property
     def longest_s(self) -> float:
@@ -153,16 +153,15 @@ def formulate(snapshot: PlanningSnapshot) -> Formulation:
         raise PlanError(f"planner.tp: no degree of {list(snapshot.tp)} holds the model; {reasons}")
     kinds, loads, alones = zip(*(_kind(snapshot, tp, engine) for tp, engine in engines.items()), strict=True)
     training = _training(snapshot)
-    teacher, teacher_s = snapshot.teacher, _teacher_s(snapshot)
+    teacher, scoring_s, beside_bytes = snapshot.teacher, _scoring_s(snapshot), _beside_bytes(snapshot)
     problem = Problem(
-        num_gpus=snapshot.num_gpus - (teacher is not None),
+        num_gpus=snapshot.num_gpus - snapshot.teacher_gpus,
         gpus_per_node=snapshot.node_gpus,
         kinds=kinds,
         load_s=np.stack(loads),
-        alone_s=np.maximum(np.stack(alones), teacher_s if teacher is not None and teacher.waits else 0.0),
+        alone_s=np.maximum(np.stack(alones), scoring_s if teacher is not None and teacher.waits else 0.0),
         train_gpus=np.array(list(training), dtype=np.int64),
-        train_s=np.array([cost.step_s if cost.fits else np.inf for cost in training.values()])
-        * snapshot.corrections.training,
+        train_s=_train_s(snapshot, training, scoring_s if beside_bytes else 0.0, beside_bytes),
         eta=snapshot.eta,
         update_s=snapshot.update_s,
         beside_s=snapshot.beside_s,
@@ -171,31 +170,32 @@ def formulate(snapshot: PlanningSnapshot) -> Formulation:
         fixed_train_gpus=snapshot.fixed_train_gpus,
         fixed_engines=dict(snapshot.fixed_engines),
     )
-    return Formulation(problem, engines, training, left_out, np.stack(alones), teacher_s)
+    return Formulation(problem, engines, training, left_out, np.stack(alones), scoring_s, beside_bytes)
 
 
-def _teacher_s(snapshot: PlanningSnapshot) -> float:
-    """Seconds of a teacher's GPU for the whole batch: a forward pass of each trajectory. 0 without a teacher.
-
-    It scores groups while others are generated, so that the rollout takes no less. PlanError if its GPU does not hold it, or is one
-    too many.
-    """
+def _scoring_s(snapshot: PlanningSnapshot) -> float:
+    """Seconds of a teacher for the batch; 0 without one. PlanError as of `teacher_s`."""
     if snapshot.teacher is None:
         return 0.0
-    shape, needed = snapshot.teacher.shape, snapshot.teacher.shape.num_params * snapshot.training.weight_bytes
-    if snapshot.num_gpus < 3:
-        raise PlanError(
-            f"planner.num_gpus: {snapshot.num_gpus}, and training, rollout and the teacher (distil.teacher) take at least one "
-            "each; type planner.num_gpus=3 or more"
-        )
-    if needed > snapshot.gpu.memory_bytes:
-        raise PlanError(
-            f"distil.teacher: the weights of {shape.name} take {needed / 1e9:.0f} GB, and the one GPU of a teacher "
-            f"({snapshot.gpu.name}) has {snapshot.gpu.memory_bytes / 1e9:.0f} GB; type a smaller distil.teacher, or a planner.gpu "
-            "with more memory"
-        )
-    each_s = sequences_s(snapshot.gpu, shape, snapshot.workload.final_context_tokens, snapshot.training)
-    return float(each_s.sum()) * snapshot.corrections.training
+    modelled_s = teacher_s(snapshot.teacher, snapshot.gpu, snapshot.num_gpus, snapshot.workload, snapshot.training)
+    return modelled_s * snapshot.corrections.training
+
+
+def _beside_bytes(snapshot: PlanningSnapshot) -> float:
+    """Bytes of a teacher's weights on the GPU of a training worker; 0: none is there."""
+    teacher = snapshot.teacher
+    if teacher is None or teacher.place(snapshot.num_gpus) is not Place.TRAINING:
+        return 0.0
+    return weights_bytes(teacher, snapshot.training)
+
+
+def _train_s(
+    snapshot: PlanningSnapshot, training: Mapping[int, TrainingCost], beside_s: float, beside_bytes: float
+) -> Floats:
+    """Seconds of an optimizer step by GPU count, infinite where it does not fit, beside a teacher on the same GPU that takes so
+    many seconds and bytes. Without overlapping steps the trainer idles while the teacher scores."""
+    seconds = [cost.step_s if cost.headroom_bytes >= beside_bytes else np.inf for cost in training.values()]
+    return np.array(seconds) * snapshot.corrections.training + (beside_s if snapshot.eta else 0.0)
 
 
 def _engines(snapshot: PlanningSnapshot) -> tuple[dict[int, ManySeconds], dict[int, str]]:

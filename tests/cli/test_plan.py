@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
 from libra.cli.main import cli, main
 from libra.cli.plan import fixed_by, read_trace
-from libra.config import dump_config, load_config
+from libra.config import dump_config, load_config, yaml_text
 from libra.config.effect_conditions import Situation
 from libra.config.effects import ignored_settings
 from libra.config.streaming import turns
@@ -70,6 +71,30 @@ def test_only_what_can_be_run_is_planned_unless_asked(repository: Path) -> None:
     words = _run(repository, "trainer.prompts=64", "--why", "tp=2")
     assert note in words
     assert json.loads(_run(repository, "--json", "--what-if"))["notes"] == []
+
+
+def test_a_teacher_that_is_a_service_is_planned_with_what_is_assumed(repository: Path, tmp_path: Path) -> None:
+    def planned(*given: str) -> dict[str, Any]:
+        result = CliRunner().invoke(cli, ["plan", str(file), *GIVEN, "--json", *given], catch_exceptions=False)
+        assert result.exit_code == 0, result.output
+        values: dict[str, Any] = json.loads(result.output)
+        return values
+
+    file = tmp_path / "taught.yaml"
+    values = {
+        "extends": str(repository / "configs/qwen3_4b_gpu.yaml"),
+        "trainer": {"algorithm": "opd"},
+        "distil": {"teacher": {"service": "oracle"}},
+        "services": {"named": {"oracle": {"model": "Qwen3-0.6B", "function": "teach"}, "judge": {"model": "Qwen3-4B"}}},
+    }
+    file.write_text(yaml_text.write(values))
+    gpu = planned("slurm_rollout.gpus=1")
+    assert (gpu["teacher_gpus"], gpu["num_gpus"]) == (1, 16) and gpu["teacher_s"] > 0
+    assert "service oracle, on the GPU of the first tool worker; service judge beside it" in gpu["teacher_on"]
+    assert any("type slurm_tool.gpus=1" in note for note in gpu["notes"])
+    cores = planned("cluster.device=cpu")
+    assert cores["teacher_gpus"] == 0 and "no rank is counted" in cores["teacher_on"]
+    assert not any("slurm" in note for note in cores["notes"])
 
 
 @pytest.mark.parametrize("wrong", ['fixed_engines={"2": 1}', "tp=[8]"])

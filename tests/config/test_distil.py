@@ -93,6 +93,10 @@ def test_a_teacher_that_is_a_service_lives_on_the_first_tool_worker() -> None:
     without = {**workers["tool-0"], "TEACHER": 0}
     # a group that waits for its scores takes a thread
     assert num_threads(workers["tool-0"]) == num_threads(without) + 2
+    alone = {"rollout-0": "0", "train-0": "1"}
+    assert device_bindings(config, 3) == alone | {"tool-0": "2"}
+    assert device_bindings(config, 2) == alone | {"tool-0": "1"}  # it shares the training worker's
+    assert device_bindings(config, 1) == {}
 
 
 def test_an_engine_draws_beside_the_generated_token_only_what_the_reverse_divergence_needs() -> None:

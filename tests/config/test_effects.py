@@ -23,6 +23,8 @@ from libra.config.simulation import RUN_POLICIES, PolicyName
 from libra.config.staleness import TWINS
 from libra.train import TrainSettings
 
+TEACHES = {"model": "Qwen3-8B", "function": "teach"}
+
 
 @pytest.fixture(scope="module")
 def tiny_model() -> Path:
@@ -74,7 +76,9 @@ def test_libra_plan_reads_what_the_table_says(tmp_path: Path) -> None:
         "libra/quickstart",
         ["model.path=Qwen3-0.6B", "trainer.algorithm=opd", "distil.teacher=Qwen3-8B", "planner.num_gpus=3"],
     )
-    for given, changes in ((base, {}), (base, {"trace": trace}), (taught, {})):
+    service = {"distil": {"teacher": {"service": "t"}}, "services": {"named": {"t": TEACHES}}}
+    served = config_from_dict(taught.model_dump() | service)
+    for given, changes in ((base, {}), (base, {"trace": trace}), (taught, {}), (served, {})):
         config = given.model_copy(update={"planner": given.planner.model_copy(update=changes)})
         # The planner reads the degree of engines off planner.tp alone when it may plan what does not run.
         assert read_by(plan, config) | {"rollout.engine"} == effective(config, "plan") | {"rollout.engine"}
@@ -119,7 +123,8 @@ def test_libra_simulate_reads_what_the_table_says(policy: str | None, drawn_from
     config = config_from_dict(
         {
             "trainer": {"prompts": 2, "group_size": 2} | ({"algorithm": "opd"} if drawn_from_traces else {}),
-            "distil": {"teacher": "Qwen3-8B"} if drawn_from_traces else {},
+            "distil": {"teacher": {"service": "t"} if policy is None else "Qwen3-8B"} if drawn_from_traces else {},
+            "services": {"named": {"t": TEACHES} if policy is None and drawn_from_traces else {}},
             "policy": {"name": "mlfq"},
             "rollout": {"engine": "vllm"},
             "cluster": {"engines": [{"tp": 2}] if drawn_from_traces else []},

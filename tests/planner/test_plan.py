@@ -17,7 +17,8 @@ from libra.planner.cost.trajectory_totals import TRACE_COLUMNS, totals_of_trace
 from libra.planner.engine_pace import Pace, best_concurrency
 from libra.planner.explain import text
 from libra.planner.plan import Plan
-from libra.planner.snapshot import PlanningSnapshot, Teacher, formulate
+from libra.planner.snapshot import PlanningSnapshot, formulate
+from libra.planner.teacher import Place, Teacher
 from libra.traces.agent_turns import agent_turns
 
 
@@ -90,7 +91,7 @@ def test_a_teacher_has_a_gpu_of_its_own_and_no_step_is_over_before_it_has_scored
     assert slow.bounds.longest_s == pytest.approx(without.bounds.longest_s)
     assert sum(slow.idle_frac.values()) == pytest.approx(1.0)
     words = text(slow, "work-bound")
-    assert "teacher       1 GPU   scores the batch in" in words and "bottleneck  teacher: its one GPU" in words
+    assert "teacher       1 GPU   scores the batch in" in words and "bottleneck  teacher: it takes this long" in words
     dropped = plan(snapshot(eta=eta, teacher=dataclasses.replace(large, waits=False)))
     assert dropped.step_s == made.step_s and dropped.teacher_s == slow.teacher_s
 
@@ -100,6 +101,51 @@ def test_a_teacher_that_fits_nowhere_is_refused() -> None:
         plan(snapshot(2, teacher=Teacher(load_shape("Qwen3-0.6B"))))
     with pytest.raises(PlanError, match=r"distil.teacher: the weights of Qwen2.5-72B-Instruct take 145 GB.* 8[0-9] GB"):
         plan(snapshot(teacher=Teacher(load_shape("Qwen2.5-72B-Instruct"))))
+    with pytest.raises(
+        PlanError, match=r"services.device_gib: 1, .* of service 'oracle' .* take 1\.\d+ GiB; type services"
+    ):
+        plan(snapshot(teacher=dataclasses.replace(SERVICE, room_bytes=2.0**30)))
+
+
+SERVICE = Teacher(load_shape("Qwen3-0.6B"), service="oracle", beside=("judge",))
+
+
+@pytest.mark.parametrize("eta", [0, 1])
+def test_a_teacher_that_is_a_service_is_planned_where_it_runs(eta: int) -> None:
+    own = plan(snapshot(eta=eta, teacher=dataclasses.replace(SERVICE, service="", beside=())))
+    tools = plan(snapshot(eta=eta, teacher=SERVICE))  # the first tool worker has a GPU, as a worker of its own would
+    assert (tools.teacher_gpus, tools.engines, tools.training, tools.step_s) == (
+        1,
+        own.engines,
+        own.training,
+        own.step_s,
+    )
+    assert "service oracle, on the GPU of the first tool worker; service judge beside it, assumed to take" in text(
+        tools, ""
+    )
+
+    cores = plan(snapshot(eta=eta, teacher=dataclasses.replace(SERVICE, on_cores=True)))
+    without = plan(snapshot(eta=eta))
+    assert (cores.teacher_gpus, cores.engines, cores.step_s) == (0, without.engines, without.step_s)
+    assert cores.training.gpus + cores.rollout_gpus + cores.spare_gpus == 32 and cores.teacher_s == tools.teacher_s
+    assert sum(cores.idle_frac.values()) == pytest.approx(1.0) and "the teacher waits for groups" not in cores.idle_frac
+    assert "0 GPUs  scores the batch in" in text(cores, "") and "for which no rank is counted" in text(cores, "")
+
+
+@pytest.mark.parametrize("eta", [0, 1])
+def test_a_teacher_that_no_gpu_is_left_for_takes_seconds_and_memory_of_a_training_worker(eta: int) -> None:
+    small = dataclasses.replace(snapshot(2, eta=eta, training=Layout(offload=True)), shape=load_shape("Qwen3-1.7B"))
+    alone, shared = plan(small), plan(dataclasses.replace(small, teacher=SERVICE))
+    assert SERVICE.place(2) is Place.TRAINING and SERVICE.place(3) is Place.TOOLS
+    assert (shared.teacher_gpus, shared.num_gpus, shared.engines) == (0, 2, alone.engines)
+    more_bytes = shared.training.memory_bytes - alone.training.memory_bytes
+    assert more_bytes == pytest.approx(2 * SERVICE.shape.num_params)
+    assert shared.train_s == pytest.approx(alone.train_s + (shared.teacher_s if eta else 0.0))
+    assert sum(shared.idle_frac.values()) == pytest.approx(1.0)
+    assert "which is assumed to take its seconds as well" in text(shared, "")
+    large = Teacher(load_shape("Qwen2.5-32B"), service="oracle")  # fits on a GPU, and not beside the trainer
+    with pytest.raises(PlanError, match="its memory does not fit"):
+        plan(dataclasses.replace(small, teacher=large))
 
 
 def test_alternatives_are_other_plans_and_say_why_they_lost(made: Plan) -> None:

@@ -15,7 +15,8 @@ from libra.hardware import load_gpu, load_shape
 from libra.planner.build_plan import plan
 from libra.planner.cost import Layout, TrajectoryTotals
 from libra.planner.plan import Plan
-from libra.planner.snapshot import PlanningSnapshot, Teacher
+from libra.planner.snapshot import PlanningSnapshot
+from libra.planner.teacher import Teacher
 from libra.policy.step_ways import COLOCATED, forms
 from libra.sim import next_step
 from libra.sim.next_step import Part, discipline_of, part_of, planned_workload, simulated_ways, trained_work
