@@ -223,8 +223,8 @@ class Dispatcher:
             self._quantum_s[worker] = mean + FORGETTING * (event.latency_s - mean)
         if self.leases is not None and event.phase is Phase.TOOL:
             self.leases.ended(event.key)
-            if event.status is ToolStatus.OK:
-                self.leases.table.release(event.key, event.latency_s)
+            if event.status is not ToolStatus.MALFORMED:  # which no tool saw
+                self.leases.table.release(event.key, event.latency_s, event.status)
         self.stopped(event.key)
         self._loads.generated(event.key, event.tokens, event.payload_tokens)
 

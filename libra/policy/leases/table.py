@@ -36,11 +36,15 @@ from libra.policy.leases.revocation import Running, stopped_for
 from libra.policy.leases.speed_up import SpeedUp
 from libra.policy.leases.waiting import Place, WaitingRequests
 from libra.policy.messages import Priority
+from libra.types import NO_TOOL, ToolOutcome, ToolStatus
 
 FORGETTING = 0.1
 """Weight of the newest action in its tool's mean seconds."""
 CORES = KINDS.index("cores")
 NOTHING = (0,) * len(KINDS)
+RETURNED = frozenset({ToolStatus.OK, ToolStatus.TRUNCATED})
+CUT_OFF = frozenset({ToolStatus.TIMEOUT, NO_TOOL})
+"""Outcomes of actions that more cores would not have ended sooner: time-outs, and faults that the model reads nothing of."""
 FIRST = Priority(-1, -1, -1)
 """Of a request for which leases are revoked."""
 
@@ -142,14 +146,15 @@ class LeaseTable:
         self._leave(holder)
         self._first.discard(holder)
 
-    def release(self, holder: str, seconds: float | None = None) -> Lease | None:
-        """The lease of ``holder`` has ended, whatever ended it; ``seconds``: how long its action ran, None: it did not end well."""
+    def release(self, holder: str, seconds: float | None = None, status: ToolOutcome = ToolStatus.OK) -> Lease | None:
+        """The lease of ``holder`` has ended, whatever ended it; ``seconds``: how long its action ran until it ended by itself, with
+        ``status``. None: it was stopped, or never ran."""
         lease = self._leases.get(holder)
         if lease is None:
             return None
         self._end(lease)
         if seconds is not None and lease.tool:
-            self._learn(lease, seconds)
+            self._learn(lease, seconds, status)
         return lease
 
     # ---------------------------------------------------------------- queries
@@ -376,10 +381,13 @@ class LeaseTable:
         for name, units in lease.resources.quotas:
             self._quotas[name].give_back(units)
 
-    def _learn(self, lease: Lease, seconds: float) -> None:
+    def _learn(self, lease: Lease, seconds: float, status: ToolOutcome) -> None:
+        """Take what an action took into its tool's mean, however it ended: the next may end so, too. How much faster more cores are
+        is learned from those that returned."""
         curve = self._curves.get(lease.tool)
-        if curve is not None:
+        if curve is not None and status in RETURNED:
             curve.ended(lease.resources.cores, seconds)
+        if curve is not None and status not in CUT_OFF:
             seconds *= curve.speed(lease.resources.cores)
         mean = self._seconds.get(lease.tool, seconds)
         self._seconds[lease.tool] = round(mean + FORGETTING * (seconds - mean), 9)

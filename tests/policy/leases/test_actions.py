@@ -7,7 +7,7 @@ import pytest
 from libra.policy import Dispatcher, Place, Priority, QuantumFinished, SetPriority, TrajectoryParked, WorkerJoined
 from libra.policy.leases import Revoke
 from libra.policy.messages import ActionRequested, ToolCapacity, ToolNeeds, ToolsDeclared
-from libra.types import Phase, ToolStatus
+from libra.types import NO_TOOL, Phase, ToolOutcome, ToolStatus
 
 TOOLS = {
     "long": ToolNeeds(1, 1, revocable=True),
@@ -28,8 +28,8 @@ def at(dispatcher: Dispatcher, at_s: float) -> tuple[list[str], tuple[Revoke, ..
     return [place.key for place in places], dispatcher.revocations()
 
 
-def ended(dispatcher: Dispatcher, key: str, tool: str, took_s: float) -> None:
-    dispatcher.handle(QuantumFinished(key, Phase.TOOL, 0, tool, ToolStatus.OK, took_s, 0))
+def ended(dispatcher: Dispatcher, key: str, tool: str, took_s: float, status: ToolOutcome = ToolStatus.OK) -> None:
+    dispatcher.handle(QuantumFinished(key, Phase.TOOL, 0, tool, status, took_s, 0))
 
 
 @pytest.fixture
@@ -77,3 +77,32 @@ def test_only_a_single_call_of_a_revocable_tool_is_stopped(dispatcher: Dispatche
     assert at(dispatcher, 10.0) == (["x"], ())
     park(dispatcher, "y", "short")
     assert at(dispatcher, 11.0) == ([], ())
+
+
+@pytest.mark.parametrize("status", [ToolStatus.TIMEOUT, ToolStatus.ERROR, ToolStatus.TRUNCATED, NO_TOOL])
+def test_a_tool_that_is_cut_off_or_fails_is_expected_to_take_as_long_again(
+    dispatcher: Dispatcher, status: ToolOutcome
+) -> None:
+    """A short tool that hangs as often as not is no reason to stop a long one."""
+    assert dispatcher.leases is not None
+    table, start_s = dispatcher.leases.table, 100.0
+    for number in range(40):
+        key = f"s{number}"
+        park(dispatcher, key, "short")
+        assert at(dispatcher, start_s)[0] == [key]
+        took_s, how = (120.0, status) if number % 2 else (1.0, ToolStatus.OK)
+        start_s += took_s
+        ended(dispatcher, key, "short", took_s, how)
+    assert table.expected_s("short") == pytest.approx(60.0, rel=0.15)
+    park(dispatcher, "x", "long")
+    assert at(dispatcher, start_s) == (["x"], ())
+    park(dispatcher, "y", "short", level=3)
+    assert at(dispatcher, start_s + 2.0) == ([], ())
+
+
+def test_a_malformed_call_says_nothing_of_its_tool(dispatcher: Dispatcher) -> None:
+    assert dispatcher.leases is not None
+    park(dispatcher, "m", "long")
+    assert at(dispatcher, 1.0)[0] == ["m"]
+    ended(dispatcher, "m", "long", 0.001, ToolStatus.MALFORMED)
+    assert dispatcher.leases.table.expected_s("long") == 60.0 and dispatcher.leases.table.lease("m") is None

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from libra.policy import Priority
 from libra.policy.leases import Lease, LeaseRequest, LeaseTable, Quota, Resources, Revoke, SpeedUp
+from libra.types import ToolStatus
 
 GIB = 2**30
 WORKERS = {
@@ -366,6 +367,23 @@ def test_sizes_of_a_measured_tool_are_tried_and_then_used_by_their_speed() -> No
         table.release(lease.holder, seconds[lease.resources.cores])
     assert sorted(tried[:12]) == [1] * 4 + [2] * 4 + [4] * 4
     assert tried[12:] == [2] * 4
+
+
+def test_time_outs_and_errors_say_nothing_of_how_much_faster_more_cores_are() -> None:
+    """They take as long as they may with any cores, and end at any time."""
+    table, curve = one_worker(cores=4), SpeedUp(1, 4, "measure")
+    table.declare("tests", curve)
+    for i in range(36):
+        ask(table, request(f"h{i}", 1, tool="tests"))
+        (lease,) = table.admit(float(i))
+        assert isinstance(lease, Lease)
+        status, seconds = (
+            (ToolStatus.OK, 8.0 / lease.resources.cores), (ToolStatus.TIMEOUT, 30.0), (ToolStatus.ERROR, 0.001)
+        )[i % 3]  # fmt: skip
+        table.release(lease.holder, seconds, status)
+    assert [curve.speed(cores) for cores in (1, 2, 4)] == [1.0, 2.0, 4.0]
+    expected_s = table.expected_s("tests")
+    assert expected_s is not None and 8.0 < expected_s < 30.0  # and yet some hang
 
 
 def learned(cores: int = 8, **seconds: float) -> LeaseTable:
