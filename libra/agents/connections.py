@@ -5,7 +5,8 @@ Invariants
 1. Where there are as many connections as there may be, a new one takes the place of that which has been idle for longest. One that
    has a request under way gives way to none.
 2. A request's head comes within `HEAD_S` and has at most `HEAD_BYTES` (and what came in one read with a request's end), or the
-   connection ends; so does one that is idle for `IDLE_S`, or on which the rest of an answered request's body takes that long.
+   connection ends; so does one with as many between two parts of a body, or after the last one, and one that is idle for `IDLE_S`,
+   or on which the rest of an answered request's body takes that long.
 3. A trajectory has at most as many requests under way as it leaves places for others (alone half of all, beside another such one a
    third), and `LEAST_PLACES` in any case. Their bodies have at most `HELD_BYTES`. Beyond that it is told to try again (status 503).
 """
@@ -28,7 +29,7 @@ IDLE_S = 75
 HEAD_S = 20.0
 """Seconds from a connection's beginning, or the first byte of a later request, to the end of that request's head."""
 HEAD_BYTES = 64 << 10
-"""Bytes of a request's head, and of what stands between it and the end of the request before."""
+"""Bytes of a request's head, and of what stands between it and the end of the request before; of sizes and trailers of chunks."""
 HELD_BYTES = 128 << 20
 LEAST_PLACES = 16
 """Requests under way that a trajectory has in any case."""
@@ -41,7 +42,7 @@ class Connection(_Base):  # type: ignore[misc]
     def __init__(self, *args: Any, idle: OrderedDict[Connection, None], **named: Any) -> None:
         super().__init__(*args, **named)
         self._idle = idle
-        self._head_bytes = 0  # since the end of the last request; without meaning while a body is under way
+        self._head_bytes = 0  # since the end of the last request, or the last part of a body
         self._in_body = False
         self._late: asyncio.TimerHandle | None = None
         self._awaited = ""
@@ -63,13 +64,13 @@ class Connection(_Base):  # type: ignore[misc]
     def data_received(self, data: bytes) -> None:
         self._head_bytes += len(data)
         super().data_received(data)
-        if (conn := getattr(self, "conn", None)) is not None:  # h11, which makes none of the three calls below
+        if (conn := getattr(self, "conn", None)) is not None:  # h11, which makes none of the four calls below
             self._in_body = conn.their_state is h11.SEND_BODY
             self._head_bytes = len(conn.trailing_data[0]) if conn.their_state is h11.IDLE else 0
         busy = self._look()
         if self.transport.is_closing():
             return
-        if not self._in_body and self._head_bytes > HEAD_BYTES:
+        if self._head_bytes > HEAD_BYTES:
             self.transport.abort()
         elif not busy:
             self._wait_for("body" if self._in_body else "head" if self._head_bytes else "request")
@@ -81,6 +82,10 @@ class Connection(_Base):  # type: ignore[misc]
     def on_headers_complete(self) -> None:
         self._in_body = True
         super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        super().on_body(body)
+        self._head_bytes = 0
 
     def on_message_complete(self) -> None:
         super().on_message_complete()

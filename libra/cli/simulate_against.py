@@ -15,7 +15,7 @@ from libra.errors import ConfigError
 from libra.sim.against import TUNING_SEED, Comparison, compare
 from libra.sim.cause_table import Went, lines
 from libra.sim.disciplines import DISCIPLINES, disciplines, named
-from libra.sim.from_config import Simulated, drawn_workload, teacher_token_s
+from libra.sim.from_config import Simulated, drawn_workload, expected_teacher_token_s
 from libra.sim.from_run import run_setting
 from libra.sim.gpu_seconds import Cause
 from libra.sim.pipeline_result import PipelineResult
@@ -149,7 +149,7 @@ def cell_of(config: RunConfig, from_run: Path | None) -> tuple[Cell, str]:
     cell = Cell(
         traces, trainer.group_size, 0.0, trainer.prompts, layout, own.run.eta, gpu=choices.gpu, model=choices.model
     )
-    return replace(cell, teacher_token_s=teacher_token_s(choices, None, cell.workload(0, 1))), source
+    return replace(cell, teacher_token_s=expected_teacher_token_s(choices, None, cell.workload(0, 1))), source
 
 
 def as_traces(workload: Workload) -> tuple[Trace, ...]:

@@ -61,11 +61,12 @@ def _ask(check: RunCheck, repairs: Repairs, names: Sequence[str]) -> None:
         return
     for name in names:
         try:
-            scores = scores_of(model, config.run.seed, read_group(check.files.groups_dir / f"{Path(name).stem}.group"))
+            members = read_group(check.files.groups_dir / f"{Path(name).stem}.group")
         except StoreError as error:
             repairs.cannot(name, f"the store does not have it, and {error}")
             continue
-        _replace(check, repairs, name, scores, f"{teacher_model(config)} was asked again")
+        taught = scores_of(model, config.run.seed, members).taught
+        _replace(check, repairs, name, taught, f"{teacher_model(config)} was asked again")
 
 
 def _replace(check: RunCheck, repairs: Repairs, name: str, scores: Sequence[Taught | None], how: str) -> None:

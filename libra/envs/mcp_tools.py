@@ -3,7 +3,7 @@
 Invariants
 ----------
 1. A process asks at most one server for each command and its variables, whatever runs use it; it ends with its last environment, or
-   with the process.
+   with the process, and so does all that it started (Linux, `libra.envs.mcp_keeper`).
 2. A call whose server ended is a failure that the model does not read (`ToolFault`); the next call starts a new server.
 3. Calls of several trajectories are under way at once, as far as the server takes them.
 4. A server that is stopped, or loops, is killed, and the next call starts another. Once a call has no answer after `DOUBT_S`, the
@@ -19,8 +19,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import errno
 import logging
+import os
 import shlex
+import shutil
+import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -29,6 +33,7 @@ from functools import partial
 from typing import Any
 
 from libra.child_environment import child_environment
+from libra.envs import mcp_keeper
 from libra.envs.environment import Environment
 from libra.envs.tool import Tool
 from libra.errors import ConfigError, ToolFault
@@ -69,15 +74,15 @@ class _Life:
         from mcp import Client, StdioServerParameters
 
         try:
-            program, *words = shlex.split(command)
             given = child_environment(env, where=ENV_SETTING)
-            async with Client(StdioServerParameters(command=program, args=words, env=given)) as client:
+            words = ["-I", "-S", mcp_keeper.__file__, *_found(shlex.split(command), given)]
+            async with Client(StdioServerParameters(command=sys.executable, args=words, env=given)) as client:
                 self.ready.set_result(client)
                 while not self.stop.is_set():
                     with contextlib.suppress(TimeoutError):
                         await asyncio.wait_for(self.stop.wait(), IDLE_S)
                     if not self.called:
-                        break
+                        self.stop.set()  # the next call starts another
         except Exception as error:  # boundary to the server's command
             if self.ready.done():
                 raise
@@ -236,6 +241,9 @@ class McpServer:
                 self.command,
                 REST_S,
             )
+        self._retire(life)
+
+    def _retire(self, life: _Life) -> None:
         ending = asyncio.ensure_future(self._end(life))
         self._ending.add(ending)
         ending.add_done_callback(self._ending.discard)
@@ -250,7 +258,9 @@ class McpServer:
             )
 
     def _alive(self) -> _Life:
-        if self._life is None or self._life.task.done():
+        if self._life is None or self._life.stop.is_set() or self._life.task.done():
+            if self._life is not None:
+                self._retire(self._life)
             self._life = _Life(self.command, self.env)
             self.starts += 1
         return self._life
@@ -266,6 +276,13 @@ class McpServer:
             life.task.cancel()
         with contextlib.suppress(Exception, asyncio.CancelledError):  # who waited for it was told
             await asyncio.wait_for(asyncio.shield(life.task), 15.0)
+
+
+def _found(words: Sequence[str], env: Mapping[str, str]) -> Sequence[str]:
+    """``words``, if their first names a program; FileNotFoundError."""
+    if not words or shutil.which(words[0], path=env.get("PATH", os.defpath)) is None:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), *words[:1])
+    return words
 
 
 def with_mcp_tools(environment: Environment, command: str, env: Sequence[str] = ()) -> Environment:

@@ -220,7 +220,8 @@ class QuantumGivenBack(Event, frozen=True):
 
 
 class GroupScored(Event, frozen=True):
-    """The teacher (``distil.teacher``) has scored a training group, in ``score_s`` seconds; its scores are on disk."""
+    """The teacher (``distil.teacher``) has scored a training group; its scores are on disk. ``score_s``: seconds of the teacher,
+    without those in which the group waited for it."""
 
     iteration: int
     group: int

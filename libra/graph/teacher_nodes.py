@@ -20,10 +20,10 @@ from libra.events.reports import LateReport, ScoredReport
 from libra.store.batch_membership import batch_path
 from libra.store.group_records import group_path, read_group
 from libra.store.teacher_scores import read_scores, scores_path, write_scores
-from libra.types import Taught, Trajectory
+from libra.types import Trajectory
 from libra.worker.context import WorkerContext
 from libra.worker.host import LibraHost, host_here
-from libra.worker.teacher_service import ToTeach, scoring_of
+from libra.worker.teacher_service import Scored, ToTeach, scoring_of
 
 logger = logging.getLogger(__name__)
 
@@ -41,18 +41,18 @@ async def teach(run: str, group: dict[str, Any] | None, iteration: int, number: 
     if not scores.exists():
         found = await _scored(host, read_group(path))
         with contextlib.suppress(RecordExists):
-            write_scores(scores, found)
-            host.context.report(ScoredReport(iteration, number, round(time.time() - began_s, 6)))
+            write_scores(scores, found.taught)
+            host.context.report(ScoredReport(iteration, number, round(found.seconds, 6)))
     return {"iteration": iteration, "group": number, "teach_s": time.time() - began_s}
 
 
-async def _scored(host: LibraHost, members: Sequence[Trajectory]) -> list[Taught | None]:
+async def _scored(host: LibraHost, members: Sequence[Trajectory]) -> Scored:
     """What the teacher says of a group: a service of this worker, or the model that it holds."""
     config = host.spec.config
     if (service := config.distil.service) is not None:
         assert host.services is not None, f"{host.context.name} was given a group to score and has no services"
         asked = ToTeach(members, scoring_of(config, host.context.model_dir), config.run.seed)
-        answer: list[Taught | None] = await host.services.answer(service, asked)
+        answer: Scored = await host.services.answer(service, asked)
         return answer
     assert host.teacher is not None, f"{host.context.name} was given a group to score and supplies no TEACHER"
     return await asyncio.to_thread(host.teacher.score, members)

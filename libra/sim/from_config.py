@@ -200,7 +200,7 @@ def simulator_of(config: RunConfig, workload: Workload | None = None) -> Simulat
         boundaries=(
             boundaries_of(config.policy.boundaries_tokens) if choices.policy in ("cmlfq", "predictor", "oracle") else ()
         ),
-        teacher_token_s=teacher_token_s(choices, measured, workload),
+        teacher_token_s=expected_teacher_token_s(choices, measured, workload),
     )
     if measured is None:
         engines = engines_of(choices, choices.layout, section.slots, workload)
@@ -219,7 +219,7 @@ def simulator_of(config: RunConfig, workload: Workload | None = None) -> Simulat
     return Simulator(workload, engines, ordering, seed=config.run.seed, options=options)
 
 
-def teacher_token_s(choices: Simulated, measured: RunCalibration | None, workload: Workload) -> float:
+def expected_teacher_token_s(choices: Simulated, measured: RunCalibration | None, workload: Workload) -> float:
     """Seconds of a teacher's forward pass per token; 0 without one that batches wait for.
 
     By the cost model; with a calibration the seconds of its trainer per token, by the parameters of both models and the passes of a

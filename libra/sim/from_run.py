@@ -129,11 +129,11 @@ def run_options(record: RunRecord, calibration: RunCalibration, workload: Worklo
         boundaries=boundaries_of(record.config.policy.boundaries_tokens),
         chunk_tokens=rollout.chunk_tokens,
         reserve=(rollout.max_new_tokens, rollout.max_context_tokens) if reserves else None,
-        teacher_token_s=teacher_token_s(record, workload),
+        teacher_token_s=told_teacher_token_s(record, workload),
     )
 
 
-def teacher_token_s(record: RunRecord, workload: Workload) -> float:
+def told_teacher_token_s(record: RunRecord, workload: Workload) -> float:
     """Seconds of a run's teacher per token, as it took for its groups; 0 without one that batches wait for."""
     scored = [score_s for _, score_s in record.scores().values()]
     groups = len({(plan.iteration, plan.group) for plan in workload.trajectories})

@@ -69,7 +69,7 @@ def simulated_ways(
         beside_s=plan.beside_s,
         close_s=0.0,
         load_s=0.0,
-        teacher_token_s=teacher_token_s(plan, snapshot, workload),
+        teacher_token_s=planned_teacher_token_s(plan, snapshot, workload),
         rule=rule,
         num_steps=steps,
         causes=False,
@@ -84,7 +84,7 @@ def simulated_ways(
     return found
 
 
-def teacher_token_s(plan: Plan, snapshot: PlanningSnapshot, workload: Workload) -> float:
+def planned_teacher_token_s(plan: Plan, snapshot: PlanningSnapshot, workload: Workload) -> float:
     """Seconds of the plan's teacher per token of ``workload``, so that it takes as long for an iteration as for the plan's batch; 0
     without one that batches wait for."""
     if snapshot.teacher is None or not snapshot.teacher.waits:

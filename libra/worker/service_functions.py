@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from libra.errors import ServiceFault
 
 if TYPE_CHECKING:
-    from libra.worker.teacher_service import ToTeach
+    from libra.worker.teacher_service import Scored, ToTeach
 
 QUESTION = "Question:\n{prompt}\n\nAnswer:\n{completion}\n\nIs this answer right? Say yes or no."
 
@@ -76,7 +76,7 @@ def embed(model: Any, tokenizer: Any, inputs: Sequence[Any]) -> list[list[float]
     return found
 
 
-def teach(model: Any, tokenizer: Any, inputs: Sequence[ToTeach]) -> list[list[Any]]:
+def teach(model: Any, tokenizer: Any, inputs: Sequence[ToTeach]) -> list[Scored]:
     """What a teacher says of each generated token of groups of trajectories (``distil.teacher``); nobody else asks."""
     return [given.scores(model) for given in inputs]
 

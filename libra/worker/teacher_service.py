@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -23,6 +24,14 @@ if TYPE_CHECKING:
     from libra.train.teacher_model import Scoring, TeacherModel
 
 
+class Scored(NamedTuple):
+    """What a teacher says of each member of a group, None for one that does not train; and its seconds, without those in which it
+    scored other groups."""
+
+    taught: list[Taught | None]
+    seconds: float
+
+
 class OwnTeacher:
     """One per host with TEACHER, in a run whose ``distil.teacher`` is a model of its own."""
 
@@ -35,8 +44,8 @@ class OwnTeacher:
         """Load the model, in any thread; ModelError if it is none."""
         self._model = load_teacher(self.context.spec.config, self.context.model_dir)
 
-    def score(self, members: Sequence[Trajectory]) -> list[Taught | None]:
-        """What the teacher says of each member of a group; None for one that does not train. The same members, the same scores."""
+    def score(self, members: Sequence[Trajectory]) -> Scored:
+        """What the teacher says of a group. The same members, the same scores."""
         assert self._model is not None, "the teacher scores after it is loaded"
         with self._one_at_a_time:
             return scores_of(self._model, self.context.spec.config.run.seed, members)
@@ -83,17 +92,18 @@ class ToTeach:
     scoring: Scoring
     seed: int
 
-    def scores(self, model: Any) -> list[Taught | None]:
+    def scores(self, model: Any) -> Scored:
         """What ``model`` says of them; TrainError."""
         from libra.train.teacher_model import TeacherModel
 
         return scores_of(TeacherModel(model, self.scoring), self.seed, self.members)
 
 
-def scores_of(model: TeacherModel, seed: int, members: Sequence[Trajectory]) -> list[Taught | None]:
-    """What a teacher says of each member of a group, in a run with ``seed``; None for one that does not train. The same members,
-    the same scores."""
-    return [model.score(each, _rng(seed, each)) if each.failure.trains else None for each in members]
+def scores_of(model: TeacherModel, seed: int, members: Sequence[Trajectory]) -> Scored:
+    """What a teacher says of a group, in a run with ``seed``. The same members, the same scores."""
+    began_s = time.perf_counter()
+    taught = [model.score(each, _rng(seed, each)) if each.failure.trains else None for each in members]
+    return Scored(taught, time.perf_counter() - began_s)
 
 
 def _rng(seed: int, member: Trajectory) -> np.random.Generator:

@@ -110,6 +110,23 @@ def test_a_head_without_an_end_behind_a_request_under_way_ends_its_connection() 
     run(test, script=False)
 
 
+@pytest.mark.parametrize(
+    "rest", [b"0\r\n" + b"x: y\r\n" * 200_000, b"1;x=" + b"y" * 1_000_000], ids=["trailers", "a size"]
+)
+def test_what_stands_between_chunks_without_an_end_ends_its_connection(
+    rest: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gateway, "BODY_S", 1000.0)
+
+    async def test(here: Place) -> None:
+        head = f"POST /t/{here.token}/v1/chat/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+        line = await connected(here, head.encode() + b"1\r\n{\r\n")
+        line[1].write(rest)
+        assert b"200 OK" not in await end_of(line)
+
+    run(test)
+
+
 def test_heads_and_bodies_of_many_requests_do_not_add_up() -> None:
     async def test(here: Place) -> None:
         filler, body = "x" * (connections.HEAD_BYTES // 2), "x" * (3 * connections.HEAD_BYTES)

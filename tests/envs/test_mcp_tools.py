@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,6 +14,8 @@ import psutil
 import pytest
 
 pytest.importorskip("mcp", reason="pip install 'libra-rl[mcp]'")
+
+import mcp
 
 from libra.config import config_from_dict
 from libra.envs import make_environment, mcp_tools, run_action
@@ -21,7 +25,7 @@ from libra.types import ToolCall, ToolStatus
 from libra.worker.run_spec import RunSpec
 
 SERVER = f"{sys.executable} {Path(__file__).parents[1] / 'support' / 'mcp_calculator.py'}"
-OFFERED = ["add", "fail", "pid", "variable", "freeze", "hold", "nonsense", "die"]
+OFFERED = ["add", "fail", "pid", "variable", "freeze", "hold", "nonsense", "leave", "die"]
 
 
 @pytest.fixture
@@ -69,6 +73,54 @@ def test_one_server_for_a_process_and_another_after_a_crash(plain):
             os.kill(second, 0)
 
     asyncio.run(play())
+
+
+def test_what_a_server_leaves_ends_with_it(plain):
+    async def play():
+        here = with_mcp_tools(plain, SERVER)
+        left = [int((await called(here, "leave")).content)]
+        assert psutil.pid_exists(left[0])
+        with pytest.raises(ToolFault, match="ended during a call"):
+            await called(here, "die")
+        left.append(int((await called(here, "leave")).content))
+        await here.close()
+        assert not any(map(psutil.pid_exists, left))
+
+    asyncio.run(play())
+
+
+def test_what_a_server_leaves_ends_where_its_worker_is_killed():
+    program = (
+        "import asyncio, time\nfrom libra.envs.mcp_tools import McpServer\n"
+        f"print(asyncio.run(McpServer({SERVER!r}).call('leave', {{}})), flush=True)\ntime.sleep(600)"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as worker:
+        left = psutil.Process(int(worker.stdout.readline()))
+        worker.kill()
+    assert psutil.wait_procs([left], 60)[1] == []
+
+
+def test_a_call_while_an_idle_server_ends_has_another_one(monkeypatch):
+    has_ended, go_on = threading.Event(), threading.Event()
+
+    class Slow(mcp.Client):
+        async def __aexit__(self, *given):
+            await super().__aexit__(*given)
+            has_ended.set()
+            await asyncio.to_thread(go_on.wait, 60)
+
+    monkeypatch.setattr(mcp, "Client", Slow)
+    server = McpServer(SERVER)
+    with monkeypatch.context() as sooner:
+        sooner.setattr(mcp_tools, "IDLE_S", 0.01)
+        assert [tool.name for tool in server.tools()] == OFFERED
+        assert has_ended.wait(60)
+    try:
+        assert asyncio.run(server.call("add", {"a": 1, "b": 1})) == "2"
+        assert server.starts == 2
+    finally:
+        go_on.set()
+        server.close()
 
 
 def test_a_run_names_it_in_its_configuration(tmp_path):

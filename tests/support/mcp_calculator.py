@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
 
 from mcp.server.mcpserver import Context, MCPServer
 
@@ -58,6 +59,13 @@ async def nonsense(context: Context) -> str:
     os.write(WIRE, json.dumps(answer).encode() + b"\n")
     await asyncio.Event().wait()
     return "over"
+
+
+@server.tool()
+def leave() -> int:
+    """Leaves a process in a session of its own; the number of that."""
+    none = subprocess.DEVNULL
+    return subprocess.Popen(["sleep", "600"], start_new_session=True, stdin=none, stdout=none, stderr=none).pid
 
 
 @server.tool()

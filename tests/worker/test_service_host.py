@@ -20,6 +20,7 @@ from libra.envs.retries import BackOff
 from libra.errors import ConfigError, ServiceFault
 from libra.train.teacher_model import Scoring, TeacherModel
 from libra.types import EndReason, Prompt, Trajectory, TrajectoryId
+from libra.worker import teacher_service
 from libra.worker.service_functions import FUNCTIONS
 from libra.worker.service_host import RunServices, ServiceHost
 from libra.worker.service_models import HostModel
@@ -183,10 +184,28 @@ def test_a_teacher_is_restored_when_it_is_asked_evicted_for_others_and_shared_by
     ]  # fmt: skip
     for distil, answers in zip(settings, (first, sampled), strict=True):
         alone = TeacherModel.load(random_model, Scoring(distil, 0.7, 32, chunk_tokens=3))
-        for taught, expected in zip(answers, scores_of(alone, 5, members), strict=True):
+        for taught, expected in zip(answers.taught, scores_of(alone, 5, members).taught, strict=True):
             assert taught.token_ids.tolist() == expected.token_ids.tolist()
             np.testing.assert_allclose(taught.logp, expected.logp, atol=1e-5)
-    assert [each.logp.tolist() for each in again] == [each.logp.tolist() for each in first]
+    assert [each.logp.tolist() for each in again.taught] == [each.logp.tolist() for each in first.taught]
+
+
+def test_a_group_counts_the_seconds_of_its_own_scores_alone(
+    random_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = ServiceEntry(model=str(random_model), function="teach", max_batch=3, max_wait_s=60.0)
+    distil = DistilSection(teacher={"service": "oracle"}, top_k=4)
+    asked = ToTeach(_members(2), Scoring(distil, 0.7, 32, chunk_tokens=3), seed=5)
+    clock = iter(range(100))
+    monkeypatch.setattr(teacher_service.time, "perf_counter", lambda: float(next(clock)))
+    run = context([], named={"oracle": entry.model_dump()})
+
+    async def work(host: ServiceHost) -> Any:
+        name = await host.load(entry)
+        monkeypatch.setattr(host._loaded[name].model, "restored", lambda device: (host._loaded[name].model._model, 0.0))
+        return await asyncio.gather(*(host.answer(name, asked, run) for _ in range(3)))
+
+    assert [each.seconds for each in hosted(work)] == [1.0, 1.0, 1.0]
 
 
 def test_a_repair_asks_the_model_of_the_service(random_model: Path) -> None:
@@ -201,7 +220,7 @@ def test_a_repair_asks_the_model_of_the_service(random_model: Path) -> None:
     )
     alone = TeacherModel.load(random_model, scoring_of(config, random_model))
     asked = scores_of(load_teacher(config, random_model), 5, _members(2))
-    for taught, expected in zip(asked, scores_of(alone, 5, _members(2)), strict=True):
+    for taught, expected in zip(asked.taught, scores_of(alone, 5, _members(2)).taught, strict=True):
         assert taught is not None and expected is not None
         assert taught.token_ids.tolist() == expected.token_ids.tolist()
         np.testing.assert_allclose(taught.logp, expected.logp, atol=1e-5)

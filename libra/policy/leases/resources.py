@@ -130,11 +130,10 @@ class Lease(msgspec.Struct, frozen=True, gc=False):
 
 
 class Revoke(msgspec.Struct, frozen=True, gc=False):
-    """Have ``holder`` stop its action on ``worker``, ``ran_s`` after its lease was granted, and release the lease for ``waiting``.
-    It is held until then; ``holder`` requests another one."""
+    """Have ``holder`` stop its action on ``worker``, ``ran_s`` after its lease was granted, and release the lease for whom
+    ``reason`` names. It is held until then; ``holder`` requests another one."""
 
     holder: str
     worker: str
-    waiting: str
     ran_s: float
     reason: str

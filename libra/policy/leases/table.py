@@ -346,7 +346,7 @@ class LeaseTable:
             f"{found.cost_s:.3g} s"
         )
         return tuple(
-            Revoke(holder, found.worker, request.holder, round(at_s - self._leases[holder].granted_s, 6), reason)
+            Revoke(holder, found.worker, round(at_s - self._leases[holder].granted_s, 6), reason)
             for holder in found.holders
         )
 

@@ -97,6 +97,9 @@ def test_a_forged_pass_earns_nothing(world):
         ("class A: from functools import reduce as __eq__", "__eq__"),
         ("re.functools.update_wrapper(f, f)", ".functools"),
         ("n = [*n.copy()]", None),
+        ("n = '{0.gi_frame.f_back}'.format(n)", "{0.gi_frame.f_back}"),
+        ("n = ('{0._' + '_dict_' + '_}').format(n)", ".format of '{0._' + '_dict_' + '_}'"),
+        ("n = '{:.2f}, {}'.format(n, n)", None),
     ],
 )
 def test_an_edit_that_reaches_the_runner_by_a_way_round_is_named(lines, brought):

@@ -145,7 +145,7 @@ class Model:
         """Revocable leases of one worker that make room for the first that does not fit, each once, and none that is not needed."""
         if not revokes:
             return
-        (waiting,), (worker,) = {each.waiting for each in revokes}, {each.worker for each in revokes}
+        (waiting,), (worker,) = {each.reason.split()[0] for each in revokes}, {each.worker for each in revokes}
         leases = [self.table.lease(each.holder) for each in revokes]
         assert all(lease is not None and lease.revocable and lease.worker == worker for lease in leases)
         assert waiting not in self.first and not {each.holder for each in revokes} & self.revoked
@@ -405,7 +405,7 @@ def test_a_long_action_that_has_only_begun_makes_room_for_a_short_one_and_begins
     ask(table, request("short", 1, tool="short"), level=5)
     (revoke,) = table.admit(22.0)
     assert isinstance(revoke, Revoke)
-    assert (revoke.holder, revoke.worker, revoke.waiting, revoke.ran_s) == ("young", "a", "short", 2.0)
+    assert (revoke.holder, revoke.worker, revoke.ran_s) == ("young", "a", 2.0)
     assert table.admit(22.5) == ()  # once
     table.release("young")
     # before the short one by its level, and behind it all the same
