@@ -280,6 +280,7 @@ class ScoredReport(Report, frozen=True, tag="scored"):
     iteration: int
     group: int
     score_s: float
+    waited_s: float = 0.0
 
 
 class LateReport(Report, frozen=True, tag="late"):

@@ -220,12 +220,13 @@ class QuantumGivenBack(Event, frozen=True):
 
 
 class GroupScored(Event, frozen=True):
-    """The teacher (``distil.teacher``) has scored a training group; its scores are on disk. ``score_s``: seconds of the teacher,
-    without those in which the group waited for it."""
+    """The teacher (``distil.teacher``) has scored a training group; its scores are on disk. ``score_s``: seconds of the teacher;
+    ``waited_s``: those in which the group waited for it, until its weights were there, and for others, also of the same batch."""
 
     iteration: int
     group: int
     score_s: float
+    waited_s: float = 0.0
 
 
 class GroupCommitted(Event, frozen=True):

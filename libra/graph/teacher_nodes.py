@@ -39,10 +39,12 @@ async def teach(run: str, group: dict[str, Any] | None, iteration: int, number: 
     path = group_path(host.spec.groups_dir, iteration, number)
     scores = scores_path(path)
     if not scores.exists():
-        found = await _scored(host, read_group(path))
+        members, asked_s = read_group(path), time.perf_counter()
+        found = await _scored(host, members)
+        waited_s = max(0.0, time.perf_counter() - asked_s - found.seconds)
         with contextlib.suppress(RecordExists):
             write_scores(scores, found.taught)
-            host.context.report(ScoredReport(iteration, number, round(found.seconds, 6)))
+            host.context.report(ScoredReport(iteration, number, round(found.seconds, 6), round(waited_s, 6)))
     return {"iteration": iteration, "group": number, "teach_s": time.time() - began_s}
 
 

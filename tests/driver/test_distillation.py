@@ -25,7 +25,7 @@ from libra.driver.repair import repair_run
 from libra.driver.session import Session
 from libra.driver.teacher_checks import check_teacher
 from libra.errors import ConfigError, DamagedRun, ModelError
-from libra.events import ServiceAnswered, from_dict
+from libra.events import GroupScored, ServiceAnswered, from_dict
 from libra.sim.run_record import RunRecord
 from libra.store.batch_membership import batch_path, read_batch_facts
 from libra.store.event_log import EventReader
@@ -90,6 +90,9 @@ def test_the_student_comes_nearer_to_its_teacher(
     assert scored.keys() >= {(k, g) for k in range(10) for g in range(2)} and all(s > 0 for _, s in scored.values())
     answered = [event for event in log if isinstance(event, ServiceAnswered)]
     assert not service or sum(event.requests for event in answered) >= len(scored)
+    waits = [event.waited_s for event in log if isinstance(event, GroupScored)]
+    assert len(waits) >= len(scored) and min(waits) >= 0
+    assert not service or max(waits) >= max(event.restore_s for event in answered)  # the first waited for weights
     if service:  # of groups that were scored together none counts the others' seconds
         assert sum(s for _, s in scored.values()) <= sum(event.ran_s for event in answered)
     first, last = (float(np.mean([row["kl_teacher"] for row in part])) for part in (rows[:2], rows[-2:]))

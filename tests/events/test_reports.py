@@ -84,7 +84,7 @@ EXAMPLES: list[Report] = [
     StepReport(1, 0.5, 2.0),
     WaveReport(3, 0, 2, 6, 0.75),
     ServiceReport("judge", "tool-0", 3, 0.05, 0.5, 1.25, True, 1),
-    ScoredReport(1, 2, 0.75),
+    ScoredReport(1, 2, 0.75, 0.25),
     LateReport(3, 16, ((1, 0, 1, 2, 5),), ((1, 0, 2),), ((1, 0, 2, 2),), ((1, 0, 5),), 4, 1, 0),
     SessionReport(made=1, replaced=1),
     IterationReport(1, None, 0.5),
