@@ -107,7 +107,7 @@ class ServiceSchedule:
         self._bytes = dict(devices)
         self._services: dict[str, _Service] = {}
         self._resident: dict[str, dict[str, float]] = {device: {} for device in devices}  # when each was used last
-        self._running: dict[str, tuple[Fire, float]] = {}
+        self._running: dict[str, tuple[Fire, float, _Service]] = {}
 
     # ---------------------------------------------------------------- what there is
 
@@ -129,8 +129,8 @@ class ServiceSchedule:
         self._bytes[device] = None if num_bytes is None else max(num_bytes, largest)
 
     def withdraw(self, service: str) -> tuple[int, ...]:
-        """A service is no longer wanted; returns its requests that were waiting. None of its batches runs."""
-        assert all(fire.service != service for fire, _ in self._running.values()), f"a batch of {service} runs"
+        """A service is no longer wanted; returns its requests that were waiting. A batch of it that runs keeps its lane until it
+        has ended."""
         for residents in self._resident.values():
             residents.pop(service, None)
         found = self._services.pop(service, None)
@@ -153,8 +153,9 @@ class ServiceSchedule:
 
     def ended(self, fire: Fire, at_s: float, *, restore_s: float = 0.0, failed: bool = False) -> None:
         """A batch has ended; restoring took ``restore_s`` of it. ``failed``: its weights are not on the device."""
-        _, began_s = self._running.pop(fire.lane)
-        service = self._services[fire.service]
+        _, began_s, service = self._running.pop(fire.lane)
+        if self._services.get(fire.service) is not service:
+            return  # it was withdrawn: nothing of it is here
         service.batch_s = _mean(service.batch_s, max(0.0, at_s - began_s - restore_s))
         if fire.restores and not failed:
             service.restore_s = _mean(service.restore_s or None, restore_s)
@@ -177,7 +178,7 @@ class ServiceSchedule:
                 passed.add(name)
                 continue
             fire = self._begin(self._services[name], device, ripe_s, at_s)
-            self._running[fire.lane] = fire, at_s
+            self._running[fire.lane] = fire, at_s, self._services[name]
             begun.append(fire)
 
     def next_s(self, at_s: float) -> float | None:
@@ -205,8 +206,7 @@ class ServiceSchedule:
 
     def _left_s(self, device: str, at_s: float) -> float:
         """Seconds that the batch on ``device`` still takes, as far as one is known."""
-        fire, began_s = self._running[device]
-        service = self._services[fire.service]
+        fire, began_s, service = self._running[device]
         whole_s = (service.batch_s or 0.0) + (service.restore_s if fire.restores else 0.0)
         return max(0.0, began_s + whole_s - at_s)
 

@@ -7,6 +7,8 @@ Invariants
 2. Each request is answered once, or fails with `ServiceFault`: also if its batch raises, gives another number of answers, or its
    run ends. A batch that an API refuses for now is asked again as `libra.envs.retries` says.
 3. A model answers only with verified weights (`libra.worker.service_models`).
+4. One batch at a time runs on the device, also where one was cut off or its run has ended: no thread can be stopped, and the next
+   batch begins when it has returned. Requests that wait meanwhile are bounded by those who ask.
 """
 
 from __future__ import annotations
@@ -38,6 +40,7 @@ from libra.policy.services import Fire, ServiceFacts, ServiceSchedule
 from libra.store.late_rewards import write_late
 from libra.types import TrajectoryId
 from libra.untrusted import error_text
+from libra.worker.batch_threads import BatchThreads
 from libra.worker.context import WorkerContext
 from libra.worker.model_files import local_model
 from libra.worker.service_functions import FUNCTIONS
@@ -90,7 +93,8 @@ class ServiceHost:
 
     def share(self, context: WorkerContext) -> None:
         """A run has services here; of what runs allow weights on the device the least counts."""
-        self._rooms[id(context)] = _room(self._device, context.spec.config.services.device_gib)
+        copies = (each.model.num_bytes for each in self._loaded.values() if str(self._device) in each.copies)
+        self._rooms[id(context)] = _room(self._device, context.spec.config.services.device_gib, sum(copies))
         self._bound()
 
     def leave(self, context: WorkerContext) -> None:
@@ -135,7 +139,7 @@ class ServiceHost:
         await asyncio.sleep(0)  # a batch that was begun just now has to see that it is cancelled
         running = [task for task, service in self._batches.items() if service == name]
         for task in running:
-            task.cancel()  # nobody waits for its answers
+            task.cancel()  # nobody waits for its answers; a thread of it keeps the device until it returns
         await asyncio.gather(*running, return_exceptions=True)
         if not loaded.users and self._loaded.pop(name, None) is not None:
             self._schedule.withdraw(name)
@@ -167,40 +171,58 @@ class ServiceHost:
 
     async def _run(self, fire: Fire) -> None:
         """One batch, from the eviction of others to the answers."""
-        loop, loaded = asyncio.get_running_loop(), self._loaded[fire.service]
+        loop, loaded, threads = asyncio.get_running_loop(), self._loaded[fire.service], BatchThreads()
         requests = [self._requests[number] for number in fire.requests if number in self._requests]
-        restore_s, failed, began_s = 0.0, False, loop.time()
+        restore_s, failed, began_s = 0.0, fire.restores, loop.time()
         try:
             for other in fire.evicted:
                 if other in self._loaded:
                     self._loaded[other].copies.pop(fire.device, None)
             if fire.restores:
-                failed = True
-                model, restore_s = await asyncio.to_thread(loaded.model.restored, self._device)
-                loaded.copies[fire.device], failed = model, False
+                loaded.copies[fire.device], restore_s = await self._restored(fire, loaded, threads)
+                failed = False
             if requests:
-                _give(requests, await self._answers(fire, loaded, requests))
+                _give(requests, await self._answers(fire, loaded, requests, threads))
         except Exception as error:  # noqa: BLE001 boundary: the service's own code, whose errors are those who asked's
             fault = error if isinstance(error, ServiceFault) else ServiceFault(f"service failed: {error_text(error)}")
             for request in requests:
                 if not request.answer.done():
                     request.answer.set_exception(fault)
         finally:
-            self._schedule.ended(fire, loop.time(), restore_s=restore_s, failed=failed)
+            end = partial(self._ended, fire, restore_s, failed)
+            threads.when_returned(end) if fire.device else end()
             if requests:
                 self._report(fire, requests, began_s, restore_s)
-            self._look()
 
-    async def _answers(self, fire: Fire, loaded: Loaded, requests: Sequence[Request]) -> Sequence[Any]:
+    def _ended(self, fire: Fire, restore_s: float, failed: bool) -> None:
+        """The lane of a batch is free."""
+        self._schedule.ended(fire, asyncio.get_running_loop().time(), restore_s=restore_s, failed=failed)
+        self._look()
+
+    async def _restored(self, fire: Fire, loaded: Loaded, threads: BatchThreads) -> tuple[Any, float]:
+        """A verified copy of a service's model on the device, and the seconds that it took."""
+        call, name = threads.noted(loaded.model.restored), f"service {fire.service}"
+        outcome = await run_bounded(call, {"device": self._device}, BATCH_TIMEOUT_S, is_async=False, name=name)
+        if outcome is None:
+            raise ServiceFault(f"{name}: its weights were not on the device within {BATCH_TIMEOUT_S:g} s")
+        restored, error = outcome
+        if error is not None:
+            raise ServiceFault(f"service failed: {error_text(error)}") from error
+        model, restore_s = restored
+        return model, restore_s
+
+    async def _answers(
+        self, fire: Fire, loaded: Loaded, requests: Sequence[Request], threads: BatchThreads
+    ) -> Sequence[Any]:
         inputs = [request.given for request in requests]
         given = [inputs] if loaded.model is None else [loaded.copies[fire.device], loaded.model.tokenizer, inputs]
         call = partial(loaded.function, *given, **loaded.entry.args)
         name, back_off = loaded.entry.function, requests[0].context.spec.back_off
+        is_async = asyncio.iscoroutinefunction(loaded.function)
 
         async def attempt() -> tuple[Any, BaseException | None] | None:
-            return await run_bounded(
-                call, {}, BATCH_TIMEOUT_S, is_async=asyncio.iscoroutinefunction(loaded.function), name=f"service {name}"
-            )
+            one = call if is_async else threads.noted(call)
+            return await run_bounded(one, {}, BATCH_TIMEOUT_S, is_async=is_async, name=f"service {name}")
 
         outcome, retries = await with_retries(
             attempt,
@@ -324,14 +346,15 @@ async def open_services(context: WorkerContext) -> RunServices:
     return services
 
 
-def _room(device: Any, gib: float | None) -> int | None:
+def _room(device: Any, gib: float | None, taken: int) -> int | None:
+    """Bytes for weights on ``device``, where services have ``taken`` already; None: without bound."""
     if gib is not None:
         return round(gib * 2**30)
     if device.type == "cpu":
         return None
     import torch
 
-    return int(GPU_FRAC * torch.cuda.mem_get_info(device)[0])
+    return int(GPU_FRAC * (torch.cuda.mem_get_info(device)[0] + taken))
 
 
 def _give(requests: Sequence[Request], answers: Sequence[Any]) -> None:

@@ -149,6 +149,23 @@ def test_weights_that_could_not_be_restored_are_not_on_the_device() -> None:
     assert schedule.fire(2.0)[0].restores
 
 
+def test_a_batch_of_a_service_that_is_withdrawn_keeps_its_device_until_it_has_ended() -> None:
+    schedule = ServiceSchedule({"gpu": GIB})
+    for name in ("judge", "other"):
+        schedule.declare(ServiceFacts(name, 1, 0.0, GIB))
+    schedule.asked("judge", 0, 0.0)
+    (fire,) = schedule.fire(0.0)
+    schedule.asked("judge", 1, 0.5)
+    assert schedule.withdraw("judge") == (1,)
+    schedule.declare(ServiceFacts("judge", 1, 0.0, GIB))  # of another run, alike
+    schedule.asked("other", 2, 1.0)
+    schedule.asked("judge", 3, 1.0)
+    assert schedule.fire(1.0) == ()
+    schedule.ended(fire, 2.0)
+    assert schedule.resident("gpu") == ()  # what it restored went with it
+    assert [(each.service, each.restores) for each in schedule.fire(2.0)] == [("judge", True)]
+
+
 def test_a_service_that_fits_no_device_is_refused_with_what_to_type() -> None:
     schedule = ServiceSchedule({"gpu": GIB})
     with pytest.raises(

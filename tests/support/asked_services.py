@@ -23,6 +23,11 @@ def gated(inputs: Sequence[Any], *, gate: str) -> list[float]:
     return [0.5] * len(inputs)
 
 
+def gated_model(model: Any, tokenizer: Any, inputs: Sequence[Any], *, gate: str) -> list[float]:
+    """The same, of a model."""
+    return gated(inputs, gate=gate)
+
+
 def refusing(inputs: Sequence[Any], *, path: str) -> list[float]:
     """An API that refuses every other batch."""
     with Path(path).open("a") as file:

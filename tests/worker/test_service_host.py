@@ -20,7 +20,7 @@ from libra.envs.retries import BackOff
 from libra.errors import ConfigError, ServiceFault
 from libra.train.teacher_model import Scoring, TeacherModel
 from libra.types import EndReason, Prompt, Trajectory, TrajectoryId
-from libra.worker import teacher_service
+from libra.worker import service_host, teacher_service
 from libra.worker.service_functions import FUNCTIONS
 from libra.worker.service_host import RunServices, ServiceHost
 from libra.worker.service_models import HostModel
@@ -224,6 +224,73 @@ def test_a_repair_asks_the_model_of_the_service(random_model: Path) -> None:
         assert taught is not None and expected is not None
         assert taught.token_ids.tolist() == expected.token_ids.tolist()
         np.testing.assert_allclose(taught.logp, expected.logp, atol=1e-5)
+
+
+@pytest.mark.parametrize("ends", ["its time", "its run"])
+def test_a_batch_that_is_cut_off_has_the_device_until_its_thread_returns(
+    random_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: str
+) -> None:
+    gate = tmp_path / "gate"
+    gate.touch()
+    slow = ServiceEntry(
+        model=str(random_model), function=f"{HERE}:gated_model", args={"gate": str(gate)}, max_wait_s=0.0
+    )
+    quick = ServiceEntry(model=str(random_model), function="logprob", max_wait_s=0.0)
+    run = context(named={"slow": slow.model_dump(), "quick": quick.model_dump()})
+
+    async def work(host: ServiceHost) -> None:
+        names = [await host.load(entry) for entry in (slow, quick)]
+        assert await host.answer(names[0], ASKED, run) == 0.5  # its weights are there
+        gate.unlink()
+        asked = asyncio.ensure_future(host.answer(names[0], ASKED, run))
+        with monkeypatch.context() as patch:
+            patch.setattr(service_host, "BATCH_TIMEOUT_S", 0.05 if ends == "its time" else 600.0)
+            for _ in range(3):
+                await asyncio.sleep(0)
+        if ends == "its run":
+            await host.unload(names[0], run)
+            assert await host.load(slow) == names[0]  # another run has the same
+        with pytest.raises(ServiceFault, match="did not return within" if ends == "its time" else "its run ends"):
+            await asked
+        behind = asyncio.ensure_future(host.answer(names[1], ASKED, run))
+        await asyncio.sleep(0)
+        assert not host._batches and not behind.done()
+        gate.touch()
+        assert np.isfinite(await behind)
+        assert await host.answer(names[0], ASKED, run) == 0.5
+
+    hosted(work)
+
+
+def test_on_the_device_those_used_longest_ago_make_room(random_model: Path) -> None:
+    reports: list[Any] = []
+    entries = {
+        name: {"model": str(random_model), "function": "logprob", "max_wait_s": 0.0, "max_batch": number + 1}
+        for number, name in enumerate("abc")
+    }
+    room = 2.5 * HostModel(random_model).num_bytes / 2**30
+
+    async def work(host: ServiceHost) -> list[int]:
+        run = RunServices(context(reports, named=entries, device_gib=room), host)
+        await run.open()
+        copies = []
+        for name in "abacab":
+            await run.answer(name, ASKED)
+            copies.append(sum(len(each.copies) for each in host._loaded.values()))
+        await run.close()
+        return copies
+
+    assert hosted(work) == [1, 2, 2, 2, 2, 2]  # what was evicted is gone
+    told = [(each.service, each.restored, each.evicted) for each in reports]
+    assert told == [("a", True, 0), ("b", True, 0), ("a", False, 0), ("c", True, 1), ("a", False, 0), ("b", True, 1)]
+
+
+def test_room_on_a_gpu_counts_weights_that_services_have_there_already(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (6 * 2**30, 10 * 2**30))
+    gpu = SimpleNamespace(type="cuda")
+    assert service_host._room(gpu, None, 4 * 2**30) == service_host.GPU_FRAC * 10 * 2**30
+    assert service_host._room(gpu, 2.0, 4 * 2**30) == 2 * 2**30
+    assert service_host._room(torch.device("cpu"), None, 0) is None
 
 
 def test_a_model_too_large_for_the_device_is_refused(random_model: Path) -> None:
