@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from libra.child_environment import child_environment
 from libra.cli.check_result import Check
 from libra.config import RunConfig, resolve_model
 from libra.driver.launch_layout import laid_out
 from libra.driver.model_checks import checked_model
 from libra.driver.run_directory import check_free
 from libra.driver.run_start import check_data, check_parts
+from libra.driver.service_needs import check_services
+from libra.driver.teacher_checks import check_teacher
+from libra.driver.tool_needs import check_tools
 from libra.driver.worker_imports import worker_parts
 from libra.envs import Environment
 from libra.errors import LibraError
@@ -39,7 +43,27 @@ def start_checks(config: RunConfig, environment: Environment | None, *, local_cl
     if local_cluster and config.rollout.engine != "vllm":  # of which the check of the machine's engines tells
         refused = refusal("engine", lambda: check_engine(config))
         yield refused or Check("engine", "ok", config.rollout.engine)
-    yield from _data_checks(config, environment if parts is None else None, local_cluster=local_cluster)
+    usable = environment if parts is None else None
+    yield from _beside_checks(config, usable, local_cluster=local_cluster)
+    yield from _data_checks(config, usable, local_cluster=local_cluster)
+
+
+def _beside_checks(config: RunConfig, environment: Environment | None, *, local_cluster: bool) -> Iterator[Check]:
+    """What a run has beside model and prompts: its agent, and the resources and services of tools and rewards."""
+    if config.agent.given and local_cluster:
+        agent = str(config.agent.function or config.agent.command)
+        refused = refusal("agent", lambda: child_environment(config.agent.env, where="agent.env"))
+        yield refused or Check("agent", "ok", agent)
+    if environment is None:
+        return
+    declaring = [tool.name for tool in environment.tools if tool.declares]
+    if refused := refusal("tools", lambda: check_tools(config, environment, started_here=local_cluster)):
+        yield refused
+    elif declaring:
+        yield Check("tools", "ok", f"{', '.join(declaring)}: the largest worker has what a call takes")
+    if config.services.named or environment.asked_services:
+        refused = refusal("services", lambda: check_services(config, environment))
+        yield refused or Check("services", "ok", ", ".join(config.services.named))
 
 
 def _data_checks(config: RunConfig, environment: Environment | None, *, local_cluster: bool) -> Iterator[Check]:
@@ -52,8 +76,13 @@ def _data_checks(config: RunConfig, environment: Environment | None, *, local_cl
         return
     refused = refusal("model files", lambda: checked_model(config.model.path))
     yield refused or Check("model files", "ok", f"{directory}: whole, with a tokenizer that fits")
-    if refused is None and environment is not None:
-        model = checked_model(config.model.path)
+    if refused is not None:
+        return
+    model = checked_model(config.model.path)
+    if config.distil.teacher is not None:
+        taught = "has the tokenizer of the student"
+        yield refusal("teacher", lambda: check_teacher(config, model)) or Check("teacher", "ok", taught)
+    if environment is not None:
         fits = f"evaluation and prompts fit {config.rollout.max_context_tokens:,} tokens of context"
         check = refusal("data", lambda: check_data(config, environment, model, started_here=local_cluster))
         yield check or Check("data", "ok", fits)

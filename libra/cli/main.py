@@ -357,8 +357,9 @@ def doctor(
     """Check that this machine, and a Dask cluster, have what a run needs; exit with 1 if a check fails.
 
     Of CONFIG it tells in one line each what libra run would refuse before any worker starts: files of the model, parts of your
-    own, layout, prompts and evaluation. Without CONFIG it checks for the default settings. Given the directory of a run instead,
-    it reads every file of that run, and exits with 2 and what to type if one is damaged.
+    own, an agent's variables, tools, services, a teacher, layout, prompts and evaluation. Without CONFIG it checks for the default
+    settings. Given the directory of a run instead, it reads every file of that run, and exits with 2 and what to type if one is
+    damaged.
     """
     if config is not None and Path(config).is_dir():
         from libra.cli.run_files import doctor_run
