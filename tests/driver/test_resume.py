@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import subprocess
@@ -25,12 +26,14 @@ from libra.config import RunConfig, config_from_dict, dump_config
 from libra.config.resume_changes import load_resumed
 from libra.driver import run_checkpoints
 from libra.driver.resume import learned_before
+from libra.driver.run_lock import lock_run
 from libra.driver.session import RunSummary, Session, evaluation_is_due, run
 from libra.errors import ConfigError, RunDirectoryError
 from libra.events import from_dict
 from libra.observe.metrics import read_metrics
 from libra.observe.run_directory import summary_row
 from libra.policy.log_replay import replay
+from libra.store import committer_lock
 from libra.store.batch_membership import commit_batch
 from libra.store.epochs import newest_epoch
 from libra.store.event_log import read_events
@@ -361,6 +364,17 @@ def test_a_directory_without_a_run_is_refused(make_config: Config, tmp_path: Pat
     assert not (tmp_path / "demo").exists()
 
 
+def test_a_file_system_without_locks_is_no_other_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(committer_lock.fcntl, "flock", none)
+    with pytest.raises(
+        RunDirectoryError, match=r"demo/driver\.lock: cannot lock it \(No locks available\); put the run"
+    ):
+        lock_run(tmp_path / "demo")
+
+
 HOLDER = """
 import sys
 from pathlib import Path
@@ -378,7 +392,7 @@ def test_a_run_with_a_driver_at_work_is_refused_and_not_fenced_off(make_config: 
         [sys.executable, "-c", HOLDER, str(directory)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     assert holder.stdout is not None and holder.stdout.readline() == "held\n"
-    with pytest.raises(RunDirectoryError, match=f'another driver has this run.*"pid": {holder.pid}'):
+    with pytest.raises(RunDirectoryError, match=f"another driver has this run, process {holder.pid} on "):
         run(config, client=cluster_client, resume=True)
     assert newest_epoch(directory / "epochs") == 0
     holder.kill()  # the kernel gives the lock back
