@@ -150,6 +150,17 @@ def memcpy_s(num_bytes: int) -> float:
     return time.perf_counter() - began
 
 
+def told(size: str, times: Times, method: str) -> str:
+    """The medians of a size; ``method`` is that of the last check."""
+    return (
+        f"{size}: {times.num_bytes / 1e6:.1f} MB; trainer stalls {times.median('stall'):.3f} s beside {TOKENS[size]} tokens "
+        f"({times.median('passes'):.3f} s; publication {times.median('publication'):.3f} s); published to served "
+        f"{times.median('served'):.3f} s, of which the check {times.median('check'):.3f} s and the engine stopped "
+        f"{times.median('stopped'):.3f} s; memcpy {times.median('memcpy'):.3f} s; fetched over loopback in "
+        f"{times.median('fetched'):.3f} s; the check said {method}"
+    )
+
+
 async def measure(size: str, engine: str, versions: int, threads: int | None, directory: Path) -> Times:
     """Publish and serve ``versions`` versions of one model."""
     dtype = make_model(size, directory / "model")
@@ -205,14 +216,7 @@ async def measure(size: str, engine: str, versions: int, threads: int | None, di
     finally:
         await serving.close()
         server.close()
-    print(
-        f"{size}: {times.num_bytes / 1e6:.1f} MB; trainer stalls {times.median('stall'):.3f} s beside {TOKENS[size]} tokens "
-        f"({times.median('passes'):.3f} s; publication {times.median('publication'):.3f} s); published to served "
-        f"{times.median('served'):.3f} s, of which the check {times.median('check'):.3f} s and the engine stopped "
-        f"{times.median('stopped'):.3f} s; memcpy {times.median('memcpy'):.3f} s; fetched over loopback in "
-        f"{times.median('fetched'):.3f} s; the check said {last.check.method}",
-        flush=True,
-    )
+    print(told(size, times, last.check.method), flush=True)
     return times
 
 

@@ -126,21 +126,11 @@ def inspect_run(
     store = TrajectoryStore.open(_store_path(run_dir))
     rows = selected.rows(store.columns())
     if not len(rows) and not as_json:
-        iterations = store.columns()["iteration"]
-        span = f", iterations {iterations.min()} to {iterations.max()}" if len(iterations) else ""
-        text = f"No trajectory matches ({selected}); the store holds {store.num_trajectories}{span}."
-        console.print(text, highlight=False, markup=False)
+        _say_none_matches(store, selected, console)
         return
     viewer = _Viewer(store, rows, _decode_or_ids(run_dir, console, quiet=as_json), console)
     if html is not None:
-        from libra.observe.inspect_page import write_page
-
-        write_page(html, store, rows[:limit].tolist(), viewer.decode, f"{run_dir.name}: {selected}")
-        console.print(
-            shown(f"{html}: {min(limit, len(rows))} of {len(rows)} selected trajectories"),
-            highlight=False,
-            markup=False,
-        )
+        viewer.write_page(html, limit, f"{run_dir.name}: {selected}")
     elif as_json:
         viewer.print_json(limit, tokens)
     elif read_key is not None or (selected.index is None and limit == 1 and sys.stdin.isatty()):
@@ -148,6 +138,13 @@ def inspect_run(
     else:
         for place in range(min(limit, len(rows))):
             viewer.show(place, tokens)
+
+
+def _say_none_matches(store: TrajectoryStore, selected: Selection, console: Console) -> None:
+    iterations = store.columns()["iteration"]
+    span = f", iterations {iterations.min()} to {iterations.max()}" if len(iterations) else ""
+    text = f"No trajectory matches ({selected}); the store holds {store.num_trajectories}{span}."
+    console.print(text, highlight=False, markup=False)
 
 
 class _Viewer:
@@ -179,6 +176,14 @@ class _Viewer:
             except UnicodeEncodeError:  # a lone surrogate, from a fact: only an ASCII escape can express it
                 line = json.dumps(_with_nulls(page), separators=(",", ":"))
             self.console.out(shown_json(line), highlight=False)
+
+    def write_page(self, html: Path, limit: int, title: str) -> None:
+        """Write the first ``limit`` of them to ``html``."""
+        from libra.observe.inspect_page import write_page
+
+        write_page(html, self.store, self.rows[:limit].tolist(), self.decode, title)
+        told = f"{html}: {min(limit, len(self.rows))} of {len(self.rows)} selected trajectories"
+        self.console.print(shown(told), highlight=False, markup=False)
 
     def _row(self, index: int) -> dict[str, Any]:
         """Its columns, and what is known of a late reward."""

@@ -276,11 +276,7 @@ class QuantumRunner:
         begun = None if state.context else await begin_state(context.environment, state.prompt, str(state.tid))
         prompt_ids = self._prompt_ids(state.prompt) if not state.context else None
         context_ids = state.context_ids if prompt_ids is None else prompt_ids
-        temperature = rollout.temperature
-        if state.tid.split == "eval" and context.spec.config.evaluation.temperature is not None:
-            temperature = context.spec.config.evaluation.temperature
-        if state.tid.split == "train" and state.tid.sample == 0 and context.spec.config.trainer.advantage == "remax":
-            temperature = 0.0  # the baseline of its group
+        temperature = self._temperature(state.tid)
         script = turn_by_script(context.environment, state.tid, state.prompt, state.turns)
         done = sum(map(len, state.unfinished))
         wanted = rollout.max_new_tokens if script is None else script.new_tokens
@@ -320,6 +316,15 @@ class QuantumRunner:
         record = generation_record(state.turns, prompt_ids, output, text, calls, begun)
         if stopped is not None:
             record["stopped"] = stopped
+        record = self._hold(state, record, started_s)
+        state.apply(record)
+        if not ((state.calls or state.answered) and self._inline(state)):  # else both are appended together
+            self._append(state)
+        if state.phase is None:
+            self._forget(state)
+
+    def _hold(self, state: TrajectoryState, record: dict[str, Any], started_s: float) -> dict[str, Any]:
+        """Keep a record to be appended, without its text if that cannot be stored; returns it as it is kept."""
         try:
             state.held = self._packed(state, record, started_s)
         except Unstorable as error:
@@ -328,11 +333,15 @@ class QuantumRunner:
                 state.held = self._packed(state, record, started_s)
             except Unstorable as second:  # not the text: what the engine gave
                 raise EngineError(f"{state.tid}: what the engine gave cannot be stored: {second}") from second
-        state.apply(record)
-        if not ((state.calls or state.answered) and self._inline(state)):  # else both are appended together
-            self._append(state)
-        if state.phase is None:
-            self._forget(state)
+        return record
+
+    def _temperature(self, tid: TrajectoryId) -> float:
+        config = self.context.spec.config
+        if tid.split == "eval" and config.evaluation.temperature is not None:
+            return config.evaluation.temperature
+        if tid.split == "train" and tid.sample == 0 and config.trainer.advantage == "remax":
+            return 0.0  # the baseline of its group
+        return config.rollout.temperature
 
     def _ends_version(self, state: TrajectoryState, versions: set[int], started_s: float) -> bool:
         """Begin a trajectory that is to have one version again if tokens of ``versions`` would give it more.

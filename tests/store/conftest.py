@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from libra.store.trajectories import TrajectoryStore
 from libra.types import EndReason, FailureClass, Prompt, StopReason, Taught, Trajectory, TrajectoryId
 
 
@@ -112,3 +114,10 @@ def make_trajectory() -> Callable[..., Trajectory]:
 def assert_same() -> Callable[[Trajectory, Trajectory], None]:
     """Asserts that two trajectories are equal in every field, arrays and NaN included."""
     return _assert_same
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[TrajectoryStore]:
+    """An empty store, open for its committer."""
+    with TrajectoryStore.create(tmp_path / "trajectories.zarr", {"run": "demo"}) as made:
+        yield made

@@ -1,12 +1,13 @@
 """The advantages of a whole batch of groups, by the name of the estimator in the configuration.
 
-Shape legend: G samples of one group.
+Shape legend: G samples of one group, S those of all groups.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -53,54 +54,80 @@ def batch_advantages(
     estimator : str or callable
         A name of `libra.config.algorithms.AdvantageName`, or a function of the groups with one array (G,) for each.
     """
+    _check_lengths(groups)
+    if not groups:
+        return [], []
+    sizes = [len(group.reward) for group in groups]
+    rows = _stacked(groups, sizes)
+    advantage_S, valid_S, idle_S = _estimated(groups, rows, estimator, normalize_std, eps)
+    advantage_S = torch.where(idle_S, torch.zeros_like(advantage_S), advantage_S)
+    trains_S = valid_S
+    if drop_uniform_groups:
+        trains_S = trains_S & informative(rows.reward_S, rows.group_S, valid_S=rows.valid_S)
+    if drop_truncated:
+        trains_S = trains_S & rows.finished_S
+    return [part.numpy() for part in advantage_S.split(sizes)], [part.numpy() for part in trains_S.split(sizes)]
+
+
+def _check_lengths(groups: Sequence[GroupRewards]) -> None:
     for index, group in enumerate(groups):
         sizes = {len(group.reward), len(group.valid), len(group.num_tokens), len(group.finished)}
         if len(sizes) != 1:
             raise TrainError(
                 f"batch_advantages: the arrays of group {index} have lengths {sorted(sizes)}; allowed is one"
             )
-    if not groups:
-        return [], []
-    sizes_of = [len(group.reward) for group in groups]
+
+
+class _Rows(NamedTuple):
+    """The samples of all groups, one after the other. ``lone_S``: the only valid one of a larger group."""
+
+    reward_S: Tensor
+    valid_S: Tensor
+    length_S: Tensor
+    finished_S: Tensor
+    group_S: Tensor
+    lone_S: Tensor
+
+
+def _stacked(groups: Sequence[GroupRewards], sizes: Sequence[int]) -> _Rows:
     reward_S = torch.as_tensor(np.concatenate([group.reward for group in groups]).astype(np.float64))
     valid_S = torch.as_tensor(np.concatenate([group.valid for group in groups]).astype(np.bool_))
     length_S = torch.as_tensor(np.concatenate([group.num_tokens for group in groups]).astype(np.int64))
     finished_S = torch.as_tensor(np.concatenate([group.finished for group in groups]).astype(np.bool_))
-    group_S = torch.repeat_interleave(torch.arange(len(groups)), torch.as_tensor(sizes_of))
-    configured_alone_S = torch.as_tensor(np.repeat([size == 1 for size in sizes_of], sizes_of))
+    group_S = torch.repeat_interleave(torch.arange(len(groups)), torch.as_tensor(sizes))
+    configured_alone_S = torch.as_tensor(np.repeat([size == 1 for size in sizes], sizes))
     siblings_S = torch.zeros(len(groups), dtype=torch.int64).index_add(0, group_S, valid_S.to(torch.int64))[group_S]
     lone_S = valid_S & (siblings_S == 1) & ~configured_alone_S
+    return _Rows(reward_S, valid_S, length_S, finished_S, group_S, lone_S)
 
-    sound_S = valid_S
-    if callable(estimator):
-        advantage_S = torch.as_tensor(np.concatenate(estimator(groups)))
-        lone_S = torch.zeros_like(valid_S)  # its own decision
-    elif estimator == "reinforce_pp":
+
+def _estimated(
+    groups: Sequence[GroupRewards],
+    rows: _Rows,
+    estimator: str | Callable[[Sequence[GroupRewards]], Sequence[NDArray[np.float64]]],
+    normalize_std: bool,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Advantages, which samples are valid by the estimator, and whose advantage is 0 whatever it says."""
+    reward_S, valid_S, length_S, _, group_S, lone_S = rows
+    if callable(estimator):  # lone ones are its own decision
+        return torch.as_tensor(np.concatenate(estimator(groups))), valid_S, ~valid_S
+    if estimator == "remax":
+        advantage_S, valid_S = _against_greedy(groups, reward_S, valid_S)
+        return advantage_S, valid_S, ~valid_S
+    if estimator == "reinforce_pp":
         weight_S = torch.where(valid_S, length_S, torch.zeros_like(length_S))
         advantage_S = reinforce_pp_outcome(torch.where(valid_S, reward_S, torch.zeros_like(reward_S)), weight_S)
-    elif estimator == "reinforce_pp_baseline":
+        return advantage_S, valid_S, ~valid_S
+    if estimator == "reinforce_pp_baseline":
         advantage_S = reinforce_pp_baseline(reward_S, length_S, group_S, valid_S=valid_S & ~lone_S)
     elif estimator == "rloo":
         advantage_S = rloo(reward_S, group_S, valid_S=valid_S)
-    elif estimator == "remax":
-        advantage_S, valid_S = _against_greedy(groups, reward_S, valid_S)
-        lone_S = torch.zeros_like(valid_S)
     elif estimator == "opo":
         advantage_S = opo(reward_S, length_S, group_S, valid_S=valid_S)
     else:
         advantage_S = grpo(reward_S, group_S, valid_S=valid_S, normalize_std=normalize_std, eps=eps)
-    idle_S = ~valid_S if estimator == "reinforce_pp" else ~valid_S | lone_S
-    advantage_S = torch.where(idle_S, torch.zeros_like(advantage_S), advantage_S)
-
-    trains_S = valid_S
-    if drop_uniform_groups:
-        trains_S = trains_S & informative(reward_S, group_S, valid_S=sound_S)
-    if drop_truncated:
-        trains_S = trains_S & finished_S
-    return (
-        [part.numpy() for part in advantage_S.split(sizes_of)],
-        [part.numpy() for part in trains_S.split(sizes_of)],
-    )
+    return advantage_S, valid_S, ~valid_S | lone_S
 
 
 def _against_greedy(groups: Sequence[GroupRewards], reward_S: Tensor, valid_S: Tensor) -> tuple[Tensor, Tensor]:

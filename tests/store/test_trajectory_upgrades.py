@@ -1,0 +1,124 @@
+"""Stores of other schemas: refused by number, brought up by upgrades, and as good as new ones after it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zarr
+
+from libra.errors import StoreError
+from libra.seals import sealed_text, unseal
+from libra.store import trajectories, zarr_layout
+from libra.store.row_digests import digests_path, upgrade_record
+from libra.store.store_check import store_faults
+from libra.store.trajectories import TrajectoryStore, upgrade
+from libra.store.zarr_layout import COLUMNS, LEVELS, array_path
+
+FURTHER = ("score", "route", *(f"trajectory/{column.name}" for column in COLUMNS["trajectory"][-5:]))
+"""What schema 4 added."""
+
+
+@pytest.mark.parametrize(("number", "words"), [(5, "schema 5, this Libra reads up to 4"), (0, "no upgrade from it")])
+def test_another_schema_is_refused_by_number(store, number, words):
+    store.close()
+    zarr.open_group(store.path, mode="r+").update_attributes({"schema": number})
+    for mode in ("r", "a"):
+        with pytest.raises(StoreError, match=words):
+            TrajectoryStore.open(store.path, mode)
+    with pytest.raises(StoreError, match=words):
+        upgrade(store.path)
+
+
+def test_a_known_upgrade_is_named_and_brings_the_store_up(store, make_trajectory, assert_same, monkeypatch):
+    store.append([make_trajectory()])
+    store.close()
+    group = zarr.open_group(store.path, mode="r+")
+    del group["trajectory/oldest_version"]  # as if schema 0 had been without it
+    group.update_attributes({"schema": 0})
+
+    def add_oldest_version(old: zarr.Group) -> None:
+        old.create_array("trajectory/oldest_version", data=np.zeros(1, np.int32), dimension_names=("trajectory",))
+
+    monkeypatch.setattr(trajectories, "UPGRADES", {0: add_oldest_version} | dict.fromkeys((1, 2, 3), lambda _: None))
+    with pytest.raises(StoreError, match="upgrade"):
+        TrajectoryStore.open(store.path)
+    assert upgrade(store.path) == 0
+    assert_same(TrajectoryStore.open(store.path).trajectory(0), make_trajectory())
+
+
+@pytest.mark.parametrize("cut_short", [False, True])
+def test_a_store_of_schema_1_is_brought_up_and_goes_on(store, make_trajectory, assert_same, cut_short):
+    old = [make_trajectory(0, 0, sample) for sample in range(3)]
+    store.append(old, batch=0)
+    store.close()
+    group = zarr.open_group(store.path, mode="r+")
+    for name in (
+        "trajectory/attempt",
+        "trajectory/retried",
+        "turn/sequence_start",
+        *FURTHER,
+    ):  # what schema 1 was without
+        del group[name]
+    del group.attrs["row_digests"]
+    if cut_short:
+        group.create_array("trajectory/attempt", shape=(0,), dtype="int32")
+    group.update_attributes({"schema": 1})
+    with pytest.raises(StoreError, match=r"schema 1, this Libra reads 4; type libra\.store\.trajectories\.upgrade"):
+        TrajectoryStore.open(store.path)
+    assert upgrade(store.path) == 1
+    new = make_trajectory(1, 0, 0, retried="engine,tool")
+    with TrajectoryStore.open(store.path, "a") as heir:
+        heir.append([new], batch=1)
+    reader = TrajectoryStore.open(store.path)
+    for index, expected in enumerate([*old, new]):
+        assert_same(reader.trajectory(index), expected)
+    columns = zarr.open_group(store.path, mode="r")["trajectory"]
+    assert columns["attempt"][:].tolist() == [0, 0, 0, 2]
+    assert columns["retried"][:].tolist() == ["", "", "", "engine,tool"]
+
+
+@pytest.mark.parametrize("cut_short", [False, True])
+def test_a_store_of_schema_3_is_brought_up_with_its_digests_and_goes_on(store, make_trajectory, assert_same, cut_short):
+    old = [make_trajectory(0, 0, sample) for sample in range(3)]
+    store.append(old[:2], batch=0)
+    store.append(old[2:], batch=1)
+    store.close()
+    _as_schema_3(store.path)
+    assert store_faults(store.path) == []  # which is no damage
+    for mode in ("r", "a"):
+        with pytest.raises(StoreError, match=r"schema 3, this Libra reads 4; type libra\.store\.trajectories\.upgrade"):
+            TrajectoryStore.open(store.path, mode)
+    if cut_short:
+        zarr_layout.UPGRADES[3](zarr.open_group(store.path, mode="r+"))
+        upgrade_record(store.path, 4)  # and killed before the schema was written
+    assert upgrade(store.path) == 3
+    assert store_faults(store.path) == []
+    new = make_trajectory(1, 0, 0, scored="top_k", experts=(2, 3))
+    with TrajectoryStore.open(store.path, "a") as heir:
+        heir.append([new], batch=2)
+    reader = TrajectoryStore.open(store.path)
+    for index, expected in enumerate([*old, new]):
+        assert_same(reader.trajectory(index), expected)
+    assert store_faults(store.path) == []
+    zarr.open_array(store.path / "score" / "logp", mode="r+")[1] = 0.125
+    assert [fault.name for fault in store_faults(store.path)] == ["trajectories.zarr/score/logp/c/0"]
+
+
+def _as_schema_3(path: Path) -> None:
+    """Take away what schema 4 added: from the store, and from its digests."""
+    group = zarr.open_group(path, mode="r+")
+    names = [array_path(level, column.name) for level in LEVELS for column in COLUMNS[level]]
+    kept = [name for name in names if name not in FURTHER and name.partition("/")[0] not in FURTHER]
+    for name in FURTHER:
+        del group[name]
+    counts = {name: group.attrs["committed"][name] for name in ("tokens", "turns", "trajectories")}
+    group.update_attributes({"schema": 3, "committed": counts})
+    header, *lines = (unseal(line) for line in digests_path(path).read_bytes().splitlines())
+    header["attributes"]["schema"] = 3
+    header["metadata"] = {name: header["metadata"][name] for name in (*kept, "turn", "trajectory")}
+    for line in lines:
+        line["first"], line["stop"] = line["first"][:3], line["stop"][:3]
+        line["digests"] = [digest for name, digest in zip(names, line["digests"], strict=True) if name in kept]
+    digests_path(path).write_text("".join(f"{sealed_text(line)}\n" for line in (header, *lines)))
