@@ -135,7 +135,7 @@ def resume(run_dir: Path, overrides: tuple[str, ...], scheduler: str | None, ste
         click.echo(line)
         return
     warn_of_ignored(loaded, "run", overrides)
-    run_to_its_end(loaded, resume=True, verbose=verbose)
+    run_to_its_end(loaded, resume=True, verbose=verbose, overrides=overrides)
 
 
 @cli.command()

@@ -6,6 +6,7 @@ import logging
 import os
 import time
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,7 @@ import click
 
 from libra.cluster import fork_server
 from libra.cluster.worker_environment import inherited_environment
-from libra.driver.interruption import Interruption, resume_words
+from libra.driver.interruption import Interruption, resume_words, with_overrides
 from libra.errors import LibraError
 from libra.observe.start_stages import StartStages
 
@@ -21,11 +22,14 @@ if TYPE_CHECKING:
     from libra.config import RunConfig
 
 
-def run_to_its_end(config: RunConfig, *, resume: bool, verbose: bool) -> None:
-    """Run or resume a configuration, which has a name, to its end, and print the summary; LibraError is one message."""
+def run_to_its_end(config: RunConfig, *, resume: bool, verbose: bool, overrides: Sequence[str] = ()) -> None:
+    """Run or resume a configuration, which has a name, to its end, and print the summary; LibraError is one message.
+
+    ``overrides``: those of a run that is resumed, which its own configuration does not have.
+    """
     stages = StartStages(enabled=config.observe.progress)
     directory = (Path(config.run.dir) / (config.run.name or "")).absolute()
-    with Interruption(command=True) as interruption:
+    with Interruption(command=True, overrides=overrides) as interruption:
         interruption.of(directory, resume_words(directory, given=False))
         stages.say(f"{config.run.name}: {config.run.iterations} iterations of {config.model.path}, in {directory}")
         if config.planner.layout == "configured":  # else the layout, which decides what workers do, is not known yet
@@ -43,11 +47,11 @@ def run_to_its_end(config: RunConfig, *, resume: bool, verbose: bool) -> None:
         except LibraError:
             raise
         except Exception as error:  # the boundary to the terminal: any other error is a line there, too
-            raise _in_one_line(error, directory) from error
+            raise _in_one_line(error, directory, overrides) from error
         click.echo("\n".join(closing_lines(summary, config)))
 
 
-def _in_one_line(error: Exception, directory: Path) -> Exception:
+def _in_one_line(error: Exception, directory: Path, overrides: Sequence[str]) -> Exception:
     """The error with the place of its traceback and what to type; itself where tracebacks are wanted."""
     log = directory / "logs" / "driver.log"
     if os.environ.get("LIBRA_TRACEBACK") == "1":
@@ -59,6 +63,5 @@ def _in_one_line(error: Exception, directory: Path) -> Exception:
         file.write(
             f"{time.strftime('%Y-%m-%d %H:%M:%S')} the run ended with\n{''.join(traceback.format_exception(error))}"
         )
-    return LibraError(
-        f"{text}; its traceback is in {log}. To try again from what is committed, type {resume_words(directory, given=False)}"
-    )
+    again = with_overrides(resume_words(directory, given=False), overrides)
+    return LibraError(f"{text}; its traceback is in {log}. To try again from what is committed, type {again}")

@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -38,6 +39,8 @@ class Interruption:
     ----------
     command : bool
         Whether this process is the command's, and ends with the run.
+    overrides : sequence of str
+        Settings that were typed for a run that is resumed, which only this start knows.
 
     Attributes
     ----------
@@ -45,8 +48,8 @@ class Interruption:
         How often Ctrl-C was typed.
     """
 
-    def __init__(self, *, command: bool = False) -> None:
-        self.command, self.count = command, 0
+    def __init__(self, *, command: bool = False, overrides: Sequence[str] = ()) -> None:
+        self.command, self.overrides, self.count = command, overrides, 0
         self._directory: Path | None = None
         self._again = ""
         self._done: int | None = None
@@ -74,7 +77,7 @@ class Interruption:
 
     def of(self, directory: Path, again: str) -> None:
         """The run's directory, which may not exist yet, and what to type to continue it."""
-        self._directory, self._again = directory, again
+        self._directory, self._again = directory, with_overrides(again, self.overrides)
 
     def starts(self) -> None:
         """From here on the first Ctrl-C is an exception: something may have been made that is to be removed."""
@@ -145,6 +148,11 @@ def _end_quietly(told: KeyboardInterrupt) -> None:
 
     hook.knows_told = True  # type: ignore[attr-defined]
     sys.excepthook = hook
+
+
+def with_overrides(again: str, overrides: Sequence[str]) -> str:
+    """What to type, with settings of this start."""
+    return " ".join([again, *map(shlex.quote, overrides)])
 
 
 def resume_words(directory: Path, given: bool) -> str:

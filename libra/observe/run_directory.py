@@ -202,16 +202,15 @@ def list_runs(directory: Path) -> list[RunSummaryRow]:
 
 
 def _size_bytes(directory: Path) -> int:
-    return sum(_file_bytes(path) for path in _files(directory))
+    """Bytes of its files; one that has several names, as a log of the journal has one for each record, counts once."""
+    sizes: dict[tuple[int, int], int] = {}
+    for path in _files(directory):
+        with contextlib.suppress(OSError):  # removed meanwhile
+            file = path.lstat()
+            sizes[file.st_dev, file.st_ino] = file.st_size
+    return sum(sizes.values())
 
 
 def _files(directory: Path) -> Iterator[Path]:
     for parent, _, names in os.walk(directory):
         yield from (Path(parent) / name for name in names)
-
-
-def _file_bytes(path: Path) -> int:
-    try:
-        return path.lstat().st_size
-    except OSError:  # removed meanwhile
-        return 0

@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from libra.driver.interruption import Interruption, resume_words
+from libra.driver.start_records import STARTS_FILE
+
 SCRIPT = """
 import signal, sys
 from pathlib import Path
@@ -58,3 +61,14 @@ def test_who_catches_it_gets_it_and_other_errors_keep_their_traceback() -> None:
         "try: train()\nexcept KeyboardInterrupt: pass\ntry: train()\nexcept KeyboardInterrupt: pass\nsignal.raise_signal(2)"
     )
     assert "Traceback" in told and "KeyboardInterrupt" in told  # one of the program's own
+
+
+def test_settings_that_a_resumed_run_was_given_are_typed_again(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / STARTS_FILE).write_text("")
+    interruption = Interruption(overrides=("run.iterations=100", "observe.trackers=[a, b]"))
+    interruption.of(tmp_path, resume_words(tmp_path, given=False))
+    interruption._say_end("stopped")
+    last = capfd.readouterr().err.splitlines()[-1]
+    assert last == f"libra resume {tmp_path} run.iterations=100 'observe.trackers=[a, b]'"

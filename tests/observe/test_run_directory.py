@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 
 import pytest
@@ -182,3 +183,13 @@ def test_report_and_trace_of_a_run_are_written_into_it(recorded_run, tmp_path, l
     assert (tmp_path / "page.html").read_text().count("<section>") == 2
     code, out, _ = libra("inspect", run, "--index", "0")
     assert max(len(line) for line in out.splitlines() if line.startswith((" ", "turn"))) <= 80
+
+
+def test_a_file_with_several_names_counts_once(runs):
+    (before,) = [row.size_bytes for row in list_runs(runs / "done")]
+    journal = runs / "done" / "journal"
+    journal.mkdir()
+    (journal / "log").write_bytes(b"x" * 1000)
+    for name in range(5):
+        os.link(journal / "log", journal / f"train-0-0-{name}.0000.rec")
+    assert [row.size_bytes for row in list_runs(runs / "done")] == [before + 1000]
