@@ -51,6 +51,28 @@ def test_the_machines_own_gpus_are_planned_for() -> None:
     assert deployed.train_gpus + sum(tp * number for tp, number in deployed.engines.items()) <= 4
 
 
+def test_a_teacher_that_is_a_service_has_the_device_that_it_was_planned_for() -> None:
+    taught = {
+        "model": {"path": "Qwen3-1.7B"},
+        "trainer": {"algorithm": "opd"},
+        "distil": {"teacher": {"service": "oracle"}},
+        "services": {"named": {"oracle": {"model": "Qwen3-0.6B", "function": "teach"}}},
+    }
+    for machine, shares in ((NODE, False), (Machine("H100-80G", 2, 64), True)):
+        made = laid_out(_config(**taught), machine)
+        bound = device_bindings(made, machine.num_gpus)
+        used = [gpu for name, gpus in bound.items() if name != "tool-0" for gpu in gpus.split(",")]
+        deployed = configured_deployment(made)
+        assert len(used) == len(set(used)) == deployed.train_gpus + sum(deployed.engines.values())
+        last = bound[f"train-{deployed.train_gpus - 1}"]
+        assert (bound["tool-0"] == last) == (bound["tool-0"] in used) == shares, bound
+    without = {name: values for name, values in taught.items() if name == "model"}
+    ranks = {"planner": {"gpu": "H100-80G"}}
+    layouts = [laid_out(_config(**given, **ranks), LAPTOP).planner.planned for given in (taught, without)]
+    found = [(made.train_gpus, made.engines) for made in layouts if made is not None]
+    assert len(found) == 2 and found[0] == found[1]  # on cores it takes no rank from them
+
+
 def test_without_a_gpu_seconds_are_measured_ones_or_of_a_gpu_that_was_named() -> None:
     with pytest.raises(
         PlanError, match=r"no GPU and was not measured.*planner\.calibration=FILE, or planner\.gpu=NAME"
