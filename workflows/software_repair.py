@@ -20,11 +20,11 @@ from pathlib import Path
 import math_tools
 
 from libra.config import load_config
+from libra.envs import make_environment
 from libra.envs.repair import build
 from libra.errors import LibraError
 
 CONFIG = Path(__file__).resolve().parent.parent / "configs" / "repair.yaml"
-TASKS = Path("runs") / "repair_tasks.jsonl"
 
 
 def main(arguments: list[str]) -> int:
@@ -38,9 +38,8 @@ def main(arguments: list[str]) -> int:
     overrides = list(chosen.override)
     try:
         if chosen.sdist:
-            TASKS.parent.mkdir(exist_ok=True)
-            build.main(["--out", str(TASKS), *(word for path in chosen.sdist for word in ("--sdist", str(path)))])
-            overrides.append(f"environment.args.tasks={TASKS.absolute()}")
+            load_config(chosen.config, overrides=overrides)  # a wrong setting is told before tasks are made
+            overrides = [*of_packages(chosen.sdist, chosen.config, overrides), *overrides]
         start_from("repair", load_config(chosen.config, overrides=overrides))
     except LibraError as error:
         print(f"software_repair: {error}", file=sys.stderr)
@@ -48,6 +47,23 @@ def main(arguments: list[str]) -> int:
     return math_tools.main(
         ["--engine", chosen.engine, "--config", str(chosen.config), *overrides], CONFIG, "software_repair", __doc__
     )
+
+
+def of_packages(packages: list[Path], config_file: Path, given: list[str]) -> list[str]:
+    """Make tasks of source packages. Settings for them: the file, a start model of their own, held-out bugs that there are."""
+    name = "_".join(path.name.removesuffix(".tar.gz") for path in packages)
+    tasks = Path("runs") / f"repair_{name}.jsonl"
+    tasks.parent.mkdir(exist_ok=True)
+    build.main(["--out", str(tasks), *(word for path in packages for word in ("--sdist", str(path)))])
+    settings = [f"environment.args.tasks={tasks.absolute()}"]
+    config = load_config(config_file, overrides=[*settings, *given])
+    kind, args = config.environment.name, dict(config.environment.args)
+    held_out = make_environment(kind, args, config.run.seed).num_prompts("eval")
+    if held_out is not None and config.evaluation.prompts > held_out:
+        print(f"{held_out} of the bugs are held out: evaluation.prompts={held_out}", flush=True)
+        settings.append(f"evaluation.prompts={held_out}")
+    place = Path(config.model.path)
+    return [*settings, f"model.path={place}_{name}"] if place.parent.name == "start_models" else settings
 
 
 def start_from(task: str, config: object) -> None:

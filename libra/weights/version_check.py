@@ -38,7 +38,8 @@ NOISE_FACTOR = 4.0
 NARROW = ("bfloat16", "float16")
 """Types of which a probe's mean difference is compared."""
 PROBE_FLOOR_EPS = 32.0
-"""A tolerance of log-probabilities is at least this many rounding units of the type served."""
+"""A tolerance of log-probabilities is at least this many rounding units of the type served: of 1 in narrow types, else of the
+probe's least likely token, whose rounding is in proportion to its size."""
 PROBE_CAP_NATS = {"float32": 1e-2, "bfloat16": 1.0, "float64": 1e-6}
 """A larger difference at version 0 is not noise: the engine does not compute the trainer's model."""
 PROJECTION_CAP_FRAC = 0.05
@@ -194,7 +195,7 @@ def uncalibrated(dtype: str) -> ProbeCalibration:
 def calibrate(check: VersionCheck, answers: Answers) -> ProbeCalibration:
     """Tolerances from an engine's answers under the version of ``check``.
 
-    Four times the difference at version 0, but at least what rounding can cause for other tokens: 32 units of the type for a
+    Four times the difference at version 0, but at least what rounding can cause for other tokens: `PROBE_FLOOR_EPS` for a
     log-probability; for a projection 4 units of the type and 4 sqrt(2048) of float32, in which a layer sums. At most the
     caps, so that an engine with other weights does not count as a noisy one.
     """
@@ -203,9 +204,10 @@ def calibrate(check: VersionCheck, answers: Answers) -> ProbeCalibration:
     shared = check.projections.keys() & answers.projections.keys()
     gap_frac = max((_projection_gap(check.projections[n], answers.projections[n]) for n in shared), default=0.0)
     cap = uncalibrated(check.dtype)
+    size = 1.0 if check.dtype in NARROW or not check.logp else max(1.0, float(np.abs(_flat(check.logp)).max()))
     floor_frac = 4 * eps + 4 * single * math.sqrt(2048)
     return ProbeCalibration(
-        min(max(NOISE_FACTOR * gap_nats, PROBE_FLOOR_EPS * eps), cap.probe_nats),
+        min(max(NOISE_FACTOR * gap_nats, PROBE_FLOOR_EPS * eps * size), cap.probe_nats),
         min(max(NOISE_FACTOR * gap_frac, floor_frac), cap.projection_frac),
         measured=math.isfinite(gap_nats) and math.isfinite(gap_frac),
     )

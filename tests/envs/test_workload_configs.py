@@ -28,7 +28,10 @@ def test_two_cores_and_gpus_have_a_configuration_each(workload: str, repository:
         if name in NEEDED:
             pytest.importorskip(NEEDED[name])
         args = dict(config.environment.args) | ({"isolation": "best"} if name in ("repair", "python_tests") else {})
-        prompts = [make_environment(name, args, 0).prompt("train", index) for index in range(3)]
+        environment = make_environment(name, args, 0)
+        held_out = environment.num_prompts("eval")
+        assert held_out is None or 0 < config.evaluation.prompts <= held_out, "a run would be refused"
+        prompts = [environment.prompt("train", index) for index in range(3)]
         assert all(prompt.messages[-1]["content"] for prompt in prompts)
         if name not in ("gymnasium", "textarena"):  # games may begin alike
             assert len({prompt.messages[-1]["content"] for prompt in prompts}) > 1

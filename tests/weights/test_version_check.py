@@ -47,6 +47,14 @@ def test_in_float32_every_token_counts() -> None:
     assert not found.passed and found.gap == pytest.approx(1e-3, rel=0.05)
 
 
+def test_rounding_of_unlikely_tokens_at_a_later_version_is_no_stale_layer() -> None:
+    found = verdict("float32", answers((0, 1.24e-5)), noise=2.85e-6)  # as seen after 30 steps, at a token of -14 nats
+    assert found.passed
+    allowed = calibrate(check("float32", 0), answers(noise=2.85e-6)).probe_nats
+    assert allowed == pytest.approx(32 * 2**-23 * 12.0, rel=0.01)
+    assert not verdict("float32", answers((0, 1.24e-4)), noise=2.85e-6).passed
+
+
 def test_an_engine_that_computes_another_model_is_not_a_noisy_one() -> None:
     calibration = calibrate(check("bfloat16", 0), answers(noise=2.0))
     assert not judge(check("bfloat16"), ExpectedProbes(), answers(noise=2.0), calibration).passed

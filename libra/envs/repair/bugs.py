@@ -46,13 +46,27 @@ def bugs_of(source: str) -> list[Bug]:
 
 def function_at(source: str, line: int) -> tuple[int, int]:
     """First and last line of the innermost function around a line; (line, line) outside of functions."""
+    function = _innermost(source, line)
+    return (line, line) if function is None else (function.lineno, function.end_lineno or function.lineno)
+
+
+def code_lines_at(source: str, line: int) -> int:
+    """Lines of that function without its docstring."""
+    function, (first, last) = _innermost(source, line), function_at(source, line)
+    if function is None or ast.get_docstring(function, clean=False) is None:
+        return last - first + 1
+    said = function.body[0]
+    return last - first - ((said.end_lineno or said.lineno) - said.lineno)
+
+
+def _innermost(source: str, line: int) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
     around = [
-        (node.lineno, node.end_lineno or node.lineno)
+        node
         for node in ast.walk(ast.parse(source))
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         and node.lineno <= line <= (node.end_lineno or node.lineno)
     ]
-    return max(around, default=(line, line))
+    return max(around, key=lambda node: node.lineno, default=None)
 
 
 def _of_node(node: ast.AST, lines: list[str]) -> Iterator[Bug]:

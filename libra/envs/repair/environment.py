@@ -49,7 +49,7 @@ class SoftwareRepair(Environment):
     show : str
         What the question shows: names of "files"; also what one test that fails says ("failure"); also the "function" with the bug.
     function_lines : int, optional
-        Only bugs in functions of at most so many lines. None: all.
+        Only bugs in functions of at most so many lines, their docstring not counted. None: all.
     examples : int
         Worked repairs before the question, as a conversation with calls. Small models need some.
     timeout_s : float

@@ -9,7 +9,7 @@ from difflib import SequenceMatcher
 from pathlib import Path
 
 from libra.envs.environment import question_class
-from libra.envs.repair.bugs import Bug, function_at
+from libra.envs.repair.bugs import Bug, code_lines_at, function_at
 from libra.envs.repair.library import Library
 from libra.errors import ConfigError
 from libra.seals import parsed_json
@@ -55,6 +55,11 @@ class Task:
         first, last = function_at(text, self.bug.line)
         return "\n".join(text.splitlines()[first - 1 : last])
 
+    @property
+    def code_lines(self) -> int:
+        """Lines of that function without its docstring."""
+        return code_lines_at(self.files[self.path], self.bug.line)
+
     def line(self, files: Mapping[str, str]) -> str:
         """The line of the bug in ``files``; empty if they end before it."""
         lines = files[self.path].splitlines()
@@ -99,7 +104,7 @@ class Task:
 
 
 def read_tasks(path: Path, function_lines: int | None) -> list[Task]:
-    """The tasks of a file with bugs in functions of at most ``function_lines`` lines; ConfigError if it is none of tasks."""
+    """The tasks of a file whose `Task.code_lines` are at most ``function_lines``; ConfigError if it is none of tasks."""
     where = "environment.args.tasks"
     libraries: dict[str, Library] = {}
     tasks = []
@@ -111,7 +116,7 @@ def read_tasks(path: Path, function_lines: int | None) -> list[Task]:
                 continue
             bug = Bug(row["kind"], row["line"], row["column"], row["old"], row["new"])
             task = Task(libraries[row["library"]], row["path"], bug, dict(row["failing"]), tuple(row["passing"]))
-            if function_lines is None or len(task.function.splitlines()) <= function_lines:
+            if function_lines is None or task.code_lines <= function_lines:
                 next(iter(task.failing))
                 tasks.append(task)
     except (OSError, ValueError, KeyError, TypeError, IndexError, AssertionError, StopIteration) as error:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import io
 import json
 import tarfile
 
 import pytest
 
+from libra.config import load_config
 from libra.envs import make_environment, run_action
 from libra.envs.repair import build
 from libra.envs.repair.environment import SoftwareRepair
@@ -225,6 +227,23 @@ def test_a_source_package_of_pypi_becomes_tasks_and_a_run_can_use_them(tmp_path)
     world = make_environment("repair", {"tasks": str(out), "isolation": "best"}, 0)
     prompt, _, (old, new) = solved(world)
     assert graded(world, prompt, edited(world, prompt, old, new)) == 1.0
+
+
+def test_the_workflow_takes_source_packages_with_few_bugs_in_long_functions(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    said = '"""' + "What it does, at length.\n" * 20 + '    """'
+    files = {
+        "counting.py": "\n\n".join(f"def plus{n}(x):\n    {said}\n    return x + {n}\n" for n in range(1, 17)),
+        "test_counting.py": "from counting import *\n"
+        + "\n".join(f"def test_{n}():\n    assert plus{n}(2) == {n + 2}\n" for n in range(1, 17)),
+    }
+    workflow = importlib.import_module("software_repair")
+    settings = workflow.of_packages([sdist(tmp_path / "counting-1.0.tar.gz", files)], workflow.CONFIG, ["run.seed=1"])
+    config = load_config(workflow.CONFIG, overrides=settings)
+    assert config.model.path == "runs/start_models/repair_counting-1.0", "a model of other tasks' words is no start"
+    world = make_environment("repair", dict(config.environment.args), 0)
+    assert config.evaluation.prompts == world.num_prompts("eval") < load_config(workflow.CONFIG).evaluation.prompts
+    assert f"evaluation.prompts={config.evaluation.prompts}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
