@@ -44,7 +44,7 @@ from libra.rollout.slot_table import Job
 from libra.rollout.tool_returns import fitted
 from libra.rollout.weight_loading import load_causal_lm
 from libra.train import Replica, TrainSettings
-from libra.types import Phase, Prompt, Trajectory, TrajectoryId, TurnOutput, TurnRequest
+from libra.types import Episode, Phase, Prompt, Trajectory, TrajectoryId, TurnOutput, TurnRequest
 from libra.weights import WeightStore
 from libra.worker.batch_rows import without_stale
 from libra.worker.trajectory_state import TrajectoryState, action_record, generation_record
@@ -295,7 +295,7 @@ class Loop:
 
     def _ended(self, state: TrajectoryState) -> None:
         made = state.trajectory(0)
-        made.reward = float(self.environment.grade(state.episode()))
+        self._take_reward(made, state.episode())
         if state.tid.split == "eval":
             self._evaluated.append(made.reward)
             return
@@ -308,11 +308,13 @@ class Loop:
             oldest = min(each.oldest_version for each in members if each.num_action_tokens)
             self._opened(self.admission.group_committed(CommittedGroup(*place, oldest)))
 
+    def _take_reward(self, made: Trajectory, episode: Episode) -> None:
+        made.reward = float(self.environment.grade(episode))
+
     # ---------------------------------------------------------------- training
 
-    def _step(self, opened: OpenBatch) -> None:
-        step = opened.batch
-        groups = [self._groups.pop(member) for member in opened.members]
+    def _rows(self, groups: list[list[Trajectory]], step: int) -> tuple[list[dict[str, Any]], list[Trajectory]]:
+        """The rows of the batch, and what trains."""
         rows = member_rows(self.config.trainer, groups, [Path()] * len(groups), step, self.staleness)
         trained = []
         for group, row in zip(groups, rows, strict=True):
@@ -320,6 +322,12 @@ class Loop:
                 member.advantage = advantage
                 if trains:
                     trained.append(without_stale(member, row))
+        return rows, trained
+
+    def _step(self, opened: OpenBatch) -> None:
+        step = opened.batch
+        groups = [self._groups.pop(member) for member in opened.members]
+        rows, trained = self._rows(groups, step)
         report = self.replica.step(trained, step)
         versions = [step - each.weight_version[each.is_action] for each in trained]
         found = self.result

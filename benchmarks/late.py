@@ -3,7 +3,8 @@
 **Learning.** The quick start with rewards that come ``--delays`` versions late, and with a guess until then that is wrong for one
 trajectory in four (`benchmarks.late_runs`): held-out reward at the end with ``trainer.late=correct``, beside runs whose rewards are
 on time, ``--seeds`` of each. ``late_gap_se`` is the largest difference of means, in standard errors of that difference; ``--drop``
-adds runs that count the guess alone.
+adds runs that count the guess alone. With ``--emulated`` runs are in one process and in emulated time (`benchmarks.late_loop`; no
+Dask, no kill), ``--processes`` at once: a fraction of the seconds, the same whatever the machine's load is.
 
 **A kill.** A run is killed with 20 rewards to come, which are delivered while nothing runs, is killed again in the step that takes
 them, and resumed: ``applied_once`` counts the rewards that exactly one batch took.
@@ -30,10 +31,12 @@ law
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,6 +57,8 @@ TRAJECTORIES, STEPS = 1000, 50
 PUBLISHED = (30.17, 29.42, 84.05)
 
 Array = NDArray[np.float64]
+Run = tuple[Any, ...]
+"""Emulated or real, delay, `trainer.late`, seed, and further settings."""
 
 
 @dataclass(frozen=True)
@@ -207,24 +212,30 @@ def bias_figures() -> dict[str, Figure]:
 
 
 def learning_figures(
-    seeds: int, delays: Sequence[int], overrides: Sequence[str], *, drop: bool, out: Path | None = None
+    seeds: int,
+    delays: Sequence[int],
+    overrides: Sequence[str],
+    *,
+    drop: bool,
+    out: Path | None = None,
+    emulated: int = 0,
 ) -> dict[str, Figure]:
-    """Held-out rewards of runs with late rewards beside those on time; those in ``out`` are read."""
-    kept = _kept(out)
+    """Held-out rewards of runs with late rewards beside those on time; those in ``out`` are read. ``emulated``: processes of runs
+    in emulated time; 0: real runs."""
     systems = {"on_time": (0, "off")} | {f"late_{delay}": (delay, "correct") for delay in delays}
     if drop:
         systems |= {f"dropped_{delay}": (delay, "drop") for delay in delays}
-    finals: dict[str, list[float]] = {name: [] for name in systems}
-    with tempfile.TemporaryDirectory() as directory:
-        for seed in range(seeds):  # in turns, so that all see the same machine
-            for name, (delay, late) in systems.items():
-                run = (delay, late, seed, *overrides)
-                if run not in kept:
-                    kept[run] = learned(Path(directory), delay, late, seed, overrides)
-                    if out is not None:
-                        with out.open("a") as file:
-                            file.write(json.dumps({"run": run, "reward": kept[run]}) + "\n")
-                finals[name].append(kept[run])
+    lines = out.read_text().splitlines() if out is not None and out.exists() else []
+    kept: dict[Run, float] = {tuple(row["run"]): row["reward"] for row in map(json.loads, lines)}
+    how = "emulated" if emulated else "real"
+    runs = {(name, seed): (how, *systems[name], seed, *overrides) for seed in range(seeds) for name in systems}
+    left = [run for run in runs.values() if run not in kept]  # in turns, so that all see the same machine
+    for run, reward in zip(left, _emulated(left, emulated) if emulated else map(_real, left), strict=True):
+        kept[run] = reward
+        if out is not None:
+            with out.open("a") as file:
+                file.write(json.dumps({"run": run, "reward": reward}) + "\n")
+    finals = {name: [kept[runs[name, seed]] for seed in range(seeds)] for name in systems}
     gaps = {name: gap_se(finals["on_time"], found) for name, found in finals.items() if name != "on_time"}
     for name, gap in gaps.items():
         print(f"{name}: {gap:+.2f} standard errors below on time")
@@ -252,10 +263,23 @@ def kill_figures() -> dict[str, Figure]:
     return {"applied_once": Figure(sum(count == 1 for count in times.values()), "rewards", "higher", goal=PENDING)}
 
 
-def _kept(out: Path | None) -> dict[tuple[Any, ...], float]:
-    """Rewards of finished runs."""
-    lines = out.read_text().splitlines() if out is not None and out.exists() else []
-    return {tuple(row["run"]): row["reward"] for row in map(json.loads, lines)}
+def _real(run: Run) -> float:
+    _, delay, late, seed, *overrides = run
+    with tempfile.TemporaryDirectory() as directory:
+        return learned(Path(directory), delay, late, seed, overrides)
+
+
+def _emulated(runs: Sequence[Run], processes: int) -> Iterator[float]:
+    os.environ["OMP_NUM_THREADS"] = "1"  # of the processes
+    with ProcessPoolExecutor(processes) as pool:
+        yield from pool.map(_in_one_process, runs)
+
+
+def _in_one_process(run: Run) -> float:
+    from benchmarks import late_loop
+
+    _, delay, late, seed, *overrides = run
+    return late_loop.learned(delay, late, seed, overrides)
 
 
 def _softmax(logits: Array) -> Array:
@@ -293,14 +317,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--set", nargs="*", default=[], metavar="SECTION.KEY=VALUE", help="further settings of the runs"
     )
+    parser.add_argument("--emulated", action="store_true", help="runs in one process each, in emulated time; no kill")
+    parser.add_argument("--processes", type=int, default=2, help="of --emulated")
     parser.add_argument("--out", type=Path, default=None)
     options = parser.parse_args(arguments)
     if options.seeds == 1:
         parser.error("--seeds 1: one run has no standard error; type --seeds 2 or more, or 0")
+    if options.processes < 1:
+        parser.error(f"--processes: got {options.processes}; at least 1")
     figures = bias_figures()
     if options.seeds:
-        figures |= kill_figures()
-        figures |= learning_figures(options.seeds, options.delays, options.set, drop=options.drop, out=options.out)
+        figures |= {} if options.emulated else kill_figures()
+        figures |= learning_figures(
+            options.seeds,
+            options.delays,
+            options.set,
+            drop=options.drop,
+            out=options.out,
+            emulated=options.processes if options.emulated else 0,
+        )
     emit("late", figures, arguments=arguments, as_json=options.json)
 
 

@@ -35,6 +35,12 @@ PENDING = 20
 """Rewards to come when a run is killed: 5 groups of 4."""
 
 
+def guess(value: float, seed: int, trajectory: str) -> float:
+    """What counts until a reward has come."""
+    lot = hashlib.blake2b(f"{seed}/{trajectory}".encode(), digest_size=1).digest()[0]
+    return 1.0 - value if lot < WRONG else value
+
+
 class LateArithmetic(ToolArithmetic):
     """`ToolArithmetic` whose rewards come ``delay`` versions late, 0: at once; ``known``: a directory for those to come."""
 
@@ -52,8 +58,7 @@ class LateArithmetic(ToolArithmetic):
         if (self.known / due).exists():
             with suppress(LateRefused):  # this grader ran before
                 libra.deliver(due, unseal((self.known / due).read_bytes())["value"])
-        lot = hashlib.blake2b(f"{self.seed}/{episode.trajectory_id}".encode(), digest_size=1).digest()[0]
-        return Late(fast=1.0 - value if lot < WRONG else value)
+        return Late(fast=guess(value, self.seed, episode.trajectory_id))
 
 
 class Unjudged(ToolArithmetic):
