@@ -31,6 +31,7 @@ law
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import tempfile
 from bisect import bisect_right
@@ -271,7 +272,8 @@ def _real(run: Run) -> float:
 
 def _emulated(runs: Sequence[Run], processes: int) -> Iterator[float]:
     os.environ["OMP_NUM_THREADS"] = "1"  # of the processes
-    with ProcessPoolExecutor(processes) as pool:
+    fresh = multiprocessing.get_context("spawn")  # in a fork, torch would wait for threads that this process had
+    with ProcessPoolExecutor(processes, fresh) as pool:
         yield from pool.map(_in_one_process, runs)
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import multiprocessing
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.context import BaseContext
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from benchmarks import late
+from benchmarks import late, late_loop
 from benchmarks.late import DELAYS, PUBLISHED, TAU, Table, bias_figures, gap_se, law_error, learning_figures, sampled
 
 
@@ -54,3 +57,28 @@ def test_a_finished_run_is_kept_and_not_run_again(tmp_path: Path, monkeypatch: p
     assert figures(2, [1])["late_1_reward"] == pytest.approx(0.905) and len(began) == 4
     assert figures(2, [1, 5])["late_gap_se"] == 0 and began[4:] == [(5, 0), (5, 1)]
     assert figures(2, [5], "run.iterations=3")["late_gap_se"] > 1 and len(began) == 10  # of other settings
+
+
+def test_emulated_runs_are_kept_apart_from_real_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(late, "learned", lambda directory, delay, *_: 0.5)
+    monkeypatch.setattr(late, "_emulated", lambda runs, processes: [0.25 * processes for _ in runs])
+
+    def reward(emulated: int) -> float:
+        return learning_figures(2, [1], (), drop=False, out=tmp_path / "runs", emulated=emulated)["late_1_reward"].value
+
+    assert [reward(0), reward(3), reward(0), reward(1)] == [0.5, 0.75, 0.5, 0.75]
+
+
+def test_emulated_runs_are_no_forks_of_a_process_that_has_used_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    began: list[tuple[int, str]] = []
+
+    class Pool(ThreadPoolExecutor):
+        def __init__(self, processes: int, context: BaseContext | None = None) -> None:
+            super().__init__(processes)
+            began.append((processes, (context or multiprocessing.get_context()).get_start_method()))
+
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # is set, and taken back
+    monkeypatch.setattr(late, "ProcessPoolExecutor", Pool)
+    monkeypatch.setattr(late_loop, "learned", lambda delay, kind, seed, overrides: delay + seed / 10)
+    assert list(late._emulated([("emulated", 3, "correct", 1), ("emulated", 0, "off", 2)], 2)) == [3.1, 0.2]
+    assert began == [(2, "spawn")]
