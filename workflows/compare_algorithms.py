@@ -14,10 +14,9 @@ import sys
 import time
 from typing import Any
 
-import yaml
-
 import libra
 from libra.config.algorithms import ALGORITHMS
+from libra.config.yaml_text import read_value
 
 COMPARED = ("grpo", "dr_grpo", "gspo", "cispo", "rloo")
 SETTINGS: dict[str, Any] = {"cluster__dashboard_port": 0, "observe__progress": False, "observe__tensorboard": False}
@@ -48,7 +47,7 @@ def main(arguments: list[str]) -> int:
     settings = {}
     for override in options.override:
         name, _, value = override.partition("=")
-        settings[name.replace(".", "__")] = yaml.safe_load(value)
+        settings[name.replace(".", "__")] = read_value(value, name)
     print(f"{'algorithm':<24}{'before':>8}{'after':>8}{'gain':>8}{'took':>10}")
     rows = compare(options.algorithms, settings)
     worse = [name for name, before, after, _ in rows if not after > before]

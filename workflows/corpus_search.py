@@ -1,6 +1,6 @@
 """Train a model to answer questions by searching a corpus, as Search-R1 does: passages between its turns, exact matches as reward.
 
-On two cores: a model of half a million parameters, which ``make_start_model.py`` makes first (some minutes), in a generated
+On two cores: a model of 0.7 million parameters, which ``make_start_model.py`` makes first (some ten minutes), in a generated
 world. On GPUs Qwen3-4B follows up to three relations. A corpus of your own is a file of JSON lines with title, text and facts
 (docs/workloads.md)::
 

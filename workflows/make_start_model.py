@@ -1,10 +1,10 @@
-"""Makes a start for reinforcement learning on ``search`` or ``repair``: a model of half a million parameters, by supervision.
+"""Makes a start for reinforcement learning on ``search`` or ``repair``: a model of 0.7 million parameters, by supervision.
 
     python workflows/make_start_model.py search --out runs/start_models/search
 
 As the model that ships (workflows/make_tiny_model.py) it learns first from flawless demonstrations, then from an imperfect
 demonstrator (`HABITS`), so that reinforcement learning has something to unlearn. Demonstrations are of training questions only;
-those of ``search`` are of other worlds than a run's, so its names have to be read and not remembered. Some minutes on one core.
+those of ``search`` are of other worlds than a run's, so its names have to be read and not remembered. Some ten minutes on one core.
 """
 
 from __future__ import annotations

@@ -19,11 +19,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 import libra
 from libra.config import load_config
 from libra.config.model_paths import PREPARED_MODELS, prepared_dir
+from libra.config.yaml_text import read_value
 from libra.errors import LibraError
 
 CONFIG = Path(__file__).resolve().parent.parent / "configs" / "math_tools.yaml"
@@ -87,9 +86,9 @@ def main(arguments: list[str], config_file: Path = CONFIG, name: str = "math_too
         section, _, argument = key.partition(".args.")
         if argument:
             args = settings.setdefault(f"{section}__args", dict(config.environment.args) if same else {})
-            args[argument] = yaml.safe_load(value)
+            args[argument] = read_value(value, key)
         else:
-            settings[key.replace(".", "__")] = yaml.safe_load(value)
+            settings[key.replace(".", "__")] = read_value(value, key)
     model = settings.pop("model__path", config.model.path)
     groups = settings.get("trainer__prompts", config.trainer.prompts)
     started_s = time.perf_counter()

@@ -12,10 +12,10 @@ import json
 import sys
 from typing import Any
 
-import yaml
 from openai import BadRequestError, DefaultHttpxClient, OpenAI
 
 import libra
+from libra.config.yaml_text import read_value
 from libra.envs.tool_arithmetic import calculate  # only what its tool computes
 from libra.errors import LibraError
 
@@ -72,7 +72,7 @@ def main(arguments: list[str]) -> int:
     settings = {}
     for argument in parser.parse_intermixed_args(arguments).override:
         name, _, value = argument.partition("=")
-        settings[name.replace(".", "__")] = yaml.safe_load(value)
+        settings[name.replace(".", "__")] = read_value(value, name)
     try:
         print(libra.train(config="libra/quickstart", agent=agent, **settings))
     except LibraError as error:

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import sys
 
-import yaml
-
 import libra
+from libra.config.yaml_text import read_value
 from libra.rollout.transformers_engine import TransformersEngine
 
 
@@ -33,5 +32,5 @@ class RemembersGreedy(TransformersEngine):
 if __name__ == "__main__":
     given = (argument.split("=", 1) for argument in sys.argv[1:])
     settings = {"run__iterations": 5, "trainer__lr": 5e-4, "evaluation__prompts": 32, "evaluation__temperature": 0.0}
-    settings |= {name: yaml.safe_load(value) for name, value in given}
+    settings |= {name: read_value(value, name) for name, value in given}
     print(libra.train(rollout__engine=RemembersGreedy, **settings))

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import sys
 
-import yaml
-
 import libra
+from libra.config.yaml_text import read_value
 from libra.model_loader import PretrainedLoader
 
 
@@ -26,5 +25,5 @@ class FrozenEmbedding(PretrainedLoader):
 if __name__ == "__main__":
     given = (argument.split("=", 1) for argument in sys.argv[1:])
     settings = {"run__iterations": 5, "trainer__lr": 5e-4, "evaluation__prompts": 32}
-    settings |= {name: yaml.safe_load(value) for name, value in given}
+    settings |= {name: read_value(value, name) for name, value in given}
     print(libra.train(model__loader=FrozenEmbedding, **settings))

@@ -8,9 +8,9 @@ from __future__ import annotations
 import sys
 
 import numpy as np
-import yaml
 
 import libra
+from libra.config.yaml_text import read_value
 
 
 def one_sided(logp, old_logp, advantage, *, sequences, settings):
@@ -31,6 +31,6 @@ def cosine(step, *, settings):
 
 if __name__ == "__main__":
     given = (argument.split("=", 1) for argument in sys.argv[1:])
-    settings = {"run__iterations": 5, "trainer__lr": 5e-4} | {name: yaml.safe_load(value) for name, value in given}
+    settings = {"run__iterations": 5, "trainer__lr": 5e-4} | {name: read_value(value, name) for name, value in given}
     own = {"trainer__loss": one_sided, "trainer__advantage": ranked, "trainer__lr_schedule": cosine}
     print(libra.train(**own, on_iteration=lambda values: print("lr", values["lr"]), **settings))

@@ -1,7 +1,8 @@
 """Train a model to repair small Python libraries: it reads files, edits them, runs their tests; hidden copies of the tests decide.
 
-On two cores: a model of half a million parameters, which ``make_start_model.py`` makes first (some minutes), then learns on the
-libraries that ship. On GPUs Qwen3-4B reads and runs on its own. With ``--sdist`` the libraries are source packages of PyPI::
+On two cores: a model of 0.7 million parameters, which ``make_start_model.py`` makes first (some ten minutes), then tries itself on
+the libraries that ship, so far without learning (docs/benchmarks.md). On GPUs Qwen3-4B reads and runs on its own.
+With ``--sdist`` the libraries are source packages of PyPI::
 
     python workflows/software_repair.py
     pip download --no-binary :all: --no-deps inflection==0.5.1
@@ -72,7 +73,7 @@ def start_from(task: str, config: object) -> None:
     if place.parent.name == "start_models" and not (place / "config.json").is_file():
         import make_start_model
 
-        print(f"making {place} by supervision, once: some minutes", flush=True)
+        print(f"making {place} by supervision, once: some ten minutes of one core", flush=True)
         make_start_model.make(task, place, dict(config.environment.args))  # type: ignore[attr-defined]
 
 

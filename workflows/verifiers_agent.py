@@ -74,15 +74,14 @@ def main(arguments: list[str]) -> int:
         for row in map(json.loads, lines)
     ]
 
-    import yaml
-
     import libra
     from libra.config import load_config
+    from libra.config.yaml_text import read_value
     from libra.envs.own_reward import own_reward
     from libra.errors import LibraError
 
     settings = {
-        key.replace(".", "__"): yaml.safe_load(value)
+        key.replace(".", "__"): read_value(value, key)
         for key, _, value in (each.partition("=") for each in chosen.override)
     }
     try:

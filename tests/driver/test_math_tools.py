@@ -45,6 +45,11 @@ def test_a_run_has_the_engine_and_settings_asked_for(workflow, ran, capsys):
     assert "50%" in capsys.readouterr().out  # one of two groups has rewards that differ
 
 
+def test_numbers_are_written_as_for_libra_run(workflow, ran):
+    workflow.main(["--engine", "transformers", "trainer.lr=1e-3", "environment.args.examples=1"])
+    assert (ran[0]["trainer__lr"], ran[0]["environment__args"]["examples"]) == (1e-3, 1)
+
+
 def test_no_group_to_learn_from_is_a_failure(workflow, ran):
     assert workflow.main(["--engine", "transformers", "trainer.prompts=1"]) == 1
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from typing import NamedTuple
 
 COMPARISONS = {"<": ("<=",), "<=": ("<",), ">": (">=",), ">=": (">",), "==": ("!=",), "!=": ("==",)}
@@ -44,6 +45,7 @@ def bugs_of(source: str) -> list[Bug]:
     return [bug for bug in sorted(placed, key=lambda bug: bug[1:]) if _parses(bug.put_in(source))]
 
 
+@lru_cache(maxsize=512)  # questions about one bug are asked again and again
 def function_at(source: str, line: int) -> tuple[int, int]:
     """First and last line of the innermost function around a line; (line, line) outside of functions."""
     function = _innermost(source, line)
