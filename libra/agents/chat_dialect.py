@@ -147,9 +147,9 @@ def _head(request: ModelRequest, reply: Reply, kind: str) -> dict[str, Any]:
 
 def write_chat(request: ModelRequest, reply: Reply) -> dict[str, Any]:
     """The answer to a chat request that is not streamed."""
-    message: dict[str, Any] = {"role": "assistant", "content": reply.message.text or None}
+    message: dict[str, Any] = {"role": "assistant", "content": reply.message.text}
     if reply.message.calls:
-        message["tool_calls"] = chat_calls(reply.message)
+        message |= {"content": reply.message.text or None, "tool_calls": chat_calls(reply.message)}
     if reply.message.reasoning:
         message["reasoning_content"] = reply.message.reasoning
     choice: dict[str, Any] = {"index": 0, "message": message, "finish_reason": reply.finish, "logprobs": None}

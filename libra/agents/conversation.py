@@ -113,3 +113,8 @@ class Conversation:
 def tools_text(tools: Sequence[Mapping[str, Any]], args: Mapping[str, Any]) -> str:
     """One text for equal tools and template arguments; tools come in their order."""
     return canonical_json([list(tools), dict(args)])
+
+
+def offers_tools(text: str) -> bool:
+    """Whether there are tools in a text of `tools_text`."""
+    return not text.startswith("[[],")

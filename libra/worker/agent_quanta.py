@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from libra.agents.conversation import TOO_LONG, Asked, Conversation
+from libra.agents.conversation import TOO_LONG, Asked, Conversation, offers_tools
 from libra.agents.gateway import Gateway
 from libra.agents.long_work import by_size
 from libra.agents.messages import Message, digest
@@ -242,9 +242,8 @@ class Agents:
         """The answer of a generated turn; the same on every worker."""
         name = f"{state.tid}-{state.draw}-{turn}"
         stop = parts[-1].get("stopped")
-        message = reply(
-            parts[-1]["text"], self._parse, lambda i: f"call_{digest(f'{name}/{i}'.encode()).hex()[:16]}", stop
-        )
+        parse = self._parse if offers_tools(asked["tools"]) else lambda text: ()  # who has no tools reads text
+        message = reply(parts[-1]["text"], parse, lambda i: f"call_{digest(f'{name}/{i}'.encode()).hex()[:16]}", stop)
         cut = parts[-1]["stop_reason"] == StopReason.LENGTH
         context = len(np.concatenate(state.paths[turn])) - sum(len(part["token_ids"]) for part in parts)
         ids, logprobs, versions = (

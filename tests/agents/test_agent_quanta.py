@@ -346,6 +346,20 @@ def test_parallel_sub_agents_are_sequences_of_one_trajectory(start: Start) -> No
     asyncio.run(test())
 
 
+def test_a_client_without_tools_reads_a_call_as_text(start: Start, conversation_format: Any, odd_ids: Any) -> None:
+    call = '<tool_call>\n{"name": "calc", "arguments": {}}\n</tool_call>'
+    engine = Scripted(conversation_format.chat, odd_ids, lambda text, request: call)
+
+    async def test() -> None:
+        async with start("without_and_with_tools", engine=engine) as worker:
+            state = await worker.play()
+        without, with_tools = state.episode().result
+        assert without == {"role": "assistant", "content": call}
+        assert with_tools["content"] is None and with_tools["tool_calls"][0]["function"]["name"] == "calc"
+
+    asyncio.run(test())
+
+
 def test_a_refused_request_costs_nothing_else(start: Start) -> None:
     async def test() -> None:
         async with start("refused") as worker:

@@ -26,6 +26,12 @@ def ask(base_url: str, messages: list[dict[str, Any]], **more: Any) -> dict[str,
     return choice
 
 
+def without_and_with_tools(messages: list[dict[str, Any]], base_url: str) -> list[dict[str, Any]]:
+    """The answers to one question in a request without tools, and in one with them."""
+    tools = [{"type": "function", "function": {"name": "calc", "parameters": {"type": "object", "properties": {}}}}]
+    return [ask(base_url, list(messages), **more)["message"] for more in ({}, {"tools": tools})]
+
+
 def branching(messages: list[dict[str, Any]], base_url: str) -> list[list[int]]:
     """Three turns, the second once more, and a conversation of its own; the token ids of all, in order."""
     root = list(messages)
