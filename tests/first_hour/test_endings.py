@@ -73,7 +73,7 @@ def test_ctrl_c_in_a_run_stops_it_with_three_lines_and_what_they_say_to_type_con
     assert len(told) == 3, again.text
     assert told[0].startswith("libra: interrupted, stopping the run")
     assert told[1].startswith("libra: stopped at once after")
-    assert told[2] == "libra resume runs/demo"
+    assert told[2] == f"libra resume runs/demo {SHOWN}"
 
 
 @pytest.mark.parametrize("stage", ["libraries", "workers"])
