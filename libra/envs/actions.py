@@ -124,10 +124,13 @@ async def run_action(
     if tried.outcome is None:
         return _timed_out(tool, tried, prompt, action_id)
     payload, status = _payload(tool, tried, tried.outcome, state, action_id)
-    reference = ""
-    if keep is not None:  # a thread for text that may become a file
-        reference = keep(payload) if len(payload) <= SMALL_CHARS else await asyncio.to_thread(keep, payload)
+    reference = "" if keep is None else await _kept(keep, payload)
     return replace(_bounded_return(tool, status, payload, tried.latency_s), reference=reference)
+
+
+async def _kept(keep: Callable[[str], str], payload: str) -> str:
+    """The reference of what a tool returned; a thread writes text that may become a file."""
+    return keep(payload) if len(payload) <= SMALL_CHARS else await asyncio.to_thread(keep, payload)
 
 
 def _arguments(tool: Tool, call: ToolCall, action_id: str, state: StateOfCall | None, session: Any) -> dict[str, Any]:
