@@ -2,7 +2,7 @@
 
 At the step of batch k the rewards of batch k - delay are there, and no others; until then the guess of `benchmarks.late_runs`
 counts. What a batch does about late rewards (`libra.policy.late.settle`), the rows that correct a group
-(`libra.graph.late_groups.corrected_row`), records of groups and what of them trains are the library's.
+(`libra.graph.late_groups.corrections`), records of groups and what of them trains are the library's.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-from benchmarks.async_loop import Loop, LoopSettings
+from benchmarks.async_loop import ENGINES, Loop, LoopSettings
 from benchmarks.late_runs import guess
 from benchmarks.report import QUICKSTART
 from libra.config import RunConfig, load_config
 from libra.envs.tool_arithmetic import ToolArithmetic
-from libra.graph.late_groups import corrected_row
+from libra.graph.late_groups import corrections, discount, guess_weight
 from libra.graph.member_rows import member_rows
-from libra.policy.late import Place, WaitingGroup, settle
+from libra.policy.late import GuessWorth, Place, WaitingGroup, settle
 from libra.store.group_records import write_group
 from libra.types import Episode, Trajectory
 from libra.worker.batch_rows import members_of
@@ -33,13 +33,15 @@ class LateLoop(Loop):
 
     def __init__(self, config: RunConfig, directory: Path, delay: int) -> None:
         environment = ToolArithmetic(timeout_rate=0.0, seed=config.run.seed)
-        super().__init__(config, environment, directory / "weights", LoopSettings(config.run.iterations, step_ticks=0))
+        settings = LoopSettings(config.run.iterations, slots=config.rollout.slots // len(ENGINES), step_ticks=0)
+        super().__init__(config, environment, directory / "weights", settings)
         self.delay, self.counted = delay, 0
         self.groups_dir = directory / "groups"
         self.groups_dir.mkdir()
         self._spec = cast(RunSpec, SimpleNamespace(config=config, groups_dir=self.groups_dir))
         self._true: dict[Place, float] = {}
         self._late: tuple[WaitingGroup, ...] = ()
+        self._worth = GuessWorth()
 
     def _take_reward(self, made: Trajectory, episode: Episode) -> None:
         super()._take_reward(made, episode)
@@ -60,12 +62,15 @@ class LateLoop(Loop):
         due = [group for group in self._late if group.batch == step - self.delay]
         came = {place: self._true.pop(place) for group in due for place in group.places()}
         settled = settle(self._late, step, came, versions=trainer.late_versions)
-        late = [row for row in (corrected_row(self._spec, each) for each in settled.arrivals) if row is not None]
+        late, self._worth = corrections(self._spec, settled.arrivals, self._worth)
         if trainer.late == "correct":
             self.counted += len(came)
             samples = tuple(range(trainer.group_size))
-            begun = (WaitingGroup(place.iteration, place.group, step, samples) for place in places)
+            weight = guess_weight(self._spec, self._worth)
+            begun = [WaitingGroup(place.iteration, place.group, step, samples, slope=weight) for place in places]
             self._late = (*settled.waiting, *begun)
+            for row, group in zip(rows, begun, strict=True):
+                discount(row, group)
         return rows, members_of({"members": rows, "late": late}, self.groups_dir, of_the_step=True)
 
 

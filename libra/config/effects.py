@@ -230,7 +230,7 @@ _TABLE: tuple[tuple[str, str, Reading], ...] = (  # section, keys, who reads the
     ("trainer", "mismatch_action", _run(either(given("trainer.mismatch_alarm"), given("trainer.mismatch_k3_alarm")))),
     ("trainer", "layout", {"run": (_REPLICAS,), "plan": ()}),
     ("trainer", "late", _of("run", "plan")),
-    ("trainer", "late_tau late_versions", _run(_LATE_CORRECTS)),
+    ("trainer", "late_guess late_tau late_versions", _run(_LATE_CORRECTS)),
     ("trainer", "late_wait_s", _run(is_("trainer.late", "wait"))),
     ("trainer", "streaming", {"run": _STREAMS, "plan": ()}),
     ("trainer", "batches", _run(*_STREAMS, is_not("trainer.streaming", "off"), above("run.eta", 0))),

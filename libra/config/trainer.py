@@ -223,6 +223,10 @@ class TrainerSection(Section):
     correct: the reward counts in the next batch after it came, as the difference that it makes to the advantages of its group,
     times e^(-delay / `late_tau`) and the clipped ratio of the loss (RAC). wait: batches wait for it, up to `late_wait_s`. drop: it
     is dropped. off: such a reward is a failure of class reward."""
+    late_guess: Literal["learned", "full"] = "learned"
+    """For `late` correct: what a provisional reward counts for until the true one comes. learned: for what guesses were worth in
+    this run, from 0 to 1; the noise of a guess and its correction is then that of rewards on time. full: as if it were true
+    (RAC)."""
     late_tau: Annotated[float, Field(gt=0)] = 50.0
     """For `late` correct: versions after which a late reward counts for 1/e of its difference."""
     late_versions: AtLeastOne = 16

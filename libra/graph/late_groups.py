@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +21,14 @@ from numpy.typing import NDArray
 from libra.events.reports import LateReport
 from libra.graph.member_rows import member_rows
 from libra.policy import Verdict, staleness_of
-from libra.policy.late import Arrival, Place, Settled, WaitingGroup, correction, settle
+from libra.policy.late import Arrival, GuessWorth, Place, Settled, WaitingGroup, correction, guessed_share, settle
 from libra.store.batch_membership import batch_path
 from libra.store.group_records import group_path, read_group
 from libra.store.late_rewards import came
 from libra.types import Trajectory, TrajectoryId
 from libra.worker.batch_rows import take_late
 from libra.worker.context import WorkerContext
-from libra.worker.late_waiting import waiting_after, waiting_row
+from libra.worker.late_waiting import waiting_after, waiting_row, worth_after
 from libra.worker.run_spec import RunSpec
 
 logger = logging.getLogger(__name__)
@@ -94,6 +95,11 @@ def late_facts(
     spec, mode = context.spec, context.spec.config.trainer.late
     if mode == "off":
         return {}
+    waited = waiting_after(spec, batch - 1)
+    values = came(spec.late_dir, [TrajectoryId(*place) for group in waited for place in group.places()])
+    here: dict[Place, float] = {trajectory[:3]: value for trajectory, value in values.items()}
+    settled = settle(waited, batch, here, versions=spec.config.trainer.late_versions)
+    corrected, worth = corrections(spec, settled.arrivals, worth_after(spec, batch - 1))
     begins: list[WaitingGroup] = []
     dropped: list[Place] = []
     for group, row in zip(groups, rows, strict=True):
@@ -102,15 +108,12 @@ def late_facts(
             row["delivered"] = {str(sample): value for sample, value in given.items()}
         missing = tuple(s for s, m in enumerate(group) if m.late is not None and s not in given)
         if missing:
-            waits = WaitingGroup(row["iteration"], row["group"], batch, missing, given)
+            waits = WaitingGroup(row["iteration"], row["group"], batch, missing, given, guess_weight(spec, worth))
             if mode == "correct" and row.get("over_age") != Verdict.DROP:
                 begins.append(waits)
+                discount(row, waits)
             else:
                 dropped += waits.places()
-    waited = waiting_after(spec, batch - 1)
-    values = came(spec.late_dir, [TrajectoryId(*place) for group in waited for place in group.places()])
-    here: dict[Place, float] = {trajectory[:3]: value for trajectory, value in values.items()}
-    settled = settle(waited, batch, here, versions=spec.config.trainer.late_versions)
     arrived = [
         (each.group.iteration, each.group.group, s, each.delay) for each in settled.arrivals for s in each.rewards
     ]
@@ -124,7 +127,6 @@ def late_facts(
         on_time=len(found),
         begin=len(begins),
     )
-    corrected = [row for row in (corrected_row(spec, each) for each in settled.arrivals) if row is not None]
     if not any(any(row["trains"]) for row in rows):
         for late in corrected:  # else nothing would be in the denominators
             late["counts"] = late["trains"]
@@ -134,6 +136,7 @@ def late_facts(
             "waiting": [waiting_row(group) for group in (*settled.waiting, *begins)],
             "came": [*([*trajectory[:3], 0] for trajectory in found), *map(list, arrived)],
             "dropped": [list(place) for place in (*settled.dropped, *dropped)],
+            "worth": [worth.product, worth.square],
         }
     }
 
@@ -173,32 +176,66 @@ def _tell(
     )
 
 
-def corrected_row(spec: RunSpec, arrival: Arrival) -> dict[str, Any] | None:
-    """The row of a group whose late rewards came; None if they change nothing."""
-    waited, trainer = arrival.group, spec.config.trainer
-    path = group_path(spec.groups_dir, waited.iteration, waited.group)
-    now = {**waited.given, **arrival.rewards}
-    row, before, trained = _advantages(spec, waited, path, waited.given)
-    row, after, trains = _advantages(spec, waited, path, now)
-    advantages = correction(before, after, delay=arrival.delay, tau=trainer.late_tau)
-    first = trains & ~trained
-    takes_part = first | (advantages != 0)
-    if not takes_part.any():
-        return None
-    return row | {
-        "advantages": advantages.tolist(),
-        "trains": takes_part.tolist(),
-        "counts": first.tolist(),
-        "delivered": {str(sample): value for sample, value in now.items()},
-        "delay": arrival.delay,
-    }
+def guess_weight(spec: RunSpec, worth: GuessWorth) -> float:
+    """What provisional rewards of a batch count for."""
+    return worth.slope if spec.config.trainer.late_guess == "learned" else 1.0
+
+
+def discount(row: dict[str, Any], group: WaitingGroup) -> None:
+    """Let the advantages in the row of a group that waits count for what its guesses are worth."""
+    row["advantages"] = (np.array(row["advantages"]) * _weight(np.array(row["trains"]), group)).tolist()
+
+
+def corrections(
+    spec: RunSpec, arrivals: Iterable[Arrival], worth: GuessWorth
+) -> tuple[list[dict[str, Any]], GuessWorth]:
+    """The rows of groups whose late rewards came, without those that change nothing; and what guesses are worth by now."""
+    rows, pairs = [], []
+    for arrival in arrivals:
+        waited, trainer = arrival.group, spec.config.trainer
+        path = group_path(spec.groups_dir, waited.iteration, waited.group)
+        now = replace(
+            waited,
+            given={**waited.given, **arrival.rewards},
+            missing=tuple(sample for sample in waited.missing if sample not in arrival.rewards),
+        )
+        row, before, trained = _advantages(spec, waited, path)
+        row, after, trains = _advantages(spec, now, path)
+        if not now.missing:
+            share = guessed_share(trained, waited.missing)
+            pairs.append((share * before, after - (1 - share) * before))
+        advantages = correction(
+            _weight(trained, waited) * before,
+            _weight(trains, now) * after,
+            delay=arrival.delay,
+            tau=trainer.late_tau,
+        )
+        first = trains & ~trained
+        takes_part = first | (advantages != 0)
+        if takes_part.any():
+            rows.append(
+                row
+                | {
+                    "advantages": advantages.tolist(),
+                    "trains": takes_part.tolist(),
+                    "counts": first.tolist(),
+                    "delivered": {str(sample): value for sample, value in now.given.items()},
+                    "delay": arrival.delay,
+                }
+            )
+    return rows, worth.after(pairs)
+
+
+def _weight(trains: NDArray[np.bool_], group: WaitingGroup) -> float:
+    """What the advantages of a group count for with its guesses."""
+    return 1 - (1 - group.slope) * guessed_share(trains, group.missing)
 
 
 def _advantages(
-    spec: RunSpec, waited: WaitingGroup, path: Path, given: Mapping[int, float]
+    spec: RunSpec, waited: WaitingGroup, path: Path
 ) -> tuple[dict[str, Any], NDArray[np.float64], NDArray[np.bool_]]:
-    """The row of a group in its own batch with the late rewards ``given``, its advantages (0: of no part in it), and who trains."""
-    members = take_late(read_group(path), {"delivered": given})
+    """The row of a group in its own batch with its late rewards, its advantages (0: of no part in it), and who trains."""
+    members = take_late(read_group(path), {"delivered": waited.given})
     (row,) = member_rows(spec.config.trainer, [members], [path], waited.batch, staleness_of(spec.config))
     trains = np.array(row["trains"], np.bool_)
     return row, np.where(trains, row["advantages"], 0.0), trains
@@ -212,6 +249,7 @@ def late_numbers(facts: Mapping[str, Any]) -> dict[str, Any]:
     return ({"no_signal": ""} if late["rows"] else {}) | {
         "late_came": len(ages),
         "late_delay": float(np.mean(ages)) if ages else 0.0,
-        "late_waiting": sum(len(missing) for _, _, _, missing, _ in late["waiting"]),
+        "late_waiting": sum(len(missing) for _, _, _, missing, *_ in late["waiting"]),
         "late_dropped": len(late["dropped"]),
+        "late_guess_worth": GuessWorth(*late.get("worth", ())).slope,
     }

@@ -10,20 +10,26 @@ final rewards. The ratio is that of the run's loss, per token and clipped there,
 over the sequence counts in the advantage and again in the loss. What they add to the advantage of a row of the next batch with the
 same name, which no batch has, is here a row of its own.
 
+A provisional reward is a guess, and whatever weight its advantages get, the correction adds the rest. Counted in full, as in the
+paper, a poor guess costs noise twice: that of the guess, and that of taking it back. So it counts for what guesses were worth in
+this run (`GuessWorth`): the slope of final on provisional advantages, with which the two parts are uncorrelated, and the noise
+of both together is that of rewards on time.
+
 With an unbiased ratio the expected gradient lacks ``1 - w(delay)`` of what the late rewards contribute: the bias is linear in it.
 
 Invariants
 ----------
 1. A delivered reward counts once: in the batch of its trajectory if it is there by then, else in the next batch after it arrived.
 2. No group waits for more than ``versions`` batches; what has not come by then is dropped, and named.
-3. For weight 1 the corrections of a group add up to the advantages of its final rewards minus those it was trained on.
+3. For weight 1 the corrections of a group add up to the advantages of its final rewards minus those it was trained on, whatever
+   its guesses counted for.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,6 +51,43 @@ def correction(
     return corrected
 
 
+KEPT = 0.8
+"""Of the evidence on guesses, what a batch with more of it keeps of what was there before."""
+
+
+@dataclass(frozen=True, slots=True)
+class GuessWorth:
+    """What provisional rewards were worth, from groups all of whose rewards came.
+
+    Attributes
+    ----------
+    product, square : float
+        Sums over trajectories of (advantage of the guess x final advantage) and of (advantage of the guess)^2, those of earlier
+        batches weighed by `KEPT`. Their first values, those of one trajectory that was guessed right, say 1.
+    """
+
+    product: float = 1.0
+    square: float = 1.0
+
+    @property
+    def slope(self) -> float:
+        """Weight of a guess in [0, 1]."""
+        return min(1.0, max(0.0, self.product / self.square))
+
+    def after(self, pairs: Sequence[tuple[NDArray[np.float64], NDArray[np.float64]]]) -> GuessWorth:
+        """With what a batch learned: for each group the part of its advantages that was guessed, and what that part became."""
+        if not any(guessed_G.any() for guessed_G, _ in pairs):
+            return self
+        product = sum(float(guessed_G @ final_G) for guessed_G, final_G in pairs)
+        square = sum(float(guessed_G @ guessed_G) for guessed_G, _ in pairs)
+        return GuessWorth(KEPT * self.product + product, KEPT * self.square + square)
+
+
+def guessed_share(trains: NDArray[np.bool_], missing: Iterable[int]) -> float:
+    """Of the trajectories of a group that train, the share whose reward is a guess."""
+    return float(trains[list(missing)].sum() / max(1, trains.sum()))
+
+
 @dataclass(frozen=True, slots=True)
 class WaitingGroup:
     """A trained group with rewards to come.
@@ -57,6 +100,8 @@ class WaitingGroup:
         Samples whose reward has not come.
     given : mapping of int to float
         Rewards of samples that came late, and count already.
+    slope : float
+        What its guesses count for (`GuessWorth.slope` in its batch).
     """
 
     iteration: int
@@ -64,6 +109,7 @@ class WaitingGroup:
     batch: int
     missing: tuple[int, ...]
     given: Mapping[int, float] = field(default_factory=dict)
+    slope: float = 1.0
 
     def places(self) -> list[Place]:
         """The trajectories whose reward has not come."""
@@ -110,7 +156,7 @@ def settle(waiting: Iterable[WaitingGroup], batch: int, came: Mapping[Place, flo
         missing = tuple(s for s in group.missing if s not in rewards or delay > versions)
         if missing and delay < versions:
             given = {**group.given, **rewards}
-            left.append(WaitingGroup(group.iteration, group.group, group.batch, missing, given))
+            left.append(replace(group, missing=missing, given=given))
         elif missing:
             dropped += [(group.iteration, group.group, sample) for sample in missing]
     return Settled(tuple(arrivals), tuple(left), tuple(dropped))

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.async_learning import Curve, Shown, curve_figures, curves_of, gap_se, loop_of, main
+from benchmarks.async_learning import Curve, Shown, curve_figures, curves_of, gap_se, loop_of, main, seconds_to
 
 SMALL = ("trainer.prompts=2", "trainer.group_size=2", "rollout.max_turns=4", "run.eta=1", "trainer.lr=1e-4")
 
@@ -72,6 +72,13 @@ def test_kinds_of_curves_may_be_left_out() -> None:
         *(f"eta 4, {how}, {v}" for how in ("drop", "none") for v in ("many", "one")),
     ]
     assert names("correct") == ["eta 0", "eta 4, correct, many", "eta 4, correct, one"]
+
+
+def test_one_lucky_batch_does_not_reach_the_reward_of_a_live_run() -> None:
+    rows = [{"iteration_s": 2.0, "trajectories": 128, "reward": reward} for reward in (0.5, 0.9, 0.6, 0.79, 0.82, 0.9)]
+    assert seconds_to(rows, 0.8, 256) == 10.0
+    assert seconds_to(rows, 0.8, 128) == 4.0
+    assert seconds_to(rows[:4], 0.8, 256) is None
 
 
 def test_a_wrong_option_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

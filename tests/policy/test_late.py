@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libra.policy.late import Place, WaitingGroup, age_weight, correction, settle
+from libra.policy.late import GuessWorth, Place, WaitingGroup, age_weight, correction, guessed_share, settle
 
 
 def test_the_weight_of_age_is_that_of_the_paper() -> None:
@@ -67,3 +67,25 @@ def test_corrections_of_one_age_add_up_to_the_whole_difference(advantages: list[
     steps = [np.array(each) for each in advantages]
     parts = [correction(before, after, delay=3, tau=tau) for before, after in pairwise(steps)]
     np.testing.assert_allclose(sum(parts), age_weight(3, tau) * (steps[-1] - steps[0]), atol=1e-12)
+
+
+def test_a_guess_counts_for_what_guesses_were_worth_and_costs_no_noise() -> None:
+    draw = np.random.default_rng(0)
+    worth, final = GuessWorth(), draw.normal(size=(400, 50, 8))
+    guessed = 0.3 * final + draw.normal(size=final.shape)  # slope of final on guessed 0.3 / 1.09
+    for batch in range(100):
+        worth = worth.after(list(zip(guessed[batch], final[batch], strict=True)))
+    assert worth.slope == pytest.approx(0.3 / 1.09, abs=0.03)
+    noise = {weight: (weight * guessed).var() + (final - weight * guessed).var() for weight in (1.0, worth.slope)}
+    assert noise[worth.slope] == pytest.approx(final.var(), rel=0.02)
+    assert noise[1.0] > 2.5 * final.var()
+
+
+def test_what_guesses_are_worth_is_a_weight_and_stands_without_evidence() -> None:
+    guessed, none = np.array([1.0, -1.0]), np.zeros(2)
+    assert GuessWorth().slope == GuessWorth().after([]).slope == GuessWorth().after([(none, guessed)]).slope == 1.0
+    assert GuessWorth().after([(guessed, -3 * guessed)]).slope == 0.0
+    assert GuessWorth().after([(guessed, 3 * guessed)]).slope == 1.0
+    trains = np.array([True, False, True, True])
+    assert guessed_share(trains, (0, 1)) == pytest.approx(1 / 3)
+    assert guessed_share(np.zeros(4, np.bool_), (0, 1)) == 0.0
