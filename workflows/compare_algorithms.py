@@ -15,8 +15,8 @@ import time
 from typing import Any
 
 import libra
+from libra.config import typed_settings
 from libra.config.algorithms import ALGORITHMS
-from libra.config.yaml_text import read_value
 
 COMPARED = ("grpo", "dr_grpo", "gspo", "cispo", "rloo")
 SETTINGS: dict[str, Any] = {"cluster__dashboard_port": 0, "observe__progress": False, "observe__tensorboard": False}
@@ -44,10 +44,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--algorithms", nargs="+", choices=list(ALGORITHMS), default=list(COMPARED))
     parser.add_argument("override", nargs="*", help="section.key=value")
     options = parser.parse_args(arguments)
-    settings = {}
-    for override in options.override:
-        name, _, value = override.partition("=")
-        settings[name.replace(".", "__")] = read_value(value, name)
+    settings = typed_settings(options.override)
     print(f"{'algorithm':<24}{'before':>8}{'after':>8}{'gain':>8}{'took':>10}")
     rows = compare(options.algorithms, settings)
     worse = [name for name, before, after, _ in rows if not after > before]

@@ -5,7 +5,7 @@ The node is plain Python turned into a Dask task. It gets the finished trajector
 a free GRADE slot, shows up in the dashboard under its own name, and may call whatever you like: another model, a test
 suite, a database.
 
-Run it with ``python workflows/custom_reward.py [section__name=value ...]``.
+Run it with ``python workflows/custom_reward.py [section.key=value ...]``.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-import yaml
 from dask import delayed
 from dask.delayed import Delayed
 
 import libra
+from libra.config import typed_settings
 from libra.types import Episode, ToolStatus
 
 COST_PER_WASTED_CALL = 0.1
@@ -45,6 +45,5 @@ def main(**settings: Any) -> Any:
 
 
 if __name__ == "__main__":
-    given = (argument.split("=", 1) for argument in sys.argv[1:])
-    summary = main(**{name: yaml.safe_load(value) for name, value in given})
+    summary = main(**typed_settings(sys.argv[1:]))
     print(f"{len(summary.iterations)} iterations; reward of the last: {summary.iterations[-1]['reward']:.3f}")

@@ -10,15 +10,14 @@ from __future__ import annotations
 import sys
 
 import libra
-from libra.config.yaml_text import read_value
+from libra.config import typed_settings
 
 STUDENT = {"run__iterations": 10, "trainer__algorithm": "opd"}
 
 
 def main(arguments: list[str]) -> int:
     """Exit code 1 where the student did not come nearer to its teacher."""
-    given = dict(argument.split("=", 1) for argument in arguments if "=" in argument)
-    settings = {name.replace(".", "__"): read_value(value, name) for name, value in given.items()}
+    settings = typed_settings([argument for argument in arguments if "=" in argument])
     teachers = [argument for argument in arguments if "=" not in argument]
     if not teachers:
         made = libra.train(config="libra/quickstart", **settings)

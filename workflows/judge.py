@@ -3,7 +3,7 @@
 Two services are asked about every answer: ``judge``, a frozen language model that says how likely it finds what was written, and
 ``checker``, a plain function that compares numbers, thirty-two answers at a time. The reward is a weighted sum of both.
 
-    python workflows/judge.py [section__name=value ...]
+    python workflows/judge.py [section.key=value ...]
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import yaml
-
 import libra
+from libra.config import typed_settings
 from libra.envs.tool_arithmetic import ToolArithmetic
 from libra.errors import LibraError
 
@@ -53,10 +52,10 @@ def main(**settings: Any) -> Any:
 def typed(arguments: list[str]) -> int:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("setting", nargs="*", help="section__name=value")
-    given = (each.partition("=") for each in parser.parse_intermixed_args(arguments).setting)
+    parser.add_argument("override", nargs="*", help="section.key=value")
+    overrides = parser.parse_intermixed_args(arguments).override
     try:
-        summary = main(**{name.replace(".", "__"): yaml.safe_load(value) for name, _, value in given})
+        summary = main(**typed_settings(overrides))
     except LibraError as error:
         print(f"judge: {error}", file=sys.stderr)
         return 2

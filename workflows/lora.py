@@ -1,4 +1,4 @@
-"""LoRA: adapters of low rank are trained, merged, verified and served. ``python workflows/lora.py [section__name=value ...]``
+"""LoRA: adapters of low rank are trained, merged, verified and served. ``python workflows/lora.py [section.key=value ...]``
 
 CHECKPOINT holds the merged model, and CHECKPOINT/adapter the adapters in the format of `peft`.
 """
@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import sys
 
-import yaml
-
 import libra
+from libra.config import typed_settings
 
 LORA = {
     "trainer__lora_rank": 8,
@@ -18,7 +17,6 @@ LORA = {
 }
 
 if __name__ == "__main__":
-    given = (argument.split("=", 1) for argument in sys.argv[1:])
-    settings = {"run__iterations": 5, "trainer__lr": 2e-3} | {name: yaml.safe_load(value) for name, value in given}
+    settings = {"run__iterations": 5, "trainer__lr": 2e-3} | typed_settings(sys.argv[1:])
     summary = libra.train(**LORA, **settings)
     print(summary, f"adapters: {summary.checkpoint}/adapter", sep="\n")

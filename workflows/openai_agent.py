@@ -15,7 +15,7 @@ from typing import Any
 from openai import BadRequestError, DefaultHttpxClient, OpenAI
 
 import libra
-from libra.config.yaml_text import read_value
+from libra.config import typed_settings
 from libra.envs.tool_arithmetic import calculate  # only what its tool computes
 from libra.errors import LibraError
 
@@ -69,12 +69,9 @@ def main(arguments: list[str]) -> int:
     """Train, and print what was learned."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("override", nargs="*", help="section.key=value")
-    settings = {}
-    for argument in parser.parse_intermixed_args(arguments).override:
-        name, _, value = argument.partition("=")
-        settings[name.replace(".", "__")] = read_value(value, name)
+    overrides = parser.parse_intermixed_args(arguments).override
     try:
-        print(libra.train(config="libra/quickstart", agent=agent, **settings))
+        print(libra.train(config="libra/quickstart", agent=agent, **typed_settings(overrides)))
     except LibraError as error:
         print(f"openai_agent: {error}", file=sys.stderr)
         return 2

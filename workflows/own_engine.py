@@ -1,4 +1,4 @@
-"""An inference engine of your own: ``python workflows/own_engine.py [section__name=value ...]``.
+"""An inference engine of your own: ``python workflows/own_engine.py [section.key=value ...]``.
 
 This one is the transformers engine with a cache of greedy answers. `libra.rollout.engine.RolloutEngine` is the whole interface;
 `libra.testing.engines.EngineContract` tests an engine, and every run verifies each version that it serves.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 
 import libra
-from libra.config.yaml_text import read_value
+from libra.config import typed_settings
 from libra.rollout.transformers_engine import TransformersEngine
 
 
@@ -30,7 +30,6 @@ class RemembersGreedy(TransformersEngine):
 
 
 if __name__ == "__main__":
-    given = (argument.split("=", 1) for argument in sys.argv[1:])
     settings = {"run__iterations": 5, "trainer__lr": 5e-4, "evaluation__prompts": 32, "evaluation__temperature": 0.0}
-    settings |= {name: read_value(value, name) for name, value in given}
+    settings |= typed_settings(sys.argv[1:])
     print(libra.train(rollout__engine=RemembersGreedy, **settings))

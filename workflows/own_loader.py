@@ -1,4 +1,4 @@
-"""A model built by your own loader: ``python workflows/own_loader.py [section__name=value ...]``
+"""A model built by your own loader: ``python workflows/own_loader.py [section.key=value ...]``
 
 This one freezes the embedding, so that nothing but the layers is trained. A loader may as well register an architecture that
 transformers does not know, or patch a tokenizer; `libra.model_loader.ModelLoader` is the whole interface.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 
 import libra
-from libra.config.yaml_text import read_value
+from libra.config import typed_settings
 from libra.model_loader import PretrainedLoader
 
 
@@ -23,7 +23,6 @@ class FrozenEmbedding(PretrainedLoader):
 
 
 if __name__ == "__main__":
-    given = (argument.split("=", 1) for argument in sys.argv[1:])
     settings = {"run__iterations": 5, "trainer__lr": 5e-4, "evaluation__prompts": 32}
-    settings |= {name: read_value(value, name) for name, value in given}
+    settings |= typed_settings(sys.argv[1:])
     print(libra.train(model__loader=FrozenEmbedding, **settings))

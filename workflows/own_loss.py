@@ -1,4 +1,4 @@
-"""A loss, an advantage and a learning rate schedule of your own: ``python workflows/own_loss.py [section__name=value ...]``.
+"""A loss, an advantage and a learning rate schedule of your own: ``python workflows/own_loss.py [section.key=value ...]``.
 
 `libra.train.own_parts` has their protocols, with shapes and units; the driver tries each before anything starts.
 """
@@ -10,7 +10,7 @@ import sys
 import numpy as np
 
 import libra
-from libra.config.yaml_text import read_value
+from libra.config import typed_settings
 
 
 def one_sided(logp, old_logp, advantage, *, sequences, settings):
@@ -30,7 +30,6 @@ def cosine(step, *, settings):
 
 
 if __name__ == "__main__":
-    given = (argument.split("=", 1) for argument in sys.argv[1:])
-    settings = {"run__iterations": 5, "trainer__lr": 5e-4} | {name: read_value(value, name) for name, value in given}
+    settings = {"run__iterations": 5, "trainer__lr": 5e-4} | typed_settings(sys.argv[1:])
     own = {"trainer__loss": one_sided, "trainer__advantage": ranked, "trainer__lr_schedule": cosine}
     print(libra.train(**own, on_iteration=lambda values: print("lr", values["lr"]), **settings))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 import libra
-from libra.config.yaml_text import read_value
+from libra.config import typed_settings
 from libra.policy import Priority, SetPriority, TrajectoryEnded, TrajectoryParked
 
 
@@ -34,6 +34,5 @@ class FewestTurnsFirst:
 
 
 if __name__ == "__main__":
-    given = (argument.split("=", 1) for argument in sys.argv[1:])
-    settings = {"run__iterations": 5, "trainer__lr": 5e-4} | {name: read_value(value, name) for name, value in given}
+    settings = {"run__iterations": 5, "trainer__lr": 5e-4} | typed_settings(sys.argv[1:])
     print(libra.train(policy__name=FewestTurnsFirst, **settings))

@@ -3,7 +3,7 @@
 The model says how many checks it wants to run; ``run_checks`` runs them in parallel on the cores that its call has
 (``LIBRA_CORES``). How much faster more cores make it is measured as the run goes.
 
-    python workflows/parallel_tests.py [section__name=value ...]
+    python workflows/parallel_tests.py [section.key=value ...]
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import yaml
-
 import libra
+from libra.config import typed_settings
 
 CHECK = "sum(i * i for i in range(100_000))"
 
@@ -54,6 +53,5 @@ def main(**settings: Any) -> Any:
 
 
 if __name__ == "__main__":
-    given = (argument.split("=", 1) for argument in sys.argv[1:])
-    summary = main(**{name: yaml.safe_load(value) for name, value in given})
+    summary = main(**typed_settings(sys.argv[1:]))
     print(f"{len(summary.iterations)} iterations; reward of the last: {summary.iterations[-1]['reward']:.3f}")

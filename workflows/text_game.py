@@ -5,9 +5,8 @@ from __future__ import annotations
 import random
 import sys
 
-import yaml
-
 import libra
+from libra.config import typed_settings
 from libra.types import Prompt
 
 
@@ -36,5 +35,5 @@ class GuessDigit(libra.Environment):
 
 
 if __name__ == "__main__":
-    settings = {"run__iterations": 5} | {k: yaml.safe_load(v) for k, v in (each.split("=", 1) for each in sys.argv[1:])}
+    settings = {"run__iterations": 5} | typed_settings(sys.argv[1:])
     print(libra.train(environment=GuessDigit(), **settings))

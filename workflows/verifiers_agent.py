@@ -75,16 +75,12 @@ def main(arguments: list[str]) -> int:
     ]
 
     import libra
-    from libra.config import load_config
-    from libra.config.yaml_text import read_value
+    from libra.config import load_config, typed_settings
     from libra.envs.own_reward import own_reward
     from libra.errors import LibraError
 
-    settings = {
-        key.replace(".", "__"): read_value(value, key)
-        for key, _, value in (each.partition("=") for each in chosen.override)
-    }
     try:
+        settings = typed_settings(chosen.override)
         model = settings.pop("model__path", load_config(chosen.config).model.path)
         settings["agent__venv"] = str(chosen.venv.resolve())
         print(libra.train(model, prompts=prompts, reward=own_reward, config=chosen.config, **settings))

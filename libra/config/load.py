@@ -80,6 +80,18 @@ def config_from_dict(values: Mapping[str, Any], overrides: Sequence[str] = ()) -
     return _validated(layer)
 
 
+def typed_settings(overrides: Sequence[str]) -> dict[str, Any]:
+    """Overrides ``section.key=value`` as arguments of `libra.train`, ``section__key``: what the command line of a script takes.
+
+    Keys and values are checked by `libra.train`; ConfigError for an override of another form.
+    """
+    layer = _Layer()
+    _merge_overrides(layer, overrides)
+    if layer.problems:
+        raise _config_error(layer.problems)
+    return {f"{section}__{key}": value for section, keys in layer.values.items() for key, value in keys.items()}
+
+
 def dump_config(config: RunConfig) -> str:
     """Every setting as YAML text, which `load_config` reads back to an equal configuration."""
     return yaml_text.write(config.model_dump(mode="json"))

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from libra.config import RunConfig, config_from_dict, dump_config, load_config
+from libra.config import RunConfig, config_from_dict, dump_config, load_config, typed_settings
 from libra.config.field_help import field_references
 from libra.errors import ConfigError
 
@@ -267,6 +267,15 @@ def test_an_override_is_typed_as_yaml_or_as_the_text_its_field_holds(override: s
 
 def test_the_last_of_two_equal_overrides_wins() -> None:
     assert config_from_dict({}, ["run.seed=1", "run.seed=2"]).run.seed == 2
+
+
+def test_a_script_reads_overrides_as_libra_run_does() -> None:
+    typed = ["trainer.lr=1e-3", "run.name=2024", "environment.args.timeout_rate=0", "environment.args.seed=1"]
+    assert typed_settings(typed) == {
+        "trainer__lr": 1e-3, "run__name": "2024", "environment__args": {"timeout_rate": 0, "seed": 1}
+    }  # fmt: skip
+    with pytest.raises(ConfigError, match=r"an override is section\.key=value"):
+        typed_settings(["trainer.lr"])
 
 
 def test_environment_arguments_merge_key_by_key() -> None:

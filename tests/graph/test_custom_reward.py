@@ -25,11 +25,11 @@ def test_the_judge_docks_each_call_that_did_not_come_back_ok(repository: Path) -
 
 def test_the_script_runs_as_a_user_would_run_it(repository: Path, tmp_path: Path) -> None:
     settings = [
-        f"run__dir={tmp_path}",
-        "run__name=judged",
-        "run__iterations=1",
-        "trainer__prompts=4",
-        "cluster__threads=1",
+        f"run.dir={tmp_path}",
+        "run.name=judged",
+        "run.iterations=1",
+        "trainer.prompts=4",
+        "cluster.threads=1",
     ]
     command = [sys.executable, "workflows/custom_reward.py", *settings]
     done = subprocess.run(command, cwd=repository, capture_output=True, text=True, timeout=200, check=False)
