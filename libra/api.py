@@ -113,20 +113,23 @@ def train(
     values.setdefault("model", {})["path"] = settings.get(
         "model__path", str(model) if isinstance(model, Path) else model
     )
-    own = _is_given(values, environment, prompts=prompts, reward=reward, tools=tools, session=session)
+    given = _is_given(values, environment, prompts=prompts, reward=reward, tools=tools, session=session)
     checked = config_from_dict(values) if config is None else load_config(config, values=values)
     typed = frozenset(f"{section}.{key}" for section, keys in values.items() for key in keys)
     for line in warning_lines(ignored_settings(checked, Situation("run", typed, client=client is not None))):
         logger.warning("%s", line)
-    if own and environment is None:
-        if prompts is None or reward is None:
-            missing = "prompts" if prompts is None else "reward"
-            raise ConfigError(f"libra.train: {missing} is missing; give prompts and reward, or an environment")
-        environment = FunctionEnvironment(
-            prompts=prompts, reward=reward, tools=tools, session=session, seed=checked.run.seed
-        )
+    if given and environment is None:
+        environment = _own_environment(prompts, reward, tools=tools, session=session, seed=checked.run.seed)
     callbacks = {"on_iteration": on_iteration, "on_batch": on_batch, "on_evaluation": on_evaluation}
     return run(checked, environment=environment, score=score, client=client, resume=resume, callbacks=callbacks)
+
+
+def _own_environment(prompts: Any, reward: Any, **more: Any) -> FunctionEnvironment:
+    """The environment of prompts and reward; ConfigError if either is missing."""
+    if prompts is None or reward is None:
+        missing = "prompts" if prompts is None else "reward"
+        raise ConfigError(f"libra.train: {missing} is missing; give prompts and reward, or an environment")
+    return FunctionEnvironment(prompts=prompts, reward=reward, **more)
 
 
 def _given_services(services: Any) -> dict[str, dict[str, Any]]:
