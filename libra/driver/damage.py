@@ -31,7 +31,7 @@ from libra.driver.start_records import (
 from libra.driver.teacher_faults import teacher_faults
 from libra.errors import DamagedRun, RunDirectoryError, StoreError, shell_path
 from libra.seals import parsed_json, unseal
-from libra.store.batch_membership import batch_path, read_batch_facts
+from libra.store.batch_membership import batch_path, group_names, read_batch_facts, taught_names
 from libra.store.committer_lock import lock_holder
 from libra.store.group_records import read_group
 from libra.store.log_segments import check_whole, segments_of
@@ -40,7 +40,6 @@ from libra.store.store_check import column_rows, committed_rows, store_faults
 from libra.store.trajectory_journal import Journal
 from libra.tensor_files import checkpoint_fault, version_fault
 from libra.types import TrajectoryId
-from libra.worker.late_waiting import group_names, taught_names
 from libra.worker.run_spec import RunDirectory
 
 LIMIT_BYTES = 256 * 2**20

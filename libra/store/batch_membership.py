@@ -1,4 +1,4 @@
-"""Members of a batch, committed before its step.
+"""Members of a batch, and facts of it, committed before its step.
 
 1. The membership of a batch is created once, flushed to the device, and never changes: a step that runs again takes the same
    members in the same order. A second writer gets RecordExists.
@@ -15,6 +15,7 @@ from typing import Any
 from libra.errors import StoreError, shell_path
 from libra.seals import sealed_text, unseal
 from libra.store.exclusive_files import create_exclusive
+from libra.store.group_records import group_path
 from libra.types import TrajectoryId
 
 SCHEMA = 1
@@ -64,6 +65,19 @@ def read_batch_facts(root: str | Path, batch: int) -> dict[str, Any]:
     """The facts given to `commit_batch`."""
     facts: dict[str, Any] = _load(root, batch)["facts"]
     return facts
+
+
+def group_names(facts: Mapping[str, Any]) -> list[str]:
+    """Names of the group records that a batch and those after it need, by its facts."""
+    late = facts.get("late", {})
+    rows = (*facts.get("groups", ()), *late.get("rows", ()))
+    waiting = (group_path("", iteration, group).name for iteration, group, *_ in late.get("waiting", ()))
+    return [*(Path(row["path"]).name for row in rows), *waiting]
+
+
+def taught_names(facts: Mapping[str, Any]) -> list[str]:
+    """Names of the group records of a batch that trained with scores of a teacher, by its facts."""
+    return [Path(row["path"]).name for row in facts.get("groups", ()) if row.get("taught")]
 
 
 def _load(root: str | Path, batch: int) -> Mapping[str, Any]:
