@@ -11,8 +11,7 @@ import asyncio
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 from benchmarks.async_loop import ENGINES, Loop, LoopSettings
 from benchmarks.late_runs import guess
@@ -25,7 +24,6 @@ from libra.policy.late import GuessWorth, Place, WaitingGroup, settle
 from libra.store.group_records import write_group
 from libra.types import Episode, Trajectory
 from libra.worker.batch_rows import members_of
-from libra.worker.run_spec import RunSpec
 
 
 class LateLoop(Loop):
@@ -38,7 +36,6 @@ class LateLoop(Loop):
         self.delay, self.counted = delay, 0
         self.groups_dir = directory / "groups"
         self.groups_dir.mkdir()
-        self._spec = cast(RunSpec, SimpleNamespace(config=config, groups_dir=self.groups_dir))
         self._true: dict[Place, float] = {}
         self._late: tuple[WaitingGroup, ...] = ()
         self._worth = GuessWorth()
@@ -62,12 +59,12 @@ class LateLoop(Loop):
         due = [group for group in self._late if group.batch == step - self.delay]
         came = {place: self._true.pop(place) for group in due for place in group.places()}
         settled = settle(self._late, step, came, versions=trainer.late_versions)
-        late, self._worth = corrections(self._spec, settled.arrivals, self._worth)
+        late, self._worth = corrections(self.config, self.groups_dir, settled.arrivals, self._worth)
         if trainer.late == "correct":
             self.counted += len(came)
             samples = tuple(range(trainer.group_size))
-            weight = guess_weight(self._spec, self._worth)
-            begun = [WaitingGroup(place.iteration, place.group, step, samples, slope=weight) for place in places]
+            weight = guess_weight(self.config, self._worth)
+            begun = [WaitingGroup(place.iteration, place.group, step, samples, guess_weight=weight) for place in places]
             self._late = (*settled.waiting, *begun)
             for row, group in zip(rows, begun, strict=True):
                 discount(row, group)

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from libra.config import RunConfig
 from libra.events.reports import LateReport
 from libra.graph.member_rows import member_rows
 from libra.policy import Verdict, staleness_of
@@ -29,7 +30,6 @@ from libra.types import Trajectory, TrajectoryId
 from libra.worker.batch_rows import take_late
 from libra.worker.context import WorkerContext
 from libra.worker.late_waiting import waiting_after, waiting_row, worth_after
-from libra.worker.run_spec import RunSpec
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ def late_facts(
 
     ``rows``: as those of the batch, of corrected groups, with ``counts`` (members that no batch trained before) and ``delay``.
     ``waiting``: groups with rewards to come. ``came``: trajectories whose reward counts from this batch on, with its age in
-    versions. ``dropped``: those whose reward counts no more.
+    versions. ``dropped``: those whose reward counts no more. ``worth``: what guesses were worth by then (`GuessWorth`).
     """
     spec, mode = context.spec, context.spec.config.trainer.late
     if mode == "off":
@@ -99,37 +99,25 @@ def late_facts(
     values = came(spec.late_dir, [TrajectoryId(*place) for group in waited for place in group.places()])
     here: dict[Place, float] = {trajectory[:3]: value for trajectory, value in values.items()}
     settled = settle(waited, batch, here, versions=spec.config.trainer.late_versions)
-    corrected, worth = corrections(spec, settled.arrivals, worth_after(spec, batch - 1))
+    corrected, worth = corrections(spec.config, spec.groups_dir, settled.arrivals, worth_after(spec, batch - 1))
     begins: list[WaitingGroup] = []
     dropped: list[Place] = []
-    for group, row in zip(groups, rows, strict=True):
-        given = {sample: found[m.trajectory_id] for sample, m in enumerate(group) if m.trajectory_id in found}
-        if given:
-            row["delivered"] = {str(sample): value for sample, value in given.items()}
-        missing = tuple(s for s, m in enumerate(group) if m.late is not None and s not in given)
-        if missing:
-            waits = WaitingGroup(row["iteration"], row["group"], batch, missing, given, guess_weight(spec, worth))
-            if mode == "correct" and row.get("over_age") != Verdict.DROP:
-                begins.append(waits)
-                discount(row, waits)
-            else:
-                dropped += waits.places()
+    for members, row in zip(groups, rows, strict=True):
+        group = _with_rewards_to_come(batch, members, row, found, guess_weight(spec.config, worth))
+        if group is None:
+            continue
+        if mode == "correct" and row.get("over_age") != Verdict.DROP:
+            begins.append(group)
+            discount(row, group)
+        else:
+            dropped += group.places()
     arrived = [
         (each.group.iteration, each.group.group, s, each.delay) for each in settled.arrivals for s in each.rewards
     ]
-    _tell(
-        context,
-        batch,
-        waited,
-        here,
-        settled,
-        arrived,
-        on_time=len(found),
-        begin=len(begins),
-    )
+    _tell(context, batch, waited, here, settled, arrived, on_time=len(found), begin=len(begins))
     if not any(any(row["trains"]) for row in rows):
-        for late in corrected:  # else nothing would be in the denominators
-            late["counts"] = late["trains"]
+        for row in corrected:  # else nothing would be in the denominators
+            row["counts"] = row["trains"]
     return {
         "late": {
             "rows": corrected,
@@ -139,6 +127,17 @@ def late_facts(
             "worth": [worth.product, worth.square],
         }
     }
+
+
+def _with_rewards_to_come(
+    batch: int, members: Sequence[Trajectory], row: dict[str, Any], found: Delivered, weight: float
+) -> WaitingGroup | None:
+    """A group of the batch as it waits for rewards, None if it waits for none; rewards that came are noted in its row."""
+    given = {sample: found[m.trajectory_id] for sample, m in enumerate(members) if m.trajectory_id in found}
+    if given:
+        row["delivered"] = {str(sample): value for sample, value in given.items()}
+    missing = tuple(sample for sample, m in enumerate(members) if m.late is not None and sample not in given)
+    return WaitingGroup(row["iteration"], row["group"], batch, missing, given, weight) if missing else None
 
 
 def _tell(
@@ -176,9 +175,9 @@ def _tell(
     )
 
 
-def guess_weight(spec: RunSpec, worth: GuessWorth) -> float:
-    """What provisional rewards of a batch count for."""
-    return worth.slope if spec.config.trainer.late_guess == "learned" else 1.0
+def guess_weight(config: RunConfig, worth: GuessWorth) -> float:
+    """What provisional rewards of a batch count for, 0 to 1."""
+    return worth.slope if config.trainer.late_guess == "learned" else 1.0
 
 
 def discount(row: dict[str, Any], group: WaitingGroup) -> None:
@@ -187,20 +186,23 @@ def discount(row: dict[str, Any], group: WaitingGroup) -> None:
 
 
 def corrections(
-    spec: RunSpec, arrivals: Iterable[Arrival], worth: GuessWorth
+    config: RunConfig, groups_dir: Path, arrivals: Iterable[Arrival], worth: GuessWorth
 ) -> tuple[list[dict[str, Any]], GuessWorth]:
-    """The rows of groups whose late rewards came, without those that change nothing; and what guesses are worth by now."""
+    """The rows of groups whose late rewards came, without those that change nothing; and what guesses are worth by now.
+
+    ``groups_dir`` has the records of the groups.
+    """
     rows, pairs = [], []
     for arrival in arrivals:
-        waited, trainer = arrival.group, spec.config.trainer
-        path = group_path(spec.groups_dir, waited.iteration, waited.group)
+        waited = arrival.group
+        path = group_path(groups_dir, waited.iteration, waited.group)
         now = replace(
             waited,
             given={**waited.given, **arrival.rewards},
             missing=tuple(sample for sample in waited.missing if sample not in arrival.rewards),
         )
-        row, before, trained = _advantages(spec, waited, path)
-        row, after, trains = _advantages(spec, now, path)
+        _, before, trained = _advantages(config, waited, path)
+        row, after, trains = _advantages(config, now, path)
         if not now.missing:
             share = guessed_share(trained, waited.missing)
             pairs.append((share * before, after - (1 - share) * before))
@@ -208,7 +210,7 @@ def corrections(
             _weight(trained, waited) * before,
             _weight(trains, now) * after,
             delay=arrival.delay,
-            tau=trainer.late_tau,
+            tau=config.trainer.late_tau,
         )
         first = trains & ~trained
         takes_part = first | (advantages != 0)
@@ -228,15 +230,15 @@ def corrections(
 
 def _weight(trains: NDArray[np.bool_], group: WaitingGroup) -> float:
     """What the advantages of a group count for with its guesses."""
-    return 1 - (1 - group.slope) * guessed_share(trains, group.missing)
+    return 1 - (1 - group.guess_weight) * guessed_share(trains, group.missing)
 
 
 def _advantages(
-    spec: RunSpec, waited: WaitingGroup, path: Path
+    config: RunConfig, waited: WaitingGroup, path: Path
 ) -> tuple[dict[str, Any], NDArray[np.float64], NDArray[np.bool_]]:
     """The row of a group in its own batch with its late rewards, its advantages (0: of no part in it), and who trains."""
     members = take_late(read_group(path), {"delivered": waited.given})
-    (row,) = member_rows(spec.config.trainer, [members], [path], waited.batch, staleness_of(spec.config))
+    (row,) = member_rows(config.trainer, [members], [path], waited.batch, staleness_of(config))
     trains = np.array(row["trains"], np.bool_)
     return row, np.where(trains, row["advantages"], 0.0), trains
 

@@ -100,8 +100,8 @@ class WaitingGroup:
         Samples whose reward has not come.
     given : mapping of int to float
         Rewards of samples that came late, and count already.
-    slope : float
-        What its guesses count for (`GuessWorth.slope` in its batch).
+    guess_weight : float
+        What its guesses count for, 0 to 1: `GuessWorth.slope` in its batch, or 1 where guesses count in full.
     """
 
     iteration: int
@@ -109,7 +109,7 @@ class WaitingGroup:
     batch: int
     missing: tuple[int, ...]
     given: Mapping[int, float] = field(default_factory=dict)
-    slope: float = 1.0
+    guess_weight: float = 1.0
 
     def places(self) -> list[Place]:
         """The trajectories whose reward has not come."""

@@ -26,7 +26,7 @@ def worth_after(files: RunFiles, batch: int) -> GuessWorth:
 def waiting_row(group: WaitingGroup) -> list[Any]:
     """A group as `waiting_after` reads it."""
     given = {str(sample): value for sample, value in group.given.items()}
-    return [group.iteration, group.group, group.batch, list(group.missing), given, group.slope]
+    return [group.iteration, group.group, group.batch, list(group.missing), given, group.guess_weight]
 
 
 def _late_facts(files: RunFiles, batch: int) -> dict[str, Any]:
