@@ -34,6 +34,7 @@ from distributed.deploy.subprocess import SubprocessCluster
 
 from benchmarks.dispatch_sides import Batch, central, check, clear, direct, lay_out, scheduler_traffic
 from benchmarks.report import MIN_PAIRS, Figure, Pairs, alternate, command_parser, emit
+from libra.cluster.present_workers import present_workers
 from libra.cluster.settings import DASK_SETTINGS
 
 WORKERS = 8
@@ -124,7 +125,7 @@ def main() -> None:
         Client(cluster) as client,
     ):
         client.wait_for_workers(WORKERS)
-        workers = sorted(client.scheduler_info(n_workers=-1)["workers"])
+        workers = sorted(present_workers(client))
         for mib in options.sizes:
             batch = lay_out(client, workers, mib * 2**18 // SIZES[mib], SIZES[mib], options.layout)
             once_checked(batch)

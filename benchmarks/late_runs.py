@@ -21,6 +21,7 @@ from typing import Any
 import libra
 from benchmarks.report import QUICKSTART
 from libra import Late
+from libra.cluster.present_workers import present_workers
 from libra.config import RunConfig, dump_config, load_config
 from libra.driver.session import Session, run
 from libra.envs.tool_arithmetic import ToolArithmetic
@@ -150,7 +151,7 @@ def _drive(config_file: str, step: str) -> None:
     config: RunConfig = load_config(Path(config_file))
     assert config.run.name is not None
     with Session(config, resume=(config.run.dir / config.run.name).exists()) as session:
-        found = session.client.scheduler_info(n_workers=-1)["workers"]
+        found = present_workers(session.client)
         (address,) = (each for each, worker in found.items() if worker["name"].startswith("train"))
         session.client.run(dies_in_its_step, config.run.name, os.getpid(), int(step), workers=[address])
         for _ in session.iterations():

@@ -35,6 +35,7 @@ from typing import Any, Self
 
 from benchmarks import even_words as task
 from benchmarks.report import Figure, alternate, command_parser, emit
+from libra.cluster.present_workers import present_workers
 from libra.config import config_from_dict
 from libra.driver.session import Session
 from libra.graph.iteration import iteration_graph
@@ -134,7 +135,7 @@ class Side:
         """The same trajectories directly on the engine, in its process."""
         session = self.session
         assert session.client is not None
-        workers = session.client.scheduler_info(n_workers=-1)["workers"]
+        workers = present_workers(session.client)
         engines = [address for address, worker in workers.items() if worker["name"] == "rollout-0"]
         (seconds,) = session.client.run(
             feed, session.spec.run, self.options.concurrent, GROUP_SIZE, self.options.turns, self.k, workers=engines

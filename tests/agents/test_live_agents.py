@@ -18,6 +18,7 @@ import pytest
 from killed_engine import kill_at_generation
 
 import libra
+from libra.cluster.present_workers import present_workers
 from libra.config import RunConfig
 from libra.driver.session import Session, run
 from libra.store.event_log import read_events
@@ -120,7 +121,7 @@ def test_agents_wait_while_their_engine_is_killed(make_config: Config, tmp_path:
         make_config, tmp_path, {"function": "http_agents:asking"}, run={"iterations": 1}, cluster=cluster
     )
     with Session(config) as session:
-        found = session.client.scheduler_info(n_workers=-1)["workers"]
+        found = present_workers(session.client)
         engines = [address for address, worker in found.items() if worker["name"].startswith("rollout")]
         session.client.run(kill_at_generation, "demo", 1, tmp_path / "killed", workers=engines)
         list(session.iterations())

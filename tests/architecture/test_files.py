@@ -34,6 +34,9 @@ def sleeps(source: str) -> list[int]:
     return lines
 
 
+SHOWS_IT = ("test_files.py", "test_next_run.py")
+
+
 def test_no_module_has_an_empty_name(modules: dict[str, Path]) -> None:
     found = [name for name in modules if EMPTY_NAMES & set(name.split("."))]
     assert not found, f"name these after what is in them: {found}"
@@ -52,6 +55,17 @@ def test_no_test_sleeps(repository: Path) -> None:
         for line in sleeps(path.read_text())
     ]
     assert not found, f"wait for an event or give the code a clock: {found}"
+
+
+def test_workers_are_asked_for_of_the_scheduler(repository: Path) -> None:
+    """`Client.scheduler_info` may answer without workers on a busy machine: `libra.cluster.present_workers` says why."""
+    found = [
+        str(path.relative_to(repository))
+        for part in ("libra", "tests", "benchmarks", "workflows", "examples")
+        for path in sorted((repository / part).rglob("*.py"))
+        if 'scheduler_info(n_workers=-1)["workers"]' in path.read_text() and path.name not in SHOWS_IT
+    ]
+    assert not found, f"type present_workers(client): {found}"
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from distributed import Client
 from libra import keys
 from libra.cluster import fork_server
 from libra.cluster.local import local_cluster
+from libra.cluster.present_workers import present_workers
 from libra.cluster.worker_environment import inherited_environment
 from libra.config import RunConfig, config_from_dict
 
@@ -48,7 +49,7 @@ def test_a_forked_worker_is_like_one_that_was_started(tmp_path: Path, monkeypatc
         pytest.skip("a cluster of other settings is alive in this process")
     monkeypatch.setenv("A_USERS_OWN", "after it")
     with local_cluster(config, tmp_path) as cluster, Client(cluster) as client:
-        workers = {info["name"]: address for address, info in client.scheduler_info(n_workers=-1)["workers"].items()}
+        workers = {info["name"]: address for address, info in present_workers(client).items()}
         found = client.run(as_it_is)
     assert sorted(workers) == ["rollout-0", "tool-0", "train-0"]
     for name, address in workers.items():

@@ -12,6 +12,7 @@ from distributed import Client, Scheduler
 
 from libra.cli.replay import replay_run
 from libra.cluster.local import local_cluster
+from libra.cluster.present_workers import present_workers
 from libra.config import RunConfig, config_from_dict
 from libra.driver.session import Session
 from libra.errors import ClusterError
@@ -83,7 +84,7 @@ def test_engines_use_as_many_slots_as_they_are_told_to(make_config: Config, clie
     assert most_at_once(last, "rollout-0") == 1 and most_at_once(last, "rollout-1") > 2
     assert not [event for event in events if event["name"] in ("quantum_lost", "quantum_given_back", "worker_lost")]
     assert replay_run(session.directory, from_snapshot=False, keys=(), decisions=(), as_json=True)
-    workers = client.scheduler_info(n_workers=-1)["workers"].values()
+    workers = present_workers(client).values()
     supply = {worker["name"]: worker["resources"].get("ROLLOUT") for worker in workers}
     assert (supply["rollout-0"], supply["rollout-1"]) == (4, 4), "the next run finds what the workers were started with"
 

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.late_runs import killed_in_step
 from damaged_run import cut, flip, set_committed
+from libra.cluster.present_workers import present_workers
 from libra.config import RunConfig, dump_config
 from libra.driver.damage import check_run, refuse_damaged
 from libra.driver.model_checks import checked_model
@@ -81,7 +82,7 @@ def test_the_student_comes_nearer_to_its_teacher(
     )  # fmt: skip
     with Session(config) as session:
         rows = list(session.iterations())
-        names = {worker["name"] for worker in session.client.scheduler_info(n_workers=-1)["workers"].values()}
+        names = {worker["name"] for worker in present_workers(session.client).values()}
     assert ("teacher-0" in names) == (not service)
     log = [from_dict(values) for _, values in EventReader(session.directory / "events.jsonl")]
     asked = [(event.service, event.restored) for event in log if isinstance(event, ServiceAnswered)]
@@ -247,7 +248,7 @@ def test_a_batch_trains_without_scores_that_come_late_and_so_does_its_repetition
 
 
 def _teacher_of(session: Session) -> str:
-    workers = session.client.scheduler_info(n_workers=-1)["workers"]
+    workers = present_workers(session.client)
     (address,) = (each for each, worker in workers.items() if worker["name"] == "teacher-0")
     return str(address)
 

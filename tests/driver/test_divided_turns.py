@@ -16,6 +16,7 @@ import pytest
 import zarr
 
 from libra.cli.replay_text import event_text
+from libra.cluster.present_workers import present_workers
 from libra.config import RunConfig, config_from_dict, dump_config
 from libra.driver.session import Session
 from libra.events import from_dict
@@ -127,7 +128,7 @@ def test_a_worker_killed_in_mid_turn_costs_at_most_a_part(
     after: bool, whole: Path, random_model: Path, tmp_path: Path
 ) -> None:
     with Session(configured(random_model, tmp_path, PART)) as session:
-        found = session.client.scheduler_info(n_workers=-1)["workers"]
+        found = present_workers(session.client)
         rollout = [address for address, worker in found.items() if worker["name"].startswith("rollout")]
         kill = partial(mid_turn_kill.kill_at_part, after=after)
         session.client.run(kill, "demo", tmp_path / "killed", None, workers=rollout)

@@ -16,6 +16,7 @@ import zarr
 
 from libra import keys
 from libra.cluster.local import engine_resources, thread_bindings, worker_resources
+from libra.cluster.present_workers import present_workers
 from libra.config import RunConfig, config_from_dict
 from libra.driver.session import Session
 from libra.errors import ConfigError, EngineError
@@ -130,7 +131,7 @@ def test_a_run_goes_through_engines_of_two_buckets_and_outlives_the_death_of_one
         cluster={"engines": TWO},
     )
     with Session(config) as session:
-        found = session.client.scheduler_info(n_workers=-1)["workers"]
+        found = present_workers(session.client)
         (first,) = [address for address, worker in found.items() if worker["name"] == "rollout-0"]
         session.client.run(kill_engine_once, "demo", workers=[first])
         numbers = list(session.iterations())

@@ -19,6 +19,7 @@ from distributed import Client
 
 from libra.cli.run_ending import closing_lines
 from libra.cluster.local import page_port
+from libra.cluster.present_workers import present_workers
 from libra.config import RunConfig
 from libra.driver.session import RunSummary, Session, run
 from libra.envs import Environment, FunctionEnvironment, tool
@@ -52,7 +53,7 @@ def stored(summary: RunSummary, level: str = "trajectory") -> dict[str, np.ndarr
 
 
 def address_of(client: Client, name: str) -> str:
-    (address,) = (a for a, worker in client.scheduler_info(n_workers=-1)["workers"].items() if worker["name"] == name)
+    (address,) = (a for a, worker in present_workers(client).items() if worker["name"] == name)
     return address
 
 

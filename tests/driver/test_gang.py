@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from libra.cluster.present_workers import present_workers
 from libra.config import RunConfig, config_from_dict
 from libra.driver.session import Session
 from libra.store.event_log import read_events
@@ -101,7 +102,7 @@ def test_a_rank_killed_in_the_reduction_is_named_and_its_step_taken_again(
     with Session(config(f"without_{victim[-1]}", 2)) as session:
         iterations = session.iterations()
         rows = [next(iterations)]
-        workers = session.client.scheduler_info(n_workers=-1)["workers"]
+        workers = present_workers(session.client)
         (address,) = (address for address, worker in workers.items() if worker["name"] == victim)
         session.client.run(dies_in_the_reduction, run=session.spec.run, workers=[address])
         agree([*rows, *iterations], alone)
@@ -135,7 +136,7 @@ def test_a_rank_killed_in_a_wave_costs_the_waves_before_it_and_the_new_group_add
     with Session(config(f"streamed_{layout}", 2, layout=layout, streaming="on")) as session:
         iterations = session.iterations()
         rows = [next(iterations)]
-        workers = session.client.scheduler_info(n_workers=-1)["workers"]
+        workers = present_workers(session.client)
         (address,) = (address for address, worker in workers.items() if worker["name"] == "train-1")
         session.client.run(dies_in_the_second_wave, run=session.spec.run, workers=[address])
         rows += iterations

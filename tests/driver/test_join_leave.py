@@ -16,6 +16,7 @@ import zarr
 from distributed import Client, Scheduler
 
 from libra.cluster.local import local_cluster
+from libra.cluster.present_workers import present_workers
 from libra.cluster.readiness import check_cluster
 from libra.config import RunConfig
 from libra.driver.session import Session
@@ -45,7 +46,7 @@ Patient.__module__ = "__main__"  # sent to the workers by value, which cannot im
 
 def workers(session: Session) -> dict[str, str]:
     """Address of each worker by name."""
-    found = session.client.scheduler_info(n_workers=-1)["workers"]
+    found = present_workers(session.client)
     return {str(facts["name"]): address for address, facts in found.items()}
 
 

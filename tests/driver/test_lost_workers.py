@@ -19,6 +19,7 @@ from distributed import Nanny, Scheduler
 from distributed.core import Status
 
 from libra import keys
+from libra.cluster.present_workers import present_workers
 from libra.config import RunConfig
 from libra.driver.session import Session
 from libra.envs import tool
@@ -118,7 +119,7 @@ def test_a_worker_that_comes_back_after_its_trajectory_went_elsewhere_writes_not
         return int(process), watch, address, trajectory
 
     with Session(config) as session, ThreadPoolExecutor(1) as thread:
-        found = session.client.scheduler_info(n_workers=-1)["workers"]
+        found = present_workers(session.client)
         rollout = [address for address, worker in found.items() if worker["name"].startswith("rollout")]
         assert len(rollout) == 2
         session.client.run(stop_once, "demo", tmp_path / "first", stopped, go, outcome, workers=rollout)

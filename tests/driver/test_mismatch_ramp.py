@@ -12,6 +12,7 @@ from failing_layer import LAYER, disturb_layer
 
 from libra.cli.main import cli
 from libra.cluster.local import local_cluster
+from libra.cluster.present_workers import present_workers
 from libra.config import load_config
 from libra.driver.session import run
 from libra.observe.mismatch_diagnosis import diagnose
@@ -32,7 +33,7 @@ def ramped(repository: Path, tmp_path_factory: pytest.TempPathFactory):
         ],
     )  # fmt: skip
     with local_cluster(config) as cluster, Client(cluster) as client:
-        workers = client.scheduler_info(n_workers=-1)["workers"]
+        workers = present_workers(client)
         (address,) = (address for address, facts in workers.items() if facts["name"] == "rollout-1")
         client.run(disturb_layer, FIRST, 0.08, 1.6, workers=[address])
         return run(config, client=client)

@@ -10,6 +10,7 @@ from typing import Any
 
 from distributed import Client
 
+from libra.cluster.present_workers import present_workers
 from libra.config import RunConfig
 from libra.driver.session import Session
 from libra.weights import WeightStore
@@ -36,7 +37,7 @@ def test_every_token_is_exact_and_a_killed_trainer_takes_the_same_steps_again(
     with Session(config, client=cluster_client) as session:
         iterations = session.iterations()
         rows = [next(iterations) for _ in range(6)]
-        workers = session.client.scheduler_info(n_workers=-1)["workers"]
+        workers = present_workers(session.client)
         (address,) = (address for address, worker in workers.items() if worker["name"].startswith("train"))
         session.client.run(dies_after_the_old_policies, run=session.spec.run, workers=[address])
         rows += iterations

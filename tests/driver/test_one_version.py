@@ -12,6 +12,7 @@ import pytest
 from distributed import Client
 
 from libra import events
+from libra.cluster.present_workers import present_workers
 from libra.config import RunConfig
 from libra.driver.session import Session
 from libra.events import from_dict
@@ -155,7 +156,7 @@ def test_trajectories_of_an_engine_that_is_killed_begin_again(make_config: Confi
     with Session(config) as session:
         iterations = session.iterations()
         rows = [next(iterations)]
-        workers = session.client.scheduler_info(n_workers=-1)["workers"]
+        workers = present_workers(session.client)
         (address,) = (address for address, worker in workers.items() if worker["name"] == "rollout-0")
         (pid,) = session.client.run(os.getpid, workers=[address]).values()
         os.kill(pid, signal.SIGKILL)

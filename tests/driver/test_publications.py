@@ -13,6 +13,7 @@ import pytest
 from distributed import Client
 from streamed_runs import check_taken_again, events_of, replayed_differences
 
+from libra.cluster.present_workers import present_workers
 from libra.config import RunConfig
 from libra.driver import run_checkpoints
 from libra.driver.session import Session, run
@@ -77,7 +78,7 @@ def waits_for_the_passes(run: str, version: int, dies: bool, dask_worker: Any) -
 def run_held(config: RunConfig, client: Client, *, dies: bool) -> tuple[Any, str]:
     """A whole run whose version 2 is held, and the address of its trainer."""
     with Session(config, client=client) as session:
-        workers = session.client.scheduler_info(n_workers=-1)["workers"]
+        workers = present_workers(session.client)
         (address,) = (address for address, worker in workers.items() if worker["name"] == "train-0")
         session.client.run(waits_for_the_passes, run="demo", version=2, dies=dies, workers=[address])
         try:

@@ -13,6 +13,7 @@ import zarr
 from distributed import Client, Scheduler
 
 from libra.cluster.local import local_cluster
+from libra.cluster.present_workers import present_workers
 from libra.config import RunConfig, config_from_dict
 from libra.driver.session import Session
 from libra.rollout.vllm_settings import is_installed
@@ -195,7 +196,7 @@ def each_trajectory_once(session: Session, iterations: int, groups: int, samples
 
 
 def address_of(client: Client, name: str) -> str:
-    workers = client.scheduler_info(n_workers=-1)["workers"]
+    workers = present_workers(client)
     return next(address for address, worker in workers.items() if worker["name"] == name)
 
 

@@ -17,6 +17,7 @@ from distributed import Client, Scheduler
 
 from libra.cli.replay import replay_run
 from libra.cluster.local import local_cluster
+from libra.cluster.present_workers import present_workers
 from libra.config import RunConfig, config_from_dict
 from libra.driver.session import Session
 from libra.errors import ClusterError
@@ -82,7 +83,7 @@ def each_trajectory_once(session: Session, iterations: int) -> None:
 
 
 def address_of(session: Session, name: str) -> str:
-    workers = session.client.scheduler_info(n_workers=-1)["workers"]
+    workers = present_workers(session.client)
     (address,) = (address for address, worker in workers.items() if worker["name"] == name)
     return address
 
@@ -293,7 +294,7 @@ def test_who_cannot_train_generates_again_and_it_is_said_why(start: Callable[...
         rows = [next(iterations) for _ in range(2)]
         settled(session, "rollout", there)
         (row,) = session.roles.rows()
-        workers = session.client.scheduler_info(n_workers=-1)["workers"]
+        workers = present_workers(session.client)
         assert workers[where[0]]["resources"]["ROLLOUT"] == 8, "it is given turns again"
         rows += iterations
     assert "RuntimeError: no memory is left" in row["reason"]

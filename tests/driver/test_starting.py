@@ -13,6 +13,7 @@ from libra.cli.main import main
 from libra.cli.roles import roles_command
 from libra.cluster.hardware_inventory import CPU, Machine
 from libra.cluster.local import device_bindings
+from libra.cluster.present_workers import present_workers
 from libra.cluster.run_contact import FILE
 from libra.config import RunConfig, config_from_dict, load_config
 from libra.config.planner import PlannedEngines, PlannedLayout
@@ -186,7 +187,7 @@ def test_a_run_starts_what_was_planned_and_answers_for_its_roles(
     assert wanted.engines == {1: 2}
     with Session(config) as session:
         directory = session.directory
-        workers = session.client.scheduler_info(n_workers=-1)["workers"].values()
+        workers = present_workers(session.client).values()
         supply = {str(worker["name"]): worker["resources"] for worker in workers}
         assert [name for name in sorted(supply) if name.startswith("rollout")] == ["rollout-0", "rollout-1"]
         assert [name for name in supply if name.startswith("train")] == [f"train-{i}" for i in range(wanted.train_gpus)]

@@ -20,6 +20,7 @@ from distributed import Client
 from streamed_runs import check_taken_again, check_whole, events_of, replayed_differences, waves_of
 
 from libra.cli.main import cli
+from libra.cluster.present_workers import present_workers
 from libra.config import RunConfig, dump_config
 from libra.driver import run_checkpoints
 from libra.driver.session import Session, run
@@ -161,7 +162,7 @@ def test_a_batch_takes_what_is_complete_first_and_a_killed_trainer_adds_the_same
     os.mkfifo(tmp_path / "pipe")
     pipe = os.open(tmp_path / "pipe", os.O_RDWR)
     with Session(config, environment=LateFirst(tmp_path / "pipe"), client=cluster_client) as session:
-        workers = session.client.scheduler_info(n_workers=-1)["workers"]
+        workers = present_workers(session.client)
         (address,) = (address for address, worker in workers.items() if worker["name"] == "train-0")
         iterations = session.iterations()
         next(iterations)  # its batch does not wait for the group
@@ -188,7 +189,7 @@ def test_a_trainer_that_is_killed_in_the_midst_of_a_wave_adds_the_committed_wave
     with Session(config, client=cluster_client) as session:
         iterations = session.iterations()
         next(iterations)
-        workers = session.client.scheduler_info(n_workers=-1)["workers"]
+        workers = present_workers(session.client)
         (address,) = (address for address, worker in workers.items() if worker["name"] == "train-0")
         session.client.run(dies_in_a_wave, run="demo", wave=1, workers=[address])
         list(iterations)
@@ -223,7 +224,7 @@ def main():
     with Client(sys.argv[2], security=security) as client, Session(config, client=client) as session:
         iterations = session.iterations()
         next(iterations)
-        workers = client.scheduler_info(n_workers=-1)["workers"]
+        workers = present_workers(client)
         (address,) = (address for address, worker in workers.items() if worker["name"] == "train-0")
         client.run(stops_in_a_wave, run="demo", pipe=sys.argv[3], wave=int(sys.argv[5]), workers=[address])
         list(iterations)

@@ -23,6 +23,7 @@ from streamed_runs import check_taken_again, check_whole, events_of
 from libra import events
 from libra.cli.replay import replay_run
 from libra.cluster.local import local_cluster
+from libra.cluster.present_workers import present_workers
 from libra.config import RunConfig, config_from_dict
 from libra.driver import run_checkpoints
 from libra.driver.session import Session
@@ -125,7 +126,7 @@ class Held:
         ]
 
     def address(self, name: str) -> str:
-        workers = self.session.client.scheduler_info(n_workers=-1)["workers"]
+        workers = present_workers(self.session.client)
         (address,) = (address for address, worker in workers.items() if worker["name"] == name)
         return address
 

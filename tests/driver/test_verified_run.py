@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 from distributed import Client
 
+from libra.cluster.present_workers import present_workers
 from libra.config import RunConfig
 from libra.driver.session import Session, run
 from libra.errors import MismatchAlarm
@@ -20,7 +21,7 @@ Config = Callable[..., RunConfig]
 
 def rollout_address(client: Client) -> str:
     """Address of the worker with the engine."""
-    workers = client.scheduler_info(n_workers=-1)["workers"]
+    workers = present_workers(client)
     return next(address for address, facts in workers.items() if "ROLLOUT" in facts["resources"])
 
 

@@ -29,6 +29,7 @@ import pytest
 import zarr
 from distributed import Client
 
+from libra.cluster.present_workers import present_workers
 from libra.config import RunConfig, config_from_dict
 from libra.driver.session import Session
 from libra.scheduler.plugin import LibraPlugin
@@ -265,7 +266,7 @@ def _undergone(cluster_client: Client, random_model: Path, tmp_path_factory: pyt
         list(alone.iterations())
     undisturbed = digest_of(alone.directory)
     with Session(config_of(runs, random_model, "attacked"), client=cluster_client) as session:
-        workers = cluster_client.scheduler_info(n_workers=-1)["workers"]
+        workers = present_workers(cluster_client)
         pids = set(cluster_client.run(os.getpid).values())
         addresses = listening({os.getpid(), *pids})
         assert len(addresses) >= 2 + 3 * len(workers) + 2, (

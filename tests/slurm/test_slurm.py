@@ -18,6 +18,7 @@ from distributed import Client
 from distributed.security import Security
 
 import single_node
+from libra.cluster.present_workers import present_workers
 from libra.cluster.scheduler_address import Contact, connect
 from libra.cluster.slurm.jobs import CONTACT_FILE
 from libra.config import load_config
@@ -155,7 +156,7 @@ def test_each_kind_of_engine_has_jobs_of_its_own_and_a_run_is_told_where_they_ar
         contact = slurm.directory / "slurm" / "cluster.json"
         with _client(contact) as client:
             client.wait_for_workers(4, timeout=120)
-            workers = client.scheduler_info(n_workers=-1)["workers"]
+            workers = present_workers(client)
             supply = {str(worker["name"]): worker["resources"] for worker in workers.values()}
             visible = client.run(lambda: os.environ.get("CUDA_VISIBLE_DEVICES", ""))
             gpus = {name: visible[address].split(",") for address, name in _names(client).items()}
@@ -272,4 +273,4 @@ def _client(path: Path) -> Client:
 
 
 def _names(client: Client) -> dict[str, str]:
-    return {address: str(w["name"]) for address, w in client.scheduler_info(n_workers=-1)["workers"].items()}
+    return {address: str(w["name"]) for address, w in present_workers(client).items()}

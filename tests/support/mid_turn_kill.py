@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from libra.cluster.present_workers import present_workers
 from libra.config import load_config
 from libra.driver.session import Session
 from libra.store.record_codec import unpack
@@ -48,7 +49,7 @@ def kill_at_part(run: str, first: Path, driver: int | None, dask_worker: Any, *,
 def main(config_file: str, first: str) -> None:
     """A driver that dies with one of its workers."""
     with Session(load_config(Path(config_file))) as session:
-        found = session.client.scheduler_info(n_workers=-1)["workers"]
+        found = present_workers(session.client)
         rollout = [address for address, worker in found.items() if worker["name"].startswith("rollout")]
         session.client.run(kill_at_part, session.config.run.name, Path(first), os.getpid(), workers=rollout)
         for _ in session.iterations():
