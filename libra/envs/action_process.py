@@ -1,16 +1,17 @@
 """Calls in processes of their own, with cores that no other call has, and a bound on memory.
 
-A worker forks one *starter* from itself when the first such call comes; it holds the tools, has one thread, and forks a process for
-each call. So tools need not be importable, and no thread of the worker is copied while it holds a lock. The process of the next
-call is forked beforehand, as copying the page tables of a worker takes some milliseconds, and goes through a call without a tool
-once, as each page that it writes is copied then: a call waits for neither.
+A worker forks one *starter* (`libra.envs.action_starter`) from itself when the first such call comes; it holds the tools, has one
+thread, and forks a process for each call. So tools need not be importable, and no thread of the worker is copied while it holds a
+lock. The process of the next call is forked beforehand, as copying the page tables of a worker takes some milliseconds, and goes
+through a call without a tool once, as each page that it writes is copied then: a call waits for neither.
 
 Invariants
 ----------
 1. No core belongs to two calls of one worker at once, unless more are asked for than it has.
 2. A call that ends, is cut off at its time-out, or takes more than its memory leaves no process of its group behind, and no other
    call notices.
-3. Of a call comes text, never an object: what its process says is read as JSON.
+3. Of a call comes text, never an object: what its process says is read as JSON. Whatever it says, and whatever the machine refuses
+   it, is at most a fault of its call.
 4. A worker that dies takes its calls with it: its starter ends with its socket, and kills their groups first.
 5. A group is killed by the pid of its leader only while that is this call's: the starter reaps a call no sooner than it next
    forks one, and the message with a pid is read by a task of its own, which a cancelled call does not interrupt.
@@ -20,33 +21,31 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
+import math
 import os
 import pickle
-import queue
-import resource
 import signal
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
-from libra.child_environment import THREAD_VARIABLES
-from libra.envs.retries import Refused, refused
+from libra.envs.action_starter import LENGTH, start_calls
+from libra.envs.retries import Refused
 from libra.envs.sandbox.cgroups import ControlGroup, can_make_groups
 from libra.errors import ToolFault
+from libra.seals import parsed_json
+from libra.untrusted import error_text, storable
 
 logger = logging.getLogger(__name__)
 
-CORES_VARIABLE = "LIBRA_CORES"
-"""How many cores this call has, as `THREAD_VARIABLES` say for libraries."""
-_LENGTH = struct.Struct("!Q")
 MOST_BYTES = 64 << 20
 PROCESSES = 512
+BEGIN_S, SEND_S, END_S = 120.0, 10.0, 5.0
+"""Seconds within which a call begins, its starter takes its socket, and a starter ends: one that was stopped does none of it."""
 
 
 class Bounds(NamedTuple):
@@ -111,54 +110,80 @@ class ActionProcesses:
 
     def close(self) -> None:
         """End the starter, and the calls that run."""
-        if self._starter is not None:
-            self._starter.close()
-            self._starter = None
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(self._pid, 0)
+        if self._starter is None:
+            return
+        self._starter.close()
+        self._starter, until_s = None, time.monotonic() + END_S
+        with contextlib.suppress(ChildProcessError):
+            while not os.waitpid(self._pid, os.WNOHANG)[0]:
+                if time.monotonic() > until_s:  # it was stopped; its calls end with their sockets
+                    os.kill(self._pid, signal.SIGKILL)
+                time.sleep(0.001)
 
     async def run(self, tool: str, arguments: Mapping[str, Any], timeout_s: float, bounds: Bounds) -> Ran | None:
-        """One call; None: it was cut off at its time-out. `ToolFault` if its process died, or took too much memory."""
+        """One call; None: it was cut off at its time-out. `ToolFault` if no process could be started for it, or its process died,
+        took too much memory, or said what cannot be read."""
         cores = self.cores.take(bounds.cores)
-        group = await self._group(bounds, len(cores))
-        mine, theirs = socket.socketpair()
-        begun: asyncio.Task[int] | None = None
+        group: ControlGroup | None = None
         try:
-            mine.setblocking(False)
-            self._hand_over(theirs)
-            theirs.close()
+            group = self._group(bounds, len(cores))
             limit = bounds.memory_bytes if group is None else 0
             groups = [str(place / "cgroup.procs") for place in (group.places if group is not None else ())]
             request = pickle.dumps((tool, dict(arguments), cores, limit, groups))
-            loop = asyncio.get_running_loop()
-            begun = loop.create_task(_begin(mine, request))
-            await asyncio.shield(begun)
+            return await self._called(tool, request, timeout_s, bounds, group)
+        finally:
+            if group is not None:
+                asyncio.get_running_loop().run_in_executor(None, _end, group)
+            self.cores.give_back(cores)
+
+    async def _called(
+        self, tool: str, request: bytes, timeout_s: float, bounds: Bounds, group: ControlGroup | None
+    ) -> Ran | None:
+        conn, loop = self._handed_over(tool), asyncio.get_running_loop()
+        starter, begun = self._pid, loop.create_task(_begin(conn, request))
+        try:
+            if not (await asyncio.wait({begun}, timeout=BEGIN_S))[0]:
+                if self._pid == starter:
+                    self.close()
+                raise ToolFault(f"tool {tool}: no process began its call within {BEGIN_S:g} s")
+            begun.result()
             async with asyncio.timeout(timeout_s):
-                (size,) = _LENGTH.unpack(await _exactly(loop, mine, _LENGTH.size))
+                (size,) = LENGTH.unpack(await _exactly(loop, conn, LENGTH.size))
                 if size > MOST_BYTES:
                     raise ToolFault(f"tool {tool}: it returned {size} bytes; return at most {MOST_BYTES}")
-                said = json.loads(await _exactly(loop, mine, size))
-            api_said = Refused(said["refused"][0]) if said["refused"] is not None else None
-            ran = Ran(str(said["text"]), str(said["error"]), bool(said["fault"]), float(said["ran_s"]), api_said)
+                ran = _read(tool, await _exactly(loop, conn, size))
             if ran.error == "MemoryError" and bounds.memory_bytes:
                 raise _over(tool, bounds)
             return ran
         except TimeoutError:
             return None
         except (EOFError, ConnectionError) as error:
-            if bounds.memory_bytes and (group is None or _killed_for_memory(group)):
+            if begun.exception() is not None:
+                raise _not_started(tool) from error
+            if group is not None and _killed_for_memory(group):
                 raise _over(tool, bounds) from error
-            raise ToolFault(f"tool {tool}: its process died") from error
+            maybe = f"; it may have taken more than its {_gib(bounds)} of memory" if bounds.memory_bytes else ""
+            raise ToolFault(f"tool {tool}: its process died{maybe}") from error
         finally:
-            if begun is None:
-                mine.close()
-            elif begun.done():
-                _kill(begun, mine)
+            if begun.done():
+                _kill(begun, conn)
             else:  # cut off before its pid is known: it is killed as soon as it is
-                begun.add_done_callback(lambda task: _kill(task, mine))
-            if group is not None:
-                asyncio.get_running_loop().run_in_executor(None, _end, group)
-            self.cores.give_back(cores)
+                begun.add_done_callback(lambda task: _kill(task, conn))
+
+    def _handed_over(self, tool: str) -> socket.socket:
+        """This end of a new call's socket; ToolFault if the machine has no process for a starter, or no descriptor."""
+        try:
+            mine, theirs = socket.socketpair()
+            with theirs:
+                try:
+                    self._hand_over(theirs)
+                    mine.setblocking(False)
+                except BaseException:
+                    mine.close()
+                    raise
+        except OSError as error:
+            raise _not_started(tool, f": {error.strerror or error}") from error
+        return mine
 
     def _hand_over(self, theirs: socket.socket) -> None:
         """Give a call's socket to the starter; to another one where somebody, as the kernel for its memory, has killed it."""
@@ -170,33 +195,55 @@ class ActionProcesses:
                 self.close()
                 socket.send_fds(self._started(), [b"x"], [theirs.fileno()])
 
-    async def _group(self, bounds: Bounds, cores: int) -> ControlGroup | None:
+    def _group(self, bounds: Bounds, cores: int) -> ControlGroup | None:
         if not bounds.memory_bytes or not can_make_groups():
             return None
-        cpus = cores or len(self.cores.all)
-        group = ControlGroup.make(PROCESSES, bounds.memory_bytes, cpus)
+        group = ControlGroup.make(PROCESSES, bounds.memory_bytes, cores or len(self.cores.all))
         return group if group.places else None
 
     def _started(self) -> socket.socket:
         if self._starter is None:
             mine, theirs = socket.socketpair()
-            pid = os.fork()
-            if pid == 0:
-                _starter(theirs, self._functions, self._to_text)
-            theirs.close()
+            with theirs:
+                pid = os.fork()
+                if pid == 0:
+                    start_calls(theirs, self._functions, self._to_text)
+            mine.settimeout(SEND_S)
             self._starter, self._pid = mine, pid
         return self._starter
 
 
+def _gib(bounds: Bounds) -> str:
+    return f"{bounds.memory_bytes / 2**30:g} GiB"
+
+
 def _over(tool: str, bounds: Bounds) -> ToolFault:
-    return ToolFault(f"tool {tool}: killed: it took more than its {bounds.memory_bytes / 2**30:g} GiB of memory")
+    return ToolFault(f"tool {tool}: killed: it took more than its {_gib(bounds)} of memory")
+
+
+def _not_started(tool: str, why: str = "") -> ToolFault:
+    return ToolFault(f"tool {tool}: no process could be started for its call{why}")
+
+
+def _read(tool: str, data: bytearray) -> Ran:
+    """What a call's process said; ToolFault if it is not what the process of a call says."""
+    try:
+        said = parsed_json(bytes(data))
+        after_s = None if said["refused"] is None else said["refused"][0]
+        told = None if said["refused"] is None else Refused(None if after_s is None else float(after_s))
+        text, error, ran_s = str(said["text"]), storable(str(said["error"])), float(said["ran_s"])
+        if not 0 <= ran_s < math.inf:
+            raise ValueError(f"it ran for {ran_s} s")
+        return Ran(text, error, bool(said["fault"]), ran_s, told)
+    except (ValueError, TypeError, KeyError, IndexError) as error:
+        raise ToolFault(f"tool {tool}: what its process said cannot be read ({error_text(error)})") from error
 
 
 async def _begin(conn: socket.socket, request: bytes) -> int:
     """Send a request; the pid of its process, which leads a group."""
     loop = asyncio.get_running_loop()
-    await loop.sock_sendall(conn, _LENGTH.pack(len(request)) + request)
-    return int(_LENGTH.unpack(await _exactly(loop, conn, _LENGTH.size))[0])
+    await loop.sock_sendall(conn, LENGTH.pack(len(request)) + request)
+    return int(LENGTH.unpack(await _exactly(loop, conn, LENGTH.size))[0])
 
 
 def _kill(begun: asyncio.Task[int], conn: socket.socket) -> None:
@@ -223,157 +270,11 @@ def _killed_for_memory(group: ControlGroup) -> bool:
     return False
 
 
-async def _exactly(loop: asyncio.AbstractEventLoop, conn: socket.socket, size: int) -> bytes:
-    parts = b""
-    while len(parts) < size:
-        part = await loop.sock_recv(conn, size - len(parts))
-        if not part:
+async def _exactly(loop: asyncio.AbstractEventLoop, conn: socket.socket, size: int) -> bytearray:
+    data = bytearray(size)
+    view, at = memoryview(data), 0
+    while at < size:
+        if not (count := await loop.sock_recv_into(conn, view[at:])):
             raise EOFError
-        parts += part
-    return parts
-
-
-# -------------------------------------------------------------------- in the starter, and in the processes of calls
-
-
-def _starter(
-    sock: socket.socket, functions: Mapping[str, Callable[..., Any]], to_text: Callable[[Any], str]
-) -> NoReturn:
-    """Fork a process for each socket that arrives, until the worker is gone."""
-    calls: set[int] = set()
-    try:
-        keep = sock.fileno()
-        os.closerange(3, keep)
-        os.closerange(keep + 1, os.sysconf("SC_OPEN_MAX"))
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_IGN)
-        pid, door = _spare(sock, functions, to_text)
-        while True:
-            message, fds, _, _ = socket.recv_fds(sock, 1, 1)
-            if not message:
-                break
-            try:
-                socket.send_fds(door, [b"x"], fds)
-            except OSError:  # somebody has killed it
-                os.waitpid(pid, 0)
-                door.close()
-                pid, door = _spare(sock, functions, to_text)
-                socket.send_fds(door, [b"x"], fds)
-            calls.add(pid)
-            door.close()
-            os.close(fds[0])  # before the next fork: only the call may hold its end
-            _reap(calls)
-            pid, door = _spare(sock, functions, to_text)
-    finally:
-        _reap(calls)
-        for pid in calls:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(pid, signal.SIGKILL)
-        os._exit(0)
-
-
-def _spare(
-    sock: socket.socket, functions: Mapping[str, Callable[..., Any]], to_text: Callable[[Any], str]
-) -> tuple[int, socket.socket]:
-    """A process that waits for its call, and where to send the call's socket; it ends with the starter."""
-    mine, theirs = socket.socketpair()
-    if (pid := os.fork()) == 0:
-        try:
-            sock.close()
-            mine.close()
-            os.setsid()
-            _rehearse()
-            begun = queue.SimpleQueue[socket.socket]()
-            threading.Thread(target=_end_with, args=(begun,), daemon=True).start()
-            message, fds, _, _ = socket.recv_fds(theirs, 1, 1)
-            theirs.close()
-            if message:
-                _call(socket.socket(fileno=fds[0]), begun, functions, to_text)
-        finally:
-            os._exit(0)
-    theirs.close()
-    return pid, mine
-
-
-def _rehearse() -> None:
-    """What a call does around its tool."""
-    mine, theirs = socket.socketpair()
-    with mine, theirs, theirs.makefile("rwb") as file:
-        request = pickle.dumps(("", {}, (), 0, []))
-        mine.sendall(_LENGTH.pack(len(request)) + request)
-        (size,) = _LENGTH.unpack(file.read(_LENGTH.size))
-        pickle.loads(file.read(size))
-        file.write(json.dumps(_outcome(str, {}, str)).encode())
-        file.flush()
-
-
-def _reap(calls: set[int]) -> None:
-    """Forget the calls that have ended, with their pids."""
-    for pid in list(calls):
-        if os.waitpid(pid, os.WNOHANG)[0]:
-            calls.discard(pid)
-
-
-def _call(
-    conn: socket.socket,
-    begun: queue.SimpleQueue[socket.socket],
-    functions: Mapping[str, Callable[..., Any]],
-    to_text: Callable[[Any], str],
-) -> NoReturn:
-    """Read what to call, call it, send what came of it."""
-    try:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_DFL)
-        with conn.makefile("rwb") as file:
-            (size,) = _LENGTH.unpack(file.read(_LENGTH.size))
-            tool, arguments, cores, memory_bytes, groups = pickle.loads(file.read(size))
-            begun.put(conn)
-            file.write(_LENGTH.pack(os.getpid()))
-            file.flush()
-            _bind(cores, memory_bytes, groups)
-            said = json.dumps(_outcome(functions[tool], arguments, to_text)).encode()
-            file.write(_LENGTH.pack(len(said)) + said)
-            file.flush()
-    finally:
-        os._exit(0)
-
-
-def _end_with(begun: queue.SimpleQueue[socket.socket]) -> None:
-    """End the call and what it started once the worker has closed its end, of which nothing else is to come: it was cut off, maybe
-    before the worker knew its pid, or the worker died."""
-    conn = begun.get()
-    with contextlib.suppress(OSError):
-        conn.recv(1)
-    os.killpg(os.getpid(), signal.SIGKILL)
-
-
-def _bind(cores: Sequence[int], memory_bytes: int, groups: Sequence[str]) -> None:
-    for path in groups:
-        Path(path).write_text(str(os.getpid()))
-    if cores:
-        os.sched_setaffinity(0, cores)
-        for name in (*THREAD_VARIABLES, CORES_VARIABLE):
-            os.environ[name] = str(len(cores))
-    if memory_bytes:
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-        bound = pages * resource.getpagesize() + memory_bytes
-        resource.setrlimit(resource.RLIMIT_AS, (bound, bound))
-
-
-def _outcome(
-    function: Callable[..., Any], arguments: Mapping[str, Any], to_text: Callable[[Any], str]
-) -> dict[str, Any]:
-    started_s = time.perf_counter()
-    text, error, fault, told = "", "", False, None
-    try:
-        text = to_text(function(**arguments))
-    except BaseException as raised:  # noqa: BLE001 boundary: the process is the call's own, so even an exit is only data
-        error, fault, told = type(raised).__name__, isinstance(raised, ToolFault), refused(raised, time.time())
-        try:
-            text = str(raised)
-        except BaseException:  # noqa: BLE001 its text is the tool's code, too
-            text = "an error without a text"
-    api_said = None if told is None else [told.retry_after_s]
-    return {
-        "text": text, "error": error, "fault": fault, "refused": api_said, "ran_s": time.perf_counter() - started_s,
-    }  # fmt: skip
+        at += count
+    return data

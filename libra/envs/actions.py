@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from libra.envs.action_process import ActionProcesses, Bounds, Ran
-from libra.envs.call_threads import CallThread, hung_threads
+from libra.envs.call_threads import CallThread, NoThread, hung_threads
 from libra.envs.environment import Environment
 from libra.envs.retries import BackOff, Refused, refused, with_retries
 from libra.envs.tool import ACTION_ID, SESSION, STATE, Tool
@@ -209,7 +209,8 @@ def _as_outcome(ran: Ran) -> tuple[Any, BaseException | None]:
 async def run_bounded(
     function: Callable[..., Any], arguments: Mapping[str, Any], timeout_s: float, *, is_async: bool, name: str
 ) -> tuple[Any, BaseException | None] | None:
-    """(value, None) or (None, exception) of ``function(**arguments)``; None if it took longer than ``timeout_s``."""
+    """(value, None) or (None, exception) of ``function(**arguments)``, which is `NoThread` where the call could not be begun; None
+    if it took longer than ``timeout_s``."""
     loop = asyncio.get_running_loop()
     thread: CallThread | None = None
     waiting: asyncio.Future[tuple[Any, BaseException | None]]
@@ -218,7 +219,10 @@ async def run_bounded(
     else:
         waiting = loop.create_future()
         # No pool of a fixed size: a hung call must not take a slot of it, or keep the process from exiting.
-        thread = CallThread.call(lambda: _in_thread(function, arguments, loop, waiting), name)
+        try:
+            thread = CallThread.call(lambda: _in_thread(function, arguments, loop, waiting), name)
+        except NoThread as error:
+            return None, error
     try:
         done, _ = await asyncio.wait({waiting}, timeout=timeout_s)
     except asyncio.CancelledError:

@@ -15,6 +15,8 @@ from contextvars import copy_context
 from functools import partial
 from typing import Self
 
+from libra.errors import ToolFault
+
 KEPT_IDLE = 64
 """Idle threads kept for the next calls: starting one costs more than most rewards."""
 IDLE = "libra-call-idle"
@@ -22,6 +24,10 @@ IDLE = "libra-call-idle"
 _idle: list[CallThread] = []
 _hung: set[CallThread] = set()
 _lock = threading.Lock()
+
+
+class NoThread(ToolFault):
+    """The machine starts no further thread; the call was not begun."""
 
 
 class CallThread(threading.Thread):
@@ -34,12 +40,15 @@ class CallThread(threading.Thread):
     @classmethod
     def call(cls, work: Callable[[], None], name: str) -> Self:
         """Run ``work``, which must not raise, on an idle thread or a new one, in the context of the caller; returns the thread,
-        called ``name`` meanwhile."""
+        called ``name`` meanwhile. `NoThread`."""
         with _lock:
             thread = _idle.pop() if _idle else None
         if thread is None:
             thread = cls()
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError as error:
+                raise NoThread(f"{name}: {error}") from error
         thread._calls.put((partial(copy_context().run, work), name))
         assert isinstance(thread, cls)
         return thread

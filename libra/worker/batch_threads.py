@@ -7,27 +7,35 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
+from libra.envs.actions import run_bounded
+from libra.envs.call_threads import NoThread
+
 
 class BatchThreads:
-    """Calls of a batch that run in threads; except in `noted` calls, of the event loop alone."""
+    """Calls of a batch that run in threads; except in these, of the event loop alone."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._running = 0
         self._then: Callable[[], None] | None = None
 
-    def noted(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """``function``, for one call in a thread, which begins now."""
+    async def run(
+        self, function: Callable[..., Any], timeout_s: float, name: str, **arguments: Any
+    ) -> tuple[Any, BaseException | None] | None:
+        """What `libra.envs.actions.run_bounded` gives of ``function(**arguments)`` in a thread."""
         self._running += 1
 
-        def call(*args: Any, **more: Any) -> Any:
+        def call(**more: Any) -> Any:
             try:
-                return function(*args, **more)
+                return function(**more)
             finally:
                 with contextlib.suppress(RuntimeError):  # the loop has closed, and with it the worker
                     self._loop.call_soon_threadsafe(self._returned)
 
-        return call
+        outcome = await run_bounded(call, arguments, timeout_s, is_async=False, name=name)
+        if outcome is not None and isinstance(outcome[1], NoThread):
+            self._returned()
+        return outcome
 
     def when_returned(self, then: Callable[[], None]) -> None:
         """Call ``then`` when all have returned; at once where they have."""

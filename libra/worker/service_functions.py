@@ -29,8 +29,13 @@ def judge(
     found = []
     for given in inputs:
         asked = _ids(tokenizer, [{"role": "user", "content": _said(tokenizer, _filled(question, given))}])
-        told = [_logp(model, asked, _plain_ids(tokenizer, answer)).sum() for answer in (yes, no)]
-        found.append(1.0 / (1.0 + math.exp(min(700.0, float(told[1]) - float(told[0])))))
+        told = [float(_logp(model, asked, _plain_ids(tokenizer, answer)).sum()) for answer in (yes, no)]
+        if not all(map(math.isfinite, told)):
+            raise ServiceFault(
+                f"judge: the model's log-probabilities of {yes!r} and {no!r} are {told[0]} and {told[1]}, so it judges nothing; "
+                "its weights are damaged, or too large for their type"
+            )
+        found.append(1.0 / (1.0 + math.exp(min(700.0, told[1] - told[0]))))
     return found
 
 

@@ -201,8 +201,8 @@ class ServiceHost:
 
     async def _restored(self, fire: Fire, loaded: Loaded, threads: BatchThreads) -> tuple[Any, float]:
         """A verified copy of a service's model on the device, and the seconds that it took."""
-        call, name = threads.noted(loaded.model.restored), f"service {fire.service}"
-        outcome = await run_bounded(call, {"device": self._device}, BATCH_TIMEOUT_S, is_async=False, name=name)
+        name = f"service {fire.service}"
+        outcome = await threads.run(loaded.model.restored, BATCH_TIMEOUT_S, name, device=self._device)
         if outcome is None:
             raise ServiceFault(f"{name}: its weights were not on the device within {BATCH_TIMEOUT_S:g} s")
         restored, error = outcome
@@ -221,8 +221,9 @@ class ServiceHost:
         is_async = asyncio.iscoroutinefunction(loaded.function)
 
         async def attempt() -> tuple[Any, BaseException | None] | None:
-            one = call if is_async else threads.noted(call)
-            return await run_bounded(one, {}, BATCH_TIMEOUT_S, is_async=is_async, name=f"service {name}")
+            if is_async:
+                return await run_bounded(call, {}, BATCH_TIMEOUT_S, is_async=True, name=f"service {name}")
+            return await threads.run(call, BATCH_TIMEOUT_S, f"service {name}")
 
         outcome, retries = await with_retries(
             attempt,

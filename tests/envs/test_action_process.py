@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import functools
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from libra.envs import action_process
 from libra.envs.action_process import ActionProcesses, Bounds, CoreSet
 from libra.errors import ToolFault
 
@@ -62,6 +64,22 @@ def named(pid: int) -> str:
         return "" if ended(pid) else Path(f"/proc/{pid}/comm").read_text().strip()
     except OSError:
         return ""
+
+
+def says(text: str) -> str:
+    """What the process of a call writes where only its return should come."""
+    for path in list(Path("/proc/self/fd").iterdir()):
+        with suppress(OSError):
+            if str(path.readlink()).startswith("socket:"):
+                os.write(int(path.name), len(text).to_bytes(8) + text.encode())
+    os._exit(0)
+
+
+def waits_for(flag: str, begun: str) -> str:
+    Path(begun).touch()
+    while not Path(flag).exists():
+        os.sched_yield()
+    return "done"
 
 
 def dies() -> str:
@@ -243,3 +261,73 @@ async def test_a_starter_that_is_killed_is_followed_by_another_one() -> None:
         ran = await processes.run("where", {}, 30.0, Bounds(cores=1))
         assert ran is not None and ran.text == f"[{CORES[0]}] 1"
         assert processes._pid != first
+
+
+OUTCOME = '{"text": "", "error": "", "fault": false, "refused": null, "ran_s": %s}'
+
+
+@in_loop
+async def test_what_the_process_of_a_call_makes_up_is_a_fault_of_its_call() -> None:
+    async with started(says) as processes:
+        for text in ("no JSON", "[]", "{}", "[" * 100_000, OUTCOME % "NaN", OUTCOME % "-1"):
+            with pytest.raises(ToolFault, match="what its process said cannot be read"):
+                await processes.run("says", {"text": text}, 30.0, Bounds(cores=1))
+        assert processes.cores.free == tuple(CORES)
+
+
+@in_loop
+async def test_a_machine_that_starts_no_process_fails_new_calls_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full, end, begun, fork = tmp_path / "full", tmp_path / "end", tmp_path / "begun", os.fork
+
+    def bounded() -> int:
+        if full.exists():
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        return fork()
+
+    monkeypatch.setattr(os, "fork", bounded)
+    async with started(where, waits_for) as processes:
+        given = {"flag": str(end), "begun": str(begun)}
+        running = asyncio.ensure_future(processes.run("waits_for", given, 60.0, Bounds(cores=1)))
+        while not begun.exists():  # noqa: ASYNC110 another process begins
+            await asyncio.sleep(0)
+        full.touch()
+        two = [processes.run("where", {}, 30.0, Bounds()) for _ in range(2)]  # one may have the process that waited
+        _, failed = await asyncio.gather(*two, return_exceptions=True)
+        assert isinstance(failed, ToolFault) and "no process could be started for its call" in str(failed)
+        full.unlink()
+        end.touch()
+        ran = await running
+        assert ran is not None and ran.text == "done"
+        assert await processes.run("where", {}, 30.0, Bounds(cores=1)) is not None
+
+
+@in_loop
+async def test_a_worker_without_descriptors_fails_its_calls_and_keeps_its_cores(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def none() -> None:
+        raise OSError(24, "Too many open files")
+
+    async with started(where) as processes:
+        with monkeypatch.context() as full:
+            full.setattr(action_process.socket, "socketpair", none)
+            with pytest.raises(ToolFault, match="no process could be started for its call: Too many open files"):
+                await processes.run("where", {}, 30.0, Bounds(cores=1))
+        assert processes.cores.free == tuple(CORES)
+
+
+@in_loop
+async def test_a_starter_that_is_stopped_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(action_process, "END_S", 0.1)
+    async with started(where) as processes:
+        await processes.run("where", {}, 30.0, Bounds(cores=1))
+        first = processes._pid
+        os.kill(first, signal.SIGSTOP)
+        with monkeypatch.context() as soon:
+            soon.setattr(action_process, "BEGIN_S", 0.5)
+            with pytest.raises(ToolFault, match=r"no process began its call within 0\.5 s"):
+                await processes.run("where", {}, 30.0, Bounds(cores=1))
+        assert await processes.run("where", {}, 30.0, Bounds(cores=1)) is not None
+        assert ended(first) and processes._pid != first

@@ -16,11 +16,13 @@ import torch
 from libra.config import config_from_dict
 from libra.config.distil import DistilSection
 from libra.config.services import ServiceEntry
+from libra.envs import call_threads
+from libra.envs.call_threads import CallThread
 from libra.envs.retries import BackOff
 from libra.errors import ConfigError, ServiceFault
 from libra.train.teacher_model import Scoring, TeacherModel
 from libra.types import EndReason, Prompt, Trajectory, TrajectoryId
-from libra.worker import service_host, teacher_service
+from libra.worker import service_functions, service_host, teacher_service
 from libra.worker.service_functions import FUNCTIONS
 from libra.worker.service_host import RunServices, ServiceHost
 from libra.worker.service_models import HostModel
@@ -315,6 +317,35 @@ def test_what_models_are_asked_without_code_of_ones_own(random_model: Path, tmp_
     assert swapped[0] == pytest.approx(1 - told["judge"][0])
     with pytest.raises(ServiceFault, match="its question cannot be filled in"):
         FUNCTIONS["judge"](model, host.tokenizer, [ASKED], question="{answer}")
+
+
+def test_a_judge_whose_numbers_are_none_judges_nothing(random_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    host = HostModel(random_model)
+    monkeypatch.setattr(service_functions, "_logp", lambda *_: np.full(2, np.nan, np.float32))
+    with pytest.raises(ServiceFault, match="log-probabilities of 'yes' and 'no' are nan and nan, so it judges nothing"):
+        FUNCTIONS["judge"](host._model, host.tokenizer, [ASKED])
+
+
+def test_a_batch_without_a_thread_fails_and_leaves_its_device(
+    random_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = ServiceEntry(model=str(random_model), function="logprob")
+    run, start = context(named={"judge": entry.model_dump()}), CallThread.start
+
+    def none(thread: CallThread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async def work(host: ServiceHost) -> Any:
+        host.share(run)
+        name = await host.load(entry)
+        monkeypatch.setattr(CallThread, "start", none)
+        monkeypatch.setattr(call_threads, "_idle", [])
+        with pytest.raises(ServiceFault, match="can't start new thread"):
+            await host.answer(name, ASKED, run)
+        monkeypatch.setattr(CallThread, "start", start)
+        return await asyncio.wait_for(host.answer(name, ASKED, run), 60.0)
+
+    assert hosted(work) < 0
 
 
 def test_who_is_judged_cannot_end_the_question(random_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
