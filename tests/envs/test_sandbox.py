@@ -17,6 +17,7 @@ import pytest
 
 from libra.envs import sandbox
 from libra.envs.sandbox import MEGABYTE, Level, Limits, SandboxFailed, Session, isolation, levels
+from libra.envs.sandbox.cgroups import ControlGroup, can_make_groups
 from libra.envs.sandbox.levels import SUPERVISOR
 from libra.errors import ConfigError
 
@@ -130,6 +131,37 @@ def test_sandboxes_that_are_closed_leave_nothing(level: Level, tmp_path: Path, m
         session.close()
     assert held() == before
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_group_in_which_something_still_ends_is_removed_with_a_later_one() -> None:
+    if not can_make_groups():
+        pytest.skip("no control groups here")
+    group = ControlGroup.make(8, 64 * MEGABYTE, 1)
+    with subprocess.Popen(group.around(["/bin/cat"]), stdin=subprocess.PIPE, stdout=subprocess.PIPE) as inside:
+        assert inside.stdin is not None and inside.stdout is not None
+        inside.stdin.write(b"x")
+        inside.stdin.flush()
+        inside.stdout.read(1)  # it is in the group
+        group.remove()
+        assert all(place.exists() for place in group.places)
+        group.kill()
+    ControlGroup(()).remove()
+    assert not any(place.exists() for place in group.places)
+
+
+def test_a_sandbox_that_cannot_be_started_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*_: object, **__: object) -> None:
+        raise OSError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(subprocess, "Popen", none)
+    made: list[ControlGroup] = []
+    make = ControlGroup.make
+    monkeypatch.setattr(ControlGroup, "make", lambda *bounds: made.append(make(*bounds)) or made[-1])
+    with pytest.raises(SandboxFailed, match="cannot be started"):
+        Session(Level.LANDLOCK, Limits())
+    assert list(tmp_path.iterdir()) == []
+    assert not any(place.exists() for group in made for place in group.places)
 
 
 def test_a_call_returns_json_and_a_forged_one_is_no_more_than_an_answer(session: Session) -> None:

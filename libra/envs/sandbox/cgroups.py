@@ -11,6 +11,7 @@ import contextlib
 import functools
 import os
 import secrets
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,10 @@ EXTRA_PROCESSES = 8
 """Of the sandbox itself: bubblewrap and the supervisor."""
 PERIOD_US = 100_000
 """In which a group may use its share of the cores."""
+KILL_S = 20.0
+"""Seconds in which killed processes end. The kernel takes half a second to free some GiB, and longer on a loaded machine."""
+_left: set[Path] = set()
+_removing = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,21 +68,31 @@ class ControlGroup:
         return ["/bin/sh", "-c", script, "sh", *(str(place / "cgroup.procs") for place in self.places), *command]
 
     def kill(self) -> None:
-        """Kill every process in the group, again until there is none."""
-        for _ in range(100):
-            processes = [int(word) for place in self.places for word in _read(place / "cgroup.procs").split()]
-            if not processes:
-                return
-            for process in processes:
+        """Kill every process in the group, again until no thread of one is left, for `KILL_S` at most."""
+        until_s = time.monotonic() + KILL_S
+        while self._has_threads() and time.monotonic() < until_s:
+            for process in (int(word) for place in self.places for word in _read(place / "cgroup.procs").split()):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process, 9)
             time.sleep(0.005)
 
     def remove(self) -> None:
-        """Delete the group; if that fails, it is left to the system."""
-        for place in self.places:
-            with contextlib.suppress(OSError):
-                place.rmdir()
+        """Delete the group, and those that could not be deleted before; one in which something still ends is deleted with a later
+        one."""
+        with _removing:
+            _left.update(self.places)
+            for place in tuple(_left):
+                try:
+                    place.rmdir()
+                except FileNotFoundError:
+                    pass
+                except OSError:
+                    continue
+                _left.discard(place)
+
+    def _has_threads(self) -> bool:
+        """Whether a thread is left; processes that end are not listed any more, while a thread of theirs keeps the group."""
+        return any(_read(place / file) for place in self.places for file in ("tasks", "cgroup.threads"))
 
 
 def can_make_groups() -> bool:
