@@ -48,6 +48,7 @@ from __future__ import annotations
 
 import difflib
 import errno
+import math
 import re
 import shlex
 from collections.abc import Iterable
@@ -226,6 +227,13 @@ def shell_path(path: str | Path) -> str:
     """``path`` as a shell takes it for one word that is no option, for text that says what to type."""
     text = str(path)
     return shlex.quote(f"./{text}" if text.startswith("-") else text)
+
+
+def enough_gib(num_bytes: float) -> str:
+    """So many bytes in GiB, in two digits that are rounded up, for text that says what to type: a positive number."""
+    gib = num_bytes / 2**30
+    digits = max(0, 1 - math.floor(math.log10(gib)))
+    return f"{math.ceil(gib * 10**digits) / 10**digits:g}"
 
 
 def nearest_name(given: object, known: Iterable[str], cutoff: float = 0.6) -> str | None:

@@ -16,6 +16,7 @@ import importlib.util
 import sys
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ def make_ready(model: str) -> None:
         from libra.models import prepare
 
         print(f"preparing {name}, once", flush=True)
-        print(f"{prepare(name).directory} is ready", flush=True)
+        print(f"{prepare(name, say=partial(print, flush=True)).directory} is ready", flush=True)
 
 
 def mixed_groups_frac(values: Mapping[str, Any], groups: int) -> float:

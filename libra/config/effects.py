@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-from libra.config.algorithms import preset_values
+from libra.config.algorithms import DEFAULT_ALGORITHM, preset_values
 from libra.config.effect_conditions import (
     GPU,
     LOCAL,
@@ -325,7 +325,8 @@ _TABLE: tuple[tuple[str, str, Reading], ...] = (  # section, keys, who reads the
 READ: Mapping[str, Reading] = MappingProxyType(
     {f"{section}.{key}": reading for section, keys, reading in _TABLE for key in keys.split()}
 )
-"""Every field of the configuration; a test fails if one is missing, and compares the claims with the code."""
+"""Every field of the configuration; a test fails if one is missing, and compares the claims with the code. What an algorithm sets
+counts as read by itself here (`_reading`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -362,7 +363,7 @@ def warning_lines(ignored: Iterable[Ignored]) -> list[str]:
 
 def _why_ignored(config: RunSections, name: str, situation: Situation) -> str | None:
     """Why a given setting has no effect, and what would give it one; None if it has one."""
-    reading, command, typed = READ[name], situation.command, name in situation.typed
+    reading, command, typed = _reading(config, name, situation), situation.command, name in situation.typed
     judges: list[CommandName]
     if "slurm" in reading and command != "slurm" and not _is_for_slurm(config):
         reading = {name: needs for name, needs in reading.items() if name != "slurm"} or reading
@@ -376,6 +377,21 @@ def _why_ignored(config: RunSections, name: str, situation: Situation) -> str | 
     around = situation if typed else replace(situation, options=frozenset())
     lacking = [[need.text for need in reading[judge] if not need.met(config, around)] for judge in judges]
     return f"here; needed is {' and '.join(lacking[0])}" if all(lacking) else None
+
+
+def _reading(config: RunSections, name: str, situation: Situation) -> Reading:
+    """Who reads a setting. Of an algorithm these are all who read a value that differs by it, or a teacher, which needs it."""
+    if name != "trainer.algorithm":
+        return READ[name]
+    sets, usual = preset_values(config.trainer.algorithm), preset_values(DEFAULT_ALGORITHM)
+    chosen = [key for key, value in sets.items() if value != usual[key] and value == getattr(config.trainer, key)]
+    taught = ["distil.teacher"] if config.distil.teacher is not None else []
+    found = dict(READ[name])
+    for each in (*(f"trainer.{key}" for key in chosen), *taught):
+        for command, needs in READ[each].items():
+            if all(need.met(config, situation) for need in needs):
+                found.setdefault(command, needs)
+    return found
 
 
 def _is_for_slurm(config: RunSections) -> bool:

@@ -44,6 +44,8 @@ class PlannedLayout(Section):
     """Engines by rising degree (`cluster.engines`)."""
     boundaries_tokens: Annotated[tuple[float, ...], Field(strict=False)] = ()
     """Generated tokens at which one degree's trajectories end and the next one's begin, one fewer than degrees."""
+    teacher: str = ""
+    """Where a teacher computes, and its seconds for a batch; empty: there is none."""
     micro_batch_tokens: AtLeastOne
     """Tokens per forward and backward pass (`trainer.micro_batch_tokens`)."""
     step_s: Annotated[float, Field(gt=0)]

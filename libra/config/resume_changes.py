@@ -70,8 +70,9 @@ def load_resumed(run_dir: Path, overrides: Sequence[str] = ()) -> RunConfig:
     return config
 
 
-def check_unchanged(directory: Path, config: RunConfig) -> None:
-    """ConfigError naming the first field in which ``config`` differs from the run in ``directory``."""
+def check_unchanged(directory: Path, config: RunConfig) -> RunConfig:
+    """The configuration that the run in ``directory`` was started with; ConfigError naming the first field in which ``config``
+    differs from it and must not."""
     file = directory / RESOLVED_FILE
     was = load_config(file)
     before, after = _flat(was.model_dump()), _flat(config.model_dump())
@@ -84,6 +85,7 @@ def check_unchanged(directory: Path, config: RunConfig) -> None:
                 f"For a run with another value type libra run {file} {name}=... run.name=ANOTHER_NAME "
                 f"--from {directory / 'checkpoints' / 'best'}"
             )
+    return was
 
 
 def _flat(values: dict[str, Any]) -> dict[str, Any]:

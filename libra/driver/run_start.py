@@ -152,15 +152,16 @@ def prepare(request: RunRequest, exits: ExitStack, start: ExitStack) -> RunStart
             refuse_running(spec.directory)  # whose files may come and go while they are checked
             refuse_damaged(spec.directory)
         check_resumable(spec.directory, request.environment, request.score)
-        check_unchanged(spec.directory, config)
+        first = check_unchanged(spec.directory, config)
+        iterations = config.run.iterations if config.run.iterations != first.run.iterations else None
     else:
         given = {"environment": request.environment is not None, "score": request.score is not None}
-        made = make_directory(spec, dump_config(spec.config), given)
+        made, iterations = make_directory(spec, dump_config(spec.config), given), None
     exits.callback(lock_run(spec.directory).release)
     if not request.resume:
         remove_unless_started(spec.directory, made, start)
     spec = replace(spec, epoch=take_epoch(spec.epochs_dir, above=newest_logged(spec.directory)).number)
-    log_start(spec.directory, spec.epoch)
+    log_start(spec.directory, spec.epoch, iterations)
     sweep_logs(spec.journal_dir)  # of writers that have ended or are fenced off
     return RunStart(spec, environment, read_point(spec), request.score, request.resume)
 

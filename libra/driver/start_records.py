@@ -1,8 +1,8 @@
 """The input of a run and its starts, kept twice, so that either copy can be checked and rebuilt from the other.
 
 ``config.resolved.yaml`` is the configuration, ``given.json`` has its text and which Python objects were given with it, and
-``starts.jsonl`` has a line for each start: its epoch, the same facts and the digest of the configuration. Each is written by the
-driver before anything else of that start.
+``starts.jsonl`` has a line for each start: its epoch, the same facts and the digest of the configuration, and ``iterations`` where
+a resumed run has others than the configuration. Each is written by the driver before anything else of that start.
 """
 
 from __future__ import annotations
@@ -41,12 +41,11 @@ def read_given(directory: Path) -> dict[str, Any]:
         raise StoreError(f"{path}: torn or altered ({error})") from error
 
 
-def log_start(directory: Path, epoch: int) -> None:
-    """Add the line of a start."""
-    given = read_given(directory)
-    config = config_digest((directory / CONFIG_FILE).read_bytes())
+def log_start(directory: Path, epoch: int, iterations: int | None = None) -> None:
+    """Add the line of a start; ``iterations``: None where they are those of the configuration."""
+    facts = {**read_given(directory), "config": config_digest((directory / CONFIG_FILE).read_bytes()), "epoch": epoch}
     with LineLog(directory / STARTS_FILE, buffer_lines=1) as log:
-        log.write_line(sealed_text({**given, "config": config, "epoch": epoch}))
+        log.write_line(sealed_text(facts if iterations is None else {**facts, "iterations": iterations}))
 
 
 def read_starts(directory: Path) -> list[dict[str, Any]]:

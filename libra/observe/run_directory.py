@@ -6,7 +6,6 @@ Reading never writes, and takes what is there: a run that is new, running, stopp
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import functools
 import json
 import logging
@@ -20,12 +19,16 @@ from typing import Any, Final, Literal
 import yaml
 
 from libra.errors import RunDirectoryError, StoreError, shell_path
+from libra.store.committer_lock import lock_holder
 from libra.store.line_log import LineReader
 
 logger = logging.getLogger(__name__)
 
 State = Literal["running", "finished", "unevaluated", "stopped", "new"]
 CONFIG_FILE: Final = "config.resolved.yaml"
+STARTS_FILE: Final = "starts.jsonl"
+LARGEST: Final = 10**12
+"""No whole number of a run is larger; a larger one is a damage."""
 LATEST_S: Final = 1e11
 """Unix time that no calendar shows; a later one is a damage."""
 
@@ -70,12 +73,27 @@ def check_run_directory(directory: Path, command: str) -> Path:
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """The run's resolved configuration as plain values; empty if it cannot be read. Settings of an older Libra are kept."""
+    """The run's resolved configuration as plain values, with the iterations of its last start; empty if it cannot be read. Settings
+    of an older Libra are kept."""
     try:
         values = yaml.safe_load((directory / CONFIG_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return {}
-    return values if isinstance(values, dict) else {}
+    if not isinstance(values, dict):
+        return {}
+    if (iterations := _resumed_for(directory)) is not None and isinstance(values.get("run"), dict):
+        values["run"]["iterations"] = iterations
+    return values
+
+
+def _resumed_for(directory: Path) -> int | None:
+    """The iterations of the last start, where they were typed for it; None: they are those of the configuration."""
+    last: dict[str, Any] = {}
+    with contextlib.suppress(StoreError):
+        for _, start in LineReader(directory / STARTS_FILE):
+            last = start
+    found = last.get("iterations")
+    return found if isinstance(found, int) else None
 
 
 def setting(config: Mapping[str, Any], section: str, key: str, default: Any = None) -> Any:
@@ -88,7 +106,7 @@ def setting(config: Mapping[str, Any], section: str, key: str, default: Any = No
 def whole_number(config: Mapping[str, Any], section: str, key: str, default: int) -> int:
     """A setting that is a whole number; ``default`` where a damaged configuration has something else."""
     found = setting(config, section, key, default)
-    return found if isinstance(found, int) else default
+    return found if type(found) is int and abs(found) <= LARGEST else default
 
 
 def metric_rows(directory: Path) -> list[dict[str, Any]]:
@@ -119,8 +137,10 @@ def evaluations(directory: Path) -> dict[int, dict[str, Any]]:
     return found
 
 
-def _unfit(evaluation: Mapping[str, Any]) -> str | None:
+def _unfit(evaluation: object) -> str | None:
     """What in the outcome of an evaluation cannot be shown; None: nothing."""
+    if not isinstance(evaluation, dict):
+        return f"it is {evaluation!r:.80}"
     bins, num = evaluation.get("bins") or {}, evaluation.get("num") or 0
     if not isinstance(num, int):
         return f"num is {num!r:.80}"
@@ -138,18 +158,8 @@ def _say_left_out(path: Path, wrong: str) -> None:
 
 
 def has_driver(directory: Path) -> bool:
-    """Whether a living driver has the run."""
-    try:
-        descriptor = os.open(directory / "driver.lock", os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(descriptor)
-    return False
+    """Whether a living driver has the run, as far as can be found out."""
+    return lock_holder(directory / "driver") is not None
 
 
 def state_of(directory: Path, config: Mapping[str, Any], ended: int) -> State:
@@ -198,7 +208,11 @@ def list_runs(directory: Path) -> list[RunSummaryRow]:
     places = (
         [directory] if (directory / CONFIG_FILE).is_file() else [p.parent for p in directory.glob(f"*/{CONFIG_FILE}")]
     )
-    return sorted((summary_row(place) for place in places), key=lambda row: (-row.changed_s, row.name))
+    rows = []
+    for place in places:
+        with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+            rows.append(summary_row(place))
+    return sorted(rows, key=lambda row: (-row.changed_s, row.name))
 
 
 def _size_bytes(directory: Path) -> int:

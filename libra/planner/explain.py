@@ -27,10 +27,7 @@ def text(plan: Plan, regime: str) -> str:
         *(_bucket_line(bucket, len(plan.buckets) == 1) for bucket in plan.buckets),
     ]
     if plan.teacher_s:
-        lines.append(
-            f"  teacher  {_gpus(plan.teacher_gpus)}  scores the batch in {_s(plan.teacher_s)}, while others are generated"
-            + (f"; {plan.teacher_on}" if plan.teacher_on else "")
-        )
+        lines.append(f"  teacher  {_gpus(plan.teacher_gpus)}  {teacher_words(plan)}")
     if plan.spare_gpus:
         lines.append(f"  neither  {_gpus(plan.spare_gpus)}  no pool would be faster with them")
     lines += [
@@ -51,6 +48,12 @@ def text(plan: Plan, regime: str) -> str:
     if plan.left_out:
         lines += ["", "Left out", *(f"  {name}: {reason}" for name, reason in plan.left_out.items())]
     return "\n".join(lines)
+
+
+def teacher_words(plan: Plan) -> str:
+    """What the teacher of a plan does, where it is, and what is assumed of that."""
+    words = f"scores the batch in {_s(plan.teacher_s)}, while others are generated"
+    return f"{words}; {plan.teacher_on}" if plan.teacher_on else words
 
 
 def _update(plan: Plan) -> str:

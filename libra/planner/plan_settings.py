@@ -17,7 +17,7 @@ from libra.hardware import ModelShape
 from libra.hardware.shapes import shape_digest
 from libra.planner.build_plan import plan as make_plan
 from libra.planner.cost import training_table
-from libra.planner.explain import alternative_line
+from libra.planner.explain import alternative_line, teacher_words
 from libra.planner.plan import Plan
 from libra.planner.replan import Deployed
 from libra.planner.search import Planner
@@ -103,6 +103,7 @@ def layout_of(plan: Plan, shape: ModelShape, micro_batch_tokens: int, gpu: str, 
         train_gpus=plan.training.gpus,
         engines=tuple(PlannedEngines(tp=b.tp, count=b.engines, concurrency=b.concurrency) for b in plan.buckets),
         boundaries_tokens=tuple(float(bucket.from_tokens) for _, bucket in pairwise(plan.buckets)),
+        teacher=f"{plan.teacher_gpus} x, {teacher_words(plan)}" if plan.teacher_s else "",
         micro_batch_tokens=micro_batch_tokens,
         step_s=plan.step_s,
         rests_on=rests_on,
@@ -174,6 +175,7 @@ def layout_lines(layout: PlannedLayout, policy: str = ROUTED) -> list[str]:
         f"bottleneck {layout.why}",
         f"  training    {layout.train_gpus} x, micro-batches of {layout.micro_batch_tokens:,} tokens",
         f"  rollout     {engines}" + (f"; policy.name={policy} ignores lengths" if many and policy != ROUTED else ""),
+        *([f"  teacher     {layout.teacher}"] if layout.teacher else []),
         f"  rests on    {layout.rests_on}",
         *(f"  lost        {line}" for line in layout.lost),
     ]

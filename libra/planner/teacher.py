@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from libra.errors import PlanError
+from libra.errors import PlanError, enough_gib
 from libra.hardware import GPU, ModelShape
 from libra.planner.cost import Layout, TrajectoryTotals
 from libra.planner.cost.training_cost import sequences_s
@@ -94,7 +94,7 @@ def teacher_s(teacher: Teacher, gpu: GPU, num_gpus: int, workload: TrajectoryTot
         raise PlanError(
             f"services.device_gib: {teacher.room_bytes / 2**30:.3g}, and the weights of {shape.name}, the model of service "
             f"{teacher.service!r} (distil.teacher), take {needed / 2**30:.3g} GiB; type services.device_gib="
-            f"{needed / 2**30:.2g} or more, or name a smaller model"
+            f"{enough_gib(needed)} or more, or name a smaller model"
         )
     if needed > gpu.memory_bytes and teacher.place(num_gpus) is not Place.CORES:
         raise PlanError(

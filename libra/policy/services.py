@@ -27,7 +27,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from libra.errors import ConfigError
+from libra.errors import ConfigError, enough_gib
 
 FORGETTING = 0.2
 """Weight of the newest batch, or restoring, in a service's mean seconds."""
@@ -118,7 +118,7 @@ class ServiceSchedule:
             raise ConfigError(
                 f"services.device_gib: service {facts.name!r} has weights of {facts.num_bytes / 2**30:.3g} GiB, and a device has "
                 f"{most / 2**30:.3g} GiB for them, so it could never run; type services.device_gib="
-                f"{facts.num_bytes / 2**30:.2g} or more, or name a smaller model"
+                f"{enough_gib(facts.num_bytes)} or more, or name a smaller model"
             )
         self._services.setdefault(facts.name, _Service(facts))
 

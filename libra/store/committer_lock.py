@@ -11,12 +11,16 @@ import fcntl
 import json
 import os
 import socket
+import time
 from pathlib import Path
 from typing import NamedTuple
 
 from libra.errors import StoreError
 from libra.seals import parsed_json
 from libra.store.exclusive_files import write_failure
+
+LOOKS_S = (0.01, 0.1)
+"""Waits before further attempts: who only looks whether there is a holder (`lock_holder`) has the lock for a moment, too."""
 
 
 class CommitterLock:
@@ -33,7 +37,7 @@ class CommitterLock:
         except OSError as error:
             raise write_failure(error, self.path) from error
         try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _take(self._descriptor)
             os.ftruncate(self._descriptor, 0)
             os.pwrite(self._descriptor, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
         except BlockingIOError as error:
@@ -58,6 +62,18 @@ class CommitterLock:
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
+
+
+def _take(descriptor: int) -> None:
+    """Lock a file; BlockingIOError if another process has it for longer than a look."""
+    for wait_s in LOOKS_S:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(wait_s)
+        else:
+            return
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 class Holder(NamedTuple):

@@ -39,7 +39,7 @@ NARROW = ("bfloat16", "float16")
 """Types of which a probe's mean difference is compared."""
 PROBE_FLOOR_EPS = 32.0
 """A tolerance of log-probabilities is at least this many rounding units of the type served: of 1 in narrow types, else of the
-probe's least likely token, whose rounding is in proportion to its size."""
+probe's least likely token, whose rounding is in proportion to its size, at the version that is checked."""
 PROBE_CAP_NATS = {"float32": 1e-2, "bfloat16": 1.0, "float64": 1e-6}
 """A larger difference at version 0 is not noise: the engine does not compute the trainer's model."""
 PROJECTION_CAP_FRAC = 0.05
@@ -199,18 +199,27 @@ def calibrate(check: VersionCheck, answers: Answers) -> ProbeCalibration:
     log-probability; for a projection 4 units of the type and 4 sqrt(2048) of float32, in which a layer sums. At most the
     caps, so that an engine with other weights does not count as a noisy one.
     """
-    eps, single = float(torch.finfo(getattr(torch, check.dtype)).eps), float(torch.finfo(torch.float32).eps)
+    eps, single = _eps(check.dtype), _eps("float32")
     gap_nats = _probe_gap(check, answers.logp)
     shared = check.projections.keys() & answers.projections.keys()
     gap_frac = max((_projection_gap(check.projections[n], answers.projections[n]) for n in shared), default=0.0)
     cap = uncalibrated(check.dtype)
-    size = 1.0 if check.dtype in NARROW or not check.logp else max(1.0, float(np.abs(_flat(check.logp)).max()))
     floor_frac = 4 * eps + 4 * single * math.sqrt(2048)
     return ProbeCalibration(
-        min(max(NOISE_FACTOR * gap_nats, PROBE_FLOOR_EPS * eps * size), cap.probe_nats),
+        max(min(NOISE_FACTOR * gap_nats, cap.probe_nats), _least_nats(check)),
         min(max(NOISE_FACTOR * gap_frac, floor_frac), cap.projection_frac),
         measured=math.isfinite(gap_nats) and math.isfinite(gap_frac),
     )
+
+
+def _eps(dtype: str) -> float:
+    return float(torch.finfo(getattr(torch, dtype)).eps)
+
+
+def _least_nats(check: VersionCheck) -> float:
+    """What rounding alone may change of a log-probability of the probe, in nats; at most the cap."""
+    size = 1.0 if check.dtype in NARROW or not check.logp else max(1.0, float(np.abs(_flat(check.logp)).max()))
+    return min(PROBE_FLOOR_EPS * _eps(check.dtype) * size, uncalibrated(check.dtype).probe_nats)
 
 
 def as_first(check: VersionCheck) -> VersionCheck | None:
@@ -226,7 +235,7 @@ def judge(
     """Whether an engine holds the version of ``check``, and what this comparison could have detected."""
     columns, (layer, gap_frac) = _worst_column(expected, answers), _worst_projection(check, answers)
     gap_nats, moved = _probe_gap(check, answers.logp), check.moved_nats
-    nats, frac = calibration.probe_nats, calibration.projection_frac
+    nats, frac = max(calibration.probe_nats, _least_nats(check)), calibration.projection_frac
 
     def verdict(passed: bool, method: str, layer: str, gap: float, detail: str) -> CheckVerdict:
         tolerance = {"columns": 0.0, "probe": nats, "projections": frac}[method]

@@ -9,6 +9,7 @@ import pytest
 from libra.cluster.local import device_bindings, num_threads, worker_resources
 from libra.config import config_from_dict
 from libra.config.distil_checks import extra_draws, teacher_model
+from libra.config.effect_conditions import Situation
 from libra.config.effects import ignored_settings
 from libra.errors import ConfigError
 
@@ -74,6 +75,19 @@ def test_a_setting_without_effect_is_named(distil: dict[str, Any], ignored: set[
     assert {each.field for each in ignored_settings(config)} == ignored
     without = config_from_dict({"distil": distil})
     assert {each.field for each in ignored_settings(without)} == {f"distil.{name}" for name in distil}
+
+
+@pytest.mark.parametrize("command", ["plan", "simulate", "slurm"])
+def test_an_algorithm_that_is_typed_is_read_with_what_it_sets_and_needs(command: Any) -> None:
+    situation = Situation(command, frozenset({"trainer.algorithm"}))
+
+    def ignored(algorithm: str, **given: Any) -> bool:
+        config = config_from_dict({"trainer": {"algorithm": algorithm}} | given)
+        return "trainer.algorithm" in {each.field for each in ignored_settings(config, situation)}
+
+    assert not ignored("opd", distil={"teacher": "Qwen3-8B"})
+    assert ignored("gspo")  # of what it sets only a run reads what differs
+    assert ignored("ppo_decoupled") == (command != "plan")  # which reads trainer.old_logp
 
 
 def test_the_teacher_has_a_worker_of_its_own_and_a_gpu() -> None:

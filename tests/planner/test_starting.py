@@ -183,6 +183,8 @@ def test_what_is_to_be_planned_is_not_also_given(cluster: dict[str, object], fie
 
 def test_the_block_says_what_was_chosen_why_and_what_lost() -> None:
     text = "\n".join(layout_lines(_layout()))
+    assert "teacher" not in text
+    assert "  teacher     1 x, scores the batch" in "\n".join(layout_lines(_layout(teacher="1 x, scores the batch")))
     assert "policy.name=fifo ignores lengths" in "\n".join(layout_lines(_layout(), "fifo"))
     assert "heeds" not in text
     for words in (

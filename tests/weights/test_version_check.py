@@ -55,6 +55,15 @@ def test_rounding_of_unlikely_tokens_at_a_later_version_is_no_stale_layer() -> N
     assert not verdict("float32", answers((0, 1.24e-4)), noise=2.85e-6).passed
 
 
+def test_a_version_at_which_tokens_are_less_likely_rounds_more() -> None:
+    allowed = calibrate(check("float32", 0), answers(noise=2.85e-6))
+    sharp = np.array(LOGP) * 10.0
+    later = VersionCheck(9, "", "float32", 0, {}, (tuple(range(65)),), (tuple(sharp.tolist()),))
+    for off, passes in ((1.2e-4, True), (1.2e-3, False)):  # 8 and 80 rounding units of -120 nats
+        given = Answers(((sharp + off * (np.arange(64) == 0)).astype(np.float32),), {})
+        assert judge(later, ExpectedProbes(), given, allowed).passed == passes
+
+
 def test_an_engine_that_computes_another_model_is_not_a_noisy_one() -> None:
     calibration = calibrate(check("bfloat16", 0), answers(noise=2.0))
     assert not judge(check("bfloat16"), ExpectedProbes(), answers(noise=2.0), calibration).passed
