@@ -2,7 +2,7 @@
 
 It needs Python's standard library only: ``python mcp_keeper.py PROGRAM WORD ...``. What the program starts and leaves behind, in
 whatever session, comes to this process (Linux), which kills it. The program has `GRACE_S` to end once the other end of its input is
-closed, as by the death of whoever started it, and `TERM_S` once this process is told to end.
+closed, as by the death of whoever started it, and `TERM_S` once this process is told to end (`ENDS`).
 """
 
 # mypy: disallow_untyped_defs=False, disallow_untyped_calls=False, check_untyped_defs=False
@@ -16,6 +16,7 @@ import time
 
 GRACE_S, TERM_S, KILL_S = 5.0, 1.0, 0.5
 """The last is for the processes that it left behind. Whoever sends SIGTERM waits for two seconds, and kills this process then."""
+ENDS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -24,7 +25,7 @@ def started(words):
     pid = os.fork()
     if pid == 0:
         signal.set_wakeup_fd(-1)
-        for number in (signal.SIGCHLD, signal.SIGTERM):
+        for number in (signal.SIGCHLD, *ENDS):
             signal.signal(number, signal.SIG_DFL)
         try:
             os.execvp(words[0], words)
@@ -42,7 +43,7 @@ def keep(words):
     wake, write = os.pipe()
     os.set_blocking(write, False)
     signal.set_wakeup_fd(write)
-    for number in (signal.SIGCHLD, signal.SIGTERM):
+    for number in (signal.SIGCHLD, *ENDS):
         signal.signal(number, lambda *_: None)
     program = started(words)
     os.close(1)  # whose end tells that the program has ended
@@ -58,7 +59,7 @@ def keep(words):
             if descriptor == 0:
                 poll.unregister(0)
                 until_s = sooner(until_s, GRACE_S)
-            elif signal.SIGTERM in os.read(wake, 4096):
+            elif not set(ENDS).isdisjoint(os.read(wake, 4096)):
                 until_s = sooner(until_s, TERM_S)
     end_children(program)
 

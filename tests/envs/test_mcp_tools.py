@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -18,7 +19,7 @@ pytest.importorskip("mcp", reason="pip install 'libra-rl[mcp]'")
 import mcp
 
 from libra.config import config_from_dict
-from libra.envs import make_environment, mcp_tools, run_action
+from libra.envs import make_environment, mcp_keeper, mcp_tools, run_action
 from libra.envs.mcp_tools import McpServer, with_mcp_tools
 from libra.errors import ConfigError, ToolFault
 from libra.types import ToolCall, ToolStatus
@@ -97,6 +98,17 @@ def test_what_a_server_leaves_ends_where_its_worker_is_killed():
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as worker:
         left = psutil.Process(int(worker.stdout.readline()))
         worker.kill()
+    assert psutil.wait_procs([left], 60)[1] == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_what_a_program_leaves_ends_where_its_keeper_is_told_to_end(number):
+    program = "import os, time\nif os.fork() == 0:\n    os.setsid(); print(os.getpid(), flush=True)\ntime.sleep(600)"
+    words = [sys.executable, "-I", "-S", mcp_keeper.__file__, sys.executable, "-c", program]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as keeper:
+        left = psutil.Process(int(keeper.stdout.readline()))
+        keeper.send_signal(number)
+        assert keeper.wait(60) == 0
     assert psutil.wait_procs([left], 60)[1] == []
 
 
