@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 from libra.driver.model_checks import ModelFiles
 from libra.errors import ModelError
 from libra.seals import parsed_json
+from libra.untrusted import valid_unicode
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +91,8 @@ class ChatTemplate:
         shown = self.text(messages, schemas)
         if shown is None or not self._model.tokenizer:
             return None
-        extra = json.dumps(list(schemas)) if schemas and shown == self.text(messages, ()) else ""
+        shown = valid_unicode(shown)  # as workers tokenise it
+        extra = json.dumps(list(schemas)) if schemas and shown == valid_unicode(self.text(messages, ()) or "") else ""
         if len((shown + extra).encode()) < limit:  # a token has at least one byte
             return None
         num = self._num(shown + extra)

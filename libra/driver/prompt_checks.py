@@ -50,7 +50,7 @@ def check_prompts(
             prompt = environment.prompt("train", index)
         except LibraError:
             raise
-        except Exception as error:  # noqa: BLE001 - the boundary to the user's environment
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - the boundary to the user's environment
             first_error = first_error or f"prompt('train', {index}) raised {error_text(error)}"
             continue
         check_form(environment, prompt, index)

@@ -9,9 +9,10 @@ from typing import Any
 from libra.config.yaml_text import one_line_yaml
 from libra.envs.choices import nearest
 from libra.envs.environment import Environment
+from libra.envs.tool import Tool
 from libra.errors import ConfigError, LibraError
 from libra.named_parts import is_named, named_part, raised_at
-from libra.untrusted import error_text
+from libra.untrusted import error_text, repr_text
 
 ENVIRONMENTS: dict[str, str] = {
     "tool_arithmetic": "libra.envs.tool_arithmetic:ToolArithmetic",
@@ -61,7 +62,7 @@ def make_environment(name: str, args: Mapping[str, Any], seed: int) -> Environme
         environment = factory(**arguments)
     except LibraError:
         raise
-    except Exception as error:  # the boundary to the user's constructor
+    except (Exception, SystemExit) as error:  # the boundary to the user's constructor
         typed = "".join(f" environment.args.{key}={one_line_yaml(value)}" for key, value in args.items())
         raise ConfigError(
             f"environment.name: {name!r} could not be made{' with' if typed else ''}{typed} ({error_text(error)}{raised_at(error)}"
@@ -72,7 +73,18 @@ def make_environment(name: str, args: Mapping[str, Any], seed: int) -> Environme
             f"environment.name: {name!r} made a {type(environment).__name__}, not a libra.envs.Environment; write class "
             f"{type(environment).__name__}(libra.envs.Environment)"
         )
+    check_tool_types(environment)
     return environment
+
+
+def check_tool_types(environment: Environment) -> None:
+    """ConfigError where something among the tools of an environment is none."""
+    for each in environment.tools:
+        if not isinstance(each, Tool):
+            called = getattr(each, "__name__", "f")
+            raise ConfigError(
+                f"environment: {environment.name} has {repr_text(each)} among its tools; type libra.tool({called}) in its place"
+            )
 
 
 def _check_arguments(name: str, parameters: Mapping[str, inspect.Parameter], arguments: Mapping[str, Any]) -> None:

@@ -13,10 +13,19 @@ def own(level: int, extra: str = "") -> Environment:
     return FunctionEnvironment(prompts=[f"{level}{extra}"], reward=lambda completion: 0.0)
 
 
+class Untold(FunctionEnvironment):
+    """A tool that `libra.tool` did not make."""
+
+    def __init__(self) -> None:
+        super().__init__(prompts=["a"], reward=lambda completion: 0.0)
+        self.tools = (own,)
+
+
 @pytest.fixture
 def module(monkeypatch):
     made = types.ModuleType("an_own_module")
     made.own, made.seven, made.wrong = own, 7, lambda seed: {"seed": seed}
+    made.untold, made.exits = Untold, lambda: sys.exit(3)
     monkeypatch.setitem(sys.modules, made.__name__, made)
     return made.__name__
 
@@ -58,6 +67,8 @@ def test_a_factory_of_ones_own_is_found_by_module_and_attribute(module):
         ("tool_arithmetic", {"max_operations": 9}, "environment.args.max_operations: got 9"),
         ("no_such_module_anywhere:thing", {}, "cannot import 'no_such_module_anywhere'"),
         ("an_own_module:owm", {}, "did you mean 'own'"),
+        ("an_own_module:untold", {}, r"type libra\.tool\(own\) in its place"),
+        ("an_own_module:exits", {}, "could not be made.*SystemExit"),
         ("an_own_module:own", {}, "missing a required argument: 'level'"),
         ("an_own_module:seven", {}, "is a int"),
         ("an_own_module:wrong", {}, "made a dict"),

@@ -49,6 +49,11 @@ def test_tokens_of_a_prompt_are_those_of_the_chat_format(random_model: Path, shi
     assert template.tokens_beyond(messages, schemas, found + 1) is None
 
 
+def test_a_prompt_with_half_a_character_has_tokens_in_the_driver_too() -> None:
+    template, messages = ChatTemplate(checked_model(str(SHIPPED))), [{"role": "user", "content": "\ud83d"}]
+    assert template.tokens_beyond(messages, [], 1) == len(load_chat_format(SHIPPED, []).prompt_ids(messages))
+
+
 def test_a_template_that_only_transformers_renders_is_left_to_it(tmp_path: Path) -> None:
     for path in SHIPPED.iterdir():
         (tmp_path / path.name).symlink_to(path)
