@@ -66,15 +66,21 @@ def ready_to_resume(run_dir: Path, step: int | None) -> None:
 def nothing_left(run_dir: Path, config: RunConfig) -> str | None:
     """The line for a run of which nothing is left to do, its last evaluation and checkpoint included; None if something is."""
     total, ended = config.run.iterations, len(iteration_rows(metric_rows(run_dir)))
-    model = run_dir / "checkpoints" / f"step-{total:06d}"
-    if not model.is_dir() or not batch_path(run_dir / "batches", total - 1).exists():
+    if not _checkpoint(run_dir, total).is_dir() or not batch_path(run_dir / "batches", total - 1).exists():
         return None
     if state_of(run_dir, config.model_dump(mode="json"), ended) != "finished":
         return None
+    if ended > total and _checkpoint(run_dir, ended).is_dir():  # more of them were typed for an earlier start
+        total = ended
+    model = shell_path(_checkpoint(run_dir, total))
     return (
-        f"{run_dir}: all its {total} iterations have ended, and nothing is left to do; its model is {shell_path(model)}. For more "
-        f"of them, type libra resume {shell_path(run_dir)} run.iterations={2 * total}"
+        f"{run_dir}: all its {total} iterations have ended, and nothing is left to do; its model is {model}. For more of them, "
+        f"type libra resume {shell_path(run_dir)} run.iterations={2 * total}"
     )
+
+
+def _checkpoint(run_dir: Path, step: int) -> Path:
+    return run_dir / "checkpoints" / f"step-{step:06d}"
 
 
 def _is_running(run_dir: Path) -> bool:

@@ -22,6 +22,7 @@ from distributed import Client
 from libra import keys
 from libra.cli import run_command
 from libra.cli.main import main
+from libra.cli.run_files import nothing_left
 from libra.config import RunConfig, config_from_dict, dump_config
 from libra.config.resume_changes import load_resumed
 from libra.driver import run_checkpoints
@@ -317,6 +318,9 @@ def test_a_finished_run_is_left_as_it_is_and_may_get_more_iterations(
     more = load_resumed(summary.directory, ["run.iterations=3"])
     assert [values["iteration"] for values in run(more, client=cluster_client, resume=True).iterations] == [2]
     assert [row["step"] for row in read_metrics(summary.directory) if "reward" in row] == [0, 1, 2]
+    assert (summary_row(summary.directory).iterations, summary_row(summary.directory).of_iterations) == (3, 3)
+    told = nothing_left(summary.directory, load_resumed(summary.directory))
+    assert told is not None and "all its 3 iterations have ended" in told and "step-000003" in told
 
 
 def check_only_what_is_left_is_begun(
