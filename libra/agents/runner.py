@@ -17,9 +17,9 @@ standard input; its result is the last line that it prints, as JSON if it is any
 """
 
 import contextlib
-import ctypes
 import faulthandler
 import importlib
+import importlib.util
 import inspect
 import json
 import os
@@ -33,6 +33,19 @@ import sys
 import tempfile
 import time
 import traceback
+from pathlib import Path
+
+
+def of_file(name):
+    """A module of Libra that needs the standard library only, by its file: Libra is not installed in the agents' environment."""
+    found = importlib.util.spec_from_file_location(Path(name).stem, Path(__file__).parent / name)
+    assert found is not None and found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    return module
+
+
+descendants, preloading = of_file("../descendants.py"), of_file("preloading.py")
 
 MAX_RESULT_BYTES = 1 << 20
 MAX_ERROR_CHARS = 2000
@@ -44,7 +57,7 @@ GRACE_S = 3.0
 """Seconds after which a keeper that was told to end is killed, because it was stopped for example."""
 FILES = resource.getrlimit(resource.RLIMIT_NOFILE)
 """Files that agents may have open; this program, which has three for each agent, may have as many as the machine allows."""
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+PR_SET_PDEATHSIG = 1
 ENDED = struct.Struct("=i?")
 """What a keeper tells of its agent: its wait status, and whether none of its processes is left."""
 
@@ -97,6 +110,8 @@ class Child:
 
     def __init__(self, number, pid, line, pipe, errors):
         self.number, self.pid, self.line = number, pid, line
+        self.imported: list[str] | None = None  # what it has told of its modules, where that is `learned`
+        self.learned = False
         self.pipes = {
             pipe: MAX_RESULT_BYTES,
             errors: 4 * MAX_ERROR_CHARS,
@@ -106,15 +121,9 @@ class Child:
         self.kill_s: float | None = None  # when its keeper is killed, once it was told to end
 
 
-def prctl(option, value):
-    """prctl(2) on Linux; nothing elsewhere."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(option, value)
-
-
 def end_with(parent):
     """Have this process killed when its parent ends, however that does (Linux); elsewhere it ends by itself."""
-    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    descendants.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
 
@@ -160,7 +169,7 @@ def opened_pipe(stack):
 
 def keep(end, pipes, begin):
     """The keeper: start the agent, and kill all that it started once it has ended, or this program wants it or is gone."""
-    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    descendants.adopt()
     wake = wake_pipe()
     keeper = os.getpid()
     agent = os.fork()
@@ -174,9 +183,10 @@ def keep(end, pipes, begin):
         become(begin, pipes[0])
     for each in pipes:
         os.close(each)
-    while not has_ended(agent) and end.fileno() not in waiting((end.fileno(), wake)):
+    while not descendants.has_ended(agent) and end.fileno() not in waiting((end.fileno(), wake)):
         drain(wake)
-    status, clean = end_children(agent)
+    kill_group(agent)
+    status, clean = descendants.end_children(KILL_S, agent)
     with contextlib.suppress(OSError):
         end.send(ENDED.pack(status, clean))
     os._exit(0)
@@ -201,8 +211,9 @@ def become(begin, write):
         os._exit(code)
 
 
-def beginning(function, command, env, task):
-    """What an agent does, given the pipe of its result: call the function, or become the command."""
+def beginning(function, command, env, task, learned):
+    """What an agent does, given the pipe of its result: call the function, or become the command. ``learned``: a function's result
+    has a second line, with the modules that it has imported."""
 
     def begin(write):
         os.environ.update(env)
@@ -214,7 +225,9 @@ def beginning(function, command, env, task):
             os.dup2(write, 1)
             os.execvp(command[0], command)
         os.dup2(2, 1)
-        return call(function, task, env)
+        before = set(sys.modules)
+        text = call(function, task, env)
+        return f"{text}\n{json.dumps(preloading.beyond(before))}" if learned else text
 
     return begin
 
@@ -234,48 +247,6 @@ def drain(wake):
     with contextlib.suppress(BlockingIOError):
         while os.read(wake, 4096):
             pass
-
-
-def has_ended(agent):
-    """Whether the agent has ended, which is not reaped: its pid, and that of its group, are its own until then. Others are."""
-    while True:
-        found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        if found is None or found.si_pid == agent:
-            return found is not None
-        os.waitpid(found.si_pid, 0)
-
-
-def own_children():
-    """Children of this process: those that it forked, and those that came to it."""
-    try:
-        with open(f"/proc/self/task/{os.getpid()}/children", encoding="ascii") as file:  # noqa: PTH123
-            return [int(word) for word in file.read().split()]
-    except OSError:  # not Linux: nothing comes to it
-        return []
-
-
-def end_children(agent=0):
-    """Kill the children of this process, and what comes to it from them; the agent's status, and whether none is left.
-
-    Only children are killed, whose pids are theirs until this process reaps them. The group of the agent goes at once.
-    """
-    status = 0
-    if agent:
-        kill_group(agent)
-    until_s = time.monotonic() + KILL_S
-    while time.monotonic() < until_s:
-        for pid in {agent, *own_children()} - {0}:
-            kill(pid)
-        try:
-            pid = -1
-            while pid:
-                pid, ended_with = os.waitpid(-1, os.WNOHANG)
-                if pid and pid == agent:
-                    status, agent = ended_with, 0
-        except ChildProcessError:
-            return status, True
-        time.sleep(0.001)
-    return status, False
 
 
 def read(child, pipe):
@@ -324,8 +295,13 @@ def outcome(child, code, command):
     result, error = None, None
     if code:
         said = child.data[child.errors].decode(errors="replace").strip()[-MAX_ERROR_CHARS:]
+        last = said.rpartition("\n")[2]
+        said = f"{last}\n{said}" if last != said else said  # an exception is the last line of its traceback
         error = f"it ended with {f'signal {-code}' if code < 0 else f'status {code}'}{': ' if said else ''}{said}"
     elif text:
+        if child.learned:
+            text, _, told = text.rpartition("\n")
+            child.imported = json.loads(told)
         last = text.splitlines()[-1] if command else text
         try:
             result = json.loads(last)
@@ -347,16 +323,18 @@ def main():
     function = None
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    descendants.adopt()
     if command is None:
         faulthandler.dump_traceback_later(given["import_s"], file=answers)  # from a thread: a module may hang in C
         try:
-            function = load(given["function"])
+            with preloading.eager():
+                function = load(given["function"])
         except BaseException as error:  # noqa: BLE001 - the boundary to the user's module
             answers.write(json.dumps({"ready": False, "error": f"{type(error).__name__}: {error}"}) + "\n")
             return
         finally:
             faulthandler.cancel_dump_traceback_later()
+    preloading.share()
     answers.write(json.dumps({"ready": True}) + "\n")
     resource.setrlimit(resource.RLIMIT_NOFILE, (FILES[1], FILES[1]))
     runner = Runner(function, command, answers)
@@ -372,8 +350,10 @@ class Runner:
     def __init__(self, function, command, answers):
         self.function, self.command, self.answers = function, command, answers
         self.children: dict[int, Child] = {}  # by the pid of their keeper
-        self.own = set(own_children())
+        self.own = set(descendants.own_children())
         self.unclean = False  # processes of an agent may have come to this one
+        self.learns = function is not None  # until an agent has told what it imported
+        self.trial, self.names = 0, []  # the process that imports it first, and what
 
     def serve(self):
         """Until the input ends."""
@@ -408,13 +388,14 @@ class Runner:
                 if child.number == message["stop"]:
                     stop(child)
             return
-        begin = beginning(self.function, self.command, message["env"], message["task"])
+        begin = beginning(self.function, self.command, message["env"], message["task"], self.learns)
         try:
             child = start(message["start"], begin, self.answers, self.children)
         except OSError as error:  # others go on
             failed = {"ended": message["start"], "result": None, "error": f"no process can be started: {error}"}
             self.answers.write(json.dumps(failed) + "\n")
             return
+        child.learned = self.learns
         self.children[child.pid] = child
 
     def reap(self):
@@ -425,23 +406,43 @@ class Runner:
                 if not pid:
                     break
                 self.own.discard(pid)
+                if pid == self.trial and not status:
+                    preloading.import_all(self.names)
                 child = self.children.pop(pid, None)
                 if child is not None:
                     message, clean = ended(child, status, self.command)
                     self.unclean |= not clean
+                    self.learn(child.imported)
                     self.answers.write(json.dumps(message) + "\n")
         if self.unclean:  # every other one's keeper lives, and has what is theirs
-            strangers = set(own_children()) - self.children.keys() - self.own
+            strangers = set(descendants.own_children()) - self.children.keys() - self.own
             for pid in strangers:
-                kill(pid)
+                descendants.kill(pid)
             self.unclean = bool(strangers)  # their end wakes this program, when their own children have come to it
+
+    def learn(self, imported):
+        """Have a process try what the first agent imported; if that goes well, it is imported here."""
+        if not self.learns or imported is None:
+            return
+        self.learns, self.names = False, imported
+        if not imported:
+            return
+        runner = os.getpid()
+        try:
+            self.trial = os.fork()
+        except OSError:  # agents import it themselves
+            return
+        if self.trial == 0:
+            end_with(runner)
+            preloading.try_all(imported)
+        self.own.add(self.trial)
 
     def end_late(self):
         """Kill the keepers that have not ended in time."""
         now_s = time.monotonic()
         for child in self.children.values():
             if child.kill_s is not None and child.kill_s <= now_s:
-                kill(child.pid)
+                descendants.kill(child.pid)
                 child.kill_s = None
 
     def close(self):
@@ -453,7 +454,7 @@ class Runner:
             while self.children and time.monotonic() < until_s:
                 self.children.pop(os.waitpid(-1, os.WNOHANG)[0], None)
                 time.sleep(0.001)
-        end_children()
+        descendants.end_children(KILL_S)
 
 
 def waiting(descriptors, timeout_s=None):
@@ -469,12 +470,6 @@ def stop(child):
     with contextlib.suppress(OSError):
         child.line.shutdown(socket.SHUT_WR)
     child.kill_s = time.monotonic() + GRACE_S
-
-
-def kill(pid):
-    """Kill a child of this process, which has not been reaped."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.kill(pid, signal.SIGKILL)
 
 
 def kill_group(pid):

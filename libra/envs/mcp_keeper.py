@@ -6,18 +6,21 @@ closed, as by the death of whoever started it, and `TERM_S` once this process is
 """
 
 # mypy: disallow_untyped_defs=False, disallow_untyped_calls=False, check_untyped_defs=False
-import contextlib
-import ctypes
+import importlib.util
 import os
 import select
 import signal
 import sys
 import time
 
+_FOUND = importlib.util.spec_from_file_location("descendants", f"{os.path.dirname(__file__)}/../descendants.py")  # noqa: PTH120
+assert _FOUND is not None and _FOUND.loader is not None
+descendants = importlib.util.module_from_spec(_FOUND)  # by its file: Libra is not installed here
+_FOUND.loader.exec_module(descendants)
+
 GRACE_S, TERM_S, KILL_S = 5.0, 1.0, 0.5
 """The last is for the processes that it left behind. Whoever sends SIGTERM waits for two seconds, and kills this process then."""
 ENDS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-PR_SET_CHILD_SUBREAPER = 36
 
 
 def started(words):
@@ -38,8 +41,7 @@ def started(words):
 
 def keep(words):
     """Until the program has ended, with all that it started."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    descendants.adopt()
     wake, write = os.pipe()
     os.set_blocking(write, False)
     signal.set_wakeup_fd(write)
@@ -51,7 +53,7 @@ def keep(words):
     poll.register(wake, select.POLLIN)
     poll.register(0, 0)  # told by its end, which needs no reading
     until_s = None
-    while not has_ended(program):
+    while not descendants.has_ended(program):
         left_s = None if until_s is None else until_s - time.monotonic()
         if left_s is not None and left_s <= 0:
             break
@@ -61,45 +63,12 @@ def keep(words):
                 until_s = sooner(until_s, GRACE_S)
             elif not set(ENDS).isdisjoint(os.read(wake, 4096)):
                 until_s = sooner(until_s, TERM_S)
-    end_children(program)
+    descendants.end_children(KILL_S, program)
 
 
 def sooner(until_s, seconds):
     """The earlier of a time and so many seconds from now."""
     return min(until_s or float("inf"), time.monotonic() + seconds)
-
-
-def has_ended(program):
-    """Whether the program has ended, which is not reaped: its pid is its own until then. Others are."""
-    while True:
-        found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        if found is None or found.si_pid == program:
-            return found is not None
-        os.waitpid(found.si_pid, 0)
-
-
-def end_children(program):
-    """Kill the program, and whatever comes to this process from it."""
-    until_s = time.monotonic() + KILL_S
-    while time.monotonic() < until_s:
-        for pid in {program, *own_children()} - {0}:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
-        try:
-            while pid := os.waitpid(-1, os.WNOHANG)[0]:
-                program = 0 if pid == program else program
-        except ChildProcessError:
-            return
-        time.sleep(0.001)
-
-
-def own_children():
-    """Children of this process: the program, and those that came to it."""
-    try:
-        with open(f"/proc/self/task/{os.getpid()}/children", encoding="ascii") as file:  # noqa: PTH123
-            return [int(word) for word in file.read().split()]
-    except OSError:  # not Linux: nothing comes to it
-        return []
 
 
 if __name__ == "__main__":

@@ -242,5 +242,55 @@ def test_an_agent_with_an_environment_of_its_own_imports_the_modules_of_that(
     with_agents(test, function="asking:run", command=None, venv=tmp_path / "bare")
 
 
+LATE = """
+import sys
+
+import package
+
+
+def run(late):
+    names = "package.late", "package.threads", "own_late"
+    before = [name for name in names if name in sys.modules]
+    for name in late:
+        __import__(name)
+    return before
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere threads and files of a trial are not counted")
+@pytest.mark.parametrize(
+    ("late", "kept"), [(["package.late", "own_late"], ["package.late"]), (["package.late", "package.threads"], [])]
+)
+def test_what_the_first_agent_imports_of_a_package_the_next_ones_find_unless_it_starts_a_thread(
+    late: list[str], kept: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    venv.create(tmp_path / "bare", symlinks=True, with_pip=False)
+    (package,) = (path / "package" for path in (tmp_path / "bare" / "lib").glob("python*/site-packages"))
+    package.mkdir()
+    for name in ("__init__", "late"):
+        (package / f"{name}.py").write_text("")
+    thread = "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n"
+    (package / "threads.py").write_text(thread)
+    (tmp_path / "own_late.py").write_text("")
+    (tmp_path / "importing.py").write_text(LATE)
+    monkeypatch.syspath_prepend(tmp_path)
+    task = {"messages": [], "facts": {"late": late}}
+
+    async def found(processes: AgentProcesses) -> list[str]:
+        ended: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
+        await processes.start({"OPENAI_BASE_URL": "", "OPENAI_API_KEY": ""}, task, ended.set_result)
+        result = (await asyncio.wait_for(ended, 60)).result
+        assert processes._program is not None
+        trial = psutil.Process(processes._program.pid).children()
+        await asyncio.to_thread(psutil.wait_procs, trial)
+        return list(result)
+
+    async def test(processes: AgentProcesses) -> None:
+        assert await found(processes) == []
+        assert await found(processes) == kept
+
+    with_agents(test, function="importing:run", command=None, venv=tmp_path / "bare")
+
+
 def test_a_reward_too_large_for_a_float_is_infinite_which_no_grader_takes() -> None:
     assert _reward(None, 10**400) == math.inf and _reward(None, {"reward": 2}) == 2.0

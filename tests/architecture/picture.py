@@ -52,6 +52,7 @@ LAYERS: dict[str, dict[str, str]] = {
         "errors": "the tree of errors",
         "untrusted": "the border for what models and tools wrote: storable inside, harmless when shown",
         "child_environment": "what programs of users get of the environment",
+        "descendants": "processes below a program, and their end",
         "named_parts": "objects that a configuration names as package.module:attribute",
         "model_loader": "a run's model and tokenizer, built by transformers or by a part of the user's own",
         "keys": "Dask keys and resource names",

@@ -44,6 +44,7 @@ ALLOWED: dict[str, set[str]] = {
     "orderings": {"errors", "named_parts", "policy", "types"},
     "untrusted": {"types"},
     "child_environment": {"errors"},
+    "descendants": set(),
     "keys": {"errors"},
     "config": {"errors", "keys", "types", "hardware"},
     "traces": {"errors", "types"},
