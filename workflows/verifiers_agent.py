@@ -6,7 +6,9 @@ verifiers runs in a virtual environment of its own, where this file is imported 
     python workflows/verifiers_agent.py --venv verifiers-venv                              # verifiers_arithmetic, in this folder
     python workflows/verifiers_agent.py --venv verifiers-venv --config configs/verifiers_qwen3_4b.yaml --environment NAME
 
-Other arguments are settings, as for ``libra run``.
+Each rollout is a fork of a process that has imported verifiers and loaded the environment, which take seconds. On workers of a
+scheduler of your own that needs ``export VERIFIERS_AGENT='["NAME", "{}"]'`` there (its arguments are the second text), and
+``agent.env=[VERIFIERS_AGENT]`` here. Other arguments are settings, as for ``libra run``.
 """
 
 from __future__ import annotations
@@ -20,21 +22,24 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+try:
+    import verifiers
+except ImportError:  # Libra's own environment, which needs the rows alone
+    verifiers = None  # type: ignore[assignment]
+
 CONFIG = Path(__file__).resolve().parent.parent / "configs" / "verifiers.yaml"
+LOADED = "VERIFIERS_AGENT"
+"""The variable with name and arguments of the environment, as JSON, that is loaded where this file is imported."""
 
 
 @lru_cache(maxsize=4)
 def loaded(environment: str, args: str) -> Any:
     """An environment of verifiers; only where it is installed."""
-    import verifiers
-
     return verifiers.load_environment(environment, **json.loads(args))
 
 
 async def agent(environment: str, args: str, example: dict[str, Any]) -> dict[str, Any]:
     """One rollout, and its reward by the environment's rubric. It runs in verifiers' virtual environment."""
-    import verifiers
-
     client = verifiers.ClientConfig(
         api_base_url=os.environ["OPENAI_BASE_URL"], api_key_var="OPENAI_API_KEY", max_retries=2
     )
@@ -42,6 +47,10 @@ async def agent(environment: str, args: str, example: dict[str, Any]) -> dict[st
     if output.get("error"):
         raise RuntimeError(f"verifiers: {output['error']}")
     return {"reward": output["reward"], "metrics": output.get("metrics"), "stop": output.get("stop_condition")}
+
+
+if verifiers is not None and LOADED in os.environ:
+    loaded(*json.loads(os.environ[LOADED]))
 
 
 def rows(environment: str, args: str, count: int) -> list[dict[str, Any]]:
@@ -80,8 +89,11 @@ def main(arguments: list[str]) -> int:
     from libra.errors import LibraError
 
     try:
-        settings = typed_settings(chosen.override)
-        model = settings.pop("model__path", load_config(chosen.config).model.path)
+        settings, config = typed_settings(chosen.override), load_config(chosen.config)
+        model = settings.pop("model__path", config.model.path)
+        if settings.get("cluster__scheduler", config.cluster.scheduler) is None:
+            os.environ[LOADED] = json.dumps([chosen.environment, chosen.args])
+            settings["agent__env"] = [*settings.get("agent__env", config.agent.env), LOADED]
         settings["agent__venv"] = str(chosen.venv.resolve())
         print(libra.train(model, prompts=prompts, reward=own_reward, config=chosen.config, **settings))
     except LibraError as error:
