@@ -108,7 +108,6 @@ def train(
     _check_started_by(config, client)
     if agent is not None:
         settings = {**settings, _agent_field(agent, tools): agent}
-        reward = own_reward if reward is None and prompts is not None and environment is None else reward
     values = _sections(settings)
     values.setdefault("model", {})["path"] = settings.get(
         "model__path", str(model) if isinstance(model, Path) else model
@@ -119,6 +118,7 @@ def train(
     for line in warning_lines(ignored_settings(checked, Situation("run", typed, client=client is not None))):
         logger.warning("%s", line)
     if given and environment is None:
+        reward = own_reward if reward is None and checked.agent.given else reward
         environment = _own_environment(prompts, reward, tools=tools, session=session, seed=checked.run.seed)
     callbacks = {"on_iteration": on_iteration, "on_batch": on_batch, "on_evaluation": on_evaluation}
     return run(checked, environment=environment, score=score, client=client, resume=resume, callbacks=callbacks)

@@ -350,14 +350,15 @@ class Agents:
         ]  # fmt: skip
 
     def _ended(self, live: _Live, state: TrajectoryState, ended: Ended) -> dict[str, Any]:
-        """The record of an agent's end. ToolFault if it failed, and not for what was refused."""
+        """The record of an agent's end. ToolFault if it failed, but not for what was refused or after an answer that was cut."""
         if live.replay and ended.error is None:
             return self._unlike(state, "ended sooner than before")
         turn, reward = max(0, state.turns - 1), _reward(live.session.reward, ended.result)
         if ended.error is not None:
-            if live.refused is None:
+            cut = bool(live.replies) and live.replies[-1].finish == "length"
+            if live.refused is None and not cut:
                 raise ToolFault(f"the agent of {state.tid} failed: {ended.error}")
-            end, detail = live.refused
+            end, detail = live.refused or (EndReason.LENGTH, f"failed after an answer that was cut: {ended.error}")
             record = agent_end_record(turn, end, FailureClass.POLICY, detail, ended.result, reward)
         elif state.turns == 0:
             raise ToolFault(

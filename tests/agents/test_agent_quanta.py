@@ -20,7 +20,7 @@ import pytest
 
 from libra.agents.conversation import Conversation
 from libra.errors import EngineAsleep, EngineError, EnvironmentFault
-from libra.types import FailureClass, TrajectoryId
+from libra.types import EndReason, FailureClass, TrajectoryId
 
 pytest.importorskip("starlette", reason="the extra `agents` is not installed")
 pytest.importorskip("uvicorn", reason="the extra `agents` is not installed")
@@ -368,6 +368,16 @@ def test_a_refused_request_costs_nothing_else(start: Start) -> None:
             "400 messages", "400 n", "400 response_format", "400 messages", "400 token_ids", "404",
         ]  # fmt: skip
         check_one_sequence(state, worker.engine)
+
+    asyncio.run(test())
+
+
+def test_an_agent_that_fails_at_an_answer_that_was_cut_is_no_failure_of_a_tool(start: Start) -> None:
+    async def test() -> None:
+        async with start("wants_the_end") as worker:
+            state = await worker.play()
+        assert (state.failure, state.end) == (FailureClass.POLICY, EndReason.LENGTH)
+        assert "was cut: it ended with status 1: ValueError: length\n" in state.detail, "the exception comes first"
 
     asyncio.run(test())
 

@@ -48,6 +48,11 @@ def branching(messages: list[dict[str, Any]], base_url: str) -> list[list[int]]:
     return made
 
 
+def wants_the_end(messages: list[dict[str, Any]], base_url: str) -> None:
+    """It fails at an answer that was cut, as openai-agents does."""
+    raise ValueError(ask(base_url, list(messages), max_tokens=2)["finish_reason"])
+
+
 def killer(messages: list[dict[str, Any]], base_url: str, mark: str) -> list[list[int]]:
     """Two turns; the first agent of all kills its worker after its first turn."""
     said = list(messages)
