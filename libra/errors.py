@@ -18,6 +18,7 @@
     |   +-- ToolFault                      a tool failed in a way that the model must not read
     |   |   +-- ToolTimeout                it did not return in time, which it declares fatal
     |   |   +-- ServiceFault               a service failed, or is none of the run's
+    |   |   |   +-- ServiceTimeout         it took longer than its timeout_s
     |   +-- ActionRevoked                  a call was stopped so that others can begin; it is called again
     |   +-- RateLimited                    an API refuses a call for now; it is tried again
     +-- RequestRefused(ValueError)         a request of an agent is not answered; says which field, and why
@@ -145,6 +146,11 @@ class ToolTimeout(ToolFault):
 
 class ServiceFault(ToolFault):
     """A service did not answer: its function failed, its weights could not be restored, or the run has none of that name."""
+
+
+class ServiceTimeout(ServiceFault):
+    """A batch of a service did not end within its ``timeout_s``: the device was not free, its weights not there, or no answer
+    came."""
 
 
 class RateLimited(EnvironmentFault):

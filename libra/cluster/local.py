@@ -29,6 +29,7 @@ from libra.cluster.hardware_inventory import this_machine
 from libra.cluster.settings import DASK_SETTINGS, GUARD
 from libra.cluster.worker_environment import LOG_VARIABLE, inherited_environment, worker_environment
 from libra.config import RunConfig
+from libra.config.service_devices import Place, place_of_services, service_models
 from libra.errors import ClusterError
 
 logger = logging.getLogger(__name__)
@@ -223,25 +224,29 @@ def device_bindings(config: RunConfig, num_gpus: int) -> dict[str, str]:
     """GPUs of each worker (CUDA_VISIBLE_DEVICES); a worker without an entry sees all.
 
     With enough GPUs, every engine has as many of its own as its tensor-parallel degree, engines first, and every training worker
-    and a teacher one. A teacher that is a service shares the last training worker's where only its own is missing. With fewer,
-    workers share, except that each training worker of a group has its own.
+    and a teacher one. Tool workers with services that have a model, among them a teacher, have one more together; where only that
+    is missing, they share the last training worker's. With fewer, workers share, except that each training worker of a group has
+    its own.
 
     Raises
     ------
     ClusterError
         There are fewer GPUs than training workers that form a group on GPUs.
     """
+    workers, on_cores = worker_resources(config, most_workers(config)), config.cluster.device == "cpu"
     wanted = {
         name: resources.get(keys.TP, config.rollout.tp) if keys.ROLLOUT in resources else 1
-        for name, resources in worker_resources(config).items()
-        if resources.keys() & {keys.ROLLOUT, keys.TRAIN, keys.TEACHER}
+        for name, resources in workers.items()
+        if resources.keys() & {keys.ROLLOUT, keys.TRAIN, keys.TEACHER} and keys.TOOL not in resources
     }
-    trainers = config.cluster.train_workers
-    shares = "tool-0" in wanted and sum(wanted.values()) == num_gpus + 1
-    if shares:
-        del wanted["tool-0"]
-    if sum(wanted.values()) > num_gpus:
-        if not num_gpus or trainers == 1 or config.cluster.device == "cpu":
+    asked_by = (
+        keys.TOOL if service_models(config) else keys.TEACHER
+    )  # without services, a teacher of its own may be there
+    asked = [name for name, resources in workers.items() if keys.TOOL in resources and asked_by in resources]
+    trainers, others = config.cluster.train_workers, sum(wanted.values())
+    place = place_of_services(num_gpus, others, on_cores=on_cores)
+    if others > num_gpus:
+        if not num_gpus or trainers == 1 or on_cores:
             return {}
         if trainers > num_gpus:
             raise ClusterError(
@@ -251,7 +256,8 @@ def device_bindings(config: RunConfig, num_gpus: int) -> dict[str, str]:
         return {f"train-{rank}": str(num_gpus - 1 - rank) for rank in range(trainers)}
     free = iter(range(num_gpus))
     found = {name: ",".join(str(next(free)) for _ in range(number)) for name, number in wanted.items()}
-    return found | ({"tool-0": found[f"train-{trainers - 1}"]} if shares else {})
+    services_gpu = {Place.TOOLS: str(others), Place.TRAINING: found[f"train-{trainers - 1}"]}.get(place or Place.CORES)
+    return found | ({} if services_gpu is None else dict.fromkeys(asked, services_gpu))
 
 
 def preloads(process: str) -> list[str]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import NamedTuple
 
+from libra.cluster.gpu_names import VisibleGpu
 from libra.config import RunConfig
 
 
 class ToolSupply(NamedTuple):
-    """Of one tool worker. ``core_ids``: those that it leases; ``mib``: memory in MiB."""
+    """Of one tool worker. ``core_ids``: those that it leases; ``mib``: memory in MiB; ``gpus``: those of calls, at once."""
 
     core_ids: tuple[int, ...]
     mib: int
@@ -29,3 +31,11 @@ def tool_supply(config: RunConfig, index: int = 0) -> ToolSupply:
     if cluster.tool_memory_gib is not None:
         memory_bytes = round(cluster.tool_memory_gib * 2**30)
     return ToolSupply(core_ids, memory_bytes >> 20, cluster.tool_gpus)
+
+
+def tool_gpus(config: RunConfig, index: int, seen: Sequence[VisibleGpu]) -> tuple[VisibleGpu, ...]:
+    """GPUs for calls of tools on tool worker ``index``, which sees ``seen``. Tool workers of a local cluster have different ones,
+    as far as there are enough."""
+    count = min(config.cluster.tool_gpus, len(seen))
+    first = index * count if config.cluster.scheduler is None else 0
+    return tuple(seen[(first + i) % len(seen)] for i in range(count))

@@ -40,6 +40,8 @@ class ServiceEntry(Section):
     """Requests that are answered together at most."""
     max_wait_s: Annotated[float, Field(ge=0)] = 0.05
     """Seconds that a request waits for others, so that they are answered together."""
+    timeout_s: Annotated[float, Field(gt=0)] = 600.0
+    """Seconds after which a batch fails: for the device to be free, for its weights to be there, and for its answers, each."""
 
 
 class ServicesSection(Section):

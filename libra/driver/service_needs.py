@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from libra.config import RunConfig
@@ -13,6 +14,8 @@ from libra.errors import ConfigError, ModelError
 from libra.named_parts import named_function, unfit
 from libra.worker.service_functions import FUNCTIONS
 
+logger = logging.getLogger(__name__)
+
 
 def check_services(config: RunConfig, environment: Environment) -> None:
     """Check each service, and that those which rewards and tools name are there.
@@ -21,7 +24,7 @@ def check_services(config: RunConfig, environment: Environment) -> None:
     ------
     ConfigError
         A name that ``services.named`` has not, a late reward in a run that takes none or whose tool workers may end before,
-        or a function that cannot be imported or called so.
+        a function that cannot be imported or called so, or a teacher that nobody asks.
     ModelError
         A model is missing or damaged, or no reward model where one is needed.
     """
@@ -29,6 +32,7 @@ def check_services(config: RunConfig, environment: Environment) -> None:
         model = _checked_model(name, entry)
         _check_function(name, entry, model)
     known = list(config.services.named)
+    _check_asked(config, environment)
     for use in environment.asked_services:
         if use.service not in config.services.named:
             there = f"; services.named has {', '.join(known)}" if known else ""
@@ -52,6 +56,24 @@ def check_services(config: RunConfig, environment: Environment) -> None:
                 f"{config.cluster.tool_workers_most} ends tool workers that idle, with the answers that are still to come; type "
                 "cluster.tool_workers_most=null, or late: false"
             )
+
+
+def _check_asked(config: RunConfig, environment: Environment) -> None:
+    """Refuse a teacher that nobody asks, and warn of models that nobody is known to ask: all tool workers load them."""
+    asked = {use.service for use in environment.asked_services} | {config.distil.service}
+    for name, entry in config.services.named.items():
+        if name in asked or entry.model is None:
+            continue
+        if entry.function == "teach":
+            raise ConfigError(
+                f"services.named: {name!r} has function teach, which answers distil.teacher alone, and that does not name it; type "
+                f"distil.teacher={{service: {name}}}, or leave it out of services.named"
+            )
+        logger.warning(
+            "services.named: %r is asked by no reward, tool or distil.teacher that says so, and each tool worker loads %s; leave "
+            "it out, or say who asks it: a reward {service: %s}, libra.tool(f, services=%r), or services of your own environment",
+            name, entry.model, name, name,
+        )  # fmt: skip
 
 
 def _checked_model(name: str, entry: ServiceEntry) -> ModelFiles | None:

@@ -31,7 +31,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from libra.envs.action_starter import LENGTH, start_calls
 from libra.envs.retries import Refused
@@ -42,6 +42,10 @@ from libra.untrusted import error_text, storable
 
 logger = logging.getLogger(__name__)
 
+GPU_WAIT_S = 600.0
+"""Seconds that a call waits for GPUs that calls or services of other processes have."""
+KILLED_S = 5.0
+"""Seconds that a killed process has to let go of its GPUs."""
 MOST_BYTES = 64 << 20
 PROCESSES = 512
 BEGIN_S, SEND_S, END_S = 120.0, 10.0, 5.0
@@ -49,10 +53,27 @@ BEGIN_S, SEND_S, END_S = 120.0, 10.0, 5.0
 
 
 class Bounds(NamedTuple):
-    """What a call may take. ``cores`` 0: those that are not leased; ``memory_bytes`` 0: not bounded."""
+    """What a call may take. ``cores`` 0: those that are not leased; ``memory_bytes`` 0: not bounded; ``gpus`` 0: none for
+    itself."""
 
     cores: int = 0
     memory_bytes: int = 0
+    gpus: int = 0
+
+
+class HeldGpus(Protocol):
+    """GPUs that a call has for itself. ``entries``: as CUDA_VISIBLE_DEVICES has them."""
+
+    @property
+    def entries(self) -> tuple[str, ...]: ...
+
+    def release(self) -> None: ...
+
+
+class GpusOfCalls(Protocol):
+    """The GPUs of a worker for calls of tools (`libra.cluster.device_lock`)."""
+
+    async def taken(self, count: int, who: str, limit_s: float) -> HeldGpus: ...
 
 
 class Ran(NamedTuple):
@@ -100,13 +121,22 @@ class ActionProcesses:
     """The calls of one worker that have processes of their own; ``to_text`` makes a returned value readable for a model."""
 
     def __init__(
-        self, functions: Mapping[str, Callable[..., Any]], cores: Sequence[int], to_text: Callable[[Any], str]
+        self,
+        functions: Mapping[str, Callable[..., Any]],
+        cores: Sequence[int],
+        to_text: Callable[[Any], str],
+        gpus: GpusOfCalls | None = None,
     ) -> None:
-        self._functions, self._to_text = dict(functions), to_text
+        self._functions, self._to_text, self._gpus = dict(functions), to_text, gpus
         self.cores = CoreSet(cores)
         self._starter: socket.socket | None = None
         self._pid = 0
         self._lock = threading.Lock()
+
+    def begin(self) -> None:
+        """Fork the starter now, rather than when the first call comes."""
+        with self._lock:
+            self._started()
 
     def close(self) -> None:
         """End the starter, and the calls that run."""
@@ -122,14 +152,25 @@ class ActionProcesses:
 
     async def run(self, tool: str, arguments: Mapping[str, Any], timeout_s: float, bounds: Bounds) -> Ran | None:
         """One call; None: it was cut off at its time-out. `ToolFault` if no process could be started for it, or its process died,
-        took too much memory, or said what cannot be read."""
+        took too much memory, or said what cannot be read, or it did not get its GPUs for `GPU_WAIT_S`."""
+        if not bounds.gpus or self._gpus is None:
+            return await self._run(tool, arguments, timeout_s, bounds, ())
+        held = await self._gpus.taken(bounds.gpus, f"tool {tool}", GPU_WAIT_S)
+        try:
+            return await self._run(tool, arguments, timeout_s, bounds, held.entries)
+        finally:
+            held.release()
+
+    async def _run(
+        self, tool: str, arguments: Mapping[str, Any], timeout_s: float, bounds: Bounds, gpus: Sequence[str]
+    ) -> Ran | None:
         cores = self.cores.take(bounds.cores)
         group: ControlGroup | None = None
         try:
             group = self._group(bounds, len(cores))
             limit = bounds.memory_bytes if group is None else 0
             groups = [str(place / "cgroup.procs") for place in (group.places if group is not None else ())]
-            request = pickle.dumps((tool, dict(arguments), cores, limit, groups))
+            request = pickle.dumps((tool, dict(arguments), cores, limit, groups, gpus))
             return await self._called(tool, request, timeout_s, bounds, group)
         finally:
             if group is not None:
@@ -165,7 +206,9 @@ class ActionProcesses:
             maybe = f"; it may have taken more than its {_gib(bounds)} of memory" if bounds.memory_bytes else ""
             raise ToolFault(f"tool {tool}: its process died{maybe}") from error
         finally:
-            if begun.done():
+            if bounds.gpus:
+                await _gone(begun, conn)
+            elif begun.done():
                 _kill(begun, conn)
             else:  # cut off before its pid is known: it is killed as soon as it is
                 begun.add_done_callback(lambda task: _kill(task, conn))
@@ -252,6 +295,26 @@ def _kill(begun: asyncio.Task[int], conn: socket.socket) -> None:
     if not begun.cancelled() and begun.exception() is None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(begun.result(), signal.SIGKILL)
+
+
+async def _gone(begun: asyncio.Task[int], conn: socket.socket) -> None:
+    """Kill the group of a call, and wait until its process has let go of what it had, also where this call was cancelled."""
+    ended = asyncio.ensure_future(_killed(begun, conn))
+    try:
+        await asyncio.shield(ended)
+    except asyncio.CancelledError:
+        await ended
+        raise
+
+
+async def _killed(begun: asyncio.Task[int], conn: socket.socket) -> None:
+    loop = asyncio.get_running_loop()
+    with contextlib.suppress(EOFError, OSError, TimeoutError), conn:
+        async with asyncio.timeout(KILLED_S):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(await begun, signal.SIGKILL)
+            while await loop.sock_recv(conn, 1 << 16):
+                pass
 
 
 def _end(group: ControlGroup) -> None:

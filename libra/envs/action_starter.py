@@ -28,6 +28,8 @@ from libra.child_environment import THREAD_VARIABLES
 from libra.envs.retries import refused
 from libra.errors import ToolFault
 
+GPUS_VARIABLE = "CUDA_VISIBLE_DEVICES"
+"""Which GPUs this call has, where it takes some."""
 CORES_VARIABLE = "LIBRA_CORES"
 """How many cores this call has, as `THREAD_VARIABLES` say for libraries."""
 LENGTH = struct.Struct("!Q")
@@ -123,7 +125,7 @@ def _rehearse() -> None:
     """What a call does around its tool."""
     mine, theirs = socket.socketpair()
     with mine, theirs, theirs.makefile("rwb") as file:
-        request = pickle.dumps(("", {}, (), 0, []))
+        request = pickle.dumps(("", {}, (), 0, [], ()))
         mine.sendall(LENGTH.pack(len(request)) + request)
         (size,) = LENGTH.unpack(file.read(LENGTH.size))
         pickle.loads(file.read(size))
@@ -150,11 +152,13 @@ def _call(
             signal.signal(number, signal.SIG_DFL)
         with conn.makefile("rwb") as file:
             (size,) = LENGTH.unpack(file.read(LENGTH.size))
-            tool, arguments, cores, memory_bytes, groups = pickle.loads(file.read(size))
+            tool, arguments, cores, memory_bytes, groups, gpus = pickle.loads(file.read(size))
             begun.put(conn)
             file.write(LENGTH.pack(os.getpid()))
             file.flush()
             _bind(cores, memory_bytes, groups)
+            if gpus:
+                os.environ[GPUS_VARIABLE] = ",".join(gpus)
             said = json.dumps(_outcome(functions[tool], arguments, to_text)).encode()
             file.write(LENGTH.pack(len(said)) + said)
             file.flush()

@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from libra.envs.action_process import ActionProcesses, Bounds, Ran
+from libra.envs.action_process import ActionProcesses, Bounds, GpusOfCalls, Ran
 from libra.envs.call_threads import CallThread, NoThread, hung_threads
 from libra.envs.environment import Environment
 from libra.envs.retries import BackOff, Refused, refused, with_retries
@@ -148,7 +148,7 @@ def _arguments(tool: Tool, call: ToolCall, action_id: str, state: StateOfCall | 
 async def _tried(tool: Tool, arguments: dict[str, Any], processes: ActionProcesses | None, cores: int | None) -> _Tried:
     """Call the tool once: in a process of its own if it has resources, else beside others."""
     if tool.own_process and processes is not None:
-        bounds = Bounds(tool.cores[0] if cores is None else cores, round(tool.memory_gib * 2**30))
+        bounds = Bounds(tool.cores[0] if cores is None else cores, round(tool.memory_gib * 2**30), tool.gpu)
         started_s = time.perf_counter()
         ran = await processes.run(tool.name, arguments, tool.timeout_s, bounds)
         if ran is None:
@@ -193,10 +193,12 @@ def _payload(
         return f"{type(fault_of_text).__name__} while reading what the tool returned", ToolStatus.ERROR
 
 
-def processes_for(environment: Environment, cores: Sequence[int]) -> ActionProcesses | None:
-    """The processes of calls of ``environment`` on a worker with these cores; None: none of its tools needs one."""
+def processes_for(
+    environment: Environment, cores: Sequence[int], gpus: GpusOfCalls | None = None
+) -> ActionProcesses | None:
+    """The processes of calls of ``environment`` on a worker with these cores and GPUs; None: none of its tools needs one."""
     functions = {tool.name: tool.function for tool in environment.tools if tool.own_process}
-    return ActionProcesses(functions, cores, _as_text) if functions else None
+    return ActionProcesses(functions, cores, _as_text, gpus) if functions else None
 
 
 def _as_outcome(ran: Ran) -> tuple[Any, BaseException | None]:

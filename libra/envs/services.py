@@ -123,6 +123,7 @@ def service(
     model: str | None = None,
     max_batch: int = 8,
     max_wait_s: float = 0.05,
+    timeout_s: float = 600.0,
     **args: Any,
 ) -> dict[str, Any]:
     """A service for ``libra.train(services={"judge": libra.service(...)})``; the same as an entry of ``services.named``.
@@ -136,6 +137,8 @@ def service(
         Named as ``model.path`` is.
     max_batch, max_wait_s : int, float
         Requests that are answered together, and seconds that one waits for others.
+    timeout_s : float
+        Seconds after which a batch fails.
     **args
         Further keyword arguments of the function.
 
@@ -145,7 +148,10 @@ def service(
         Workers could not import the function by its name.
     """
     named = name_of("libra.service", function)
-    return {"model": model, "function": named, "args": args, "max_batch": max_batch, "max_wait_s": max_wait_s}
+    return {
+        "model": model, "function": named, "args": args, "max_batch": max_batch, "max_wait_s": max_wait_s,
+        "timeout_s": timeout_s,
+    }  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

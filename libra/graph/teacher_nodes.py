@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from libra.errors import RecordExists
+from libra.errors import RecordExists, ServiceTimeout
 from libra.events.reports import LateReport, ScoredReport
 from libra.store.batch_membership import batch_path
 from libra.store.group_records import group_path, read_group
@@ -34,13 +34,20 @@ SIGN_S = 5.0
 
 
 async def teach(run: str, group: dict[str, Any] | None, iteration: int, number: int) -> dict[str, Any]:
-    """Score a finished group, unless it was scored before; ``group`` is what its node returned."""
+    """Score a finished group, unless it was scored before; ``group`` is what its node returned.
+
+    One that a service did not score in time stays without scores, as one whose scores come too late (``distil.late``).
+    """
     host, began_s = host_here(run), time.time()
     path = group_path(host.spec.groups_dir, iteration, number)
     scores = scores_path(path)
     if not scores.exists():
         members, asked_s = read_group(path), time.perf_counter()
-        found = await _scored(host, members)
+        try:
+            found = await _scored(host, members)
+        except ServiceTimeout as error:
+            logger.warning("run %s: group %d of iteration %d is not scored: %s", run, number, iteration, error)
+            return {"iteration": iteration, "group": number, "teach_s": time.time() - began_s}
         waited_s = max(0.0, time.perf_counter() - asked_s - found.seconds)
         with contextlib.suppress(RecordExists):
             write_scores(scores, found.taught)

@@ -151,12 +151,15 @@ class ServiceSchedule:
         waiting = self._services[service].waiting
         self._services[service].waiting = deque(entry for entry in waiting if entry[1] != request)
 
-    def ended(self, fire: Fire, at_s: float, *, restore_s: float = 0.0, failed: bool = False) -> None:
-        """A batch has ended; restoring took ``restore_s`` of it. ``failed``: its weights are not on the device."""
+    def ended(
+        self, fire: Fire, at_s: float, *, restore_s: float = 0.0, device_s: float = 0.0, failed: bool = False
+    ) -> None:
+        """A batch has ended; restoring took ``restore_s`` of it, and other processes had the device for ``device_s``. ``failed``:
+        its weights are not on the device."""
         _, began_s, service = self._running.pop(fire.lane)
         if self._services.get(fire.service) is not service:
             return  # it was withdrawn: nothing of it is here
-        service.batch_s = _mean(service.batch_s, max(0.0, at_s - began_s - restore_s))
+        service.batch_s = _mean(service.batch_s, max(0.0, at_s - began_s - restore_s - device_s))
         if fire.restores and not failed:
             service.restore_s = _mean(service.restore_s or None, restore_s)
         if fire.device:

@@ -23,7 +23,9 @@ from distributed.diagnostics.plugin import WorkerPlugin
 
 from libra import keys
 from libra.cluster import worker_stacks
-from libra.cluster.tool_supply import tool_supply
+from libra.cluster.device_lock import GpuTurns
+from libra.cluster.gpu_names import gpus_here
+from libra.cluster.tool_supply import tool_gpus, tool_supply
 from libra.envs.action_process import ActionProcesses
 from libra.envs.actions import processes_for
 from libra.envs.services import services_here
@@ -120,6 +122,7 @@ class LibraHost(WorkerPlugin):
         cheap_reschedule()
         worker_stacks.install(worker)
         await self._build_context(worker)
+        processes = await self._tool_processes(worker)
         supply = worker.state.total_resources
         async with ONE_MODEL_AT_A_TIME:
             if supply.get(keys.ROLLOUT):
@@ -134,7 +137,6 @@ class LibraHost(WorkerPlugin):
                 self.services = await open_services(self.context)
                 self._parts.push_async_callback(self.services.close)
                 self._parts.enter_context(services_here(self.services))
-        processes = await self._tool_processes(worker)
         self.quanta = QuantumRunner(
             self.context, self.engine, lambda: self.roles is not None and self.roles.leaving, processes
         )
@@ -174,12 +176,16 @@ class LibraHost(WorkerPlugin):
         if not worker.state.total_resources.get(keys.TOOL) or not any(tool.declares for tool in environment.tools):
             return None
         number = str(worker.name).rpartition("-")[2]
-        supply = tool_supply(self.spec.config, int(number) if number.isdigit() else 0)
+        config, index = self.spec.config, int(number) if number.isdigit() else 0
+        supply = tool_supply(config, index)
         has = {keys.TOOL_CORES: len(supply.core_ids), keys.TOOL_MIB: supply.mib, keys.TOOL_GPUS: supply.gpus}
         await worker.set_resources(**{name: amount for name, amount in has.items() if amount})
-        processes = processes_for(environment, supply.core_ids)
+        gpus = GpuTurns(tool_gpus(config, index, gpus_here(supply.gpus))) if supply.gpus else None
+        processes = processes_for(environment, supply.core_ids, gpus)
         if processes is not None:
             self._parts.callback(processes.close)
+            if gpus is not None:
+                processes.begin()  # CUDA cannot be used in a process that is forked from one that has used it
         return processes
 
     async def _build_context(self, worker: Worker) -> None:

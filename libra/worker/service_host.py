@@ -7,8 +7,9 @@ Invariants
 2. Each request is answered once, or fails with `ServiceFault`: also if its batch raises, gives another number of answers, or its
    run ends. A batch that an API refuses for now is asked again as `libra.envs.retries` says.
 3. A model answers only with verified weights (`libra.worker.service_models`).
-4. One batch at a time runs on the device, also where one was cut off or its run has ended: no thread can be stopped, and the next
-   batch begins when it has returned. Requests that wait meanwhile are bounded by those who ask.
+4. One batch at a time runs on a GPU, of all processes of the machine (`libra.cluster.device_lock`); weights are restored there, and
+   evicted for others, in its turn. Also where a batch was cut off or its run has ended: no thread can be stopped, and the turn ends
+   when it has returned. Requests that wait meanwhile are bounded by those who ask.
 """
 
 from __future__ import annotations
@@ -28,12 +29,15 @@ from weakref import WeakKeyDictionary
 
 from distributed import Worker
 
+from libra.cluster.device_lock import DeviceLock, Turn
+from libra.cluster.gpu_names import gpus_here
 from libra.config import resolve_model
+from libra.config.service_devices import service_workers
 from libra.config.services import MODEL_FUNCTIONS, ServiceEntry
 from libra.envs.actions import run_bounded
 from libra.envs.grading import bounded_reward
 from libra.envs.retries import refused, with_retries
-from libra.errors import ConfigError, RecordExists, ServiceFault
+from libra.errors import ConfigError, RecordExists, ServiceFault, ServiceTimeout, ToolFault
 from libra.events.reports import ServiceReport
 from libra.named_parts import named_part
 from libra.policy.services import Fire, ServiceFacts, ServiceSchedule
@@ -50,8 +54,6 @@ logger = logging.getLogger(__name__)
 
 HOST_BYTES_PER_S = 4e9
 """Speed at which weights are copied to a device, until it was measured."""
-BATCH_TIMEOUT_S = 600.0
-"""Seconds of one batch."""
 GPU_FRAC = 0.9
 """Share of a GPU's free memory that weights of services take where ``services.device_gib`` does not say."""
 NAMED = 3
@@ -79,10 +81,11 @@ class Loaded:
 
 
 class ServiceHost:
-    """One per worker process; ``device`` is where its models answer."""
+    """One per worker process; ``device`` is where its models answer, and ``lock`` its lock among processes (None: it has none, as
+    CPU cores)."""
 
-    def __init__(self, device: Any) -> None:
-        self._device = device
+    def __init__(self, device: Any, lock: DeviceLock | None = None) -> None:
+        self._device, self._lock = device, lock
         self._schedule = ServiceSchedule({str(device): None})
         self._rooms: dict[int, int | None] = {}  # by the identity of the context of a run
         self._loaded: dict[str, Loaded] = {}
@@ -90,17 +93,30 @@ class ServiceHost:
         self._numbers = itertools.count()
         self._timer: asyncio.TimerHandle | None = None
         self._batches: dict[asyncio.Task[None], str] = {}  # with the name of the service
+        self._shared = False  # other processes have asked for the device, or will
+        self._sharers = 1
 
     def share(self, context: WorkerContext) -> None:
         """A run has services here; of what runs allow weights on the device the least counts."""
+        config = context.spec.config
+        sharers = self._sharers = service_workers(config)
         copies = (each.model.num_bytes for each in self._loaded.values() if str(self._device) in each.copies)
-        self._rooms[id(context)] = _room(self._device, context.spec.config.services.device_gib, sum(copies))
+        self._rooms[id(context)] = _room(self._device, config.services.device_gib, sum(copies), sharers)
+        self._shared = self._shared or sharers > 1
         self._bound()
 
     def leave(self, context: WorkerContext) -> None:
         """It has them no longer."""
         del self._rooms[id(context)]
         self._bound()
+
+    def _shared_words(self) -> str:
+        """Who else has room on the device, for the message that there is too little."""
+        if self._sharers == 1:
+            return ""
+        return (
+            f". {self._sharers} tool workers share the device; type cluster.tool_workers=1 for one that has all of it"
+        )
 
     def _bound(self) -> None:
         rooms = [room for room in self._rooms.values() if room is not None]
@@ -121,7 +137,7 @@ class ServiceHost:
             try:
                 self._schedule.declare(facts)
             except ConfigError as error:
-                raise ConfigError(str(error).replace(name, shown or name)) from error
+                raise ConfigError(f"{str(error).replace(name, shown or name)}{self._shared_words()}") from error
             self._loaded[name] = Loaded(entry, function, model)
         self._loaded[name].users += 1
         return name
@@ -173,11 +189,14 @@ class ServiceHost:
         """One batch, from the eviction of others to the answers."""
         loop, loaded, threads = asyncio.get_running_loop(), self._loaded[fire.service], BatchThreads()
         requests = [self._requests[number] for number in fire.requests if number in self._requests]
-        restore_s, failed, began_s = 0.0, fire.restores, loop.time()
+        restore_s, failed, asked_s = 0.0, fire.restores, loop.time()
+        began_s, turn = asked_s, None
         try:
-            for other in fire.evicted:
-                if other in self._loaded:
-                    self._loaded[other].copies.pop(fire.device, None)
+            try:
+                turn = await self._turn(fire, loaded)
+            finally:
+                self._evict(fire)
+            began_s = loop.time()
             if fire.restores:
                 loaded.copies[fire.device], restore_s = await self._restored(fire, loaded, threads)
                 failed = False
@@ -189,22 +208,44 @@ class ServiceHost:
                 if not request.answer.done():
                     request.answer.set_exception(fault)
         finally:
-            end = partial(self._ended, fire, restore_s, failed)
+            end = partial(self._ended, fire, restore_s, began_s - asked_s, failed, turn)
             threads.when_returned(end) if fire.device else end()
             if requests:
                 self._report(fire, requests, began_s, restore_s)
 
-    def _ended(self, fire: Fire, restore_s: float, failed: bool) -> None:
+    async def _turn(self, fire: Fire, loaded: Loaded) -> Turn | None:
+        """The turn of a batch on its device, which other processes of the machine may have; ServiceTimeout."""
+        if not fire.device or self._lock is None:
+            return None
+        try:
+            return await self._lock.taken(f"service {fire.service}", loaded.entry.timeout_s)
+        except ToolFault as error:
+            raise ServiceTimeout(str(error)) from error
+
+    def _evict(self, fire: Fire) -> None:
+        for other in fire.evicted:
+            if other in self._loaded:
+                self._loaded[other].copies.pop(fire.device, None)
+
+    def _ended(self, fire: Fire, restore_s: float, device_s: float, failed: bool, turn: Turn | None) -> None:
         """The lane of a batch is free."""
-        self._schedule.ended(fire, asyncio.get_running_loop().time(), restore_s=restore_s, failed=failed)
+        if turn is not None:
+            self._shared = self._shared or turn.others_came
+            if self._shared:
+                _give_memory_back(self._device)
+            turn.release()
+        now_s = asyncio.get_running_loop().time()
+        self._schedule.ended(fire, now_s, restore_s=restore_s, device_s=device_s, failed=failed)
         self._look()
 
     async def _restored(self, fire: Fire, loaded: Loaded, threads: BatchThreads) -> tuple[Any, float]:
         """A verified copy of a service's model on the device, and the seconds that it took."""
-        name = f"service {fire.service}"
-        outcome = await threads.run(loaded.model.restored, BATCH_TIMEOUT_S, name, device=self._device)
+        name, limit_s = f"service {fire.service}", loaded.entry.timeout_s
+        outcome = await threads.run(loaded.model.restored, limit_s, name, device=self._device)
         if outcome is None:
-            raise ServiceFault(f"{name}: its weights were not on the device within {BATCH_TIMEOUT_S:g} s")
+            raise ServiceTimeout(
+                f"{name}: its weights were not on the device within {limit_s:g} s; type a larger timeout_s for it in services.named"
+            )
         restored, error = outcome
         if error is not None:
             raise ServiceFault(f"service failed: {error_text(error)}") from error
@@ -218,12 +259,12 @@ class ServiceHost:
         given = [inputs] if loaded.model is None else [loaded.copies[fire.device], loaded.model.tokenizer, inputs]
         call = partial(loaded.function, *given, **loaded.entry.args)
         name, back_off = loaded.entry.function, requests[0].context.spec.back_off
-        is_async = asyncio.iscoroutinefunction(loaded.function)
+        is_async, limit_s = asyncio.iscoroutinefunction(loaded.function), loaded.entry.timeout_s
 
         async def attempt() -> tuple[Any, BaseException | None] | None:
             if is_async:
-                return await run_bounded(call, {}, BATCH_TIMEOUT_S, is_async=True, name=f"service {name}")
-            return await threads.run(call, BATCH_TIMEOUT_S, f"service {name}")
+                return await run_bounded(call, {}, limit_s, is_async=True, name=f"service {name}")
+            return await threads.run(call, limit_s, f"service {name}")
 
         outcome, retries = await with_retries(
             attempt,
@@ -232,7 +273,10 @@ class ServiceHost:
             f"service {name}, request {fire.requests[0]}",
         )
         if outcome is None:
-            raise ServiceFault(f"service {name}: a batch did not return within {BATCH_TIMEOUT_S:g} s")
+            raise ServiceTimeout(
+                f"service {name}: a batch of {len(inputs)} did not return within {limit_s:g} s; type a smaller max_batch or a "
+                "larger timeout_s for it in services.named"
+            )
         answers, error = outcome
         if error is not None and refused(error, time.time()) is not None:
             raise ServiceFault(
@@ -337,7 +381,8 @@ async def open_services(context: WorkerContext) -> RunServices:
 
     host = _HOSTS.get(context.worker)
     if host is None:
-        host = _HOSTS[context.worker] = ServiceHost(compute_device(context.spec.config.cluster.device))
+        device = compute_device(context.spec.config.cluster.device)
+        host = _HOSTS[context.worker] = ServiceHost(device, None if device.type == "cpu" else _lock_here())
     services = RunServices(context, host)
     try:
         await services.open()
@@ -347,15 +392,30 @@ async def open_services(context: WorkerContext) -> RunServices:
     return services
 
 
-def _room(device: Any, gib: float | None, taken: int) -> int | None:
-    """Bytes for weights on ``device``, where services have ``taken`` already; None: without bound."""
+def _lock_here() -> DeviceLock | None:
+    """The lock of this process's first GPU, which is where services are; None: its number is not known."""
+    seen = gpus_here()
+    return DeviceLock(seen[0].name) if seen else None
+
+
+def _room(device: Any, gib: float | None, taken: int, sharers: int = 1) -> int | None:
+    """Bytes for weights on ``device``, where services have ``taken`` already and so many workers of a run share it; None: without
+    bound."""
     if gib is not None:
         return round(gib * 2**30)
     if device.type == "cpu":
         return None
     import torch
 
-    return int(GPU_FRAC * (torch.cuda.mem_get_info(device)[0] + taken))
+    return int(GPU_FRAC * (torch.cuda.mem_get_info(device)[0] + taken) / sharers)
+
+
+def _give_memory_back(device: Any) -> None:
+    """What is free of this process's memory on the device, for other processes."""
+    if device.type == "cuda":
+        import torch
+
+        torch.cuda.empty_cache()
 
 
 def _give(requests: Sequence[Request], answers: Sequence[Any]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from distributed import Client
@@ -12,7 +13,7 @@ from distributed import Client
 from libra.cli.main import main
 from libra.cli.roles import roles_command
 from libra.cluster.hardware_inventory import CPU, Machine
-from libra.cluster.local import device_bindings
+from libra.cluster.local import device_bindings, local_cluster
 from libra.cluster.present_workers import present_workers
 from libra.cluster.run_contact import FILE
 from libra.config import RunConfig, config_from_dict, load_config
@@ -72,6 +73,39 @@ def test_a_teacher_that_is_a_service_has_the_device_that_it_was_planned_for() ->
     layouts = [laid_out(_config(**given, **ranks), LAPTOP).planner.planned for given in (taught, without)]
     found = [(made.train_gpus, made.engines) for made in layouts if made is not None]
     assert len(found) == 2 and found[0] == found[1]  # on cores it takes no rank from them
+
+
+@pytest.mark.parametrize("workers", [{"tool_workers": 2}, {"tool_workers": 1, "tool_workers_most": 2}])
+def test_tool_workers_with_a_judge_have_a_gpu_in_their_environment(
+    workers: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judged = {
+        "planner": {"layout": "configured"},
+        "services": {"named": {"judge": {"model": "m"}, "counts": {"function": "math:sqrt"}}},
+    }
+    seen: dict[str, str | None] = {}
+
+    class Started(Exception):
+        pass
+
+    def started(reserve: dict[str, Any] | None, least: int, *, workers: dict[str, Any], **_: Any) -> None:
+        for name, spec in (workers | (reserve or {})).items():
+            seen[name] = spec["options"]["env"].get("CUDA_VISIBLE_DEVICES")
+        raise Started
+
+    monkeypatch.setenv("LIBRA_FORK_SERVER", "0")
+    monkeypatch.setattr("libra.cluster.local.dask.config.set", lambda *_: None)
+    monkeypatch.setattr("libra.cluster.local.new_security", lambda: None)
+    monkeypatch.setattr("libra.cluster.local.LocalWorkers", started)
+    for num_gpus, gpu in ((3, "2"), (2, "1"), (1, None), (0, None)):
+        monkeypatch.setattr("libra.cluster.local.this_machine", lambda n=num_gpus: Machine("H100-80G", n, 8))
+        with pytest.raises(Started):
+            local_cluster(_config(**judged, cluster=workers))  # type: ignore[arg-type]
+        assert [seen[f"tool-{number}"] for number in range(2)] == [gpu, gpu]
+        assert (seen["rollout-0"], seen["train-0"]) == (("0", "1") if num_gpus > 1 else (None, None))
+    with pytest.raises(Started):
+        local_cluster(_config(planner={"layout": "configured"}, cluster=workers))  # type: ignore[arg-type]
+    assert seen["tool-0"] is None
 
 
 def test_without_a_gpu_seconds_are_measured_ones_or_of_a_gpu_that_was_named() -> None:

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from libra.cluster.device_lock import GpuTurns
+from libra.cluster.gpu_names import visible_gpus
 from libra.envs import action_process
 from libra.envs.action_process import ActionProcesses, Bounds, CoreSet
 from libra.errors import ToolFault
@@ -117,8 +122,8 @@ def gone(pid: int) -> bool:
 
 
 @asynccontextmanager
-async def started(*functions: Callable[..., Any]) -> AsyncIterator[ActionProcesses]:
-    processes = ActionProcesses({each.__name__: each for each in functions}, CORES, str)
+async def started(*functions: Callable[..., Any], gpus: GpuTurns | None = None) -> AsyncIterator[ActionProcesses]:
+    processes = ActionProcesses({each.__name__: each for each in functions}, CORES, str, gpus)
     try:
         yield processes
     finally:
@@ -331,3 +336,35 @@ async def test_a_starter_that_is_stopped_is_replaced(monkeypatch: pytest.MonkeyP
                 await processes.run("where", {}, 30.0, Bounds(cores=1))
         assert await processes.run("where", {}, 30.0, Bounds(cores=1)) is not None
         assert ended(first) and processes._pid != first
+
+
+def on_gpu(seconds: float) -> str:
+    began_s = time.monotonic()
+    threading.Event().wait(seconds)
+    return f"{os.environ['CUDA_VISIBLE_DEVICES']} {began_s} {time.monotonic()}"
+
+
+def hangs() -> str:
+    threading.Event().wait()
+    return "never"
+
+
+@in_loop
+async def test_calls_of_two_workers_have_a_gpu_one_after_the_other(tmp_path: Path) -> None:
+    async with AsyncExitStack() as both:
+        workers = [
+            await both.enter_async_context(started(on_gpu, hangs, gpus=GpuTurns(visible_gpus("4", ()), tmp_path)))
+            for _ in range(2)
+        ]
+        bounds = Bounds(cores=1, gpus=1)
+        assert await workers[0].run("hangs", {}, 0.1, bounds) is None  # its process has let go of the GPU
+        calls = [worker.run("on_gpu", {"seconds": 0.02}, 30.0, bounds) for worker in workers for _ in range(3)]
+        found = [ran.text.split() for ran in await asyncio.gather(*calls) if ran is not None]
+        rows = sorted(found, key=lambda row: float(row[1]))
+        assert [row[0] for row in rows] == ["4"] * 6
+        assert all(float(before[2]) <= float(after[1]) for before, after in itertools.pairwise(rows))
+        waiting = asyncio.ensure_future(workers[0].run("hangs", {}, 60.0, bounds))
+        behind = asyncio.ensure_future(workers[1].run("on_gpu", {"seconds": 0.0}, 30.0, bounds))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        assert (await behind) is not None

@@ -13,13 +13,14 @@ import numpy as np
 import pytest
 import torch
 
+from libra.cluster.device_lock import PAUSE_S, DeviceLock
 from libra.config import config_from_dict
 from libra.config.distil import DistilSection
 from libra.config.services import ServiceEntry
 from libra.envs import call_threads
 from libra.envs.call_threads import CallThread
 from libra.envs.retries import BackOff
-from libra.errors import ConfigError, ServiceFault
+from libra.errors import ConfigError, ServiceFault, ServiceTimeout
 from libra.train.teacher_model import Scoring, TeacherModel
 from libra.types import EndReason, Prompt, Trajectory, TrajectoryId
 from libra.worker import service_functions, service_host, teacher_service
@@ -244,11 +245,10 @@ def test_a_batch_that_is_cut_off_has_the_device_until_its_thread_returns(
         names = [await host.load(entry) for entry in (slow, quick)]
         assert await host.answer(names[0], ASKED, run) == 0.5  # its weights are there
         gate.unlink()
+        host._loaded[names[0]].entry = slow.model_copy(update={"timeout_s": 0.05 if ends == "its time" else 600.0})
         asked = asyncio.ensure_future(host.answer(names[0], ASKED, run))
-        with monkeypatch.context() as patch:
-            patch.setattr(service_host, "BATCH_TIMEOUT_S", 0.05 if ends == "its time" else 600.0)
-            for _ in range(3):
-                await asyncio.sleep(0)
+        for _ in range(3):
+            await asyncio.sleep(0)
         if ends == "its run":
             await host.unload(names[0], run)
             assert await host.load(slow) == names[0]  # another run has the same
@@ -262,6 +262,50 @@ def test_a_batch_that_is_cut_off_has_the_device_until_its_thread_returns(
         assert await host.answer(names[0], ASKED, run) == 0.5
 
     hosted(work)
+
+
+def test_a_batch_waits_for_other_processes_and_evicts_in_its_turn(random_model: Path, tmp_path: Path) -> None:
+    entries = {
+        name: ServiceEntry(
+            model=str(random_model), function="logprob", max_wait_s=0.0, max_batch=number + 1, timeout_s=limit_s
+        )
+        for number, (name, limit_s) in enumerate({"a": 60.0, "b": 60.0, "c": 0.05}.items())
+    }
+    reports: list[Any] = []
+    run = context(
+        reports,
+        named={name: entry.model_dump() for name, entry in entries.items()},
+        device_gib=1.5 * HostModel(random_model).num_bytes / 2**30,
+    )
+    lock = DeviceLock("gpu-0", tmp_path)
+
+    async def work() -> None:
+        host = ServiceHost(torch.device("cpu"), lock)
+        host.share(run)
+        names = {name: await host.load(entry) for name, entry in entries.items()}
+        await host.answer(names["a"], ASKED, run)
+        other = await lock.taken("service of another process", 1.0)  # the device is free between batches
+        asked = asyncio.ensure_future(host.answer(names["b"], ASKED, run))
+        for _ in range(9):
+            await asyncio.sleep(0)
+        assert not asked.done() and host._loaded[names["a"]].copies
+        other.release()
+        await asked
+        assert not host._loaded[names["a"]].copies and host._loaded[names["b"]].copies
+        other = await lock.taken("service of another process", 1.0)
+        with pytest.raises(
+            ServiceTimeout, match=r"device gpu-0 was not free within 0\.05 s; it is held by .*another process"
+        ):
+            await host.answer(names["c"], ASKED, run)
+        other.release()
+        assert np.isfinite(await host.answer(names["a"], ASKED, run))
+        assert [len(each.copies) for each in host._loaded.values()] == [1, 0, 0]
+
+    asyncio.run(work())
+    assert [(each.service, each.restored, each.evicted) for each in reports] == [
+        ("a", True, 0), ("b", True, 1), ("c", True, 1), ("a", True, 0),
+    ]  # fmt: skip
+    assert reports[1].waited_s >= PAUSE_S
 
 
 def test_on_the_device_those_used_longest_ago_make_room(random_model: Path) -> None:
@@ -292,6 +336,7 @@ def test_room_on_a_gpu_counts_weights_that_services_have_there_already(monkeypat
     gpu = SimpleNamespace(type="cuda")
     assert service_host._room(gpu, None, 4 * 2**30) == service_host.GPU_FRAC * 10 * 2**30
     assert service_host._room(gpu, 2.0, 4 * 2**30) == 2 * 2**30
+    assert service_host._room(gpu, None, 4 * 2**30, 2) == service_host.GPU_FRAC * 5 * 2**30  # two workers share it
     assert service_host._room(torch.device("cpu"), None, 0) is None
 
 

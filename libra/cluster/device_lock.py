@@ -1,0 +1,270 @@
+"""One action at a time on a device: a lock among the processes of a machine, for services and for tools with GPUs.
+
+A device has a file. Who wants the device takes the next number that the file has, and locks the byte of that number. It has the
+device as soon as it can lock all bytes up to its own: then everybody who came before has gone.
+
+Invariants
+----------
+1. A device is one holder's at a time, among all processes that use the same directory: those of one user of a machine, unless
+   ``LIBRA_DEVICE_LOCKS`` names another directory.
+2. Processes have it in the order in which they asked; of one process, one at a time asks.
+3. What a process holds or waits for ends with it, however it ends. The locks are POSIX record locks: the kernel releases them, and
+   no child inherits them.
+4. Waiting keeps no event loop from its work, and leaves nothing behind where it is cancelled. It is bounded, and the log says who
+   waits for whom.
+5. A file that was removed, as cleaners of /tmp do, is made again; a number that was taken in the old one is not trusted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import stat
+import time
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+
+from libra.cluster.gpu_names import VisibleGpu
+from libra.errors import ClusterError, ToolFault
+
+logger = logging.getLogger(__name__)
+
+DIRECTORY_VARIABLE = "LIBRA_DEVICE_LOCKS"
+PAUSE_S, MOST_PAUSE_S, LONGER = 0.001, 0.02, 1.5
+"""Between two looks: the first pause, the longest, and how much longer than the last each is."""
+SAY_AFTER_S = 10.0
+"""Seconds after which the log says who waits for whom; then after twice as long each time."""
+_NUMBER_BYTES, _TEXT_BYTES = 8, 256
+_TAKING, _NUMBERS = 0, 1
+"""Bytes that are locked: while a number is taken, and from which on numbers are counted."""
+
+
+class DeviceLock:
+    """The lock of the device ``name``; ``directory`` None: `lock_directory`. ClusterError where there can be none."""
+
+    def __init__(self, name: str, directory: Path | None = None) -> None:
+        self.name = name
+        self._file = _file_of(
+            (directory or lock_directory()) / "".join(c if c.isalnum() or c in "-_" else "_" for c in name)
+        )
+
+    async def taken(self, who: str, limit_s: float) -> Turn:
+        """Wait for the device, and have it until `Turn.release`.
+
+        Parameters
+        ----------
+        who : str
+            Who holds or wants it, for the log of those who wait.
+        limit_s : float
+            Seconds after which `ToolFault` says who has it.
+        """
+        file, me = self._file, object()
+        number: int | None = None
+        began_s, say_s, pause_s = time.monotonic(), SAY_AFTER_S, PAUSE_S
+        file.waiting.append(me)
+        try:
+            while True:
+                if file.waiting[0] is me:
+                    number = file.number() if number is None else number
+                    if number is not None and file.entered(number):
+                        if file.is_there():
+                            file.tell(who)
+                            return Turn(file, number, time.monotonic() - began_s)
+                        file.reopen()
+                        number = None
+                        continue
+                waited_s = time.monotonic() - began_s
+                if waited_s >= limit_s:
+                    raise ToolFault(f"{who}: device {self.name} was not free within {limit_s:g} s; {file.holder()}")
+                if waited_s >= say_s:
+                    logger.info("%s waits for device %s for %.0f s; %s", who, self.name, waited_s, file.holder())
+                    say_s *= 2
+                await asyncio.sleep(min(pause_s, limit_s - waited_s))
+                pause_s = min(MOST_PAUSE_S, pause_s * LONGER)
+        except BaseException:
+            file.leave(number)
+            file.waiting.remove(me)
+            raise
+
+
+class Turn:
+    """A device that is held. ``waited_s``: how long it was waited for."""
+
+    def __init__(self, file: _DeviceFile, number: int, waited_s: float) -> None:
+        self._file, self._number, self.waited_s = file, number, waited_s
+
+    @property
+    def others_came(self) -> bool:
+        """Whether another process asked for the device since."""
+        return self._file.newest() != self._number
+
+    def release(self) -> None:
+        """Let the next one have it. Once."""
+        self._file.tell("")
+        self._file.leave(self._number)
+        self._file.waiting.popleft()
+
+
+class GpuTurns:
+    """The GPUs that one worker has for calls of tools: each call has some, for itself on this machine."""
+
+    def __init__(self, gpus: Sequence[VisibleGpu], directory: Path | None = None) -> None:
+        self._gpus = list(gpus)
+        self._locks = {gpu: DeviceLock(gpu.name, directory) for gpu in self._gpus}
+        self._used: set[VisibleGpu] = set()
+
+    async def taken(self, count: int, who: str, limit_s: float) -> GpuTurn:
+        """``count`` GPUs, free ones of this worker first; `ToolFault` where it has fewer, or one is not free within ``limit_s``."""
+        chosen = sorted(self._gpus, key=lambda gpu: gpu in self._used)[:count]
+        if len(chosen) < count:
+            raise ToolFault(f"{who}: it takes {count} GPUs, and its worker sees {len(chosen)}")
+        self._used.update(chosen)
+        turns: list[Turn] = []
+        try:
+            for gpu in sorted(
+                chosen, key=lambda gpu: gpu.name
+            ):  # in one order everywhere, so that no two wait for each other
+                turns.append(await self._locks[gpu].taken(who, limit_s))
+        except BaseException:
+            for turn in turns:
+                turn.release()
+            self._used.difference_update(chosen)
+            raise
+        return GpuTurn(tuple(gpu.entry for gpu in chosen), turns, self._used, chosen)
+
+
+class GpuTurn:
+    """GPUs that are held. ``entries``: as CUDA_VISIBLE_DEVICES has them."""
+
+    def __init__(
+        self, entries: tuple[str, ...], turns: Sequence[Turn], used: set[VisibleGpu], chosen: Sequence[VisibleGpu]
+    ) -> None:
+        self.entries = entries
+        self._turns, self._used, self._chosen = turns, used, chosen
+
+    def release(self) -> None:
+        """Let others have them. Once."""
+        for turn in self._turns:
+            turn.release()
+        self._used.difference_update(self._chosen)
+
+
+def lock_directory() -> Path:
+    """Where the files of devices are: ``LIBRA_DEVICE_LOCKS``, or a directory of this user's own in /tmp.
+
+    ClusterError if it cannot be made, or others might write to the one in /tmp. Not a place by TMPDIR: processes of one user may
+    have different ones.
+    """
+    given = os.environ.get(DIRECTORY_VARIABLE)
+    path = Path(given) if given else Path(f"/tmp/libra-devices-{os.geteuid()}")
+    advice = f"type {DIRECTORY_VARIABLE}=DIR, a directory on this machine's disk that all processes with its GPUs see"
+    try:
+        path.mkdir(mode=0o700, exist_ok=True)
+        facts = path.lstat()
+    except OSError as error:
+        raise ClusterError(f"{path}: locks of GPUs cannot be kept there ({error.strerror}); {advice}") from error
+    if not given and (not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.geteuid() or facts.st_mode & 0o022):
+        raise ClusterError(
+            f"{path}: it is no directory of this user's that nobody else can write to, so others could hold up what waits for a "
+            f"GPU; remove it, or {advice}"
+        )
+    return path
+
+
+class _DeviceFile:
+    """The file of a device, open once in this process: to close any descriptor of it would release all of its locks."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.waiting: deque[object] = deque()
+        """Those of this process, the first of whom has a number or takes one."""
+        self._descriptor = _opened(path)
+
+    def reopen(self) -> None:
+        """Use the file that has this name now."""
+        os.close(self._descriptor)
+        self._descriptor = _opened(self.path)
+
+    def is_there(self) -> bool:
+        """Whether the file that is open still has its name."""
+        try:
+            return os.path.samestat(self.path.stat(), os.fstat(self._descriptor))
+        except FileNotFoundError:
+            return False
+
+    def number(self) -> int | None:
+        """The next number, whose byte is locked; None: somebody else takes one just now."""
+        if not self._lock(_TAKING, 1):
+            return None
+        try:
+            number = self.newest() + 1
+            os.pwrite(self._descriptor, number.to_bytes(_NUMBER_BYTES, "big"), 0)
+            return number if self._lock(_NUMBERS + number, 1) else None
+        finally:
+            fcntl.lockf(self._descriptor, fcntl.LOCK_UN, 1, _TAKING)
+
+    def newest(self) -> int:
+        """The number that was taken last."""
+        return int.from_bytes(os.pread(self._descriptor, _NUMBER_BYTES, 0), "big")
+
+    def entered(self, number: int) -> bool:
+        """Whether everybody with a lower number has gone; if so, ``number`` has the device."""
+        return self._lock(_NUMBERS, number + 1)
+
+    def leave(self, number: int | None) -> None:
+        """``number`` neither holds nor waits any longer."""
+        if number is not None:
+            fcntl.lockf(self._descriptor, fcntl.LOCK_UN, number + 1, _NUMBERS)
+
+    def tell(self, who: str) -> None:
+        """Write down who has the device."""
+        text = f"process {os.getpid()}, {who}" if who else ""
+        said = text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
+        os.pwrite(self._descriptor, said, _NUMBER_BYTES)
+
+    def holder(self) -> str:
+        """Who has the device, in words, as far as it was written down."""
+        said = os.pread(self._descriptor, _TEXT_BYTES, _NUMBER_BYTES).rstrip(b"\0").decode(errors="replace")
+        return f"it is held by {said}" if said else "who has it has not written that down"
+
+    def _lock(self, start: int, length: int) -> bool:
+        try:
+            fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, length, start)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                return False
+            raise ClusterError(
+                f"{self.path}: it cannot be locked ({error.strerror}); type {DIRECTORY_VARIABLE}=DIR, a directory on this "
+                "machine's disk"
+            ) from error
+        return True
+
+
+def _opened(path: Path) -> int:
+    """A descriptor of a file that may be read and written by all who may write to its directory."""
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        with contextlib.suppress(PermissionError):  # another user has made it just now
+            os.fchmod(descriptor, path.parent.stat().st_mode & 0o666)
+    except OSError as error:
+        raise ClusterError(f"{path}: the lock of a GPU cannot be opened: {error.strerror}") from error
+    return descriptor
+
+
+_FILES: dict[Path, _DeviceFile] = {}
+
+
+def _file_of(path: Path) -> _DeviceFile:
+    if path not in _FILES:
+        _FILES[path] = _DeviceFile(path)
+    return _FILES[path]
+
+
+os.register_at_fork(after_in_child=_FILES.clear)

@@ -1,0 +1,50 @@
+"""Where services with models compute: what a local cluster binds their workers to, and what a plan counts, by one rule."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from libra.config.models import RunSections
+
+
+class Place(Enum):
+    """Where a teacher, or services, compute."""
+
+    OWN = "a worker of its own"
+    TOOLS = "the tool workers, on a GPU that no engine or training worker has"
+    TRAINING = "the tool workers, on the GPU of a training worker"
+    CORES = "the tool workers, on their CPU cores"
+
+    @property
+    def gpus(self) -> int:
+        """GPUs that neither engines nor training have because of it."""
+        return int(self in (Place.OWN, Place.TOOLS))
+
+
+def place_of_services(num_gpus: int, of_others: int, *, on_cores: bool = False) -> Place | None:
+    """Where services with models compute, on a machine or cluster with ``num_gpus`` GPUs of which engines, training and a teacher
+    of its own take ``of_others``; None: they have too few, and services share what there is."""
+    if on_cores:
+        return Place.CORES
+    if num_gpus > of_others:
+        return Place.TOOLS
+    return Place.TRAINING if num_gpus == of_others else None
+
+
+def least_of_others(config: RunSections) -> int:
+    """The fewest GPUs that engines, training and a teacher of its own take."""
+    return 2 + int(config.distil.teacher is not None and config.distil.service is None)
+
+
+def service_models(config: RunSections) -> dict[str, str]:
+    """Model of each service that has one, by the service's name."""
+    return {name: entry.model for name, entry in config.services.named.items() if entry.model is not None}
+
+
+def service_workers(config: RunSections) -> int:
+    """Tool workers of a local cluster that restore weights of services to one device. A service with function ``teach`` is asked on
+    the first of them alone."""
+    named, cluster = config.services.named, config.cluster
+    if cluster.scheduler is not None or all(named[name].function == "teach" for name in service_models(config)):
+        return 1
+    return cluster.tool_workers_most or cluster.tool_workers

@@ -1,0 +1,33 @@
+"""What comes of a group that a teacher does not score in time."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from libra.errors import ServiceFault, ServiceTimeout
+from libra.graph import teacher_nodes
+
+
+def test_a_group_that_is_not_scored_in_time_ends_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    faults = [ServiceTimeout("service teach: a batch of 4 did not return within 600 s"), ServiceFault("out of memory")]
+
+    async def scored(*_: Any) -> None:
+        raise faults.pop(0)
+
+    host = SimpleNamespace(spec=SimpleNamespace(groups_dir=tmp_path))
+    monkeypatch.setattr(teacher_nodes, "host_here", lambda run: host)
+    monkeypatch.setattr(teacher_nodes, "read_group", lambda path: [])
+    monkeypatch.setattr(teacher_nodes, "_scored", scored)
+    assert asyncio.run(teacher_nodes.teach("demo", None, 3, 7))["group"] == 7
+    assert (
+        "group 7 of iteration 3 is not scored: service teach: a batch of 4 did not return within 600 s" in caplog.text
+    )
+    with pytest.raises(ServiceFault, match="out of memory"):
+        asyncio.run(teacher_nodes.teach("demo", None, 3, 8))
