@@ -35,6 +35,7 @@ from libra.config.effect_conditions import (
 )
 from libra.config.field_help import sections
 from libra.config.models import RunSections
+from libra.config.service_devices import asked_models, service_models
 from libra.config.streaming import GROUP_ADVANTAGES
 from libra.config.yaml_text import one_line_yaml
 
@@ -88,6 +89,14 @@ _SERVICE_TEACHES = Need(
     ("distil.teacher",), "distil.teacher={service: NAME}", lambda config, _: config.distil.service is not None
 )
 _HAS_SERVICES = Need(("services.named",), "a service in services.named", lambda config, _: bool(config.services.named))
+_HAS_MODELS = Need(
+    ("services.named",), "a service with a model in services.named", lambda config, _: bool(service_models(config))
+)
+_HAS_ASKED_MODELS = Need(
+    ("services.named",),
+    "a service with a model, and another function than teach, in services.named",
+    lambda config, _: bool(asked_models(config)),
+)
 _LATE_CORRECTS = is_("trainer.late", "correct")
 _STREAMS = (
     is_("trainer.late", "off"),
@@ -126,7 +135,7 @@ _OWN_SIMULATED = Need(
 )
 _FORECASTS = _simulated_policy("cmlfq", "predictor", "oracle")
 _JOB_KEYS = "jobs partition cpus memory walltime directives"
-_JOB_GPUS: Reading = {"slurm": (), "plan": (_TEACHES,)}
+_JOB_GPUS: Reading = {"slurm": (), "plan": (either(_TEACHES, _HAS_MODELS),)}
 _SOME_SLOTS = Need(
     ("cluster.engines",),
     "an entry of cluster.engines without slots, or none",
@@ -164,10 +173,11 @@ _TABLE: tuple[tuple[str, str, Reading], ...] = (  # section, keys, who reads the
     ("model", "dtype", _of("run", "plan")),
     ("model", "master_dtype", {"run": (is_("model.dtype", "bfloat16"),), "plan": ()}),
     ("model", "loader", _run()),
-    ("environment", "name args quotas retries", _run()),
+    ("environment", "name quotas retries", _run()),
+    ("environment", "args", {"run": (), "plan": (_HAS_ASKED_MODELS,)}),
     ("environment", "retry_s", _run(above("environment.retries", 0))),
-    ("services", "named", {"run": (), **_of("plan", "simulate", "slurm", needs=(_SERVICE_TEACHES,))}),
-    ("services", "device_gib", {"run": (_HAS_SERVICES,), "plan": (_SERVICE_TEACHES,)}),
+    ("services", "named", {**_of("run", "plan"), **_of("simulate", "slurm", needs=(_SERVICE_TEACHES,))}),
+    ("services", "device_gib", {"run": (_HAS_SERVICES,), "plan": (_HAS_MODELS,)}),
     ("environment", "tools", _run(missing("agent.function"), missing("agent.command"))),
     (
         "environment",
@@ -264,7 +274,7 @@ _TABLE: tuple[tuple[str, str, Reading], ...] = (  # section, keys, who reads the
             "simulate": (either(_simulated_policy("cmlfq", "mlfq", "completed_calls"), _OWN_SIMULATED), _NOT_OF_RUN),
         },
     ),
-    ("cluster", "scheduler", _run(NO_CLIENT)),
+    ("cluster", "scheduler", {"run": (NO_CLIENT,), "plan": (_HAS_ASKED_MODELS,)}),
     (
         "cluster",
         "rollout_workers",
@@ -274,10 +284,13 @@ _TABLE: tuple[tuple[str, str, Reading], ...] = (  # section, keys, who reads the
     ("cluster", "hybrid_workers threads", _of("run", "slurm")),
     ("cluster", "train_workers", _of("run", "plan", "slurm")),
     ("cluster", "drain_timeout_s", _run(above("cluster.hybrid_workers", 0))),
-    ("cluster", "tool_workers", {"run": (LOCAL,), "slurm": (missing("slurm_tool.jobs"),)}),
-    ("cluster", "tool_workers_most", {"run": (LOCAL,), "slurm": (missing("slurm_tool.jobs"),)}),
+    (
+        "cluster",
+        "tool_workers tool_workers_most",
+        {"run": (LOCAL,), "slurm": (missing("slurm_tool.jobs"),), "plan": (_HAS_ASKED_MODELS,)},
+    ),
     ("cluster", "tool_slots dashboard_port dashboard_names", {"run": (LOCAL,), "slurm": ()}),
-    ("cluster", "device", {"run": (), "plan": (_SERVICE_TEACHES,)}),
+    ("cluster", "device", {"run": (), "plan": (either(_SERVICE_TEACHES, _HAS_ASKED_MODELS),)}),
     ("cluster", "tool_cores tool_memory_gib tool_gpus", _run()),
     ("observe", "tensorboard trackers event_log progress on_iteration on_batch on_evaluation", _run()),
     ("store", "keep_versions keep_journals", _run()),

@@ -6,6 +6,9 @@ from enum import Enum
 
 from libra.config.models import RunSections
 
+GPU_FRAC = 0.9
+"""Share of a GPU's free memory that weights of services take where ``services.device_gib`` does not say."""
+
 
 class Place(Enum):
     """Where a teacher, or services, compute."""
@@ -41,10 +44,27 @@ def service_models(config: RunSections) -> dict[str, str]:
     return {name: entry.model for name, entry in config.services.named.items() if entry.model is not None}
 
 
+def late_services(config: RunSections) -> set[str]:
+    """Services that rewards do not wait for, as far as ``environment.args`` says."""
+    given = config.environment.args.get("reward")
+    rewards = [each for each in (given if isinstance(given, list) else [given]) if isinstance(each, dict)]
+    late: dict[str, bool] = {}
+    for reward in rewards:
+        if isinstance(name := reward.get("service"), str):
+            late[name] = late.get(name, True) and reward.get("late") is True
+    return {name for name, all_late in late.items() if all_late}
+
+
+def asked_models(config: RunSections) -> dict[str, str]:
+    """The same of those that rewards and tools may ask, which a teacher is not."""
+    named = config.services.named
+    return {name: model for name, model in service_models(config).items() if named[name].function != "teach"}
+
+
 def service_workers(config: RunSections) -> int:
     """Tool workers of a local cluster that restore weights of services to one device. A service with function ``teach`` is asked on
-    the first of them alone."""
-    named, cluster = config.services.named, config.cluster
-    if cluster.scheduler is not None or all(named[name].function == "teach" for name in service_models(config)):
+    the first of them alone, and a job of Slurm has GPUs of its own."""
+    cluster = config.cluster
+    if not asked_models(config) or cluster.scheduler is not None or config.slurm_tool.gpus:
         return 1
     return cluster.tool_workers_most or cluster.tool_workers

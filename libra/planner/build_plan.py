@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -156,8 +157,8 @@ def evaluated(
         more = filled(one_kind, inner, found.rollout_gpus)
         placement = replace(more, kind_of=kept[more.kind_of])
     buckets, slow_s = _buckets(snapshot, formulation, paces, placement)
-    scored_s = formulation.teacher_s if snapshot.teacher is not None and snapshot.teacher.waits else 0.0
-    rollout_s, slow_s = max(scored_s, *(bucket.rollout_s for bucket in buckets)), max(scored_s, slow_s)
+    waited_s = formulation.beside.waited_s
+    rollout_s, slow_s = max(waited_s, *(bucket.rollout_s for bucket in buckets)), max(waited_s, slow_s)
     step_s = float(problem.step_s(found.train_gpus, found.train_s, rollout_s))
     return Candidate(name, found, placement, buckets, rollout_s, slow_s, step_s)
 
@@ -239,7 +240,7 @@ def comparison(candidate: Candidate, chosen: Candidate) -> Alternative:
         reason = f"training on {gpus} takes {found.train_s:.1f} s, rollout {candidate.rollout_s:.1f} s"
     elif candidate.rollout_s > last.rollout_s:
         reason = (
-            f"the teacher takes {candidate.rollout_s:.1f} s to score the batch; training takes {found.train_s:.1f} s"
+            f"teacher and services take {candidate.rollout_s:.1f} s for the batch; training takes {found.train_s:.1f} s"
         )
     elif last.load_frac > 0.75:
         reason = (
@@ -285,8 +286,8 @@ def _plan(
             snapshot.training.kind,
             mine.train_s,
             cost.communication_s,
-            cost.memory_bytes + formulation.beside_bytes,
-            cost.headroom_bytes - formulation.beside_bytes,
+            cost.memory_bytes + formulation.beside.trainer_bytes,
+            cost.headroom_bytes - formulation.beside.trainer_bytes,
         ),
         buckets=chosen.buckets,
         spare_gpus=spare,
@@ -298,40 +299,51 @@ def _plan(
         train_s=mine.train_s,
         update_s=problem.update_s,
         beside_s=float(problem.beside(train)),
-        bottleneck=_bottleneck(chosen),
+        bottleneck=_bottleneck(chosen, formulation.beside.waited_for),
         bounds=Bounds(
             found.lower_s,
             found.gap_frac,
             mine.step_s / found.lower_s - 1,
             found.binning_frac,
-            formulation.longest_s if formulation.teacher_s else found.longest_s,
+            formulation.longest_s if formulation.beside.waited_s else found.longest_s,
             float(throughput_s),
             mine.train_s,
         ),
-        idle_frac=_idle(problem, chosen, spare, num_gpus - problem.num_gpus, formulation.teacher_s),
+        idle_frac=_idle(
+            problem,
+            chosen,
+            spare,
+            {
+                "the teacher waits for groups": (snapshot.teacher_gpus, formulation.beside.teacher_s),
+                "services wait to be asked": (snapshot.services_gpus, formulation.beside.services_s),
+            },
+        ),
         gpu_hours_per_step=num_gpus * chosen.step_s / 3600.0,
         alternatives=alternatives,
         nodes=placed(problem.num_gpus, problem.gpus_per_node, train, chosen.engines),
         left_out={f"TP{tp}": reason for tp, reason in formulation.left_out.items()},
-        teacher_gpus=num_gpus - problem.num_gpus,
-        teacher_s=formulation.teacher_s,
+        teacher_gpus=snapshot.teacher_gpus,
+        teacher_s=formulation.beside.teacher_s,
         teacher_on="" if snapshot.teacher is None else snapshot.teacher.assumed(num_gpus),
+        services_gpus=snapshot.services_gpus,
+        services_s=formulation.beside.services_s,
+        services_on="" if snapshot.services is None else snapshot.services.assumed(num_gpus),
     )
 
 
-def _bottleneck(chosen: Candidate) -> str:
+def _bottleneck(chosen: Candidate, waited_for: str) -> str:
     last = max(chosen.buckets, key=lambda bucket: bucket.rollout_s)
     if chosen.found.train_s > chosen.rollout_s:
         return "training"
     if chosen.rollout_s > last.rollout_s:
-        return "teacher"
+        return waited_for
     return "rollout throughput" if last.load_frac > 0.75 else "longest trajectory"
 
 
-def _idle(problem: Problem, chosen: Candidate, spare: int, teachers: int, teacher_s: float) -> dict[str, float]:
-    """Shares of the GPU-seconds of a step by cause; they add up to 1. ``teachers``: GPUs of a teacher, 0 or 1."""
-    all_s = (problem.num_gpus + teachers) * chosen.step_s
-    scoring_s = teachers * min(teacher_s, chosen.step_s)
+def _idle(problem: Problem, chosen: Candidate, spare: int, others: Mapping[str, tuple[int, float]]) -> dict[str, float]:
+    """Shares of the GPU-seconds of a step by cause; they add up to 1. ``others``: GPUs of neither pool, 0 or 1, and their seconds,
+    by what they are idle for."""
+    all_s = (problem.num_gpus + sum(gpus for gpus, _ in others.values())) * chosen.step_s
     train, used = chosen.found.train_gpus, chosen.placement.gpus(problem)
     busy = float((problem.tp[chosen.placement.kind_of] * chosen.placement.load_s).sum()) + train * chosen.found.train_s
     beside_s, train_s = float(problem.beside(train)), chosen.found.train_s
@@ -343,7 +355,9 @@ def _idle(problem: Problem, chosen: Candidate, spare: int, teachers: int, teache
         "engines drain, or wait for their longest trajectory": used * chosen.rollout_s - (busy - train * train_s),
         "weights are updated": train * trainer_s + used * engines_s,
     }
-    if teachers:
-        parts["the teacher waits for groups"] = teachers * chosen.step_s - scoring_s
-        busy += scoring_s
+    for cause, (gpus, seconds) in others.items():
+        if gpus:
+            used_s = gpus * min(seconds, chosen.step_s)
+            parts[cause] = gpus * chosen.step_s - used_s
+            busy += used_s
     return {"busy": busy / all_s, **{cause: max(value, 0.0) / all_s for cause, value in parts.items()}}

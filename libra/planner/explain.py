@@ -9,6 +9,7 @@ _WHY = {
     "training": "it takes longer than generating, so that a GPU is worth more there",
     "rollout throughput": "engines are busy nearly all the time; more of them would shorten the step",
     "teacher": "it takes this long to score the batch; a smaller one or distil.late=drop would help, more GPUs would not",
+    "services": "they take this long to answer for the batch; smaller models or late rewards would help, more GPUs would not",
     "longest trajectory": "the longest take this long however many GPUs there are; faster engines would help, more would not",
 }
 
@@ -28,6 +29,11 @@ def text(plan: Plan, regime: str) -> str:
     ]
     if plan.teacher_s:
         lines.append(f"  teacher  {_gpus(plan.teacher_gpus)}  {teacher_words(plan)}")
+    if plan.services_on:
+        lines.append(
+            f"  services {_gpus(plan.services_gpus)}  answer for the batch in {_s(plan.services_s)}, while others are generated; "
+            f"{plan.services_on}"
+        )
     if plan.spare_gpus:
         lines.append(f"  neither  {_gpus(plan.spare_gpus)}  no pool would be faster with them")
     lines += [

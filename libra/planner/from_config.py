@@ -9,12 +9,21 @@ import numpy as np
 from libra.config import RunConfig
 from libra.config.distil_checks import teacher_model
 from libra.config.model_paths import resolve_model
+from libra.config.service_devices import (
+    asked_models,
+    late_services,
+    least_of_others,
+    service_models,
+    service_workers,
+)
 from libra.errors import ConfigError, ModelError, PlanError
 from libra.hardware import GPU, ModelShape, load_gpu, load_shape
 from libra.planner.cost import Layout, TrajectoryTotals
 from libra.planner.from_calibration import calibrated
+from libra.planner.services import PASSES, ServiceModel, ServiceModels
 from libra.planner.snapshot import PlanningSnapshot
 from libra.planner.teacher import Teacher
+from libra.seals import parsed_json
 
 RUNNABLE_TP: dict[str, tuple[int, ...] | None] = {"transformers": (1,), "vllm": None}
 """TP degrees that an engine (`rollout.engine`) can run; one without an entry runs any."""
@@ -86,6 +95,7 @@ def snapshot_of(
         max_concurrency=section.max_concurrency,
         trained_frac=section.trained_frac,
         teacher=teacher_of(config, on_cores=on_cores),
+        services=services_of(config, on_cores=on_cores),
     )
     if section.calibration is None:
         return snapshot, note
@@ -187,13 +197,53 @@ def teacher_of(config: RunConfig, *, on_cores: bool = False) -> Teacher | None:
     )
 
 
+def services_of(config: RunConfig, *, on_cores: bool = False) -> ServiceModels | None:
+    """The services with models that rewards and tools may ask; ModelError if sizes of one are not known here."""
+    models, found = asked_models(config), []
+    if not models:
+        return None
+    late = late_services(config)
+    for name, model in models.items():
+        entry = config.services.named[name]
+        try:
+            shape = _sizes(model)
+        except ModelError as error:
+            raise ModelError(f"services.named: {name!r}: {error}") from error
+        passes = PASSES.get(entry.function, 0)
+        found.append(ServiceModel(name, shape, passes, entry.answer_s, _number_bytes(model), name not in late))
+    gib = config.services.device_gib
+    return ServiceModels(
+        tuple(found),
+        None if gib is None else gib * 2**30,
+        service_workers(config),
+        least_of_others(config),
+        on_cores or config.cluster.device == "cpu",
+    )
+
+
+def _number_bytes(model: str) -> int:
+    """Bytes of a number in a model's files, as its config.json says; those of bfloat16 where it does not, or is not here."""
+    found = resolve_model(model)
+    try:
+        facts = {} if isinstance(found, str) else parsed_json((found / "config.json").read_text())
+    except (OSError, ValueError):
+        return DTYPE_BYTES["bfloat16"]
+    return DTYPE_BYTES.get(str(facts.get("dtype") or facts.get("torch_dtype")), DTYPE_BYTES["bfloat16"])
+
+
 def _without_gpu(config: RunConfig) -> str:
-    """What keeps a teacher among jobs of Slurm from the GPU that a plan gives it, or empty."""
-    if config.distil.teacher is None:
+    """What keeps a teacher or services among jobs of Slurm from the GPU that a plan gives them, or empty."""
+    taught, models = config.distil.teacher is not None, service_models(config)
+    if not taught and not models:
         return ""
     rollout, train, tool = (jobs.gpus for jobs in (config.slurm_rollout, config.slurm_train, config.slurm_tool))
     if tool or not (rollout or train):
         return ""
+    if not taught:
+        return (
+            f"slurm_tool.gpus: 0, and among jobs of Slurm services ({', '.join(models)}) are with the tool workers, where they "
+            "would answer on CPU cores; the plan assumes a GPU: type slurm_tool.gpus=1."
+        )
     return (
         "slurm_tool.gpus: 0, and among jobs of Slurm the teacher is with the first tool worker, where it would score on CPU cores; "
         "the plan assumes a GPU: type slurm_tool.gpus=1."

@@ -127,7 +127,7 @@ class Plan:
     beside_s : float
         Of ``update_s``, the seconds that pass beside the next step.
     bottleneck : str
-        "training", "rollout throughput", "longest trajectory" or "teacher".
+        "training", "rollout throughput", "longest trajectory", "teacher" or "services".
     bounds : Bounds
     idle_frac : mapping of cause to share of all GPU-seconds of a step
         With "busy" they add up to 1.
@@ -141,6 +141,8 @@ class Plan:
         The GPU of a teacher, and its seconds for a batch; 0: it takes none from engines and training, there is no teacher.
     teacher_on : str
         Where a teacher that is a service computes, and what is assumed of that, in words; empty for others.
+    services_gpus, services_s, services_on
+        The same of services with models that rewards and tools ask; 0 GPUs where a teacher has theirs.
     """
 
     gpu: str
@@ -170,6 +172,9 @@ class Plan:
     teacher_gpus: int = 0
     teacher_s: float = 0.0
     teacher_on: str = ""
+    services_gpus: int = 0
+    services_s: float = 0.0
+    services_on: str = ""
 
     @property
     def engines(self) -> dict[int, int]:

@@ -18,7 +18,8 @@ from libra.hardware import GPU, ModelShape, engine_seconds
 from libra.planner.cost import Layout, TrainingCost, TrajectoryTotals, rollout_cost, training_table
 from libra.planner.cost.rollout_cost import ManySeconds
 from libra.planner.planning_problem import EngineClass, Floats, Problem
-from libra.planner.teacher import Place, Teacher, teacher_s, weights_bytes
+from libra.planner.services import Beside, ServiceModels, beside
+from libra.planner.teacher import Teacher, teacher_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,8 @@ class PlanningSnapshot:
         Share of the trajectories that carry a gradient; the others are generated and not trained on.
     teacher : Teacher or None
         Of distillation; it may take one of the GPUs.
+    services : ServiceModels or None
+        That rewards and tools ask; they may take one of the GPUs, that of a teacher which is a service, too.
     """
 
     gpu: GPU
@@ -83,6 +86,7 @@ class PlanningSnapshot:
     engines: Mapping[int, ManySeconds] | None = None
     trained_frac: float = 1.0
     teacher: Teacher | None = None
+    services: ServiceModels | None = None
 
     @property
     def trained_tokens(self) -> Floats:
@@ -103,6 +107,12 @@ class PlanningSnapshot:
         """GPUs that a teacher takes from engines and training."""
         return 0 if self.teacher is None else self.teacher.place(self.num_gpus).gpus
 
+    @property
+    def services_gpus(self) -> int:
+        """GPUs that services take from engines and training, beside that of a teacher."""
+        shared = self.services is None or (self.teacher is not None and bool(self.teacher.service))
+        return 0 if shared or self.services is None else self.services.place(self.num_gpus).gpus
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Formulation:
@@ -118,11 +128,10 @@ class Formulation:
     left_out : mapping of TP degree to the reason
         Requested degrees that are not possible.
     alone_s : float array (K, N)
-        As of the problem, where no engine's time is below that of a teacher which batches wait for; here as they are.
-    teacher_s : float
-        Seconds in which a teacher scores the batch; 0: there is none.
-    beside_bytes : float
-        Of the weights of a teacher on the GPU of a training worker; 0: there is none.
+        As of the problem, where no engine's time is below that of a teacher or services which batches wait for; here as they
+        are.
+    beside : Beside
+        What a teacher and services take.
     """
 
     problem: Problem
@@ -130,8 +139,7 @@ class Formulation:
     training: Mapping[int, TrainingCost]
     left_out: Mapping[int, str]
     alone_s: Floats
-    teacher_s: float = 0.0
-    beside_bytes: float = 0.0
+    beside: Beside
 
     @property
     def longest_s(self) -> float:
@@ -145,23 +153,23 @@ def formulate(snapshot: PlanningSnapshot) -> Formulation:
     Raises
     ------
     PlanError
-        No degree holds the model, or no GPU the teacher.
+        No degree holds the model, or no GPU the teacher or a service.
     """
     engines, left_out = _engines(snapshot)
     if not engines:
         reasons = "; ".join(f"TP{tp}: {reason}" for tp, reason in left_out.items())
         raise PlanError(f"planner.tp: no degree of {list(snapshot.tp)} holds the model; {reasons}")
     kinds, loads, alones = zip(*(_kind(snapshot, tp, engine) for tp, engine in engines.items()), strict=True)
-    training = _training(snapshot)
-    teacher, scoring_s, beside_bytes = snapshot.teacher, _scoring_s(snapshot), _beside_bytes(snapshot)
+    training, others = _training(snapshot), _beside(snapshot)
+    _check_trainer(training, others, snapshot)
     problem = Problem(
-        num_gpus=snapshot.num_gpus - snapshot.teacher_gpus,
+        num_gpus=snapshot.num_gpus - snapshot.teacher_gpus - snapshot.services_gpus,
         gpus_per_node=snapshot.node_gpus,
         kinds=kinds,
         load_s=np.stack(loads),
-        alone_s=np.maximum(np.stack(alones), scoring_s if teacher is not None and teacher.waits else 0.0),
+        alone_s=np.maximum(np.stack(alones), others.waited_s),
         train_gpus=np.array(list(training), dtype=np.int64),
-        train_s=_train_s(snapshot, training, scoring_s if beside_bytes else 0.0, beside_bytes),
+        train_s=_train_s(snapshot, training, others.trainer_s, others.trainer_bytes),
         eta=snapshot.eta,
         update_s=snapshot.update_s,
         beside_s=snapshot.beside_s,
@@ -170,7 +178,7 @@ def formulate(snapshot: PlanningSnapshot) -> Formulation:
         fixed_train_gpus=snapshot.fixed_train_gpus,
         fixed_engines=dict(snapshot.fixed_engines),
     )
-    return Formulation(problem, engines, training, left_out, np.stack(alones), scoring_s, beside_bytes)
+    return Formulation(problem, engines, training, left_out, np.stack(alones), others)
 
 
 def _scoring_s(snapshot: PlanningSnapshot) -> float:
@@ -181,19 +189,31 @@ def _scoring_s(snapshot: PlanningSnapshot) -> float:
     return modelled_s * snapshot.corrections.training
 
 
-def _beside_bytes(snapshot: PlanningSnapshot) -> float:
-    """Bytes of a teacher's weights on the GPU of a training worker; 0: none is there."""
-    teacher = snapshot.teacher
-    if teacher is None or teacher.place(snapshot.num_gpus) is not Place.TRAINING:
-        return 0.0
-    return weights_bytes(teacher, snapshot.training)
+def _beside(snapshot: PlanningSnapshot) -> Beside:
+    """What a teacher and services take; PlanError as of `teacher_s`, and where services do not fit."""
+    given = snapshot.gpu, snapshot.num_gpus, snapshot.workload, snapshot.training
+    return beside(*given, snapshot.teacher, _scoring_s(snapshot), snapshot.services)
+
+
+def _check_trainer(training: Mapping[int, TrainingCost], others: Beside, snapshot: PlanningSnapshot) -> None:
+    """PlanError if training fits on its GPUs, and not beside the services on one of them."""
+    if snapshot.services is None or not others.trainer_bytes:
+        return
+    most = max(cost.headroom_bytes for cost in training.values())
+    if 0 <= most < others.trainer_bytes:
+        names = ", ".join(model.name for model in snapshot.services.models)
+        raise PlanError(
+            f"services.named: the weights of {names} take {others.trainer_bytes / 2**30:.3g} GiB on the GPU of a training worker, "
+            f"where {most / 2**30:.3g} GiB are free; type planner.num_gpus={snapshot.num_gpus + 1}, which gives them a GPU, a "
+            "services.device_gib that leaves one out at a time, or a smaller model"
+        )
 
 
 def _train_s(
     snapshot: PlanningSnapshot, training: Mapping[int, TrainingCost], beside_s: float, beside_bytes: float
 ) -> Floats:
-    """Seconds of an optimizer step by GPU count, infinite where it does not fit, beside a teacher on the same GPU that takes so
-    many seconds and bytes. Without overlapping steps the trainer idles while the teacher scores."""
+    """Seconds of an optimizer step by GPU count, infinite where it does not fit, beside a teacher or services on the same GPU that
+    take so many seconds and bytes. Without overlapping steps the trainer idles meanwhile."""
     seconds = [cost.step_s if cost.headroom_bytes >= beside_bytes else np.inf for cost in training.values()]
     return np.array(seconds) * snapshot.corrections.training + (beside_s if snapshot.eta else 0.0)
 

@@ -8,26 +8,12 @@ cores it takes those of the tool worker, for which no rank is counted.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
 
+from libra.config.service_devices import Place, place_of_services
 from libra.errors import PlanError, enough_gib
 from libra.hardware import GPU, ModelShape
 from libra.planner.cost import Layout, TrajectoryTotals
 from libra.planner.cost.training_cost import sequences_s
-
-
-class Place(Enum):
-    """Where a teacher computes."""
-
-    OWN = "a worker of its own"
-    TOOLS = "the first tool worker, on a GPU that no engine or training worker has"
-    TRAINING = "the first tool worker, on the GPU of a training worker"
-    CORES = "the first tool worker, on its CPU cores"
-
-    @property
-    def gpus(self) -> int:
-        """GPUs that neither engines nor training have because of it."""
-        return int(self in (Place.OWN, Place.TOOLS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +46,7 @@ class Teacher:
         """Where it computes in a run on ``num_gpus`` GPUs, or ranks."""
         if not self.service:
             return Place.OWN
-        if self.on_cores:
-            return Place.CORES
-        return Place.TOOLS if num_gpus > 2 else Place.TRAINING
+        return place_of_services(num_gpus, 2, on_cores=self.on_cores) or Place.TRAINING
 
     def assumed(self, num_gpus: int) -> str:
         """Where it computes, and what a plan assumes of that, in words; empty for a worker of its own."""
@@ -75,7 +59,7 @@ class Teacher:
             Place.CORES: "on the cores of the first tool worker, for which no rank is counted",
         }[place]
         many = "services" if len(self.beside) > 1 else "service"
-        more = f"; {many} {', '.join(self.beside)} beside it, assumed to take no time" if self.beside else ""
+        more = f"; {many} {', '.join(self.beside)} beside it" if self.beside else ""
         return f"service {self.service}, {words}{more}"
 
 

@@ -85,11 +85,11 @@ def simulated_ways(
 
 
 def planned_teacher_token_s(plan: Plan, snapshot: PlanningSnapshot, workload: Workload) -> float:
-    """Seconds of the plan's teacher per token of ``workload``, so that it takes as long for an iteration as for the plan's batch; 0
-    without one that batches wait for."""
-    if snapshot.teacher is None or not snapshot.teacher.waits:
-        return 0.0
-    return plan.teacher_s / sum(each.final_tokens for each in workload.trajectories if each.iteration == 0)
+    """Seconds of the plan's teacher and services per token of ``workload``, so that they take as long for an iteration as for the
+    plan's batch, one after the other; 0 without any that batches wait for."""
+    seconds = plan.teacher_s if snapshot.teacher is not None and snapshot.teacher.waits else 0.0
+    seconds += plan.services_s if snapshot.services is not None and snapshot.services.waits else 0.0
+    return seconds / sum(each.final_tokens for each in workload.trajectories if each.iteration == 0)
 
 
 class Part(NamedTuple):

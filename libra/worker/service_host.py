@@ -32,7 +32,7 @@ from distributed import Worker
 from libra.cluster.device_lock import DeviceLock, Turn
 from libra.cluster.gpu_names import gpus_here
 from libra.config import resolve_model
-from libra.config.service_devices import service_workers
+from libra.config.service_devices import GPU_FRAC, service_workers
 from libra.config.services import MODEL_FUNCTIONS, ServiceEntry
 from libra.envs.actions import run_bounded
 from libra.envs.grading import bounded_reward
@@ -54,8 +54,6 @@ logger = logging.getLogger(__name__)
 
 HOST_BYTES_PER_S = 4e9
 """Speed at which weights are copied to a device, until it was measured."""
-GPU_FRAC = 0.9
-"""Share of a GPU's free memory that weights of services take where ``services.device_gib`` does not say."""
 NAMED = 3
 """Trajectories that a warning names."""
 
@@ -159,6 +157,8 @@ class ServiceHost:
         await asyncio.gather(*running, return_exceptions=True)
         if not loaded.users and self._loaded.pop(name, None) is not None:
             self._schedule.withdraw(name)
+            loaded.copies.clear()
+            _give_memory_back(self._device)
 
     async def answer(self, name: str, given: Any, context: WorkerContext) -> Any:
         """The answer of a service; ServiceFault."""
@@ -195,8 +195,8 @@ class ServiceHost:
             try:
                 turn = await self._turn(fire, loaded)
             finally:
+                began_s = loop.time()
                 self._evict(fire)
-            began_s = loop.time()
             if fire.restores:
                 loaded.copies[fire.device], restore_s = await self._restored(fire, loaded, threads)
                 failed = False

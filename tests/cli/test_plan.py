@@ -91,6 +91,9 @@ def test_a_teacher_that_is_a_service_is_planned_with_what_is_assumed(repository:
     gpu = planned("slurm_rollout.gpus=1")
     assert (gpu["teacher_gpus"], gpu["num_gpus"]) == (1, 16) and gpu["teacher_s"] > 0
     assert "service oracle, on the GPU of the first tool worker; service judge beside it" in gpu["teacher_on"]
+    assert gpu["services_gpus"] == 0 < gpu["services_s"] and gpu["services_on"].startswith(
+        "judge, on the GPU of the tool"
+    )
     assert any("type slurm_tool.gpus=1" in note for note in gpu["notes"])
     cores = planned("cluster.device=cpu")
     assert cores["teacher_gpus"] == 0 and "no rank is counted" in cores["teacher_on"]

@@ -78,7 +78,8 @@ def test_libra_plan_reads_what_the_table_says(tmp_path: Path) -> None:
     )
     service = {"distil": {"teacher": {"service": "t"}}, "services": {"named": {"t": TEACHES}}}
     served = config_from_dict(taught.model_dump() | service)
-    for given, changes in ((base, {}), (base, {"trace": trace}), (taught, {}), (served, {})):
+    judged = config_from_dict(base.model_dump() | {"services": {"named": {"judge": {"model": "Qwen3-0.6B"}}}})
+    for given, changes in ((base, {}), (base, {"trace": trace}), (taught, {}), (served, {}), (judged, {})):
         config = given.model_copy(update={"planner": given.planner.model_copy(update=changes)})
         # The planner reads the degree of engines off planner.tp alone when it may plan what does not run.
         assert read_by(plan, config) | {"rollout.engine"} == effective(config, "plan") | {"rollout.engine"}

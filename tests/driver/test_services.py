@@ -217,3 +217,19 @@ def test_a_late_answer_needs_a_worker_that_stays(make_config: Config, random_mod
     with pytest.raises(ConfigError, match=r"cluster\.tool_workers_most=4 ends tool workers that idle, .* type cluster"):
         check_services(made, late)
     check_services(made, FunctionEnvironment(prompts=prompts(), reward={"service": "judge"}))
+
+
+def test_a_model_that_nobody_asks_is_told_and_a_teacher_that_nobody_asks_refused(
+    make_config: Config, random_model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    asks = FunctionEnvironment(prompts=prompts(), reward={"service": "judge"})
+    named = {"judge": {"model": str(random_model)}, "spare": {"model": str(random_model), "function": "logprob"}}
+    check_services(make_config(services={"named": named}), asks)
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith(f"services.named: 'spare' is asked by no reward, tool or distil.teacher that says so, and each tool "
+                           f"worker loads {random_model}; leave it out, or say who asks it")  # fmt: skip
+    named["spare"]["function"] = "teach"
+    with pytest.raises(
+        ConfigError, match=r"'spare' has function teach, .* type distil.teacher=\{service: spare\}, or leave"
+    ):
+        check_services(make_config(services={"named": named}), asks)

@@ -108,6 +108,37 @@ def test_tool_workers_with_a_judge_have_a_gpu_in_their_environment(
     assert seen["tool-0"] is None
 
 
+@pytest.mark.parametrize("own_teacher", [False, True])
+def test_a_judge_has_the_device_that_it_was_planned_for(own_teacher: bool) -> None:
+    judged: dict[str, Any] = {
+        "model": {"path": "Qwen3-1.7B"},
+        "services": {"named": {"judge": {"model": "Qwen3-0.6B"}}},
+        "cluster": {"tool_workers": 2, "threads": 2},
+    }
+    if own_teacher:
+        judged |= {"trainer": {"algorithm": "opd"}, "distil": {"teacher": "Qwen3-0.6B"}}
+    least = 3 if own_teacher else 2
+    for machine, shares in ((NODE, False), (Machine("H100-80G", least, 64), True)):
+        made = laid_out(_config(**judged), machine)
+        snapshot, _ = snapshot_of(with_gpu(made, machine), None, what_if=False)
+        planned = plan(snapshot)
+        assert (planned.services_gpus, planned.teacher_gpus) == (int(not shares), int(own_teacher))
+        bound = device_bindings(made, machine.num_gpus)
+        deployed = configured_deployment(made)
+        assert sum(len(gpus.split(",")) for name, gpus in bound.items() if "tool" not in name) == (
+            deployed.train_gpus + sum(deployed.engines.values()) + own_teacher
+        )
+        others = {gpu for name, gpus in bound.items() if "tool" not in name for gpu in gpus.split(",")}
+        assert bound["tool-0"] == bound["tool-1"]
+        assert (bound["tool-0"] == bound[f"train-{deployed.train_gpus - 1}"]) == (bound["tool-0"] in others) == shares
+
+
+def with_gpu(config: RunConfig, machine: Machine) -> RunConfig:
+    """A configuration that is planned again for ``machine``."""
+    planner = {"planned": None, "gpu": machine.gpu, "num_gpus": machine.num_gpus}
+    return config.model_copy(update={"planner": config.planner.model_copy(update=planner)})
+
+
 def test_without_a_gpu_seconds_are_measured_ones_or_of_a_gpu_that_was_named() -> None:
     with pytest.raises(
         PlanError, match=r"no GPU and was not measured.*planner\.calibration=FILE, or planner\.gpu=NAME"

@@ -5,20 +5,25 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+from typing import Any
 
 import numpy as np
 import pytest
 
-from libra.errors import ConfigError, PlanError
+from libra.config import config_from_dict
+from libra.config.service_devices import Place
+from libra.errors import ConfigError, ModelError, PlanError
 from libra.hardware import engine_seconds, load_gpu, load_shape
 from libra.planner.build_plan import compare, plan
 from libra.planner.cost import Layout, TrajectoryTotals, rollout_cost
 from libra.planner.cost.trajectory_totals import TRACE_COLUMNS, totals_of_trace
 from libra.planner.engine_pace import Pace, best_concurrency
 from libra.planner.explain import text
+from libra.planner.from_config import services_of
 from libra.planner.plan import Plan
+from libra.planner.services import ServiceModel, ServiceModels
 from libra.planner.snapshot import PlanningSnapshot, formulate
-from libra.planner.teacher import Place, Teacher
+from libra.planner.teacher import Teacher
 from libra.traces.agent_turns import agent_turns
 
 
@@ -120,9 +125,7 @@ def test_a_teacher_that_is_a_service_is_planned_where_it_runs(eta: int) -> None:
         own.training,
         own.step_s,
     )
-    assert "service oracle, on the GPU of the first tool worker; service judge beside it, assumed to take" in text(
-        tools, ""
-    )
+    assert "service oracle, on the GPU of the first tool worker; service judge beside it" in text(tools, "")
 
     cores = plan(snapshot(eta=eta, teacher=dataclasses.replace(SERVICE, on_cores=True)))
     without = plan(snapshot(eta=eta))
@@ -130,6 +133,100 @@ def test_a_teacher_that_is_a_service_is_planned_where_it_runs(eta: int) -> None:
     assert cores.training.gpus + cores.rollout_gpus + cores.spare_gpus == 32 and cores.teacher_s == tools.teacher_s
     assert sum(cores.idle_frac.values()) == pytest.approx(1.0) and "the teacher waits for groups" not in cores.idle_frac
     assert "0 GPUs  scores the batch in" in text(cores, "") and "for which no rank is counted" in text(cores, "")
+
+
+JUDGE = ServiceModel("judge", load_shape("Qwen3-0.6B"), passes=2)
+
+
+def test_services_that_rewards_ask_have_a_gpu_and_no_step_is_over_before_they_have_answered() -> None:
+    def judged(*models: ServiceModel, **more: Any) -> Plan:
+        return plan(snapshot(8, services=ServiceModels(models), **more))
+
+    without, made = plan(snapshot(7)), judged(JUDGE)
+    assert (made.services_gpus, made.teacher_gpus, made.num_gpus) == (1, 0, 8)
+    assert (made.step_s, made.engines, made.training) == (without.step_s, without.engines, without.training)
+    assert sum(made.idle_frac.values()) == pytest.approx(1.0) and made.idle_frac["services wait to be asked"] > 0
+    words = text(made, "")
+    assert "services      1 GPU   answer for the batch in" in words
+    assert "judge, on the GPU of the tool workers; each asked once for a trajectory" in words
+
+    declared = judged(dataclasses.replace(JUDGE, answer_s=10.0))
+    assert declared.services_s == pytest.approx(10.0 * declared.num_trajectories)
+    assert declared.bottleneck == "services" and declared.rollout_s == declared.services_s > declared.train_s
+    assert declared.step_s * (1 + 1e-9) >= declared.bounds.step_s >= declared.services_s
+    assert judged(dataclasses.replace(JUDGE, answer_s=10.0, waits=False)).step_s == made.step_s
+
+
+def test_services_beside_a_teacher_share_the_device_of_one_that_is_a_service() -> None:
+    own, judges = dataclasses.replace(SERVICE, service="", beside=()), ServiceModels((JUDGE,))
+    given = snapshot(8, services=judges, teacher=SERVICE)
+    assert (given.teacher_gpus, given.services_gpus) == (1, 0)
+    others = formulate(given).beside
+    assert others.waited_s == others.teacher_s + others.services_s
+    apart = snapshot(8, services=dataclasses.replace(judges, of_others=3), teacher=own)
+    assert (apart.teacher_gpus, apart.services_gpus) == (1, 1)
+    others = formulate(apart).beside
+    assert others.waited_s == max(others.teacher_s, others.services_s)
+    cores = snapshot(8, services=dataclasses.replace(judges, on_cores=True))
+    assert cores.services_gpus == 0 and formulate(cores).problem.num_gpus == 8
+
+
+def test_services_are_planned_as_a_configuration_has_them() -> None:
+    reward = [{"service": "late", "late": True}, {"service": "judge"}]
+    given = {
+        "environment": {"args": {"reward": reward}},
+        "trainer": {"late": "correct"},
+        "cluster": {"tool_workers": 3},
+        "services": {
+            "named": {
+                "judge": {"model": "Qwen3-4B", "answer_s": 0.5},
+                "late": {"model": "Qwen3-0.6B", "function": "logprob"},
+                "mine": {"model": "Qwen3-0.6B", "function": "math:sqrt"},
+                "counts": {"function": "math:sqrt"},
+            },
+            "device_gib": 20,
+        },
+    }
+    services = services_of(config_from_dict(given))
+    assert services is not None
+    found = [(each.name, each.passes, each.answer_s, each.waits) for each in services.models]
+    assert found == [("judge", 2, 0.5, True), ("late", 1, None, False), ("mine", 0, None, True)]
+    assert (services.room_bytes, services.workers, services.of_others, services.on_cores) == (20 * 2**30, 3, 2, False)
+    assert "mine assumed to take no time: type answer_s" in services.assumed(4)
+    with pytest.raises(ModelError, match=r"services.named: 'judge': model 'no/where'"):
+        services_of(config_from_dict({"services": {"named": {"judge": {"model": "no/where"}}}}))
+
+
+def test_services_on_the_gpu_of_a_training_worker_take_its_seconds_and_memory_or_are_refused() -> None:
+    small = dataclasses.replace(snapshot(2, eta=1, training=Layout(offload=True)), shape=load_shape("Qwen3-1.7B"))
+    alone, num_bytes = plan(small), JUDGE.num_bytes
+
+    def shared(*models: ServiceModel, **more: Any) -> Plan:
+        return plan(dataclasses.replace(small, services=ServiceModels(models, **more)))
+
+    one = shared(JUDGE)
+    assert (one.services_gpus, one.engines) == (0, alone.engines)
+    assert one.train_s == pytest.approx(alone.train_s + one.services_s)
+    taken = {"one": one, "two workers": shared(JUDGE, workers=2), "bounded": shared(JUDGE, JUDGE, room_bytes=num_bytes)}
+    more = {
+        name: (made.training.memory_bytes - alone.training.memory_bytes) / num_bytes for name, made in taken.items()
+    }
+    assert more == pytest.approx({"one": 1.0, "two workers": 2.0, "bounded": 1.0})
+    large = ServiceModel("judge", load_shape("Qwen2.5-32B"))
+    with pytest.raises(PlanError, match=r"weights of judge take 6\d.* type planner.num_gpus=3, which gives them a GPU"):
+        shared(large)
+    with pytest.raises(
+        PlanError, match=r"3\d.* GiB for each of 2 tool workers .* type a smaller .* or cluster.tool_workers=1"
+    ):
+        plan(snapshot(services=ServiceModels((large,), workers=2)))
+    with pytest.raises(
+        PlanError, match=r"services.device_gib: 1, .* of service 'judge', take 1.\d+ GiB; type services"
+    ):
+        plan(snapshot(services=ServiceModels((JUDGE,), room_bytes=2.0**30)))
+    with pytest.raises(
+        PlanError, match=r"device_gib: 62 on each of 2 tool workers .* lets weights take 124 GiB of its"
+    ):
+        plan(snapshot(services=ServiceModels((large,) * 2, room_bytes=2.0**30 * 62, workers=2)))
 
 
 @pytest.mark.parametrize("eta", [0, 1])
