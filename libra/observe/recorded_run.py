@@ -8,6 +8,7 @@ from typing import Any, Final
 from libra.observe.log_facts import LogFacts, trainers_of
 from libra.observe.page_snapshot import Snapshot, time_row
 from libra.observe.run_directory import (
+    STARTS_FILE,
     evaluations,
     finite,
     has_driver,
@@ -20,7 +21,7 @@ from libra.observe.run_directory import (
 )
 
 SHOWN_FORECASTS: Final = 256
-FILES: Final = ("events.jsonl", "metrics.jsonl", "evaluations")
+FILES: Final = (STARTS_FILE, "events.jsonl", "metrics.jsonl", "evaluations")
 
 
 class RecordedRun:
@@ -38,6 +39,8 @@ class RecordedRun:
         files = [self.directory / name for name in FILES]
         stats = ((path.stat().st_mtime_ns, path.stat().st_size) if path.exists() else None for path in files)
         seen = (*stats, has_driver(self.directory))
+        if seen[:1] != self._seen[:1]:
+            self.config = read_config(self.directory)  # a start may have other iterations
         if seen != self._seen:
             self._seen, self._latest = seen, [self._snapshot(iteration_rows(metric_rows(self.directory)))]
         return self._latest

@@ -12,6 +12,7 @@ import pytest
 from libra import events
 from libra.cli.main import main
 from libra.driver.start_records import log_start, write_given
+from libra.observe.recorded_run import RecordedRun
 from libra.observe.run_directory import list_runs, read_config
 from libra.store import committer_lock
 from libra.store.committer_lock import CommitterLock
@@ -185,7 +186,10 @@ def test_iterations_that_were_typed_for_a_resume_are_the_goal(runs):
     write_given(runs / "done", (runs / "done" / "config.resolved.yaml").read_text(), environment=False, score=False)
     log_start(runs / "done", 0)
     assert {row.name: (row.state, row.of_iterations) for row in list_runs(runs)}["done"] == ("finished", 3)
+    page = RecordedRun(runs / "done")
+    assert page.snapshots()[0]["iterations"] == 3
     log_start(runs / "done", 1, 5)
+    assert (page.snapshots()[0]["iterations"], page.snapshots()[0]["state"]) == (5, "stopped")
     assert {row.name: (row.state, row.of_iterations) for row in list_runs(runs)}["done"] == ("stopped", 5)
     log_start(runs / "done", 2)
     assert read_config(runs / "done")["run"]["iterations"] == 3
