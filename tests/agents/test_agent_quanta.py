@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from libra.agents.conversation import Conversation
+from libra.envs.own_reward import own_reward
 from libra.errors import EngineAsleep, EngineError, EnvironmentFault
 from libra.types import EndReason, FailureClass, TrajectoryId
 
@@ -378,6 +379,7 @@ def test_an_agent_that_fails_at_an_answer_that_was_cut_is_no_failure_of_a_tool(s
             state = await worker.play()
         assert (state.failure, state.end) == (FailureClass.POLICY, EndReason.LENGTH)
         assert "was cut: it ended with status 1: ValueError: length\n" in state.detail, "the exception comes first"
+        assert own_reward(state.episode()) == 0.0, "it could give itself none"
 
     asyncio.run(test())
 
