@@ -51,7 +51,7 @@ def main(arguments: list[str]) -> int:
 
 
 def of_packages(packages: list[Path], config_file: Path, given: list[str]) -> list[str]:
-    """Make tasks of source packages. Settings for them: the file, a start model of their own, held-out bugs that there are."""
+    """Make tasks of source packages. Settings for them: the file, and as many held-out bugs as there are."""
     name = "_".join(path.name.removesuffix(".tar.gz") for path in packages)
     tasks = Path("runs") / f"repair_{name}.jsonl"
     tasks.parent.mkdir(exist_ok=True)
@@ -63,8 +63,7 @@ def of_packages(packages: list[Path], config_file: Path, given: list[str]) -> li
     if held_out is not None and config.evaluation.prompts > held_out:
         print(f"{held_out} of the bugs are held out: evaluation.prompts={held_out}", flush=True)
         settings.append(f"evaluation.prompts={held_out}")
-    place = Path(config.model.path)
-    return [*settings, f"model.path={place}_{name}"] if place.parent.name == "start_models" else settings
+    return settings
 
 
 def start_from(task: str, config: object) -> None:

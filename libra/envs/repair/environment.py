@@ -3,16 +3,18 @@
 Invariants
 ----------
 1. The tests of the grader are those of the task's file. The agent's edits reach library files only, and travel as the trajectory's
-   state; every run of tests is a fresh sandbox.
+   state; every run of tests is a fresh sandbox, and the same files are graded once in a process.
 2. A repair that breaks a test which passed has no reward beyond ``located``, and an edit that could fool the tests
    (`libra.envs.repair.tampering`) has none.
 """
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Mapping
 from functools import lru_cache
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +22,15 @@ from libra.envs.choices import one_of
 from libra.envs.environment import BIN, Environment
 from libra.envs.repair.library import failures, opened
 from libra.envs.repair.tampering import tampering
-from libra.envs.repair.tasks import SHIPPED, SHOWN, Task, read_tasks
+from libra.envs.repair.tasks import EDITS, SHIPPED, SHOWN, Task, numbered, read_tasks
 from libra.envs.sandbox import MEGABYTE, Limits, level_for
 from libra.envs.tool import tool
 from libra.errors import ConfigError
 from libra.types import Episode, Prompt
 
-SYSTEM = "A Python library has one bug. Repair it with the tool edit, and check it with run_tests. Then reply with one sentence."
+SYSTEM = "A Python library has one bug. Repair it with the tool %s, and check it with run_tests. Then reply with one sentence."
 _FAILURES_SHOWN = 5
+_MOST_VERDICTS = 4096
 _HELD_OUT, _EXAMPLES = 0, 1
 """Classes of tasks: evaluation, and worked examples; the others are training, and so are examples where none is shown."""
 
@@ -48,6 +51,9 @@ class SoftwareRepair(Environment):
         Reward, from 0 to 1, of changing the line with the bug without repairing it: something to begin with for small models.
     show : str
         What the question shows: names of "files"; also what one test that fails says ("failure"); also the "function" with the bug.
+    edits : str
+        How an edit says where: by "text" that occurs once (tool ``edit``), or by the number of a "line" and a piece of it (tool
+        ``edit_line``; lines are shown with their numbers), which small models learn more easily.
     function_lines : int, optional
         Only bugs in functions of at most so many lines, their docstring not counted. None: all.
     examples : int
@@ -74,6 +80,7 @@ class SoftwareRepair(Environment):
         partial: bool = False,
         located: float = 0.0,
         show: str = "failure",
+        edits: str = "text",
         function_lines: int | None = None,
         examples: int = 0,
         timeout_s: float = 10.0,
@@ -82,6 +89,7 @@ class SoftwareRepair(Environment):
         seed: int = 0,
     ) -> None:
         one_of("environment.args.show", show, SHOWN)
+        one_of("environment.args.edits", edits, EDITS)
         for name, value, right, words in (
             ("located", located, 0.0 <= located < 1.0, "a reward of at least 0 and below 1"),
             ("examples", examples, examples >= 0, "0 or more"),
@@ -92,6 +100,7 @@ class SoftwareRepair(Environment):
                 raise ConfigError(f"environment.args.{name}: got {value!r}; {words}")
         self.tasks = read_tasks(SHIPPED if tasks == "shipped" else Path(tasks), function_lines)
         self.seed, self.partial, self.located, self.show, self.examples = seed, partial, located, show, examples
+        self.edits, self._verdicts = edits, dict[bytes, dict[str, str]]()
         self.level = level_for(isolation)
         self.isolation, self.timeout_s = self.level.label, timeout_s
         self.limits = Limits(memory_bytes=memory_mb * MEGABYTE, cpu_s=int(timeout_s) + 2)
@@ -99,7 +108,7 @@ class SoftwareRepair(Environment):
         # The tool's own limit is above the sandbox's, so that its processes are killed and no thread hangs.
         self.tools = (
             tool(self.read, timeout_s=5.0),
-            tool(self.edit, timeout_s=5.0),
+            tool(self.edit if edits == "text" else self.edit_line, timeout_s=5.0),
             tool(self.run_tests, timeout_s=2 * timeout_s + 25.0),
         )
 
@@ -116,9 +125,9 @@ class SoftwareRepair(Environment):
         task = self.tasks[number]
         shown = [each for each in self._of_split["example"] if self.tasks[each].repair][: self.examples]
         messages = (
-            {"role": "system", "content": SYSTEM},
-            *(message for each in shown for message in self.tasks[each].example(self.show)),
-            {"role": "user", "content": task.question(self.show)},
+            {"role": "system", "content": SYSTEM % self.tools[1].name},
+            *(message for each in shown for message in self.tasks[each].example(self.show, self.edits)),
+            {"role": "user", "content": task.question(self.show, self.edits)},
         )
         return Prompt(f"{split}-{number}", messages, {"library": task.library.name, "task": number, BIN: task.bug.kind})
 
@@ -135,7 +144,9 @@ class SoftwareRepair(Environment):
         texts = {**self._task(trajectory_state).library.tests, **self._files(trajectory_state)}
         if path and path not in texts:
             raise FileNotFoundError(f"no {path}; there are {', '.join(texts)}")
-        return texts[path] if path else "\n".join(texts)
+        if not path:
+            return "\n".join(texts)
+        return texts[path] if self.edits == "text" else numbered(texts[path])
 
     def edit(self, old: str, new: str, trajectory_state: dict[str, Any], path: str = "") -> str:
         """Replaces a piece of text in a file of the library.
@@ -155,6 +166,29 @@ class SoftwareRepair(Environment):
         trajectory_state["edited"][name] = files[name].replace(old, new)
         return f"edited {name}"
 
+    def edit_line(self, line: int, old: str, new: str, trajectory_state: dict[str, Any], path: str = "") -> str:
+        """Replaces a piece of one line in a file of the library.
+
+        Args:
+            line: The number of the line, as it is shown now.
+            old: The piece to replace; where it is first in the line.
+            new: What comes in its place.
+            path: The file. Without one, the file of the function that the question shows, or the only file.
+        """
+        files = self._files(trajectory_state)
+        if not path and (self.show == "function" or len(files) == 1):
+            path = self._task(trajectory_state).path
+        if path not in files:
+            raise FileNotFoundError(f"no {path or 'path'} that may be edited; there are {', '.join(files)}")
+        lines = files[path].splitlines(keepends=True)
+        if not 1 <= line <= len(lines):
+            raise ValueError(f"no line {line}; {path} has {len(lines)}")
+        if not old or old not in lines[line - 1]:
+            raise ValueError(f"{old!r} is not in line {line}, which is {lines[line - 1].strip()!r}")
+        lines[line - 1] = lines[line - 1].replace(old, new, 1)
+        trajectory_state["edited"][path] = "".join(lines)
+        return f"edited {path}"
+
     def run_tests(self, trajectory_state: dict[str, Any]) -> str:
         """Runs the tests of the library."""
         said = self._run(trajectory_state)
@@ -168,7 +202,7 @@ class SoftwareRepair(Environment):
         task, files = self._task(episode.state), self._files(episode.state)
         if files == task.files or tampering(task.files, files) is not None:
             return 0.0
-        said = self._run(episode.state)
+        said = self._verdict(episode.state)
         least = self.located if task.touched(files) else 0.0
         if any(said.get(name, "it did not run") for name in task.passing):
             return least
@@ -202,6 +236,16 @@ class SoftwareRepair(Environment):
     def _files(self, state: Mapping[str, Any]) -> dict[str, str]:
         """Library files as the agent sees them: with the bug, and with its edits."""
         return {**self._task(state).files, **state["edited"]}
+
+    def _verdict(self, state: Mapping[str, Any]) -> dict[str, str]:
+        """As `_run`; of files that this process has graded before, what was said then, if the tests came to their end."""
+        key = sha256(json.dumps([state["task"], state["edited"]], sort_keys=True).encode()).digest()
+        said = self._verdicts.get(key) or self._run(state)
+        if said:
+            if len(self._verdicts) >= _MOST_VERDICTS:
+                self._verdicts.clear()
+            self._verdicts[key] = said
+        return said
 
     def _run(self, state: Mapping[str, Any]) -> dict[str, str]:
         with opened(self.level, self.limits, "repair") as session:

@@ -17,6 +17,8 @@ from libra.seals import parsed_json
 SHIPPED = Path(__file__).resolve().parents[2] / "assets" / "repair" / "tasks.jsonl"
 SHOWN = ("files", "failure", "function")
 """How much of a task is shown: names of files; also what one failing test says; also the function with the bug."""
+EDITS = ("text", "line")
+"""How an edit says where: by a text that occurs once, or by the number of a line and a piece of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,12 @@ class Task:
         return "\n".join(text.splitlines()[first - 1 : last])
 
     @property
+    def numbered_function(self) -> str:
+        """The function with the bug, each line after its number in the file."""
+        first, _ = function_at(self.files[self.path], self.bug.line)
+        return numbered(self.function, first)
+
+    @property
     def code_lines(self) -> int:
         """Lines of that function without its docstring."""
         return code_lines_at(self.files[self.path], self.bug.line)
@@ -73,15 +81,15 @@ class Task:
         changes = SequenceMatcher(None, broken, lines, autojunk=False).get_opcodes()
         return any(kind != "equal" and first < self.bug.line <= last for kind, first, last, _, _ in changes)
 
-    def question(self, show: str) -> str:
-        """What the agent reads; ``show`` is one of `SHOWN`."""
+    def question(self, show: str, edits: str = "text") -> str:
+        """What the agent reads; ``show`` is one of `SHOWN`, ``edits`` one of `EDITS`."""
         library = self.library
         lines = [f"Library {library.name}: {', '.join(library.files)}; tests: {', '.join(library.tests)}."]
         if show != "files":
             name, said = next(iter(self.failing.items()))
             lines.append(f"{name} fails: {said}")
         if show == "function":
-            lines += ["", self.function]
+            lines += ["", self.function if edits == "text" else self.numbered_function]
         return "\n".join(lines)
 
     @property
@@ -90,17 +98,28 @@ class Task:
         old, new = self.line(self.files).strip(), self.line(self.library.files).strip()
         return (old, new) if sum(text.count(old) for text in self.files.values()) == 1 else None
 
-    def example(self, show: str) -> list[dict[str, str]]:
+    def example(self, show: str, edits: str = "text") -> list[dict[str, str]]:
         """A worked repair: question, edit, answer. Needs `repair`."""
         assert self.repair is not None
         old, new = self.repair
-        call = json.dumps({"name": "edit", "arguments": {"old": old, "new": new}})
+        if edits == "text":
+            name, arguments = "edit", {"old": old, "new": new}
+        else:
+            name, arguments = "edit_line", {"line": self.bug.line, "old": old, "new": new}
         return [
-            {"role": "user", "content": self.question(show)},
-            {"role": "assistant", "content": f"<tool_call>\n{call}\n</tool_call>"},
+            {"role": "user", "content": self.question(show, edits)},
+            {
+                "role": "assistant",
+                "content": f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>",
+            },
             {"role": "tool", "content": f"edited {self.path}"},
             {"role": "assistant", "content": "It is repaired."},
         ]
+
+
+def numbered(text: str, first: int = 1) -> str:
+    """Each line of a text after its number and a bar; ``first`` is the number of the first."""
+    return "\n".join(f"{number}|{line}" for number, line in enumerate(text.splitlines(), first))
 
 
 def read_tasks(path: Path, function_lines: int | None) -> list[Task]:

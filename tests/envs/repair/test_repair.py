@@ -59,6 +59,19 @@ def test_the_repair_earns_one_and_no_repair_nothing(world):
     assert graded(world, prompt, {**world.reset(prompt), "edited": task.files}) == 0.0, "undone again"
 
 
+def test_the_same_files_are_graded_once_unless_the_tests_did_not_end(monkeypatch):
+    world = environment()
+    prompt, _, (old, new) = solved(world)
+    runs = []
+    monkeypatch.setattr(world, "_run", lambda state: runs.append(state) or {})
+    for state in (edited(world, prompt, old, new), edited(world, prompt, old, new)):
+        assert graded(world, prompt, state) == 0.0
+    monkeypatch.undo()
+    for more in ("", "", "  # so"):
+        assert graded(world, prompt, edited(world, prompt, old, new + more)) == 1.0
+    assert (len(runs), len(world._verdicts)) == (2, 2)
+
+
 def test_an_edit_that_breaks_something_else_earns_nothing_beyond_located():
     located = environment(located=0.25)
     prompt, _, (old, _) = solved(located)
@@ -156,6 +169,27 @@ def test_tools_show_files_and_failures_through_run_action(world):
     assert after.content.endswith(", 0 failed")
 
 
+def test_lines_are_shown_with_the_numbers_that_edit_line_takes():
+    by_line = environment(edits="line", show="function", examples=1)
+    prompt, task, (old, new) = solved(by_line)
+    assert [each.name for each in by_line.tools] == ["read", "edit_line", "run_tests"]
+    assert f"{task.bug.line}|{task.line(task.files)}" in prompt.messages[-1]["content"].splitlines()
+    assert '"edit_line"' in prompt.messages[2]["content"], "the worked example edits by line, too"
+    state = by_line.reset(prompt)
+    assert f"\n{task.bug.line}|{task.line(task.files)}\n" in by_line.read(trajectory_state=state, path=task.path)
+    by_line.edit_line(task.bug.line, old, new, trajectory_state=state)
+    assert graded(by_line, prompt, state) == 1.0
+    by_line.edit_line(1, '"""', '#\n"""', trajectory_state=state, path=task.path)
+    assert state["edited"][task.path] == "#\n" + task.library.files[task.path], "the first place in the line"
+    for line in (0, 1000):
+        with pytest.raises(ValueError, match=f"no line {line}; {task.path} has"):
+            by_line.edit_line(line, old, new, trajectory_state=state)
+    with pytest.raises(ValueError, match="'nowhere' is not in line 1, which is '#'"):
+        by_line.edit_line(1, "nowhere", "", trajectory_state=state)
+    with pytest.raises(FileNotFoundError, match="may be edited"):
+        by_line.edit_line(1, old, new, trajectory_state=state, path=next(iter(task.library.tests)))
+
+
 def test_the_question_shows_as_much_as_it_should():
     shown = {show: environment(show=show, examples=2) for show in ("files", "failure", "function")}
     prompts = {show: each.prompt("train", 3) for show, each in shown.items()}
@@ -240,7 +274,6 @@ def test_the_workflow_takes_source_packages_with_few_bugs_in_long_functions(tmp_
     workflow = importlib.import_module("software_repair")
     settings = workflow.of_packages([sdist(tmp_path / "counting-1.0.tar.gz", files)], workflow.CONFIG, ["run.seed=1"])
     config = load_config(workflow.CONFIG, overrides=settings)
-    assert config.model.path == "runs/start_models/repair_counting-1.0", "a model of other tasks' words is no start"
     world = make_environment("repair", dict(config.environment.args), 0)
     assert config.evaluation.prompts == world.num_prompts("eval") < load_config(workflow.CONFIG).evaluation.prompts
     assert f"evaluation.prompts={config.evaluation.prompts}" in capsys.readouterr().out
@@ -251,6 +284,7 @@ def test_the_workflow_takes_source_packages_with_few_bugs_in_long_functions(tmp_
     [
         ({"tasks": "/nowhere"}, "environment.args.tasks: /nowhere is not a file of repair tasks"),
         ({"show": "all"}, "environment.args.show: got 'all'; allowed are 'files', 'failure', 'function'"),
+        ({"edits": "words"}, "environment.args.edits: got 'words'; allowed are 'text', 'line'"),
         ({"located": 1.0}, "environment.args.located: got 1.0"),
         ({"examples": -1}, "environment.args.examples: got -1"),
         ({"function_lines": 0}, "0 bugs fit"),
