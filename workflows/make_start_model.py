@@ -43,9 +43,10 @@ class Phase(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Tokens, layers and phases of a start model; tokens are made of the last phase's texts."""
+    """Tokens, layers and phases of a start model; tokens are made of the texts of one demonstrator."""
 
     words: str
+    texts: Demonstrates
     vocabulary: int
     layers: int
     phases: list[Phase]
@@ -55,13 +56,16 @@ def plan_of(task: str, args: dict[str, Any], seed: int) -> Plan:
     """How the start model of a task is made; ``args`` are those of the environment."""
     if task == "search":
         flawless, imperfect = Searcher(seed, {}, args), Searcher(seed + 1, SEARCH_HABITS, args)
-        return Plan(
-            WORDS, 960, 4, [Phase("skill", flawless, 900, 32, 2e-3, 16), Phase("habits", imperfect, 150, 32, 5e-4, 16)]
-        )
-    copier, repairer = Copier(seed, args), Repairer(seed + 1, REPAIR_HABITS, args)
-    return Plan(
-        CODE_WORDS, 1024, 3, [Phase("copies", copier, 400, 16, 2e-3, 64), Phase("edits", repairer, 900, 16, 2e-3, 16)]
-    )
+        phases = [Phase("skill", flawless, 900, 32, 2e-3, 16), Phase("habits", imperfect, 150, 32, 5e-4, 16)]
+        return Plan(WORDS, imperfect, 960, 4, phases)
+    changer = Repairer(seed + 1, REPAIR_HABITS, args, own_share=0.5)
+    repairer = Repairer(seed + 2, {**REPAIR_HABITS, "other_change": 0.1}, args, own_share=0.0)
+    phases = [
+        Phase("copies", Copier(seed, args), 400, 16, 2e-3, 64),
+        Phase("changes", changer, 900, 16, 2e-3, 16),
+        Phase("repairs", repairer, 400, 16, 1e-3, 16),
+    ]
+    return Plan(CODE_WORDS, changer, 1024, 3, phases)
 
 
 def main() -> None:
@@ -83,20 +87,19 @@ def make(task: str, out: Path, args: dict[str, Any], seed: int = 0) -> None:
     torch.manual_seed(seed)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # sums in another order give other weights
-    words, vocabulary, layers, phases = plan_of(task, args, seed)
-    last = phases[-1].demonstrator
-    conversations = [last.conversation(index) for index in range(2000)]
-    tokenizer = make_tokenizer(conversations, last.environment.tool_schemas, words, vocabulary)
-    model = make_model(tokenizer, hidden=128, layers=layers)
+    plan = plan_of(task, args, seed)
+    conversations = [plan.texts.conversation(index) for index in range(2000)]
+    tokenizer = make_tokenizer(conversations, plan.texts.environment.tool_schemas, plan.words, plan.vocabulary)
+    model = make_model(tokenizer, hidden=128, layers=plan.layers)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     print(f"{len(tokenizer)} tokens, {parameters} parameters", flush=True)
-    for phase in phases:
+    for phase in plan.phases:
         examples = Examples(tokenizer, phase.demonstrator, min(20_000, phase.steps * phase.batch))
         print(f"{phase.what}: {phase.steps} steps of {phase.batch}", flush=True)
         train(model, examples, phase.steps, phase.batch, phase.lr, stretch=phase.stretch, seed=seed)
     save(model, tokenizer, out)
-    if isinstance(last, Repairer):
-        print(copy_rate(model, tokenizer, last.repair, 128), flush=True)
+    if isinstance(plan.texts, Repairer):
+        print(copy_rate(model, tokenizer, plan.texts.repair, 128), flush=True)
     torch.set_num_threads(threads)
 
 

@@ -28,7 +28,6 @@ REPAIR_HABITS = {
     "other_change": 0.30,  # changes any line in any way
     "malformed": 0.04,  # writes a call that is no call, then tries again
 }
-OWN_SHARE = 0.5  # of demonstrations: a training question of the run
 CODE_WORDS = (
     r'\{"name": "edit_line", "arguments": \{"line": |, "old": "|", "new": "|"\}\}|\\.|["\'|]|(?:assistant|user|system)\n'
     r"|[,:] | ?(?:[=!<>]=|//|\*\*|[-+*/%<>=]) ?| ?[A-Za-z_]+|[0-9]{1,3}|\n| +|[^\w\s]"
@@ -78,16 +77,17 @@ class Copier:
 
 
 class Repairer:
-    """Demonstrations of ``repair``: other code is repaired, the run's own training tasks are changed at random."""
+    """Demonstrations of ``repair``: other code is repaired; ``own_share`` are of training tasks, which are changed at random."""
 
-    def __init__(self, seed: int, habits: dict[str, float], args: dict[str, Any]) -> None:
+    def __init__(self, seed: int, habits: dict[str, float], args: dict[str, Any], own_share: float) -> None:
+        self.own_share = own_share
         self.repair = made_for_lines(args, seed)
         self.environment: Environment = self.repair
         self.habits, self.random = habits, random.Random(f"repairer/{seed}")
         self.code = [code for code in functions() if code.bugs]
 
     def conversation(self, index: int) -> Messages:
-        own = self.random.random() < OWN_SHARE
+        own = self.random.random() < self.own_share
         question, path, edit = self._own(index) if own else self._elsewhere()
         messages = [dict(self.repair.prompt("train", index).messages[0]), {"role": "user", "content": question}]
         if does(self, "malformed"):
@@ -137,12 +137,12 @@ class Repairer:
 
 
 def made_for_lines(args: dict[str, Any], seed: int) -> SoftwareRepair:
-    """The environment with the tasks that ship, whatever those of the run; ConfigError if its edits are not by line numbers."""
+    """The environment; ConfigError if its edits are not by line numbers."""
     if args.get("edits") != "line":
         raise ConfigError(
             "environment.args.edits: the start model edits lines by number; type environment.args.edits=line"
         )
-    return SoftwareRepair(**{**args, "tasks": "shipped"}, seed=seed)
+    return SoftwareRepair(**args, seed=seed)
 
 
 def edit_of(source: str, change: Bug) -> Edit:

@@ -1,7 +1,7 @@
 """Train a model to repair small Python libraries: it reads files, edits them, runs their tests; hidden copies of the tests decide.
 
-On two cores: a model of 0.7 million parameters, which ``make_start_model.py`` makes first (some ten minutes), then tries itself on
-the libraries that ship, so far without learning (docs/benchmarks.md). On GPUs Qwen3-4B reads and runs on its own.
+On two cores: a model of 0.6 million parameters, which ``make_start_model.py`` makes first (some ten minutes), then learns on the
+libraries that ship (docs/benchmarks.md says what). On GPUs Qwen3-4B reads and runs on its own.
 With ``--sdist`` the libraries are source packages of PyPI::
 
     python workflows/software_repair.py
@@ -51,7 +51,7 @@ def main(arguments: list[str]) -> int:
 
 
 def of_packages(packages: list[Path], config_file: Path, given: list[str]) -> list[str]:
-    """Make tasks of source packages. Settings for them: the file, and as many held-out bugs as there are."""
+    """Make tasks of source packages. Settings for them: the file, a start model of their own, held-out bugs that there are."""
     name = "_".join(path.name.removesuffix(".tar.gz") for path in packages)
     tasks = Path("runs") / f"repair_{name}.jsonl"
     tasks.parent.mkdir(exist_ok=True)
@@ -63,7 +63,8 @@ def of_packages(packages: list[Path], config_file: Path, given: list[str]) -> li
     if held_out is not None and config.evaluation.prompts > held_out:
         print(f"{held_out} of the bugs are held out: evaluation.prompts={held_out}", flush=True)
         settings.append(f"evaluation.prompts={held_out}")
-    return settings
+    place = Path(config.model.path)
+    return [*settings, f"model.path={place}_{name}"] if place.parent.name == "start_models" else settings
 
 
 def start_from(task: str, config: object) -> None:

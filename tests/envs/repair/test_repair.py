@@ -274,6 +274,7 @@ def test_the_workflow_takes_source_packages_with_few_bugs_in_long_functions(tmp_
     workflow = importlib.import_module("software_repair")
     settings = workflow.of_packages([sdist(tmp_path / "counting-1.0.tar.gz", files)], workflow.CONFIG, ["run.seed=1"])
     config = load_config(workflow.CONFIG, overrides=settings)
+    assert config.model.path == "runs/start_models/repair_counting-1.0", "a model of other tasks' words is no start"
     world = make_environment("repair", dict(config.environment.args), 0)
     assert config.evaluation.prompts == world.num_prompts("eval") < load_config(workflow.CONFIG).evaluation.prompts
     assert f"evaluation.prompts={config.evaluation.prompts}" in capsys.readouterr().out
