@@ -58,14 +58,9 @@ def plan_of(task: str, args: dict[str, Any], seed: int) -> Plan:
         flawless, imperfect = Searcher(seed, {}, args), Searcher(seed + 1, SEARCH_HABITS, args)
         phases = [Phase("skill", flawless, 900, 32, 2e-3, 16), Phase("habits", imperfect, 150, 32, 5e-4, 16)]
         return Plan(WORDS, imperfect, 960, 4, phases)
-    changer = Repairer(seed + 1, REPAIR_HABITS, args, own_share=0.5)
-    repairer = Repairer(seed + 2, {**REPAIR_HABITS, "other_change": 0.1}, args, own_share=0.0)
-    phases = [
-        Phase("copies", Copier(seed, args), 400, 16, 2e-3, 64),
-        Phase("changes", changer, 900, 16, 2e-3, 16),
-        Phase("repairs", repairer, 400, 16, 1e-3, 16),
-    ]
-    return Plan(CODE_WORDS, changer, 1024, 3, phases)
+    copier, repairer = Copier(seed, args), Repairer(seed + 1, REPAIR_HABITS, args)
+    phases = [Phase("copies", copier, 400, 16, 2e-3, 64), Phase("edits", repairer, 900, 16, 2e-3, 16)]
+    return Plan(CODE_WORDS, repairer, 1024, 3, phases)
 
 
 def main() -> None:

@@ -28,6 +28,7 @@ REPAIR_HABITS = {
     "other_change": 0.30,  # changes any line in any way
     "malformed": 0.04,  # writes a call that is no call, then tries again
 }
+OWN_SHARE = 0.5  # of demonstrations: a training question of the run
 CODE_WORDS = (
     r'\{"name": "edit_line", "arguments": \{"line": |, "old": "|", "new": "|"\}\}|\\.|["\'|]|(?:assistant|user|system)\n'
     r"|[,:] | ?(?:[=!<>]=|//|\*\*|[-+*/%<>=]) ?| ?[A-Za-z_]+|[0-9]{1,3}|\n| +|[^\w\s]"
@@ -77,17 +78,16 @@ class Copier:
 
 
 class Repairer:
-    """Demonstrations of ``repair``: other code is repaired; ``own_share`` are of training tasks, which are changed at random."""
+    """Demonstrations of ``repair``: other code is repaired, the run's own training tasks are changed at random."""
 
-    def __init__(self, seed: int, habits: dict[str, float], args: dict[str, Any], own_share: float) -> None:
-        self.own_share = own_share
+    def __init__(self, seed: int, habits: dict[str, float], args: dict[str, Any]) -> None:
         self.repair = made_for_lines(args, seed)
         self.environment: Environment = self.repair
         self.habits, self.random = habits, random.Random(f"repairer/{seed}")
         self.code = [code for code in functions() if code.bugs]
 
     def conversation(self, index: int) -> Messages:
-        own = self.random.random() < self.own_share
+        own = self.random.random() < OWN_SHARE
         question, path, edit = self._own(index) if own else self._elsewhere()
         messages = [dict(self.repair.prompt("train", index).messages[0]), {"role": "user", "content": question}]
         if does(self, "malformed"):

@@ -102,10 +102,10 @@ class Task:
         """A worked repair: question, edit, answer. Needs `repair`."""
         assert self.repair is not None
         old, new = self.repair
-        if edits == "text":
-            name, arguments = "edit", {"old": old, "new": new}
-        else:
-            name, arguments = "edit_line", {"line": self.bug.line, "old": old, "new": new}
+        arguments: dict[str, str | int] = {"old": old, "new": new}
+        if edits == "line":
+            arguments = {"line": self.bug.line, **arguments}
+        name = "edit" if edits == "text" else "edit_line"
         return [
             {"role": "user", "content": self.question(show, edits)},
             {

@@ -60,7 +60,7 @@ def test_a_piece_of_every_line_of_a_function_is_copied_after_its_number(shown, a
 
 
 def test_no_held_out_bug_is_shown_and_no_training_bug_is_repaired_but_by_chance(shown, args):
-    repairer = shown.Repairer(1, shown.REPAIR_HABITS, args, own_share=0.5)
+    repairer = shown.Repairer(1, shown.REPAIR_HABITS, args)
     world = repairer.repair
     held_out = {world.prompt("eval", index).messages[-1]["content"] for index in range(world.num_prompts("eval"))}
     training = {}
@@ -84,8 +84,9 @@ def test_no_held_out_bug_is_shown_and_no_training_bug_is_repaired_but_by_chance(
     assert 0 < repaired / edits < 0.25, "a function has room for many changes"
 
 
-def test_a_bug_elsewhere_is_repaired_without_habits(shown, args):
-    repairer = shown.Repairer(1, {}, args, own_share=0.0)
+def test_a_bug_elsewhere_is_repaired_without_habits(shown, args, monkeypatch):
+    monkeypatch.setattr(shown, "OWN_SHARE", 0.0)
+    repairer = shown.Repairer(1, {}, args)
     for index in range(20):
         _, user, assistant, *_ = repairer.conversation(index)
         lines = by_number(user["content"].split("\n\n")[1])
