@@ -2,7 +2,8 @@
 
 **Learning.** The quick start with rewards that come ``--delays`` versions late, and with a guess until then that is wrong for one
 trajectory in four (`benchmarks.late_runs`): held-out reward at the end with ``trainer.late=correct``, beside runs whose rewards are
-on time, ``--seeds`` of each. ``late_gap_se`` is the largest difference of means, in standard errors of that difference; ``--drop``
+on time, ``--seeds`` of each. ``late_gap_se`` is the largest difference of means, in standard errors of that difference. The rewards
+of the last batches come too late for such a run; with ``--same-rewards`` it takes as many more steps as they are late. ``--drop``
 adds runs that count the guess alone. With ``--emulated`` runs are in one process and in emulated time (`benchmarks.late_loop`; no
 Dask, no kill), ``--processes`` at once: a fraction of the seconds, the same whatever the machine's load is.
 
@@ -30,6 +31,7 @@ law
 
 from __future__ import annotations
 
+import itertools
 import json
 import multiprocessing
 import os
@@ -47,7 +49,8 @@ import torch
 from numpy.typing import NDArray
 
 from benchmarks.late_runs import PENDING, killed, learned
-from benchmarks.report import Figure, command_parser, emit
+from benchmarks.report import QUICKSTART, Figure, command_parser, emit
+from libra.config import load_config
 from libra.policy.late import age_weight, correction
 from libra.train.losses import ppo_loss
 
@@ -219,6 +222,7 @@ def learning_figures(
     *,
     drop: bool,
     out: Path | None = None,
+    same_rewards: bool = False,
     emulated: int = 0,
 ) -> dict[str, Figure]:
     """Held-out rewards of runs with late rewards beside those on time; those in ``out`` are read. ``emulated``: processes of runs
@@ -228,8 +232,11 @@ def learning_figures(
         systems |= {f"dropped_{delay}": (delay, "drop") for delay in delays}
     lines = out.read_text().splitlines() if out is not None and out.exists() else []
     kept: dict[Run, float] = {tuple(row["run"]): row["reward"] for row in map(json.loads, lines)}
-    how = "emulated" if emulated else "real"
-    runs = {(name, seed): (how, *systems[name], seed, *overrides) for seed in range(seeds) for name in systems}
+    how, steps = "emulated" if emulated else "real", load_config(QUICKSTART, overrides).run.iterations
+    runs: dict[tuple[str, int], Run] = {}
+    for seed, (name, (delay, late)) in itertools.product(range(seeds), systems.items()):
+        more = [f"run.iterations={steps + delay}"] if delay and same_rewards else []
+        runs[name, seed] = (how, delay, late, seed, *overrides, *more)
     left = [run for run in runs.values() if run not in kept]  # in turns, so that all see the same machine
     for run, reward in zip(left, _emulated(left, emulated) if emulated else map(_real, left), strict=True):
         kept[run] = reward
@@ -320,6 +327,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--set", nargs="*", default=[], metavar="SECTION.KEY=VALUE", help="further settings of the runs"
     )
     parser.add_argument("--emulated", action="store_true", help="runs in one process each, in emulated time; no kill")
+    parser.add_argument("--same-rewards", action="store_true", help="late runs take as many more steps")
     parser.add_argument("--processes", type=int, default=2, help="of --emulated")
     parser.add_argument("--out", type=Path, default=None)
     options = parser.parse_args(arguments)
@@ -335,6 +343,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             options.delays,
             options.set,
             drop=options.drop,
+            same_rewards=options.same_rewards,
             out=options.out,
             emulated=options.processes if options.emulated else 0,
         )
