@@ -205,6 +205,7 @@ DRIVER = """
 import pickle, sys
 from pathlib import Path
 from distributed import Client
+from libra.cluster.present_workers import present_workers
 from libra.config import load_config
 from libra.driver.session import Session
 

@@ -95,7 +95,7 @@ NAMES = (
     own("mine:Empty", "no messages", "role", field="environment"),
     own("mine:Words", "text", "content", field="environment"),
     own("mine:Long", "rollout.max_context_tokens=", "512", field="rollout.max_context_tokens"),
-    own("mine:TextTools", "'calculator'", "libra.envs.tool", field="environment"),
+    own("mine:TextTools", "'calculator'", "type libra.tool(f)", field="environment"),
     own("mine:Needs", "path", "environment.args.path=", field="environment.args"),
     own("broken:f", "broken.py", "line 1"),
     own("raises:f", "ZeroDivisionError", "raises"),
