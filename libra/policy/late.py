@@ -63,16 +63,17 @@ class GuessWorth:
     ----------
     product, square : float
         Sums over trajectories of (advantage of the guess x final advantage) and of (advantage of the guess)^2, those of earlier
-        batches weighed by `KEPT`. Their first values, those of one trajectory that was guessed right, say 1.
+        batches weighed by `KEPT`; with the first evidence, those of one more trajectory of its mean size that was guessed right.
+        Without evidence both are 0, and a guess counts in full.
     """
 
-    product: float = 1.0
-    square: float = 1.0
+    product: float = 0.0
+    square: float = 0.0
 
     @property
     def slope(self) -> float:
         """Weight of a guess in [0, 1]."""
-        return min(1.0, max(0.0, self.product / self.square))
+        return min(1.0, max(0.0, self.product / self.square)) if self.square > 0 else 1.0
 
     def after(self, pairs: Sequence[tuple[NDArray[np.float64], NDArray[np.float64]]]) -> GuessWorth:
         """With what a batch learned: for each group the part of its advantages that was guessed, and what that part became."""
@@ -80,7 +81,8 @@ class GuessWorth:
             return self
         product = sum(float(guessed_G @ final_G) for guessed_G, final_G in pairs)
         square = sum(float(guessed_G @ guessed_G) for guessed_G, _ in pairs)
-        return GuessWorth(KEPT * self.product + product, KEPT * self.square + square)
+        right = 0.0 if self.square else square / sum(np.count_nonzero(guessed_G) for guessed_G, _ in pairs)
+        return GuessWorth(KEPT * self.product + product + right, KEPT * self.square + square + right)
 
 
 def guessed_share(trains: NDArray[np.bool_], missing: Iterable[int]) -> float:

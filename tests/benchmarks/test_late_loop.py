@@ -16,7 +16,6 @@ from benchmarks.late_loop import LateLoop
 from benchmarks.late_runs import guess
 from benchmarks.report import QUICKSTART
 from libra.config import load_config
-from libra.policy.late import KEPT
 
 SMALL = (
     "trainer.prompts=2", "trainer.group_size=6", "rollout.max_turns=2", "trainer.lr=0", "run.iterations=3", "run.seed=0",
@@ -53,7 +52,8 @@ def test_a_guess_and_its_correction_add_up_to_the_advantage_of_the_reward(tmp_pa
             guesses = np.array([guess(true[tid], 0, str(tid)) for tid in ids])
             guessed, final = [*guessed, *(guesses - guesses.mean())], [*final, *(rewards - rewards.mean())]
             assert [own.get(tid, 0.0) for tid in ids] == pytest.approx(guesses - guesses.mean(), abs=1e-6)
-    slope = (KEPT + np.dot(guessed, final)) / (KEPT + np.dot(guessed, guessed))
+    right = np.dot(guessed, guessed) / np.count_nonzero(guessed)  # one more trajectory, guessed right
+    slope = (np.dot(guessed, final) + right) / (np.dot(guessed, guessed) + right)
     assert 0 < slope < 1
     for group in range(2):
         ids = sorted((t for t in true if (t.iteration, t.group) == (1, group)), key=lambda tid: tid.sample)
