@@ -9,12 +9,11 @@ PYTEST_ARGS ?=
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-# As many processes run the tests, a file of them at a time; their Dask workers bring their own threads.
+# Processes that run the tests, each a file at a time; the Dask workers of a test bring their own threads.
 TEST_PROCESSES ?= 2
-TEST_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm setup-vllm-cuda setup-model setup-docs setup-agents quickstart algorithms math-tools test test-agents test-slurm soak kills check docs pictures clean
+.PHONY: help setup setup-vllm setup-vllm-cuda setup-model setup-docs setup-agents quickstart algorithms math-tools test test-all test-rest test-agents test-slurm soak kills check docs pictures clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -71,8 +70,17 @@ algorithms: setup ## train the quick start's model with five algorithms, reward 
 math-tools: setup-model setup-vllm ## train a real model, SmolLM2-135M, on arithmetic with a calculator, through vLLM (SEED=0)
 	$(BIN)/python workflows/math_tools.py run.seed=$(SEED)
 
-test: setup ## run all tests (PYTEST_ARGS="-k name" TEST_PROCESSES=2, 0 for a debugger)
-	OMP_NUM_THREADS=$(TEST_THREADS) TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile $(PYTEST_ARGS)
+# What follows in PYTEST_ADDOPTS, and then in PYTEST_ARGS, overrides these.
+PYTEST = PYTEST_ADDOPTS="-n $(TEST_PROCESSES) --dist loadgroup $(1) $$PYTEST_ADDOPTS" $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test: setup ## the fast suite, about five minutes on two cores (PYTEST_ARGS="-k name" TEST_PROCESSES=2, 0 for a debugger)
+	$(call PYTEST,-m 'not live or core')
+
+test-all: setup ## all tests; what a machine lacks skips its tests with the reason
+	$(call PYTEST,--hypothesis-profile=ci)
+
+test-rest: setup ## what `make test` leaves out of `make test-all`
+	$(call PYTEST,--hypothesis-profile=ci -m '(live and not core) or hypothesis')
 
 # Outside the repository: frameworks whose pins fit neither Libra's nor each other's.
 AGENT_VENVS ?= $(HOME)/.cache/libra/agents
@@ -87,11 +95,11 @@ $(AGENT_VENVS)/%/.installed: requirements/agents/%.txt
 setup-agents: $(AGENT_STAMPS) ## make virtual environments with agents' frameworks, for test-agents and `make test` (AGENT_VENVS=DIRECTORY)
 
 test-agents: setup setup-agents ## run agents of six frameworks through the gateway, each in a virtual environment of its own (AGENT_VENVS=DIRECTORY)
-	LIBRA_AGENT_VENVS="$(AGENT_VENVS)" OMP_NUM_THREADS=$(TEST_THREADS) $(BIN)/python -m pytest tests/agents/test_frameworks.py $(PYTEST_ARGS)
+	LIBRA_AGENT_VENVS="$(AGENT_VENVS)" $(BIN)/python -m pytest tests/agents/test_frameworks.py $(PYTEST_ARGS)
 
 test-slurm: setup ## run the quick start through a real Slurm on this machine (root; Debian's slurmctld slurmd slurm-client munge)
 	@PATH="$$PATH:/usr/sbin:/sbin" $(BIN)/python -c 'import sys; sys.path.insert(0, "tests/slurm"); from single_node import missing; sys.exit("test-slurm: " + missing() if missing() else 0)'
-	PATH="$$PATH:/usr/sbin:/sbin" OMP_NUM_THREADS=$(TEST_THREADS) $(BIN)/python -m pytest tests/slurm $(PYTEST_ARGS)
+	PATH="$$PATH:/usr/sbin:/sbin" $(BIN)/python -m pytest tests/slurm $(PYTEST_ARGS)
 
 # Moments of the soak: a process is killed or stopped, or the disk is full, twenty of them in each small run (tests/soak/case.py).
 SOAK_SEEDS ?= $(shell seq 0 199)

@@ -1,7 +1,10 @@
-"""What all tests share: one thread per process, no network, the same Hypothesis examples on every machine.
+"""Fixtures and rules that all tests share.
 
-Tests of the driver, the graph and the workers share a tiny random model and one local cluster. Their fixtures import torch and
-Dask when they are first used, so that other tests begin at once.
+Rules, enforced here and explained in docs/contributing.md:
+
+1. A test without a mark starts no process: it fails if it does. Marks say what a test needs, and each of them implies `live`.
+2. Tests of one file run in one process, and so do all that use the same shared cluster (`--dist loadgroup`).
+3. Hypothesis draws the same examples on every machine: 25 each, 200 with ``--hypothesis-profile=ci``.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,8 +20,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import settings
 
+import factories
+
 if TYPE_CHECKING:
     from distributed import Client, Scheduler
+    from distributed.deploy.cluster import Cluster
 
     from libra.config import RunConfig
 
@@ -29,13 +36,62 @@ for _name, _value in {
 }.items():
     os.environ.setdefault(_name, _value)
 
+os.environ.pop("PYTEST_ADDOPTS", None)  # read already; not for a pytest that a test starts
+
 # A shell starts background jobs with Ctrl-C ignored, and processes of tests that are ended by it would inherit that.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # No deadline: the machine is shared. Derandomised: a red build is the change's doing, not the day's.
 settings.register_profile("libra", deadline=None, derandomize=True, print_blob=True)
+settings.register_profile("ci", parent=settings.get_profile("libra"))
 settings.load_profile("libra")
+
+SHARED_CLUSTERS = {
+    "cluster": {"threads": 1},
+    "cluster_wide": {"rollout_workers": 2, "hybrid_workers": 1, "train_workers": 2, "threads": 1},
+}
+"""Settings of `libra.config`'s section ``cluster`` for the two fixtures of these names."""
+NEEDS = ("slurm", "vllm", "images", "install", "soak", "agents", "browser")
+"""Marks that imply `live`, those whose tests take longest first: in that order they run."""
+STARTS = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn")
+"""Audit events of a process that starts."""
+
+_started: list[str] = []
+
+
+def _note_processes(event: str, arguments: tuple[Any, ...]) -> None:
+    if event in STARTS:
+        _started.append(f"{event} {str(arguments[0])[:80] if arguments else ''}")
+
+
+sys.addaudithook(_note_processes)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Complete the marks, tie tests to processes of xdist, and bring forward what takes longest."""
+    for item in items:
+        shared = next((name for name in SHARED_CLUSTERS if name in getattr(item, "fixturenames", ())), None)
+        if shared or any(item.get_closest_marker(name) for name in NEEDS):
+            item.add_marker("live")
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(shared or item.nodeid.partition("::")[0]))
+
+    def order(item: pytest.Item) -> int:
+        return next((place for place, name in enumerate(NEEDS) if item.get_closest_marker(name)), len(NEEDS))
+
+    items.sort(key=order)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Fail a test that starts a process and is not marked `live`."""
+    _started.clear()
+    result = yield
+    if _started and item.get_closest_marker("live") is None:
+        pytest.fail(f"it starts a process ({_started[0]}) and is not marked live: docs/contributing.md", pytrace=False)
+    return result
 
 
 @pytest.fixture(scope="session")
@@ -44,106 +100,64 @@ def repository() -> Path:
     return Path(__file__).resolve().parent.parent
 
 
-TEMPLATE = (
-    "{%- for m in messages %}{{'<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n'}}{%- endfor %}"
-    "{%- if add_generation_prompt %}{{'<|im_start|>assistant\n'}}{%- endif %}"
-)
-
-
 @pytest.fixture(scope="session")
 def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a random two-layer Qwen3, a byte tokenizer and a chat template."""
-    import torch
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
-
-    directory = tmp_path_factory.mktemp("random_model")
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>")
-    fast.chat_template = TEMPLATE
-    fast.save_pretrained(directory)
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=len(fast),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        max_position_embeddings=1024,
-        tie_word_embeddings=True,
-        eos_token_id=fast.convert_tokens_to_ids("<|im_end|>"),
-        pad_token_id=fast.convert_tokens_to_ids("<|endoftext|>"),
-    )
-    Qwen3ForCausalLM(config).save_pretrained(directory)
-    return directory
+    return factories.save_chat_model(tmp_path_factory.mktemp("random_model"))
 
 
 @pytest.fixture(scope="session")
-def random_moe(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def random_moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random mixture of experts (Qwen3-MoE, two layers, two of eight experts) with the tokenizer of `random_model`."""
-    import shutil
-
-    import torch
-    from transformers import AutoConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    directory = tmp_path_factory.mktemp("random_moe") / "model"
-    shutil.copytree(random_model, directory, ignore=shutil.ignore_patterns("*.safetensors"))
-    dense = AutoConfig.from_pretrained(random_model).to_dict()
-    shared = (
-        "vocab_size",
-        "hidden_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
-    )
-    shared += ("max_position_embeddings", "tie_word_embeddings", "eos_token_id", "pad_token_id")
-    torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        **{name: dense[name] for name in shared}, intermediate_size=64, moe_intermediate_size=32, num_experts=8,
-        num_experts_per_tok=2, norm_topk_prob=True, decoder_sparse_step=1, initializer_range=0.1,
-    )  # fmt: skip
-    Qwen3MoeForCausalLM(config).save_pretrained(directory)
-    return directory
+    return factories.save_chat_model(tmp_path_factory.mktemp("random_moe"), "qwen3_moe")
 
 
-@pytest.fixture(scope="session")
-def cluster_client() -> Iterator[Client]:
-    """A client of three worker processes: rollout-0, tool-0, train-0."""
-    from distributed import Client
-
+def _started_cluster(name: str) -> Iterator[Cluster]:
     from libra.cluster.local import local_cluster
     from libra.config import config_from_dict
 
-    config = config_from_dict({"cluster": {"dashboard_port": 0, "threads": 1}, "rollout": {"slots": 8}})
-    with local_cluster(config) as cluster, Client(cluster) as client:
-        yield client
+    sections = {"cluster": SHARED_CLUSTERS[name] | {"dashboard_port": 0}, "rollout": {"slots": 8}}
+    with local_cluster(config_from_dict(sections)) as started:
+        yield started
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Cluster]:
+    """Three worker processes for all tests of a process: rollout-0, tool-0, train-0. A test leaves it as it found it."""
+    yield from _started_cluster("cluster")
+
+
+@pytest.fixture(scope="session")
+def cluster_wide() -> Iterator[Cluster]:
+    """Five: rollout-0, which can change its role, rollout-1, tool-0, train-0, train-1. A test leaves it as it found it."""
+    yield from _started_cluster("cluster_wide")
+
+
+@pytest.fixture(scope="session")
+def client(cluster: Cluster) -> Iterator[Client]:
+    """A client of `cluster`."""
+    from distributed import Client
+
+    with Client(cluster) as connected:
+        yield connected
+
+
+@pytest.fixture(scope="session")
+def client_wide(cluster_wide: Cluster) -> Iterator[Client]:
+    """A client of `cluster_wide`."""
+    from distributed import Client
+
+    with Client(cluster_wide) as connected:
+        yield connected
 
 
 @pytest.fixture
 def make_config(random_model: Path, tmp_path: Path) -> Callable[..., RunConfig]:
-    """A small run's configuration; arguments are sections, laid over the defaults of this fixture."""
+    """A small run's configuration; arguments are sections, laid over the defaults of `factories.run_settings`."""
     from libra.config import config_from_dict
 
     def make(**sections: dict[str, Any]) -> RunConfig:
-        values: dict[str, dict[str, Any]] = {
-            "run": {"name": "demo", "dir": str(tmp_path), "iterations": 2},
-            "model": {"path": str(random_model)},
-            "environment": {"name": "libra.testing:FixedTurns"},
-            "rollout": {"max_new_tokens": 4, "max_turns": 3, "ignore_eos": True, "slots": 8},
-            "trainer": {"prompts": 2, "group_size": 2, "lr": 1e-3},
-            "cluster": {"threads": 1, "dashboard_port": 0},
-            "observe": {"progress": False, "tensorboard": False},
-        }
-        for section, changes in sections.items():
-            values.setdefault(section, {}).update(changes)
-        return config_from_dict(values)
+        return config_from_dict(factories.run_settings(tmp_path, random_model, **sections))
 
     return make
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from libra.agents.conversation import Conversation
@@ -107,7 +107,6 @@ def play(engine: Engine, actions: list[tuple[str, int, int, bool]]) -> list[str]
     return expected
 
 
-@settings(max_examples=1000)
 @given(actions=ACTIONS)
 def test_no_generated_token_is_ever_tokenised_again(
     actions: Any, conversation_format: Any, odd_ids: Any, tokenizer: Any

@@ -49,10 +49,10 @@ def generated(trajectory: Any) -> list[list[int]]:
 
 
 def test_branches_are_sequences_and_every_token_is_trained_once(
-    make_config: Callable[..., RunConfig], cluster_client: Any, tmp_path: Path
+    make_config: Callable[..., RunConfig], client: Any, tmp_path: Path
 ) -> None:
     config = config_of(make_config, tmp_path, "branching")
-    summary = run(config, client=cluster_client)
+    summary = run(config, client=client)
     store = stored(config)
     assert store.num_trajectories and summary is not None
     for index in range(store.num_trajectories):
@@ -87,19 +87,19 @@ def test_a_lost_worker_is_replayed_from_the_journal(make_config: Callable[..., R
 
 
 def test_an_agent_rewards_itself_and_is_refused_what_does_not_fit(
-    make_config: Callable[..., RunConfig], cluster_client: Any, tmp_path: Path
+    make_config: Callable[..., RunConfig], client: Any, tmp_path: Path
 ) -> None:
     config = config_of(make_config, tmp_path, "rewarding")
-    run(config, client=cluster_client)
+    run(config, client=client)
     store = stored(config)
     assert set(store.columns()["reward"]) == {0.25} and set(store.columns()["failure"]) == {"none"}
 
 
 def test_an_agent_that_fails_is_a_failure_of_its_trajectory(
-    make_config: Callable[..., RunConfig], cluster_client: Any, tmp_path: Path
+    make_config: Callable[..., RunConfig], client: Any, tmp_path: Path
 ) -> None:
     config = config_of(make_config, tmp_path, "failing", trainer={"resample": 0})
-    run(config, client=cluster_client)
+    run(config, client=client)
     columns = stored(config).columns()
     assert set(columns["failure"]) == {"tool"} and np.isnan(columns["reward"]).all()
     assert all("no agent at http://127.0.0.1" in detail for detail in columns["failure_detail"])

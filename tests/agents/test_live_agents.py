@@ -89,11 +89,9 @@ def test_the_workflow_trains_its_agent(repository: Path, tmp_path: Path) -> None
             assert trajectory.token_ids[: len(expected)].tolist() == expected.tolist(), "as the built-in loop asks"
 
 
-def test_libra_train_takes_an_agent_that_rewards_itself(
-    random_model: Path, cluster_client: Any, tmp_path: Path
-) -> None:
+def test_libra_train_takes_an_agent_that_rewards_itself(random_model: Path, client: Any, tmp_path: Path) -> None:
     summary = libra.train(
-        random_model, [f"question {i}" for i in range(10)], agent=http_agents.rewarding, client=cluster_client,
+        random_model, [f"question {i}" for i in range(10)], agent=http_agents.rewarding, client=client,
         run__iterations=1, run__dir=tmp_path, run__name="own", trainer__prompts=2, trainer__group_size=2, rollout__slots=8,
         rollout__max_new_tokens=4, rollout__max_context_tokens=256, cluster__threads=1, observe__progress=False,
         observe__tensorboard=False, evaluation__prompts=0,
@@ -102,11 +100,11 @@ def test_libra_train_takes_an_agent_that_rewards_itself(
 
 
 def test_commands_in_an_environment_of_their_own_one_at_a_time(
-    make_config: Config, cluster_client: Any, tmp_path: Path
+    make_config: Config, client: Any, tmp_path: Path
 ) -> None:
     venv.create(tmp_path / "bare", symlinks=True, with_pip=False)
     agent = {"command": f"python {SUPPORT / 'stdlib_agent.py'}", "venv": str(tmp_path / "bare"), "concurrency": 1}
-    summary = run(config_of(make_config, tmp_path, agent, run={"iterations": 1}), client=cluster_client)
+    summary = run(config_of(make_config, tmp_path, agent, run={"iterations": 1}), client=client)
     with TrajectoryStore.open(summary.directory / "trajectories.zarr") as store:
         columns = store.columns()
     assert set(columns["failure"]) == {"none"} and set(columns["reward"]) == {0.5}
@@ -142,8 +140,8 @@ def test_256_agents_work_at_once(make_config: Config, tmp_path: Path) -> None:
     check_seen(session.directory, tmp_path, many)
 
 
-def test_the_metrics_count_an_agents_sequences(make_config: Config, cluster_client: Any, tmp_path: Path) -> None:
+def test_the_metrics_count_an_agents_sequences(make_config: Config, client: Any, tmp_path: Path) -> None:
     config = config_of(make_config, tmp_path, {"function": "http_agents:branching"})
-    summary = run(config, client=cluster_client)
+    summary = run(config, client=client)
     assert [(row["trajectories"], row["agent_sequences"]) for row in summary.iterations] == [(4, 12), (4, 12)]
     assert np.isfinite([row["loss"] for row in summary.iterations]).all()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from libra.config import RunConfig, config_from_dict, dump_config, load_config, typed_settings
@@ -332,7 +332,6 @@ json_values = st.recursive(
 )
 
 
-@settings(max_examples=60)
 @given(
     args=st.dictionaries(st.text(min_size=1, max_size=8), json_values, max_size=3),
     lr=st.floats(0, 1e300),

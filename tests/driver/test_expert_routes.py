@@ -15,14 +15,14 @@ from libra.errors import ConfigError
 
 @pytest.mark.parametrize("dispatch", ["storage", "peer"])
 def test_routes_go_from_engine_to_trainer(
-    make_config: Callable[..., RunConfig], random_moe: Path, cluster_client: Client, dispatch: str
+    make_config: Callable[..., RunConfig], random_moe: Path, client: Client, dispatch: str
 ) -> None:
     config = make_config(
         run={"iterations": 3, "eta": 1},
         model={"path": str(random_moe)},
         trainer={"routes": "replay", "balance_experts": True, "dispatch": dispatch, "lr": 1e-2},
     )
-    summary = run(config, client=cluster_client)
+    summary = run(config, client=client)
     rows = [row for row in summary.iterations if row["forwarded_tokens"]]
     assert rows and all(row["routes_replayed_frac"] == 1.0 for row in rows)
     assert rows[0]["routes_equal_frac"] == 1.0 and all(row["expert_load_ratio"] >= 1 for row in rows)

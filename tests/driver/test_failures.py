@@ -57,12 +57,12 @@ def address_of(client: Client, name: str) -> str:
     return address
 
 
-def test_a_nan_reward_is_a_failure_of_the_reward_and_not_zero(make_config: Config, cluster_client: Client) -> None:
+def test_a_nan_reward_is_a_failure_of_the_reward_and_not_zero(make_config: Config, client: Client) -> None:
     class Broken(FixedTurns):
         def grade(self, episode: Episode) -> float:
             return math.nan if episode.trajectory_id.endswith("-1") else super().grade(episode)
 
-    summary = run(make_config(**ONE_ITERATION), environment=Broken(), client=cluster_client)
+    summary = run(make_config(**ONE_ITERATION), environment=Broken(), client=client)
     columns = stored(summary)
     bad = columns["sample"] == 1
     assert set(columns["failure"][bad]) == {"reward"} and np.isnan(columns["reward"][bad]).all()
@@ -79,7 +79,7 @@ def test_a_nan_reward_is_a_failure_of_the_reward_and_not_zero(make_config: Confi
     ("case", "status"), [("raises", "error"), ("hangs", "timeout"), ("floods", "truncated"), ("unknown", "malformed")]
 )
 def test_what_a_tool_does_is_a_status_the_model_reads(
-    case: str, status: str, make_config: Config, cluster_client: Client
+    case: str, status: str, make_config: Config, client: Client
 ) -> None:
     class OneTool(FixedTurns):
         def __init__(self) -> None:
@@ -105,7 +105,7 @@ def test_what_a_tool_does_is_a_status_the_model_reads(
             return (ToolCall("nothing" if case == "unknown" else "act", {"how": case}),)
 
     config = make_config(**ONE_ITERATION, rollout={"max_context_tokens": 1024, "max_turns": 2})
-    summary = run(config, environment=OneTool(), client=cluster_client)
+    summary = run(config, environment=OneTool(), client=client)
     turns = stored(summary, "turn")
     assert set(turns["status"][turns["turn"] == 0]) == {status}
     assert turns["observation_tokens"].max() < 300
@@ -114,7 +114,7 @@ def test_what_a_tool_does_is_a_status_the_model_reads(
 
 
 def test_a_prompt_that_cannot_be_made_fails_its_group_only_and_the_sandbox_is_noted(
-    make_config: Config, cluster_client: Client
+    make_config: Config, client: Client
 ) -> None:
     class OddOnes(FixedTurns):
         isolation = "bubblewrap"
@@ -124,25 +124,23 @@ def test_a_prompt_that_cannot_be_made_fails_its_group_only_and_the_sandbox_is_no
                 raise KeyError(f"row {index}")
             return super().prompt(split, index)
 
-    summary = run(make_config(**ONE_ITERATION), environment=OddOnes(), client=cluster_client)
+    summary = run(make_config(**ONE_ITERATION), environment=OddOnes(), client=client)
     columns = stored(summary)
     assert Counter(map(str, columns["failure"])) == {"environment": 4, "policy": 4}
     assert set(columns["group"][columns["failure"] == "environment"]) == {1}
     assert zarr.open_group(summary.directory / "trajectories.zarr", mode="r").attrs["isolation"] == ["bubblewrap"]
 
 
-def test_an_environment_without_any_prompt_is_one_clear_error(make_config: Config, cluster_client: Client) -> None:
+def test_an_environment_without_any_prompt_is_one_clear_error(make_config: Config, client: Client) -> None:
     class Empty(FixedTurns):
         def prompt(self, split: str, index: int) -> Prompt:
             raise KeyError("no rows")
 
     with pytest.raises(LibraError, match=r"Empty.prompt\('train', 0\) raised KeyError"):
-        run(make_config(**ONE_ITERATION), environment=Empty(), client=cluster_client)
+        run(make_config(**ONE_ITERATION), environment=Empty(), client=client)
 
 
-def test_a_failing_engine_fails_its_trajectories_and_the_run_goes_on(
-    make_config: Config, cluster_client: Client
-) -> None:
+def test_a_failing_engine_fails_its_trajectories_and_the_run_goes_on(make_config: Config, client: Client) -> None:
     async def break_engine(run: str, dask_worker: Any) -> None:
         engine = dask_worker.plugins[f"libra-{run}"].engine.serving.engine
         generate = engine.generate
@@ -156,8 +154,8 @@ def test_a_failing_engine_fails_its_trajectories_and_the_run_goes_on(
 
         engine.generate = sometimes
 
-    with Session(make_config(**ONE_ITERATION), client=cluster_client) as session:
-        cluster_client.run(break_engine, "demo", workers=[address_of(cluster_client, "rollout-0")])
+    with Session(make_config(**ONE_ITERATION), client=client) as session:
+        client.run(break_engine, "demo", workers=[address_of(client, "rollout-0")])
         (values,) = session.iterations()
     assert values["left_out"] == 2
     columns = zarr.open_group(session.directory / "trajectories.zarr", mode="r")["trajectory"]
@@ -169,7 +167,7 @@ def test_a_failing_engine_fails_its_trajectories_and_the_run_goes_on(
 
 @pytest.mark.parametrize("resample", [0, 1])
 def test_a_worker_that_dies_three_times_under_a_quantum_ends_that_attempt(
-    make_config: Config, cluster_client: Client, resample: int
+    make_config: Config, client: Client, resample: int
 ) -> None:
     class Deadly(FixedTurns):
         def __init__(self) -> None:
@@ -192,7 +190,7 @@ def test_a_worker_that_dies_three_times_under_a_quantum_ends_that_attempt(
 
     trainer = {"prompts": 1, "group_size": 1, "normalize_std": False, "resample": resample}
     config = make_config(run={"iterations": 1}, trainer=trainer)
-    summary = run(config, environment=Deadly(), client=cluster_client)
+    summary = run(config, environment=Deadly(), client=client)
     columns = stored(summary)
     if resample:
         assert (columns["failure"][0], columns["retried"][0]) == ("policy", "worker")  # ended by max_turns
@@ -237,13 +235,13 @@ def test_a_reward_without_prompts_is_refused() -> None:
         libra.train(trainr__lr=1e-3)
 
 
-def test_function_environments_travel_to_the_workers(make_config: Config, cluster_client: Client) -> None:
+def test_function_environments_travel_to_the_workers(make_config: Config, client: Client) -> None:
     def reward(completion: str, bonus: float) -> float:
         return bonus
 
     rows = [{"prompt": f"question {i}", "bonus": float(i)} for i in range(4)]
     environment: Environment = FunctionEnvironment(prompts=rows, reward=reward, seed=0)
-    summary = run(make_config(**ONE_ITERATION), environment=environment, client=cluster_client)
+    summary = run(make_config(**ONE_ITERATION), environment=environment, client=client)
     columns = stored(summary)
     for group in (0, 1):
         (value,) = set(columns["reward"][columns["group"] == group])
@@ -286,9 +284,9 @@ class ToolThat(FixedTurns):
 
 @pytest.mark.parametrize(("how", "failure"), [("error", "tool"), ("says so", "tool"), ("timeout", "timeout")])
 def test_a_fatal_tool_failure_is_sampled_again_with_other_random_numbers(
-    how: str, failure: str, make_config: Config, cluster_client: Client
+    how: str, failure: str, make_config: Config, client: Client
 ) -> None:
-    summary = run(make_config(**ONE_ITERATION), environment=ToolThat(how), client=cluster_client)
+    summary = run(make_config(**ONE_ITERATION), environment=ToolThat(how), client=client)
     columns = stored(summary)
     again = columns["sample"] == 1
     assert set(columns["failure"]) == {"policy"} and np.isfinite(columns["reward"]).all()  # all ended by max_turns
@@ -299,7 +297,7 @@ def test_a_fatal_tool_failure_is_sampled_again_with_other_random_numbers(
     assert values["resampled"] == values[f"resampled/{failure}"] == 2 and values["left_out"] == 0
     calm = run(
         make_config(run={"iterations": 1, "name": "calm"}, trainer={"prompts": 2, "group_size": 4}),
-        client=cluster_client,
+        client=client,
     )
     first, second = (stored_first_turn(summary), stored_first_turn(calm))
     different = [row for row in range(8) if not np.array_equal(first[row], second[row])]
@@ -318,9 +316,9 @@ def stored_first_turn(summary: RunSummary) -> list[np.ndarray]:
     ]
 
 
-def test_after_the_last_attempt_the_group_closes_with_who_is_left(make_config: Config, cluster_client: Client) -> None:
+def test_after_the_last_attempt_the_group_closes_with_who_is_left(make_config: Config, client: Client) -> None:
     config = make_config(run={"iterations": 1}, trainer={"prompts": 2, "group_size": 2, "resample": 2})
-    summary = run(config, environment=ToolThat("error", always=True), client=cluster_client)
+    summary = run(config, environment=ToolThat("error", always=True), client=client)
     columns, values = stored(summary), summary.iterations[0]
     bad = columns["sample"] == 1
     assert set(columns["failure"][bad]) == {"tool"} and np.isnan(columns["reward"][bad]).all()
@@ -339,7 +337,7 @@ def test_after_the_last_attempt_the_group_closes_with_who_is_left(make_config: C
 
 
 def test_a_run_that_cannot_learn_says_so_and_stops_where_that_is_asked(
-    make_config: Config, cluster_client: Client, capsys: pytest.CaptureFixture[str]
+    make_config: Config, client: Client, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Constant(FixedTurns):
         def grade(self, episode: Episode) -> float:
@@ -353,11 +351,11 @@ def test_a_run_that_cannot_learn_says_so_and_stops_where_that_is_asked(
     with pytest.raises(
         NothingToLearn, match=r"in 2 iterations in a row: all 4 rewards are 0\.5\. .*trainer\.no_signal=warn"
     ):
-        run(config, environment=Constant(), client=cluster_client)
+        run(config, environment=Constant(), client=client)
     said = capsys.readouterr().out
     assert said.count("nothing to learn: all 4 rewards are 0.5") == 1, said  # once, not after every iteration
     warned = config.model_copy(update={"trainer": config.trainer.model_copy(update={"no_signal": "warn"})})
-    summary = run(warned, environment=Constant(), client=cluster_client, resume=True)
+    summary = run(warned, environment=Constant(), client=client, resume=True)
     (values,) = summary.iterations
     assert (values["iteration"], values["groups_without_signal"], values["frac_reward_zero_std"]) == (2, 2, 1.0)
     assert (values["reward_std"], values["reward_group_min"], values["reward_group_max"]) == (0.0, 0.5, 0.5)
@@ -366,9 +364,7 @@ def test_a_run_that_cannot_learn_says_so_and_stops_where_that_is_asked(
     )
 
 
-def test_an_engine_that_failed_once_goes_on_from_what_was_committed(
-    make_config: Config, cluster_client: Client
-) -> None:
+def test_an_engine_that_failed_once_goes_on_from_what_was_committed(make_config: Config, client: Client) -> None:
     """The same tokens as without the failure: what fails has no say in what is sampled, so long answers lose nothing."""
 
     async def break_engine_once(run: str, dask_worker: Any) -> None:
@@ -385,12 +381,12 @@ def test_an_engine_that_failed_once_goes_on_from_what_was_committed(
 
         engine.generate = first_time
 
-    with Session(make_config(**ONE_ITERATION, store={"keep_journals": True}), client=cluster_client) as session:
-        cluster_client.run(break_engine_once, "demo", workers=[address_of(cluster_client, "rollout-0")])
+    with Session(make_config(**ONE_ITERATION, store={"keep_journals": True}), client=client) as session:
+        client.run(break_engine_once, "demo", workers=[address_of(client, "rollout-0")])
         (values,) = session.iterations()
     calm = run(
         make_config(run={"iterations": 1, "name": "calm"}, trainer={"prompts": 2, "group_size": 4}),
-        client=cluster_client,
+        client=client,
     )
     broken = zarr.open_group(session.directory / "trajectories.zarr", mode="r")
     whole = zarr.open_group(calm.directory / "trajectories.zarr", mode="r")
@@ -402,7 +398,7 @@ def test_an_engine_that_failed_once_goes_on_from_what_was_committed(
 
 
 def test_a_grader_that_failed_once_is_asked_again_about_the_same_answer(
-    make_config: Config, cluster_client: Client, tmp_path: Path
+    make_config: Config, client: Client, tmp_path: Path
 ) -> None:
     asked = tmp_path / "asked"
     asked.mkdir()
@@ -415,18 +411,18 @@ def test_a_grader_that_failed_once_is_asked_again_about_the_same_answer(
                 return super().grade(episode)
             raise ConnectionError("the judge does not answer")
 
-    summary = run(make_config(**ONE_ITERATION), environment=Flaky(), client=cluster_client)
+    summary = run(make_config(**ONE_ITERATION), environment=Flaky(), client=client)
     columns = stored(summary)
     assert np.isfinite(columns["reward"]).all() and set(columns["retried"]) == {"reward"}
     assert summary.iterations[0]["resampled/reward"] == 8 and summary.iterations[0]["left_out"] == 0
 
 
-def test_text_that_the_environment_cannot_read_is_its_failure(make_config: Config, cluster_client: Client) -> None:
+def test_text_that_the_environment_cannot_read_is_its_failure(make_config: Config, client: Client) -> None:
     class Unreadable(FixedTurns):
         def parse(self, text: str) -> tuple[ToolCall, ...]:
             raise IndexError("no such field")
 
-    summary = run(make_config(**ONE_ITERATION), environment=Unreadable(), client=cluster_client)
+    summary = run(make_config(**ONE_ITERATION), environment=Unreadable(), client=client)
     columns = stored(summary)
     assert set(columns["failure"]) == {"environment"} and set(columns["attempt"]) == {1}
     assert all("Unreadable.parse raised IndexError" in detail for detail in columns["failure_detail"])
@@ -458,7 +454,7 @@ def test_every_fault_has_its_class(error: Any, failure: FailureClass) -> None:
 
 
 def test_an_environment_that_workers_cannot_import_is_told_before_anything_runs(
-    make_config: Config, cluster_client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_config: Config, client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "only_here_at_home.py").write_text(
         "from libra.testing import FixedTurns\n\n\nclass Mine(FixedTurns):\n    pass\n"
@@ -467,17 +463,15 @@ def test_an_environment_that_workers_cannot_import_is_told_before_anything_runs(
     import only_here_at_home  # type: ignore[import-not-found]
 
     with pytest.raises(ConfigError, match=r"cannot load it \(ModuleNotFoundError.*only_here_at_home.*PYTHONPATH"):
-        run(make_config(), environment=only_here_at_home.Mine(), client=cluster_client)
+        run(make_config(), environment=only_here_at_home.Mine(), client=client)
     assert not (tmp_path / "demo").exists(), "a start that fails leaves no run directory"
-    assert run(
-        make_config(run={"name": "next", "iterations": 1}), client=cluster_client
-    ).iterations  # workers are all there
+    assert run(make_config(run={"name": "next", "iterations": 1}), client=client).iterations  # workers are all there
 
 
-def test_an_environment_that_cannot_be_pickled_is_told_so(make_config: Config, cluster_client: Client) -> None:
+def test_an_environment_that_cannot_be_pickled_is_told_so(make_config: Config, client: Client) -> None:
     import threading
 
     environment = FixedTurns()
     environment.lock = threading.Lock()  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match=r"cannot be sent to workers .*lock.*setup\(\)"):
-        run(make_config(), environment=environment, client=cluster_client)
+        run(make_config(), environment=environment, client=client)

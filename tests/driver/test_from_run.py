@@ -17,7 +17,7 @@ between engines, or takes a datasheet's seconds, is off by factors."""
 
 
 @pytest.fixture(name="setting", scope="module")
-def _setting(random_model: object, cluster_client: Client, tmp_path_factory: pytest.TempPathFactory) -> RunSetting:
+def _setting(random_model: object, client: Client, tmp_path_factory: pytest.TempPathFactory) -> RunSetting:
     from libra.config import config_from_dict
 
     config = config_from_dict(
@@ -31,7 +31,7 @@ def _setting(random_model: object, cluster_client: Client, tmp_path_factory: pyt
             "observe": {"progress": False, "tensorboard": False},
         }
     )
-    with Session(config, client=cluster_client) as session:
+    with Session(config, client=client) as session:
         list(session.iterations())
     return run_setting(session.directory)
 

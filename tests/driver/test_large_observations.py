@@ -15,11 +15,9 @@ from libra.driver.session import run
 from libra.store.observations import read_observation
 
 
-def test_large_returns_are_files_and_not_in_the_journal(
-    make_config: Callable[..., RunConfig], cluster_client: Client
-) -> None:
+def test_large_returns_are_files_and_not_in_the_journal(make_config: Callable[..., RunConfig], client: Client) -> None:
     config = make_config(environment={"name": "large_returns:LargeReturns"}, run={"iterations": 2})
-    summary = run(config, client=cluster_client)
+    summary = run(config, client=client)
     assert [row["reward"] for row in summary.iterations] == [1.0, 1.0] and not summary.iterations[0]["failures/reward"]
     files = sorted((summary.directory / "observations").glob("*/*.txt"))
     assert len(files) == 2 * 4 * 2  # iterations, members, turns with an action

@@ -49,7 +49,7 @@ def late_of(session: Session, batches: int) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("dispatch", ["storage", "peer"])
 def test_a_reward_counts_in_the_next_batch_as_what_it_changes(
-    make_config: Config, cluster_client: Client, dispatch: str
+    make_config: Config, client: Client, dispatch: str
 ) -> None:
     class Later(FixedTurns):
         """A worker delivers the rewards of an iteration while it grades the next but one: 1 for sample 0, 0 for others."""
@@ -65,7 +65,7 @@ def test_a_reward_counts_in_the_next_batch_as_what_it_changes(
         trainer={"late": "correct", "late_tau": 10.0, "group_size": 4, "lr": 1e-3, "dispatch": dispatch},
         checkpoint={"every": 3},
     )
-    with Session(config, environment=Later(), client=cluster_client) as session:
+    with Session(config, environment=Later(), client=client) as session:
         rows = list(session.iterations())
     spec, late = session.spec, late_of(session, 5)
     assert [row["late_came"] for row in rows] == [0, 0, 8, 8, 8]
@@ -102,7 +102,7 @@ def test_a_reward_counts_in_the_next_batch_as_what_it_changes(
     assert len(told) == 5 and not any(each.difference for each in told)
 
 
-def test_a_batch_waits_for_late_rewards_and_not_for_ever(make_config: Config, cluster_client: Client) -> None:
+def test_a_batch_waits_for_late_rewards_and_not_for_ever(make_config: Config, client: Client) -> None:
     class Soon(FixedTurns):
         """Rewards come from threads, that of sample 2 never."""
 
@@ -113,7 +113,7 @@ def test_a_batch_waits_for_late_rewards_and_not_for_ever(make_config: Config, cl
             return Late(fast=0.25 if name.endswith("-0-2") else None)
 
     config = make_config(run={"iterations": 1}, trainer={"late": "wait", "late_wait_s": 3.0, "group_size": 3})
-    with Session(config, environment=Soon(), client=cluster_client) as session:
+    with Session(config, environment=Soon(), client=client) as session:
         (row,) = session.iterations()
     assert (row["late_came"], row["late_dropped"], row["late_waiting"]) == (4, 2, 0)
     assert row["left_out"] == row["failures/reward"] == 1
@@ -197,8 +197,8 @@ def test_the_command_line_delivers_and_the_second_delivery_is_refused(make_confi
         libra.deliver("train-1-0-1", 0.75)
 
 
-def test_a_run_without_late_rewards_says_what_to_type(make_config: Config, cluster_client: Client) -> None:
-    with Session(make_config(run={"iterations": 1}), environment=late_judge.Judged(), client=cluster_client) as session:
+def test_a_run_without_late_rewards_says_what_to_type(make_config: Config, client: Client) -> None:
+    with Session(make_config(run={"iterations": 1}), environment=late_judge.Judged(), client=client) as session:
         (row,) = session.iterations()
         with pytest.raises(LateRefused, match=r"trainer.late=off\); type trainer.late=correct"):
             libra.deliver("train-0-0-0", 1.0)
@@ -206,9 +206,9 @@ def test_a_run_without_late_rewards_says_what_to_type(make_config: Config, clust
     assert "late_came" not in row
 
 
-def test_what_is_dropped_is_counted_and_its_delivery_refused(make_config: Config, cluster_client: Client) -> None:
+def test_what_is_dropped_is_counted_and_its_delivery_refused(make_config: Config, client: Client) -> None:
     config = make_config(run={"iterations": 1}, trainer={"late": "drop"})
-    with Session(config, environment=late_judge.Judged(), client=cluster_client) as session:
+    with Session(config, environment=late_judge.Judged(), client=client) as session:
         (row,) = session.iterations()
         with pytest.raises(LateRefused, match=r"too late; batch 0 trained it.*\(trainer.late=drop\)"):
             libra.deliver("train-0-0-0", 1.0)

@@ -24,7 +24,7 @@ Config = Callable[..., RunConfig]
 
 
 def test_workers_are_found_whatever_dask_asks_of_the_scheduler_at_that_moment(
-    make_config: Config, cluster_client: Client, monkeypatch: pytest.MonkeyPatch
+    make_config: Config, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sync = Client.sync
 
@@ -35,27 +35,27 @@ def test_workers_are_found_whatever_dask_asks_of_the_scheduler_at_that_moment(
         return answer
 
     monkeypatch.setattr(Client, "sync", sync_and_refresh)
-    assert cluster_client.scheduler_info(n_workers=-1)["workers"] == {}  # so it was read, and so it still is
-    assert sorted(worker["name"] for worker in present_workers(cluster_client).values()) == [
+    assert client.scheduler_info(n_workers=-1)["workers"] == {}  # so it was read, and so it still is
+    assert sorted(worker["name"] for worker in present_workers(client).values()) == [
         "rollout-0", "tool-0", "train-0",
     ]  # fmt: skip
-    check_cluster(cluster_client, make_config())
+    check_cluster(client, make_config())
 
 
 def test_a_worker_that_has_just_left_is_awaited_and_one_that_stays_away_is_named(
-    make_config: Config, cluster_client: Client, until: Callable[..., None], caplog: pytest.LogCaptureFixture
+    make_config: Config, client: Client, until: Callable[..., None], caplog: pytest.LogCaptureFixture
 ) -> None:
-    cluster_client.register_plugin(LibraPlugin())
-    before = {worker["name"]: address for address, worker in present_workers(cluster_client).items()}
-    cluster: Any = cluster_client.cluster
+    client.register_plugin(LibraPlugin())
+    before = {worker["name"]: address for address, worker in present_workers(client).items()}
+    cluster: Any = client.cluster
     os.kill(cluster.workers["rollout-0"].pid, signal.SIGKILL)
     until(cluster, lambda scheduler: all(ws.name != "rollout-0" for ws in scheduler.workers.values()))
     with pytest.raises(ClusterError, match="no worker supplies ROLLOUT"):
-        check_cluster(cluster_client, make_config(), wait_s=0)
-    check_cluster(cluster_client, make_config())
+        check_cluster(client, make_config(), wait_s=0)
+    check_cluster(client, make_config())
     (line,) = (record.getMessage() for record in caplog.records if record.name == "libra.cluster.readiness")
     assert "waiting for rollout-0 to come back" in line
-    after = {worker["name"]: address for address, worker in present_workers(cluster_client).items()}
+    after = {worker["name"]: address for address, worker in present_workers(client).items()}
     assert after.keys() == before.keys() and after["rollout-0"] != before["rollout-0"]
 
 

@@ -26,7 +26,7 @@ def dies_after_the_old_policies(run: str, dask_worker: Any) -> None:
 
 
 def test_every_token_is_exact_and_a_killed_trainer_takes_the_same_steps_again(
-    make_config: Callable[..., RunConfig], cluster_client: Client
+    make_config: Callable[..., RunConfig], client: Client
 ) -> None:
     config = make_config(
         run={"iterations": 7, "eta": 3},
@@ -34,7 +34,7 @@ def test_every_token_is_exact_and_a_killed_trainer_takes_the_same_steps_again(
         checkpoint={"every": 4},
         store={"keep_versions": 1},
     )
-    with Session(config, client=cluster_client) as session:
+    with Session(config, client=client) as session:
         iterations = session.iterations()
         rows = [next(iterations) for _ in range(6)]
         workers = present_workers(session.client)

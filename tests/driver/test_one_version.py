@@ -50,13 +50,11 @@ def loads(directory: Path) -> list[int]:
 
 
 @pytest.mark.parametrize("versions", ["one", "many"])
-def test_a_trajectory_keeps_the_weights_that_it_began_with(
-    versions: str, make_config: Config, cluster_client: Client
-) -> None:
+def test_a_trajectory_keeps_the_weights_that_it_began_with(versions: str, make_config: Config, client: Client) -> None:
     config = make_config(
         run={"iterations": 6, "eta": 2}, staleness={"versions": versions}, rollout=LONG, store={"keep_journals": True}
     )
-    with Session(config, client=cluster_client) as session:
+    with Session(config, client=client) as session:
         rows = list(session.iterations())
         directory = session.directory
     assert len(rows) == 6 and max(row["lag_max"] for row in rows) <= 2

@@ -108,16 +108,16 @@ def skill_of_trace(path: Path, log: list[events.Event], *, tells_outcomes: bool 
 
 
 def test_a_live_run_forecasts_as_well_as_its_trace(
-    make_config: Callable[..., RunConfig], cluster_client: Client, tmp_path: Path
+    make_config: Callable[..., RunConfig], client: Client, tmp_path: Path
 ) -> None:
     config = make_config(
         run={"iterations": 4},
         rollout={"max_new_tokens": 4, "max_turns": 10, "max_context_tokens": 700},
         trainer={"prompts": 10, "group_size": 4},
     )
-    with Session(config, environment=FailureIsLong(), client=cluster_client) as session:
+    with Session(config, environment=FailureIsLong(), client=client) as session:
         rows = list(session.iterations())
-        scheduler = cluster_client.cluster.scheduler
+        scheduler = client.cluster.scheduler
         live = scheduler.plugins[LibraPlugin.name].runs["demo"].policy.forecaster.skill
         directory = session.directory
     assert [row["sequences"] for row in rows] == [40] * 4

@@ -57,17 +57,17 @@ def facts_of(directory: Path, batch: int) -> dict[tuple[int, int], dict[str, Any
 
 @pytest.mark.parametrize(("over_age", "sequences"), [("drop", 2), ("correct", 4)])
 def test_a_late_group_is_judged_by_the_batch_that_takes_it_also_after_a_stop(
-    over_age: str, sequences: int, make_config: Config, cluster_client: Client, tmp_path: Path
+    over_age: str, sequences: int, make_config: Config, client: Client, tmp_path: Path
 ) -> None:
     config = make_config(run={"iterations": 5, "eta": 1}, staleness={"over_age": over_age}, checkpoint={"every": 1})
     environment = HeldGrader(tmp_path)
     with held(tmp_path) as release:
-        with Session(config, environment=environment, client=cluster_client) as session:
+        with Session(config, environment=environment, client=client) as session:
             iterations = session.iterations()
             rows = [next(iterations) for _ in range(4)]  # none of them waits for the group of iteration 0
             directory = session.directory
         release()
-        with Session(config, environment=environment, client=cluster_client, resume=True) as session:
+        with Session(config, environment=environment, client=client, resume=True) as session:
             rows += session.iterations()
     assert [row["iteration"] for row in rows] == list(range(5))
     taken = [facts_of(directory, batch) for batch in range(5)]
@@ -82,13 +82,13 @@ def test_a_late_group_is_judged_by_the_batch_that_takes_it_also_after_a_stop(
 
 
 def test_with_a_window_a_batch_waits_for_the_group_that_would_widen_it(
-    make_config: Config, cluster_client: Client, tmp_path: Path
+    make_config: Config, client: Client, tmp_path: Path
 ) -> None:
     """Version 2 is published by batch 1, which therefore waits for the group that began with version 0, though none is over age."""
     config = make_config(run={"iterations": 4, "eta": 3}, staleness={"over_age": "drop", "window": 2, "in_flight": 3})
     with (
         held(tmp_path) as release,
-        Session(config, environment=HeldGrader(tmp_path), client=cluster_client) as session,
+        Session(config, environment=HeldGrader(tmp_path), client=client) as session,
     ):
         iterations = session.iterations()
         rows = [next(iterations)]

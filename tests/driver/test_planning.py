@@ -20,9 +20,9 @@ from libra.types import Prompt
 Config = Callable[..., RunConfig]
 
 
-def test_plans_are_in_the_log_and_change_nothing(make_config: Config, cluster_client: Client) -> None:
+def test_plans_are_in_the_log_and_change_nothing(make_config: Config, client: Client) -> None:
     config = make_config(run={"iterations": 3}, planner={"replan": True})
-    with Session(config, client=cluster_client) as session:
+    with Session(config, client=client) as session:
         values = list(session.iterations())
     workload = workload_of(values[1]["trajectory_lengths"])
     assert workload is not None
@@ -53,10 +53,10 @@ def test_plans_are_in_the_log_and_change_nothing(make_config: Config, cluster_cl
     assert all(told.difference == "" for told in replay((line, from_dict(event)) for line, event in log))
 
 
-def test_each_iteration_is_predicted_before_it_and_compared_after(make_config: Config, cluster_client: Client) -> None:
+def test_each_iteration_is_predicted_before_it_and_compared_after(make_config: Config, client: Client) -> None:
     config = make_config(run={"iterations": 4}, planner={"replan": True}, evaluation={"prompts": 2, "every": 2})
     predictions, values = [], []
-    with Session(config, client=cluster_client) as session:
+    with Session(config, client=client) as session:
         planning = session.planning
         assert planning is not None
         for row in session.iterations():

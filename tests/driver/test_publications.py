@@ -99,10 +99,10 @@ def let_go() -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("streaming", ["off", "on"])
 def test_the_next_step_begins_while_a_version_is_published_and_changes_no_weight_before_it_is(
-    streaming: str, make_config: Config, cluster_client: Client, kept: None
+    streaming: str, make_config: Config, client: Client, kept: None
 ) -> None:
     config = config_of(make_config, streaming)
-    directory, _ = run_held(config, cluster_client, dies=False)  # which would never end if step 2 waited for version 2
+    directory, _ = run_held(config, client, dies=False)  # which would never end if step 2 waited for version 2
     events = events_of(directory)
     kinds = (BatchOpened, WaveOpened, StepFinished, VersionPublished)
     order = [each for each in events if isinstance(each, kinds)]
@@ -121,10 +121,10 @@ def test_the_next_step_begins_while_a_version_is_published_and_changes_no_weight
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("streaming", ["off", "on"])
 def test_a_trainer_that_is_killed_while_it_publishes_beside_a_step_comes_to_the_same_bits(
-    streaming: str, make_config: Config, cluster_client: Client, kept: None
+    streaming: str, make_config: Config, client: Client, kept: None
 ) -> None:
     config = config_of(make_config, streaming)
-    directory, address = run_held(config, cluster_client, dies=True)
+    directory, address = run_held(config, client, dies=True)
     events = events_of(directory)
     assert [event.address for event in events if isinstance(event, WorkerLost)] == [address]
     published = [event.version for event in events if isinstance(event, VersionPublished)]
@@ -135,10 +135,10 @@ def test_a_trainer_that_is_killed_while_it_publishes_beside_a_step_comes_to_the_
 
 @pytest.mark.timeout(600)
 def test_a_run_that_was_killed_then_publishes_what_is_missing_before_it_goes_on(
-    make_config: Config, cluster_client: Client, kept: None
+    make_config: Config, client: Client, kept: None
 ) -> None:
     """The directory as a kill leaves it when version 3 is half written and batch 3 committed: its step was under way."""
-    directory = run(config_of(make_config, "off"), client=cluster_client).directory
+    directory = run(config_of(make_config, "off"), client=client).directory
     store = WeightStore(directory / "weights")
     was = {version: store.get(version).digest for version in (3, 4)}
     for version in was:
@@ -146,7 +146,7 @@ def test_a_run_that_was_killed_then_publishes_what_is_missing_before_it_goes_on(
     shutil.rmtree(directory / "checkpoints", ignore_errors=True)
     assert batch_path(directory / "batches", 3).exists()
     config = config_of(make_config, "off", run={"iterations": 5, "eta": 1})
-    run(config, client=cluster_client, resume=True)
+    run(config, client=client, resume=True)
     assert {version: store.get(version).digest for version in (3, 4)} == was
     for version in (3, 4, 5):
         check = VersionCheck.from_json(store.check_text(version) or "", version)

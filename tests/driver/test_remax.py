@@ -19,14 +19,14 @@ from libra.store.trajectories import TrajectoryStore
 
 @pytest.mark.parametrize("chunk_tokens", [None, 2])
 def test_the_first_sample_is_greedy_and_the_baseline_of_the_others(
-    make_config: Callable[..., RunConfig], cluster_client: Client, random_model: Path, chunk_tokens: int | None
+    make_config: Callable[..., RunConfig], client: Client, random_model: Path, chunk_tokens: int | None
 ) -> None:
     config = make_config(
         run={"iterations": 1},
         rollout={"chunk_tokens": chunk_tokens},
         trainer={"algorithm": "remax", "group_size": 3, "lr": 1e-3},
     )
-    with Session(config, client=cluster_client) as session:
+    with Session(config, client=client) as session:
         (values,) = session.iterations()
     facts = read_batch_facts(session.spec.batches_dir, 0)["groups"]
     with TrajectoryStore.open(session.directory / "trajectories.zarr") as store:

@@ -214,7 +214,7 @@ def check_whole(directory: Path, config: RunConfig) -> None:
 
 @pytest.mark.parametrize("eta", [0, 1])
 def test_a_stopped_run_goes_on_without_losing_or_repeating_anything(
-    eta: int, make_config: Config, cluster_client: Client
+    eta: int, make_config: Config, client: Client
 ) -> None:
     config = make_config(
         run={"iterations": 5, "eta": eta},
@@ -222,9 +222,9 @@ def test_a_stopped_run_goes_on_without_losing_or_repeating_anything(
         checkpoint={"every": 2},
         store={"keep_journals": True},
     )
-    directory = stopped(config, cluster_client, 2)
+    directory = stopped(config, client, 2)
     before = journal_records(directory)
-    summary = run(config, client=cluster_client, resume=True)
+    summary = run(config, client=client, resume=True)
     check_whole(directory, config)
     assert newest_epoch(directory / "epochs") == 1
     assert [result["version"] for result in summary.evaluations] == [0, 2, 4, 5]
@@ -238,27 +238,27 @@ def test_a_stopped_run_goes_on_without_losing_or_repeating_anything(
 
 
 def test_metrics_of_a_step_that_died_between_its_checkpoint_and_its_line_are_written_by_the_next_start(
-    make_config: Config, cluster_client: Client, monkeypatch: pytest.MonkeyPatch
+    make_config: Config, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Records of groups go after the line is written.
     monkeypatch.setattr(run_checkpoints, "prune_groups", lambda spec, first, before: before)
     config = make_config(run={"iterations": 2}, checkpoint={"every": 2})
-    path = run(config, client=cluster_client).directory / "metrics.jsonl"
+    path = run(config, client=client).directory / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True)
     (whole,) = (json.loads(line) for line in lines if '"step": 1,' in line and '"reward"' in line)
     path.write_text("".join(line for line in lines if '"step": 1,' not in line))
-    run(config, client=cluster_client, resume=True)
+    run(config, client=client, resume=True)
     (row,) = (row for row in read_metrics(path.parent) if row["step"] == 1 and "reward" in row)
     for name in ("reward", "loss", "grad_norm", "train_s"):
         assert row[name] == whole[name], name
 
 
-def test_a_run_that_goes_on_has_what_its_policy_had_learned(make_config: Config, cluster_client: Client) -> None:
+def test_a_run_that_goes_on_has_what_its_policy_had_learned(make_config: Config, client: Client) -> None:
     config = make_config(run={"iterations": 4})
-    directory = stopped(config, cluster_client, 2)
+    directory = stopped(config, client, 2)
     before = read_events(directory / "events.jsonl").events
     ended = [event for event in before if event["name"] == "trajectory_ended" and event["completed"]]
-    run(config, client=cluster_client, resume=True)
+    run(config, client=client, resume=True)
     events = read_events(directory / "events.jsonl").events
     begin = next(event for event in events[len(before) :] if event["name"] == "policy_snapshot")
     weight, _, _, _, running = begin["order"]["forecaster"]["all"]
@@ -270,44 +270,44 @@ def test_a_run_that_goes_on_has_what_its_policy_had_learned(make_config: Config,
 
 
 def test_a_log_that_cannot_be_read_costs_a_run_that_goes_on_only_what_was_learned(
-    make_config: Config, cluster_client: Client, caplog: pytest.LogCaptureFixture
+    make_config: Config, client: Client, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = make_config(run={"iterations": 3})
-    directory = stopped(config, cluster_client, 0)
+    directory = stopped(config, client, 0)
     log = directory / "events.jsonl"
     log.write_text(log.read_text().replace('"name":"policy_snapshot"', '"name":"policy_snapshot","made_up":1'))
     with caplog.at_level(logging.WARNING):
         assert learned_before(directory) is None
         assert learned_before(directory / "not there") is None
     assert "learns again" in caplog.text and "made_up" in caplog.text
-    summary = run(config, client=cluster_client, resume=True)
+    summary = run(config, client=client, resume=True)
     assert summary.iterations[-1]["iteration"] == 2
 
 
 def test_torn_last_lines_of_both_logs_are_cut_and_said(
-    make_config: Config, cluster_client: Client, caplog: pytest.LogCaptureFixture
+    make_config: Config, client: Client, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = make_config(run={"iterations": 3})
-    directory = stopped(config, cluster_client, 0)
+    directory = stopped(config, client, 0)
     for name, torn in (("events.jsonl", '{"schema":1,"name":"quantum_fi'), ("metrics.jsonl", '{"step": 1, "rew')):
         with (directory / name).open("a") as file:
             file.write(torn)
     with caplog.at_level(logging.WARNING):
-        run(config, client=cluster_client, resume=True)
+        run(config, client=client, resume=True)
     for name in ("events.jsonl", "metrics.jsonl"):
         assert f"{name}: cut off a torn last line" in caplog.text
     check_whole(directory, config)
 
 
 def test_a_finished_run_is_left_as_it_is_and_may_get_more_iterations(
-    make_config: Config, cluster_client: Client, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    make_config: Config, client: Client, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = make_config(evaluation={"prompts": 2})
-    summary = run(config, client=cluster_client)
+    summary = run(config, client=client)
     check_only_what_is_left_is_begun(summary.directory, capsys, monkeypatch)
     kept = ("metrics.jsonl", "trajectories.zarr/zarr.json", "batches/batch-000001.json")
     before = {name: (summary.directory / name).read_bytes() for name in kept}
-    again = run(load_resumed(summary.directory), client=cluster_client, resume=True)
+    again = run(load_resumed(summary.directory), client=client, resume=True)
     assert {name: (summary.directory / name).read_bytes() for name in kept} == before
     assert again.iterations == [] and again.evaluations == summary.evaluations
     assert again.checkpoint == summary.checkpoint
@@ -316,7 +316,7 @@ def test_a_finished_run_is_left_as_it_is_and_may_get_more_iterations(
     assert not [event for event in events[start:] if event["name"].startswith(("quantum", "step", "batch"))]
 
     more = load_resumed(summary.directory, ["run.iterations=3"])
-    assert [values["iteration"] for values in run(more, client=cluster_client, resume=True).iterations] == [2]
+    assert [values["iteration"] for values in run(more, client=client, resume=True).iterations] == [2]
     assert [row["step"] for row in read_metrics(summary.directory) if "reward" in row] == [0, 1, 2]
     assert (summary_row(summary.directory).iterations, summary_row(summary.directory).of_iterations) == (3, 3)
     told = nothing_left(summary.directory, load_resumed(summary.directory))
@@ -389,19 +389,19 @@ sys.stdin.readline()
 """
 
 
-def test_a_run_with_a_driver_at_work_is_refused_and_not_fenced_off(make_config: Config, cluster_client: Client) -> None:
+def test_a_run_with_a_driver_at_work_is_refused_and_not_fenced_off(make_config: Config, client: Client) -> None:
     config = make_config(run={"iterations": 1})
-    directory = stopped(config, cluster_client, 0)
+    directory = stopped(config, client, 0)
     holder = subprocess.Popen(
         [sys.executable, "-c", HOLDER, str(directory)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     assert holder.stdout is not None and holder.stdout.readline() == "held\n"
     with pytest.raises(RunDirectoryError, match=f"another driver has this run, process {holder.pid} on "):
-        run(config, client=cluster_client, resume=True)
+        run(config, client=client, resume=True)
     assert newest_epoch(directory / "epochs") == 0
     holder.kill()  # the kernel gives the lock back
     holder.communicate()
-    run(config, client=cluster_client, resume=True)
+    run(config, client=client, resume=True)
     assert newest_epoch(directory / "epochs") == 1
 
 
@@ -433,27 +433,27 @@ def test_what_would_make_another_run_of_it_is_refused_by_name(
         load_resumed(tmp_path, [override])
 
 
-def test_objects_a_run_was_begun_with_are_asked_for(make_config: Config, cluster_client: Client) -> None:
+def test_objects_a_run_was_begun_with_are_asked_for(make_config: Config, client: Client) -> None:
     config = make_config(run={"iterations": 1})
-    directory = stopped(config, cluster_client, 0, environment=FixedTurns())
+    directory = stopped(config, client, 0, environment=FixedTurns())
     with pytest.raises(ConfigError, match=r"begun with an object as its environment.*without one.*run__name='demo'"):
-        run(config, client=cluster_client, resume=True)
+        run(config, client=client, resume=True)
     assert newest_epoch(directory / "epochs") == 0
-    summary: RunSummary = run(config, client=cluster_client, resume=True, environment=FixedTurns())
+    summary: RunSummary = run(config, client=client, resume=True, environment=FixedTurns())
     assert summary.iterations == [] and json.loads((directory / "given.json").read_text())["environment"]
 
 
-def test_a_run_that_was_moved_is_resumed_where_it_is_now(make_config: Config, cluster_client: Client) -> None:
+def test_a_run_that_was_moved_is_resumed_where_it_is_now(make_config: Config, client: Client) -> None:
     config = make_config(run={"iterations": 4}, checkpoint={"every": 100})
-    directory = stopped(config, cluster_client, 2)
+    directory = stopped(config, client, 2)
     there = directory.parent / "elsewhere" / "demo2"
     there.parent.mkdir()
     directory.rename(there)
-    run(load_resumed(there), client=cluster_client, resume=True)
+    run(load_resumed(there), client=client, resume=True)
     check_whole(there, config)
 
 
-def test_python_may_not_change_a_run_either(make_config: Config, cluster_client: Client) -> None:
-    stopped(make_config(run={"iterations": 3}), cluster_client, 1)
+def test_python_may_not_change_a_run_either(make_config: Config, client: Client) -> None:
+    stopped(make_config(run={"iterations": 3}), client, 1)
     with pytest.raises(ConfigError, match=r"trainer\.lr: the run was started with 0\.001, got 0\.5"):
-        run(make_config(run={"iterations": 3}, trainer={"lr": 0.5}), client=cluster_client, resume=True)
+        run(make_config(run={"iterations": 3}, trainer={"lr": 0.5}), client=client, resume=True)

@@ -31,9 +31,9 @@ def columns(directory: Path) -> dict[str, np.ndarray]:
     return {name: array[:] for name, array in group["trajectory"].arrays()}
 
 
-def test_a_run_leaves_whole_and_consistent_records(make_config: Config, cluster_client: Client) -> None:
+def test_a_run_leaves_whole_and_consistent_records(make_config: Config, client: Client) -> None:
     config = make_config(run={"iterations": 3}, evaluation={"prompts": 4})
-    summary = run(config, client=cluster_client)
+    summary = run(config, client=client)
     directory = summary.directory
     assert [values["iteration"] for values in summary.iterations] == [0, 1, 2]
     assert [e["version"] for e in summary.evaluations] == [0, 3]
@@ -72,10 +72,10 @@ def test_a_run_leaves_whole_and_consistent_records(make_config: Config, cluster_
 
 
 def test_with_an_inline_tool_and_free_slots_a_trajectory_is_dispatched_once(
-    make_config: Config, cluster_client: Client
+    make_config: Config, client: Client
 ) -> None:
     inline = {"name": "libra.testing:FixedTurns", "args": {"inline": True}}
-    summary = run(make_config(environment=inline, run={"iterations": 1}), client=cluster_client)
+    summary = run(make_config(environment=inline, run={"iterations": 1}), client=client)
     events = list(read_events(summary.directory / "events.jsonl").events)
     names = Counter(event["name"] for event in events)
     assert names["quantum_dispatched"] == names["trajectory_parked"] == 4
@@ -89,18 +89,18 @@ def test_with_an_inline_tool_and_free_slots_a_trajectory_is_dispatched_once(
 
 
 def test_with_more_trajectories_than_slots_each_turn_is_dispatched_in_order(
-    make_config: Config, cluster_client: Client
+    make_config: Config, client: Client
 ) -> None:
     inline = {"name": "libra.testing:FixedTurns", "args": {"inline": True}}
     config = make_config(environment=inline, run={"iterations": 1}, trainer={"prompts": 16, "group_size": 2})
-    events = list(read_events(run(config, client=cluster_client).directory / "events.jsonl").events)
+    events = list(read_events(run(config, client=client).directory / "events.jsonl").events)
     names = Counter(event["name"] for event in events)
     assert names["quantum_finished"] == 32 * 3
     assert names["quantum_dispatched"] + names["quantum_continued"] == 32 * 3
     assert names["quantum_dispatched"] > 32  # 32 trajectories, 8 slots: those that run give way to those that wait
 
 
-def test_every_decision_of_a_run_is_reproduced_from_its_event_log(make_config: Config, cluster_client: Client) -> None:
+def test_every_decision_of_a_run_is_reproduced_from_its_event_log(make_config: Config, client: Client) -> None:
     inline = {"name": "libra.testing:FixedTurns", "args": {"inline": True}}
     config = make_config(
         environment=inline,
@@ -108,7 +108,7 @@ def test_every_decision_of_a_run_is_reproduced_from_its_event_log(make_config: C
         trainer={"prompts": 4, "group_size": 4},
         evaluation={"prompts": 4},
     )
-    path = run(config, client=cluster_client).directory / "events.jsonl"
+    path = run(config, client=client).directory / "events.jsonl"
     told = list(replay((line, from_dict(event)) for line, event in EventReader(path)))
     assert [step.difference for step in told if step.difference] == [] and not told[-1].cut
     kinds = Counter(type(entry.command).__name__ for step in told for entry in step.logged)
@@ -116,9 +116,9 @@ def test_every_decision_of_a_run_is_reproduced_from_its_event_log(make_config: C
 
 
 def test_the_checkpoint_is_the_last_version_and_loads_in_plain_transformers(
-    make_config: Config, cluster_client: Client
+    make_config: Config, client: Client
 ) -> None:
-    summary = run(make_config(), client=cluster_client)
+    summary = run(make_config(), client=client)
     assert summary.checkpoint is not None
     model = AutoModelForCausalLM.from_pretrained(summary.checkpoint)
     newest = sorted((summary.directory / "weights").iterdir())[-1]
@@ -128,10 +128,8 @@ def test_the_checkpoint_is_the_last_version_and_loads_in_plain_transformers(
     assert all(np.array_equal(state[name].numpy(), tensor.numpy()) for name, tensor in published.items())
 
 
-def test_behaviour_logprobs_agree_with_the_trainer_on_the_same_version(
-    make_config: Config, cluster_client: Client
-) -> None:
-    summary = run(make_config(), client=cluster_client)
+def test_behaviour_logprobs_agree_with_the_trainer_on_the_same_version(make_config: Config, client: Client) -> None:
+    summary = run(make_config(), client=client)
     for values in summary.iterations:
         assert values["mismatch_tokens"] > 0
         assert values["mismatch_max_abs"] < 1e-3
@@ -139,9 +137,9 @@ def test_behaviour_logprobs_agree_with_the_trainer_on_the_same_version(
 
 
 def test_with_staleness_every_group_is_consumed_once_and_no_token_is_too_old(
-    make_config: Config, cluster_client: Client
+    make_config: Config, client: Client
 ) -> None:
-    summary = run(make_config(run={"iterations": 6, "eta": 1}), client=cluster_client)
+    summary = run(make_config(run={"iterations": 6, "eta": 1}), client=client)
     stored = columns(summary.directory)
     lag = stored["batch"] - stored["oldest_version"]
     assert lag.min() >= 0 and lag.max() == 1
@@ -150,15 +148,15 @@ def test_with_staleness_every_group_is_consumed_once_and_no_token_is_too_old(
 
 
 def test_the_scheduler_holds_as_many_tasks_after_fifty_iterations_as_after_five(
-    make_config: Config, cluster_client: Client
+    make_config: Config, client: Client
 ) -> None:
     config = make_config(run={"iterations": 50}, trainer={"prompts": 1}, rollout={"max_turns": 1, "max_new_tokens": 1})
     counts = {}
-    with Session(config, client=cluster_client) as session:
+    with Session(config, client=client) as session:
         for values in session.iterations():
             if values["iteration"] in (4, 47):
-                settle(cluster_client, session)
-                counts[values["iteration"]] = cluster_client.run_on_scheduler(count_tasks)
+                settle(client, session)
+                counts[values["iteration"]] = client.run_on_scheduler(count_tasks)
     assert counts[4] == counts[47] > 0
 
 
@@ -183,12 +181,12 @@ def settle(client: Client, session: Session) -> None:
     client.run_on_scheduler(only_ahead)
 
 
-def test_two_runs_with_different_seeds_share_a_scheduler(make_config: Config, cluster_client: Client) -> None:
+def test_two_runs_with_different_seeds_share_a_scheduler(make_config: Config, client: Client) -> None:
     summaries: dict[str, RunSummary] = {}
 
     def start(name: str, seed: int) -> None:
         config = make_config(run={"name": name, "seed": seed, "iterations": 3})
-        with Client(cluster_client.cluster, set_as_default=False) as client:
+        with Client(client.cluster, set_as_default=False) as client:
             summaries[name] = run(config, client=client)
 
     threads = [threading.Thread(target=start, args=(name, seed)) for seed, name in enumerate(("one", "two"))]
@@ -204,17 +202,17 @@ def test_two_runs_with_different_seeds_share_a_scheduler(make_config: Config, cl
     assert not np.array_equal(stored["one"]["reward"], stored["two"]["reward"])
 
 
-def test_the_same_seed_gives_the_same_trajectories(make_config: Config, cluster_client: Client, tmp_path: Path) -> None:
+def test_the_same_seed_gives_the_same_trajectories(make_config: Config, client: Client, tmp_path: Path) -> None:
     tokens = []
     for name in ("first", "again"):
-        summary = run(make_config(run={"name": name, "iterations": 1}), client=cluster_client)
+        summary = run(make_config(run={"name": name, "iterations": 1}), client=client)
         group = zarr.open_group(summary.directory / "trajectories.zarr", mode="r")
         tokens.append(group["token_ids"][:])
     assert np.array_equal(*tokens)
 
 
-def test_an_existing_run_directory_is_refused(make_config: Config, cluster_client: Client, tmp_path: Path) -> None:
+def test_an_existing_run_directory_is_refused(make_config: Config, client: Client, tmp_path: Path) -> None:
     (tmp_path / "demo").mkdir()
     (tmp_path / "demo" / "precious").touch()
     with pytest.raises(RunDirectoryError, match=r"run\.name=ANOTHER_NAME"):
-        run(make_config(), client=cluster_client)
+        run(make_config(), client=client)

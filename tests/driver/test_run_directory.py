@@ -21,9 +21,9 @@ Config = Callable[..., RunConfig]
 
 
 def test_an_error_at_the_end_of_a_run_leaves_all_that_it_committed(
-    make_config: Config, cluster_client: Client, monkeypatch: pytest.MonkeyPatch
+    make_config: Config, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    session = Session(make_config(run={"iterations": 1}), environment=FixedTurns(), client=cluster_client)
+    session = Session(make_config(run={"iterations": 1}), environment=FixedTurns(), client=client)
     close = MetricsLog.close
 
     def full(log: MetricsLog) -> None:
@@ -37,7 +37,7 @@ def test_an_error_at_the_end_of_a_run_leaves_all_that_it_committed(
 
 
 def test_a_start_that_fails_leaves_nothing(
-    make_config: Config, cluster_client: Client, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    make_config: Config, client: Client, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def refused(*given: Any) -> None:
         raise OSError("refused")
@@ -46,7 +46,7 @@ def test_a_start_that_fails_leaves_nothing(
     there = set(tmp_path.iterdir())
     config = make_config(run={"dir": str(tmp_path / "new" / "runs")})
     with pytest.raises(OSError, match="refused"):
-        Session(config, environment=FixedTurns(), client=cluster_client).__enter__()
+        Session(config, environment=FixedTurns(), client=client).__enter__()
     assert set(tmp_path.iterdir()) == there
 
 

@@ -47,7 +47,7 @@ def three_models(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 
 def test_three_models_on_a_device_for_one_answer_bit_for_bit_alike_however_often_they_are_restored(
-    make_config: Config, cluster_client: Client, three_models: dict[str, Path], tmp_path: Path
+    make_config: Config, client: Client, three_models: dict[str, Path], tmp_path: Path
 ) -> None:
     answers = tmp_path / "answers.txt"
     hosts = {name: HostModel(path) for name, path in three_models.items()}
@@ -60,7 +60,7 @@ def test_three_models_on_a_device_for_one_answer_bit_for_bit_alike_however_often
             "device_gib": 1.5 * one,
         },
     )
-    with Session(config, client=cluster_client) as session:
+    with Session(config, client=client) as session:
         assert [values["iteration"] for values in session.iterations()] == [0]
     told = Counter(tuple(line.split()) for line in answers.read_text().splitlines())
     expected = {
@@ -76,7 +76,7 @@ def test_three_models_on_a_device_for_one_answer_bit_for_bit_alike_however_often
     assert all(event.evicted == 1 for event in batches if event.restored and event is not batches[0])
 
 
-def test_a_slow_judge_is_waited_for_by_no_step(make_config: Config, cluster_client: Client, tmp_path: Path) -> None:
+def test_a_slow_judge_is_waited_for_by_no_step(make_config: Config, client: Client, tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     config = make_config(
         run={"iterations": 3},
@@ -86,7 +86,7 @@ def test_a_slow_judge_is_waited_for_by_no_step(make_config: Config, cluster_clie
     )
     reward = {"service": "judge", "late": True, "fast": 0.0}
     environment = FunctionEnvironment(prompts=prompts(), reward=reward)
-    with Session(config, environment=environment, client=cluster_client) as session:
+    with Session(config, environment=environment, client=client) as session:
         rows = []
         for row in session.iterations():
             rows.append(row)
@@ -97,9 +97,7 @@ def test_a_slow_judge_is_waited_for_by_no_step(make_config: Config, cluster_clie
     assert {path.read_text().count('"value": 0.5') for path in session.spec.late_dir.iterdir()} == {1}
 
 
-def test_an_api_that_refuses_batches_is_asked_again(
-    make_config: Config, cluster_client: Client, tmp_path: Path
-) -> None:
+def test_an_api_that_refuses_batches_is_asked_again(make_config: Config, client: Client, tmp_path: Path) -> None:
     asked = tmp_path / "asked.txt"
     config = make_config(
         run={"iterations": 1},
@@ -108,15 +106,13 @@ def test_an_api_that_refuses_batches_is_asked_again(
         services={"named": {"judge": {"function": f"{HERE}:refusing", "args": {"path": str(asked)}}}},
     )
     environment = FunctionEnvironment(prompts=prompts(), reward={"service": "judge"})
-    with Session(config, environment=environment, client=cluster_client) as session:
+    with Session(config, environment=environment, client=client) as session:
         (row,) = session.iterations()
     assert (row["reward"], row["failures/reward"]) == (0.25, 0)
     assert len(asked.read_text().splitlines()) >= 2
 
 
-def test_a_service_that_fails_is_a_failure_of_the_reward_and_no_reward(
-    make_config: Config, cluster_client: Client
-) -> None:
+def test_a_service_that_fails_is_a_failure_of_the_reward_and_no_reward(make_config: Config, client: Client) -> None:
     config = make_config(
         run={"iterations": 1},
         rollout={"max_turns": 1},
@@ -124,20 +120,20 @@ def test_a_service_that_fails_is_a_failure_of_the_reward_and_no_reward(
         services={"named": {"short": {"function": f"{HERE}:short"}}},
     )
     environment = FunctionEnvironment(prompts=prompts(), reward={"service": "short"})
-    with Session(config, environment=environment, client=cluster_client) as session:
+    with Session(config, environment=environment, client=client) as session:
         (row,) = session.iterations()
     assert row["failures/reward"] == 4
     with TrajectoryStore.open(session.spec.store_path) as store:
         assert np.isnan(store.columns("trajectory")["reward"]).all()
 
 
-def test_a_coroutine_asks_a_service_with_arguments(make_config: Config, cluster_client: Client) -> None:
+def test_a_coroutine_asks_a_service_with_arguments(make_config: Config, client: Client) -> None:
     config = make_config(
         run={"iterations": 1},
         environment={"name": f"{HERE}:OneAsked"},
         services={"named": {"lengths": {"function": f"{HERE}:lengths", "args": {"more": 3}}}},
     )
-    with Session(config, client=cluster_client) as session:
+    with Session(config, client=client) as session:
         (row,) = session.iterations()
     assert row["reward"] >= 3 and row["failures/reward"] == 0
     with TrajectoryStore.open(session.spec.store_path) as store:

@@ -295,11 +295,11 @@ def test_a_run_starts_what_was_planned_and_answers_for_its_roles(
 
 
 def test_a_cluster_with_other_engines_than_are_listed_is_refused(
-    make_config: Config, cluster_client: Client, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    make_config: Config, client: Client, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = make_config(cluster={"engines": [{"slots": 8}, {"slots": 4, "count": 2}]})
     wrong = r"2 engines of TP 1, 1 threads, 4 slots are listed, the cluster has 0; type.*ROLLOUT=4,TP=1"
-    with pytest.raises(ClusterError, match=wrong), Session(config, client=cluster_client):
+    with pytest.raises(ClusterError, match=wrong), Session(config, client=client):
         pass
     elsewhere = make_config(run={"name": "elsewhere"})
     plan_of_a_gpu = PlannedLayout(
@@ -315,16 +315,16 @@ def test_a_cluster_with_other_engines_than_are_listed_is_refused(
         why="training",
     )
     with pytest.raises(PlanError, match="the plan is for 2 x A800-80G, this cluster has no GPU"):
-        run(with_plan(elsewhere, plan_of_a_gpu), client=cluster_client)
-    with Session(make_config(run={"name": "alike"}), client=cluster_client) as session:
+        run(with_plan(elsewhere, plan_of_a_gpu), client=client)
+    with Session(make_config(run={"name": "alike"}), client=client) as session:
         roles_command(session.directory, ())
         assert "no worker of this run can change its role" in capsys.readouterr().out
         with pytest.raises(ClusterError, match=r"no worker of this run.*cluster\.hybrid_workers=1"):
             roles_command(session.directory, ["rollout-0=train"])
     summary = run(
-        make_config(run={"iterations": 1, "name": "fits"}, cluster={"engines": [{"slots": 8}]}), client=cluster_client
+        make_config(run={"iterations": 1, "name": "fits"}, cluster={"engines": [{"slots": 8}]}), client=client
     )
     assert len(summary.iterations) == 1
     with pytest.raises(ConfigError, match=r"planner\.layout=configured"):
-        run(make_config(run={"name": "auto"}, planner={"layout": "auto"}), client=cluster_client)
+        run(make_config(run={"name": "auto"}, planner={"layout": "auto"}), client=client)
     assert not (tmp_path / "auto").exists()

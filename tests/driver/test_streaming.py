@@ -50,7 +50,7 @@ def typed(*arguments: str) -> str:
 
 @pytest.mark.parametrize("eta", [0, 1])
 def test_a_streamed_run_has_the_batches_and_the_weights_of_one_that_is_not(
-    eta: int, make_config: Config, cluster_client: Client
+    eta: int, make_config: Config, client: Client
 ) -> None:
     trainer = {"prompts": PROMPTS, "group_size": 3, "lr": 1e-4}
     done = {
@@ -60,7 +60,7 @@ def test_a_streamed_run_has_the_batches_and_the_weights_of_one_that_is_not(
                 trainer={**trainer, "streaming": streaming},
                 store={"keep_versions": 9},
             ),
-            client=cluster_client,
+            client=client,
         )
         for streaming in ("off", "on")
     }
@@ -153,7 +153,7 @@ class LateFirst(FixedTurns):
 
 @pytest.mark.timeout(600)
 def test_a_batch_takes_what_is_complete_first_and_a_killed_trainer_adds_the_same_groups_again(
-    make_config: Config, cluster_client: Client, kept: None, tmp_path: Path
+    make_config: Config, client: Client, kept: None, tmp_path: Path
 ) -> None:
     config = make_config(
         run={"iterations": 4, "eta": 1}, trainer={**STREAMED, "batches": "first_come"}, store={"keep_versions": 9},
@@ -161,7 +161,7 @@ def test_a_batch_takes_what_is_complete_first_and_a_killed_trainer_adds_the_same
     )  # fmt: skip
     os.mkfifo(tmp_path / "pipe")
     pipe = os.open(tmp_path / "pipe", os.O_RDWR)
-    with Session(config, environment=LateFirst(tmp_path / "pipe"), client=cluster_client) as session:
+    with Session(config, environment=LateFirst(tmp_path / "pipe"), client=client) as session:
         workers = present_workers(session.client)
         (address,) = (address for address, worker in workers.items() if worker["name"] == "train-0")
         iterations = session.iterations()
@@ -183,10 +183,10 @@ def test_a_batch_takes_what_is_complete_first_and_a_killed_trainer_adds_the_same
 
 @pytest.mark.timeout(600)
 def test_a_trainer_that_is_killed_in_the_midst_of_a_wave_adds_the_committed_waves_again(
-    make_config: Config, cluster_client: Client, kept: None
+    make_config: Config, client: Client, kept: None
 ) -> None:
     config = make_config(run={"iterations": 4}, trainer=STREAMED, store={"keep_versions": 9}, checkpoint={"every": 0})
-    with Session(config, client=cluster_client) as session:
+    with Session(config, client=client) as session:
         iterations = session.iterations()
         next(iterations)
         workers = present_workers(session.client)
@@ -241,7 +241,7 @@ except BaseException as error:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("eta", "batches", "wave"), [(0, "own", 1), (1, "first_come", 0)])
 def test_a_driver_that_is_killed_in_the_midst_of_a_wave_goes_on_with_the_committed_waves(
-    eta: int, batches: str, wave: int, make_config: Config, cluster_client: Client, kept: None, tmp_path: Path
+    eta: int, batches: str, wave: int, make_config: Config, client: Client, kept: None, tmp_path: Path
 ) -> None:
     config = make_config(
         run={"iterations": 4, "eta": eta}, trainer={**STREAMED, "batches": batches}, store={"keep_versions": 9},
@@ -249,8 +249,8 @@ def test_a_driver_that_is_killed_in_the_midst_of_a_wave_goes_on_with_the_committ
     )  # fmt: skip
     (tmp_path / "config.yaml").write_text(dump_config(config))
     os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "security").write_bytes(pickle.dumps(cluster_client.security))
-    address, security = cluster_client.scheduler.address, tmp_path / "security"
+    (tmp_path / "security").write_bytes(pickle.dumps(client.security))
+    address, security = client.scheduler.address, tmp_path / "security"
     given = (
         tmp_path / "config.yaml",
         address,
@@ -266,7 +266,7 @@ def test_a_driver_that_is_killed_in_the_midst_of_a_wave_goes_on_with_the_committ
     driver.kill()
     driver.wait()
     (tmp_path / "pipe").write_text("go on")
-    summary = run(config, client=cluster_client, resume=True)
+    summary = run(config, client=client, resume=True)
     taken = [values["iteration"] for values in summary.iterations]
     assert taken in ([2, 3], [3])  # where the scheduler lives on, step 2 may be over before the run is removed
     assert waves_of(directory, 2)[: len(committed)] == committed

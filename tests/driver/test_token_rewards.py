@@ -23,9 +23,9 @@ KL = {"kl_coef": 0.1, "kl_in_reward": True, "kl_target": 1e-9, "kl_horizon": 10.
     ],
 )
 def test_a_run_learns_from_rewards_per_token(
-    make_config: Callable[..., RunConfig], cluster_client: Client, trainer: dict[str, Any]
+    make_config: Callable[..., RunConfig], client: Client, trainer: dict[str, Any]
 ) -> None:
-    summary = run(make_config(run={"iterations": 3}, trainer=trainer), client=cluster_client)
+    summary = run(make_config(run={"iterations": 3}, trainer=trainer), client=client)
     rows = summary.iterations
     assert [row["optimizer_steps"] for row in rows] == [trainer.get("minibatches", 1)] * 3
     if "kl_coef" in trainer:  # the engine has the reference's weights at first, and then others

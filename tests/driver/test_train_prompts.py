@@ -23,10 +23,10 @@ class SomeAlike(FixedTurns):
 
 
 def test_a_step_trains_on_as_many_groups_with_a_signal_as_it_should(
-    make_config: Callable[..., RunConfig], cluster_client: Client
+    make_config: Callable[..., RunConfig], client: Client
 ) -> None:
     config = make_config(run={"iterations": 2}, trainer={"prompts": 4, "train_prompts": 2})
-    with Session(config, environment=SomeAlike(), client=cluster_client) as session:
+    with Session(config, environment=SomeAlike(), client=client) as session:
         rows = list(session.iterations())
         facts = [read_batch_facts(session.spec.batches_dir, batch)["groups"] for batch in range(2)]
         directory = session.directory

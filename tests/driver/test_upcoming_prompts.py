@@ -47,10 +47,10 @@ def trained(environment: Any, client: Client, directory: Path, model: Path) -> l
 
 
 def test_a_run_names_the_prompts_of_each_iteration_before_it_begins(
-    cluster_client: Client, tmp_path: Path, random_model: Path
+    client: Client, tmp_path: Path, random_model: Path
 ) -> None:
     environment = FunctionEnvironment(prompts=["a", "b", "c"], eval_prompts=["d"], reward=rated)
-    events = trained(environment, cluster_client, tmp_path, random_model)
+    events = trained(environment, client, tmp_path, random_model)
     named = {event["iteration"]: event["prompts"] for event in events if event["name"] == "prompts_named"}
     asked = [environment.prompt("train", index).prompt_id for index in range(6)]
     assert named == {k: asked[2 * k : 2 * k + 2] for k in range(3)}
@@ -64,9 +64,9 @@ def test_a_run_names_the_prompts_of_each_iteration_before_it_begins(
 
 @pytest.mark.parametrize("environment", [FixedTurns(), Faulty()], ids=["nothing comes again", "faulty"])
 def test_nothing_is_named_where_nothing_comes_again_or_nobody_knows(
-    environment: FixedTurns, cluster_client: Client, tmp_path: Path, random_model: Path
+    environment: FixedTurns, client: Client, tmp_path: Path, random_model: Path
 ) -> None:
-    events = trained(environment, cluster_client, tmp_path, random_model)
+    events = trained(environment, client, tmp_path, random_model)
     assert not [event for event in events if event["name"] == "prompts_named"]
 
 

@@ -46,9 +46,9 @@ def break_next_load(version: int) -> None:
 break_next_load.__module__ = "__main__"  # sent to the worker by value, which cannot import this file
 
 
-def test_a_run_goes_on_past_a_stale_head(make_config: Config, cluster_client: Client) -> None:
-    cluster_client.run(break_next_load, 2, workers=[rollout_address(cluster_client)])
-    summary = run(make_config(run={"iterations": 4}, trainer={"lr": 1e-2}), client=cluster_client)
+def test_a_run_goes_on_past_a_stale_head(make_config: Config, client: Client) -> None:
+    client.run(break_next_load, 2, workers=[rollout_address(client)])
+    summary = run(make_config(run={"iterations": 4}, trainer={"lr": 1e-2}), client=client)
     assert [values["iteration"] for values in summary.iterations] == [0, 1, 2, 3]
     assert all(values["mismatch_max_abs"] < 1e-3 and values["left_out"] == 0 for values in summary.iterations)
     events = list(read_events(summary.directory / "events.jsonl").events)
@@ -60,9 +60,9 @@ def test_a_run_goes_on_past_a_stale_head(make_config: Config, cluster_client: Cl
     assert events.index(told) < events.index(next(event for event in checked if event["version"] == 2))
 
 
-def test_exact_logprobs_leave_no_gap_in_fifty_steps(make_config: Config, cluster_client: Client) -> None:
+def test_exact_logprobs_leave_no_gap_in_fifty_steps(make_config: Config, client: Client) -> None:
     config = make_config(run={"iterations": 50}, rollout={"exact_logprobs": True}, trainer={"lr": 1e-2})
-    summary = run(config, client=cluster_client)
+    summary = run(config, client=client)
     assert len(summary.iterations) == 50 and all(values["mismatch_tokens"] > 0 for values in summary.iterations)
     for name in ("mismatch_max_abs", "mismatch_k3", "mismatch_k3/rollout-0", "mismatch_mean_abs/rollout-0"):
         assert {values[name] for values in summary.iterations} == {0.0}, name
@@ -72,35 +72,31 @@ def test_exact_logprobs_leave_no_gap_in_fifty_steps(make_config: Config, cluster
     assert (found.first, found.steps, found.threshold) == (None, 50, 0.0)
 
 
-def test_pause_takes_the_step_and_no_further_one_until_the_run_is_resumed(
-    make_config: Config, cluster_client: Client
-) -> None:
+def test_pause_takes_the_step_and_no_further_one_until_the_run_is_resumed(make_config: Config, client: Client) -> None:
     alarm = {"mismatch_alarm": 1e-12, "mismatch_action": "pause"}
     config = make_config(run={"iterations": 3, "eta": 1}, trainer=alarm)
     with pytest.raises(MismatchAlarm, match=r"paused after step 0 .*libra resume"):
-        run(config, client=cluster_client)
+        run(config, client=client)
     weights = WeightStore(config.run.dir / "demo" / "weights")
     assert weights.numbers()[-1] == 1
-    summary = run(make_config(run={"iterations": 3, "eta": 1}), client=cluster_client, resume=True)
+    summary = run(make_config(run={"iterations": 3, "eta": 1}), client=client, resume=True)
     assert summary.iterations[-1]["iteration"] == 2
     assert weights.numbers()[-1] == 3
 
 
-def test_stop_refuses_the_very_step(make_config: Config, cluster_client: Client) -> None:
+def test_stop_refuses_the_very_step(make_config: Config, client: Client) -> None:
     config = make_config(trainer={"mismatch_alarm": 1e-12, "mismatch_action": "stop"})
     with pytest.raises(MismatchAlarm, match=r"step 0.*was not taken"):
-        run(config, client=cluster_client)
+        run(config, client=client)
     assert WeightStore(config.run.dir / "demo" / "weights").numbers() == [0]
 
 
-def test_weights_come_from_another_worker_where_the_registry_is_not_shared(
-    make_config: Config, cluster_client: Client
-) -> None:
+def test_weights_come_from_another_worker_where_the_registry_is_not_shared(make_config: Config, client: Client) -> None:
     config = make_config(run={"iterations": 3}, weights={"transfer": "peer"}, store={"keep_versions": 2})
-    address = rollout_address(cluster_client)
-    with Session(config, client=cluster_client) as session:
+    address = rollout_address(client)
+    with Session(config, client=client) as session:
         numbers = list(session.iterations())
-        held = cluster_client.run(fetched_versions, session.spec.run, workers=[address])[address]
+        held = client.run(fetched_versions, session.spec.run, workers=[address])[address]
     assert [values["iteration"] for values in numbers] == [0, 1, 2]
     assert all(values["mismatch_max_abs"] < 1e-3 for values in numbers)
     root, versions = held

@@ -21,7 +21,7 @@ from libra.types import ToolCall
 
 
 def test_a_tool_that_blocks_its_worker_costs_a_restart_and_nothing_else(
-    make_config: Callable[..., RunConfig], cluster_client: Client, tmp_path: Path
+    make_config: Callable[..., RunConfig], client: Client, tmp_path: Path
 ) -> None:
     marker = tmp_path / "hung once"
 
@@ -48,7 +48,7 @@ def test_a_tool_that_blocks_its_worker_costs_a_restart_and_nothing_else(
             return (ToolCall("block", {"text": "y"}),)
 
     config = make_config(run={"iterations": 1}, watchdog={"timeout_s": 5.0, "restart": True})
-    summary = run(config, environment=BlocksOnce(), client=cluster_client)
+    summary = run(config, environment=BlocksOnce(), client=client)
     columns = zarr.open_group(summary.directory / "trajectories.zarr", mode="r")["trajectory"]
     assert set(columns["failure"][:]) == {"policy"} and len(columns["failure"][:]) == 4
     events = list(read_events(summary.directory / "events.jsonl").events)

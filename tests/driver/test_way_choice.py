@@ -51,7 +51,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[MeasuredStep]:
 
 @pytest.mark.timeout(300)
 def test_steps_are_streamed_while_that_is_the_choice(
-    make_config: Callable[..., RunConfig], cluster_client: Client, measured: list[MeasuredStep]
+    make_config: Callable[..., RunConfig], client: Client, measured: list[MeasuredStep]
 ) -> None:
     config = make_config(
         run={"iterations": 4},
@@ -59,7 +59,7 @@ def test_steps_are_streamed_while_that_is_the_choice(
         store={"keep_versions": 9},
         checkpoint={"every": 0},
     )
-    with Session(config, client=cluster_client) as session:
+    with Session(config, client=client) as session:
         iterations = session.iterations()
         rows = [next(iterations), next(iterations)]
         (page,) = session.client.run_on_scheduler(snapshots)

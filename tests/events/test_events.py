@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import fields
 
@@ -59,7 +59,6 @@ _OUTCOMES = st.sampled_from([NO_TOOL, *ToolStatus])
 
 
 @pytest.mark.parametrize("kind", EVENTS.values(), ids=EVENTS)
-@settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_an_event_comes_back_from_its_line(kind, data):
     types = Event.__annotations__ | kind.__annotations__

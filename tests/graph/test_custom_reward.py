@@ -43,7 +43,7 @@ def test_the_script_runs_as_a_user_would_run_it(repository: Path, tmp_path: Path
     assert bad.sum() > 0, "no call failed: the judge had nothing to do"
 
 
-def test_extra_rewards_reach_the_store(cluster_client: Client, tmp_path: Path, random_model: Path) -> None:
+def test_extra_rewards_reach_the_store(client: Client, tmp_path: Path, random_model: Path) -> None:
     import dask
 
     import libra
@@ -58,7 +58,7 @@ def test_extra_rewards_reach_the_store(cluster_client: Client, tmp_path: Path, r
     summary = libra.train(
         model=str(random_model),
         environment=Constant(),
-        client=cluster_client,
+        client=client,
         score=lambda episodes: dask.delayed(by_position)(episodes),
         run__dir=str(tmp_path),
         run__name="scored",

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture(scope="session")
-def finished(tmp_path_factory: pytest.TempPathFactory, random_model: Path, cluster_client: Client) -> Path:
+def finished(tmp_path_factory: pytest.TempPathFactory, random_model: Path, client: Client) -> Path:
     """A finished run that kept its journals and every group record."""
     directory = tmp_path_factory.mktemp("damage")
     config = config_from_dict(
@@ -39,7 +39,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, random_model: Path, clust
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(libra.driver.run_checkpoints, "prune_groups", lambda spec, first, before: before)
-        run_graphs(config, client=cluster_client)
+        run_graphs(config, client=client)
     return directory / "finished" / "demo"
 
 

@@ -194,7 +194,7 @@ def check_finished(run: Path, finished: Path) -> None:
 
 
 def test_a_run_goes_on_after_many_damages_at_once(
-    run: Path, finished: Path, cluster_client: Client, capfd: pytest.CaptureFixture[str]
+    run: Path, finished: Path, client: Client, capfd: pytest.CaptureFixture[str]
 ) -> None:
     for name in (
         "group_cut",
@@ -212,24 +212,24 @@ def test_a_run_goes_on_after_many_damages_at_once(
     assert code == 0, out + err
     code, out, _ = typed(capfd, "repair", str(run))
     assert code == 0 and "nothing to repair" in out
-    resumed(run, cluster_client)
+    resumed(run, client)
     check_finished(run, finished)
     assert sorted(path.name for path in (run / "epochs").iterdir()) == ["0000", "0001"]
 
 
 def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(
-    run: Path, finished: Path, cluster_client: Client, capfd: pytest.CaptureFixture[str]
+    run: Path, finished: Path, client: Client, capfd: pytest.CaptureFixture[str]
 ) -> None:
     cut(f"{CHECKPOINT}/model.safetensors")(run)
     code, _, err = typed(capfd, "resume", str(run), "--from-checkpoint", "3")
     assert code == 2 and "allowed are 2, 0" in err
-    resumed(run, cluster_client, 2)
+    resumed(run, client, 2)
     check_finished(run, finished)
     assert checkpoint_fault(run / CHECKPOINT) is None and (run / "damaged" / CHECKPOINT).is_dir()
 
 
 def test_nothing_is_set_aside_to_go_back_where_the_scores_are_damaged_too(
-    run: Path, finished: Path, cluster_client: Client, capfd: pytest.CaptureFixture[str]
+    run: Path, finished: Path, client: Client, capfd: pytest.CaptureFixture[str]
 ) -> None:
     cut(f"{CHECKPOINT}/model.safetensors")(run)
     cut("checkpoints/scores.json")(run)
@@ -238,19 +238,19 @@ def test_nothing_is_set_aside_to_go_back_where_the_scores_are_damaged_too(
     assert err.splitlines()[-1].startswith(f"Type: libra repair {run}")
     assert (run / CHECKPOINT).is_dir() and not (run / "damaged").exists()
     assert typed(capfd, "repair", str(run))[0] == 0
-    resumed(run, cluster_client)
+    resumed(run, client)
     check_finished(run, finished)
 
 
 def test_a_trajectory_whose_journal_is_cut_generates_the_same_again(
-    run: Path, finished: Path, cluster_client: Client, capfd: pytest.CaptureFixture[str]
+    run: Path, finished: Path, client: Client, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (run / "batches" / "batch-000003.json").unlink()  # batch 3 is not committed, and one of its groups is not
     (run / "groups" / "train-000003-000001.group").unlink()
     flip_record(run)
     assert typed(capfd, "resume", str(run))[0] == 2
     assert typed(capfd, "repair", str(run))[0] == 0
-    resumed(run, cluster_client)
+    resumed(run, client)
     assert_same_rows(run, finished, generated_again=6)
 
 

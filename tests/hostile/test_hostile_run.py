@@ -97,7 +97,7 @@ def hostile_model(random_model: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 
 def test_a_hostile_model_does_not_end_its_run_and_a_resume_goes_on(
-    hostile_model: Path, make_config: Callable[..., RunConfig], cluster_client: Client
+    hostile_model: Path, make_config: Callable[..., RunConfig], client: Client
 ) -> None:
     sections: dict[str, dict[str, Any]] = {
         "model": {"path": str(hostile_model)},
@@ -106,10 +106,10 @@ def test_a_hostile_model_does_not_end_its_run_and_a_resume_goes_on(
         "observe": {"tensorboard": True},
     }
     config = make_config(run={"iterations": 1}, **sections)
-    first = run(config, environment=Hostile(), client=cluster_client)
+    first = run(config, environment=Hostile(), client=client)
     assert len(first.iterations) == 1
     more = make_config(run={"iterations": 2}, **sections)
-    second = run(more, environment=Hostile(), client=cluster_client, resume=True)
+    second = run(more, environment=Hostile(), client=client, resume=True)
     assert [values["iteration"] for values in second.iterations] == [1]
 
     columns = {

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hostile_input import (
@@ -157,7 +157,6 @@ def test_what_json_has_no_form_for_is_the_parsers_fault() -> None:
 
 
 @given(HOSTILE_TEXT, st.sampled_from(sorted(PARSERS)))
-@settings(max_examples=300)
 def test_any_text_is_read(text: str, parser: str) -> None:
     PARSERS[parser](text)
 

@@ -260,14 +260,14 @@ def stores(run: str, dask_worker: Any) -> list[str]:
 
 
 @pytest.fixture(name="undergone", scope="module")
-def _undergone(cluster_client: Client, random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Undergone:
+def _undergone(client: Client, random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Undergone:
     runs = tmp_path_factory.mktemp("network")
-    with Session(config_of(runs, random_model, "alone"), client=cluster_client) as alone:
+    with Session(config_of(runs, random_model, "alone"), client=client) as alone:
         list(alone.iterations())
     undisturbed = digest_of(alone.directory)
-    with Session(config_of(runs, random_model, "attacked"), client=cluster_client) as session:
-        workers = present_workers(cluster_client)
-        pids = set(cluster_client.run(os.getpid).values())
+    with Session(config_of(runs, random_model, "attacked"), client=client) as session:
+        workers = present_workers(client)
+        pids = set(client.run(os.getpid).values())
         addresses = listening({os.getpid(), *pids})
         assert len(addresses) >= 2 + 3 * len(workers) + 2, (
             "scheduler and page; nanny, worker, page each; rows and weights"
@@ -275,9 +275,9 @@ def _undergone(cluster_client: Client, random_model: Path, tmp_path_factory: pyt
         seen = seen_by_another(session, {os.getpid(), *pids}, workers)
         with RogueHolders(session) as rogues, Attacker(sorted(addresses)) as attacker:
             for _ in session.iterations():
-                with Client(cluster_client.cluster, set_as_default=False) as other:
+                with Client(client.cluster, set_as_default=False) as other:
                     assert other.submit(lambda: "still served", pure=False).result() == "still served"
-        kept = cluster_client.run(stores, "attacked")
+        kept = client.run(stores, "attacked")
     return Undergone(session.directory, undisturbed, attacker.made, addresses, rogues.asked, kept, seen)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from rich.console import Console
 
 from hostile_input import HOSTILE_TEXT, SHORT, TEXTS, acts, hostile_trajectory
@@ -32,7 +32,6 @@ pytestmark = pytest.mark.timeout(60)
 
 
 @given(HOSTILE_TEXT)
-@settings(max_examples=300)
 def test_what_is_shown_does_not_act(text: str) -> None:
     assert not acts(shown(text))
     assert not acts(shown_line(text, 80)) and "\n" not in shown_line(text, 80) and len(shown_line(text, 80)) <= 80

@@ -221,7 +221,7 @@ def make_snapshot() -> Callable[..., dict[str, Any]]:
 
 
 @pytest.fixture(scope="session")
-def recorded_run(tmp_path_factory: pytest.TempPathFactory, random_model: Path, cluster_client: Any) -> Path:
+def recorded_run(tmp_path_factory: pytest.TempPathFactory, random_model: Path, client: Any) -> Path:
     """The directory of a short run that has finished: two iterations, held-out questions, tools. Read it only."""
     from libra.config import config_from_dict
     from libra.driver.session import run
@@ -239,4 +239,4 @@ def recorded_run(tmp_path_factory: pytest.TempPathFactory, random_model: Path, c
             "observe": {"progress": False},
         }
     )
-    return run(config, client=cluster_client).directory
+    return run(config, client=client).directory

@@ -13,12 +13,10 @@ import libra
 from libra.testing import FixedTurns
 
 
-def test_a_run_trains_publishes_and_resumes_with_adapters(
-    cluster_client: Client, random_model: Path, tmp_path: Path
-) -> None:
+def test_a_run_trains_publishes_and_resumes_with_adapters(client: Client, random_model: Path, tmp_path: Path) -> None:
     arguments = {
         "environment": FixedTurns(),
-        "client": cluster_client,
+        "client": client,
         "run__dir": str(tmp_path),
         "run__name": "lora",
         "run__iterations": 1,

@@ -64,14 +64,14 @@ def test_the_environment_keeps_its_contract(page: dict[str, Any]) -> None:
 
 
 def test_a_run_with_the_environment_the_node_and_the_callback(
-    page: dict[str, Any], cluster_client: Client, random_model: Path, tmp_path: Path
+    page: dict[str, Any], client: Client, random_model: Path, tmp_path: Path
 ) -> None:
     summary = libra.train(
         str(random_model),
         environment=page["Letters"](),
         score=page["score"],
         on_iteration=page["stop_when_solved"],
-        client=cluster_client,
+        client=client,
         run__dir=str(tmp_path),
         run__name="page",
         run__iterations=1,

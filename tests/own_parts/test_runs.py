@@ -45,7 +45,7 @@ def graded(episode: Any) -> float:
 
 
 def test_a_run_with_its_own_loss_advantage_schedule_policy_engine_and_callbacks(
-    make_config: Callable[..., RunConfig], cluster_client: Client, repository: Path
+    make_config: Callable[..., RunConfig], client: Client, repository: Path
 ) -> None:
     from click.testing import CliRunner
 
@@ -61,7 +61,7 @@ def test_a_run_with_its_own_loss_advantage_schedule_policy_engine_and_callbacks(
     summary = run(
         config,
         environment=Graded(),
-        client=cluster_client,
+        client=client,
         callbacks={
             "on_iteration": lambda values: called.append(("iteration", values["iteration"], values["lr"])),
             "on_batch": lambda batch, trajectories: called.append(
@@ -98,18 +98,18 @@ def test_a_run_with_its_own_loss_advantage_schedule_policy_engine_and_callbacks(
 
 
 def test_a_callback_that_raises_ends_the_run_and_it_can_be_resumed(
-    make_config: Callable[..., RunConfig], cluster_client: Client
+    make_config: Callable[..., RunConfig], client: Client
 ) -> None:
     def fails(values: Any) -> None:
         raise OSError("no space on the phone")
 
     config = make_config(observe={"on_iteration": "callbacks_of_test:seen"})
     with pytest.raises(ConfigError, match="cannot import 'callbacks_of_test'"):
-        run(config, client=cluster_client)
+        run(config, client=client)
     config = make_config()
     with pytest.raises(CallbackError, match=r"^on_iteration: the callback raised OSError: no space on the phone$"):
-        run(config, client=cluster_client, callbacks={"on_iteration": fails})
-    summary = run(config, client=cluster_client, resume=True)
+        run(config, client=client, callbacks={"on_iteration": fails})
+    summary = run(config, client=client, resume=True)
     assert [row["iteration"] for row in summary.iterations] == [1]
 
 
@@ -150,23 +150,23 @@ def test_a_worker_that_cannot_import_a_part_names_the_setting(
     assert (found_by(rollout={"engine": "gone_from_here:f"}) or ("",))[0] == "rollout.engine"
 
 
-def test_a_run_on_an_own_engine_of_degree_two(make_config: Callable[..., RunConfig], cluster_client: Client) -> None:
+def test_a_run_on_an_own_engine_of_degree_two(make_config: Callable[..., RunConfig], client: Client) -> None:
     config = make_config(run={"iterations": 1}, rollout={"engine": "ranked_engine:RankedEngine", "tp": 2})
-    summary = run(config, client=cluster_client)
+    summary = run(config, client=client)
     lines = [json.loads(line) for line in (summary.directory / "events.jsonl").read_text().splitlines()]
     served = [line for line in lines if line["name"] == "version_served"]
     assert {line["tp"] for line in served} == {2}
     assert {line["tp"] for line in lines if line["name"] == "engine_declared"} == {2}
 
 
-def test_train_takes_the_functions_themselves(cluster_client: Client, random_model: Path, tmp_path: Path) -> None:
+def test_train_takes_the_functions_themselves(client: Client, random_model: Path, tmp_path: Path) -> None:
     from libra.testing import FixedTurns
 
     seen: list[float] = []
     summary = libra.train(
         str(random_model),
         environment=FixedTurns(),
-        client=cluster_client,
+        client=client,
         trainer__loss=own_loss.one_sided,
         on_evaluation=lambda result: seen.append(result["reward"]),
         run__dir=str(tmp_path),

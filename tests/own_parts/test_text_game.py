@@ -69,7 +69,7 @@ class Counting(Environment):
 
 
 def test_a_game_is_played_to_its_end_and_its_state_is_in_the_records(
-    make_config: Callable[..., RunConfig], cluster_client: Client
+    make_config: Callable[..., RunConfig], client: Client
 ) -> None:
     from libra.cli.main import cli
 
@@ -77,7 +77,7 @@ def test_a_game_is_played_to_its_end_and_its_state_is_in_the_records(
         rollout={"max_new_tokens": 2, "max_turns": 4}, store={"keep_journals": True}, run={"iterations": 1}
     )
     game = GuessDigit()
-    summary = run(config, environment=game, client=cluster_client)
+    summary = run(config, environment=game, client=client)
     columns = zarr.open_group(summary.directory / "trajectories.zarr", mode="r")["trajectory"]
     assert set(columns["failure"][:]) <= {"none", "policy"}
     journal = Journal(summary.directory / "journal")
@@ -95,9 +95,9 @@ def test_a_game_is_played_to_its_end_and_its_state_is_in_the_records(
 
 
 def test_tools_and_steps_on_other_workers_see_the_state_of_the_turn_before(
-    make_config: Callable[..., RunConfig], cluster_client: Client
+    make_config: Callable[..., RunConfig], client: Client
 ) -> None:
-    summary = run(make_config(run={"iterations": 1, "name": "counting"}), environment=Counting(), client=cluster_client)
+    summary = run(make_config(run={"iterations": 1, "name": "counting"}), environment=Counting(), client=client)
     group = zarr.open_group(summary.directory / "trajectories.zarr", mode="r")
     assert set(group["trajectory"]["failure"][:]) == {"policy"}, group["trajectory"]["failure_detail"][
         :

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from libra.planner.arrangement_forecast import EndedIteration
@@ -87,7 +87,6 @@ def test_a_drift_moves_workers_both_ways(overlap: bool) -> None:
     assert made_up.history[35] == 0
 
 
-@settings(max_examples=40, deadline=None)
 @given(batches=st.lists(st.builds(Batch, st.floats(10, 5000), st.floats(10, 50000)), min_size=8, max_size=40))
 def test_whatever_comes_changes_are_rare_and_some_engine_stays(batches: list[Batch]) -> None:
     made_up = MadeUpRun(Rules(first_cost_s=0.0, confirmations=2, rest_iterations=3))

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from libra.errors import PlanError
@@ -55,7 +55,6 @@ def test_without_engines_nothing_is_played() -> None:
         rollout_seconds(batch(1.0), [])
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     st.lists(st.floats(1, 500), min_size=1, max_size=30),
     st.integers(1, 8),

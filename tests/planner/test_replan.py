@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from libra.errors import PlanError
@@ -51,7 +51,6 @@ def consider(
     return replanner.weigh(iteration, current_s, Proposal(Deployed.of(plan), plan.step_s), remaining, noise_frac)
 
 
-@settings(max_examples=200, deadline=None)
 @given(
     noise=st.lists(st.floats(-0.2, 0.2), min_size=30, max_size=60),
     drift=st.floats(-0.01, 0.01),
@@ -74,7 +73,6 @@ def test_drifting_noise_never_flaps_beyond_the_bound(noise, drift, confirmations
     assert not changes or changes[0] >= confirmations - 1
 
 
-@settings(max_examples=100, deadline=None)
 @given(noise=st.lists(st.floats(-0.04, 0.04), min_size=20, max_size=50))
 def test_noise_below_the_least_gain_changes_nothing(noise, some_plan) -> None:
     replanner = Replanner(other_than(some_plan), Rules(first_cost_s=0.0))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from libra.errors import PlanError
@@ -71,7 +71,6 @@ def test_trying_everything_tries_everything(random_problem: Make, best_by_trying
         assert best_by_trying(problem) == pytest.approx(best)
 
 
-@settings(max_examples=25, deadline=None)
 @given(st.integers(1000, 10**6), st.sampled_from([64, 300]), st.sampled_from([12, 40, 96]))
 def test_the_bound_holds_and_is_met_for_many_trajectories(step_s: Step, seed: int, num: int, num_gpus: int) -> None:
     rng = np.random.default_rng(seed)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from libra.errors import PlanError
@@ -82,7 +82,6 @@ def test_the_start_of_a_run_is_no_noise() -> None:
 
 
 @given(st.lists(SECONDS, min_size=4, max_size=12))
-@settings(deadline=None)
 def test_a_machine_that_is_slower_in_all_it_does_is_no_noise(slower: list[float]) -> None:
     """Both phases take so many times as long: how much is gained by another split stays what it was."""
     assert judged([(each, each) for each in slower]).noise_frac < 0.03

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from libra.policy import Admission, CommittedGroup, OpenBatch, OpenGate
@@ -72,7 +72,6 @@ def simulate(eta: int, groups: int, iterations: int, seed: int, *, beside: bool 
     return lags
 
 
-@settings(max_examples=300, deadline=None)
 @given(st.integers(0, 4), st.integers(1, 5), st.integers(1, 12), st.integers(0, 2**32), st.booleans())
 def test_lag_never_above_eta_and_every_group_consumed_once(
     eta: int, groups: int, iterations: int, seed: int, beside: bool

@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from libra.policy import (
@@ -58,7 +58,6 @@ MOVES = st.lists(
 )
 
 
-@settings(max_examples=300, deadline=None)
 @given(MOVES)
 def test_nothing_is_lost_or_run_twice_and_no_slot_is_given_twice(moves: list[tuple[Any, ...]]) -> None:
     """Room for everybody, and moves free of charge: then it is work conserving without exception."""
@@ -106,7 +105,6 @@ def test_nothing_is_lost_or_run_twice_and_no_slot_is_given_twice(moves: list[tup
                 assert dispatcher.running_on(worker, phase) == sum(at == (phase, worker) for at in running.values())
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.permutations(range(8)), st.integers(1, 8))
 def test_trajectories_leave_in_the_order_of_their_priority(orders: list[int], slots: int) -> None:
     dispatcher = Dispatcher()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from libra.policy import QuantumFinished, QuantumStarted, TrajectoryParked, WorkerJoined, joined_of
@@ -55,7 +55,6 @@ def brute_s(loads: Loads, worker: str, more: tuple[float, float]) -> float:
     return 0.01 * peak + 0.02 / 100_000 * sum(work for _, work in members)
 
 
-@settings(max_examples=300, deadline=None)
 @given(steps=STEPS)
 def test_sums_are_those_of_all_members_after_any_events(steps: list[tuple[Any, ...]]) -> None:
     fleet, loads = engines()

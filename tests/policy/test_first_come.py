@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from itertools import chain, combinations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from libra.policy import Admission, CommittedGroup, OpenBatch, OpenGate, OpenWave, Waves
@@ -34,7 +34,6 @@ def meets(batch: int, places: int, groups: int, left: list[int]) -> bool:
     st.lists(st.integers(0, 3), max_size=7),
     st.lists(st.integers(0, 3), max_size=4),
 )
-@settings(max_examples=300)
 def test_what_is_taken_leaves_the_others_their_places_and_no_choice_takes_more(
     eta: int, groups: int, complete: list[int], in_flight: list[int]
 ) -> None:
@@ -164,7 +163,6 @@ class Run:
     st.tuples(st.integers(1, 6), st.integers(1, 3), st.integers(0, 3)),
     st.integers(0, 10**6),
 )
-@settings(max_examples=200, deadline=None)
 def test_every_group_is_in_one_wave_in_time_whatever_is_killed(
     eta: int, groups: int, waves: tuple[int, int, int], seed: int
 ) -> None:

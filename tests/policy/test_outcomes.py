@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from libra.envs import tool
@@ -114,7 +114,6 @@ def test_environments_write_every_word_that_there_is() -> None:
 
 
 @given(hows=st.lists(st.sampled_from(BEHAVIOURS), min_size=2, max_size=2, unique=True), payload=st.integers(0, 3000))
-@settings(max_examples=30, deadline=None)
 def test_every_outcome_that_an_environment_writes_has_a_feature_of_its_own(hows: list[str], payload: int) -> None:
     one, other = (act(how).status for how in hows)
     states = [state_of(3, status, payload) for status in (one, other)]

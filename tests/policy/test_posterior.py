@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from libra.policy import GroupsNamed, QuantumFinished, TrajectoryEnded, TrajectoryParked, VersionPublished
@@ -77,7 +77,6 @@ def run(forecaster: Forecaster, key: str, turns: list[tuple[int, str]], *, group
 
 @pytest.mark.parametrize("signals", CHOICES, ids="-".join)
 @given(before=STEPS, after=STEPS)
-@settings(max_examples=25, deadline=None)
 def test_a_snapshot_changes_no_later_answer(signals: tuple[str, ...], before: list[Any], after: list[Any]) -> None:
     one, other = (Posterior(PosteriorConfig(signals=signals)) for _ in range(2))
     for step in before:
@@ -90,7 +89,6 @@ def test_a_snapshot_changes_no_later_answer(signals: tuple[str, ...], before: li
 
 @pytest.mark.parametrize("signals", CHOICES, ids="-".join)
 @given(steps=STEPS)
-@settings(max_examples=25, deadline=None)
 def test_every_forecast_is_a_length(signals: tuple[str, ...], steps: list[Any]) -> None:
     forecaster = Posterior(PosteriorConfig(signals=signals))
     for step in steps:

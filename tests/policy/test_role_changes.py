@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from libra.policy.role_changes import Roles
@@ -226,7 +226,6 @@ KINDS = (
 STEPS = st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 10_000)), max_size=60)
 
 
-@settings(max_examples=300, deadline=None)
 @given(STEPS)
 def test_every_interleaving_ends_in_the_old_or_the_new_assignments(steps: list[tuple[str, int]]) -> None:
     world = World()

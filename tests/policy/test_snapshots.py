@@ -7,7 +7,7 @@ import random
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from libra.policy import (
@@ -83,7 +83,6 @@ def through_json(values: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", ORDERINGS.values(), ids=ORDERINGS)
-@settings(max_examples=150, deadline=None)
 @given(before=EVENTS, after=EVENTS)
 def test_an_ordering_goes_on_from_its_snapshot(kind: type, before: list[Any], after: list[Any]) -> None:
     original, restored = kind(), kind()
@@ -95,7 +94,6 @@ def test_an_ordering_goes_on_from_its_snapshot(kind: type, before: list[Any], af
     assert restored.snapshot() == original.snapshot()
 
 
-@settings(max_examples=150, deadline=None)
 @given(before=EVENTS)
 def test_a_fleet_comes_back_from_its_snapshot(before: list[Any]) -> None:
     original, restored = Fleet(), Fleet()
@@ -108,7 +106,6 @@ def test_a_fleet_comes_back_from_its_snapshot(before: list[Any]) -> None:
     assert restored.hosts["c"].open_tokens == original.hosts["c"].open_tokens > 100
 
 
-@settings(max_examples=300, deadline=None)
 @given(eta=st.integers(0, 2), groups=st.integers(1, 3), before=CALLS, after=CALLS)
 def test_admission_goes_on_from_its_snapshot(eta: int, groups: int, before: list[Any], after: list[Any]) -> None:
     original, restored = Admission(eta, groups), Admission(9, 9)
@@ -211,7 +208,6 @@ def live(disk: Disk, eta: int, groups: int, rng: random.Random, moves: int) -> N
                 publish()
 
 
-@settings(max_examples=300, deadline=None)
 @given(
     eta=st.integers(0, 3),
     groups=st.integers(1, 3),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from libra.policy.stall import Picture, RunningTask, Waiting, Watchdog
@@ -85,7 +85,6 @@ def test_a_run_that_was_asked_for_nothing_is_idle() -> None:
     assert watchdog.check(60.0, lambda: picture(SLOT)) is not None
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.lists(st.tuples(st.booleans(), st.floats(0.0, 7.0)), max_size=60))
 def test_a_stall_is_never_told_within_the_timeout_of_an_edge(steps: list[tuple[bool, float]]) -> None:
     watchdog, t_s, edge_s, told_s = Watchdog(10.0, 0.0), 0.0, 0.0, 0.0

@@ -6,7 +6,7 @@ import random
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from libra.policy import Admission, CommittedGroup, OpenGate
@@ -64,7 +64,6 @@ def train(eta: int, groups: int, steps: int, own: bool, seed: int) -> dict[int, 
     own=st.booleans(),
     seed=st.integers(0, 2**32),
 )
-@settings(deadline=None, max_examples=300)
 def test_any_schedule_fills_every_batch_within_the_bound(
     eta: int, groups: int, steps: int, own: bool, seed: int
 ) -> None:

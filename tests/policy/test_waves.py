@@ -6,7 +6,7 @@ import json
 import random
 from collections import defaultdict
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from libra.policy import Admission, CommittedGroup, OpenBatch, OpenGate, OpenWave, Waves
@@ -96,7 +96,6 @@ class Run:
         self.told(self.admission.gate_parked(k))
 
 
-@settings(max_examples=150, deadline=None)
 @given(st.integers(0, 2), st.integers(1, 6), st.integers(1, 6), st.integers(1, 3), st.integers(0, 10**6))
 def test_every_group_is_in_one_wave_of_its_own_batch(eta: int, groups: int, most: int, least: int, seed: int) -> None:
     rng, iterations = random.Random(seed), 5
@@ -133,7 +132,6 @@ def test_every_group_is_in_one_wave_of_its_own_batch(eta: int, groups: int, most
     assert all(waves == sorted(waves, key=lambda wave: not wave) for waves in run.waves.values()), "left over: the last"
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.integers(1, 6), st.integers(1, 6), st.integers(0, 10**6))
 def test_a_resumed_run_opens_the_same_waves_again(groups: int, most: int, seed: int) -> None:
     rng = random.Random(seed)

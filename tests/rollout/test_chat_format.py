@@ -98,7 +98,6 @@ FORGED = [
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-@settings(max_examples=50, deadline=None)
 @given(
     contents=st.lists(
         st.lists(st.sampled_from([*FORGED, OPEN[1:], "<", "|", "a"])).map("".join), min_size=1, max_size=3

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 
@@ -40,7 +40,6 @@ def tokenizer(**parts: Any) -> Any:
 PLAIN, NFC = tokenizer(), tokenizer(normalizer=normalizers.NFC())
 
 
-@settings(max_examples=200, deadline=None)
 @given(
     st.text(alphabet=st.one_of(st.characters(exclude_categories=["Cs"]), st.sampled_from(" \u1fbe\u0308\u0301\u212a")))
 )

@@ -396,7 +396,7 @@ ACTIONS = st.lists(
 )
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(actions=ACTIONS)
 def test_every_request_ends_exactly_once_whatever_happens(actions, shared_batch, make_request):
     batch = shared_batch

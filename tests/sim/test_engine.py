@@ -108,7 +108,7 @@ REQUESTS = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(requests=REQUESTS, noisy=st.booleans())
 def test_every_request_ends_once_and_kv_never_overflows(
     tables: Tables, requests: list[tuple[int, int, float, int]], noisy: bool
@@ -179,7 +179,7 @@ def test_kv_comes_from_host_memory_where_that_is_sooner(tables: Tables) -> None:
     assert (host.tokens("far"), host.tokens("near"), host.held_tokens) == (0, 50, 1550)
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(requests=REQUESTS, preempts=st.booleans())
 def test_every_request_ends_once_with_preemption_and_with_kv_from_host_memory(
     tables: Tables, requests: list[tuple[int, int, float, int]], preempts: bool

@@ -180,7 +180,7 @@ def test_a_pool_of_one_kind_trains_when_the_batch_is_there(engines: Engines, wor
     core=st.integers(1, 3), group_s=st.one_of(st.just(0.0), st.floats(0.01, 100.0)), per_gpu=st.floats(0.5, 8.0),
     waves=st.sampled_from([None, WavePrices(1), WavePrices(3, 2, 2)]),
 )  # fmt: skip
-@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_every_group_is_trained_on_once_and_gpu_seconds_add_up(
     engines: Engines, name: str, eta: int, seed: int, count: int, slots: int, core: int, group_s: float, per_gpu: float,
     waves: WavePrices | None,

@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from libra.errors import RecordExists, StoreError
@@ -112,7 +112,6 @@ def test_a_link_whose_answer_was_lost_counts_as_won(tmp_path, monkeypatch):
     assert Journal(tmp_path).read(ID) == [{"x": 1}]
 
 
-@settings(max_examples=30, deadline=None)
 @given(keep=st.floats(0, 1, exclude_max=True))
 def test_a_torn_record_is_an_error_that_names_the_file(tmp_path_factory, keep):
     journal = Journal(tmp_path_factory.mktemp("journal"))
@@ -232,7 +231,6 @@ def test_a_frame_whose_link_failed_is_overwritten_and_never_read(tmp_path, one_m
         assert [record["by"] for record in one.read("train-0-1-3")] == ["loser, short", "loser, after"]
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     steps=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3), st.integers(0, 300)), max_size=40),
     read_bytes=st.sampled_from([1, 64, journal_module._READ_BYTES]),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -21,13 +21,11 @@ _ARRAYS = hnp.arrays(
 )
 
 
-@settings(max_examples=40, deadline=None)
 @given(st.dictionaries(st.text(), _VALUES))
 def test_plain_values_come_back(record):
     assert unpack(pack(record, source="here"), source="here") == record
 
 
-@settings(deadline=None)
 @given(_ARRAYS)
 def test_arrays_come_back_with_dtype_shape_and_bytes(array):
     got = unpack(pack({"deep": [{"array": array}]}, source="here"), source="here")["deep"][0]["array"]
@@ -49,7 +47,6 @@ def test_numpy_scalars_and_string_enums_come_back_as_plain_values():
     assert [type(value) for value in got.values()] == [int, float, str]
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_bytes_that_were_cut_extended_or_changed_are_refused(data):
     packed = pack({"token_ids": np.arange(7, dtype=np.int32), "text": "abc"}, source="here")

@@ -132,7 +132,6 @@ SURROGATES = ("ppo", "ppo_dual", "gspo_sequence", "sapo", "gmpo", "reinforce")
 
 
 @pytest.mark.parametrize("name", SURROGATES)
-@settings(max_examples=40)
 @given(lengths, seeds)
 def test_gradients_are_those_of_finite_differences(name, lengths, seed):
     columns, packed = draw(lengths, seed)

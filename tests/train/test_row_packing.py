@@ -3,7 +3,7 @@ from __future__ import annotations
 from functools import cache
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from libra.errors import TrainError
@@ -40,7 +40,6 @@ def test_rows_hold_every_sequence_once_within_their_room(method, lengths, room):
         assert all(a + b > room for i, a in enumerate(sums) for b in sums[i + 1 :])
 
 
-@settings(max_examples=150, deadline=None)
 @given(lengths=st.lists(st.integers(1, 30), max_size=9), room=st.integers(30, 60))
 def test_rows_are_few_compared_with_the_fewest_possible(lengths, room):
     fewest = fewest_rows(lengths, room)

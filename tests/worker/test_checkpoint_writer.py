@@ -132,12 +132,12 @@ def digest_of(version: int, directory: Path) -> str:
 
 @pytest.mark.parametrize("eta", [0, 1])
 def test_the_last_and_the_best_are_kept_and_hold_the_weights_they_name(
-    make_config: Config, cluster_client: Client, eta: int
+    make_config: Config, client: Client, eta: int
 ) -> None:
     config = make_config(
         run={"iterations": 6, "eta": eta}, checkpoint={"every": 1, "keep": 2}, store={"keep_versions": 10}
     )
-    summary = run(config, environment=Scored(), client=cluster_client)
+    summary = run(config, environment=Scored(), client=client)
     directory = summary.directory / "checkpoints"
     assert summary.checkpoint == newest(directory) == directory / "step-000006"
     if eta == 0:  # with staleness a batch mixes iterations, and another version may come first
@@ -152,9 +152,7 @@ def test_the_last_and_the_best_are_kept_and_hold_the_weights_they_name(
         AutoModelForCausalLM.from_pretrained(path)
 
 
-def test_where_questions_are_asked_their_reward_decides_what_is_best(
-    make_config: Config, cluster_client: Client
-) -> None:
+def test_where_questions_are_asked_their_reward_decides_what_is_best(make_config: Config, client: Client) -> None:
     config = make_config(run={"iterations": 5}, checkpoint={"keep": 1}, evaluation={"prompts": 1, "every": 1})
 
     class Otherwise(Scored):
@@ -162,20 +160,18 @@ def test_where_questions_are_asked_their_reward_decides_what_is_best(
             split, iteration, *_ = episode.trajectory_id.split("-")
             return float(iteration) if split == "train" else {"2": 1.0}.get(iteration, 0.0)
 
-    summary = run(config, environment=Otherwise(), client=cluster_client)
+    summary = run(config, environment=Otherwise(), client=client)
     assert summary.best is not None and summary.best.name == "step-000002"
     assert [path.name for path in complete(summary.directory / "checkpoints")] == ["step-000002", "step-000005"]
 
 
 def test_a_run_from_a_checkpoint_serves_and_trains_its_weights(
-    make_config: Config, cluster_client: Client, tmp_path: Path
+    make_config: Config, client: Client, tmp_path: Path
 ) -> None:
-    first = run(make_config(run={"iterations": 2, "name": "first"}), client=cluster_client)
+    first = run(make_config(run={"iterations": 2, "name": "first"}), client=client)
     assert first.checkpoint is not None
     start = {"name": "second", "iterations": 1, "from_checkpoint": str(first.checkpoint)}
-    second = run(
-        make_config(run=start, store={"keep_versions": 5}, checkpoint={"keep_best": False}), client=cluster_client
-    )
+    second = run(make_config(run=start, store={"keep_versions": 5}, checkpoint={"keep_best": False}), client=client)
     assert digest_of(0, second.directory) == read_facts(first.checkpoint)["digest"]
     assert second.iterations[0]["mismatch_max_abs"] < 1e-3, "engine and trainer began with different weights"
     assert second.checkpoint is not None and second.checkpoint.name == "step-000001"
@@ -184,7 +180,7 @@ def test_a_run_from_a_checkpoint_serves_and_trains_its_weights(
     assert second.best is None and not (second.directory / "checkpoints" / "best").exists()
     third = run(
         make_config(run={"name": "third", "iterations": 1, "from_checkpoint": str(_weights_only(first, tmp_path))}),
-        client=cluster_client,
+        client=client,
     )
     steps = load_file(third.checkpoint / "optimizer.safetensors")  # type: ignore[operator]
     assert {float(value) for name, value in steps.items() if name.endswith(".step")} == {1.0}
@@ -205,9 +201,7 @@ def test_a_bad_start_is_told_before_anything_is_made(make_config: Config, tmp_pa
     assert not (tmp_path / "demo").exists()
 
 
-def test_a_disk_that_refuses_a_checkpoint_ends_the_run_with_what_to_do(
-    make_config: Config, cluster_client: Client
-) -> None:
+def test_a_disk_that_refuses_a_checkpoint_ends_the_run_with_what_to_do(make_config: Config, client: Client) -> None:
     def fill(run: str, dask_worker: Any) -> None:
         from libra.errors import CheckpointError as Error
 
@@ -221,7 +215,7 @@ def test_a_disk_that_refuses_a_checkpoint_ends_the_run_with_what_to_do(
 
     from libra.driver.session import Session
 
-    with Session(make_config(checkpoint={"every": 1}), client=cluster_client) as session:
-        cluster_client.run(fill, "demo")
+    with Session(make_config(checkpoint={"every": 1}), client=client) as session:
+        client.run(fill, "demo")
         with pytest.raises(CheckpointError, match="make space"):
             list(session.iterations())

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import event, given, settings
+from hypothesis import event, given
 from hypothesis import strategies as st
 
 from libra.config import config_from_dict
@@ -118,7 +118,6 @@ class Played:
         return arrays, rows, turns, t.end_reason, t.failure, t.failure_detail
 
 
-@settings(max_examples=25)
 @given(
     chunk=st.integers(3, 130),
     max_new=st.sampled_from([84, 85, 120, 200]),

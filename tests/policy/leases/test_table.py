@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from libra.policy import Priority
@@ -211,7 +211,6 @@ def covers(has: Resources, needs: Resources) -> bool:
     return all(there >= want for there, want in zip(has.local, needs.local, strict=True))
 
 
-@settings(max_examples=300, deadline=None)
 @given(MOVES)
 def test_leases_are_conserved_in_order_and_within_quotas(moves: list[tuple[Any, ...]]) -> None:
     model = Model()
@@ -220,7 +219,6 @@ def test_leases_are_conserved_in_order_and_within_quotas(moves: list[tuple[Any, 
         model.check()
 
 
-@settings(max_examples=150, deadline=None)
 @given(MOVES)
 def test_an_admit_that_grants_nothing_changes_no_later_answer(moves: list[tuple[Any, ...]]) -> None:
     asked_often, asked_rarely = Model(), Model()
@@ -233,7 +231,6 @@ def test_an_admit_that_grants_nothing_changes_no_later_answer(moves: list[tuple[
             assert asked_rarely.act(("admit",)) == answers
 
 
-@settings(max_examples=150, deadline=None)
 @given(MOVES)
 def test_everything_that_waits_is_granted_once_the_others_end(moves: list[tuple[Any, ...]]) -> None:
     model = Model()
@@ -249,7 +246,6 @@ def test_everything_that_waits_is_granted_once_the_others_end(moves: list[tuple[
     assert set(model.waiting) == impossible == {request.holder for request in model.table.stranded()}
 
 
-@settings(max_examples=100, deadline=None)
 @given(MOVES)
 def test_enlargement_grants_the_same_requests_at_the_same_moment(moves: list[tuple[Any, ...]]) -> None:
     """Until cores that enlargement took are missed: the first admission from the same state grants the same."""
