@@ -186,8 +186,8 @@ def test_two_runs_with_different_seeds_share_a_scheduler(make_config: Config, cl
 
     def start(name: str, seed: int) -> None:
         config = make_config(run={"name": name, "seed": seed, "iterations": 3})
-        with Client(client.cluster, set_as_default=False) as client:
-            summaries[name] = run(config, client=client)
+        with Client(client.cluster, set_as_default=False) as own:
+            summaries[name] = run(config, client=own)
 
     threads = [threading.Thread(target=start, args=(name, seed)) for seed, name in enumerate(("one", "two"))]
     for thread in threads:
