@@ -85,9 +85,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """Fail a test that starts a process and is not marked `live`."""
+def pytest_runtest_setup() -> Iterator[None]:
+    """Forget the processes of the test before."""
     _started.clear()
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Fail a test that starts a process, itself or by a fixture, and is not marked `live`."""
     result = yield
     if _started and item.get_closest_marker("live") is None:
         pytest.fail(f"it starts a process ({_started[0]}) and is not marked live: docs/contributing.md", pytrace=False)

