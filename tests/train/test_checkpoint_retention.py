@@ -31,13 +31,7 @@ def names(directory: Path) -> list[str]:
     keep_best=st.booleans(),
     restarts=st.sets(st.integers(0, 11)),
 )
-def test_the_last_and_the_best_stay_and_nothing_else(
-    scores: list[float | None],
-    keep: int,
-    keep_best: bool,
-    restarts: set[int],
-    tmp_path_factory: pytest.TempPathFactory,
-) -> None:
+def test_the_last_and_the_best_stay_and_nothing_else(scores, keep, keep_best, restarts, tmp_path_factory):
     directory = tmp_path_factory.mktemp("run") / "checkpoints"
     kept = KeptCheckpoints(directory, keep=keep, keep_best=keep_best)
     best: tuple[float, int] | None = None
@@ -61,9 +55,7 @@ def test_the_last_and_the_best_stay_and_nothing_else(
 
 
 @pytest.mark.parametrize("dies_at", ["rename", "replace", "rmtree"])
-def test_what_a_killed_process_left_is_finished_by_the_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dies_at: str
-) -> None:
+def test_what_a_killed_process_left_is_finished_by_the_next(tmp_path, monkeypatch, dies_at):
     class Killed(BaseException):
         """Stands for SIGKILL: nothing catches it, and what comes after does not happen."""
 
@@ -86,15 +78,11 @@ def test_what_a_killed_process_left_is_finished_by_the_next(
     assert (tmp_path / BEST / FACTS_FILE).is_file()
 
 
-def test_what_is_being_written_is_left_alone(tmp_path: Path) -> None:
+def test_what_is_being_written_is_left_alone_and_no_directory_is_in_order(tmp_path):
     for step in (1, 2):
         make(tmp_path, step)
     (tmp_path / ".step-000003.abc.tmp").mkdir()
     KeptCheckpoints(tmp_path, keep=1, keep_best=True).tidy()
     assert sorted(p.name for p in tmp_path.iterdir()) == [".step-000003.abc.tmp", "scores.json", "step-000002"]
-
-
-def test_a_directory_that_is_not_there_is_in_order(tmp_path: Path) -> None:
     kept = KeptCheckpoints(tmp_path / "nothing", keep=1, keep_best=True)
-    assert kept.tidy() == [] and kept.best() is None
-    assert not (tmp_path / "nothing").exists()
+    assert kept.tidy() == [] and kept.best() is None and not (tmp_path / "nothing").exists()

@@ -33,7 +33,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(autouse=True)
-def _one_thread() -> Any:
+def _one_thread():
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -41,7 +41,7 @@ def _one_thread() -> Any:
 
 
 @pytest.fixture(autouse=True)
-def _loads_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+def _loads_outside(monkeypatch):
     """transformers loads models by way of torch's device ``meta``, whose name the pretended GPU has."""
 
     def load(*arguments: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from libra.config.distil import DistilSection
 from libra.errors import TrainError
-from libra.train import Replica, pack, sample_of
+from libra.train import pack, sample_of
 from libra.train.chunked_logprobs import chunked_columns
 from libra.train.losses import sampled_divergence, top_k_divergence
 from libra.train.teacher_model import Scoring, TeacherModel
@@ -25,7 +24,7 @@ DOUBLE = torch.float64
 
 
 @pytest.fixture
-def logits() -> tuple[Tensor, Tensor, Tensor]:
+def logits():
     """Hidden states and head of a student, and log-probabilities of a teacher."""
     torch.manual_seed(3)
     return torch.randn(N, H, dtype=DOUBLE), torch.randn(V, H, dtype=DOUBLE), (2 * torch.randn(N, V)).log_softmax(-1)
@@ -49,9 +48,7 @@ def dense(hidden_NH: Tensor, head_VH: Tensor, teacher_NV: Tensor, columns_NK: Te
 @pytest.mark.parametrize("chunk", [1, 4, 100])
 @pytest.mark.parametrize("k", [1, K, V - 1, V])
 @pytest.mark.parametrize("direction", ["forward", "reverse"])
-def test_value_and_gradient_are_those_of_whole_distributions(
-    logits: tuple[Tensor, Tensor, Tensor], direction: Any, k: int, chunk: int
-) -> None:
+def test_value_and_gradient_are_those_of_whole_distributions(logits, direction, k, chunk):
     teacher_NV = logits[2].to(DOUBLE)
     columns_NK = teacher_NV.topk(k, -1).indices
     rest_N = teacher_NV.scatter(1, columns_NK, -torch.inf).logsumexp(-1)
@@ -74,7 +71,7 @@ def test_value_and_gradient_are_those_of_whole_distributions(
     assert (found[0][0] >= -1e-12).all()
 
 
-def test_more_tokens_bring_the_divergence_up_to_that_of_the_vocabulary(logits: tuple[Tensor, Tensor, Tensor]) -> None:
+def test_more_tokens_bring_the_divergence_up_to_that_of_the_vocabulary(logits):
     hidden_NH, head_VH, teacher_NV = logits
     for direction in ("forward", "reverse"):
         values = [
@@ -85,9 +82,7 @@ def test_more_tokens_bring_the_divergence_up_to_that_of_the_vocabulary(logits: t
 
 
 @pytest.mark.parametrize("stale", [False, True])
-def test_the_mean_over_all_draws_is_the_gradient_of_the_reverse_divergence(
-    logits: tuple[Tensor, Tensor, Tensor], stale: bool
-) -> None:
+def test_the_mean_over_all_draws_is_the_gradient_of_the_reverse_divergence(logits, stale):
     """Each token once, weighed by the probability with which the student drew it: the expectation, without sampling."""
     teacher_NV = logits[2].to(DOUBLE)
     found = []
@@ -109,9 +104,7 @@ def test_the_mean_over_all_draws_is_the_gradient_of_the_reverse_divergence(
         torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
 
 
-def test_the_mean_over_the_teachers_draws_is_the_gradient_of_the_forward_divergence(
-    logits: tuple[Tensor, Tensor, Tensor],
-) -> None:
+def test_the_mean_over_the_teachers_draws_is_the_gradient_of_the_forward_divergence(logits):
     teacher_NV, found = logits[2].to(DOUBLE), []
     for exact in (True, False):
         student_NV = (logits[0] @ logits[1].T).requires_grad_()
@@ -141,9 +134,7 @@ def whole_logp(teacher: TeacherModel, one: Trajectory) -> Tensor:
     return (logits[torch.from_numpy(where - 1)] / 0.7).log_softmax(-1)
 
 
-def test_a_teacher_keeps_its_likeliest_tokens_and_the_rest_as_one(
-    model_dir: Path, trajectory: Callable[..., Any]
-) -> None:
+def test_a_teacher_keeps_its_likeliest_tokens_and_the_rest_as_one(model_dir, trajectory):
     teacher, one = teacher_of(model_dir, top_k=7), trajectory(4)
     taught = teacher.score(one, np.random.default_rng(0))
     assert taught is not None and taught.rest_logp is not None and taught.old_logp is None
@@ -158,9 +149,7 @@ def test_a_teacher_keeps_its_likeliest_tokens_and_the_rest_as_one(
     assert everything is not None and np.isneginf(everything.rest_logp).all()
 
 
-def test_a_teacher_draws_from_its_own_distribution_and_scores_what_the_student_drew(
-    model_dir: Path, trajectory: Callable[..., Any]
-) -> None:
+def test_a_teacher_draws_from_its_own_distribution_and_scores_what_the_student_drew(model_dir, trajectory):
     one = trajectory(4)
     teacher = teacher_of(model_dir, estimator="sampled", samples=4000)
     taught = teacher.score(one, np.random.default_rng(0))
@@ -185,9 +174,7 @@ def test_a_teacher_draws_from_its_own_distribution_and_scores_what_the_student_d
     np.testing.assert_allclose(scored.logp, expected, atol=1e-5)
 
 
-def test_a_teacher_with_a_larger_vocabulary_counts_the_students_tokens_alone(
-    model_dir: Path, trajectory: Callable[..., Any]
-) -> None:
+def test_a_teacher_with_a_larger_vocabulary_counts_the_students_tokens_alone(model_dir, trajectory):
     one = trajectory(4)
     one.token_ids %= 40
     taught = teacher_of(model_dir, vocabulary=40, top_k=40).score(one, np.random.default_rng(0))
@@ -205,9 +192,7 @@ DISTIL: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", DISTIL)
-def test_a_step_is_that_of_one_sequence_at_a_time_however_it_is_packed(
-    case: str, model_dir: Path, replica: Callable[..., Replica], batch: list[Trajectory]
-) -> None:
+def test_a_step_is_that_of_one_sequence_at_a_time_however_it_is_packed(case, model_dir, replica, batch):
     distil, settings = DISTIL[case]
     teacher = teacher_of(model_dir, **distil)
     with torch.no_grad():
@@ -234,7 +219,7 @@ def test_a_step_is_that_of_one_sequence_at_a_time_however_it_is_packed(
     assert (0 < packed.top_k_student_frac < 1 and 0 < packed.top_k_teacher_frac < 1) == has_top
 
 
-def test_scores_of_another_trajectory_or_kind_are_refused(trajectory: Callable[..., Any]) -> None:
+def test_scores_of_another_trajectory_or_kind_are_refused(trajectory):
     one, other = trajectory(1), trajectory(2, lengths=(4, 3))
     logp = np.zeros((one.num_action_tokens, 2), np.float32)
     one.taught = Taught(logp.astype(np.int32), logp, logp[:, 0], logp[:, 0])

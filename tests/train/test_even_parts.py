@@ -50,7 +50,7 @@ def cost_of(items: Items, parts: list[list[int]]) -> tuple[float, list[int]]:
     room=st.integers(50, 120),
     seed=st.integers(0, 5),
 )
-def test_every_item_once_in_parts_that_fit_and_cost_no_more(shapes, prompt_tokens, room, seed) -> None:
+def test_every_item_once_in_parts_that_fit_and_cost_no_more(shapes, prompt_tokens, room, seed):
     items = items_of([size for size, _ in shapes], [prompt for _, prompt in shapes], prompt_tokens, seed)
     start = fill_rows([size + prompt_tokens for size, _ in shapes], room)
     parts, cost = even_parts(items, start, room, lambda part: len(part) < 6 or part in map(sorted, start))
@@ -62,7 +62,7 @@ def test_every_item_once_in_parts_that_fit_and_cost_no_more(shapes, prompt_token
     assert even_parts(items, start, room, lambda part: len(part) < 6 or part in map(sorted, start)) == (parts, cost)
 
 
-def test_near_the_best_of_all_on_small_cases() -> None:
+def test_near_the_best_of_all_on_small_cases():
     gained = possible = 0.0
     for seed in range(12):
         items = items_of([4, 6, 5, 9, 7, 3], [0, 0, 1, 1, 2, 2], 4, seed)
@@ -94,7 +94,7 @@ def samples_of(prompts: int, each: int, prompt_tokens: int, rest: int) -> list[S
 
 
 @pytest.mark.parametrize(("prompt_tokens", "parted"), [(4, True), (100, False)])
-def test_samples_of_a_prompt_are_parted_where_that_costs_less_than_it_gains(prompt_tokens, parted) -> None:
+def test_samples_of_a_prompt_are_parted_where_that_costs_less_than_it_gains(prompt_tokens, parted):
     samples = samples_of(2, 4, prompt_tokens, 20)  # of one prompt: all tokens on half of the experts
     limits = Limits(prompt_tokens + 80, 2 * prompt_tokens + 96, fill_rows)  # four samples of one prompt, or two of each
     made = even_micro_batches(samples, share=True, limits=limits, num_experts=EXPERTS, most=4)
@@ -107,7 +107,7 @@ def test_samples_of_a_prompt_are_parted_where_that_costs_less_than_it_gains(prom
     assert even_micro_batches(samples, share=True, limits=limits, num_experts=EXPERTS, most=1) is None
 
 
-def test_one_packing_looks_at_no_more_loads_than_one_search_may(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_packing_looks_at_no_more_loads_than_one_search_may(monkeypatch):
     shares: list[int] = []
 
     def searched(items: Items, given, capacity, fits, most_loads: int):
@@ -121,7 +121,7 @@ def test_one_packing_looks_at_no_more_loads_than_one_search_may(monkeypatch: pyt
     assert len(shares) > 1 and 0 < sum(shares) <= 800
 
 
-def test_a_search_without_loads_left_leaves_the_parts_as_they_are() -> None:
+def test_a_search_without_loads_left_leaves_the_parts_as_they_are():
     items = items_of([4, 6, 5, 9, 7, 3], [0, 0, 1, 1, 2, 2], 4, seed=0)
     start = [[0, 2], [1, 4], [3, 5]]
     assert (

@@ -68,12 +68,12 @@ def turns_of(directory: Path, kinds: int = 12, each: int = 4, slots: int = 48) -
 
 
 @pytest.fixture(scope="module")
-def recorded(random_moe: Path) -> list[Trajectory]:
+def recorded(random_moe):
     return turns_of(random_moe)
 
 
 @pytest.fixture
-def make_replica(random_moe: Path):
+def make_replica(random_moe):
     def make(dtype: str = "float32", **settings: object) -> Replica:
         wanted = {"lr": 1e-3, "routes": "replay", "max_row_tokens": 128, "micro_batch_tokens": 512, **settings}
         return Replica(random_moe, TrainSettings(**wanted), dtype=dtype, threads=1)
@@ -81,7 +81,7 @@ def make_replica(random_moe: Path):
     return make
 
 
-def test_the_engine_records_what_transformers_chooses(random_moe: Path, recorded) -> None:
+def test_the_engine_records_what_transformers_chooses(random_moe, recorded):
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(random_moe, dtype=torch.float32).eval()
@@ -94,7 +94,7 @@ def test_the_engine_records_what_transformers_chooses(random_moe: Path, recorded
     assert (np.concatenate([made.routes[-1:] for made in recorded]) == -1).all()  # the last token was never fed
 
 
-def test_under_equal_weights_the_trainer_chooses_what_was_recorded(make_replica, recorded) -> None:
+def test_under_equal_weights_the_trainer_chooses_what_was_recorded(make_replica, recorded):
     report = make_replica().step(recorded, 0)
     assert report.routes_replayed_frac == 1.0 == report.routes_equal_frac
     assert report.mismatch_max_abs < 1e-3
@@ -105,14 +105,14 @@ def test_under_equal_weights_the_trainer_chooses_what_was_recorded(make_replica,
     )
 
 
-def test_recorded_routes_are_taken_where_the_router_would_choose_others(make_replica, recorded) -> None:
+def test_recorded_routes_are_taken_where_the_router_would_choose_others(make_replica, recorded):
     turned = [replace(made, routes=np.where(made.routes >= 0, (made.routes + 1) % EXPERTS, -1)) for made in recorded]
     report, own = make_replica().step(turned, 0), make_replica().step(recorded, 0)
     assert report.routes_replayed_frac == 1.0 and report.routes_equal_frac < 0.5
     assert report.mismatch_mean_abs > 100 * own.mismatch_mean_abs
 
 
-def test_gradient_checkpointing_replays_in_the_backward_pass_too(make_replica, recorded) -> None:
+def test_gradient_checkpointing_replays_in_the_backward_pass_too(make_replica, recorded):
     turned = [replace(made, routes=np.where(made.routes >= 0, (made.routes + 1) % EXPERTS, -1)) for made in recorded]
     plain, again = (make_replica(gradient_checkpointing=kept).step(turned, 0) for kept in (False, True))
     assert again.grad_norm == pytest.approx(plain.grad_norm, rel=1e-5)
@@ -130,7 +130,7 @@ def gradients(replica: Replica, recorded) -> tuple[dict[str, torch.Tensor], floa
 
 
 @pytest.mark.parametrize(("share", "tokens"), [(False, 1024), (True, 512)])
-def test_even_loads_change_no_gradient_and_cut_the_largest_by_a_fifth(make_replica, recorded, share, tokens) -> None:
+def test_even_loads_change_no_gradient_and_cut_the_largest_by_a_fifth(make_replica, recorded, share, tokens):
     layout = {"share_prompts": share, "max_row_tokens": 512, "micro_batch_tokens": tokens}
     plain, ratio, batches = gradients(make_replica("float64", **layout), recorded)
     even, even_ratio, even_batches = gradients(make_replica("float64", **layout, balance_experts=True), recorded)
@@ -141,7 +141,7 @@ def test_even_loads_change_no_gradient_and_cut_the_largest_by_a_fifth(make_repli
     assert max(float((plain[name] - even[name]).abs().max()) for name in plain) <= 1e-12 * size
 
 
-def test_a_slice_for_a_hybrid_keeps_its_routes(recorded) -> None:
+def test_a_slice_for_a_hybrid_keeps_its_routes(recorded):
     samples = [sample_of(made, 0) for made in recorded[:3]]
     samples[1] = replace(samples[1], routes=None)
     back = from_tensors(to_tensors(samples))
@@ -149,7 +149,7 @@ def test_a_slice_for_a_hybrid_keeps_its_routes(recorded) -> None:
     assert all(np.array_equal(a.routes, b.routes) for a, b in zip(samples[::2], back[::2], strict=True))
 
 
-def test_models_without_routers_and_routes_of_another_model_are_refused(make_replica, random_model, recorded) -> None:
+def test_models_without_routers_and_routes_of_another_model_are_refused(make_replica, random_model, recorded):
     with pytest.raises(ModelError, match=r"trainer\.routes: qwen3 has no routers .* type trainer\.routes=recompute"):
         Replica(random_model, TrainSettings(routes="replay"), threads=1)
     with pytest.raises(ModelError, match="they are of another model"):
@@ -158,12 +158,8 @@ def test_models_without_routers_and_routes_of_another_model_are_refused(make_rep
         sample_of(replace(recorded[0], routes=recorded[0].routes[:3]), 0)
 
 
-@given(
-    sizes=st.lists(st.integers(1, 30), min_size=1, max_size=20),
-    parts=st.integers(1, 6),
-    seed=st.integers(0, 5),
-)
-def test_parts_hold_every_item_once_and_none_is_empty(sizes, parts, seed) -> None:
+@given(sizes=st.lists(st.integers(1, 30), min_size=1, max_size=20), parts=st.integers(1, 6), seed=st.integers(0, 5))
+def test_parts_hold_every_item_once_and_none_is_empty(sizes, parts, seed):
     rng = np.random.default_rng(seed)
     loads = loads_of([rng.integers(0, 4, (size, 2, 2)).astype(np.int16) for size in sizes], 4)
     parts = min(parts, len(sizes))
@@ -173,14 +169,14 @@ def test_parts_hold_every_item_once_and_none_is_empty(sizes, parts, seed) -> Non
     assert balanced_parts(loads, sizes, parts) == made
 
 
-def test_loads_count_recorded_tokens_only() -> None:
+def test_loads_count_recorded_tokens_only():
     routes = np.array([[[0, 1]], [[1, 2]], [[-1, -1]]], np.int16)
     assert loads_of([routes], 4).tolist() == [[1, 2, 1, 0]]
     assert load_ratio(loads_of([routes], 4), 4) == 2.0
     assert load_ratio(np.zeros((1, 4)), 4) == 1.0
 
 
-def test_contexts_that_lost_their_slot_are_recorded_again(random_moe: Path, recorded) -> None:
+def test_contexts_that_lost_their_slot_are_recorded_again(random_moe, recorded):
     few = turns_of(random_moe, slots=3)
     assert [made.token_ids.tolist() for made in few] == [made.token_ids.tolist() for made in recorded]
     assert all(np.array_equal(np.sort(a.routes, -1), np.sort(b.routes, -1)) for a, b in zip(few, recorded, strict=True))

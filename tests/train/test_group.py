@@ -5,9 +5,7 @@ from __future__ import annotations
 import importlib.util
 import socket
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -36,7 +34,7 @@ def free_port() -> int:
 
 
 @pytest.fixture(scope="module")
-def process() -> ModuleType:
+def process():
     """The module that the processes run."""
     spec = importlib.util.spec_from_file_location("group_process", Path(__file__).with_name("group_process.py"))
     assert spec is not None and spec.loader is not None
@@ -46,9 +44,7 @@ def process() -> ModuleType:
 
 
 @pytest.fixture(scope="module")
-def start(
-    process: ModuleType, model_dir: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Callable[[], Any]]:
+def start(process, model_dir, tmp_path_factory):
     """Starts a process; all are killed in the end."""
     running: list[Any] = []
 
@@ -62,7 +58,7 @@ def start(
 
 
 @pytest.fixture(scope="module")
-def cast(start: Callable[[], Any]) -> tuple[Any, Any, Any]:
+def cast(start):
     """Two cores in one group, and a third process that will be a hybrid."""
     first, second, third = start(), start(), start()
     port = free_port()
@@ -101,9 +97,7 @@ def same(answer: Any, static: tuple[dict[str, Any], list[np.ndarray]]) -> None:
 
 @pytest.mark.parametrize("old_logp", ["version", "ewma"])
 @pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
-def test_old_policies_and_m2po_over_a_group_are_those_of_one_replica(
-    cast: tuple[Any, Any, Any], process: ModuleType, model_dir: Path, layout: str, old_logp: str
-) -> None:
+def test_old_policies_and_m2po_over_a_group_are_those_of_one_replica(cast, process, model_dir, layout, old_logp):
     settings = {"old_logp": old_logp, "correction": "truncate", "minibatches": 2, "m2po_threshold": 1.0}
     alone = process.Recorded(str(model_dir), settings)
     cores = cast[:2]
@@ -119,9 +113,7 @@ def test_old_policies_and_m2po_over_a_group_are_those_of_one_replica(
 
 
 @pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
-def test_a_kl_penalty_in_the_reward_over_a_group_is_that_of_one_replica(
-    cast: tuple[Any, Any, Any], process: ModuleType, model_dir: Path, layout: str
-) -> None:
+def test_a_kl_penalty_in_the_reward_over_a_group_is_that_of_one_replica(cast, process, model_dir, layout):
     settings = {"advantage": "rloo", "kl_coef": 0.5, "kl_in_reward": True, "kl_target": 0.01, "kl_horizon": 20.0}
     alone = process.Recorded(str(model_dir), settings)
     cores = cast[:2]
@@ -137,8 +129,8 @@ def test_a_kl_penalty_in_the_reward_over_a_group_is_that_of_one_replica(
 
 
 def test_adapters_over_shards_are_those_over_whole_models_and_their_checkpoint_goes_on(
-    cast: tuple[Any, Any, Any], process: ModuleType, model_dir: Path, tmp_path: Path
-) -> None:
+    cast, process, model_dir, tmp_path
+):
     cores = cast[:2]
     alone = process.Recorded(str(model_dir), ADAPTERS)
     static = [alone.step(k) for k in range(3)]
@@ -174,9 +166,7 @@ def test_adapters_over_shards_are_those_over_whole_models_and_their_checkpoint_g
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_cast_merges_the_gradient_of_the_static_run(
-    cast: tuple[Any, Any, Any], process: ModuleType, model_dir: Path, case: str
-) -> None:
+def test_every_cast_merges_the_gradient_of_the_static_run(cast, process, model_dir, case):
     settings = CASES[case]
     first, second, third = cast
     cores = (first, second)
@@ -228,9 +218,7 @@ def test_every_cast_merges_the_gradient_of_the_static_run(
 
 
 @pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
-def test_waves_of_two_cores_and_hybrids_merge_the_gradient_of_the_static_run(
-    cast: tuple[Any, Any, Any], start: Callable[[], Any], process: ModuleType, model_dir: Path, layout: str
-) -> None:
+def test_waves_of_two_cores_and_hybrids_merge_the_gradient_of_the_static_run(cast, start, process, model_dir, layout):
     """The second wave is one trajectory for two cores and a hybrid, the third has no gradient at all."""
     settings, waves = {"layout": layout}, [[3, 0, 7], [5], [4], [8, 1, 2, 6]]
     first, second, third = cast
@@ -254,9 +242,7 @@ def test_waves_of_two_cores_and_hybrids_merge_the_gradient_of_the_static_run(
     assert third.ask("leave") >= 2 * 3  # of a wave without a gradient there are no slices
 
 
-def test_the_slice_of_a_hybrid_that_is_killed_is_computed_by_the_core(
-    cast: tuple[Any, Any, Any], start: Callable[[], Any], process: ModuleType, model_dir: Path
-) -> None:
+def test_the_slice_of_a_hybrid_that_is_killed_is_computed_by_the_core(cast, start, process, model_dir):
     first, second, third = cast
     alone = process.Recorded(str(model_dir), {})
     second.ask("new", settings={})
@@ -278,9 +264,7 @@ def test_the_slice_of_a_hybrid_that_is_killed_is_computed_by_the_core(
     assert third.ask("leave") == 3
 
 
-def test_a_core_killed_in_the_reduction_ends_the_epoch_and_no_weight_moves(
-    start: Callable[[], Any], process: ModuleType, model_dir: Path, tmp_path: Path
-) -> None:
+def test_a_core_killed_in_the_reduction_ends_the_epoch_and_no_weight_moves(start, process, model_dir, tmp_path):
     first, second, replacement = start(), start(), start()
 
     def group(cores: tuple[Any, Any], epoch: int) -> None:
@@ -310,9 +294,7 @@ def test_a_core_killed_in_the_reduction_ends_the_epoch_and_no_weight_moves(
         same(together((first, replacement), k), static[k])
 
 
-def test_a_hybrid_of_another_configuration_or_without_the_token_is_refused(
-    process: ModuleType, model_dir: Path
-) -> None:
+def test_a_hybrid_of_another_configuration_or_without_the_token_is_refused(process, model_dir):
     core = process.Recorded(str(model_dir), {})
     pool = core.listen()
     other = process.Recorded(str(model_dir), {"clip_high": 0.5, "micro_batch_tokens": 200})

@@ -33,7 +33,7 @@ class Watched(Mapping[str, Tensor]):
         return torch.zeros(2)
 
 
-def test_a_copy_for_a_joiner_gives_way_to_the_step_that_begins() -> None:
+def test_a_copy_for_a_joiner_gives_way_to_the_step_that_begins():
     weights = Watched()
     pool = HybridPool("token", {}, source=lambda: weights)
     hurry = pool._hurry
@@ -63,7 +63,7 @@ def test_a_copy_for_a_joiner_gives_way_to_the_step_that_begins() -> None:
     pool.close()
 
 
-def test_weights_are_copied_between_steps_and_not_in_one() -> None:
+def test_weights_are_copied_between_steps_and_not_in_one():
     weights: Any = {"a": torch.ones(2)}
     pool = HybridPool("token", {}, source=lambda: weights)
     with pool.undisturbed():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace as changed
 from typing import Any
 
@@ -34,9 +33,7 @@ def corrections(batch: list[Trajectory], more: np.ndarray) -> list[Trajectory]:
 
 @pytest.mark.parametrize("mode", AGGREGATIONS)
 @pytest.mark.parametrize("terms", [{}, {"entropy_coef": 0.1, "kl_coef": 0.05}])
-def test_provisional_advantages_and_their_corrections_give_the_gradient_of_the_final_ones(
-    mode: str, terms: dict[str, float], replica: Callable[..., Replica], batch: list[Trajectory]
-) -> None:
+def test_provisional_advantages_and_their_corrections_give_the_gradient_of_the_final_ones(mode, terms, replica, batch):
     settings: dict[str, Any] = {"aggregation": mode, "loss_divisor": 100.0, "old_logp": "exact", **terms}
     more = np.random.default_rng(5).normal(size=len(batch))
     final = [changed(one, advantage=one.advantage + float(a)) for one, a in zip(batch, more, strict=True)]
@@ -46,7 +43,7 @@ def test_provisional_advantages_and_their_corrections_give_the_gradient_of_the_f
     assert not torch.allclose(found, gradient_of(replica(torch.float64, **settings), batch), rtol=1e-3)
 
 
-def test_a_correction_survives_a_slice_and_a_fetch(batch: list[Trajectory]) -> None:
+def test_a_correction_survives_a_slice_and_a_fetch(batch):
     (late,) = corrections(batch[:1], np.array([0.5]))
     (sample,) = from_tensors(to_tensors([sample_of(late, 3)]))
     assert not sample.counted and sample.advantage == 0.5

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +16,7 @@ from libra.types import FailureClass, Trajectory
 
 
 @pytest.fixture
-def batch(trajectory: Callable[..., Trajectory]) -> list[Trajectory]:
+def batch(trajectory):
     """Seven trajectories of different lengths; one failed, one has no generated token."""
     made = [trajectory(seed, 0.5 - seed % 3, lengths=(3 + seed, 2 + 3 * seed, 2, 4)) for seed in range(5)]
     failed, silent = trajectory(5), trajectory(6, lengths=(9,))
@@ -48,7 +46,7 @@ class Elsewhere:
     "settings",
     [{}, {"minibatches": 2, "epochs": 2}, {"minibatches": 2, "old_logp": "proximal"}, {"exact_logprobs": True}],
 )
-def test_a_step_is_the_same(model_dir: Path, batch: list[Trajectory], settings: dict[str, Any]) -> None:
+def test_a_step_is_the_same(model_dir, batch, settings):
     reports = []
     elsewhere = Elsewhere(batch)
     for given in (batch, elsewhere.batch()):
@@ -61,7 +59,7 @@ def test_a_step_is_the_same(model_dir: Path, batch: list[Trajectory], settings: 
     assert sorted(elsewhere.asked) == sorted(str(t.trajectory_id) for t in batch[:5])
 
 
-def test_slices_follow_from_lengths_and_only_the_own_one_is_fetched(batch: list[Trajectory]) -> None:
+def test_slices_follow_from_lengths_and_only_the_own_one_is_fetched(batch):
     elsewhere = Elsewhere(batch)
     slices = split(elsewhere.batch().samples(0), 2)
     whole = split([sample_of(t, 0) for t in batch[:5]], 2)
@@ -74,9 +72,7 @@ def test_slices_follow_from_lengths_and_only_the_own_one_is_fetched(batch: list[
     assert len(elsewhere.asked) == len(mine)
 
 
-def test_another_trajectory_than_announced_is_refused(
-    batch: list[Trajectory], trajectory: Callable[..., Trajectory]
-) -> None:
+def test_another_trajectory_than_announced_is_refused(batch, trajectory):
     elsewhere = Elsewhere(batch)
     samples = elsewhere.batch().samples(0)
     elsewhere.rows[str(batch[0].trajectory_id)] = trajectory(0, lengths=(3, 3))

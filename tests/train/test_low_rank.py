@@ -45,7 +45,7 @@ def replica(model: Path, **changes: object) -> Replica:
     return Replica(model, TrainSettings(**{**LORA, **changes}), master_dtype="float32", threads=1)
 
 
-def test_gradients_are_those_of_the_product(random_model: Path) -> None:
+def test_gradients_are_those_of_the_product(random_model):
     model = load_model(random_model, torch.float32)
     adapters = LowRankWeights(model, rank=3, alpha=6.0, targets=(), dtype=torch.float32, seed=1)
     for tensor in adapters.tensors.values():
@@ -67,7 +67,7 @@ def test_gradients_are_those_of_the_product(random_model: Path) -> None:
     assert torch.allclose(b.grad, expected[1], atol=1e-6)
 
 
-def test_a_step_changes_the_adapted_layers_alone_and_by_the_rank(random_model: Path) -> None:
+def test_a_step_changes_the_adapted_layers_alone_and_by_the_rank(random_model):
     trained, base = replica(random_model), load_model(random_model, torch.float32).state_dict()
     before = {name: tensor.clone() for name, tensor in trained.weights().items()}
     assert all(torch.equal(before[name], base[name]) for name in before), "version 0 is the model itself"
@@ -85,9 +85,7 @@ def test_a_step_changes_the_adapted_layers_alone_and_by_the_rank(random_model: P
     }  # fmt: skip
 
 
-def test_a_checkpoint_goes_on_bit_for_bit_and_has_the_adapters_as_peft_reads_them(
-    random_model: Path, tmp_path: Path
-) -> None:
+def test_a_checkpoint_goes_on_bit_for_bit_and_has_the_adapters_as_peft_reads_them(random_model, tmp_path):
     first = replica(random_model)
     first.step(trajectories(), 0)
     first.save(tmp_path / "step-000001")
@@ -107,7 +105,7 @@ def test_a_checkpoint_goes_on_bit_for_bit_and_has_the_adapters_as_peft_reads_the
     assert not torch.equal(merged, base)
 
 
-def test_peft_merges_the_saved_adapters_to_the_same_model(random_model: Path, tmp_path: Path) -> None:
+def test_peft_merges_the_saved_adapters_to_the_same_model(random_model, tmp_path):
     peft = pytest.importorskip("peft")
     trained = replica(random_model)
     trained.step(trajectories(), 0)
@@ -119,13 +117,13 @@ def test_peft_merges_the_saved_adapters_to_the_same_model(random_model: Path, tm
     assert all(torch.allclose(merged[name], tensor, atol=1e-6) for name, tensor in trained.weights().items())
 
 
-def test_two_replicas_begin_with_the_same_adapters_and_another_seed_with_others(random_model: Path) -> None:
+def test_two_replicas_begin_with_the_same_adapters_and_another_seed_with_others(random_model):
     made = [Replica(random_model, TrainSettings(**LORA), seed=seed, threads=1).optimized() for seed in (3, 3, 4)]
     name = "model.layers.0.mlp.down_proj.weight.lora_A"
     assert torch.equal(made[0][name], made[1][name]) and not torch.equal(made[0][name], made[2][name])
 
 
-def test_bfloat16_weights_are_the_rounded_sum(random_model: Path) -> None:
+def test_bfloat16_weights_are_the_rounded_sum(random_model):
     trained = Replica(random_model, TrainSettings(**LORA), dtype="bfloat16", master_dtype="float32", threads=1)
     trained.step(trajectories(), 0)
     assert {tensor.dtype for tensor in trained.optimized().values()} == {torch.float32}
@@ -135,7 +133,7 @@ def test_bfloat16_weights_are_the_rounded_sum(random_model: Path) -> None:
     assert torch.equal(trained.weights()[name], (base + 4.0 * (b @ a)).bfloat16())
 
 
-def test_what_cannot_have_adapters_is_refused(random_model: Path) -> None:
+def test_what_cannot_have_adapters_is_refused(random_model):
     with pytest.raises(
         TrainError, match=r"trainer.lora_targets: got q_pro; linear layers of this Qwen3ForCausalLM are called"
     ):

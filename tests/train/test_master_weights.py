@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -15,7 +13,7 @@ LR = 1e-6
 
 
 @pytest.fixture
-def narrow(model_dir: Path):
+def narrow(model_dir):
     """Maker of a bfloat16 replica, with float32 master weights unless told."""
 
     def make(master_dtype: str | None = "float32", **settings) -> Replica:

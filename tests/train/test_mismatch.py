@@ -82,8 +82,7 @@ def test_exact_logprobs_give_a_gap_of_exactly_zero_and_one_weight_gives_one_abov
 
 
 @given(
-    turns=st.lists(st.tuples(st.integers(1, 4), st.integers(0, 3)), min_size=1, max_size=4),
-    switch=st.integers(0, 20),
+    turns=st.lists(st.tuples(st.integers(1, 4), st.integers(0, 3)), min_size=1, max_size=4), switch=st.integers(0, 20)
 )
 def test_stretches_are_what_one_version_generated_in_one_turn(turns, switch):
     from libra.train.samples import Sample

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import socket
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -18,13 +17,13 @@ TOKEN = "of this group"
 
 
 @pytest.fixture(name="rendezvous")
-def _rendezvous() -> Iterator[Rendezvous]:
+def _rendezvous():
     rendezvous = Rendezvous(TOKEN, "127.0.0.1")
     yield rendezvous
     rendezvous.close()
 
 
-def test_members_see_what_others_set(rendezvous: Rendezvous) -> None:
+def test_members_see_what_others_set(rendezvous):
     stores = [MemberStore(rendezvous.address, TOKEN, 60) for _ in range(2)]
     one, other = (dist.PrefixStore("epoch", store) for store in stores)
     with ThreadPoolExecutor(1) as thread:
@@ -37,7 +36,7 @@ def test_members_see_what_others_set(rendezvous: Rendezvous) -> None:
     assert other.delete_key("late") and not one.check(["late"])
 
 
-def test_what_nobody_sets_is_waited_for_until_the_timeout(rendezvous: Rendezvous) -> None:
+def test_what_nobody_sets_is_waited_for_until_the_timeout(rendezvous):
     store = MemberStore(rendezvous.address, TOKEN, 0.01)
     with pytest.raises(RuntimeError, match=r"waited 0.01 s for never"):
         store.get("never")
@@ -46,7 +45,7 @@ def test_what_nobody_sets_is_waited_for_until_the_timeout(rendezvous: Rendezvous
         store.set("a", b"b")
 
 
-def test_a_stranger_neither_reads_nor_writes(rendezvous: Rendezvous) -> None:
+def test_a_stranger_neither_reads_nor_writes(rendezvous):
     with pytest.raises(TransportError, match="secret"):
         MemberStore(rendezvous.address, "guessed", 0.01)
     with pytest.raises(GroupLost, match="secret"):
@@ -63,6 +62,6 @@ class Overheard(TrainGroup):
         return [value, value]
 
 
-def test_who_takes_a_members_place_without_the_token_ends_the_group() -> None:
+def test_who_takes_a_members_place_without_the_token_ends_the_group():
     with pytest.raises(GroupLost, match="rank 1 of 2 did not prove"):
         Overheard(0, 2)._check_members(TOKEN, 0)

@@ -55,10 +55,7 @@ def test_modified_first_fit_needs_fewer_rows_where_first_fit_wastes_the_room_bes
 
 
 @pytest.mark.parametrize("method", METHODS)
-@given(
-    given=st.lists(st.tuples(st.integers(1, 30), st.integers(0, 6)), max_size=40),
-    room=st.integers(1, 400),
-)
+@given(given=st.lists(st.tuples(st.integers(1, 30), st.integers(0, 6)), max_size=40), room=st.integers(1, 400))
 def test_groups_stay_whole_or_are_refused(method, given, room):
     lengths, groups = [length for length, _ in given], [group for _, group in given]
     totals = {g: sum(length for length, other in given if other == g) for g in groups}

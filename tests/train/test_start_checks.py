@@ -2,38 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from libra.errors import CheckpointError
-from libra.train import Replica
 from libra.train.start_checks import checked_start
 
 
 @pytest.fixture
-def checkpoint(replica: Callable[..., Replica], tmp_path: Path) -> Path:
+def checkpoint(replica, tmp_path):
     replica().save(tmp_path / "run" / "checkpoints" / "step-000001")
     return tmp_path / "run" / "checkpoints" / "step-000001"
 
 
-def test_a_checkpoint_is_taken_by_what_it_is_now(checkpoint: Path, model_dir: Path) -> None:
+def test_a_checkpoint_is_taken_by_what_it_is_now(checkpoint, model_dir):
     link = checkpoint.parent / "best"
     link.symlink_to(checkpoint.name)
     assert checked_start(link, model_dir, "float32") == checkpoint.resolve()
 
 
-def test_a_plain_model_gives_its_weights_only_and_says_so(model_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_plain_model_gives_its_weights_only_and_says_so(model_dir, caplog):
     assert checked_start(model_dir, model_dir, "float32") == model_dir.resolve()
     assert "only its weights are used, and the optimizer starts from zero" in caplog.text
 
 
-def test_a_missing_directory_a_run_and_anything_else_are_told_apart(
-    checkpoint: Path, model_dir: Path, tmp_path: Path
-) -> None:
+def test_a_missing_directory_a_run_and_anything_else_are_told_apart(checkpoint, model_dir, tmp_path):
     cases = {
         tmp_path / "nowhere": r"there is no directory .*--from RUN/checkpoints/best",
         tmp_path / "run": r"holds 1 checkpoints; choose one, e.g. --from .*step-000001",
@@ -45,22 +39,20 @@ def test_a_missing_directory_a_run_and_anything_else_are_told_apart(
             checked_start(path, model_dir, "float32")
 
 
-def test_an_altered_checkpoint_is_refused(checkpoint: Path, model_dir: Path) -> None:
+def test_an_altered_checkpoint_is_refused(checkpoint, model_dir):
     path = checkpoint / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + b"\xff")
     with pytest.raises(CheckpointError, match="altered or torn"):
         checked_start(checkpoint, model_dir, "float32")
 
 
-def test_another_dtype_is_named_with_the_setting(checkpoint: Path, model_dir: Path) -> None:
+def test_another_dtype_is_named_with_the_setting(checkpoint, model_dir):
     with pytest.raises(CheckpointError, match=r"type model\.dtype=float32"):
         checked_start(checkpoint, model_dir, "bfloat16")
 
 
 @pytest.mark.parametrize(("size", "tied"), [(16, True), (32, False)])
-def test_another_models_checkpoint_is_refused_with_both_shapes(
-    checkpoint: Path, tmp_path: Path, size: int, tied: bool
-) -> None:
+def test_another_models_checkpoint_is_refused_with_both_shapes(checkpoint, tmp_path, size, tied):
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=48,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -24,7 +22,7 @@ TENSORS = {
 }
 
 
-def test_files_have_the_digest_of_their_tensors(tmp_path: Path) -> None:
+def test_files_have_the_digest_of_their_tensors(tmp_path):
     save_file(TENSORS, tmp_path / "one.safetensors", metadata={"format": "pt"})
     assert tensors_digest([tmp_path / "one.safetensors"]) == digest(TENSORS)
     halves = ({name: TENSORS[name] for name in ("a", "b")}, {name: TENSORS[name] for name in ("scalar", "long")})
@@ -35,7 +33,7 @@ def test_files_have_the_digest_of_their_tensors(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cut", [0, 4, 40, -1])
-def test_a_torn_file_is_a_value_error(tmp_path: Path, cut: int) -> None:
+def test_a_torn_file_is_a_value_error(tmp_path, cut):
     path = tmp_path / "model.safetensors"
     save_file(TENSORS, path)
     path.write_bytes(path.read_bytes()[:cut])
@@ -43,7 +41,7 @@ def test_a_torn_file_is_a_value_error(tmp_path: Path, cut: int) -> None:
         tensors_digest([path])
 
 
-def test_digests_of_an_older_libra_are_still_compared(tmp_path: Path) -> None:
+def test_digests_of_an_older_libra_are_still_compared(tmp_path):
     """BLAKE2b over labels and elements in one pass, as runs from before have them in their manifests."""
     save_file(TENSORS, tmp_path / "one.safetensors")
     older = digest(TENSORS, like="0" * 32)
@@ -52,7 +50,7 @@ def test_digests_of_an_older_libra_are_still_compared(tmp_path: Path) -> None:
     assert len(digest(TENSORS)) == 40
 
 
-def test_every_byte_of_a_tensor_of_several_chunks_counts() -> None:
+def test_every_byte_of_a_tensor_of_several_chunks_counts():
     """The last byte of the first chunk, the first of the second, and the last of all; and chunks have an order."""
     size = 2 * CHUNK_BYTES + 5
     tensor = torch.arange(size, dtype=torch.int64).remainder(251).to(torch.uint8)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace as changed
 from typing import Any
 
@@ -28,7 +27,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture
-def double(replica: Callable[..., Replica]) -> Callable[..., tuple[Replica, list[torch.Tensor]]]:
+def double(replica):
     """Maker of float64 replicas, each with the list of the gradients it applied, before they are clipped."""
 
     def make(**settings: Any) -> tuple[Replica, list[torch.Tensor]]:
@@ -47,7 +46,7 @@ def double(replica: Callable[..., Replica]) -> Callable[..., tuple[Replica, list
 
 
 @pytest.fixture
-def mixed(batch: list[Trajectory]) -> list[Trajectory]:
+def mixed(batch):
     """The batch, with one trajectory that failed and one without an advantage, which weighs and has no gradient."""
     batch[4].advantage = 0.0
     batch[9].failure = FailureClass.WORKER
@@ -61,9 +60,7 @@ def in_waves(replica: Replica, batch: list[Trajectory], waves: list[list[int]], 
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_waves_give_the_gradient_and_the_weights_of_the_whole_batch(
-    double: Callable[..., Any], mixed: list[Trajectory], name: str
-) -> None:
+def test_waves_give_the_gradient_and_the_weights_of_the_whole_batch(double, mixed, name):
     settings = {"max_row_tokens": 40, "micro_batch_tokens": 120, **SETTINGS[name]}
     (whole, at_once), (streamed, added) = double(**settings), double(**settings)
     report, of_waves = whole.step(mixed, 0), in_waves(streamed, mixed, WAVES)
@@ -86,9 +83,7 @@ def test_waves_give_the_gradient_and_the_weights_of_the_whole_batch(
         assert ours[key] == pytest.approx(theirs[key], rel=1e-11, abs=1e-13), key
 
 
-def test_the_same_waves_give_the_same_bits_and_the_next_step_begins_empty(
-    double: Callable[..., Any], mixed: list[Trajectory]
-) -> None:
+def test_the_same_waves_give_the_same_bits_and_the_next_step_begins_empty(double, mixed):
     (one, applied), (two, again) = double(), double()
     digests = [[in_waves(each, mixed, WAVES, step).digest for step in (0, 1)] for each in (one, two)]
     assert digests[0] == digests[1]
@@ -97,7 +92,7 @@ def test_the_same_waves_give_the_same_bits_and_the_next_step_begins_empty(
     assert all(parameter.grad is None for parameter in one.optimized().values())
 
 
-def test_a_batch_without_any_gradient_takes_no_step(double: Callable[..., Any], batch: list[Trajectory]) -> None:
+def test_a_batch_without_any_gradient_takes_no_step(double, batch):
     for trajectory in batch:
         trajectory.advantage = 0.0
     one, applied = double()
@@ -108,9 +103,7 @@ def test_a_batch_without_any_gradient_takes_no_step(double: Callable[..., Any], 
     assert one.steps_done == 1
 
 
-def test_a_wave_that_fails_drops_those_before_it_and_all_can_be_added_again(
-    double: Callable[..., Any], mixed: list[Trajectory]
-) -> None:
+def test_a_wave_that_fails_drops_those_before_it_and_all_can_be_added_again(double, mixed):
     (one, applied), (other, expected) = double(), double()
     one.accumulate(mixed[:5], 0)
     broken = changed(mixed[5], advantage=float("inf"))
@@ -121,9 +114,7 @@ def test_a_wave_that_fails_drops_those_before_it_and_all_can_be_added_again(
     assert torch.equal(applied[0], expected[0])
 
 
-def test_a_slice_that_was_counted_twice_is_found_when_the_step_is_closed(
-    double: Callable[..., Any], mixed: list[Trajectory]
-) -> None:
+def test_a_slice_that_was_counted_twice_is_found_when_the_step_is_closed(double, mixed):
     one, applied = double()
     one.accumulate(mixed[:6], 0)
     one.open_step.partial.merged += 3
@@ -137,7 +128,7 @@ def test_a_slice_that_was_counted_twice_is_found_when_the_step_is_closed(
 
 
 @pytest.mark.parametrize("estimator", GROUP_ADVANTAGES)
-def test_the_advantages_of_a_group_alone_are_those_within_its_batch(estimator: str) -> None:
+def test_the_advantages_of_a_group_alone_are_those_within_its_batch(estimator):
     """Bit for bit, which is what lets a wave have them before the batch is complete."""
     rng = np.random.default_rng(3)
     groups = [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from queue import SimpleQueue
@@ -22,7 +21,7 @@ from libra.types import Taught
 
 
 @pytest.fixture
-def wires() -> Iterator[tuple[Wire, Wire]]:
+def wires():
     """Both ends of a connection: the core's, and a hybrid's."""
     accepted: SimpleQueue[Channel] = SimpleQueue()
     ended = threading.Event()
@@ -39,7 +38,7 @@ def wires() -> Iterator[tuple[Wire, Wire]]:
     server.close()
 
 
-def test_tensors_of_every_dtype_arrive_bit_for_bit(wires: tuple[Wire, Wire]) -> None:
+def test_tensors_of_every_dtype_arrive_bit_for_bit(wires):
     core, hybrid = wires
     bits = torch.randint(0, 256, (2 * WINDOW_BYTES + 24,), dtype=torch.uint8)  # more than two windows
     tensors = {name: (bits % 2 if dtype is torch.bool else bits).view(dtype) for name, dtype in DTYPES.items()}
@@ -56,14 +55,14 @@ def test_tensors_of_every_dtype_arrive_bit_for_bit(wires: tuple[Wire, Wire]) -> 
         assert torch.equal(got.reshape(-1).view(torch.uint8), tensor.contiguous().reshape(-1).view(torch.uint8))
 
 
-def test_a_server_of_another_token_is_refused() -> None:
+def test_a_server_of_another_token_is_refused():
     server = Server(lambda channel, client: None, secret="theirs", purpose=PURPOSE, host="127.0.0.1")
     with pytest.raises(TransferError, match=r"no handshake with the core: .*secret"):
         connect(server.address, "ours")
     server.close()
 
 
-def test_a_broken_connection_is_no_short_tensor(wires: tuple[Wire, Wire]) -> None:
+def test_a_broken_connection_is_no_short_tensor(wires):
     core, hybrid = wires
     core._channel.send_frame(kind="state", tensors=[["w", "float32", [1000]]], fields={})
     core._channel.send_bytes([memoryview(bytes(1000))])
@@ -83,14 +82,14 @@ def test_a_broken_connection_is_no_short_tensor(wires: tuple[Wire, Wire]) -> Non
         (["w"], "receiving failed"),
     ],
 )
-def test_a_tensor_that_cannot_be_is_refused(wires: tuple[Wire, Wire], tensor: list[object], error: str) -> None:
+def test_a_tensor_that_cannot_be_is_refused(wires, tensor, error):
     core, hybrid = wires
     core._channel.send_frame(kind="state", tensors=[tensor], fields={})
     with pytest.raises(TransferError, match=error):
         hybrid.receive()
 
 
-def test_a_slice_comes_back_as_it_was(batch: list, trajectory: Callable[..., object]) -> None:
+def test_a_slice_comes_back_as_it_was(batch, trajectory):
     samples = [sample_of(one, 0) for one in batch]
     samples[3] = Sample(
         **{**{n: getattr(samples[3], n) for n in Sample.__slots__}, "proximal_logp": samples[3].behaviour_logp}
@@ -115,7 +114,7 @@ def test_a_slice_comes_back_as_it_was(batch: list, trajectory: Callable[..., obj
                 assert mine == theirs, name
 
 
-def test_a_slice_passes_a_wire(wires: tuple[Wire, Wire], batch: list) -> None:
+def test_a_slice_passes_a_wire(wires, batch):
     core, hybrid = wires
     given = to_tensors([sample_of(each, 3) for each in batch])
     with ThreadPoolExecutor(1) as thread:
@@ -125,7 +124,7 @@ def test_a_slice_passes_a_wire(wires: tuple[Wire, Wire], batch: list) -> None:
 
 
 @pytest.mark.parametrize("num_slices", [1, 2, 5, 12, 20])
-def test_slices_hold_every_sample_once_and_balance_tokens(batch: list, num_slices: int) -> None:
+def test_slices_hold_every_sample_once_and_balance_tokens(batch, num_slices):
     samples = [sample_of(one, 0) for one in batch]
     slices = split(samples, num_slices)
     assert len(slices) == num_slices

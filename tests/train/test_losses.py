@@ -8,12 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from libra.errors import TrainError
-from libra.train import Aggregation, Packed, Padded, kl_estimate
-from libra.train.aggregation import AGGREGATIONS
+from libra.train import Aggregation, Packed, Padded, k3, kl_estimate
 from libra.train.kl import KL_ESTIMATORS
 from libra.train.losses import (
     cispo_loss,
+    clip_sums,
     dppo_loss,
     gmpo_loss,
     gspo_loss,
@@ -78,53 +77,33 @@ def total(name: str, columns: list[torch.Tensor], sequences, aggregation: Aggreg
     return float(loss.detach()), logp.grad
 
 
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", LOSSES)
-@settings(max_examples=15)  # of each of 55 combinations
-@given(lengths, seeds, st.integers(0, 3), st.sampled_from([0.0, -7.0, 3.0]))
-def test_packed_and_padded_agree_whatever_the_padding_holds(name, mode, lengths, seed, extra, filler):
+@settings(max_examples=5)  # each in five modes
+@given(lengths, seeds, st.sampled_from([0.0, -7.0, 3.0]), st.integers(1, 4), st.randoms(use_true_random=False))
+def test_padding_order_and_cuts_into_whole_sequences_change_nothing(name, lengths, seed, filler, cut, random):
     columns, packed = draw(lengths, seed)
-    rows, padded = as_rows(columns, lengths, extra, filler)
-    loss, grad = total(name, columns, packed, MODES[mode])
-    row_loss, row_grad = total(name, rows, padded, MODES[mode])
-    assert row_loss == pytest.approx(loss, rel=1e-9, abs=1e-9)
-    torch.testing.assert_close(row_grad[padded.mask_N], grad, rtol=1e-9, atol=1e-9)
-    assert (row_grad[~padded.mask_N] == 0).all()
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", LOSSES)
-@settings(max_examples=15)
-@given(lengths, seeds, st.randoms(use_true_random=False))
-def test_the_order_of_sequences_changes_nothing(name, mode, lengths, seed, random):
-    columns, packed = draw(lengths, seed)
-    order = list(range(len(lengths)))
-    random.shuffle(order)
+    rows, padded = as_rows(columns, lengths, seed % 4, filler)
+    order = random.sample(range(len(lengths)), len(lengths))
     places = torch.cat([torch.nonzero(packed.sequence == number)[:, 0] for number in order])
-    moved = Packed(
-        torch.repeat_interleave(torch.arange(len(order)), torch.as_tensor([lengths[n] for n in order])), len(order)
-    )
-    loss, grad = total(name, columns, packed, MODES[mode])
-    moved_loss, moved_grad = total(name, [column[places] for column in columns], moved, MODES[mode])
-    assert moved_loss == pytest.approx(loss, rel=1e-9, abs=1e-9)
-    torch.testing.assert_close(moved_grad, grad[places], rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", LOSSES)
-@settings(max_examples=15)
-@given(lengths, seeds, st.integers(1, 4))
-def test_a_split_into_whole_sequences_sums_to_the_whole(name, mode, lengths, seed, cut):
-    columns, packed = draw(lengths, seed)
-    denominator = MODES[mode].denominator(num_tokens=sum(lengths), num_sequences=len(lengths))
-    whole = float(MODES[mode](LOSSES[name](*columns, packed), packed))
-    parts = 0.0
-    for start in range(0, len(lengths), cut):
-        inside = (packed.sequence >= start) & (packed.sequence < start + cut)
-        sequences = Packed(packed.sequence[inside] - start, min(cut, len(lengths) - start))
-        loss = LOSSES[name](*(column[inside] for column in columns), sequences)
-        parts += float(MODES[mode].weighted_sum(loss, sequences)) / denominator
-    assert parts == pytest.approx(whole, rel=1e-9, abs=1e-12)
+    sizes = torch.as_tensor([lengths[n] for n in order])
+    moved = Packed(torch.repeat_interleave(torch.arange(len(order)), sizes), len(order))
+    for aggregation in MODES.values():
+        loss, grad = total(name, columns, packed, aggregation)
+        row_loss, row_grad = total(name, rows, padded, aggregation)
+        assert row_loss == pytest.approx(loss, rel=1e-9, abs=1e-9)
+        torch.testing.assert_close(row_grad[padded.mask_N], grad, rtol=1e-9, atol=1e-9)
+        assert (row_grad[~padded.mask_N] == 0).all()
+        moved_loss, moved_grad = total(name, [column[places] for column in columns], moved, aggregation)
+        assert moved_loss == pytest.approx(loss, rel=1e-9, abs=1e-9)
+        torch.testing.assert_close(moved_grad, grad[places], rtol=1e-9, atol=1e-9)
+        denominator = aggregation.denominator(num_tokens=sum(lengths), num_sequences=len(lengths))
+        parts = 0.0
+        for start in range(0, len(lengths), cut):
+            inside = (packed.sequence >= start) & (packed.sequence < start + cut)
+            sequences = Packed(packed.sequence[inside] - start, min(cut, len(lengths) - start))
+            part = LOSSES[name](*(column[inside] for column in columns), sequences)
+            parts += float(aggregation.weighted_sum(part, sequences)) / denominator
+        assert parts == pytest.approx(loss, rel=1e-9, abs=1e-12)
 
 
 SURROGATES = ("ppo", "ppo_dual", "gspo_sequence", "sapo", "gmpo", "reinforce")
@@ -132,6 +111,7 @@ SURROGATES = ("ppo", "ppo_dual", "gspo_sequence", "sapo", "gmpo", "reinforce")
 
 
 @pytest.mark.parametrize("name", SURROGATES)
+@settings(max_examples=8)
 @given(lengths, seeds)
 def test_gradients_are_those_of_finite_differences(name, lengths, seed):
     columns, packed = draw(lengths, seed)
@@ -151,7 +131,8 @@ def test_gradients_are_those_of_finite_differences(name, lengths, seed):
             assert float(grad[place]) == pytest.approx(slopes, rel=1e-4, abs=1e-6)
 
 
-@pytest.mark.parametrize("name", ["ppo", "gspo", "gspo_sequence", "cispo", "sapo", "gmpo", "reinforce"])
+@pytest.mark.parametrize("name", ["ppo", "gspo", "gspo_sequence", "cispo", "sapo", "gmpo"])
+@settings(max_examples=8)
 @given(lengths, seeds)
 def test_where_nothing_has_moved_all_gradients_are_the_plain_policy_gradient(name, lengths, seed):
     columns, packed = draw(lengths, seed)
@@ -162,18 +143,9 @@ def test_where_nothing_has_moved_all_gradients_are_the_plain_policy_gradient(nam
     torch.testing.assert_close(grad, plain, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", ["ppo", "gspo", "cispo", "sapo", "gmpo", "reinforce", "vespo"])
-@given(lengths, seeds, st.floats(0.01, 100))
-def test_the_loss_scales_with_the_advantage(name, lengths, seed, factor):
-    columns, packed = draw(lengths, seed)
-    loss, grad = total(name, columns, packed, Aggregation())
-    scaled, scaled_grad = total(name, [columns[0], columns[1], columns[2] * factor], packed, Aggregation())
-    assert scaled == pytest.approx(factor * loss, rel=1e-9, abs=1e-12)
-    torch.testing.assert_close(scaled_grad, factor * grad, rtol=1e-9, atol=1e-12)
-
-
 @pytest.mark.parametrize("name", LOSSES)
-@given(st.sampled_from([-1e4, -200.0, -30.0, 0.0, 30.0, 200.0, 1e4]), st.sampled_from([-1.0, 0.0, 1.0]))
+@pytest.mark.parametrize("log_ratio", [-1e4, -30.0, 30.0, 1e4])
+@pytest.mark.parametrize("advantage", [-1.0, 1.0])
 def test_extreme_log_ratios_stay_finite_in_float32(name, log_ratio, advantage):
     logp = torch.full((3,), min(0.0, log_ratio), requires_grad=True)
     old = torch.full((3,), min(0.0, -log_ratio))
@@ -184,40 +156,31 @@ def test_extreme_log_ratios_stay_finite_in_float32(name, log_ratio, advantage):
     assert torch.isfinite(logp.grad).all()
 
 
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", LOSSES)
-def test_no_tokens_and_empty_masks_give_zero_and_no_nan(name, mode):
+def test_no_tokens_and_empty_masks_give_zero_and_no_nan(name):
     for sequences, shape in ((Packed(torch.zeros(0, dtype=torch.int64), 0), (0,)), (Padded(torch.zeros(2, 3)), (2, 3))):
-        logp = torch.full(shape, float("nan")) if len(shape) > 1 else torch.zeros(shape)
-        logp = logp.nan_to_num(-1.0).requires_grad_()
-        loss = MODES[mode](LOSSES[name](logp, logp.detach(), torch.ones(shape), sequences), sequences)
-        loss.backward()
-        assert float(loss.detach()) == 0
-        assert (logp.grad == 0).all()
+        for aggregation in MODES.values():
+            logp = torch.full(shape, -1.0, requires_grad=True)
+            loss = aggregation(LOSSES[name](logp, logp.detach(), torch.ones(shape), sequences), sequences)
+            loss.backward()
+            assert float(loss.detach()) == 0
+            assert (logp.grad == 0).all()
 
 
-@pytest.mark.parametrize("name", LOSSES)
-def test_a_sequence_of_one_token_is_its_token(name):
-    columns, packed = draw([1], 3)
-    loss, grad = total(name, columns, packed, Aggregation("seq-mean-token-mean"))
-    token, token_grad = total(name, columns, packed, Aggregation("token-mean"))
-    assert loss == token
-    assert torch.equal(grad, token_grad)
-
-
-def test_empty_rows_count_only_where_asked():
-    rows = Padded(torch.tensor([[1, 1], [0, 0]]))
-    loss = torch.tensor([[2.0, 4.0], [float("nan"), float("inf")]])
-    assert float(Aggregation("seq-mean-token-mean")(loss, rows)) == 3
-    assert float(Aggregation("seq-mean-token-mean", count_empty=True)(loss, rows)) == 1.5
-
-
-def test_aggregation_options_are_checked():
-    with pytest.raises(TrainError, match="aggregation: got 'mean'; allowed are token-mean, "):
-        Aggregation("mean")
-    with pytest.raises(TrainError, match="horizon_tokens is None; allowed is a number above 0"):
-        Aggregation("seq-mean-token-sum-norm")
-    assert set(MODES) == set(AGGREGATIONS)
+def test_clipping_by_hand():
+    behaviour = torch.zeros(6, dtype=torch.float64)
+    ratio = torch.tensor([1.0, 1.5, 0.5, 1.5, 0.5, 9.0], dtype=torch.float64)
+    advantage = torch.tensor([2.0, 2.0, 2.0, -2.0, -2.0, -2.0], dtype=torch.float64)
+    logp = ratio.log().requires_grad_()
+    loss = ppo_loss(logp, behaviour, advantage, clip_low=0.2, clip_high=0.28, dual_clip=3.0)
+    torch.testing.assert_close(loss.detach(), torch.tensor([-2, -2.56, -1, 3, 1.6, 6], dtype=torch.float64))
+    loss.sum().backward()
+    torch.testing.assert_close(logp.grad, torch.tensor([-2, 0, -1, 3, 0, 0], dtype=torch.float64))
+    sums = clip_sums(logp.detach(), behaviour, advantage, clip_low=0.2, clip_high=0.28)
+    found = [sums[name] for name in ("clipped_low", "clipped_high", "ratio_max", "ratio_sum")]
+    assert found == pytest.approx([1, 1, 9, 14])
+    none = torch.zeros(0)
+    assert clip_sums(none, none, none, clip_low=0.2, clip_high=0.2)["ratio_sum"] == 0
 
 
 @pytest.mark.parametrize("estimator", KL_ESTIMATORS)
@@ -226,15 +189,12 @@ def test_kl_estimators_are_bounded_and_have_the_stated_gradient(estimator, logp,
     one = torch.tensor([logp], dtype=torch.float64, requires_grad=True)
     other = torch.tensor([reference], dtype=torch.float64)
     bounded = kl_estimate(one, other, estimator, bound=5.0, log_ratio_bound=10.0)
-    assert abs(float(bounded.detach())) <= 5
+    assert abs(float(bounded.detach())) <= 5 and -1e-15 <= float(k3(one, other).detach()) <= 10
     kl_estimate(one, other, estimator).sum().backward()
     difference = logp - reference
-    expected = {
-        "k1": 1.0,
-        "abs": float(np.sign(difference)),
-        "k2": difference,
-        "k3": 1 - float(np.exp(-difference)),
-    }[estimator.removesuffix("+")]
+    expected = {"k1": 1.0, "abs": float(np.sign(difference)), "k2": difference, "k3": 1 - float(np.exp(-difference))}[
+        estimator.removesuffix("+")
+    ]
     assert float(one.grad) == pytest.approx(difference if estimator.endswith("+") else expected, rel=1e-9, abs=1e-9)
 
 
