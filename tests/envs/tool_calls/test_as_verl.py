@@ -46,20 +46,15 @@ TYPES = {"s": "string", "i": "integer", "n": "number", "b": "boolean", "o": "obj
     ("given", "read"),
     [
         ("s=null", None),
-        ("s=1", "1"),
         ("i=12", 12),
         ("i=1.5", "1.5"),
         ("n=2.0", 2),
-        ("n=2.5", 2.5),
         ("n=nan", "nan"),
-        ("n=inf", "inf"),
         ("b=True", True),
         ("b=yes", False),
         ('o={"k": [1]}', {"k": [1]}),
         ("o={'k': (1, 2)}", {"k": [1, 2]}),
-        ("a=[1, 2]", [1, 2]),
         ("a=[1, 2", "[1, 2"),
-        ("other=1", "1"),
     ],
 )
 def test_values_take_the_type_of_the_schema_as_in_verl(given, read):
@@ -69,10 +64,3 @@ def test_values_take_the_type_of_the_schema_as_in_verl(given, read):
     text = f"<tool_call><function=f><parameter={name}>{value}</parameter></function></tool_call>"
     ((_, arguments),) = verl_qwen3_coder(text, [tool]).calls
     assert json.loads(arguments) == {name: read}
-
-
-def test_what_json_cannot_say_loses_all_calls_in_verl():
-    properties = {"a": {"type": "array"}}
-    tool = Tool("f", print, {"type": "function", "function": {"name": "f", "parameters": {"properties": properties}}})
-    text = "said <tool_call><function=f><parameter=a>{1}</parameter></function></tool_call>"
-    assert verl_qwen3_coder(text, [tool]) == VerlReading(text, ())
