@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import random
-from collections.abc import AsyncIterator
+import inspect
+import platform
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,12 +20,24 @@ from libra.cluster.settings import DASK_SETTINGS
 from libra.scheduler import LibraPlugin, RunRegistration
 from libra.types import Phase
 
+platform.processor()  # starts `uname` the first time it is asked, which would be in a test
+
 DONE: dict[str, int] = {}
-"""Quanta finished, by key. Declared emulation: a real trajectory keeps this in its journal."""
+"""Quanta finished, by key: what a real trajectory reads in its journal."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run tests that are coroutines."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = inspect.signature(pyfuncitem.obj).parameters
+    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+    return True
 
 
 def report(key: str, run: str, quantum: int, *, following: Phase | None, goes_on: bool = False, epoch: int = 0) -> None:
-    """What a worker says at the end of a quantum; ``following`` is the phase it needs next, None: it has ended."""
+    """What a worker reports at the end of a quantum; ``following`` is the next phase, None at the end."""
     message = {
         "kind": "quantum", "run": run, "epoch": epoch, "key": key, "quantum": quantum,
         "end": "" if following else "answered", "next": str(following or ""), "goes_on": goes_on, "failure": "none",
@@ -52,32 +65,33 @@ async def cluster(rollout: int = 2, tool: int = 2) -> AsyncIterator[SimpleNamesp
     with dask.config.set(DASK_SETTINGS):
         async with (
             Scheduler(host="127.0.0.1", port=0, dashboard_address="127.0.0.1:0", validate=True) as scheduler,
-            Worker(
-                scheduler.address, nthreads=16, name="rollout-0", resources={keys.ROLLOUT: rollout, keys.GRADE: 4}
-            ) as a,
-            Worker(scheduler.address, nthreads=16, name="tool-0", resources={keys.TOOL: tool, keys.COMMIT: 1}) as b,
+            Worker(scheduler.address, name="rollout-0", nthreads=16, resources={"ROLLOUT": rollout, "GRADE": 4}) as a,
+            Worker(scheduler.address, name="tool-0", nthreads=16, resources={"TOOL": tool, "COMMIT": 1}) as b,
             Client(scheduler.address, asynchronous=True) as client,
         ):
             await client.register_plugin(LibraPlugin())
-            yield SimpleNamespace(
-                scheduler=scheduler, workers=(a, b), client=client, plugin=scheduler.plugins[LibraPlugin.name]
-            )
+            plugin = scheduler.plugins[LibraPlugin.name]
+            yield SimpleNamespace(scheduler=scheduler, workers=(a, b), client=client, plugin=plugin)
 
 
 def register(live: SimpleNamespace, directory: Path, run: str = "demo", **changes: Any) -> Any:
     """Make a run known to the plugin, with a version 0."""
     arguments = {"epoch": 0, "eta": 0, "iterations": 1, "groups_per_batch": 1, "event_log": True} | changes
     answer = live.plugin.register_run(RunRegistration(run=run, directory=str(directory), **arguments))
-    published = {
-        "kind": "published",
-        "run": run,
-        "epoch": arguments["epoch"],
-        "version": 0,
-        "digest": "",
-        "num_bytes": 0,
-    }
-    live.plugin.log_event("libra", published)
+    publish(live, 0, run, arguments["epoch"])
     return answer
+
+
+def publish(live: SimpleNamespace, version: int, run: str = "demo", epoch: int = 0) -> None:
+    """Report a version as published."""
+    said = {"kind": "published", "run": run, "epoch": epoch, "version": version, "digest": "", "num_bytes": 0}
+    live.plugin.log_event("libra", said)
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    """Let the event loop go on until something is true that has no event."""
+    while not condition():  # noqa: ASYNC110
+        await asyncio.sleep(0)
 
 
 def submit(live: SimpleNamespace, run: str, lengths: list[int], iteration: int = 0, group: int = 0) -> list[Any]:
@@ -90,9 +104,8 @@ def submit(live: SimpleNamespace, run: str, lengths: list[int], iteration: int =
     return futures
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def emulation() -> SimpleNamespace:
     """The functions of this file, for tests."""
-    return SimpleNamespace(
-        cluster=cluster, register=register, submit=submit, quantum=quantum, report=report, rng=random.Random(0)
-    )
+    functions = (cluster, register, publish, submit, quantum, report, until)
+    return SimpleNamespace(**{each.__name__: each for each in functions})

@@ -63,119 +63,92 @@ class HeldBack(SchedulerPlugin):
         self.held[worker] = dask_internals.hold_back(scheduler, worker, [keys.GRADE, keys.TRAIN, keys.COMMIT])
 
 
-def test_a_worker_that_joins_is_sent_nothing_that_asks_for_what_is_held_back_not_even_for_none_of_it() -> None:
-    async def live() -> None:
-        async with two_workers() as dask:
-            asked = {"one": {keys.GRADE: 1}, "none": {keys.TRAIN: 0}}
-            futures = [dask.client.submit(str, 1, key=key, resources=wants) for key, wants in asked.items()]
-            for key in asked:
-                await state_of(dask.scheduler, key, "no-worker")
-            plugin = HeldBack()
-            dask.scheduler.add_plugin(plugin)
-            supplies = {keys.GRADE: 2, keys.TRAIN: 1, keys.TOOL: 3}
-            async with Worker(dask.scheduler.address, name="c", resources=supplies) as c:
-                assert plugin.held[c.address] == {keys.GRADE: 2, keys.TRAIN: 1}
-                assert dask.scheduler.workers[c.address].resources == {keys.TOOL: 3}
-                assert {dask.scheduler.tasks[key].state for key in asked} == {"no-worker"}
-                dask_internals.restore_supply(dask.scheduler, c.address, plugin.held[c.address], "test")
-                assert await dask.client.gather(futures) == ["1", "1"]
-                assert dask.scheduler.workers[c.address].resources == supplies
-                assert dask.scheduler.workers[c.address].used_resources[keys.GRADE] == 0
-            dask_internals.restore_supply(dask.scheduler, c.address, plugin.held[c.address], "test")  # it has left
-            assert not dask.scheduler.resources[keys.GRADE]
+async def test_a_worker_that_joins_is_sent_nothing_that_asks_for_what_is_held_back_not_even_for_none_of_it() -> None:
+    async with two_workers() as dask:
+        asked = {"one": {keys.GRADE: 1}, "none": {keys.TRAIN: 0}}
+        futures = [dask.client.submit(str, 1, key=key, resources=wants) for key, wants in asked.items()]
+        for key in asked:
+            await state_of(dask.scheduler, key, "no-worker")
+        plugin = HeldBack()
+        dask.scheduler.add_plugin(plugin)
+        supplies = {keys.GRADE: 2, keys.TRAIN: 1, keys.TOOL: 3}
+        async with Worker(dask.scheduler.address, name="c", resources=supplies) as c:
+            assert plugin.held[c.address] == {keys.GRADE: 2, keys.TRAIN: 1}
+            assert dask.scheduler.workers[c.address].resources == {keys.TOOL: 3}
+            assert {dask.scheduler.tasks[key].state for key in asked} == {"no-worker"}
+            dask_internals.restore_supply(dask.scheduler, c.address, plugin.held[c.address], "test")
+            assert await dask.client.gather(futures) == ["1", "1"]
+            assert dask.scheduler.workers[c.address].resources == supplies
+            assert dask.scheduler.workers[c.address].used_resources[keys.GRADE] == 0
+        dask_internals.restore_supply(dask.scheduler, c.address, plugin.held[c.address], "test")  # it has left
+        assert not dask.scheduler.resources[keys.GRADE]
 
-            async with Worker(dask.scheduler.address, name="d", resources=supplies):
-                pass  # leaves while it is held back
-            assert not dask.scheduler.resources[keys.TRAIN]
-
-    asyncio.run(live())
+        async with Worker(dask.scheduler.address, name="d", resources=supplies):
+            pass  # leaves while it is held back
+        assert not dask.scheduler.resources[keys.TRAIN]
 
 
-def test_a_task_that_asks_for_what_nobody_supplies_waits_and_is_released_where_it_is_sent() -> None:
-    async def live() -> None:
-        async with two_workers() as dask:
-            future = dask.client.submit(str, 1, key="parked", resources={keys.PARK: 1})
-            await state_of(dask.scheduler, "parked", "no-worker")
-            assert dask_internals.is_parked(dask.scheduler.tasks["parked"])
-            for name, worker in (("a", dask.a), ("b", dask.b)):
-                key = f"to {name}"
-                sent = dask.client.submit(str, name, key=key, resources={keys.PARK: 1})
-                await state_of(dask.scheduler, key, "no-worker")
-                released = dask_internals.release(
-                    dask.scheduler, [Release(key, {keys.ROLLOUT: 1}, worker.address)], "test"
-                )
-                assert released == [key]
-                assert await sent == name
-                assert dask.scheduler.tasks[key].who_has == {dask.scheduler.workers[worker.address]}
-            assert dask_internals.release(dask.scheduler, [Release("unknown", {}, None)], "test") == []
-            assert dask.scheduler.tasks["parked"].state == "no-worker"
-            del future
-
-    asyncio.run(live())
+async def test_a_task_that_asks_for_what_nobody_supplies_waits_and_is_released_where_it_is_sent() -> None:
+    async with two_workers() as dask:
+        future = dask.client.submit(str, 1, key="parked", resources={keys.PARK: 1})
+        await state_of(dask.scheduler, "parked", "no-worker")
+        assert dask_internals.is_parked(dask.scheduler.tasks["parked"])
+        for name, worker in (("a", dask.a), ("b", dask.b)):
+            key = f"to {name}"
+            sent = dask.client.submit(str, name, key=key, resources={keys.PARK: 1})
+            await state_of(dask.scheduler, key, "no-worker")
+            released = dask_internals.release(dask.scheduler, [Release(key, {keys.ROLLOUT: 1}, worker.address)], "test")
+            assert released == [key]
+            assert await sent == name
+            assert dask.scheduler.tasks[key].who_has == {dask.scheduler.workers[worker.address]}
+        assert dask_internals.release(dask.scheduler, [Release("unknown", {}, None)], "test") == []
+        assert dask.scheduler.tasks["parked"].state == "no-worker"
+        del future
 
 
-def test_restrictions_must_be_put_back_when_a_task_leaves_processing() -> None:
-    async def live() -> None:
-        RUNS.clear()
-        async with two_workers() as dask:
-            future = dask.client.submit(once_more, key="again", resources={keys.PARK: 1})
-            await state_of(dask.scheduler, "again", "no-worker")
-            dask.scheduler.add_plugin(ParksAgain(dask.scheduler))
-            dask_internals.release(dask.scheduler, [Release("again", {keys.ROLLOUT: 1}, dask.a.address)], "test")
-            while not RUNS:  # noqa: ASYNC110
-                await asyncio.sleep(0)
-            await state_of(dask.scheduler, "again", "no-worker")
-            dask_internals.release(dask.scheduler, [Release("again", {keys.ROLLOUT: 1}, dask.b.address)], "test")
-            assert await future == "b"
-        assert RUNS == ["a", "b"]
-
-    asyncio.run(live())
+async def test_restrictions_must_be_put_back_when_a_task_leaves_processing() -> None:
+    RUNS.clear()
+    async with two_workers() as dask:
+        future = dask.client.submit(once_more, key="again", resources={keys.PARK: 1})
+        await state_of(dask.scheduler, "again", "no-worker")
+        dask.scheduler.add_plugin(ParksAgain(dask.scheduler))
+        dask_internals.release(dask.scheduler, [Release("again", {keys.ROLLOUT: 1}, dask.a.address)], "test")
+        while not RUNS:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        await state_of(dask.scheduler, "again", "no-worker")
+        dask_internals.release(dask.scheduler, [Release("again", {keys.ROLLOUT: 1}, dask.b.address)], "test")
+        assert await future == "b"
+    assert RUNS == ["a", "b"]
 
 
-def test_supply_names_and_handlers() -> None:
-    async def live() -> None:
-        async with two_workers() as dask:
-            assert dask_internals.supply(dask.scheduler, keys.ROLLOUT) == {dask.a.address: 2, dask.b.address: 1}
-            assert dask_internals.supply(dask.scheduler, keys.TOOL) == {dask.b.address: 3}
-            assert dask_internals.supply(dask.scheduler, keys.TRAIN) == {}
-            assert dask_internals.worker_name(dask.scheduler, dask.b.address) == "b"
-            assert dask_internals.worker_name(dask.scheduler, "tcp://127.0.0.1:1") == "tcp://127.0.0.1:1"
-            dask_internals.add_handlers(dask.scheduler, {"libra_test": lambda number: number + 1})
-            assert await dask.client.scheduler.libra_test(number=1) == 2
-            await dask.b.close()
-            assert dask_internals.supply(dask.scheduler, keys.TOOL) == {}
-
-    asyncio.run(live())
-
-
-def test_priority_and_suspicion_of_a_parked_task_are_plain_attributes() -> None:
-    async def live() -> None:
-        async with two_workers() as dask:
-            future = dask.client.submit(str, 1, key="parked", resources={keys.PARK: 1})
-            await state_of(dask.scheduler, "parked", "no-worker")
-            ts = dask.scheduler.tasks["parked"]
-            dask_internals.set_priority(ts, (3, 1, 4))
-            ts.suspicious = 2
-            dask_internals.forgive(ts)
-            dask_internals.forgive(None)
-            assert (ts.priority, ts.suspicious) == ((3, 1, 4), 0)
-            del future
-
-    asyncio.run(live())
+async def test_supplies_names_priorities_and_handlers() -> None:
+    async with two_workers() as dask:
+        assert dask_internals.supply(dask.scheduler, keys.ROLLOUT) == {dask.a.address: 2, dask.b.address: 1}
+        assert dask_internals.supply(dask.scheduler, keys.TRAIN) == {}
+        assert dask_internals.worker_name(dask.scheduler, dask.b.address) == "b"
+        assert dask_internals.worker_name(dask.scheduler, "tcp://127.0.0.1:1") == "tcp://127.0.0.1:1"
+        dask_internals.add_handlers(dask.scheduler, {"libra_test": lambda number: number + 1})
+        assert await dask.client.scheduler.libra_test(number=1) == 2
+        future = dask.client.submit(str, 1, key="parked", resources={keys.PARK: 1})
+        await state_of(dask.scheduler, "parked", "no-worker")
+        ts = dask.scheduler.tasks[future.key]
+        dask_internals.set_priority(ts, (3, 1, 4))
+        ts.suspicious = 2
+        dask_internals.forgive(ts)
+        assert (ts.priority, ts.suspicious) == ((3, 1, 4), 0)
+        await dask.b.close()
+        assert dask_internals.supply(dask.scheduler, keys.TOOL) == {}
 
 
-def test_a_supply_that_is_zeroed_is_none_and_one_that_is_raised_takes_more() -> None:
-    async def live() -> None:
-        async with two_workers() as dask:
-            address = dask.a.address
-            dask_internals.set_supply(dask.scheduler, address, keys.ROLLOUT, 0)
-            assert dask_internals.supply(dask.scheduler, keys.ROLLOUT) == {dask.b.address: 1}
-            future = dask.client.submit(str, 1, key="elsewhere", resources={keys.ROLLOUT: 1})
-            await future
-            assert {ws.address for ws in dask.scheduler.tasks["elsewhere"].who_has} == {dask.b.address}
-            dask_internals.set_supply(dask.scheduler, address, keys.ROLLOUT, 5)
-            dask_internals.set_supply(dask.scheduler, address, keys.TP, 2)
-            assert dask_internals.supply(dask.scheduler, keys.ROLLOUT)[address] == 5
-            assert dask_internals.bucket(dask.scheduler, address) == "tp2"
-
-    asyncio.run(live())
+async def test_a_supply_that_is_zeroed_is_none_and_one_that_is_raised_takes_more() -> None:
+    async with two_workers() as dask:
+        address = dask.a.address
+        dask_internals.set_supply(dask.scheduler, address, keys.ROLLOUT, 0)
+        assert dask_internals.supply(dask.scheduler, keys.ROLLOUT) == {dask.b.address: 1}
+        future = dask.client.submit(str, 1, key="elsewhere", resources={keys.ROLLOUT: 1})
+        await future
+        assert {ws.address for ws in dask.scheduler.tasks["elsewhere"].who_has} == {dask.b.address}
+        dask_internals.set_supply(dask.scheduler, address, keys.ROLLOUT, 5)
+        dask_internals.set_supply(dask.scheduler, address, keys.TP, 2)
+        assert dask_internals.supply(dask.scheduler, keys.ROLLOUT)[address] == 5
+        assert dask_internals.bucket(dask.scheduler, address) == "tp2"

@@ -163,13 +163,6 @@ def test_a_group_that_cannot_form_is_tried_again() -> None:
     assert not any(name == "gang_formed" for name, _ in stage.events)
 
 
-def test_only_one_run_at_a_time_trains_on_several_replicas() -> None:
-    stage = Stage()
-    assert "only one run at a time" in stage.plugin.register_gang("other", 0, 2)["error"]
-    stage.plugin.end_gang("demo")
-    assert stage.plugin.register_gang("other", 0, 2) == {}
-
-
 def test_who_cannot_reach_the_others_is_not_blamed_when_one_of_them_left() -> None:
     stage = Stage("a", "b", "c")
     stage.form(0)
