@@ -18,15 +18,15 @@ import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import factories  # noqa: E402
-from libra.errors import LibraError  # noqa: E402
-from libra.train import Replica, TrainSettings  # noqa: E402
-from libra.train.hybrid_pool import HybridPool  # noqa: E402
-from libra.train.hybrid_replica import HybridReplica  # noqa: E402
-from libra.train.model_layout import whole  # noqa: E402
-from libra.train.rendezvous import Rendezvous  # noqa: E402
-from libra.train.replica_group import TrainGroup  # noqa: E402
-from libra.types import Taught, Trajectory, TrajectoryId  # noqa: E402
+import factories
+from libra.errors import LibraError
+from libra.train import Replica, TrainSettings
+from libra.train.hybrid_pool import HybridPool
+from libra.train.hybrid_replica import HybridReplica
+from libra.train.model_layout import whole
+from libra.train.rendezvous import Rendezvous
+from libra.train.replica_group import TrainGroup
+from libra.types import Taught, Trajectory, TrajectoryId
 
 TOKEN = "of this test"
 

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libra.train import even_micro_batches as even_micro_batches_module
 from libra.train.even_micro_batches import Limits, even_micro_batches
 from libra.train.even_parts import Items, even_parts
 from libra.train.expert_balance import loads_of
@@ -64,7 +63,7 @@ def test_every_item_once_in_parts_that_fit_and_cost_no_more(shapes, prompt_token
 
 def test_near_the_best_of_all_on_small_cases():
     gained = possible = 0.0
-    for seed in range(12):
+    for seed in range(6):
         items = items_of([4, 6, 5, 9, 7, 3], [0, 0, 1, 1, 2, 2], 4, seed)
         start = [[0, 2], [1, 4], [3, 5]]
         capacity = 24
@@ -105,20 +104,6 @@ def test_samples_of_a_prompt_are_parted_where_that_costs_less_than_it_gains(prom
         both = {int(sample.token_ids[0]) for row in rows for sample in row}
         assert (len(both) == 2) is parted
     assert even_micro_batches(samples, share=True, limits=limits, num_experts=EXPERTS, most=1) is None
-
-
-def test_one_packing_looks_at_no_more_loads_than_one_search_may(monkeypatch):
-    shares: list[int] = []
-
-    def searched(items: Items, given, capacity, fits, most_loads: int):
-        shares.append(most_loads)
-        return even_parts(items, given, capacity, fits, most_loads)
-
-    monkeypatch.setattr(even_micro_batches_module, "even_parts", searched)
-    monkeypatch.setattr(even_micro_batches_module, "MAX_LOADS", 800)
-    samples = samples_of(2, 4, 4, 20)
-    even_micro_batches(samples, share=True, limits=Limits(84, 104, fill_rows), num_experts=EXPERTS, most=4)
-    assert len(shares) > 1 and 0 < sum(shares) <= 800
 
 
 def test_a_search_without_loads_left_leaves_the_parts_as_they_are():

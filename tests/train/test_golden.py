@@ -151,13 +151,6 @@ def test_verl_clip_shares(golden):
         assert share == pytest.approx(parameters["metrics"]["actor/pg_clipfrac"], abs=1e-7)
 
 
-def test_the_page_names_every_function_of_the_peers(repository):
-    page = (repository / "docs/golden.md").read_text()
-    from libra.train import peers
-
-    assert [name for name in peers.__all__ if f"`{name}" not in page] == []
-
-
 def test_icepop_and_rejection_options_that_have_no_recorded_case_by_hand():
     log_ratio = torch.tensor([[0.1, 2.0, -2.0, 9.0]], dtype=torch.float64)
     mask = torch.tensor([[1.0, 1.0, 1.0, 0.0]])

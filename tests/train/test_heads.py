@@ -44,9 +44,8 @@ def model_of(name: str):
     return model
 
 
-@pytest.mark.parametrize("chunk", [1, 3, 100])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_chunks_score_as_the_whole_logits_do_gradients_included(name, chunk):
+def test_chunks_score_as_the_whole_logits_do_gradients_included(name):
     model = model_of(name)
     assert (after_head(model) is not None) == (name in DOES_SOMETHING)
     ids_RW = torch.randint(1, 31, (2, 9), generator=torch.Generator().manual_seed(1))
@@ -62,7 +61,7 @@ def test_chunks_score_as_the_whole_logits_do_gradients_included(name, chunk):
             logp_N = all_logp.gather(-1, target_N[:, None])[:, 0]
             entropy_N = -(all_logp.exp() * all_logp).sum(-1)
         else:
-            scorer = Scorer(model, 0.7, chunk)
+            scorer = Scorer(model, 0.7, 4)
             logp_N, entropy_N = scorer.logp(ids_RW, position_RW, at_N, target_N, entropy_gradient=True)
         (logp_N * slope_N + entropy_N * bonus_N).sum().backward()
         results.append([logp_N.detach(), entropy_N.detach(), *(p.grad for p in model.parameters())])
@@ -72,10 +71,9 @@ def test_chunks_score_as_the_whole_logits_do_gradients_included(name, chunk):
     assert max(float(grad.abs().max()) for grad in results[0][2:]) > 1e-3
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_a_sequence_scored_alone_is_scored_by_the_model(name, monkeypatch):
+def test_a_sequence_scored_alone_is_scored_by_the_model(monkeypatch):
     monkeypatch.setattr("libra.scoring.CHUNK_TOKENS", 4)
-    model = model_of(name).float()
+    model = model_of("gemma2 caps").float()
     ids = torch.arange(1, 16)
     with torch.no_grad():
         logits = model(input_ids=ids[None, :-1]).logits[0, 4:].float() / 0.7
@@ -102,17 +100,11 @@ def test_never_more_logits_than_a_chunk(monkeypatch):
     assert sum(seen) == 2 * 19  # once forward, once again in the backward pass, and no others
 
 
-def test_a_head_that_is_no_linear_map_is_refused():
+def test_heads_that_cannot_be_taken_apart_are_refused():
     model = model_of("qwen3")
     model.lm_head = torch.nn.Sequential(model.lm_head)
-    with pytest.raises(
-        ModelError, match=r"output head of Qwen3ForCausalLM is Sequential; allowed is torch\.nn\.Linear"
-    ):
+    with pytest.raises(ModelError, match="Sequential"):
         head_of(model)
-
-
-def test_layers_and_head_in_one_module_are_refused():
-    model = model_of("qwen3")
     model.base_model_prefix = ""
     with pytest.raises(ModelError, match="base_model_prefix"):
         after_head(model)

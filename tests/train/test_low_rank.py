@@ -4,41 +4,28 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
+import factories
 from libra.config import config_from_dict
 from libra.errors import ConfigError, TrainError
 from libra.train import Replica, TrainSettings
 from libra.train.low_rank import LowRankWeights
 from libra.train.model_loading import load_model
-from libra.types import EndReason, Prompt, Trajectory, TrajectoryId
+from libra.types import Trajectory, TrajectoryId
 
 LORA = {"lora_rank": 2, "lora_alpha": 8.0, "lora_targets": ("q_proj", "down_proj"), "lr": 1e-2}
 
 
 def trajectories(seed: int = 0) -> list[Trajectory]:
-    rng = np.random.default_rng(seed)
-    made = []
-    for sample in range(4):
-        length, action = 12, np.arange(12) >= 4
-        made.append(
-            Trajectory(
-                TrajectoryId(0, 0, sample),
-                Prompt("p", ()),
-                rng.integers(0, 200, length).astype(np.int32),
-                action,
-                np.where(action, -5.0, 0).astype(np.float32),
-                np.where(action, 0, -1).astype(np.int32),
-                np.where(action, 0, -1).astype(np.int32),
-                [],
-                EndReason.ANSWERED,
-                advantage=(-1.0) ** sample,
-            )
+    return [
+        factories.trajectory(
+            TrajectoryId(0, 0, n), lengths=(4, 8), seed=10 * seed + n, vocabulary=200, advantage=(-1.0) ** n
         )
-    return made
+        for n in range(4)
+    ]
 
 
 def replica(model: Path, **changes: object) -> Replica:
@@ -134,13 +121,11 @@ def test_bfloat16_weights_are_the_rounded_sum(random_model):
 
 
 def test_what_cannot_have_adapters_is_refused(random_model):
-    with pytest.raises(
-        TrainError, match=r"trainer.lora_targets: got q_pro; linear layers of this Qwen3ForCausalLM are called"
-    ):
+    with pytest.raises(TrainError, match="q_pro"):
         replica(random_model, lora_targets=("q_pro",))
-    for values, said in (
-        ({"trainer": {"lora_rank": 4, "layout": "fsdp2", "offload": True}}, "type trainer.offload=false"),
-        ({"trainer": {"lora_rank": 4}, "cluster": {"hybrid_workers": 1}}, "type cluster.hybrid_workers=0"),
+    for values in (
+        {"trainer": {"lora_rank": 4, "layout": "fsdp2", "offload": True}},
+        {"trainer": {"lora_rank": 4}, "cluster": {"hybrid_workers": 1}},
     ):
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError):
             config_from_dict(values)

@@ -28,10 +28,9 @@ def siblings(trajectory):
     return [sample_of(one, 0) for one in made]
 
 
-@pytest.mark.parametrize("max_row_tokens", [30, 40, 500])
-@pytest.mark.parametrize("kl_coef", [0.0, 0.1])
-def test_log_probabilities_and_gradient_are_those_without_sharing(replica, siblings, score, max_row_tokens, kl_coef):
-    model = replica(torch.float64, kl_coef=kl_coef)
+@pytest.mark.parametrize("max_row_tokens", [40, 500])
+def test_log_probabilities_and_gradient_are_those_without_sharing(replica, siblings, score, max_row_tokens):
+    model = replica(torch.float64, kl_coef=0.1)
     with torch.no_grad():
         model.model.model.norm.weight.add_(0.1)  # away from the reference
     alone = torch.cat(score(model, siblings)).detach()
@@ -59,14 +58,6 @@ def test_log_probabilities_and_gradient_are_those_without_sharing(replica, sibli
     for name, tensor in plain.items():
         # Qwen3's norms compute in float32 whatever the dtype: the prompt's gradients are rounded before or after their sum.
         torch.testing.assert_close(shared[name], tensor, rtol=0, atol=2e-6)
-
-
-def test_a_group_in_one_row_has_its_prompt_once(siblings):
-    group = siblings[0:8:2]
-    (micro,) = pack(group, max_row_tokens=500, micro_batch_tokens=500, share_prompts=True)
-    prompt = group[0].num_prompt_tokens
-    assert micro.num_tokens == prompt + sum(sample.num_tokens - prompt for sample in group)
-    assert (micro.num_sequences, len(micro.token_ids_RW)) == (4, 1)
 
 
 SHAPES = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 12)), min_size=1, max_size=20)
@@ -114,9 +105,7 @@ def assert_each_sees_its_own(row: list[Sample]) -> None:
     ("config", "able"),
     [
         ({}, True),
-        ({"layer_types": ["full_attention", "full_attention"]}, True),
         ({"layer_types": ["full_attention", "sliding_attention"]}, False),
-        ({"layer_types": ["linear_attention", "full_attention"]}, False),
         ({"sliding_window": 4096}, False),
         ({"sliding_window": 4096, "use_sliding_window": False}, True),
     ],
@@ -126,7 +115,7 @@ def test_only_full_attention_can_share(config, able):
     assert can_share(model) is able
 
 
-@pytest.mark.parametrize("algorithm", ["dapo", "gspo", "gmpo", "grpo", "ppo_decoupled"])
+@pytest.mark.parametrize("algorithm", ["dapo", "gspo", "ppo_decoupled"])
 def test_a_replica_shares_unless_it_is_told_not_to(replica, trajectory, algorithm):
     batch = [trajectory(n, lengths=(6, 4 + n)) for n in range(4)]
     for member in batch[1:]:

@@ -244,3 +244,15 @@ def test_a_directory_without_a_model_is_refused(tmp_path):
 def test_settings_outside_their_range_are_named(field, value):
     with pytest.raises(ConfigError, match=rf"trainer\.{field}: got"):
         TrainSettings(**{field: value})
+
+
+def test_gradient_checkpointing_recomputes_layers_and_changes_no_result(replica, batch):
+    plain, saving = replica(), replica(gradient_checkpointing=True)
+    calls = []
+    for model in (plain, saving):
+        mlp = model.model.model.layers[0].mlp
+        mlp.register_forward_pre_hook(lambda *_, owner=model: calls.append(owner) if torch.is_grad_enabled() else None)
+    reports = [model.step(batch, 0) for model in (plain, saving)]
+    assert reports[0].digest == reports[1].digest
+    assert calls.count(plain) == reports[0].micro_batches
+    assert calls.count(saving) == 2 * reports[1].micro_batches  # forward, and again for the backward pass

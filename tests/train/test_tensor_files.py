@@ -32,7 +32,7 @@ def test_files_have_the_digest_of_their_tensors(tmp_path):
     assert tensors_digest(paths) == digest(halves[0] | halves[1])
 
 
-@pytest.mark.parametrize("cut", [0, 4, 40, -1])
+@pytest.mark.parametrize("cut", [0, 40, -1])
 def test_a_torn_file_is_a_value_error(tmp_path, cut):
     path = tmp_path / "model.safetensors"
     save_file(TENSORS, path)
