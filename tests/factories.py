@@ -125,7 +125,7 @@ def trajectory(
     return Trajectory(**values | changes)
 
 
-def run_settings(directory: Path, model: Path, **sections: dict[str, Any]) -> dict[str, Any]:
+def run_settings(directory: Path, model: Path, /, **sections: dict[str, Any]) -> dict[str, Any]:
     """Settings of a small run, as `libra.config.config_from_dict` takes them; ``sections`` are laid over these, key by key."""
     values: dict[str, dict[str, Any]] = {
         "run": {"name": "demo", "dir": str(directory), "iterations": 2},
