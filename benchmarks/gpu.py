@@ -57,7 +57,9 @@ def run_part(name: str, options: argparse.Namespace, limit_s: float, place: Path
     """
     words = [sys.executable, "-X", "faulthandler", "-m", "benchmarks.gpu_parts", name, options.device, options.scale]
     with (place / f"{name}.output").open("w+") as output:
-        process = subprocess.Popen([*words, str(place)], stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        process = subprocess.Popen(
+            [*words, str(place)], stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
         try:
             code: int | None = process.wait(limit_s)
         except subprocess.TimeoutExpired:
@@ -82,7 +84,9 @@ def run_part(name: str, options: argparse.Namespace, limit_s: float, place: Path
 
 def figures_of(found: dict[str, dict[str, Any]], prefix: str) -> dict[str, Figure]:
     """What the parts measured."""
-    return {f"{prefix}{name}": Figure(**entry) for part in found.values() for name, entry in part.get("figures", {}).items()}
+    return {
+        f"{prefix}{name}": Figure(**entry) for part in found.values() for name, entry in part.get("figures", {}).items()
+    }
 
 
 def check_device(device: str) -> str:

@@ -1,7 +1,7 @@
 """The parts of `benchmarks.gpu`, one a process: ``python -m benchmarks.gpu_parts PART DEVICE SCALE DIR``.
 
-The last line is JSON: ``figures`` (value, unit, better), ``facts`` (what they rest on) and ``text``; or the first line of an error,
-and exit code 1.
+The last JSON line has ``figures`` (fields of `benchmarks.report.Figure`), ``facts`` (what they rest on) and ``text``; a part that
+measures several sizes prints one after each. A part that fails ends with the first line of its error and exit code 1.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,10 +29,10 @@ from libra.config import RunConfig, config_from_dict
 from libra.errors import LibraError
 from libra.events.reports import EngineReport, ServedReport
 from libra.hardware import GPU, known_gpus, load_shape
-from libra.planner.cost import TrajectoryTotals, training_cost
+from libra.planner.cost import TrajectoryTotals
+from libra.planner.cost.training_cost import memory_parts_bytes
 from libra.planner.from_config import snapshot_of
 from libra.rollout.transformers_engine import TransformersEngine
-from libra.tensors import digest
 from libra.train import Replica, TrainSettings
 from libra.types import StopReason, TurnOutput, TurnRequest
 from libra.weights import WeightStore
@@ -39,22 +40,53 @@ from libra.worker.verified_engine import Serving
 from libra.worker.weight_publishing import publish_checked
 
 SHAPES: dict[str, dict[str, int]] = {
-    "0b5": {
-        "vocab_size": 151936, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
-        "num_attention_heads": 14, "num_key_value_heads": 2, "head_dim": 64,
+    "0b6": {
+        "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
+        "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
     },
-    "1b5": {
-        "vocab_size": 151936, "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
-        "num_attention_heads": 12, "num_key_value_heads": 2, "head_dim": 128,
+    "4b": {
+        "vocab_size": 151936, "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
     },
     "tiny": {
         "vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
     },
 }  # fmt: skip
-"""Sizes of the random models: those of Qwen2.5-0.5B and -1.5B, as Qwen3."""
-PASSES = 3
-"""A backward pass takes twice the operations of the forward pass."""
+"""Sizes of the random models: Qwen3-0.6B and Qwen3-4B."""
+
+
+@dataclass(frozen=True, slots=True)
+class Baseline:
+    """A training step that prime-rl publishes for one H100 (``benchmarks/baselines``, RL, "Recompute").
+
+    Attributes
+    ----------
+    model : str
+    tokens : int
+        Of each sequence.
+    mfu : float
+        prime-rl's.
+    lora_rank : int or None
+        None: all weights are trained.
+    sequences, steps : int
+        Sequences of a step, one a micro-batch, and steps that are measured.
+    """
+
+    model: str
+    tokens: int
+    mfu: float
+    lora_rank: int | None = None
+    sequences: int = 2
+    steps: int = 1
+
+
+BASELINES = {
+    "0b6_16k": Baseline("0b6", 16384, 0.111, steps=3),
+    "4b_16k": Baseline("4b", 16384, 0.217, lora_rank=16, steps=2),
+    "0b6_64k": Baseline("0b6", 65536, 0.268),
+    "4b_64k": Baseline("4b", 65536, 0.374, lora_rank=16, sequences=1),
+}
 
 Figures = dict[str, dict[str, Any]]
 
@@ -67,6 +99,7 @@ class Bench:
     device : torch.device
     is_full : bool
     place : Path
+        Shared by all parts.
     """
 
     def __init__(self, device: str, scale: str, place: Path) -> None:
@@ -76,15 +109,24 @@ class Bench:
         """One of two numbers, by scale."""
         return full if self.is_full else tiny
 
+    def shape(self, name: str) -> dict[str, int]:
+        """Sizes of a model; those of the tiny one at that scale."""
+        return SHAPES[name if self.is_full else "tiny"]
+
     def model(self, name: str) -> Path:
-        """Directory of a random Qwen3 in bfloat16, tied, made on the device."""
+        """Directory of a random Qwen3 in bfloat16, tied, made on the device by the first part that needs it."""
         from transformers import Qwen3Config
 
-        shape = SHAPES[name if self.is_full else "tiny"]
-        config = Qwen3Config(**shape, tie_word_embeddings=True, max_position_embeddings=8192, pad_token_id=0)
-        save_random_model(config, self.place / "model", dtype="bfloat16", device=self.device.type)
-        self.free()
-        return self.place / "model"
+        directory = self.place / f"model-{name}"
+        if not directory.exists():
+            config = Qwen3Config(
+                **self.shape(name), tie_word_embeddings=True, max_position_embeddings=131072, pad_token_id=0
+            )
+            unfinished = self.place / f"unfinished-{name}"
+            save_random_model(config, unfinished, dtype="bfloat16", device=self.device.type)
+            unfinished.rename(directory)
+            self.free()
+        return directory
 
     def free(self) -> None:
         """Give back what nobody holds any more, and count the peak from here on."""
@@ -108,16 +150,14 @@ class Bench:
         """Memory that is allocated now; on a CPU not known."""
         return float(torch.cuda.memory_allocated()) if self.device.type == "cuda" else 0.0
 
-    def sheet(self) -> GPU:
-        """The datasheet of this GPU; LibraError where there is none. On a CPU any, for the sake of the path."""
+    def sheet(self) -> GPU | None:
+        """The datasheet of this GPU; None on a CPU. LibraError where there is none."""
         if self.device.type != "cuda":
-            return known_gpus()["A800-80G"]
+            return None
         properties = torch.cuda.get_device_properties(0)
         name = gpu_name(properties.name, properties.total_memory)
         if name not in known_gpus():
-            raise LibraError(
-                f"{name}: no datasheet in libra/hardware/gpus fits it; add one, peak and memory come from there"
-            )
+            raise LibraError(f"{name}: no datasheet in libra/hardware/gpus fits it; add one, the peak comes from there")
         return known_gpus()[name]
 
 
@@ -130,15 +170,20 @@ def timed(bench: Bench, work: Callable[[], Any]) -> float:
     return time.perf_counter() - began_s
 
 
-def figure(value: float, unit: str, better: str) -> dict[str, Any]:
+def figure(value: float, unit: str, better: str, goal: float | None = None) -> dict[str, Any]:
     """As `benchmarks.report.Figure` takes it."""
-    return {"value": value, "unit": unit, "better": better}
+    return {"value": value, "unit": unit, "better": better, "goal": goal}
+
+
+def tell(found: dict[str, Any]) -> None:
+    """Print what was measured so far; the last such line counts, also if the part does not end."""
+    print(json.dumps(found, allow_nan=False), flush=True)
 
 
 # ---------------------------------------------------------------- a training step
 
 
-def trained_settings(bench: Bench, model: Path, tokens: int, rows: int) -> RunConfig:
+def trained_settings(model: Path, tokens: int, rows: int, lora_rank: int | None) -> RunConfig:
     """The configuration whose step is taken and whose memory is planned."""
     return config_from_dict(
         {
@@ -146,63 +191,69 @@ def trained_settings(bench: Bench, model: Path, tokens: int, rows: int) -> RunCo
             "rollout": {"max_context_tokens": tokens, "max_new_tokens": tokens // 2},
             "trainer": {
                 "prompts": rows, "group_size": 1, "normalize_std": False, "max_row_tokens": tokens,
-                "micro_batch_tokens": tokens, "share_prompts": False, "gradient_checkpointing": False,
+                "micro_batch_tokens": tokens, "share_prompts": False, "gradient_checkpointing": True,
+                "lora_rank": lora_rank,
             },
         }
     )  # fmt: skip
 
 
-def step_flops(shape: dict[str, int], tokens: int, scored: int, count: int) -> float:
-    """Useful operations of a step on ``count`` sequences: forward and backward, causal attention, the head where scored."""
-    heads = shape["num_attention_heads"] * shape["head_dim"]
-    projections = shape["hidden_size"] * (2 * heads + 2 * shape["num_key_value_heads"] * shape["head_dim"])
-    layer = projections + 3 * shape["hidden_size"] * shape["intermediate_size"]
-    dense = 2.0 * shape["num_hidden_layers"] * layer * tokens
-    attention = 2.0 * shape["num_hidden_layers"] * heads * tokens**2  # half of 4 T^2, a token sees those before it
-    head = 2.0 * shape["vocab_size"] * shape["hidden_size"] * scored
-    return PASSES * count * (dense + attention + head)
+def token_flops(shape: dict[str, int], tokens: int, lora_rank: int | None) -> float:
+    """Operations of a trained token as prime-rl counts them (``PerfCounter._get_num_flop_per_token``), for comparison.
+
+    Its attention counts all pairs of tokens, at a head size of hidden size / heads, which for Qwen3 is less than the true one.
+    """
+    hidden, heads, layers = shape["hidden_size"], shape["num_attention_heads"], shape["num_hidden_layers"]
+    queries, keys = heads * shape["head_dim"], shape["num_key_value_heads"] * shape["head_dim"]
+    feed_forward = shape["intermediate_size"]
+    layer = hidden * (2 * queries + 2 * keys + 3 * feed_forward)
+    products = float(layers * layer + shape["vocab_size"] * hidden)
+    attention = 12.0 * layers * heads * (hidden // heads) * tokens
+    if lora_rank is None:
+        return 6 * products + attention
+    adapters = layers * lora_rank * (2 * (hidden + queries) + 2 * (hidden + keys) + 3 * (hidden + feed_forward))
+    return 4 * products + 6 * adapters + attention
 
 
 def step(bench: Bench, name: str) -> dict[str, Any]:
-    """Tokens/s, utilisation and memory of a training step."""
-    tokens, count = bench.size(4096, 48), bench.size(4, 2)
-    prompt_tokens = tokens // 8
-    model = bench.model(name)
-    shape = SHAPES[name if bench.is_full else "tiny"]
-    config = trained_settings(bench, model, tokens, count)
+    """Tokens/s, utilisation and memory of a training step. Nobody publishes its weights, so they are not hashed."""
+    baseline = BASELINES[name]
+    tokens, rank = bench.size(baseline.tokens, 48), baseline.lora_rank
+    model, shape, count = bench.model(baseline.model), bench.shape(baseline.model), baseline.sequences
+    config = trained_settings(model, tokens, count, rank)
     settings = TrainSettings(**config.trainer.model_dump())
     replica = Replica(model, settings, dtype="bfloat16", master_dtype="float32", device=bench.device)
-    trajectories = random_trajectories(count, tokens, prompt_tokens, shape["vocab_size"])
-    replica.step(trajectories, 0)  # kernels are chosen, moments are made
-    bench.free()
-    seconds = [timed(bench, partial(replica.step, trajectories, number)) for number in range(1, bench.size(4, 3))]
-    peak, step_s = bench.peak_bytes(), statistics.median(seconds)
-    # The content of the new weights is hashed on the host in every step, while the device waits: no part of the utilisation.
-    hashing_s = timed(bench, lambda: digest(replica.weights()))
-    computed_s = step_s - hashing_s
-    sheet = bench.sheet()
-    lengths = TrajectoryTotals.of(np.full(count, float(prompt_tokens)), np.full(count, float(tokens - prompt_tokens)))
+    replica.digests = False
+    trajectories = random_trajectories(count, tokens + 1, 1, shape["vocab_size"])  # the last token is a target only
+    first_s = timed(bench, lambda: replica.step(trajectories[:1], 0))  # kernels are chosen, moments are made
+    seconds = [timed(bench, partial(replica.step, trajectories, 1 + number)) for number in range(baseline.steps)]
+    step_s, peak, report = statistics.median(seconds), bench.peak_bytes(), replica.last_report
+    assert report is not None
+    lengths = TrajectoryTotals.of(np.ones(count), np.full(count, float(tokens)))
     layout = snapshot_of(config, lengths, what_if=True)[0].training
-    cost = training_cost(sheet, load_shape(model), np.full(count, float(tokens)), 1, layout)
-    planned = cost.memory_bytes - cost.memory_parts_bytes.get("runtime", 0.0)  # torch does not count the driver's
-    flops = step_flops(shape, tokens, tokens - prompt_tokens, count)
-    utilisation = flops / computed_s / sheet.flops_per_s
+    parts = memory_parts_bytes(load_shape(model), np.full(count, float(tokens)), 1, layout)
+    planned = sum(parts.values()) - parts.get("runtime", 0.0)  # torch does not count the driver's
+    rate = count * tokens / step_s
     figures = {
-        f"step_{name}_tokens_per_s": figure(count * tokens / step_s, "tokens/s", "higher"),
-        f"step_{name}_mfu": figure(utilisation, "of the peak", "higher"),
+        f"step_{name}_tokens_per_s": figure(rate, "tokens/s", "higher"),
+        f"step_{name}_peak_gib": figure(peak / 2**30, "GiB", "lower"),
         f"step_{name}_predicted_over_measured_peak": figure(planned / peak, "ratio", "lower"),
     }
     facts = {
-        "step_s": step_s, "hashing_s": hashing_s, "sequences": count, "tokens_each": tokens,
-        "useful_flops": flops, "peak_flops_per_s": sheet.flops_per_s, "peak_of": sheet.full_name,
-        "measured_peak_bytes": peak, "predicted_peak_bytes": planned, "predicted_parts_bytes": cost.memory_parts_bytes,
-        "predicted_step_s": cost.step_s, "gradient_checkpointing": settings.gradient_checkpointing,
+        "step_s": seconds, "first_step_s": first_s, "forward_backward_s": report.forward_backward_s,
+        "optimizer_s": report.optimizer_s, "sequences": count, "tokens_each": tokens, "lora_rank": rank,
+        "measured_peak_bytes": peak, "predicted_peak_bytes": planned, "predicted_parts_bytes": parts,
     }  # fmt: skip
     text = (
-        f"{count} x {tokens} tokens in {step_s:.3f} s, {hashing_s:.3f} s of it hashing; without that "
-        f"{utilisation:.1%} of {sheet.flops_per_s / 1e12:.0f} TFLOP/s "
-        f"({sheet.full_name}); peak {peak / 1e9:.2f} GB, planned {planned / 1e9:.2f} GB"
+        f"{count} x {tokens} tokens in {step_s:.3f} s; peak {peak / 2**30:.2f} GiB, planned {planned / 2**30:.2f} GiB"
     )
+    if (sheet := bench.sheet()) is not None:
+        flops = token_flops(shape, tokens, rank)
+        utilisation = flops * rate / sheet.flops_per_s
+        goal = baseline.mfu if bench.is_full else None
+        figures[f"step_{name}_mfu"] = figure(utilisation, "of the peak", "higher", goal)
+        facts |= {"flops_per_token": flops, "peak_flops_per_s": sheet.flops_per_s, "peak_of": sheet.full_name}
+        text += f"; {utilisation:.1%} of {sheet.flops_per_s / 1e12:.0f} TFLOP/s ({sheet.full_name})"
     return {"figures": figures, "facts": facts, "text": text}
 
 
@@ -225,31 +276,33 @@ async def generated(engine: TransformersEngine, requests: list[TurnRequest]) -> 
 
 def engine(bench: Bench) -> dict[str, Any]:
     """Generated tokens per second, by requests at once."""
-    model, vocab = bench.model("0b5"), SHAPES["0b5" if bench.is_full else "tiny"]["vocab_size"]
+    model, vocab = bench.model("0b6"), bench.shape("0b6")["vocab_size"]
     context, new = bench.size(512, 8), bench.size(128, 4)
-    batches = [1, 8, 32, 128] if bench.is_full else [1, 4]
+    batches = [1, 16, 64, 256] if bench.is_full else [1, 4]
+    rates: dict[int, float] = {}
 
-    async def measured() -> dict[int, float]:
+    def found() -> dict[str, Any]:
+        figures = {f"engine_tokens_per_s_{many}": figure(rate, "tokens/s", "higher") for many, rate in rates.items()}
+        text = ", ".join(f"{many} at once {rate:.0f}/s" for many, rate in rates.items())
+        facts = {"context_tokens": context, "new_tokens": new}
+        return {"figures": figures, "facts": facts, "text": f"{new} tokens each after {context}: {text}"}
+
+    async def measure() -> None:
         served = _engine(bench, model, slots=batches[-1], max_context_tokens=context + new + 1)
         await served.start()
         try:
-            await generated(served, [request(10**6, context, 4, vocab)])
-            found = {}
+            await generated(served, [request(10**6 + number, context, 4, vocab) for number in range(2)])
             for many in batches:
                 requests = [request(many * 1000 + number, context, new, vocab) for number in range(many)]
                 began_s = time.perf_counter()
                 outputs = await generated(served, requests)
-                found[many] = sum(len(output.token_ids) for output in outputs) / (time.perf_counter() - began_s)
-            return found
+                rates[many] = sum(len(output.token_ids) for output in outputs) / (time.perf_counter() - began_s)
+                tell(found())
         finally:
             await served.close()
 
-    found = asyncio.run(measured())
-    figures = {f"engine_tokens_per_s_{many}": figure(rate, "tokens/s", "higher") for many, rate in found.items()}
-    text = f"{new} tokens each after {context}: " + ", ".join(
-        f"{many} at once {rate:.0f}/s" for many, rate in found.items()
-    )
-    return {"figures": figures, "facts": {"context_tokens": context, "new_tokens": new}, "text": text}
+    asyncio.run(measure())
+    return found()
 
 
 def _engine(bench: Bench, model: Path, *, slots: int, max_context_tokens: int, version: int = 0) -> TransformersEngine:
@@ -278,13 +331,13 @@ async def wall_s(work: Awaitable[object]) -> float:
     return time.perf_counter() - began_s
 
 
-def weights(bench: Bench) -> dict[str, Any]:
-    """Publication to served, sleep and wake, of the model of 0.5 B."""
-    model, context = bench.model("0b5"), 256
+def weights(bench: Bench, name: str) -> dict[str, Any]:
+    """Publication to served, then sleep and wake."""
+    model, context = bench.model(name), 256
     replica = Replica(model, TrainSettings(), dtype="bfloat16", device=bench.device)
-    store, reports = WeightStore(bench.place / "weights"), list[EngineReport]()
-
+    store, reports = WeightStore(bench.place / f"weights-{name}"), list[EngineReport]()
     publish_checked(store, replica, 0, context)
+    times: dict[str, list[float]] = {each: [] for each in ("publish", "served", "sleep", "wake", "freed")}
 
     async def newest() -> Any:
         return store.latest()
@@ -297,13 +350,32 @@ def weights(bench: Bench) -> dict[str, Any]:
         store=store,
     )
 
-    async def measured() -> dict[str, list[float]]:
-        times: dict[str, list[float]] = {name: [] for name in ("publish", "served", "sleep", "wake", "freed")}
+    def found() -> dict[str, Any]:
+        median = {each: statistics.median(values) for each, values in times.items() if values}
+        latest = store.latest()
+        figures = {f"publish_to_served_{name}_s": figure(median["served"], "s", "lower")}
+        figures |= {
+            f"{each}_{name}_s": figure(median[each], "s", "lower") for each in ("sleep", "wake") if each in median
+        }
+        facts = {
+            "trainer_stall_s": median["publish"], "bytes": latest.num_bytes if latest is not None else 0,
+            "freed_bytes": median.get("freed"), "seconds": times,
+        }  # fmt: skip
+        text = (
+            f"{facts['bytes'] / 1e9:.2f} GB served {median['served']:.2f} s after the publication began (the trainer's "
+            f"part {median['publish']:.2f} s)"
+        )
+        if "wake" in median:
+            text += f"; asleep in {median['sleep']:.2f} s, {median['freed'] / 1e9:.2f} GB freed, awake in {median['wake']:.2f} s"
+        return {"figures": figures, "facts": facts, "text": text}
+
+    async def measure() -> None:
         await serving.start()
         try:
             await serving.pull()
-            for version in (1, 2, 3):
+            for version in (1, 2) if name == "4b" else (1, 2, 3):
                 move_weights(replica)
+                bench.wait()
                 began_s = time.perf_counter()
                 publish_checked(store, replica, version, context)
                 times["publish"].append(time.perf_counter() - began_s)
@@ -312,38 +384,21 @@ def weights(bench: Bench) -> dict[str, Any]:
                 times["served"].append(time.perf_counter() - began_s)
                 if not isinstance(reports[-1], ServedReport):
                     raise LibraError(f"version {version} was not served: {reports[-1]}")
-                held = bench.allocated_bytes()
-                times["sleep"].append(await wall_s(serving.sleep()))
-                times["freed"].append(held - bench.allocated_bytes())
-                times["wake"].append(await wall_s(serving.wake()))
+                tell(found())
+            held = bench.allocated_bytes()
+            times["sleep"].append(await wall_s(serving.sleep()))
+            times["freed"].append(held - bench.allocated_bytes())
+            times["wake"].append(await wall_s(serving.wake()))
         finally:
             await serving.close()
-        return times
 
-    times = asyncio.run(measured())
-    median = {name: statistics.median(values) for name, values in times.items()}
-    latest = store.latest()
-    figures = {
-        "publish_to_served_s": figure(median["served"], "s", "lower"),
-        "sleep_s": figure(median["sleep"], "s", "lower"),
-        "wake_s": figure(median["wake"], "s", "lower"),
-    }
-    facts = {
-        "trainer_stall_s": median["publish"],
-        "bytes": latest.num_bytes if latest is not None else 0,
-        "freed_bytes": median["freed"],
-    }
-    text = (
-        f"{facts['bytes'] / 1e9:.2f} GB served {median['served']:.2f} s after the publication began (the trainer's part "
-        f"{median['publish']:.2f} s); asleep in {median['sleep']:.2f} s, {median['freed'] / 1e9:.2f} GB freed, awake in "
-        f"{median['wake']:.2f} s"
-    )
-    return {"figures": figures, "facts": facts, "text": text}
+    asyncio.run(measure())
+    return found()
 
 
 def gap(bench: Bench) -> dict[str, Any]:
     """Log-probabilities of engine and trainer apart, over generated tokens, before any step changes the weights."""
-    model, vocab = bench.model("0b5"), SHAPES["0b5" if bench.is_full else "tiny"]["vocab_size"]
+    model, vocab = bench.model("0b6"), bench.shape("0b6")["vocab_size"]
     context, new, many = bench.size(128, 8), bench.size(256, 6), bench.size(16, 4)
 
     async def sampled() -> list[TurnOutput]:
@@ -373,7 +428,7 @@ def gap(bench: Bench) -> dict[str, Any]:
 
 def quickstart(bench: Bench) -> dict[str, Any]:
     """A few iterations of the quick start through the command itself, which is told to compute on this device."""
-    iterations = bench.size(8, 1)
+    iterations = bench.size(4, 1)
     given = [
         f"run.dir={bench.place}",
         "run.name=quickstart",
@@ -383,7 +438,7 @@ def quickstart(bench: Bench) -> dict[str, Any]:
     given += [
         f"cluster.device={bench.device.type}",
         "observe.progress=false",
-        f"evaluation.prompts={bench.size(128, 4)}",
+        f"evaluation.prompts={bench.size(32, 4)}",
     ]
     given += [] if bench.is_full else ["trainer.prompts=2", "trainer.group_size=2", "checkpoint.every=0"]
     words = [sys.executable, "-c", "from libra.cli.main import main; main()", "run", "libra/quickstart", *given]
@@ -403,10 +458,9 @@ def quickstart(bench: Bench) -> dict[str, Any]:
 
 
 PARTS: dict[str, Callable[[Bench], dict[str, Any]]] = {
-    "step_0b5": lambda bench: step(bench, "0b5"),
-    "step_1b5": lambda bench: step(bench, "1b5"),
+    **{f"step_{name}": partial(step, name=name) for name in BASELINES},
+    **{f"weights_{name}": partial(weights, name=name) for name in ("0b6", "4b")},
     "engine": engine,
-    "weights": weights,
     "gap": gap,
     "quickstart": quickstart,
 }
@@ -424,7 +478,7 @@ def main() -> int:
             traceback.print_exc()
         print(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
         return 1
-    print(json.dumps(found, allow_nan=False))
+    tell(found)
     return 0
 
 
