@@ -1,104 +1,247 @@
-"""The staleness bound under any schedule: lag <= eta, every group exactly once, never a dead end."""
+"""Gates, batches and waves under any schedule and after any kill: lag <= eta, every group once, never a dead end."""
 
 from __future__ import annotations
 
 import json
 import random
+from collections import Counter, defaultdict
+from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libra.policy import Admission, CommittedGroup, OpenBatch, OpenGate
+from libra.policy import Admission, CommittedGroup, OpenBatch, OpenGate, OpenWave, StalenessPolicy, Verdict, Waves
 from libra.policy.admission import KEPT_BATCHES
 
+Group = tuple[int, int]
 
-def simulate(eta: int, groups: int, iterations: int, seed: int, *, beside: bool = True) -> dict[int, list[int]]:
-    """Run a whole training under a random schedule, versions published ``beside`` steps or before; lag of every group, by batch."""
-    rng = random.Random(seed)
-    admission = Admission(eta, groups)
-    version = -1
-    waiting: list[tuple[int, int]] = []  # gate open, not started
-    running: dict[tuple[int, int], int] = {}  # started, with the version it started on
-    started_with: dict[tuple[int, int], int] = {}
-    submitted = 0
-    lags: dict[int, list[int]] = {}
-    training: list[int] = []
-    trained: list[int] = []  # the step whose weights are not published yet
 
-    def apply(commands: tuple[object, ...]) -> None:
+class Run:
+    """A run under a random schedule, what its trainer was given, and what a kill leaves of it.
+
+    ``waves`` are the numbers of a streamed run, None for whole batches; ``beside``: versions are published beside steps.
+    """
+
+    def __init__(
+        self,
+        eta: int,
+        groups: int,
+        waves: tuple[int, int, int] | None,
+        *,
+        first_come: bool = False,
+        beside: bool = True,
+    ) -> None:
+        self.eta, self.groups, self.numbers, self.first_come, self.beside = eta, groups, waves, first_come, beside
+        self.admission = Admission(eta, groups, self.fresh_waves(), first_come=first_come)
+        self.version = -1
+        self.ended = 0  # steps that the trainer has taken; the version after the last may be on its way
+        self.submitted = 0
+        self.waiting: list[Group] = []
+        self.begun: dict[Group, int] = {}  # with the version of the oldest token
+        self.running: list[Group] = []
+        self.committed: list[Group] = []
+        self.unreported: list[Group] = []
+        self.waves: dict[int, list[tuple[Group, ...]]] = defaultdict(list)
+        self.batches: dict[int, tuple[Group, ...]] = {}
+        self.untrained: list[tuple[int, int]] = []
+        self.again: set[tuple[int, int]] = set()
+
+    def fresh_waves(self) -> Waves | None:
+        return None if self.numbers is None else Waves(*self.numbers)
+
+    def given(self, batch: int, members: tuple[Group, ...]) -> None:
+        """The trainer gets groups of a batch."""
+        assert batch == self.ended <= self.version + self.beside, "step batch - 1 has ended"
+        assert all(group in self.committed and 0 <= batch - self.begun[group] <= self.eta for group in members)
+        if self.numbers and not self.first_come:
+            assert all(iteration == batch for iteration, _ in members)
+
+    def told(self, commands: tuple[object, ...]) -> None:
         for command in commands:
-            if isinstance(command, OpenGate):
-                assert command.iteration - eta <= version
-                waiting.extend((command.iteration, g) for g in range(groups))
-            elif isinstance(command, OpenBatch):
-                assert command.batch <= version + (beside and bool(trained))
-                lags[command.batch] = [command.batch - started_with[m] for m in command.members]
-                training.append(command.batch)
+            match command:
+                case OpenGate(iteration=iteration):
+                    assert iteration - self.eta <= self.version
+                    known = {*self.begun, *self.waiting}
+                    self.waiting += [(iteration, g) for g in range(self.groups) if (iteration, g) not in known]
+                case OpenWave(batch=batch, wave=wave, members=members):
+                    if wave < len(self.waves[batch]):
+                        assert self.waves[batch][wave] == members, "a committed wave keeps its groups"
+                        self.again.add((batch, wave))
+                        continue
+                    assert wave == len(self.waves[batch])
+                    self.given(batch, members)
+                    self.waves[batch].append(members)
+                    if members:
+                        assert not self.untrained, "the trainer is busy"
+                        self.untrained.append((batch, wave))
+                case OpenBatch(batch=batch, members=members):
+                    if self.numbers:
+                        assert members == tuple(group for wave in self.waves[batch] for group in wave)
+                    else:
+                        self.given(batch, members)
+                    assert len(members) == self.groups
+                    self.batches[batch] = members
 
-    def publish() -> None:
-        nonlocal version
-        version += 1
-        apply(admission.version_published(version))
+    def submit(self) -> None:
+        k, self.submitted = self.submitted, self.submitted + 1
+        self.told(self.admission.gate_parked(k))
+        for wave in range(self.numbers[0] if self.numbers else 0):
+            self.told(self.admission.wave_parked(k, wave))
+        if not self.numbers:
+            self.told(self.admission.batch_parked(k))
 
-    publish()
-    while len(lags) < iterations or training or trained:
-        moves = ["start"] * bool(waiting) + ["finish"] * bool(running)
-        moves += ["publish"] * bool(trained) + ["pass"] * bool(training)
-        if submitted < iterations and submitted <= version + eta + 1:
+    def publish(self) -> None:
+        self.version += 1
+        self.told(self.admission.version_published(self.version))
+
+    def report(self, group: Group) -> None:
+        """The record of a group is written, or was written before the kill."""
+        self.told(self.admission.group_committed(CommittedGroup(*group, self.begun[group])))
+
+    def moves(self, steps: int) -> list[str]:
+        k = self.ended
+        moves = ["start"] * bool(self.waiting) + ["commit"] * bool(self.running) + ["train"] * bool(self.untrained)
+        moves += ["report"] * bool(self.unreported)
+        if self.submitted < steps and self.submitted <= self.version + self.eta + 1:
             moves.append("submit")
-        assert moves, f"dead end at version {version}, submitted {submitted}, batches {sorted(lags)}"
-        match rng.choice(moves):
+        if not self.untrained and sum(map(len, self.waves[k])) == self.groups and k not in self.batches:
+            moves.append("close")
+        if self.version < k:
+            moves.append("publish")
+        elif k in self.batches:
+            moves.append("end")
+        return moves
+
+    def move(self, what: str, rng: random.Random) -> None:
+        match what:
             case "submit":
-                apply(admission.gate_parked(submitted))
-                apply(admission.batch_parked(submitted))
-                submitted += 1
+                self.submit()
             case "start":
-                group = waiting.pop(rng.randrange(len(waiting)))
-                running[group] = started_with[group] = version
-                admission.generation_started(*group, version)
-            case "finish":
-                group = rng.choice(list(running))
-                apply(admission.group_committed(CommittedGroup(*group, running.pop(group))))
-            case "pass" if not trained:  # a step ends only once the version before it is published
-                assert training[0] == version
-                trained.append(training.pop(0))
-                if beside:
-                    apply(admission.step_ended(version))
+                group = self.waiting.pop(rng.randrange(len(self.waiting)))
+                self.begun.setdefault(group, self.version)
+                self.running.append(group)
+                self.admission.generation_started(*group, self.version)
+            case "commit":
+                group = self.running.pop(rng.randrange(len(self.running)))
+                self.committed.append(group)
+                self.report(group)
+            case "report":
+                self.report(self.unreported.pop())
+            case "train":
+                self.told(self.admission.wave_trained(*self.untrained.pop(0)))
+            case "close":
+                self.told(self.admission.batch_parked(self.ended))
+                assert self.ended in self.batches
+            case "end":
+                self.ended += 1
+                if self.beside:
+                    self.told(self.admission.step_ended(self.ended - 1))
             case "publish":
-                trained.pop()
-                publish()
-    consumed = [m for members in admission.opened.values() for m in members]
-    assert len(consumed) == len(set(consumed)) == iterations * groups
-    return lags
+                self.publish()
+
+    def killed(self, rng: random.Random) -> None:
+        """Everything but the disk is gone: committed batches, waves and groups, and which groups have begun."""
+        consumed = {group for members in self.batches.values() for group in members}
+        opened = {k: [w for w in waves if w] for k, waves in self.waves.items() if k not in self.batches}
+        taken = self.fresh_waves()
+        if taken is not None:
+            taken.take_over({k: waves for k, waves in opened.items() if waves})
+        left = [group for group in self.committed if group not in consumed]
+        rng.shuffle(left)
+        at_once = (
+            0 if self.numbers else rng.randint(0, len(left))
+        )  # read with the batches; the others are reported again
+        self.admission = Admission.resumed(
+            self.eta, self.groups, version=-1, opened=self.batches, waves=taken, first_come=self.first_come,
+            committed=[CommittedGroup(*group, self.begun[group]) for group in left[:at_once]],
+            started={group: oldest for group, oldest in self.begun.items() if group not in {*consumed, *left[:at_once]}},
+        )  # fmt: skip
+        self.waiting, self.running = self.running + self.waiting, []
+        last, self.submitted = self.submitted, len(self.batches)
+        self.waves = defaultdict(list, {k: [w for w in waves if w] for k, waves in self.waves.items()})
+        self.version = self.ended = len(self.batches)  # their steps are repeated, and what is missing is published
+        self.untrained = [(k, j) for k in opened for j in range(len(self.waves[k]))]
+        self.unreported, self.again = left[at_once:], set()
+        self.told(self.admission.version_published(self.version))
+        while self.submitted < last:
+            self.submit()
+        assert self.again >= set(self.untrained), "waves that were open are open again"
+
+    def play(self, steps: int, kills: int, rng: random.Random) -> None:
+        self.publish()
+        while len(self.batches) < steps:
+            moves = self.moves(steps)
+            assert moves, f"dead end at version {self.version}"
+            if kills and rng.random() < 0.05:
+                kills -= 1
+                self.killed(rng)
+                continue
+            self.move(rng.choice(moves), rng)
+            if rng.random() < 0.7:
+                continue
+            snapshot = json.loads(json.dumps(self.admission.snapshot()))
+            self.admission = Admission(9, 9)
+            self.admission.restore(snapshot)
+            assert json.loads(json.dumps(self.admission.snapshot())) == snapshot
 
 
-@given(st.integers(0, 4), st.integers(1, 5), st.integers(1, 12), st.integers(0, 2**32), st.booleans())
-def test_lag_never_above_eta_and_every_group_consumed_once(
-    eta: int, groups: int, iterations: int, seed: int, beside: bool
+WAVES = st.none() | st.tuples(st.integers(1, 6), st.integers(1, 3), st.integers(0, 3))
+
+
+@given(st.integers(0, 3), st.integers(1, 5), WAVES, st.booleans(), st.booleans(), st.integers(0, 10**6))
+def test_every_group_is_consumed_once_and_in_time_whatever_is_killed(
+    eta: int, groups: int, waves: tuple[int, int, int] | None, first_come: bool, beside: bool, seed: int
 ) -> None:
-    lags = simulate(eta, groups, iterations, seed, beside=beside)
-    assert sorted(lags) == list(range(iterations))
-    assert all(0 <= lag <= eta for batch in lags.values() for lag in batch)
+    for number in range(4):
+        run = Run(eta, groups, waves, first_come=bool(waves and eta and first_come), beside=beside)
+        run.play(6, 3, random.Random(seed + number))
+        taken = Counter(group for members in run.batches.values() for group in members)
+        assert set(taken.values()) == {1} and len(taken) == 6 * groups
+        assert all(each == sorted(each, key=lambda wave: not wave) for each in run.waves.values()), (
+            "left over: the last"
+        )
 
 
-def test_lag_is_never_above_eta_in_ten_thousand_schedules() -> None:
-    for seed in range(10_000):
-        eta = seed % 4
-        lags = simulate(eta, 1 + seed % 3, 1 + seed % 5, seed)
-        assert all(0 <= lag <= eta for batch in lags.values() for lag in batch)
+NUMBERS = st.integers(0, 5)
+CALLS = st.lists(
+    st.one_of(
+        st.tuples(st.sampled_from(["gate_parked", "batch_parked", "version_published", "step_ended"]), NUMBERS),
+        st.tuples(st.just("generation_started"), NUMBERS, st.integers(0, 2), NUMBERS),
+        st.tuples(st.just("group_committed"), st.builds(CommittedGroup, NUMBERS, st.integers(0, 2), st.integers(-1, 5))),
+    ),
+    max_size=40,
+)  # fmt: skip
 
 
-def test_the_bound_is_used_and_not_only_kept() -> None:
-    lags = [lag for seed in range(40) for batch in simulate(2, 3, 10, seed).values() for lag in batch]
-    assert set(lags) == {0, 1, 2}
+@given(eta=st.integers(0, 2), groups=st.integers(1, 3), before=CALLS, after=CALLS)
+def test_it_goes_on_from_its_snapshot(eta: int, groups: int, before: list[Any], after: list[Any]) -> None:
+    original, restored = Admission(eta, groups), Admission(9, 9)
+    for name, *arguments in before:
+        getattr(original, name)(*arguments)
+    restored.restore(json.loads(json.dumps(original.snapshot(), allow_nan=False)))
+    for name, *arguments in after:
+        assert getattr(restored, name)(*arguments) == getattr(original, name)(*arguments)
+    assert restored.snapshot() == original.snapshot() and restored.opened == original.opened
+    with pytest.raises(KeyError):
+        restored.restore({"eta": 0, "groups_per_batch": 1})
+
+
+def test_gates_admit_as_many_groups_as_areals_capacity_rule() -> None:
+    """arXiv:2505.24298: at version v, (eta + v + 1) * B groups may have begun."""
+    for eta in range(4):
+        admission = Admission(eta, 3)
+        commands = [command for iteration in range(20) for command in admission.gate_parked(iteration)]
+        for version in range(6):
+            commands += admission.version_published(version)
+            assert sum(isinstance(command, OpenGate) for command in commands) == eta + version + 1
 
 
 def test_synchronous_batches_are_their_own_iteration() -> None:
     admission = Admission(0, 2)
     admission.version_published(0)
     assert isinstance(admission.gate_parked(0)[0], OpenGate)
-    assert admission.gate_parked(1) == ()
-    assert admission.batch_parked(0) == ()
+    assert admission.gate_parked(1) == admission.batch_parked(0) == ()
     admission.generation_started(0, 1, 0)
     assert admission.group_committed(CommittedGroup(0, 1, 0)) == ()
     (opened,) = admission.group_committed(CommittedGroup(0, 0, 0))
@@ -111,38 +254,34 @@ def test_a_group_told_twice_is_counted_once_and_a_batch_asked_twice_gets_the_sam
     admission.batch_parked(0)
     admission.group_committed(CommittedGroup(0, 0, 0))
     assert admission.group_committed(CommittedGroup(0, 0, 0)) == ()
-    (opened,) = admission.group_committed(CommittedGroup(0, 1, 0))
-    assert isinstance(opened, OpenBatch)
+    (opened,) = admission.group_committed(CommittedGroup(0, 1, -1))  # without any token
     assert admission.group_committed(CommittedGroup(0, 1, 0)) == ()
     (again,) = admission.batch_parked(0)
     assert isinstance(again, OpenBatch) and again.members == opened.members
 
 
-def test_a_group_without_any_token_still_counts() -> None:
-    admission = Admission(1, 1)
-    admission.version_published(0)
-    admission.batch_parked(0)
-    (opened,) = admission.group_committed(CommittedGroup(0, 0, -1))
-    assert isinstance(opened, OpenBatch)
-
-
-def train(admission: Admission, iterations: range, groups: int) -> None:
+def train(admission: Admission, iterations: range) -> None:
     for k in iterations:
         admission.version_published(k)
         admission.gate_parked(k)
         admission.batch_parked(k)
-        for g in range(groups):
+        for g in range(3):
             admission.generation_started(k, g, k)
             admission.group_committed(CommittedGroup(k, g, k))
 
 
+def every_batch(number: int) -> dict[int, tuple[Group, ...]]:
+    return {batch: tuple((batch, group) for group in range(3)) for batch in range(number)}
+
+
 def test_its_size_does_not_grow_with_the_run_and_what_it_forgot_is_still_consumed() -> None:
     short, long = Admission(1, 3), Admission(1, 3)
-    train(short, range(KEPT_BATCHES + 50), 3)
-    train(long, range(KEPT_BATCHES + 5000), 3)
+    train(short, range(KEPT_BATCHES + 50))
+    train(long, range(KEPT_BATCHES + 2000))
     assert len(long.opened) == len(short.opened) == KEPT_BATCHES + 1
     assert len(json.dumps(long.snapshot())) < 1.3 * len(json.dumps(short.snapshot()))
-    for admission in (long, Admission.resumed(1, 3, version=-1, opened=every_batch(5064), committed=(), started={})):
+    resumed = Admission.resumed(1, 3, version=-1, opened=every_batch(500), committed=(), started={})
+    for admission in (long, resumed):
         before = admission.snapshot()
         assert admission.batch_parked(7) == (OpenBatch(7, (), "opened long before; its members are in its file"),)
         admission.generation_started(7, 0, 7)
@@ -150,16 +289,63 @@ def test_its_size_does_not_grow_with_the_run_and_what_it_forgot_is_still_consume
         assert admission.snapshot() == before
 
 
-def every_batch(number: int) -> dict[int, tuple[tuple[int, int], ...]]:
-    return {batch: tuple((batch, group) for group in range(3)) for batch in range(number)}
-
-
-def test_a_snapshot_of_an_older_libra_has_every_batch_and_means_the_same() -> None:
+def test_snapshots_of_older_libras_mean_the_same() -> None:
+    """They have every batch, and the bound alone of the policy."""
     admission, restored = Admission(1, 3), Admission(0, 1)
-    train(admission, range(200), 3)
+    train(admission, range(200))
     older = admission.snapshot()
-    for name in ("consumed", "whole_below", "told_below"):
+    for name in ("consumed", "whole_below", "told_below", "staleness"):
         del older[name]
     older["opened"] = [[batch, [list(group) for group in members]] for batch, members in every_batch(200).items()]
     restored.restore(older)
     assert restored.snapshot() == admission.snapshot()
+    restored.restore(Admission(StalenessPolicy(2, Verdict.MASK, 3, 1), 4).snapshot())
+    assert restored.staleness == StalenessPolicy(2, Verdict.MASK, 3, 1)
+
+
+def test_with_one_batch_in_flight_the_next_begins_when_it_is_taken() -> None:
+    admission = Admission(StalenessPolicy(2, in_flight=1), 1)
+    commands = [*admission.version_published(0)]
+    for iteration in range(3):
+        commands += [*admission.gate_parked(iteration), *admission.batch_parked(iteration)]
+    assert [command.iteration for command in commands if isinstance(command, OpenGate)] == [0]
+    batch, gate = admission.group_committed(CommittedGroup(0, 0, 0))
+    assert isinstance(batch, OpenBatch) and isinstance(gate, OpenGate) and gate.iteration == 1
+
+
+@pytest.mark.parametrize("over_age", [Verdict.WAIT, Verdict.DROP])
+def test_a_batch_waits_for_a_late_group_only_where_the_policy_does_and_says_who_came_too_late(
+    over_age: Verdict,
+) -> None:
+    admission = Admission(StalenessPolicy(1, over_age), 1)
+    admission.generation_started(0, 0, 0)
+    opened: list[Any] = []
+    for batch in range(2):  # those of iterations 1 and 2 overtake the group of iteration 0
+        admission.version_published(batch)
+        opened += [*admission.batch_parked(batch), *admission.group_committed(CommittedGroup(batch + 1, 0, batch))]
+    assert len(opened) == (1 if over_age is Verdict.WAIT else 2)
+    admission.version_published(2)
+    admission.batch_parked(2)
+    late = admission.group_committed(CommittedGroup(0, 0, 0))[0]
+    assert isinstance(late, OpenBatch) and late.members == ((0, 0),)
+    assert ("1 over age: drop" in late.reason) == (over_age is Verdict.DROP)
+
+
+def test_a_wave_takes_what_is_complete_first_and_keeps_a_place_for_one_at_its_deadline() -> None:
+    admission = Admission(1, 2, Waves(2), first_come=True)
+    admission.version_published(0)
+    for k in (0, 1):
+        for group in range(2):
+            admission.wave_parked(k, group)
+            admission.generation_started(k, group, 0)
+    (opened,) = admission.group_committed(CommittedGroup(1, 0, 0))
+    assert isinstance(opened, OpenWave) and (opened.batch, opened.wave, opened.members) == (0, 0, ((1, 0),))
+    admission.wave_trained(0, 0)
+    (opened,) = admission.group_committed(CommittedGroup(1, 1, 0))
+    assert isinstance(opened, OpenWave) and opened.members == ((1, 1),)
+    assert isinstance(admission.batch_parked(0)[0], OpenBatch)
+    assert admission.version_published(1) == ()
+    admission.generation_started(2, 0, 1)
+    assert admission.group_committed(CommittedGroup(2, 0, 1)) == ()  # both places are for iteration 0, at its deadline
+    (opened,) = admission.group_committed(CommittedGroup(0, 1, 0))
+    assert isinstance(opened, OpenWave) and opened.members == ((0, 1),)

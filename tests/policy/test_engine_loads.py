@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from libra.policy import QuantumFinished, QuantumStarted, TrajectoryParked, WorkerJoined, joined_of
 from libra.policy.engine_loads import SURE, UNSURE, Loads
 from libra.policy.fleet import Fleet
+from libra.policy.kv_profile import Demand, peak_tokens
 from libra.types import EngineCapacity, Phase, StepSeconds
 
 KEYS = [f"t{k}" for k in range(6)]
@@ -33,37 +34,52 @@ def engines() -> tuple[Fleet, Loads]:
     return fleet, Loads(fleet)
 
 
-def take(fleet: Fleet, loads: Loads, step: tuple[Any, ...]) -> None:
-    match step:
-        case ("believe", key, left, final):
-            loads.set_forecast(key, float(left), float(final))
-        case ("generated", key, tokens):
-            fleet.handle(QuantumFinished(key, Phase.ROLLOUT, tokens, "", "", 1.0))
-            loads.generated(key, tokens)
-        case ("settle", key, worker):
-            loads.settle(key, worker)
-        case ("end", key):
-            loads.end(key)
+class Watched:
+    """Loads, and what has been said of each trajectory."""
 
+    def __init__(self) -> None:
+        self.fleet, self.loads = engines()
+        self.forecasts: dict[str, tuple[float, float]] = {}
+        self.homes: dict[str, str | None] = {}
 
-def brute_s(loads: Loads, worker: str, more: tuple[float, float]) -> float:
-    """When an engine is over with one more, from its members as they are."""
-    load = loads._loads.get(worker)
-    members = [(left, work) for _, left, work in load.members.values()] if load is not None else []
-    members.append(more)
-    peak = sum((left / 1000) ** UNSURE for left, _ in members) ** (1 / UNSURE) * 1000
-    return 0.01 * peak + 0.02 / 100_000 * sum(work for _, work in members)
+    def take(self, step: tuple[Any, ...]) -> None:
+        match step:
+            case ("believe", key, left, final):
+                self.forecasts[key] = float(left), float(final)
+                self.loads.set_forecast(key, float(left), float(final))
+            case ("generated", key, tokens):
+                left, final = self.forecasts.get(key, (0.0, 0.0))
+                self.forecasts[key] = max(0.0, left - tokens), final
+                self.fleet.handle(QuantumFinished(key, Phase.ROLLOUT, tokens, "", "", 1.0))
+                self.loads.generated(key, tokens)
+            case ("settle", key, worker):
+                self.homes[key] = worker
+                self.loads.settle(key, worker)
+            case ("end", key):
+                self.forecasts.pop(key, None)
+                self.homes.pop(key, None)
+                self.loads.end(key)
+
+    def over_s(self, worker: str, more: tuple[float, float]) -> float:
+        """When an engine is over with one more of so many tokens and context at its end."""
+        members = [(*more, 0)]
+        for key, home in self.homes.items():
+            if home == worker:
+                members.append((*self.forecasts.get(key, (0.0, 0.0)), self.fleet.context_tokens.get(key, 0)))
+        peak = sum((left / 1000) ** UNSURE for left, _, _ in members) ** (1 / UNSURE) * 1000
+        work = sum(left * 0.5 * (context + final) for left, final, context in members)
+        return 0.01 * peak + 0.02 / 100_000 * work
 
 
 @given(steps=STEPS)
 def test_sums_are_those_of_all_members_after_any_events(steps: list[tuple[Any, ...]]) -> None:
-    fleet, loads = engines()
-    loads.set_forecast("new", 100.0, 300.0)
+    watched = Watched()
+    watched.loads.set_forecast("new", 100.0, 300.0)
     for step in steps:
-        take(fleet, loads, step)
+        watched.take(step)
         for worker in WORKERS:
-            expected = brute_s(loads, worker, (100.0, 100.0 * 0.5 * 300.0))
-            assert loads.finish_s("new", worker) == pytest.approx(expected, rel=1e-3)
+            expected = watched.over_s(worker, (100.0, 300.0))
+            assert watched.loads.finish_s("new", worker) == pytest.approx(expected, rel=1e-3)
 
 
 def test_one_long_trajectory_is_the_end_and_many_short_ones_are_later_than_one() -> None:
@@ -73,7 +89,7 @@ def test_one_long_trajectory_is_the_end_and_many_short_ones_are_later_than_one()
         fleet.handle(QuantumStarted(key, Phase.ROLLOUT, "a"))
         loads.set_forecast(key, 1000.0, 1000.0)
         loads.settle(key, "a")
-    work_s = 0.02 / 100_000 * loads._loads["a"].work
+    work_s = 0.02 / 100_000 * 5 * 1000.0 * 0.5 * 1000.0
     assert loads.finish_s(KEYS[0], "a") - work_s == pytest.approx(0.01 * 1000 * 5 ** (1 / UNSURE))
     loads.set_forecast("long", 50_000.0, 50_000.0)
     alone_s = loads.finish_s("long", "b")
@@ -161,4 +177,20 @@ def test_a_trajectory_goes_where_it_wins_more_time_than_others_lose(
     moved = loads.move("short", free)
     assert (moved is not None) == goes
     if moved is not None:
-        assert moved == ("fast", "move: it is over 1 s sooner, and nobody later")
+        assert moved[0] == "fast"
+
+
+@given(
+    rows=st.lists(st.tuples(st.integers(1, 30), st.integers(0, 100), st.integers(0, 200)), min_size=1, max_size=8),
+)
+def test_the_peak_is_that_of_a_walk_over_all_steps(rows: list[tuple[int, int, int]]) -> None:
+    demands = [Demand(left, context, context + growth) for left, context, growth in rows]
+    walked = max(
+        sum(d.context + (d.final - d.context) * step / d.left for d in demands if step <= d.left) for step in range(31)
+    )
+    assert peak_tokens(demands) == pytest.approx(walked)
+
+
+def test_one_that_never_ends_is_held_beside_all_others() -> None:
+    assert peak_tokens([Demand(1e12, 70.0, 70.0), Demand(10.0, 20.0, 40.0)]) == pytest.approx(110.0)
+    assert peak_tokens([]) == 0.0

@@ -1,14 +1,13 @@
-"""Where engines exchange KV a pause costs little: everybody begins, memory decides who waits, and places are asked for again."""
+"""Where engines exchange KV a pause costs little: memory decides who waits, and places are asked for again."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 
 import pytest
 from msgspec import structs
 
-from libra.policy import CMLFQ, Dispatcher
+from libra.policy import Dispatcher
 from libra.policy.fleet import Fleet
 from libra.policy.messages import (
     Place,
@@ -21,7 +20,6 @@ from libra.policy.messages import (
     TrajectoryParked,
     WorkerJoined,
 )
-from libra.policy.oracle_lengths import KnownLengths
 from libra.types import Phase
 
 
@@ -34,39 +32,6 @@ def engine(name: str = "e0", *, token_bytes: int = 1000, kv_tokens: int = 10_000
 
 def parked(key: str, quanta: int = 0, context: int = 0) -> TrajectoryParked:
     return TrajectoryParked(key, 0, Phase.ROLLOUT, quanta, context_tokens=context)
-
-
-def priority_of(ordering: CMLFQ, key: str, tokens: int) -> Priority:
-    """Of a trajectory that parks after so many tokens."""
-    answers = ordering.handle(parked(key))
-    if tokens:
-        ordering.handle(QuantumFinished(key, Phase.ROLLOUT, tokens, "", "", 1.0))
-        answers = ordering.handle(parked(key, 1))
-    first = answers[0]
-    assert isinstance(first, SetPriority)
-    return first.priority
-
-
-@pytest.mark.parametrize("token_bytes", [0, 1000])
-def test_who_has_begun_goes_first_only_where_a_pause_costs_its_context(token_bytes: int) -> None:
-    ordering = CMLFQ()  # without data: no skill
-    ordering.handle(engine(token_bytes=token_bytes))
-    begun, new = priority_of(ordering, "begun", 500), priority_of(ordering, "new", 0)
-    assert (new < begun) == (token_bytes > 0)
-
-
-def test_those_with_most_left_go_first_and_within_an_octave_those_with_fewest_tokens() -> None:
-    ordering = CMLFQ(KnownLengths({"long": 9000, "half": 9100, "short": 400}))
-    ordering.handle(engine())
-    long, half, short = (
-        priority_of(ordering, "long", 500),
-        priority_of(ordering, "half", 600),
-        priority_of(ordering, "short", 0),
-    )
-    assert long < half < short and long.level == half.level
-    again = CMLFQ(KnownLengths())
-    again.restore(json.loads(json.dumps(ordering.snapshot())))
-    assert again.handle(parked("long", 2)) == ordering.handle(parked("long", 2))
 
 
 def begin(dispatcher: Dispatcher, key: str, final: int) -> tuple[Place, ...]:
@@ -127,11 +92,6 @@ def test_contexts_need_no_memory_while_their_tools_run(
     assert [place.key for place in dispatcher.dispatch(Phase.ROLLOUT)] == placed
 
 
-def test_slots_are_kept_while_contexts_whose_tools_run_fill_memory() -> None:
-    assert full(tools_s=0.0).contended() and not full(tools_s=1.0).contended()
-    assert full(tools_s=0.5).contended()  # 15,000 tokens may be under way, and are
-
-
 def test_waits_for_memory_make_no_more_room_and_tools_however_long_eight_times() -> None:
     host = Fleet()
     host.handle(engine())
@@ -162,21 +122,6 @@ def test_slots_are_released_while_engines_that_exchange_kv_end_at_different_time
     assert loaded((1.0, [1000, 1000]), (1.0, [500, 500])).contended()
     assert not loaded((1.0, [2000, 2000]), (2.0, [1000, 1000])).contended()  # half the speed, half the tokens
     assert loaded((1.0, [1000, 1000]), (2.0, [1000, 1000])).contended()
-
-
-def test_one_trajectory_alone_on_the_quickest_engine_keeps_its_slot() -> None:
-    assert not loaded((1.0, [4000]), (1.0, [])).contended()
+    assert not loaded((1.0, [4000]), (1.0, [])).contended()  # alone on the quickest engine it keeps its slot
     assert not loaded((1.0, [4000]), (2.0, [])).contended()
     assert loaded((1.0, []), (2.0, [4000])).contended()
-    assert loaded((1.0, [4000, 4000]), (1.0, [])).contended()
-
-
-def test_engines_without_a_speed_are_uneven_by_memory() -> None:
-    dispatcher = Dispatcher()
-    for name in ("e0", "e1"):
-        dispatcher.handle(structs.replace(engine(name), alone_s_per_token=0.0, full_s_per_token=0.0))
-    begin(dispatcher, "t", 4000)
-    dispatcher.handle(QuantumFinished("t", Phase.ROLLOUT, 900, "", "", 1.0))
-    assert not dispatcher.contended()
-    dispatcher.handle(QuantumFinished("t", Phase.ROLLOUT, 900, "", "", 1.0))
-    assert dispatcher.contended()  # 18 % of one, nothing of the other

@@ -1,0 +1,306 @@
+"""C-MLFQ and the orderings like it: their promises, one by one."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from libra.config.models import PolicySection
+from libra.policy import (
+    CMLFQ,
+    ORDERINGS,
+    BoundariesSet,
+    CompletedCalls,
+    GroupsNamed,
+    Mlfq,
+    Oracle,
+    Ordering,
+    Prefer,
+    Priority,
+    QuantumFinished,
+    QuantumStarted,
+    SetPriority,
+    TrajectoryEnded,
+    TrajectoryParked,
+    VersionPublished,
+    WorkerJoined,
+    WorkerLeft,
+    make_ordering,
+    starvation_guard,
+)
+from libra.policy.attained_service import PATIENCE as DEFAULT
+from libra.policy.calibration_log import FOLLOWED, KEPT, CalibrationLog
+from libra.policy.oracle_lengths import KnownLengths
+from libra.policy.ordering import Inspectable
+from libra.policy.starvation_guard import StarvationGuard
+from libra.types import Phase
+
+ROLLOUT = Phase.ROLLOUT
+KEYS = st.sampled_from([f"trajectory-train-{i}-0-{s}-e0-demo" for i in range(3) for s in range(3)])
+WORKERS, PHASES = st.sampled_from(["a", "b"]), st.sampled_from(Phase)
+PARKED = st.builds(
+    TrajectoryParked, KEYS, st.integers(0, 3), PHASES, st.integers(0, 9), st.sampled_from(["", "g", "h"]),
+    st.sampled_from(["", "f"]), st.integers(0, 500),
+)  # fmt: skip
+FINISHED = st.builds(
+    QuantumFinished, KEYS, PHASES, st.integers(0, 99), st.just("t"), st.just("ok"), st.floats(0, 9), st.integers(0, 9),
+    st.floats(0, 9),
+)  # fmt: skip
+EVENTS = st.lists(
+    st.one_of(
+        PARKED, FINISHED, st.builds(TrajectoryEnded, KEYS), st.builds(QuantumStarted, KEYS, PHASES, WORKERS),
+        st.builds(GroupsNamed, st.just((("g", "p"), ("h", "q")))), st.builds(VersionPublished, st.integers(0, 3)),
+        st.builds(WorkerJoined, WORKERS, st.sampled_from(["tp1", "tp4"]), st.integers(0, 2), st.integers(0, 2)),
+        st.builds(WorkerLeft, WORKERS),
+    ),
+    max_size=40,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ORDERINGS.values(), ids=ORDERINGS)
+@given(before=EVENTS, after=EVENTS)
+def test_it_goes_on_from_its_snapshot(kind: type, before: list[Any], after: list[Any]) -> None:
+    original, restored = kind(), kind()
+    for event in before:
+        original.handle(event)
+    restored.handle(TrajectoryParked("something else", 0, ROLLOUT, 0))  # forgotten by restore
+    restored.restore(json.loads(json.dumps(original.snapshot(), allow_nan=False)))
+    for event in after:
+        answers = original.handle(event)
+        assert restored.handle(event) == answers
+        if isinstance(event, TrajectoryParked):
+            assert isinstance(answers[0], SetPriority) and answers[0].key == event.key
+    assert restored.snapshot() == original.snapshot()
+    with pytest.raises(KeyError):
+        restored.restore({})
+
+
+@pytest.mark.parametrize("kind", ORDERINGS.values(), ids=ORDERINGS)
+@given(events=st.lists(st.one_of(PARKED, FINISHED), max_size=40))
+def test_an_earlier_iteration_goes_before_a_later_one(kind: type, events: list[Any]) -> None:
+    ordering, places = kind(), dict[str, tuple[int, Priority]]()
+    for event in events:
+        for answer in ordering.handle(event):
+            if isinstance(answer, SetPriority) and isinstance(event, TrajectoryParked) and answer.key == event.key:
+                places[event.key] = event.iteration, answer.priority
+    for iteration, priority in places.values():
+        assert all(priority < other for later, other in places.values() if later > iteration)
+
+
+# ---------------------------------------------------------------- the bound on waiting
+
+PATIENCE = 32
+LENGTHS = {f"long-{i}": 10_000 * (i + 1) for i in range(40)} | {"short": 10}
+BOUNDED = {
+    "oracle": lambda: Oracle(LENGTHS, patience=PATIENCE),
+    "mlfq": lambda: Mlfq(patience=PATIENCE),
+    "completed_calls": lambda: CompletedCalls(patience=PATIENCE),
+    "cmlfq": lambda: CMLFQ(patience=PATIENCE),
+}
+
+
+class Queue:
+    """One phase, one slot: whoever is first in order is dispatched, runs, and parks again."""
+
+    def __init__(self, ordering: Ordering) -> None:
+        self.ordering = ordering
+        self.waiting: dict[str, Priority] = {}
+        self.passed: dict[str, int] = {}
+        self.bound: dict[str, int] = {}
+        self.most_over = 0
+
+    def park(self, key: str) -> None:
+        self.bound[key] = 2 * len(self.waiting) + PATIENCE
+        self.passed[key] = 0
+        self.waiting[key] = Priority(9, 9, 9)
+        for command in self.ordering.handle(TrajectoryParked(key, 0, ROLLOUT, 0)):
+            if isinstance(command, SetPriority) and command.key in self.waiting:
+                self.waiting[command.key] = command.priority
+
+    def dispatch(self) -> str:
+        key = min(self.waiting, key=lambda k: (self.waiting[k], k))
+        del self.waiting[key]
+        for other in self.waiting:
+            self.passed[other] += 1
+            self.most_over = max(self.most_over, self.passed[other] - self.bound[other])
+        self.ordering.handle(QuantumStarted(key, ROLLOUT, "w"))
+        self.ordering.handle(QuantumFinished(key, ROLLOUT, 100, "", "", 1.0))
+        self.ordering.handle(QuantumFinished(key, Phase.TOOL, 0, "bash", "ok", 1.0))
+        return key
+
+
+@pytest.mark.parametrize("name", BOUNDED)
+@given(num=st.integers(2, 40), order=st.randoms(use_true_random=False))
+def test_nobody_is_passed_over_more_often_than_the_bound(name: str, num: int, order: Any) -> None:
+    queue = Queue(BOUNDED[name]())
+    keys = ["short", *(f"long-{i}" for i in range(num))]
+    order.shuffle(keys)
+    for key in keys:
+        queue.park(key)
+    for _ in range(100):
+        queue.park(queue.dispatch())
+    assert queue.most_over <= 0
+
+
+def test_without_patience_the_short_one_would_starve() -> None:
+    """The bound is what moves it: with endless patience it never runs."""
+    for patience, runs in ((PATIENCE, True), (10**9, False)):
+        queue = Queue(Oracle(LENGTHS, patience=patience))
+        for key in LENGTHS:
+            queue.park(key)
+        ran = set()
+        for _ in range(200):
+            ran.add(key := queue.dispatch())
+            queue.park(key)
+        assert ("short" in ran) is runs
+
+
+def test_phases_are_counted_apart() -> None:
+    patience = StarvationGuard(5)
+    assert patience.parked("a", ROLLOUT) == []
+    for i in range(20):
+        assert "a" not in [key for key, _ in patience.parked(f"t{i}", Phase.TOOL)]
+    assert [told for i in range(5) for told in patience.parked(f"r{i}", ROLLOUT)] == [("a", 1)]
+
+
+def test_by_default_nobody_is_overdue_within_one_large_iteration() -> None:
+    """3,000 trajectories of 42 turns; those that have not begun wait while the others park again and again."""
+    patience = StarvationGuard(DEFAULT)
+    patience.parked("unbegun", ROLLOUT)
+    for turn in range(3_000 * 42):
+        assert not patience.parked(f"k{turn % 3_000}", ROLLOUT)
+    assert PolicySection().patience == DEFAULT
+
+
+def test_forgetting_those_that_left_changes_nobodys_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = []
+    for fewest in (4, 10**9):
+        monkeypatch.setattr(starvation_guard, "FEWEST_SORTED", fewest)
+        guard, found = StarvationGuard(300), []
+        for number in range(5_000):
+            found += guard.parked(f"k{number}", ROLLOUT)
+            if number % 50:  # every fiftieth waits until it is overdue
+                guard.left(f"k{number}")
+        told.append(found)
+    assert told[0] == told[1] and len(told[0]) > 80
+
+
+# ---------------------------------------------------------------- levels
+
+
+def engine(token_bytes: int = 1000) -> WorkerJoined:
+    return WorkerJoined(
+        "e0", "tp1", 64, kv_tokens=10_000, alone_s_per_token=0.01, full_s_per_token=0.02, prefill_s_per_token=1e-4,
+        kv_token_bytes=token_bytes,
+    )  # fmt: skip
+
+
+def priority_of(ordering: CMLFQ, key: str, tokens: int) -> Priority:
+    """Of a trajectory that parks after so many tokens."""
+    answers = ordering.handle(TrajectoryParked(key, 0, ROLLOUT, 0))
+    if tokens:
+        ordering.handle(QuantumFinished(key, ROLLOUT, tokens, "", "", 1.0))
+        answers = ordering.handle(TrajectoryParked(key, 0, ROLLOUT, 1))
+    assert isinstance(answers[0], SetPriority)
+    return answers[0].priority
+
+
+@pytest.mark.parametrize("token_bytes", [0, 1000])
+def test_who_has_begun_goes_first_only_where_a_pause_costs_its_context(token_bytes: int) -> None:
+    ordering = CMLFQ()  # without data: no skill
+    ordering.handle(engine(token_bytes))
+    begun, new = priority_of(ordering, "begun", 500), priority_of(ordering, "new", 0)
+    assert (new < begun) == (token_bytes > 0)
+
+
+def test_of_those_that_have_not_begun_the_longest_goes_first() -> None:
+    ordering = CMLFQ(KnownLengths({"long": 9000, "short": 400}))
+    begun, short, long = (priority_of(ordering, key, tokens) for key, tokens in (("x", 5), ("short", 0), ("long", 0)))
+    assert begun < long < short
+
+
+def test_where_engines_exchange_kv_those_with_most_left_go_first_and_within_an_octave_those_with_fewest_tokens() -> (
+    None
+):
+    ordering = CMLFQ(KnownLengths({"long": 9000, "half": 9100, "short": 400}))
+    ordering.handle(engine())
+    long, half, short = (
+        priority_of(ordering, key, tokens) for key, tokens in (("long", 500), ("half", 600), ("short", 0))
+    )
+    assert long < half < short and long.level == half.level
+    again = CMLFQ(KnownLengths())
+    again.restore(json.loads(json.dumps(ordering.snapshot())))
+    parked = TrajectoryParked("long", 0, ROLLOUT, 2)
+    assert again.handle(parked) == ordering.handle(parked)
+
+
+def test_whoever_waits_is_looked_at_anew_when_boundaries_are_set_and_it_survives_a_snapshot() -> None:
+    policy, plain = CMLFQ(), CMLFQ()
+    keys = [f"trajectory-train-0-0-{k}-e0-demo" for k in range(3)]
+    for key in keys:
+        policy.handle(TrajectoryParked(key, 0, ROLLOUT, 0, "g"))
+    policy.handle(QuantumStarted(keys[0], ROLLOUT, "a"))
+    policy.handle(QuantumFinished(keys[0], ROLLOUT, 100, "", "", 1.0))
+    policy.handle(TrajectoryEnded(keys[0]))
+    answers = policy.handle(BoundariesSet(((1, 5.0), (2, 50_000.0))))
+    assert [(a.key, a.begins_tp) for a in answers if isinstance(a, Prefer)] == [(key, 2) for key in keys[1:]]
+    assert policy.handle(BoundariesSet(((1, 5.0), (2, 50_000.0)))) == ()
+    other = CMLFQ()
+    other.restore(json.loads(json.dumps(policy.snapshot())))
+    late = TrajectoryParked("trajectory-train-0-1-0-e0-demo", 0, ROLLOUT, 0, "h")
+    assert other.handle(late) == policy.handle(late)
+    assert [a.begins_tp for a in other.handle(BoundariesSet(((1, 5.0),))) if isinstance(a, Prefer)] == []  # still TP 2
+    policy.forget_live()
+    assert "boundaries" not in policy.snapshot()
+    plain.handle(BoundariesSet(((1, 10.0),)))
+    assert plain.handle(late)[0] == CMLFQ().handle(late)[0], "the order of service does not heed them"
+
+
+def test_it_shows_what_it_believed_and_what_came() -> None:
+    ordering = CMLFQ()
+    for number in range(3):
+        key = f"t{number}"
+        ordering.handle(TrajectoryParked(key, 0, ROLLOUT, 0, "g", "f"))
+        ordering.handle(QuantumFinished(key, ROLLOUT, 100, "", "", 1.0))
+        ordering.handle(TrajectoryEnded(key))
+    shown = ordering.dashboard_row()
+    assert [row[2] for row in shown["outcomes"]] == [100, 100, 100]
+    assert set(shown) == {"objective", "skill", "weights", "outcomes"}
+    ordering.restore(ordering.snapshot())
+    assert ordering.dashboard_row()["outcomes"] == []
+    assert isinstance(make_ordering("oracle"), Inspectable) and not isinstance(make_ordering("fifo"), Inspectable)
+
+
+def test_half_way_is_the_last_belief_before_half_of_the_tokens() -> None:
+    seen = CalibrationLog()
+    for generated, total in ((0, 700.0), (100, 650.0), (250, 600.0), (300, 520.0), (450, 505.0)):
+        seen.forecast("a", generated, total)
+    seen.ended("a", 500, completed=True)
+    assert [tuple(row) for row in seen.outcomes] == [(700.0, 600.0, 500)]
+
+
+def test_what_failed_or_was_met_in_the_middle_says_nothing() -> None:
+    seen = CalibrationLog()
+    seen.forecast("failed", 0, 100.0)
+    seen.ended("failed", 50, completed=False)
+    seen.forecast("late", 10, 100.0)
+    seen.ended("late", 50, completed=True)
+    seen.ended("unknown", 50, completed=True)
+    assert not seen.outcomes
+
+
+def test_it_stays_bounded() -> None:
+    seen = CalibrationLog()
+    for number in range(3 * FOLLOWED):
+        seen.forecast(str(number), 0, 10.0)
+    for number in range(3 * FOLLOWED):
+        seen.ended(str(number), 10, completed=True)
+    assert len(seen.outcomes) == KEPT
+    assert seen.outcomes[-1].tokens == 10
+    seen.forecast("again", 0, 10.0)
+    seen.ended("again", 7, completed=True)
+    assert seen.outcomes[-1].tokens == 7  # there is room again
