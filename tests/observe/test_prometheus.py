@@ -88,9 +88,3 @@ def test_names_are_declared_once_and_the_board_uses_no_others(repository):
             labels = set(re.findall(r"(\w+)(?:=~|!=|=)", selector))
             assert labels <= {"run", *EXPOSED[name].labels}, expression
     assert all(panel["description"] for panel in board["panels"])
-
-
-def test_the_page_about_it_has_every_metric(repository):
-    page = (repository / "docs" / "observe.md").read_text()
-    for name, metric in EXPOSED.items():
-        assert f"| `{name}` | {', '.join(('run', *metric.labels))} | {metric.help} |" in page

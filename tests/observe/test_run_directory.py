@@ -55,45 +55,14 @@ FINISHED = events.to_json(
 )
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        FINISHED.replace('"ROLLOUT"', '"SLEEP"'),
-        FINISHED.replace("0.5", "Infinity"),
-        FINISHED.replace("0.5", "1e999"),
-        FINISHED.replace("0.5", "[" * 3000 + "]" * 3000),
-    ],
-    ids=["phase", "infinity", "overflow", "nested"],
-)
-@pytest.mark.parametrize("command", ["trace", "replay", "report", "doctor"])
-def test_an_event_with_changed_values_is_named_with_its_line(line, command, runs, libra):
+@pytest.mark.parametrize(("old", "new"), [('"ROLLOUT"', '"SLEEP"'), ("0.5", "1e999"), ("0.5", "[" * 3000 + "]" * 3000)])
+@pytest.mark.parametrize("command", ["trace", "replay", "report"])
+def test_an_event_with_changed_values_is_named_with_its_line(old, new, command, runs, libra):
     begun = events.to_json(events.RunStarted("done", 0.0, 0, 1, 3, 2, "fifo", "demo"))
-    (runs / "done" / "events.jsonl").write_text(f"{begun}\n{line}\n{FINISHED}\n")
+    (runs / "done" / "events.jsonl").write_text(f"{begun}\n{FINISHED.replace(old, new)}\n{FINISHED}\n")
     code, _, err = libra(command, runs / "done")
-    if command == "doctor":  # whose first line is another damage
-        assert "Recursion" not in err and len(err.strip().splitlines()) <= 4
-        return
     assert "events.jsonl, line 2: " in err and len(err.strip().splitlines()) <= 3
     assert (code == 0) == (command == "report"), "a report shows the events before it"
-
-
-def test_replay_says_whether_the_log_is_gone_or_no_file(runs, libra):
-    log = runs / "done" / "events.jsonl"
-    (runs / "done" / "events").mkdir()
-    (runs / "done" / "events" / "000000001-000000002.jsonl.gz").touch()
-    assert "no events.jsonl; it is gone, and only older parts are left" in libra("replay", runs / "done")[2]
-    log.mkdir()
-    assert f"{log}: is no file" in libra("replay", runs / "done")[2]
-
-
-@pytest.mark.parametrize("bins", ["7", '{"easy": 7}', '{"easy": []}', '{"easy": ["x"]}'])
-def test_an_evaluation_with_changed_values_is_left_out_and_named(bins, runs, libra, caplog):
-    good = '{"version": %d, "reward": 0.75, "bins": {"easy": [0.5, 2]}}'
-    for version in (1, 2):
-        (runs / "done" / "evaluations" / f"version-00000{version}.json").write_text(good % version)
-    (runs / "done" / "evaluations" / "version-000003.json").write_text(f'{{"version": 3, "bins": {bins}}}')
-    assert libra("report", runs / "done")[0] == 0
-    assert "version-000003.json: left out, as bins" in caplog.text
 
 
 def test_runs_are_listed_with_state_iterations_and_rewards(runs, libra):
@@ -127,18 +96,11 @@ def test_a_run_without_its_last_evaluation_is_not_finished(runs, libra):
     ("file", "damage"),
     [
         ("config.resolved.yaml", b"run: {iterations: many}\n"),
-        ("config.resolved.yaml", b"run: {iterations: [3]}\n"),
-        ("config.resolved.yaml", b"run: \xff\n"),
         ("config.resolved.yaml", b"a: " + b"[" * 1200),
         ("metrics.jsonl", b'{"step": 0, "reward": 0.5, "wall_time_s": "now"}\n'),
-        ("metrics.jsonl", b'{"step": 0, "reward": 0.5, "wall_time_s": null}\n'),
         ("metrics.jsonl", b'{"step": 0, "reward": 0.5, "wall_time_s": NaN}\n'),
-        ("metrics.jsonl", b'{"step": 0, "reward": 0.5, "wall_time_s": 1e300}\n'),
-        ("metrics.jsonl", b'{"step": 0, "reward": 1%s, "wall_time_s": 1.0}\n' % (b"0" * 400)),
         ("evaluations/version-000003.json", b'{"version": 1e400, "reward": 1.0}'),
         ("evaluations/version-000003.json", b"[" * 100_000),
-        ("evaluations/version-000003.json", b"[1]"),
-        ("config.resolved.yaml", b"run: {iterations: 0x%s}\n" % (b"f" * 4000)),
         ("starts.jsonl", b'{"epoch": 0, "iterations": "many"}\n'),
     ],
 )
@@ -158,19 +120,6 @@ def test_a_run_with_a_living_driver_is_running(runs):
     finally:
         lock.release()
     assert {row.name: row.state for row in list_runs(runs)}["stopped"] == "stopped"
-
-
-def test_who_looks_for_a_driver_is_none(runs, monkeypatch):
-    """A look takes the lock for a moment, at which another driver may begin."""
-    looking = [True]
-
-    def taken(descriptor, how):
-        if looking.pop():
-            looking.append(False)
-            raise BlockingIOError
-
-    monkeypatch.setattr(committer_lock.fcntl, "flock", taken)
-    CommitterLock(runs / "stopped" / "driver").release()
 
 
 def test_a_file_system_without_locks_has_no_running_driver(runs, monkeypatch):
@@ -193,15 +142,6 @@ def test_iterations_that_were_typed_for_a_resume_are_the_goal(runs):
     assert {row.name: (row.state, row.of_iterations) for row in list_runs(runs)}["done"] == ("stopped", 5)
     log_start(runs / "done", 2)
     assert read_config(runs / "done")["run"]["iterations"] == 3
-
-
-@pytest.mark.parametrize("command", ["report", "trace", "runs"])
-def test_a_directory_that_is_missing_is_named_with_what_to_type(command, tmp_path, libra):
-    code, out, err = libra(command, tmp_path / "missing")
-    assert (code, out) == (2, "")
-    assert len(err.splitlines()) == 1
-    assert str(tmp_path / "missing") in err
-    assert "type libra" in err
 
 
 def test_a_directory_of_runs_is_answered_with_one_of_them(runs, libra):

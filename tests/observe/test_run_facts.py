@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from itertools import pairwise
 
 import pytest
+from made_events import KEY, capacity, dispatched, ended, parked, published, started
 
 from libra import events
 from libra.observe.run_facts import BANDS, MAX_SAMPLES, RunFacts, band
@@ -17,34 +19,30 @@ def facts_of(*given):
     return facts
 
 
-def started(t_s=0.0, iterations=10):
-    return events.RunStarted("demo", t_s, 0, 1, iterations, 2, "cmlfq", "tools")
-
-
-def parked(t_s, key, level, phase="ROLLOUT"):
-    return events.TrajectoryParked("demo", t_s, key, phase, 0, 0, (0, level, 0), "")
-
-
-def sent(t_s, key, phase="ROLLOUT"):
-    return events.QuantumDispatched("demo", t_s, key, phase, 0, "rollout-0", (0, 1, 0), "by free slots", True)
-
-
 def finished(t_s, iteration, reward=0.5):
     return events.IterationFinished("demo", t_s, iteration, reward, 1.0)
 
 
+def waits(t_s, key, level, phase="ROLLOUT"):
+    return parked(t_s, key, phase, level)
+
+
+def sent(t_s, key):
+    return dispatched(t_s, key, "rollout-0")
+
+
 def test_waiting_trajectories_are_counted_by_level_until_they_are_sent_or_end():
     facts = facts_of(
-        started(), parked(0.1, "a", 41), parked(0.1, "b", 41), parked(0.1, "c", 1), parked(0.1, "d", 0, "TOOL")
+        started(), waits(0.1, "a", 41), waits(0.1, "b", 41), waits(0.1, "c", 1), waits(0.1, "d", 0, "TOOL")
     )
     assert facts.snapshot(0.1)["queue"] == {"ROLLOUT": {1: 1, 41: 2}, "TOOL": {0: 1}}
-    facts.add(events.PrioritySet("demo", 0.2, "b", (0, -1, 0), "overdue"))
+    facts.add(events.PrioritySet("demo", 0.2, KEY.format("b"), (0, -1, 0), "overdue"))
     assert facts.snapshot(0.2)["queue"]["ROLLOUT"] == {-1: 1, 1: 1, 41: 1}
     facts.sample(0.5)
     assert facts.history[-1] == (0.5, 3, 1, 0, 0, 0, 1, 1, 0, 0, 1)
     facts.add(sent(0.6, "a"))
-    facts.add(events.TrajectoryEnded("demo", 0.7, "b", True))
-    facts.add(events.PlacementVoid("demo", 0.7, "c", "ROLLOUT"))
+    facts.add(ended(0.7, "b"))
+    facts.add(events.PlacementVoid("demo", 0.7, KEY.format("c"), "ROLLOUT"))
     assert facts.snapshot(0.7)["queue"] == {"ROLLOUT": {}, "TOOL": {0: 1}}
     facts.sample(1.0)
     assert facts.history[-1][:5] == (1.0, 0, 1, 1, 0)
@@ -89,20 +87,20 @@ def test_an_iteration_that_is_done_again_after_a_resume_counts_once():
 def test_a_step_is_split_by_what_training_did_between_two_versions():
     facts = facts_of(
         started(),
-        events.VersionPublished("demo", 1.0, 0, "d", 1),
-        parked(1.0, "a", 1),
+        published(1.0, 0),
+        waits(1.0, "a", 1),
         events.BatchParked("demo", 1.0, 0),
         sent(1.5, "a"),
-        events.TrajectoryEnded("demo", 4.0, "a", True),
+        ended(4.0, "a"),
         events.BatchOpened("demo", 5.0, 0, ((0, 0),), "1 group committed"),
         events.StepFinished("demo", 8.0, 0, 0.1, 2.0),
-        events.VersionPublished("demo", 8.5, 1, "d", 1),
+        published(8.5, 1),
     )
     ((step, split),) = facts.snapshot(9.0)["steps"]
     assert step == 0
     assert split == pytest.approx({"trajectories": 3.0, "grading": 1.0, "batch": 1.0, "training": 2.0, "moving": 0.5})
     facts.add(started(0.0))
-    facts.add(events.VersionPublished("demo", 20.0, 2, "d", 1))
+    facts.add(published(20.0, 2))
     assert [step for step, _ in facts.snapshot(30.0)["steps"]] == [0]  # across a restart there is no step time
 
 
@@ -112,23 +110,16 @@ def test_decisions_are_in_words_the_newest_first_with_gains_and_troubles():
         events.GateOpened("demo", 1.0, 3, "version 2 >= 3 - eta 1"),
         events.WorkerLost("demo", 2.0, "tcp://h:1"),
         events.PlanRealised("demo", 3.0, 4, 1, 0.25, 0.125, 5, 2.0),
-        sent(4.0, "trajectory-x"),
+        sent(4.0, "x"),
     )
-    words = [what for _, what, _ in facts.snapshot(4.0)["decisions"]]
-    assert words == [
-        "trajectory-x gets a ROLLOUT slot of rollout-0",
-        "result of the plan of iteration 4, in iteration 5, by the forecast of its batch: predicted gain 25.0 %, realised 12.5 %",
-        "worker lost: tcp://h:1",
-        "iteration 3 may generate",
-    ]
-    assert facts.snapshot(4.0)["decisions"][-1][2] == "version 2 >= 3 - eta 1"
+    found = facts.snapshot(4.0)["decisions"]
+    assert [t_s for t_s, *_ in found] == [4.0, 3.0, 2.0, 1.0]
+    assert re.findall(r"[\d.]+", found[1][1]) == ["4", "5", "25.0", "12.5"]
+    assert "tcp://h:1" in found[2][1] and found[3][2] == "version 2 >= 3 - eta 1"
 
 
 def test_slots_and_served_versions_are_those_of_workers_that_are_there():
-    def capacity(worker, rollout, tool):
-        return events.WorkerCapacity("demo", 1.0, worker, "", rollout, tool, 0, 0.0, 0.0, 0.0, 0.0)
-
-    facts = facts_of(started(), capacity("rollout-0", 16, 0), capacity("rollout-1", 8, 0), capacity("tool-0", 0, 4))
+    facts = facts_of(started(), capacity(1, "rollout-0", 16), capacity(1, "rollout-1", 8), capacity(1, "tool-0", 0, 4))
     for worker in ("rollout-0", "rollout-1"):
         facts.add(events.VersionServed("demo", 1.5, 0, worker, 0.1))
     assert facts.snapshot(2.0)["slots"] == {"ROLLOUT": {"used": 0, "total": 24}, "TOOL": {"used": 0, "total": 4}}

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 
 import pytest
 
 from libra import events
 from libra.hardware.prices import load_prices
-from libra.observe import streamed_steps
 from libra.observe.page_html import waves_html
 from libra.observe.report import write_report
 from libra.observe.run_facts import RunFacts
@@ -79,10 +77,6 @@ def test_groups_of_other_iterations_are_told_on_page_and_report(tmp_path):
     assert "3 (2 of other iterations)" in (tmp_path / "report.html").read_text()
 
 
-def test_a_run_without_waves_has_no_table_of_them():
-    assert waves_html(facts_of(started()).snapshot(0.0)) == ""
-
-
 def test_a_start_trains_the_waves_of_the_open_step_again_and_they_count_once():
     log = [*an_open_step(), started(0.0, 1), events.WaveParked(RUN, 0.0, 0, 0), opened(0.5, 0, 2)]
     step = facts_of(*log).streamed.open_step()
@@ -129,8 +123,3 @@ def test_the_report_has_a_table_of_waves_and_one_of_turns(tmp_path):
         ["2.5 s", "c", "training", "refused: it moves", "–", "few open"],
         ["5.0 s", "b", "training", "under way", "–", "few open"],
     ]
-
-
-def test_every_kind_of_event_that_is_taken_is_passed_on_by_the_facts_of_a_run() -> None:
-    source = inspect.getsource(streamed_steps.StreamedSteps)
-    assert {getattr(events, name) for name in re.findall(r"events\.(\w+)\(", source)} == streamed_steps.OF_STEPS

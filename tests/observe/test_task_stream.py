@@ -157,33 +157,6 @@ def test_nothing_is_kept_of_keys_that_are_forgotten_and_workers_that_left(cluste
     assert asyncio.run(main()) == ({}, {})
 
 
-def test_stream_exists_before_anybody_looks_and_survives_a_second_stream(live_scheduler):
-    async def main():
-        async with live_scheduler() as scheduler:
-            assert TaskStreamPlugin.name not in scheduler.plugins
-            first = QuantumStream(scheduler)
-            stock = stock_of(scheduler)
-            first.add("k", "tcp://a", Phase.ROLLOUT, 1.0, 2.0, "generate")
-            second = QuantumStream(scheduler)
-            second.add("k", "tcp://a", Phase.TOOL, 2.0, 3.0, "search")
-            assert stock_of(scheduler) is stock
-            return [row["key"] for row in stock.buffer], scheduler.plugins[QuantumStream.name] is second
-
-    assert asyncio.run(main()) == ([("generate", "k", 0), ("search", "k", 1)], True)
-
-
-def test_order_of_plugins_is_kept_when_the_stock_one_is_made_anew(live_scheduler):
-    async def main():
-        async with live_scheduler() as scheduler:
-            stream = QuantumStream(scheduler)
-            scheduler.remove_plugin(TaskStreamPlugin.name)
-            stream.add("k", "tcp://a", Phase.ROLLOUT, 1.0, 2.0, "generate")
-            names = list(scheduler.plugins)
-            return names.index(TaskStreamPlugin.name) < names.index(QuantumStream.name), len(stock_of(scheduler).buffer)
-
-    assert asyncio.run(main()) == (True, 1)
-
-
 def test_buffer_keeps_its_bound_and_its_counter(live_scheduler):
     async def main():
         async with live_scheduler() as scheduler:

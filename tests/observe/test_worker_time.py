@@ -7,68 +7,11 @@ import itertools
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from made_events import CHECK, RUN, an_iteration, capacity, dispatched, ended, finished, parked, published, started
 
 from libra import events
-from libra.observe.state_colors import STATE_COLORS
-from libra.observe.worker_states import BUSY, IDLE, STATES
+from libra.observe.worker_states import STATES
 from libra.observe.worker_time import WorkerTimes, worker_times
-
-RUN = "demo"
-KEY = "trajectory-train-0-0-{}-e0-demo"
-CHECK = {
-    "method": "columns", "gap": 0.0, "tolerance": 0.0, "moved_nats": None, "layers": 1, "changed_layers": None,
-    "smallest_change": 0.0, "measured": False, "check_s": 0.5,
-}  # fmt: skip
-
-
-def capacity(t_s, worker, rollout=0, tool=0):
-    return events.WorkerCapacity(RUN, t_s, worker, "", rollout, tool, 0, 0.0, 0.0, 0.0, 0.0)
-
-
-def parked(t_s, key, phase="ROLLOUT"):
-    return events.TrajectoryParked(RUN, t_s, KEY.format(key), phase, 0, 0, (0, 0, 0), "")
-
-
-def dispatched(t_s, key, worker, phase="ROLLOUT"):
-    return events.QuantumDispatched(RUN, t_s, KEY.format(key), phase, 0, worker, (0, 0, 0), "", True)
-
-
-def finished(t_s, key, worker, phase="ROLLOUT", end=""):
-    return events.QuantumFinished(RUN, t_s, KEY.format(key), phase, 0, 5, "", "", 0, 0.1, worker, 0, end)
-
-
-def started(t_s=0.0, epoch=0):
-    return events.RunStarted(RUN, t_s, epoch, 0, 2, 1, "fifo", "")
-
-
-def an_iteration():
-    """One iteration of an engine, a tool worker and one training worker, with round numbers."""
-    return [
-        started(),
-        capacity(0.0, "rollout-0", rollout=2),
-        capacity(0.0, "tool-0", tool=1),
-        events.VersionPublished(RUN, 9.0, 0, "d", 1),
-        events.VersionServed(RUN, 10.0, 0, "rollout-0", 0.0),
-        events.GateParked(RUN, 10.0, 0),
-        events.GateOpened(RUN, 10.0, 0, ""),
-        events.BatchParked(RUN, 10.0, 0),
-        parked(10.0, 0),
-        dispatched(10.0, 0, "rollout-0"),
-        finished(14.0, 0, "rollout-0"),
-        parked(14.0, 0, "TOOL"),
-        dispatched(14.0, 0, "tool-0", "TOOL"),
-        finished(17.0, 0, "tool-0", "TOOL"),
-        parked(17.0, 0),
-        dispatched(18.0, 0, "rollout-0"),
-        finished(20.0, 0, "rollout-0", end="answered"),
-        events.TrajectoryEnded(RUN, 20.0, KEY.format(0), True),
-        events.BatchOpened(RUN, 21.0, 0, ((0, 0),), ""),
-        events.StepFinished(RUN, 29.0, 0, 0.5, 6.0),
-        events.VersionPublished(RUN, 30.0, 1, "e", 1),
-        events.VersionServed(RUN, 32.0, 1, "rollout-0", 1.0),
-        events.VersionChecked(RUN, 32.0, 1, "rollout-0", **CHECK, stopped_s=1.5),
-        events.IterationFinished(RUN, 40.0, 0, 0.5, 0.0),
-    ]
 
 
 def test_each_second_of_an_iteration_has_its_cause():
@@ -99,16 +42,16 @@ def test_each_second_of_an_iteration_has_its_cause():
 
 def test_a_trainer_trains_in_waves_while_it_waits_for_trajectories():
     log = [
-        started(), capacity(0.0, "a", rollout=2), events.VersionPublished(RUN, 0.0, 0, "", 1),
+        started(), capacity(0.0, "a", rollout=2), published(0.0, 0),
         events.VersionServed(RUN, 0.0, 0, "a", 0.0), events.GateParked(RUN, 0.0, 0), events.WaveParked(RUN, 0.0, 0, 0),
         events.WaveParked(RUN, 0.0, 0, 1), events.GateOpened(RUN, 0.0, 0, ""), parked(0.0, 0), parked(0.0, 1),
         dispatched(0.0, 0, "a"), dispatched(0.0, 1, "a"), finished(4.0, 0, "a", end="answered"),
-        events.TrajectoryEnded(RUN, 4.0, KEY.format(0), True), events.WaveOpened(RUN, 4.0, 0, 0, ((0, 0),), ""),
+        ended(4.0, 0), events.WaveOpened(RUN, 4.0, 0, 0, ((0, 0),), ""),
         events.WaveTrained(RUN, 7.0, 0, 0, 1, 1, 3.0), finished(10.0, 1, "a", end="answered"),
-        events.TrajectoryEnded(RUN, 10.0, KEY.format(1), True), events.WaveOpened(RUN, 10.0, 0, 1, ((0, 1),), ""),
+        ended(10.0, 1), events.WaveOpened(RUN, 10.0, 0, 1, ((0, 1),), ""),
         events.BatchParked(RUN, 10.0, 0), events.BatchOpened(RUN, 10.0, 0, ((0, 0), (0, 1)), ""),
         events.WaveTrained(RUN, 12.0, 0, 1, 1, 0, 2.0), events.StepFinished(RUN, 13.0, 0, 0.5, 6.0),
-        events.VersionPublished(RUN, 13.0, 1, "", 1),
+        published(13.0, 1),
     ]  # fmt: skip
     by_name = {worker.worker: worker.seconds for worker in worker_times(log, ("train-0",)).times().workers}
     assert by_name["train-0"] == pytest.approx({"training": 3 + 3, "trajectories": 4 + 3})
@@ -119,19 +62,19 @@ def a_turn():
     """Engine a turns to training, trains in one wave, and returns; engine b has the tail. Round numbers."""
     change = {"a": {"role": "train", "tp": 1}}
     return [
-        started(), capacity(0.0, "a", rollout=2), capacity(0.0, "b", rollout=2), events.VersionPublished(RUN, 0.0, 0, "", 1),
+        started(), capacity(0.0, "a", rollout=2), capacity(0.0, "b", rollout=2), published(0.0, 0),
         events.VersionServed(RUN, 0.0, 0, "a", 0.0), events.VersionServed(RUN, 0.0, 0, "b", 0.0),
         events.WaveParked(RUN, 0.0, 0, 0), events.WaveParked(RUN, 0.0, 0, 1), parked(0.0, 0), parked(0.0, 1),
         dispatched(0.0, 0, "a"), dispatched(0.0, 1, "b"),
         events.EngineTurned(RUN, 2.0, "a", "training", "why"), events.RoleChangeStarted(RUN, 2.0, 1, change, "", None),
         events.WorkerWithdrawn(RUN, 2.0, "a"), finished(4.0, 0, "a", end="answered"),
-        events.TrajectoryEnded(RUN, 4.0, KEY.format(0), True), events.WaveOpened(RUN, 5.0, 0, 0, ((0, 0),), ""),
+        ended(4.0, 0), events.WaveOpened(RUN, 5.0, 0, 0, ((0, 0),), ""),
         events.RoleChanged(RUN, 9.0, "a", 1, "rollout", "train", 1, 1, {}, 7.0), events.RoleStage(RUN, 9.5, "a", 1, "state", 0.5),
         events.WaveTrained(RUN, 10.0, 0, 0, 1, 1, 4.0), finished(12.0, 1, "b", end="answered"),
-        events.TrajectoryEnded(RUN, 12.0, KEY.format(1), True), events.WaveOpened(RUN, 12.0, 0, 1, ((0, 1),), ""),
+        ended(12.0, 1), events.WaveOpened(RUN, 12.0, 0, 1, ((0, 1),), ""),
         events.BatchParked(RUN, 12.0, 0), events.BatchOpened(RUN, 12.0, 0, ((0, 0), (0, 1)), ""),
         events.WaveTrained(RUN, 18.0, 0, 1, 1, 0, 5.0, 1), events.StepFinished(RUN, 19.0, 0, 0.5, 9.0),
-        events.VersionPublished(RUN, 20.0, 1, "", 1), events.EngineTurned(RUN, 21.0, "a", "rollout", "why"),
+        published(20.0, 1), events.EngineTurned(RUN, 21.0, "a", "rollout", "why"),
         events.RoleChangeStarted(RUN, 21.0, 2, {"a": {"role": "rollout", "tp": 1}}, "", None),
         events.RoleChanged(RUN, 24.0, "a", 2, "train", "rollout", 1, 1, {}, 3.0), capacity(24.0, "a", rollout=2),
         events.IterationFinished(RUN, 25.0, 0, 0.5, 0.0),
@@ -190,10 +133,10 @@ def test_a_turned_engine_that_is_killed_does_not_train_until_it_is_back():
 
 def test_an_engine_is_idle_because_the_last_trajectories_are_on_another_one():
     log = [
-        started(), capacity(0.0, "a", rollout=1), capacity(0.0, "b", rollout=1), events.VersionPublished(RUN, 0.0, 0, "", 1),
+        started(), capacity(0.0, "a", rollout=1), capacity(0.0, "b", rollout=1), published(0.0, 0),
         events.VersionServed(RUN, 0.0, 0, "a", 0.0), events.VersionServed(RUN, 0.0, 0, "b", 0.0),
         parked(0.0, 0), dispatched(0.0, 0, "a"), finished(8.0, 0, "a", end="answered"),
-        events.TrajectoryEnded(RUN, 8.0, KEY.format(0), True),
+        ended(8.0, 0),
     ]  # fmt: skip
     by_name = {worker.worker: worker.seconds for worker in worker_times(log).times().workers}
     assert by_name["a"] == pytest.approx({"generating": 8})
@@ -203,7 +146,7 @@ def test_an_engine_is_idle_because_the_last_trajectories_are_on_another_one():
 def test_time_of_absence_and_between_two_starts_counts_nowhere():
     log = [
         *an_iteration(), events.WorkerWithdrawn(RUN, 41.0, "rollout-0"), capacity(47.0, "rollout-0", rollout=2),
-        started(0.0, epoch=1), capacity(5.0, "rollout-0", rollout=2), events.VersionPublished(RUN, 6.0, 1, "", 1),
+        started(0.0, epoch=1), capacity(5.0, "rollout-0", rollout=2), published(6.0, 1),
     ]  # fmt: skip
     times = worker_times(log, ("train-0",))
     by_name = {worker.worker: worker for worker in times.times().workers}
@@ -217,19 +160,13 @@ def test_a_lent_worker_needs_no_gpu_of_its_own():
         started(), capacity(0.0, "a", rollout=1), capacity(0.0, "b", rollout=1),
         events.RoleChanged(RUN, 10.0, "b", 1, "rollout", "lent", 1, 1, {}, 1.0),
         events.RoleChanged(RUN, 10.0, "a", 1, "rollout", "rollout", 1, 2, {}, 1.0),
-        events.VersionPublished(RUN, 20.0, 0, "", 1),
+        published(20.0, 0),
     ]  # fmt: skip
     times = worker_times(log).times()
     by_name = {worker.worker: worker for worker in times.workers}
     assert by_name["b"].seconds["lent"] == pytest.approx(10)
     assert sum(by_name["b"].gpu_s.values()) == pytest.approx(10)
     assert sum(by_name["a"].gpu_s.values()) == pytest.approx(10 + 2 * 10)
-
-
-def test_every_state_has_a_cause_in_words_and_is_busy_or_idle():
-    assert not BUSY.keys() & IDLE.keys()
-    assert all(STATES.values())
-    assert list(STATE_COLORS) == list(STATES)
 
 
 # ---------------------------------------------------------------- any log
@@ -243,12 +180,12 @@ STEPS = st.one_of(
     st.builds(lambda k, p: lambda t: parked(t, k, p), KEYS, PHASES),
     st.builds(lambda k, w, p: lambda t: dispatched(t, k, w, p), KEYS, WORKERS, PHASES),
     st.builds(lambda k, w, p: lambda t: finished(t, k, w, p), KEYS, WORKERS, PHASES),
-    st.builds(lambda k: lambda t: events.TrajectoryEnded(RUN, t, KEY.format(k), True), KEYS),
+    st.builds(lambda k: lambda t: ended(t, k), KEYS),
     st.builds(lambda w, r, n: lambda t: capacity(t, w, r, n), WORKERS, NUMBERS, NUMBERS),
     st.builds(lambda w: lambda t: events.WorkerWithdrawn(RUN, t, w), WORKERS),
     st.builds(lambda w: lambda t: events.WorkerJoined(RUN, t, w, "tcp://h:1"), WORKERS),
     st.builds(lambda w: lambda t: events.WorkerLost(RUN, t, "tcp://h:1", w), WORKERS),
-    st.builds(lambda n: lambda t: events.VersionPublished(RUN, t, n, "", 1), NUMBERS),
+    st.builds(lambda n: lambda t: published(t, n), NUMBERS),
     st.builds(lambda w, n, s: lambda t: events.VersionServed(RUN, t, n, w, s), WORKERS, NUMBERS, SECONDS),
     st.builds(lambda w, s: lambda t: events.VersionChecked(RUN, t, 0, w, **CHECK, stopped_s=s), WORKERS, SECONDS),
     st.builds(lambda n: lambda t: events.GateParked(RUN, t, n), NUMBERS),
@@ -301,9 +238,3 @@ def test_shares_sum_to_one_and_folding_or_stopping_midway_changes_nothing(steps)
         assert all(0 <= start < stop <= whole.now_s + 1e-9 for start, stop, _ in found)
     shares = whole.times().shares
     assert not shares or sum(shares.values()) == pytest.approx(1.0)
-
-
-def test_the_page_about_it_has_every_state(repository):
-    page = (repository / "docs" / "observe.md").read_text()
-    for state, why in STATES.items():
-        assert f"| `{state}` | {'busy' if state in BUSY else 'idle'} | {why} |" in page

@@ -1,0 +1,78 @@
+"""Events of a run ``demo``, made by hand: their seconds are round, so that what follows from them can be counted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from libra import events
+
+RUN = "demo"
+KEY = "trajectory-train-0-0-{}-e0-demo"
+CHECK: dict[str, Any] = {
+    "method": "columns", "gap": 0.0, "tolerance": 0.0, "moved_nats": None, "layers": 1, "changed_layers": None,
+    "smallest_change": 0.0, "measured": False, "check_s": 0.5,
+}  # fmt: skip
+CONSIDERED: dict[str, Any] = {
+    "predicted_step_s": None, "realised_step_s": 10.0, "current_step_s": 10.0, "proposed_step_s": 8.0, "gain_s": 20.0,
+    "cost_s": 1.0, "num_changes": 1, "remaining_iterations": 10, "required_gain_frac": 0.05, "rollout_factor": 1.0,
+    "training_factor": 1.0, "train_gpus": 2, "engines": ((1, 2),), "reason": "gain exceeds cost",
+}  # fmt: skip
+"""Values of `PlanConsidered` apart from ``accepted``."""
+
+
+def capacity(t_s: float, worker: str, rollout: int = 0, tool: int = 0) -> events.WorkerCapacity:
+    return events.WorkerCapacity(RUN, t_s, worker, "", rollout, tool, 0, 0.0, 0.0, 0.0, 0.0)
+
+
+def parked(t_s: float, key: object, phase: str = "ROLLOUT", level: int = 0) -> events.TrajectoryParked:
+    return events.TrajectoryParked(RUN, t_s, KEY.format(key), phase, 0, 0, (0, level, 0), "")
+
+
+def dispatched(t_s: float, key: object, worker: str, phase: str = "ROLLOUT") -> events.QuantumDispatched:
+    return events.QuantumDispatched(RUN, t_s, KEY.format(key), phase, 0, worker, (0, 0, 0), "", True)
+
+
+def finished(t_s: float, key: object, worker: str, phase: str = "ROLLOUT", end: str = "") -> events.QuantumFinished:
+    return events.QuantumFinished(RUN, t_s, KEY.format(key), phase, 0, 5, "", "", 0, 0.1, worker, 0, end)
+
+
+def ended(t_s: float, key: object) -> events.TrajectoryEnded:
+    return events.TrajectoryEnded(RUN, t_s, KEY.format(key), True)
+
+
+def started(t_s: float = 0.0, epoch: int = 0, iterations: int = 2, group_size: int = 1) -> events.RunStarted:
+    return events.RunStarted(RUN, t_s, epoch, 0, iterations, group_size, "fifo", "")
+
+
+def published(t_s: float, version: int) -> events.VersionPublished:
+    return events.VersionPublished(RUN, t_s, version, "d", 1)
+
+
+def an_iteration() -> list[events.Event]:
+    """One iteration of an engine, a tool worker and one training worker."""
+    return [
+        started(),
+        capacity(0.0, "rollout-0", rollout=2),
+        capacity(0.0, "tool-0", tool=1),
+        published(9.0, 0),
+        events.VersionServed(RUN, 10.0, 0, "rollout-0", 0.0),
+        events.GateParked(RUN, 10.0, 0),
+        events.GateOpened(RUN, 10.0, 0, ""),
+        events.BatchParked(RUN, 10.0, 0),
+        parked(10.0, 0),
+        dispatched(10.0, 0, "rollout-0"),
+        finished(14.0, 0, "rollout-0"),
+        parked(14.0, 0, "TOOL"),
+        dispatched(14.0, 0, "tool-0", "TOOL"),
+        finished(17.0, 0, "tool-0", "TOOL"),
+        parked(17.0, 0),
+        dispatched(18.0, 0, "rollout-0"),
+        finished(20.0, 0, "rollout-0", end="answered"),
+        ended(20.0, 0),
+        events.BatchOpened(RUN, 21.0, 0, ((0, 0),), ""),
+        events.StepFinished(RUN, 29.0, 0, 0.5, 6.0),
+        published(30.0, 1),
+        events.VersionServed(RUN, 32.0, 1, "rollout-0", 1.0),
+        events.VersionChecked(RUN, 32.0, 1, "rollout-0", **CHECK, stopped_s=1.5),
+        events.IterationFinished(RUN, 40.0, 0, 0.5, 0.0),
+    ]
