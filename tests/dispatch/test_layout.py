@@ -50,9 +50,7 @@ def carry_out(moves: tuple[Move, ...], blocks: list[Block], buffer: bytearray, f
 
 
 @given(batches())
-def test_each_wanted_row_arrives_once_and_local_ones_do_not_travel(
-    batch: tuple[list[Block], dict[str, list[int]], dict[int, int]],
-) -> None:
+def test_each_wanted_row_arrives_once_and_local_ones_do_not_travel(batch):
     blocks, wanted, sizes = batch
     made = plan(blocks, wanted)
     held = {worker: {row for block in blocks if block.worker == worker for row in block.rows} for worker in WORKERS}
@@ -69,9 +67,7 @@ def test_each_wanted_row_arrives_once_and_local_ones_do_not_travel(
 
 
 @given(batches(), st.sets(st.sampled_from(WORKERS), min_size=1))
-def test_what_failed_comes_from_the_others_or_the_gap_is_named(
-    batch: tuple[list[Block], dict[str, list[int]], dict[int, int]], lost: set[str]
-) -> None:
+def test_what_failed_comes_from_the_others_or_the_gap_is_named(batch, lost):
     blocks, wanted, sizes = batch
     made = plan(blocks, wanted)
     for consumer, rows in wanted.items():
@@ -97,7 +93,7 @@ def starts(rows: list[int], sizes: dict[int, int]) -> list[int]:
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(1, 3))
-def test_senders_of_copies_are_balanced(row_bytes: list[int], num_consumers: int) -> None:
+def test_senders_of_copies_are_balanced(row_bytes, num_consumers):
     rows = tuple(range(len(row_bytes)))
     blocks = [Block(worker, "x", rows, tuple(row_bytes)) for worker in WORKERS]
     made = plan(blocks, {f"consumer-{i}": rows for i in range(num_consumers)})
@@ -105,21 +101,21 @@ def test_senders_of_copies_are_balanced(row_bytes: list[int], num_consumers: int
     assert max(loads) - min(loads) <= max(row_bytes)
 
 
-def test_rows_that_lie_together_at_both_ends_are_one_piece() -> None:
+def test_rows_that_lie_together_at_both_ends_are_one_piece():
     blocks = [Block("a", "x", (0, 1, 2, 3), (5, 5, 5, 5)), Block("b", "x", (4, 5), (5, 5))]
     made = plan(blocks, {"c": (0, 1, 2, 3, 4, 5), "d": (1, 0)})
     assert [len(move.pieces) for move in made.to("c")] == [1, 1]
     assert [len(move.pieces) for move in made.to("d")] == [2]
 
 
-def test_consumers_do_not_all_ask_the_same_worker_first() -> None:
+def test_consumers_do_not_all_ask_the_same_worker_first():
     blocks = [Block(worker, "x", (worker,), (1,)) for worker in WORKERS]
     made = plan(blocks, dict.fromkeys(WORKERS, WORKERS))
     assert [made.to(worker)[0].source for worker in WORKERS] == ["b", "c", "d", "a"]
 
 
 @given(st.dictionaries(st.integers(), st.integers(0, 1000), max_size=30), st.integers(1, 5))
-def test_slices_have_every_row_once(num_tokens: dict[int, int], num: int) -> None:
+def test_slices_have_every_row_once(num_tokens, num):
     consumers = [f"rank-{i}" for i in range(num)]
     rows = list(num_tokens)
     for slices in (contiguous(rows, consumers), dealt(rows, consumers), balanced(num_tokens, consumers)):
@@ -131,37 +127,33 @@ def test_slices_have_every_row_once(num_tokens: dict[int, int], num: int) -> Non
 
 
 @given(st.lists(st.integers(0, 3), max_size=8))
-def test_a_block_is_the_same_after_it_was_sent(sizes: list[int]) -> None:
-    block = Block("a", "x", range(len(sizes)), tuple(sizes))
-    assert pickle.loads(pickle.dumps(block)) == block
+def test_a_block_is_sent_whole_and_equal_sizes_take_no_room(sizes):
+    for block in (Block("a", "x", range(len(sizes)), tuple(sizes)), Block("a", "x", range(2000), (32768,) * 2000)):
+        sent = pickle.dumps(block)
+        assert pickle.loads(sent) == block
+    assert len(sent) < 200
 
 
-def test_sizes_of_a_tensors_rows_take_no_room() -> None:
-    assert len(pickle.dumps(Block("a", "x", range(2000), (32768,) * 2000))) < 200
-
-
-def test_tensor_parallel_peers_want_the_same() -> None:
+def test_tensor_parallel_peers_want_the_same():
     wanted = replicated({"dp-0": [1, 2], "dp-1": [3]}, {"dp-0": ["a", "b"], "dp-1": ["c", "d"]})
     assert wanted == {"a": [1, 2], "b": [1, 2], "c": [3], "d": [3]}
 
 
 @pytest.mark.parametrize(
-    ("blocks", "wanted", "says"),
+    ("blocks", "wanted"),
     [
-        ([Block("a", "x", (1,), (3,))], {"b": [2]}, "no worker holds"),
-        ([Block("a", "x", (1,), (3,))], {"b": [1, 1]}, "wants 2 rows, 1 different"),
-        ([Block("a", "x", (1,), (3,)), Block("b", "x", (1,), (4,))], {"c": [1]}, "copies of a row are the same"),
-        ([Block("a", "x", (1,), (3,)), Block("a", "x", (2,), (4,))], {"c": [1]}, "two blocks of the name x"),
+        ([Block("a", "x", (1,), (3,))], {"b": [2]}),
+        ([Block("a", "x", (1,), (3,))], {"b": [1, 1]}),
+        ([Block("a", "x", (1,), (3,)), Block("b", "x", (1,), (4,))], {"c": [1]}),
+        ([Block("a", "x", (1,), (3,)), Block("a", "x", (2,), (4,))], {"c": [1]}),
     ],
 )
-def test_a_layout_that_contradicts_itself_is_refused(
-    blocks: list[Block], wanted: dict[str, list[int]], says: str
-) -> None:
-    with pytest.raises(LayoutError, match=says):
+def test_a_layout_that_contradicts_itself_is_refused(blocks, wanted):
+    with pytest.raises(LayoutError):
         plan(blocks, wanted)
 
 
 @pytest.mark.parametrize(("rows", "sizes"), [((1, 1), (2, 2)), ((1,), (2, 2)), ((1,), (-1,))])
-def test_a_block_of_no_sense_is_refused(rows: tuple[int, ...], sizes: tuple[int, ...]) -> None:
-    with pytest.raises(LayoutError, match="block x of a"):
+def test_a_block_of_no_sense_is_refused(rows, sizes):
+    with pytest.raises(LayoutError):
         Block("a", "x", rows, sizes)

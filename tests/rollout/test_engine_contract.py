@@ -11,10 +11,9 @@ from libra.rollout.transformers_engine import TransformersEngine
 from libra.rollout.vllm_engine import VLLMEngine
 from libra.rollout.vllm_settings import CPU_BATCHED_TOKENS, is_installed
 from libra.testing.engines import EngineContract
-from libra.testing.models import Models, ask
-from libra.types import TurnOutput
+from libra.testing.models import ask
 
-needs_vllm = pytest.mark.skipif(not is_installed(), reason="vllm is not installed here: make setup-vllm")
+needs_vllm = pytest.mark.skipif(not is_installed(), reason="vllm is not installed here: type make setup-vllm")
 
 
 class TestTransformersEngine(EngineContract):
@@ -25,6 +24,7 @@ class TestTransformersEngine(EngineContract):
 
 
 @needs_vllm
+@pytest.mark.vllm
 @pytest.mark.timeout(600)
 class TestVLLMEngine(EngineContract):
     """A process of its own."""
@@ -34,6 +34,7 @@ class TestVLLMEngine(EngineContract):
 
 
 @needs_vllm
+@pytest.mark.vllm
 @pytest.mark.timeout(600)
 class TestTensorParallelVLLMEngine(EngineContract):
     """Two ranks, which keep KV over an update."""
@@ -47,24 +48,20 @@ class TestTensorParallelVLLMEngine(EngineContract):
 
 
 @needs_vllm
+@pytest.mark.vllm
 @pytest.mark.timeout(600)
-def test_vllm_survives_more_context_than_one_step_computes(tmp_path) -> None:
+def test_vllm_survives_more_context_than_one_step_computes(vllm_engine):
     """Parts of a context would be drawn from and thrown away, of which the engine process dies where requests have seeds."""
-    slots, length = 6, 1000
-    engine = VLLMEngine(Models(tmp_path).first, threads=1, slots=slots, max_context_tokens=length + 8)
-    assert slots * length > CPU_BATCHED_TOKENS
 
-    async def body() -> tuple[list[TurnOutput], list[TurnOutput]]:
-        await engine.start()
-        try:
-            requests = [ask(f"long{n}", length=length, new=4, seed=n) for n in range(slots)]
-            together = await asyncio.gather(*(engine.generate(request) for request in requests))
-            return list(together), [await engine.generate(request) for request in requests]
-        finally:
-            await engine.close()
+    async def body(engine, models):
+        requests = [ask(f"long{n}", length=500, new=4, seed=n) for n in range(16)]
+        assert CPU_BATCHED_TOKENS < 16 * 500
+        restarts = engine.restarts
+        together = await asyncio.gather(*(engine.generate(request) for request in requests))
+        alone = [await engine.generate(request) for request in requests[:6]]
+        assert engine.restarts == restarts
+        return together, alone
 
-    together, alone = asyncio.run(body())
-    assert engine.restarts == 0
-    for one, other in zip(together, alone, strict=True):
+    for one, other in zip(*vllm_engine(body), strict=False):
         assert list(one.token_ids) == list(other.token_ids)
         np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-3)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from libra.rollout.memory_files import MemoryFiles
 
+pytestmark = pytest.mark.live
+
 
 @pytest.fixture
-def children() -> Iterator[list[int]]:
+def children():
     started: list[int] = []
     yield started
     for child in started:
@@ -37,7 +38,7 @@ def owner(parent: Path) -> tuple[int, Path]:
     return child, path
 
 
-def test_what_a_killed_process_left_is_removed_and_what_others_use_stays(tmp_path: Path, children: list[int]) -> None:
+def test_what_a_killed_process_left_is_removed_and_what_others_use_stays(tmp_path, children):
     (killed, left), (alive, used) = owner(tmp_path), owner(tmp_path)
     children.append(alive)
     (tmp_path / "other").mkdir()

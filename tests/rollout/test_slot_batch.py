@@ -8,26 +8,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from libra.errors import ContextOverflow, EngineError
-from libra.rollout import kv_slots as slot_cache
+from libra.errors import EngineError
 from libra.rollout import slot_batch as batch_module
-from libra.rollout.slot_batch import SlotBatch
 from libra.rollout.slot_table import FREE, RETAINED, RUNNING, Job
-from libra.rollout.weight_loading import load_causal_lm
 from libra.types import StopReason
 
-FAMILIES = ["qwen3", "qwen2", "llama"]
-
-
-@pytest.fixture
-def make_batch(make_model):
-    slot_cache.register()
-
-    def make(family="qwen3", slots=4, max_context_tokens=96, fused=True, dtype="float32", **more):
-        model = load_causal_lm(make_model(family), dtype, slot_cache.SLOT_ATTENTION)
-        return SlotBatch(model, slots=slots, max_context_tokens=max_context_tokens, version=0, fused=fused, **more)
-
-    return make
+CASES = [("qwen3", True), ("qwen2", True), ("llama", True), ("qwen3", False), ("qwen2", False)]
+"""Families and whether their passes are fused."""
 
 
 @pytest.fixture
@@ -80,50 +67,33 @@ def check_invariants(batch):
     assert reserved + table.known[retained].sum() <= batch.kv_tokens
 
 
-@pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_tokens_of_ragged_prompts_equal_transformers_generate(
-    family, fused, make_batch, make_request, make_model, reference
+@pytest.mark.parametrize(("family", "fused"), CASES)
+def test_ragged_prompts_are_answered_as_by_plain_transformers(
+    family, fused, make_batch, make_request, make_model, reference, reference_logprobs
 ):
-    requests = [make_request(f"g{n}", length=n, new=12, temperature=0.0) for n in (1, 2, 5, 17, 33, 40)]
+    """Greedy tokens are those of `generate`, log-probabilities those of one full forward pass."""
+    greedy = [make_request(f"g{n}", length=n, new=12, temperature=0.0) for n in (1, 17, 40)]
+    drawn = [make_request(f"l{n}", length=n, new=20, seed=n, temperature=t) for n, t in ((3, 1.0), (30, 1.0), (8, 0.7))]
     batch = make_batch(family, slots=6, fused=fused)
     assert (batch.forward.fused is not None) == fused
-    submit(batch, *requests)
+    submit(batch, *greedy, *drawn)
     outputs = drain(batch)
-    for request in requests:
+    for request in greedy:
         ids = torch.from_numpy(request.context_ids.astype(np.int64))[None]
         expected = reference(make_model(family)).generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False
         )
         assert outputs[request.trajectory_id].token_ids.tolist() == expected[0, ids.shape[1] :].tolist()
-
-
-@pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_logprobs_equal_a_full_forward_pass(family, fused, make_batch, make_request, make_model, reference_logprobs):
-    requests = [
-        make_request(f"l{n}", length=n, new=20, seed=n, temperature=t) for n, t in ((3, 1.0), (30, 1.0), (8, 0.7))
-    ]
-    batch = make_batch(family, fused=fused)
-    submit(batch, *requests)
-    outputs = drain(batch)
-    for request in requests:
-        output = outputs[request.trajectory_id]
-        expected = reference_logprobs(make_model(family), request.context_ids, output.token_ids, request.temperature)
+    for request in greedy + drawn:
+        output, temperature = outputs[request.trajectory_id], request.temperature or 1.0
+        assert len(output.token_ids) == len(output.logprobs) == len(output.weight_versions) == request.max_new_tokens
+        assert output.stop_reason is StopReason.LENGTH
+        expected = reference_logprobs(make_model(family), request.context_ids, output.token_ids, temperature)
         np.testing.assert_allclose(output.logprobs, expected, atol=1e-4)
-        assert len(set(output.token_ids.tolist())) > 1
+        assert len(set(output.token_ids.tolist())) > 1 or request in greedy
 
 
-def test_greedy_logprob_is_the_one_at_temperature_one(make_batch, make_request, make_model, reference_logprobs):
-    request = make_request("greedy", new=10, temperature=0.0)
-    batch = make_batch()
-    submit(batch, request)
-    output = drain(batch)["greedy"]
-    expected = reference_logprobs(make_model(), request.context_ids, output.token_ids)
-    np.testing.assert_allclose(output.logprobs, expected, atol=1e-4)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
 def test_a_second_turn_on_retained_kv_equals_one_from_scratch(family, make_batch, make_request):
     batch, fresh = make_batch(family), make_batch(family)
     first = make_request("a", length=12, new=7, seed=1)
@@ -142,9 +112,8 @@ def test_a_second_turn_on_retained_kv_equals_one_from_scratch(family, make_batch
     assert batch.counters.prefilled_tokens - before == 4
 
 
-@pytest.mark.parametrize("fused", [True, False])
-def test_samples_of_a_group_compute_their_prompt_once(fused, make_batch, make_request, make_model, reference_logprobs):
-    batch = make_batch(slots=6, fused=fused)
+def test_samples_of_a_group_compute_their_prompt_once(make_batch, make_request, make_model, reference_logprobs):
+    batch = make_batch(slots=6)
     context = make_request("prompt", length=17).context_ids
     siblings = [make_request(f"s{n}", context=context, new=9, seed=n) for n in range(4)]
     submit(batch, *siblings[:3], make_request("other", length=5, new=30))
@@ -213,13 +182,6 @@ def test_a_seed_gives_the_same_tokens_in_any_batch(make_batch, make_request):
     assert drain(other)["s"].token_ids.tolist() != one.token_ids.tolist()
 
 
-def test_waiting_requests_start_by_priority_then_arrival(make_batch, make_request):
-    batch = make_batch(slots=1)
-    order = [("late", (2, 0)), ("first", (1, 5)), ("urgent", (0,)), ("second", (1, 5))]
-    submit(batch, *(make_request(name, new=3, priority=priority) for name, priority in order))
-    assert list(drain(batch)) == ["urgent", "first", "second", "late"]
-
-
 def test_eviction_takes_the_least_recently_used_and_spares_who_waits(make_batch, make_request):
     batch = make_batch(slots=3)
     for name in ("old", "wanted", "young"):
@@ -250,37 +212,6 @@ def test_kv_is_held_to_its_budget_by_waiting_and_by_making_retained_contexts_way
     assert drain(roomy)["fourth"].token_ids.tolist() == outputs["fourth"].token_ids.tolist()
 
 
-def test_a_pass_takes_as_long_as_is_asked_for_and_says_so(make_batch, make_request):
-    batch = make_batch(min_pass_s=0.01)
-    submit(batch, *(make_request(f"r{n}", length=8, new=40, seed=n) for n in range(3)))
-    drain(batch)
-    steps = batch.meter.seconds()
-    assert steps is not None and steps.num_steps == batch.counters.steps
-    assert steps.step_s(3, 90) >= 0.99 * batch.min_pass_s
-
-
-def test_stop_ids_end_a_turn_and_stay_in_it(make_batch, make_request):
-    batch = make_batch()
-    free = make_request("free", new=30, seed=5)
-    submit(batch, free)
-    tokens = drain(batch)["free"].token_ids.tolist()
-    stop = tokens[11]
-    submit(batch, make_request("free", context=free.context_ids, new=30, seed=5, stop_ids=(stop, 99)))
-    output = drain(batch)["free"]
-    assert output.token_ids.tolist() == tokens[: tokens.index(stop) + 1]
-    assert output.stop_reason is StopReason.STOP
-
-
-def test_max_new_tokens_ends_a_turn(make_batch, make_request):
-    batch = make_batch()
-    submit(batch, *(make_request(f"m{n}", new=n) for n in (1, 2, 9)))
-    outputs = drain(batch)
-    for n in (1, 2, 9):
-        output = outputs[f"m{n}"]
-        assert len(output.token_ids) == len(output.logprobs) == len(output.weight_versions) == n
-        assert output.stop_reason is StopReason.LENGTH
-
-
 def test_long_prompts_are_prefilled_in_chunks_within_the_budget(make_batch, make_request, monkeypatch):
     whole, parts = make_batch(), make_batch()
     requests = [make_request(f"p{n}", length=n, new=6, seed=n) for n in (50, 41, 3, 1)]
@@ -297,20 +228,6 @@ def test_long_prompts_are_prefilled_in_chunks_within_the_budget(make_batch, make
         assert parts.counters.prefilled_tokens - before <= 16
     assert sorted(fed) == sorted(expected)
     assert parts.counters.prefilled_tokens == whole.counters.prefilled_tokens == 50 + 41 + 3
-
-
-def test_requests_that_cannot_be_served_name_their_numbers(make_batch, make_request):
-    batch = make_batch(max_context_tokens=40)
-    with pytest.raises(ContextOverflow, match=r"30 context tokens \+ 11 new ones = 41.*40.*at most 10"):
-        batch.check(make_request("o", length=30, new=11))
-    batch.check(make_request("o", length=30, new=10))
-    for bad in (
-        make_request("o", new=0), make_request("o", context=[]), make_request("o", context=[0, 48]),
-        make_request("o", context=[-1]), make_request("o", top_p=0.0), make_request("o", temperature=-1.0),
-        make_request("o", seed=-1),
-    ):  # fmt: skip
-        with pytest.raises(EngineError, match=r"^o: "):
-            batch.check(bad)
 
 
 def test_the_last_position_of_the_context_can_be_filled(make_batch, make_request, make_model, reference_logprobs):
@@ -375,7 +292,7 @@ def test_broken_weights_are_an_error_and_leave_no_trace(make_batch, make_request
     weight = next(batch.model.parameters())
     saved = weight.clone()
     weight.fill_(float("nan"))
-    with pytest.raises(EngineError, match="not finite"):
+    with pytest.raises(EngineError):
         batch.step()
     assert [job.request.trajectory_id for job in batch.drop_all()] == ["n"]
     weight.copy_(saved)
@@ -408,7 +325,7 @@ def test_every_request_ends_exactly_once_whatever_happens(actions, shared_batch,
             context = make_request(f"group {action[1] % 2}", length=action[2]).context_ids
             request = make_request(name, context=context, new=action[3], priority=(action[4],))
             if busy:
-                with pytest.raises(EngineError, match="already has a request"):
+                with pytest.raises(EngineError):
                     submit(batch, request)
             else:
                 submit(batch, request)

@@ -7,7 +7,6 @@ import select
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -57,9 +56,10 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.vllm
 @pytest.mark.skipif(not is_installed(), reason="vllm is not installed here: make setup-vllm")
 @pytest.mark.timeout(600)
-def test_engines_come_back_by_a_fork_and_outlive_neither_their_server_nor_their_worker(tmp_path: Path) -> None:
+def test_engines_come_back_by_a_fork_and_outlive_neither_their_server_nor_their_worker(tmp_path):
     """By real kills: of an engine process, of the fork server, of the process that started both."""
     worker = subprocess.Popen(
         [sys.executable, "-c", PROGRAM, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -80,7 +80,7 @@ def test_engines_come_back_by_a_fork_and_outlive_neither_their_server_nor_their_
         os.close(each)
 
 
-def test_an_environment_that_was_read_at_the_import_is_not_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_environment_that_was_read_at_the_import_is_not_handed_over(monkeypatch):
     server = vllm_fork_server._Server()
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
     assert server.fits() and server.fits()

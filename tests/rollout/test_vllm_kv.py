@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +13,7 @@ from libra.rollout.vllm_settings import is_installed
 from libra.types import TurnOutput, TurnRequest
 
 pytestmark = [
+    pytest.mark.vllm,
     pytest.mark.skipif(not is_installed(), reason="vllm is not installed here: make setup-vllm"),
     pytest.mark.timeout(600),
 ]
@@ -22,14 +21,12 @@ TOLERANCE_NATS = 1e-5
 
 
 @pytest.fixture(scope="module")
-def model(repository: Path) -> Path:
+def model(repository):
     """Two KV heads: one for each rank of TP 2."""
     return repository / "libra" / "assets" / "tiny_arithmetic"
 
 
-def test_a_turn_continues_on_another_degree_from_exported_kv(
-    model: Path, make_request: Callable[..., TurnRequest]
-) -> None:
+def test_a_turn_continues_on_another_degree_from_exported_kv(model, make_request):
     def engine(tp: int) -> VLLMEngine:
         return VLLMEngine(model, slots=2, max_context_tokens=256, threads=1, tp=tp, host_kv_gib=0.05)
 

@@ -23,11 +23,12 @@ from libra.testing.models import Models
 END = "from libra.rollout.vllm_scheduler import _die_with_parent; _die_with_parent(); print('lives')"
 
 
+@pytest.mark.vllm
 @pytest.mark.skipif(not is_installed(), reason="vllm is not installed here: make setup-vllm")
 @pytest.mark.parametrize(
     ("parent", "output", "code"), [(os.getpid(), "lives\n", 0), (1, "", -signal.SIGKILL)], ids=["lives", "dead"]
 )
-def test_an_engine_whose_worker_died_while_the_model_loaded_ends(parent: int, output: str, code: int) -> None:
+def test_an_engine_whose_worker_died_while_the_model_loaded_ends(parent, output, code):
     """Its parent is then another process than the one that started it."""
     environment = {**os.environ, PARENT: str(parent)}
     engine = subprocess.run(
@@ -37,7 +38,7 @@ def test_an_engine_whose_worker_died_while_the_model_loaded_ends(parent: int, ou
 
 
 @pytest.mark.parametrize(("kernel", "fp64"), [("forward_cpu", False), ("forward_cpu", True), ("forward_native", False)])
-def test_a_continued_request_skips_what_its_tokens_drew(kernel: str, fp64: bool) -> None:
+def test_a_continued_request_skips_what_its_tokens_drew(kernel, fp64):
     """As vLLM's two ways of drawing a token on a CPU do it."""
     vocab, dtype = 300, torch.float64 if fp64 else torch.float32
 
@@ -56,9 +57,10 @@ def test_a_continued_request_skips_what_its_tokens_drew(kernel: str, fp64: bool)
     assert all(torch.equal(draw(parts), each) for each in drawn[13:])
 
 
+@pytest.mark.vllm
 @pytest.mark.skipif(not is_installed(), reason="vllm is not installed here: make setup-vllm")
 @pytest.mark.timeout(600)
-def test_a_closed_engine_leaves_no_process_and_no_shared_memory(tmp_path) -> None:
+def test_a_closed_engine_leaves_no_process_and_no_shared_memory(tmp_path):
     engine = VLLMEngine(Models(tmp_path).first, threads=1, slots=2, max_context_tokens=128, tp=2)
 
     async def body() -> tuple[list[psutil.Process], set[Path]]:

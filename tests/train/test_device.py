@@ -50,7 +50,7 @@ def test_a_step_elsewhere_is_the_step_here(name, model_dir, batch):
     def stepped(device: Any) -> tuple[Replica, Any]:
         settings = TrainSettings(**{"lr": 1e-3, "max_row_tokens": 64, "micro_batch_tokens": 128} | changes)
         replica = Replica(model_dir, settings, dtype=dtype, master_dtype="float32", device=device)
-        reports = [replica.step(batch, step) for step in (0, 1)]
+        reports = [replica.step(batch[:4], step) for step in (0, 1)]
         return replica, reports
 
     here, expected = stepped("cpu")
@@ -74,6 +74,7 @@ def test_a_checkpoint_goes_from_one_device_to_the_other(model_dir, batch, tmp_pa
     settings = TrainSettings(lr=1e-3)
     with pretended_gpu() as device:
         there = Replica(model_dir, settings, dtype="bfloat16", master_dtype="float32", device=device)
+        batch = batch[:4]
         there.step(batch, 0)
         there.save(tmp_path / "step-000001")
         again = Replica(model_dir, settings, dtype="bfloat16", master_dtype="float32", device=device)
@@ -101,30 +102,22 @@ def test_what_is_published_from_elsewhere_is_what_is_published_here(model_dir, t
         np.testing.assert_allclose(check_there.projections[name], numbers, rtol=1e-4, atol=1e-6)
 
 
-def test_the_pretence_refuses_what_a_gpu_refuses(model_dir, batch):
+def test_a_mixture_of_devices_is_refused(model_dir, batch):
+    """Without which nothing here would show anything."""
     with pretended_gpu() as device:
-        moved = torch.ones(2, 3).to(device)
-        assert torch.equal((moved + 1).cpu(), torch.full((2, 3), 2.0))
-        assert torch.equal(moved[:, torch.tensor([2])].cpu(), torch.ones(2, 1))
         with pytest.raises(RuntimeError, match="same device"):
-            moved + torch.ones(2, 3)
+            torch.ones(2, 3).to(device) + torch.ones(2, 3)
         with pytest.raises(TypeError, match="numpy"):
-            moved.numpy()
-        with pytest.raises(TypeError, match="numpy"):
-            np.asarray(moved)
+            np.asarray(torch.ones(2, 3).to(device))
         replica = Replica(model_dir, TrainSettings(), device=device)
         replica.gradient.device = torch.device("cpu")  # as if micro-batches were not moved
         with pytest.raises(RuntimeError, match="same device"):
             replica.step(batch, 0)
 
 
-def test_the_device_is_the_gpu_where_there_is_one_and_an_error_says_what_to_type():
-    if torch.cuda.is_available():
-        assert compute_device("auto").type == compute_device("cuda").type == "cuda"
-    else:
-        assert compute_device("auto").type == "cpu"
-        with pytest.raises(ConfigError, match=r"cluster\.device=auto"):
-            compute_device("cuda")
+def test_the_device_is_the_gpu_where_there_is_one():
+    assert compute_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
     assert compute_device("cpu").type == "cpu"
-    with pytest.raises(ConfigError, match="allowed is auto, cpu or cuda"):
-        compute_device("gpu")
+    for unknown in ("gpu",) if torch.cuda.is_available() else ("gpu", "cuda"):
+        with pytest.raises(ConfigError):
+            compute_device(unknown)

@@ -61,22 +61,21 @@ def test_every_item_once_in_parts_that_fit_and_cost_no_more(shapes, prompt_token
     assert even_parts(items, start, room, lambda part: len(part) < 6 or part in map(sorted, start)) == (parts, cost)
 
 
-def test_near_the_best_of_all_on_small_cases():
-    gained = possible = 0.0
+def test_parts_are_evener_unless_no_loads_may_be_looked_at():
+    gained = 0.0
     for seed in range(6):
         items = items_of([4, 6, 5, 9, 7, 3], [0, 0, 1, 1, 2, 2], 4, seed)
         start = [[0, 2], [1, 4], [3, 5]]
-        capacity = 24
+        assert even_parts(items, start, 24, lambda _: True, 0)[0] == start
         best = cost_of(items, start)[0]
         for places in product(range(3), repeat=6):
             parts = [part for number in range(3) if (part := [i for i in range(6) if places[i] == number])]
             cost, sizes = cost_of(items, parts)
-            if max(sizes) <= capacity:
-                best = min(best, cost)
-        cost = even_parts(items, start, capacity, lambda _: True)[1]
+            best = min(best, cost) if max(sizes) <= 24 else best
+        before, cost = cost_of(items, start)[0], even_parts(items, start, 24, lambda _: True)[1]
         assert cost >= best - 1e-6
-        gained, possible = gained + cost_of(items, start)[0] - cost, possible + cost_of(items, start)[0] - best
-    assert gained > 0.75 * possible > 0
+        gained += before - cost - 0.75 * (before - best)
+    assert gained > 0
 
 
 def samples_of(prompts: int, each: int, prompt_tokens: int, rest: int) -> list[Sample]:
@@ -104,11 +103,3 @@ def test_samples_of_a_prompt_are_parted_where_that_costs_less_than_it_gains(prom
         both = {int(sample.token_ids[0]) for row in rows for sample in row}
         assert (len(both) == 2) is parted
     assert even_micro_batches(samples, share=True, limits=limits, num_experts=EXPERTS, most=1) is None
-
-
-def test_a_search_without_loads_left_leaves_the_parts_as_they_are():
-    items = items_of([4, 6, 5, 9, 7, 3], [0, 0, 1, 1, 2, 2], 4, seed=0)
-    start = [[0, 2], [1, 4], [3, 5]]
-    assert (
-        even_parts(items, start, 24, lambda _: True, 0)[0] == start != even_parts(items, start, 24, lambda _: True)[0]
-    )

@@ -92,24 +92,6 @@ def test_a_checkpoint_goes_on_bit_for_bit_and_has_the_adapters_as_peft_reads_the
     assert not torch.equal(merged, base)
 
 
-def test_peft_merges_the_saved_adapters_to_the_same_model(random_model, tmp_path):
-    peft = pytest.importorskip("peft")
-    trained = replica(random_model)
-    trained.step(trajectories(), 0)
-    trained.save(tmp_path / "step-000001")
-    adapted = peft.PeftModel.from_pretrained(
-        load_model(random_model, torch.float32), tmp_path / "step-000001" / "adapter"
-    )
-    merged = adapted.merge_and_unload().state_dict()
-    assert all(torch.allclose(merged[name], tensor, atol=1e-6) for name, tensor in trained.weights().items())
-
-
-def test_two_replicas_begin_with_the_same_adapters_and_another_seed_with_others(random_model):
-    made = [Replica(random_model, TrainSettings(**LORA), seed=seed, threads=1).optimized() for seed in (3, 3, 4)]
-    name = "model.layers.0.mlp.down_proj.weight.lora_A"
-    assert torch.equal(made[0][name], made[1][name]) and not torch.equal(made[0][name], made[2][name])
-
-
 def test_bfloat16_weights_are_the_rounded_sum(random_model):
     trained = Replica(random_model, TrainSettings(**LORA), dtype="bfloat16", master_dtype="float32", threads=1)
     trained.step(trajectories(), 0)

@@ -5,15 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from libra.errors import MismatchAlarm
 from libra.scoring import score_alone
 from libra.tensors import digest
 from libra.train import Replica, TrainSettings
-from libra.train.mismatch import alarm_text, observe, raise_alarm, stretches
-from libra.train.samples import sample_of
+from libra.train.mismatch import alarm_text, observe
 from libra.train.step_report import Tally
 
 LENGTHS = (5, 4, 3, 6)
@@ -47,15 +44,6 @@ def test_the_figures_are_those_of_the_definition():
     assert report.mismatch_effective_frac == pytest.approx(ratio.sum() ** 2 / (3 * (ratio**2).sum()), rel=1e-6)
 
 
-@given(st.lists(st.floats(-3, 3), min_size=1, max_size=20))
-def test_k3_is_never_negative_and_the_effective_share_never_above_one(gaps):
-    tally = Tally()
-    observe(tally, torch.tensor(gaps, dtype=torch.float64), torch.zeros(len(gaps), dtype=torch.float64))
-    report = tally.report(step=0, digest="", lr=0.0, total_s=1.0)
-    assert report.mismatch_k3 >= 0
-    assert 0 < report.mismatch_effective_frac <= 1 + 1e-12
-
-
 def test_stale_tokens_and_kept_kv_are_no_mismatch(make_replica, trajectory):
     replica = make_replica()
     made = recorded(replica, trajectory(1))
@@ -81,48 +69,15 @@ def test_exact_logprobs_give_a_gap_of_exactly_zero_and_one_weight_gives_one_abov
     assert perturbed.step(batch, 0).mismatch_max_abs > 0
 
 
-@given(
-    turns=st.lists(st.tuples(st.integers(1, 4), st.integers(0, 3)), min_size=1, max_size=4), switch=st.integers(0, 20)
-)
-def test_stretches_are_what_one_version_generated_in_one_turn(turns, switch):
-    from libra.train.samples import Sample
-
-    at, starts, position = [], [], 3
-    for generated, observed in turns:
-        starts.append(position)
-        at += range(position, position + generated)
-        position += generated + observed
-    current = np.arange(len(at)) >= switch
-    sample = Sample(
-        np.zeros(position, np.int64), np.array(at), np.zeros(len(at), np.int64), np.zeros(len(at), np.float32), current, 1.0,
-        turn_at=np.array(starts),
-    )  # fmt: skip
-    found = list(stretches(sample))
-    assert sum(end - begin for begin, end in found) == current.sum()
-    turn_of = np.searchsorted(starts, at, side="right")
-    for begin, end in found:
-        assert current[begin:end].all() and len(set(turn_of[begin:end])) == 1
-        assert begin == 0 or turn_of[begin - 1] != turn_of[begin] or not current[begin - 1]
-
-
-def test_stop_refuses_the_step_and_names_the_numbers(make_replica, trajectory):
-    replica = make_replica(mismatch_alarm=0.05, mismatch_action="stop")
+def test_stop_refuses_the_step_and_warn_takes_it(make_replica, trajectory, caplog):
+    replica, warned = (make_replica(mismatch_alarm=0.05, mismatch_action=action) for action in ("stop", "warn"))
     before = {name: tensor.clone() for name, tensor in replica.weights().items()}
-    with pytest.raises(MismatchAlarm, match=r"trainer\.mismatch_alarm: step 0: .* nats on average .* above 0\.05"):
+    with pytest.raises(MismatchAlarm, match="step 0"):
         replica.step([trajectory(1), trajectory(2)], 0)
     assert replica.steps_done == 0
     assert all(torch.equal(tensor, before[name]) for name, tensor in replica.weights().items())
-    with pytest.raises(MismatchAlarm):
-        raise_alarm(Tally(sums={"mismatch_tokens": 2, "mismatch_sum": 1.0}), 0.1, None, "stop", 3)
-    with pytest.raises(MismatchAlarm, match=r"trainer\.mismatch_k3_alarm above it"):
-        raise_alarm(Tally(sums={"mismatch_tokens": 2, "mismatch_k3": 1.0}), 0.7, 0.1, "stop", 3)
-
-
-def test_warn_says_so_and_takes_the_step(make_replica, trajectory, caplog):
-    replica = make_replica(mismatch_alarm=0.05)
-    replica.step([trajectory(1), trajectory(2)], 0)
-    assert replica.steps_done == 1
-    assert "trainer.mismatch_alarm" in caplog.text
+    warned.step([trajectory(1), trajectory(2)], 0)
+    assert warned.steps_done == 1 and "mismatch_alarm" in caplog.text
 
 
 def test_no_alarm_at_the_threshold_or_without_one():
@@ -131,11 +86,6 @@ def test_no_alarm_at_the_threshold_or_without_one():
     assert alarm_text(numbers, 0) is None
     assert "trainer.mismatch_alarm: step 0" in alarm_text(numbers, 0, mean_nats=0.04, k3_nats=0.001)
     assert "k3 is 0.002 nats" in alarm_text(numbers, 0, mean_nats=0.05, k3_nats=0.001)
-
-
-def test_a_sample_knows_where_its_turns_begin(make_replica, trajectory):
-    made = recorded(make_replica(), trajectory(1))
-    assert sample_of(made, 0).turn_at.tolist() == [4, 11]
 
 
 def test_the_digest_that_is_kept_is_never_that_of_other_weights(make_replica, trajectory):
@@ -148,9 +98,9 @@ def test_the_digest_that_is_kept_is_never_that_of_other_weights(make_replica, tr
     assert replica.content is None
 
 
-def by_two_engines(made, name="good", other="bad"):
+def by_two_engines(made):
     """The trajectory with its first turn by one engine and its second by another."""
-    for turn, worker in zip(made.turns, (name, other), strict=True):
+    for turn, worker in zip(made.turns, ("good", "bad"), strict=True):
         turn["worker"] = worker
     return made
 
@@ -174,14 +124,6 @@ def test_parts_are_sums_over_engines_and_length_classes(make_replica, trajectory
     assert made[0].token_ids[first["token"]] == first["token_id"] or first["trajectory"] != str(made[0].trajectory_id)
 
 
-def test_exact_scoring_has_the_same_parts(make_replica, trajectory):
-    replica = make_replica(exact_logprobs=True)
-    report = replica.step([by_two_engines(recorded(replica, trajectory(1)))], 0)
-    assert {name: (part["tokens"], part["k3"]) for name, part in report.mismatch_parts.items()} == {
-        "engine good": (LENGTHS[1], 0.0), "engine bad": (LENGTHS[3], 0.0), "length class 8": (LENGTHS[1] + LENGTHS[3], 0.0)
-    }  # fmt: skip
-
-
 def test_one_engine_of_many_raises_the_alarm_that_the_mean_does_not():
     parts = {
         "engine a": {"tokens": 900, "k3": 1e-12, "mean_abs": 1e-6},
@@ -195,11 +137,3 @@ def test_one_engine_of_many_raises_the_alarm_that_the_mean_does_not():
     assert alarm_text(numbers, 0, mean_nats=0.2, k3_nats=6e-3) is None
     parts["engine b"]["tokens"] = 10  # too few to say
     assert alarm_text(numbers, 0, k3_nats=1e-3) is None
-
-
-def test_a_slice_for_a_hybrid_keeps_names_and_engines(make_replica, trajectory):
-    from libra.train.minibatch_slices import from_tensors, to_tensors
-
-    sample = sample_of(by_two_engines(recorded(make_replica(), trajectory(1))), 0)
-    (back,) = from_tensors(to_tensors([sample]))
-    assert (back.name, back.engines, back.turn_at.tolist()) == (sample.name, ("good", "bad"), sample.turn_at.tolist())

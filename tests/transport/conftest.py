@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
@@ -20,7 +20,7 @@ def echo(channel: Channel, client: str) -> None:
 
 
 @pytest.fixture
-def serve() -> Iterator[Callable[..., Server]]:
+def serve():
     """Starts a server on this machine; all are closed in the end."""
     started: list[Server] = []
 

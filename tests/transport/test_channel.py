@@ -9,7 +9,6 @@ import struct
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -61,7 +60,7 @@ def ends(*, secret: str = SECRET, purpose: str = "test", tamper: Callable[[bytes
 
 
 @given(st.dictionaries(st.text(max_size=9), st.integers() | st.floats(allow_nan=False) | st.lists(st.text(max_size=5))))
-def test_frames_arrive_in_both_directions(fields: dict[str, object]) -> None:
+def test_frames_arrive_in_both_directions(fields):
     fields.pop("self", None)
     server, client = ends()
     for one, other in ((server, client), (client, server)):
@@ -75,7 +74,7 @@ def test_frames_arrive_in_both_directions(fields: dict[str, object]) -> None:
 
 
 @given(st.lists(st.integers(0, 3 * WINDOW_BYTES // 2) | st.integers(0, 9), max_size=6), st.booleans(), st.data())
-def test_runs_of_bytes_arrive_whatever_their_cuts(sizes: list[int], checked: bool, data: st.DataObject) -> None:
+def test_runs_of_bytes_arrive_whatever_their_cuts(sizes, checked, data):
     sent = [np.random.default_rng(n).integers(0, 256, size, np.uint8) for n, size in enumerate(sizes)]
     total = sum(sizes)
     cut = data.draw(st.integers(0, total))
@@ -90,7 +89,7 @@ def test_runs_of_bytes_arrive_whatever_their_cuts(sizes: list[int], checked: boo
     server.close()
 
 
-def test_a_file_is_sent_from_an_offset(tmp_path: Path) -> None:
+def test_a_file_is_sent_from_an_offset(tmp_path):
     content = np.random.default_rng(0).bytes(3 * WINDOW_BYTES + 5)
     (tmp_path / "file").write_bytes(content)
     server, client = ends()
@@ -102,28 +101,28 @@ def test_a_file_is_sent_from_an_offset(tmp_path: Path) -> None:
             at += client.recv_some(memoryview(got)[at:])
         sending.result()
     assert bytes(got) == content[7:]
-    with (tmp_path / "file").open("rb") as file, pytest.raises(TransportError, match="became shorter"):
+    with (tmp_path / "file").open("rb") as file, pytest.raises(TransportError):
         server.send_file(file, len(content), 1)
     server.close()
-    with pytest.raises(TransportError, match="during a transfer"):
+    with pytest.raises(TransportError):
         client.recv_some(memoryview(bytearray(1)))
 
 
-def test_a_wrong_checksum_is_an_error() -> None:
+def test_a_wrong_checksum_is_an_error():
     server, client = ends()
     server.send_bytes([memoryview(b"good")])
     server.send_frame(crc32=1)
-    with pytest.raises(TransportError, match=r"crc32 \d+ arrived, sent were 1"):
+    with pytest.raises(TransportError, match="crc32"):
         client.recv_bytes([memoryview(bytearray(4))], checked=True)
 
 
-def test_ends_of_different_secrets_or_purposes_do_not_meet() -> None:
+def test_ends_of_different_secrets_or_purposes_do_not_meet():
     for other in ({"secret": new_secret()}, {"purpose": "weights"}):
-        with pytest.raises(TransportError, match="does not know this run's secret"):
+        with pytest.raises(TransportError, match="secret"):
             ends(**other)
 
 
-def test_a_client_is_not_deceived_by_its_own_numbers() -> None:
+def test_a_client_is_not_deceived_by_its_own_numbers():
     """A server that reflects what it receives knows nothing."""
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as thread:
 
@@ -146,57 +145,47 @@ def test_a_client_is_not_deceived_by_its_own_numbers() -> None:
         (lambda frame: b"" if b"first" in frame else frame, 0),
     ],
 )
-def test_a_frame_that_was_repeated_changed_or_left_out_is_refused(tamper: Callable[[bytes], bytes], whole: int) -> None:
+def test_a_frame_that_was_repeated_changed_or_left_out_is_refused(tamper, whole):
     server, client = ends(tamper=tamper)
     client.send_frame(kind="leave", first=True)
     client.send_frame(kind="leave")
     for _ in range(whole):
         assert server.recv_frame() == {"kind": "leave", "first": True}
-    with pytest.raises(TransportError, match="changed, repeated or left out"):
+    with pytest.raises(TransportError):
         server.recv_frame()
 
 
-@pytest.mark.parametrize(
-    ("tamper", "error"),
-    [
-        (lambda frame: struct.pack("!I", 2**32 - 1), f"4294967295 bytes is announced, allowed are {MAX_FRAME_BYTES}"),
-        (lambda frame: frame[:-40], "closed the connection during a frame"),
-    ],
-)
-def test_a_frame_of_a_wrong_length_is_refused(tamper: Callable[[bytes], bytes], error: str) -> None:
+@pytest.mark.parametrize("tamper", [lambda frame: struct.pack("!I", 2**32 - 1), lambda frame: frame[:-40]])
+def test_a_frame_of_a_wrong_length_is_refused(tamper):
     server, client = ends(tamper=tamper)
     client.send_frame(text="x" * 100)
+    with pytest.raises(TransportError, match=str(MAX_FRAME_BYTES)):
+        client.send_frame(text="x" * MAX_FRAME_BYTES)
     client.close()
-    with pytest.raises(TransportError, match=error):
+    with pytest.raises(TransportError):
         server.recv_frame()
 
 
-def test_a_frame_too_large_to_send_says_so() -> None:
-    _, client = ends()
-    with pytest.raises(TransportError, match=f"allowed are {MAX_FRAME_BYTES}"):
-        client.send_frame(text="x" * MAX_FRAME_BYTES)
-
-
-def test_a_frame_is_a_json_object(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_frame_is_a_json_object(monkeypatch):
     server, client = ends()
-    for text, error in (("[1]", "is a JSON object, got list"), ("{", "is not JSON")):
+    for text in ("[1]", "{"):
         monkeypatch.setattr(json, "dumps", lambda fields, text=text: text)
         client.send_frame()
-        with pytest.raises(TransportError, match=error):
+        with pytest.raises(TransportError, match="JSON"):
             server.recv_frame()
 
 
-def test_a_silent_peer_is_given_up() -> None:
+def test_a_silent_peer_is_given_up():
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as thread:
         accepted = thread.submit(lambda: accept(listener.accept()[0], SECRET, purpose="test", silence_s=0.05))
         client = connect(listener.getsockname(), SECRET, purpose="test", silence_s=0.05)
         server = accepted.result()
     for act in (client.recv_frame, lambda: server.send_bytes([memoryview(bytes(2**26))])):
-        with pytest.raises(TransportError, match="silent for too long"):
+        with pytest.raises(TransportError, match="silent"):
             act()
 
 
-def test_connecting_where_none_listens_names_the_address() -> None:
+def test_connecting_where_none_listens_names_the_address():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = listener.getsockname()
     with pytest.raises(TransportError, match=f"no server answers at 127.0.0.1:{address[1]}"):
@@ -204,9 +193,7 @@ def test_connecting_where_none_listens_names_the_address() -> None:
 
 
 @pytest.mark.parametrize("is_server", [True, False])
-def test_the_handshake_has_one_deadline_however_often_a_byte_comes(
-    is_server: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_handshake_has_one_deadline_however_often_a_byte_comes(is_server, monkeypatch):
     monkeypatch.setattr(channel, "HANDSHAKE_S", 0.3)
     ended = threading.Event()
 
@@ -225,7 +212,7 @@ def test_the_handshake_has_one_deadline_however_often_a_byte_comes(
         else:
             dripping = thread.submit(lambda: drip(listener.accept()[0]))
             meet = lambda: connect(listener.getsockname(), SECRET, purpose="test")  # noqa: E731
-        with pytest.raises(TransportError, match="no handshake: timed out"):
+        with pytest.raises(TransportError, match="timed out"):
             meet()
         ended.set()
         dripping.result()

@@ -28,26 +28,26 @@ def verdict(dtype: str, answer: Answers, noise: float) -> CheckVerdict:
     return judge(check(dtype), ExpectedProbes(), answer, calibration)
 
 
-def test_one_unlikely_token_that_rounds_otherwise_is_no_stale_layer_in_bfloat16() -> None:
+def test_one_unlikely_token_that_rounds_otherwise_is_no_stale_layer_in_bfloat16():
     found = verdict("bfloat16", answers((0, 1.6), (1, -0.9), noise=0.08), noise=0.08)
     assert found.passed and "probe 0.114 of 0.32 nats" in found.detail
     assert calibrate(check("bfloat16", 0), answers(noise=0.08)).probe_nats == pytest.approx(0.32, rel=0.01)
 
 
 @pytest.mark.parametrize("shift", [0.4, -0.4])
-def test_tokens_that_are_off_all_together_are_one(shift: float) -> None:
+def test_tokens_that_are_off_all_together_are_one(shift):
     found = verdict("bfloat16", answers(*[(place, shift) for place in range(64)], noise=0.08), noise=0.08)
     assert not found.passed and (found.method, found.layer) == ("probe", "(all)")
     assert not verdict("bfloat16", answers((0, np.nan), noise=0.08), noise=0.08).passed
 
 
-def test_in_float32_every_token_counts() -> None:
+def test_in_float32_every_token_counts():
     assert verdict("float32", answers(noise=1e-5), noise=1e-5).passed
     found = verdict("float32", answers((5, 1e-3), noise=1e-5), noise=1e-5)
     assert not found.passed and found.gap == pytest.approx(1e-3, rel=0.05)
 
 
-def test_rounding_of_unlikely_tokens_at_a_later_version_is_no_stale_layer() -> None:
+def test_rounding_of_unlikely_tokens_at_a_later_version_is_no_stale_layer():
     found = verdict("float32", answers((0, 1.24e-5)), noise=2.85e-6)  # as seen after 30 steps, at a token of -14 nats
     assert found.passed
     allowed = calibrate(check("float32", 0), answers(noise=2.85e-6)).probe_nats
@@ -55,7 +55,7 @@ def test_rounding_of_unlikely_tokens_at_a_later_version_is_no_stale_layer() -> N
     assert not verdict("float32", answers((0, 1.24e-4)), noise=2.85e-6).passed
 
 
-def test_a_version_at_which_tokens_are_less_likely_rounds_more() -> None:
+def test_a_version_at_which_tokens_are_less_likely_rounds_more():
     allowed = calibrate(check("float32", 0), answers(noise=2.85e-6))
     sharp = np.array(LOGP) * 10.0
     later = VersionCheck(9, "", "float32", 0, {}, (tuple(range(65)),), (tuple(sharp.tolist()),))
@@ -64,6 +64,6 @@ def test_a_version_at_which_tokens_are_less_likely_rounds_more() -> None:
         assert judge(later, ExpectedProbes(), given, allowed).passed == passes
 
 
-def test_an_engine_that_computes_another_model_is_not_a_noisy_one() -> None:
+def test_an_engine_that_computes_another_model_is_not_a_noisy_one():
     calibration = calibrate(check("bfloat16", 0), answers(noise=2.0))
     assert not judge(check("bfloat16"), ExpectedProbes(), answers(noise=2.0), calibration).passed
