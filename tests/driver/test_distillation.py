@@ -6,20 +6,22 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 import zarr
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from distributed import Client
+from live_runs import address_of
 
+import factories
 from benchmarks.late_runs import killed_in_step
 from damaged_run import cut, flip, set_committed
+from libra.cluster.local import local_cluster
 from libra.cluster.present_workers import present_workers
-from libra.config import RunConfig, dump_config
+from libra.config import RunConfig, config_from_dict, dump_config
 from libra.driver.damage import check_run, refuse_damaged
 from libra.driver.model_checks import checked_model
 from libra.driver.repair import repair_run
@@ -36,10 +38,7 @@ from libra.store.trajectories import TrajectoryStore
 from libra.testing import FixedTurns
 from libra.types import Episode, Taught, TrajectoryId
 from libra.weights import WeightStore
-from libra.worker.checkpoint_writer import CheckpointWriter
-from libra.worker.replica_factory import make_replica
 from libra.worker.run_spec import RunSpec
-from libra.worker.trainer import recover
 
 Config = Callable[..., RunConfig]
 
@@ -48,15 +47,7 @@ Config = Callable[..., RunConfig]
 def teacher(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model with the tokenizer of the random one, other weights, and clear opinions."""
     directory = tmp_path_factory.mktemp("teacher")
-    model = AutoModelForCausalLM.from_pretrained(random_model)
-    torch.manual_seed(7)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 2:
-                parameter.normal_(std=0.2)
-    model.save_pretrained(directory)
-    AutoTokenizer.from_pretrained(random_model).save_pretrained(directory)
-    return directory
+    return factories.save_chat_model(directory, seed=7, matrix_std=0.2)
 
 
 def distilling(make_config: Config, teacher: Path, distil: dict[str, Any], **sections: dict[str, Any]) -> RunConfig:
@@ -64,112 +55,118 @@ def distilling(make_config: Config, teacher: Path, distil: dict[str, Any], **sec
     return make_config(trainer=trainer, distil={"teacher": str(teacher)} | distil, **sections)
 
 
-@pytest.mark.parametrize(
-    ("distil", "trainer", "service"),
-    [
-        ({"top_k": 16}, {"streaming": "on", "dispatch": "peer"}, False),
-        ({"estimator": "sampled", "samples": 32, "divergence": "reverse"}, {"group_size": 8}, True),
-    ],
-    ids=["forward, streamed, from peers", "reverse, fresh advantages, a service"],
-)
-def test_the_student_comes_nearer_to_its_teacher(
-    make_config: Config, teacher: Path, distil: dict[str, Any], trainer: dict[str, Any], service: bool
-) -> None:
-    services = {"named": {"oracle": {"model": str(teacher), "function": "teach", "max_batch": 2}}} if service else {}
-    config = distilling(
-        make_config, teacher, distil | ({"teacher": {"service": "oracle"}} if service else {}),
-        run={"iterations": 10, "eta": 1}, trainer=trainer, checkpoint={"every": 4}, services=services,
-    )  # fmt: skip
-    with Session(config) as session:
-        rows = list(session.iterations())
-        names = {worker["name"] for worker in present_workers(session.client).values()}
-    assert ("teacher-0" in names) == (not service)
+@pytest.fixture(scope="module")
+def teacher_client(random_model: Path, teacher: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+    """A client of a cluster with a worker for a teacher, which the shared ones have not."""
+    settings = factories.run_settings(tmp_path_factory.mktemp("cluster"), random_model)
+    config = config_from_dict(settings | {"trainer": {"algorithm": "opd"}, "distil": {"teacher": str(teacher)}})
+    with local_cluster(config) as started, Client(started) as connected:
+        yield connected
+
+
+def taken_again(spec: RunSpec, steps: int, checkpoint: str = "") -> list[dict[str, Any]]:
+    """The numbers of the steps that a replica takes again, from the checkpoint before ``checkpoint``, which is removed."""
+    from libra.worker.checkpoint_writer import CheckpointWriter
+    from libra.worker.replica_factory import make_replica
+    from libra.worker.trainer import recover
+
+    if checkpoint:
+        shutil.rmtree(spec.checkpoints_dir / checkpoint)
+    writer = CheckpointWriter(make_replica(spec, Path(spec.model_dir), None), spec.checkpoints_dir, spec.config)
+    return recover(writer, spec, WeightStore(spec.weights_dir), steps)
+
+
+def check_scored(session: Session, rows: list[dict[str, Any]], width: int) -> list[Any]:
+    """The student came nearer, and every group was scored in time; events of the log."""
     log = [from_dict(values) for _, values in EventReader(session.directory / "events.jsonl")]
-    asked = [(event.service, event.restored) for event in log if isinstance(event, ServiceAnswered)]
-    assert asked[:1] == [("oracle", True)] * service and set(asked[1:]) <= {("oracle", False)}
     scored = RunRecord.read(session.directory).scores()  # for `libra simulate --from-run`
-    assert scored.keys() >= {(k, g) for k in range(10) for g in range(2)} and all(s > 0 for _, s in scored.values())
-    answered = [event for event in log if isinstance(event, ServiceAnswered)]
-    assert not service or sum(event.requests for event in answered) >= len(scored)
+    assert scored.keys() >= {(k, g) for k in range(len(rows)) for g in range(2)} and all(
+        s > 0 for _, s in scored.values()
+    )
     waits = [event.waited_s for event in log if isinstance(event, GroupScored)]
     assert len(waits) >= len(scored) and min(waits) >= 0
-    assert not service or max(waits) >= max(event.restore_s for event in answered)  # the first waited for weights
-    if service:  # of groups that were scored together none counts the others' seconds
-        assert sum(s for _, s in scored.values()) <= sum(event.ran_s for event in answered)
     first, last = (float(np.mean([row["kl_teacher"] for row in part])) for part in (rows[:2], rows[-2:]))
     assert last < 0.8 * first, [row["kl_teacher"] for row in rows]
     assert all(row["taught_frac"] == 1 and row["late_taught"] == 0 and not row["no_signal"] for row in rows)
     assert all(row["entropy"] > 0 and row["optimizer_steps"] == 1 for row in rows)
-    assert all((0 < row["top_k_student_frac"] < 1) == ("top_k" in distil) for row in rows)
     (record, *_) = sorted(session.spec.groups_dir.glob("train-*.group"))
-    members, scores = read_group(record), read_scores(scores_path(record))
-    for member, taught in zip(members, scores, strict=True):
-        assert taught is not None and taught.logp.shape == (member.num_action_tokens, distil.get("samples", 16))
-        assert (member.drawn is not None) == ("samples" in distil)
+    for member, taught in zip(read_group(record), read_scores(scores_path(record)), strict=True):
+        assert taught is not None and taught.logp.shape == (member.num_action_tokens, width)
         if taught.old_logp is not None:
             assert taught.old_logp[:, 0].tolist() == member.behaviour_logprob[member.is_action].tolist()
+    return log
 
 
-def test_a_killed_run_goes_on_with_the_same_scores(
-    make_config: Config, teacher: Path, tmp_path: Path, repository: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.live
+def test_the_student_comes_nearer_to_a_teacher_on_a_worker_of_its_own(
+    make_config: Config, teacher: Path, teacher_client: Client
 ) -> None:
-    config = distilling(make_config, teacher, {"top_k": 8}, run={"iterations": 3}, checkpoint={"every": 2})
-    file, directory = tmp_path / "config.yaml", tmp_path / "demo"
-    file.write_text(dump_config(config))
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(repository), *filter(None, [os.environ.get("PYTHONPATH")])]))
-    killed_in_step(file, 1)  # driver, trainer and teacher are killed in the midst of it
-    assert batch_path(directory / "batches", 1).exists()
-    written = {path.name: path.read_bytes() for path in (directory / "teacher").glob("*.scores")}
-    assert len(written) >= 4
-    stamps = {name: (directory / "teacher" / name).stat().st_mtime_ns for name in written}
-    command = [sys.executable, "-m", "libra", "resume", str(directory)]
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    kept = {path.name for path in (directory / "teacher").glob("*.scores")}
-    assert kept == {scores_path(path).name for path in (directory / "groups").glob("train-*.group")}
-    for name in kept & written.keys():
-        assert (directory / "teacher" / name).stat().st_mtime_ns == stamps[name]
-    # The last step again, from the checkpoint before it, without a teacher: the same weights.
-    spec = RunSpec("demo", 9, directory, config.model.path, config)
-    store = WeightStore(spec.weights_dir)
-    shutil.rmtree(spec.checkpoints_dir / "step-000003")
-    (again,) = recover(
-        CheckpointWriter(make_replica(spec, Path(spec.model_dir), None), spec.checkpoints_dir, config), spec, store, 3
+    trainer = {"streaming": "on", "dispatch": "peer"}
+    config = distilling(make_config, teacher, {"top_k": 16}, run={"iterations": 8, "eta": 1}, trainer=trainer)
+    with Session(config, client=teacher_client) as session:
+        rows = list(session.iterations())
+    check_scored(session, rows, 16)
+    assert all(0 < row["top_k_student_frac"] < 1 for row in rows)
+    assert "teacher-0" in {worker["name"] for worker in present_workers(teacher_client).values()}
+
+
+def test_the_student_comes_nearer_to_a_teacher_that_is_a_service(
+    make_config: Config, teacher: Path, client: Client
+) -> None:
+    distil = {"estimator": "sampled", "samples": 32, "divergence": "reverse", "teacher": {"service": "oracle"}}
+    services = {"named": {"oracle": {"model": str(teacher), "function": "teach", "max_batch": 2}}}
+    config = distilling(
+        make_config, teacher, distil, run={"iterations": 8, "eta": 1}, trainer={"group_size": 8}, services=services
     )
-    assert again["digest"] == store.get(3).digest and again["kl_teacher"] > 0
+    with Session(config, client=client) as session:
+        rows = list(session.iterations())
+    log = check_scored(session, rows, 32)
+    answered = [event for event in log if isinstance(event, ServiceAnswered)]
+    assert [(event.service, event.restored) for event in answered] == [("oracle", n == 0) for n in range(len(answered))]
+    scored = RunRecord.read(session.directory).scores()
+    assert sum(event.requests for event in answered) >= len(scored)
+    # of groups that were scored together none counts the others' seconds
+    assert sum(s for _, s in scored.values()) <= sum(event.ran_s for event in answered)
 
 
-def test_scores_are_in_the_store_and_damaged_ones_are_named_and_made_again(
-    make_config: Config, teacher: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.live
+def test_a_killed_run_goes_on_with_the_same_scores_and_damaged_ones_are_made_again(
+    make_config: Config, teacher: Path, tmp_path: Path, repository: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("libra.driver.damage.RECHECK_S", 0.0)
     config = distilling(make_config, teacher, {"top_k": 8}, run={"iterations": 3}, checkpoint={"every": 2})
-    with Session(config) as session:
-        list(session.iterations())
-        spec = session.spec
-    run = spec.directory
+    file, run = tmp_path / "config.yaml", tmp_path / "demo"
+    file.write_text(dump_config(config))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(repository), *filter(None, [os.environ.get("PYTHONPATH")])]))
+    killed_in_step(file, 1)  # driver, trainer and teacher are killed in the midst of it
+    assert batch_path(run / "batches", 1).exists()
+    written = {path.name: path.stat().st_mtime_ns for path in (run / "teacher").glob("*.scores")}
+    assert len(written) >= 4
+    command = [sys.executable, "-m", "libra", "resume", str(run)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    kept = {path.name for path in (run / "teacher").glob("*.scores")}
+    assert kept == {scores_path(path).name for path in (run / "groups").glob("train-*.group")}
+    assert all((run / "teacher" / name).stat().st_mtime_ns == written[name] for name in kept & written.keys())
+
+    spec = RunSpec("demo", 9, run, config.model.path, config)
     paths = [scores_path(group_path(spec.groups_dir, 2, number)) for number in (0, 1)]
     names, whole = [f"teacher/{path.name}" for path in paths], [path.read_bytes() for path in paths]
+    before = read_scores(paths[0])
     assert check_run(run).damages == []
     for path, number in zip(paths, (0, 1), strict=True):
         for sample, taught in enumerate(read_scores(path)):
             _assert_stored(run, TrajectoryId(2, number, sample), taught)
-
-    stranger, empty = paths[0].with_name("train-000007-000000.scores"), paths[0].with_name("train-000007-000001.scores")
+    stranger = paths[0].with_name("train-000007-000000.scores")
     cut(names[0])(run)
     paths[1].unlink()
     shutil.copy(group_path(spec.groups_dir, 2, 0), stranger)
-    empty.touch()
-    found = {damage.name: damage.what for damage in check_run(run).damages}
-    assert found.keys() == {*names, f"teacher/{stranger.name}", f"teacher/{empty.name}"}, found
-    assert found[names[1]] == "it is gone, and the run needs it to continue"
-    with pytest.raises(DamagedRun, match=r"Type: libra repair"):
+    assert {damage.name for damage in check_run(run).damages} == {*names, f"teacher/{stranger.name}"}
+    with pytest.raises(DamagedRun, match="libra repair"):
         refuse_damaged(run)
     said: list[str] = []
     assert repair_run(run, said.append).check.damages == []
-    assert [path.read_bytes() for path in paths] == whole
-    assert sum("made again from the store" in line for line in said) == 2, said
-    assert sum("the teacher scores its group again" in line for line in said) == 2, said
+    assert [path.read_bytes() for path in paths] == whole, "made again from the store"
 
     flip(names[0])(run)  # and a store that was not given the batch yet: the teacher is asked again
     set_committed(run, 1)
@@ -177,25 +174,14 @@ def test_scores_are_in_the_store_and_damaged_ones_are_named_and_made_again(
     said.clear()
     assert repair_run(run, said.append).check.damages == []
     assert "was asked again" in said[0], said
-    for again, taught in zip(read_scores(paths[0]), read_scores_of(whole[0], paths[0].parent), strict=True):
+    for again, taught in zip(read_scores(paths[0]), before, strict=True):
         assert again is not None and taught is not None
         assert again.token_ids.tolist() == taught.token_ids.tolist()
         np.testing.assert_allclose(again.logp, taught.logp, rtol=1e-5)
-    # The last step again, from the checkpoint before it and the repaired scores: the same weights.
-    versions = WeightStore(spec.weights_dir)
-    shutil.rmtree(spec.checkpoints_dir / "step-000003")
+    # The last step again, from the checkpoint before it and without a teacher: the same weights.
     paths[0].write_bytes(whole[0])
-    writer = CheckpointWriter(make_replica(spec, Path(spec.model_dir), None), spec.checkpoints_dir, config)
-    assert recover(writer, spec, versions, 3)[0]["digest"] == versions.get(3).digest
-
-
-def read_scores_of(data: bytes, directory: Path) -> list[Taught | None]:
-    path = directory / "before"
-    path.write_bytes(data)
-    try:
-        return read_scores(path)
-    finally:
-        path.unlink()
+    (again,) = taken_again(spec, 3, "step-000003")
+    assert again["digest"] == WeightStore(spec.weights_dir).get(3).digest and again["kl_teacher"] > 0
 
 
 def _assert_stored(run: Path, trajectory: TrajectoryId, taught: Taught | None) -> None:
@@ -215,24 +201,20 @@ def _assert_stored(run: Path, trajectory: TrajectoryId, taught: Taught | None) -
     assert logp[:, 1:].tolist() == np.c_[taught.logp, taught.rest_logp].tolist()
 
 
+@pytest.mark.live
 def test_a_batch_trains_without_scores_that_come_late_and_so_does_its_repetition(
-    make_config: Config, teacher: Path
+    make_config: Config, teacher: Path, teacher_client: Client
 ) -> None:
     """The teacher is stopped until the first batch is trained, which waits for its time; later batches have their scores."""
-    config = distilling(
-        make_config,
-        teacher,
-        {"top_k": 8, "reward_coef": 1.0, "wait_s": 3.0},
-        run={"iterations": 3},
-        checkpoint={"every": 0},
-    )
-    with Session(config) as session:
-        worker = _teacher_of(session)
-        session.client.run(_holds_back, "demo", workers=[worker])
+    distil = {"top_k": 8, "reward_coef": 1.0, "wait_s": 3.0}
+    config = distilling(make_config, teacher, distil, checkpoint={"every": 0})
+    with Session(config, client=teacher_client) as session:
+        worker, spec = address_of(teacher_client, "teacher-0"), session.spec
+        teacher_client.run(_holds_back, "demo", workers=[worker])
         iterations = session.iterations()
         first = next(iterations)
-        session.client.run(_goes_on, "demo", workers=[worker])
-        second, spec = next(iterations), session.spec
+        teacher_client.run(_goes_on, "demo", workers=[worker])
+        second = next(iterations)
         facts = [read_batch_facts(spec.batches_dir, batch)["groups"] for batch in (0, 1)]
         assert (first["late_taught"], first["taught_frac"], first["kl_teacher"]) == (2, 0.0, 0.0)
         assert [row["taught"] for row in facts[0]] == [False, False] and all(any(row["trains"]) for row in facts[0])
@@ -240,17 +222,14 @@ def test_a_batch_trains_without_scores_that_come_late_and_so_does_its_repetition
         # The scores came, and the steps are repeated as they were: the first without, the second with them.
         assert all(scores_path(group_path(spec.groups_dir, 0, number)).exists() for number in (0, 1))
         store = WeightStore(spec.weights_dir)
-        replica = make_replica(spec, Path(spec.model_dir), None)
-        again = recover(CheckpointWriter(replica, spec.checkpoints_dir, config), spec, store, 2)
-        assert [step["digest"] for step in again] == [store.get(number).digest for number in (1, 2)]
-        for _ in iterations:
-            pass
-
-
-def _teacher_of(session: Session) -> str:
-    workers = present_workers(session.client)
-    (address,) = (each for each, worker in workers.items() if worker["name"] == "teacher-0")
-    return str(address)
+        assert [step["digest"] for step in taken_again(spec, 2)] == [store.get(number).digest for number in (1, 2)]
+        list(iterations)
+    dropping = distilling(make_config, teacher, {"late": "drop", "top_k": 8}, run={"name": "drops", "iterations": 1})
+    with Session(dropping, client=teacher_client) as session:
+        teacher_client.run(_holds_back, "drops", workers=[worker])
+        (row,) = session.iterations()
+        teacher_client.run(_goes_on, "drops", workers=[worker])
+    assert row["optimizer_steps"] == 0 and row["sequences"] == 0 and row["late_taught"] == 2
 
 
 def _holds_back(run: str, dask_worker: Any) -> None:
@@ -274,33 +253,33 @@ class EveryOtherAlike(FixedTurns):
         return 0.5 if group == "0" else float(sample == "1")
 
 
-def test_groups_that_stand_by_are_no_missing_scores(make_config: Config, teacher: Path) -> None:
+@pytest.mark.live
+def test_groups_that_stand_by_are_no_missing_scores(make_config: Config, teacher: Path, teacher_client: Client) -> None:
     """Dynamic sampling goes by rewards, which count beside the teacher."""
     trainer = {"prompts": 3, "train_prompts": 1}
-    config = distilling(make_config, teacher, {"top_k": 8, "reward_coef": 1.0}, run={"iterations": 2}, trainer=trainer)
-    with Session(config, environment=EveryOtherAlike()) as session:
+    config = distilling(make_config, teacher, {"top_k": 8, "reward_coef": 1.0}, trainer=trainer)
+    with Session(config, environment=EveryOtherAlike(), client=teacher_client) as session:
         rows = list(session.iterations())
         facts = [read_batch_facts(session.spec.batches_dir, batch)["groups"] for batch in (0, 1)]
     for row, groups in zip(rows, facts, strict=True):
         assert [group.get("spare") for group in groups] == ["no signal", None, "not needed"]
         assert [group["taught"] for group in groups] == [False, True, False]
         assert (row["late_taught"], row["taught_frac"], row["sequences"], row["groups_trained"]) == (0, 1.0, 4, 1)
-        assert row["kl_teacher"] > 0
 
 
+@pytest.mark.live
 def test_a_student_of_experts_learns_from_a_teacher_with_the_routes_of_its_engines(
-    make_config: Config, teacher: Path, random_moe: Path
+    make_config: Config, teacher: Path, teacher_client: Client, random_moe: Path
 ) -> None:
     config = distilling(
         make_config, teacher, {"top_k": 8}, run={"iterations": 3, "eta": 1}, trainer={"routes": "replay"},
         model={"path": str(random_moe)},
     )  # fmt: skip
-    with Session(config) as session:
+    with Session(config, client=teacher_client) as session:
         rows = list(session.iterations())
-        directory = session.directory
     assert all(row["taught_frac"] == 1 and row["routes_replayed_frac"] == 1 and row["kl_teacher"] > 0 for row in rows)
     assert rows[0]["routes_equal_frac"] == 1 and all(row["mismatch_max_abs"] < 1e-3 for row in rows)
-    with TrajectoryStore.open(directory / "trajectories.zarr") as store:
+    with TrajectoryStore.open(session.spec.store_path) as store:
         stored = [store.trajectory(row) for row in range(store.num_trajectories)]
     for member in stored:
         assert member.taught is not None and member.taught.logp.shape == (member.num_action_tokens, 8)
@@ -308,46 +287,25 @@ def test_a_student_of_experts_learns_from_a_teacher_with_the_routes_of_its_engin
         assert (member.routes[: int(np.flatnonzero(member.is_action)[-1])] >= 0).all()
 
 
-def test_without_scores_and_rewards_there_is_no_step(make_config: Config, teacher: Path) -> None:
-    config = distilling(make_config, teacher, {"late": "drop", "top_k": 8}, run={"iterations": 1})
-    with Session(config) as session:
-        worker = _teacher_of(session)
-        session.client.run(_holds_back, "demo", workers=[worker])
-        iterations = session.iterations()
-        row = next(iterations)
-        session.client.run(_goes_on, "demo", workers=[worker])
-    assert row["optimizer_steps"] == 0 and row["sequences"] == 0 and row["late_taught"] == 2
-
-
-@pytest.fixture
-def another(teacher: Path, tmp_path: Path) -> Path:
-    """A copy of the teacher, to be changed."""
-    return Path(shutil.copytree(teacher, tmp_path / "another"))
-
-
 def test_a_teacher_that_does_not_fit_is_refused_with_what_to_type(
-    make_config: Config, random_model: Path, another: Path
+    make_config: Config, random_model: Path, teacher: Path, tmp_path: Path
 ) -> None:
-    student = checked_model(str(random_model))
+    student, another = checked_model(str(random_model)), Path(shutil.copytree(teacher, tmp_path / "another"))
 
     def check(distil: dict[str, Any], **sections: Any) -> None:
         check_teacher(distilling(make_config, another, distil, **sections), student)
 
     check({"top_k": 259})
-    with pytest.raises(
-        ConfigError, match=r"distil.top_k: 260, and the teacher's vocabulary has 259 tokens.*type distil.top_k=259"
-    ):
+    with pytest.raises(ConfigError, match=r"distil\.top_k=259"):
         check({"top_k": 260})
-    with pytest.raises(ConfigError, match=r"distil.teacher: rollout.max_context_tokens: 2000"):
+    with pytest.raises(ConfigError, match=r"rollout\.max_context_tokens"):
         check({}, rollout={"max_context_tokens": 2000})
-    with pytest.raises(ModelError, match=r"distil.teacher: there is no directory 'no/such/teacher'"):
+    with pytest.raises(ModelError, match=r"distil\.teacher"):
         check({"teacher": "no/such/teacher"})
     tokenizer = another / "tokenizer.json"
     tokenizer.write_text(tokenizer.read_text().replace('"<|im_end|>"', '"<|end|>"'))
-    with pytest.raises(
-        ConfigError, match=r"another tokenizer than model.path=.*token '<\|end\|>' is not there in the student"
-    ):
+    with pytest.raises(ConfigError, match="tokenizer"):
         check({})
     (another / "config.json").unlink()
-    with pytest.raises(ModelError, match=r"distil.teacher: .* lacks config.json"):
+    with pytest.raises(ModelError, match=r"config\.json"):
         check({})

@@ -1,60 +1,45 @@
-"""Rollout workers that join and leave while a run goes on: nobody waits for them, nothing is lost, nothing is done twice."""
+"""Workers that join, leave, or cannot be set up while a run goes on: nobody waits for them, and nothing is done twice."""
 
 from __future__ import annotations
 
 import copy
 import os
-import signal
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-import zarr
 from distributed import Client, Scheduler
+from live_runs import address_of, events_of, kill, named, once_each
 
 from libra.cluster.local import local_cluster
-from libra.cluster.present_workers import present_workers
 from libra.cluster.readiness import check_cluster
-from libra.config import RunConfig
+from libra.config import RunConfig, config_from_dict
 from libra.driver.session import Session
 from libra.scheduler import LibraPlugin
-from libra.store.event_log import read_events
 from libra.testing import FixedTurns
 from libra.types import Phase
 
-pytestmark = pytest.mark.timeout(600)  # each cluster is four or five processes that load torch
+pytestmark = pytest.mark.timeout(600)
 
 Config = Callable[..., RunConfig]
 Until = Callable[[Any, Callable[[Scheduler], bool]], None]
-RUN = "demo"
 
 
-class Patient(FixedTurns):
-    """Has its worker wait for weights as long as it takes: the test stops a transfer during a file."""
-
-    async def setup(self) -> None:
-        from libra.weights import transfer
-
-        transfer.SILENCE_S = 600.0
-
-
-Patient.__module__ = "__main__"  # sent to the workers by value, which cannot import this file
+@pytest.fixture(scope="module")
+def growing() -> Iterator[Client]:
+    """A client of a cluster to which tests add workers."""
+    config = config_from_dict({"cluster": {"threads": 1, "dashboard_port": 0}, "rollout": {"slots": 2}})
+    with local_cluster(config) as started, Client(started) as connected:
+        yield connected
 
 
-def workers(session: Session) -> dict[str, str]:
-    """Address of each worker by name."""
-    found = present_workers(session.client)
-    return {str(facts["name"]): address for address, facts in found.items()}
-
-
-def add_worker(session: Session, name: str, like: str) -> None:
-    """Start one more worker process, as somebody who types ``dask worker`` would; returns when Dask has started it."""
-    cluster = session.cluster
-    assert cluster is not None
-    cluster.worker_spec[name] = copy.deepcopy(cluster.worker_spec[like])
+def add_worker(cluster: Any, name: str, like: str, broken: Path | None = None) -> None:
+    """Start one more worker process, in which `NotEverywhere` cannot be set up while ``broken`` exists."""
+    spec = cluster.worker_spec[name] = copy.deepcopy(cluster.worker_spec[like])
+    spec["options"]["env"] = {**spec["options"]["env"], "LIBRA_TEST_BROKEN": str(broken or "not/set")}
+    spec["options"]["resources"].pop("COMMIT", None)
     cluster.sync(cluster._correct_state)
 
 
@@ -64,25 +49,24 @@ def libra(scheduler: Scheduler) -> LibraPlugin:
     return plugin
 
 
-def check_exactly_once(
-    directory: Path, iterations: int, groups: int, samples: int, quanta: int
-) -> list[dict[str, Any]]:
-    """Every quantum has one record and counts once, every trajectory is stored once, every step was taken once; the events."""
-    names = [f"train-{k}-{g}-{s}" for k in range(iterations) for g in range(groups) for s in range(samples)]
-    records = sorted(path.name for path in (directory / "journal").glob("*.rec"))
-    assert records == sorted(f"{name}.{quantum:04d}.rec" for name in names for quantum in range(quanta))
-    events = list(read_events(directory / "events.jsonl").events)
-    done = Counter((e["key"], e["quantum"]) for e in events if e["name"] == "quantum_finished")
-    assert set(done.values()) == {1} and len(done) == len(records)
-    assert {e["failure"] for e in events if e["name"] == "failure_classified"} <= {"policy"}, (
-        "turns ran out, nothing failed"
-    )
-    columns = zarr.open_group(directory / "trajectories.zarr", mode="r")["trajectory"]
-    ids = list(zip(*(columns[name][:].tolist() for name in ("iteration", "group", "sample")), strict=True))
-    assert sorted(ids) == [(k, g, s) for k in range(iterations) for g in range(groups) for s in range(samples)]
-    assert [e["step"] for e in events if e["name"] == "step_finished"] == list(range(iterations))
-    assert [e["version"] for e in events if e["name"] == "version_published"] == list(range(iterations + 1))
-    return events
+def served(scheduler: Scheduler) -> dict[str, int]:
+    """Version of each engine."""
+    return libra(scheduler).runs["demo"].workers.served
+
+
+def not_ready(scheduler: Scheduler) -> dict[str, str]:
+    """Stage of each worker that takes no part in the run, as the page's JSON has it."""
+    (snapshot,) = libra(scheduler).snapshots()
+    return {row["worker"]: row["stage"] for row in snapshot["not_ready"]}
+
+
+class Patient(FixedTurns):
+    """Has its worker wait for weights as long as it takes: the test stops a transfer during a file."""
+
+    async def setup(self) -> None:
+        from libra.weights import transfer
+
+        transfer.SILENCE_S = 600.0
 
 
 def note_sends(held: tuple[Path, Path] | None, dask_worker: Any) -> None:
@@ -105,224 +89,130 @@ def note_sends(held: tuple[Path, Path] | None, dask_worker: Any) -> None:
     Channel.send_file = noted  # type: ignore[method-assign]
 
 
-note_sends.__module__ = "__main__"
-
-
 def sends(dask_worker: Any) -> list[int]:
     return list(dask_worker.sends)
 
 
-sends.__module__ = "__main__"
-
-
-def test_a_worker_that_joins_takes_weights_from_another_and_holds_up_nobody(
-    make_config: Config, tmp_path: Path, until: Until
-) -> None:
-    config = make_config(
-        run={"iterations": 8},
-        weights={"transfer": "peer"},
-        store={"keep_journals": True},
-        rollout={"slots": 2},
-    )
-    half, go = tmp_path / "half", tmp_path / "go"
-    os.mkfifo(half)
-    os.mkfifo(go)
-    with Session(config, environment=Patient()) as session, ThreadPoolExecutor(1) as thread:
-        iterations = session.iterations()
-        next(iterations)
-        # Iteration 1 is under way, and no other one is submitted: when it is over, version 2 is the newest.
-        until(session.cluster, lambda it: libra(it).runs[RUN].workers.served.get("rollout-0") == 2)
-        at = workers(session)
-        session.client.run(note_sends, (half, go), workers=[at["rollout-0"]])
-        session.client.run(note_sends, None, workers=[at["train-0"]])
-        joining = thread.submit(add_worker, session, "rollout-1", "rollout-0")
-        assert half.read_text() == "half", "the worker that generates is asked, and has sent half of the version"
-        # The joiner has not got its weights, and the run goes on: steps, versions, and the very worker it asked.
-        assert [next(iterations)["iteration"] for _ in range(3)] == [1, 2, 3]
-        until(session.cluster, lambda it: libra(it).runs[RUN].workers.served.get("rollout-0") == 5)
-        assert 2 not in session.client.run(sends, workers=[at["train-0"]])[at["train-0"]], "the trainer was not asked"
-        events = list(read_events(session.directory / "events.jsonl").events)
-        assert not [
-            e for e in events if e.get("worker") == "rollout-1" and e["name"] in ("version_served", "worker_capacity")
-        ]
-        go.write_text("go")
-        joining.result()
-        until(session.cluster, lambda it: "rollout-1" in libra(it).runs[RUN].workers.served)
-        assert [values["iteration"] for values in iterations] == [4, 5, 6, 7]
-
-    events = check_exactly_once(session.directory, iterations=8, groups=2, samples=2, quanta=5)
-    names = [(e["name"], e.get("worker")) for e in events]
-    assert names.index(("version_served", "rollout-1")) < names.index(("quantum_dispatched", "rollout-1"))
-
-
-@pytest.mark.parametrize("how", ["planned", "killed"])
-def test_a_worker_that_leaves_in_mid_turn_takes_nothing_along(make_config: Config, until: Until, how: str) -> None:
-    config = make_config(
-        run={"iterations": 6},
-        weights={"transfer": "peer"},
-        store={"keep_journals": True},
-        rollout={"slots": 2},
-        cluster={"rollout_workers": 2, "threads": 1, "dashboard_port": 0},
-    )
-    with Session(config) as session:
-        iterations = session.iterations()
-        next(iterations)
-        until(session.cluster, lambda it: libra(it).runs[RUN].workers.served == {"rollout-0": 2, "rollout-1": 2})
-        leaver = workers(session)["rollout-1"]
-        (process,) = session.client.run(stand_still, RUN, workers=[leaver]).values()
-        taken = ThreadPoolExecutor(1).submit(lambda: [next(iterations)["iteration"], next(iterations)["iteration"]])
-        until(session.cluster, lambda it: libra(it).trajectories.dispatcher.running_on("rollout-1", Phase.ROLLOUT) == 2)
-        if how == "planned":
-            session.client.retire_workers([leaver])
-            assert leaver not in workers(session).values()
-        else:
-            os.kill(process, signal.SIGKILL)
-        assert taken.result() == [1, 2], "its turns were generated by the other one"
-        if how == "killed":  # its nanny starts it again, and it takes up the newest version
-            until(
-                session.cluster, lambda it: libra(it).runs[RUN].workers.engines.get("rollout-1") not in (None, leaver)
-            )
-            until(session.cluster, lambda it: not libra(it).runs[RUN].workers.joining)
-        assert [values["iteration"] for values in iterations] == [3, 4, 5]
-
-    events = check_exactly_once(session.directory, iterations=6, groups=2, samples=2, quanta=5)
-    lost = [e for e in events if e["name"] == "quantum_lost"]
-    assert len(lost) == 2 and {e["address"] for e in lost} == {leaver}
-    left = next(n for n, e in enumerate(events) if e["name"] == "worker_lost" and e["address"] == leaver)
-    later = {e["worker"] for e in events[left:] if e["name"] == "quantum_dispatched" and e["phase"] == "ROLLOUT"}
-    assert later == ({"rollout-0"} if how == "planned" else {"rollout-0", "rollout-1"})
-
-
-async def stand_still(run: str, dask_worker: Any) -> int:
-    """On a worker: its engine takes no step any more, so that turns given to it never end; returns the process."""
+async def stand_still(run: str, dask_worker: Any) -> None:
+    """On a worker: its engine takes no step any more, so that turns given to it never end."""
     await dask_worker.plugins[f"libra-{run}"].engine.serving.engine.pause()
-    return os.getpid()
-
-
-stand_still.__module__ = "__main__"
-
-
-def check_scratch(broken: Path) -> None:
-    if broken.exists():
-        raise OSError(f"no space left for {broken.name}")
-
-
-check_scratch.__module__ = "__main__"
 
 
 class NotEverywhere(FixedTurns):
     """Cannot be set up in a process where a file of this name is there."""
 
     async def setup(self) -> None:
-        check_scratch(Path(os.environ.get("LIBRA_TEST_BROKEN", "not/set")))
+        if os.path.exists(os.environ.get("LIBRA_TEST_BROKEN", "not/set")):  # noqa: ASYNC240, PTH110
+            raise OSError("no space left for scratch")
 
 
-NotEverywhere.__module__ = "__main__"
+for _sent in (Patient, note_sends, sends, stand_still, NotEverywhere):
+    _sent.__module__ = "__main__"  # by value to the workers, which cannot import this file
 
 
-def add_broken_worker(session: Session, name: str, like: str, broken: Path) -> None:
-    """One more worker process, in which the environment cannot be set up while ``broken`` exists."""
-    cluster = session.cluster
-    assert cluster is not None
-    spec = cluster.worker_spec[name] = copy.deepcopy(cluster.worker_spec[like])
-    spec["options"]["env"] = {**spec["options"]["env"], "LIBRA_TEST_BROKEN": str(broken)}
-    spec["options"]["resources"].pop("COMMIT", None)
-    cluster.sync(cluster._correct_state)
+@pytest.mark.live
+def test_a_worker_joins_with_weights_of_another_holds_up_nobody_and_takes_nothing_along_when_it_leaves(
+    make_config: Config, growing: Client, tmp_path: Path, until: Until
+) -> None:
+    config = make_config(run={"iterations": 8}, weights={"transfer": "peer"}, store={"keep_journals": True})
+    half, go = tmp_path / "half", tmp_path / "go"
+    os.mkfifo(half)
+    os.mkfifo(go)
+    cluster = growing.cluster
+    session = Session(config, environment=Patient(), client=growing)
+    with session, ThreadPoolExecutor(1) as thread:
+        iterations = session.iterations()
+        next(iterations)
+        # Iteration 1 is under way, and no other one is submitted: when it is over, version 2 is the newest.
+        until(cluster, lambda it: served(it).get("rollout-0") == 2)
+        trainer = address_of(growing, "train-0")
+        growing.run(note_sends, (half, go), workers=[address_of(growing, "rollout-0")])
+        growing.run(note_sends, None, workers=[trainer])
+        joining = thread.submit(add_worker, cluster, "rollout-1", "rollout-0")
+        assert half.read_text() == "half", "the worker that generates is asked, and has sent half of the version"
+        # The joiner has not got its weights, and the run goes on: steps, versions, and the very worker it asked.
+        assert [next(iterations)["iteration"] for _ in range(3)] == [1, 2, 3]
+        until(cluster, lambda it: served(it).get("rollout-0") == 5)
+        assert 2 not in growing.run(sends, workers=[trainer])[trainer], "the trainer was not asked"
+        early = [event for event in events_of(session.directory) if event.get("worker") == "rollout-1"]
+        assert not named(early, "version_served", "worker_capacity")
+        go.write_text("go")
+        joining.result()
+        until(cluster, lambda it: served(it).get("rollout-1") == 5)
+
+        leaver = address_of(growing, "rollout-1")
+        growing.run(stand_still, "demo", workers=[leaver])
+        taken = thread.submit(lambda: [next(iterations)["iteration"] for _ in range(2)])
+        until(cluster, lambda it: libra(it).trajectories.dispatcher.running_on("rollout-1", Phase.ROLLOUT) == 2)
+        growing.retire_workers([leaver])
+        assert taken.result() == [4, 5], "its turns were generated by the other one"
+        assert [values["iteration"] for values in iterations] == [6, 7]
+    events = once_each(session.directory, 8, 2, 2)
+    assert len(list((session.directory / "journal").glob("*.rec"))) == 8 * 4 * 5, "one record of each quantum"
+    names = [(e["name"], e.get("worker")) for e in events]
+    assert names.index(("version_served", "rollout-1")) < names.index(("quantum_dispatched", "rollout-1"))
+    assert [e["address"] for e in named(events, "quantum_lost")] == [leaver] * 2
+    left = next(n for n, e in enumerate(events) if e["name"] == "worker_lost" and e["address"] == leaver)
+    assert {e["worker"] for e in named(events[left:], "quantum_dispatched") if e["phase"] == "ROLLOUT"} == {"rollout-0"}
 
 
-def not_ready(scheduler: Scheduler) -> dict[str, str]:
-    """Stage of each worker that takes no part in the run, as the page's JSON has it."""
-    (snapshot,) = libra(scheduler).snapshots()
-    return {row["worker"]: row["stage"] for row in snapshot["not_ready"]}
-
-
-@pytest.mark.parametrize("kind", ["rollout", "tool"])
-def test_a_joiner_that_cannot_be_set_up_is_told_of_and_takes_part_once_it_is_mended(
+@pytest.mark.live
+def test_a_joiner_that_cannot_be_set_up_is_left_out_and_takes_part_once_it_is_mended(
     make_config: Config,
+    growing: Client,
     until: Until,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
-    kind: str,
 ) -> None:
     monkeypatch.setattr("libra.scheduler.unready_workers.RETRY_AFTER_S", (3600.0,))
-    config = make_config(run={"iterations": 5}, weights={"transfer": "peer"}, store={"keep_journals": True})
-    broken, joiner = tmp_path / "scratch", f"{kind}-1"
+    broken, joiner = tmp_path / "scratch", "tool-1"
     broken.touch()
-    with Session(config, environment=NotEverywhere()) as session:
+    with Session(make_config(run={"iterations": 4}), environment=NotEverywhere(), client=growing) as session:
         iterations = session.iterations()
         next(iterations)
         with caplog.at_level("ERROR", "libra.scheduler.unready_workers"):
-            add_broken_worker(session, joiner, f"{kind}-0", broken)
-            until(session.cluster, lambda it: not_ready(it) == {joiner: "failed"})
-        (line,) = (record.getMessage() for record in caplog.records if record.name == "libra.scheduler.unready_workers")
-        at = workers(session)[joiner]
-        for words in (f"run {RUN}: worker {joiner} ({at})", "OSError: no space left for scratch", "type kill -9"):
-            assert words in line
-        assert "the run goes on without it" in line
-        # It is asked for nothing, by Dask neither: the run goes on.
+            add_worker(growing.cluster, joiner, "tool-0", broken)
+            until(growing.cluster, lambda it: not_ready(it) == {joiner: "failed"})
+        at = address_of(growing, joiner)
+        assert any("type kill -9" in record.getMessage() and at in record.getMessage() for record in caplog.records)
+        assert at not in growing.cluster.scheduler.resources["GRADE"]  # it is asked for nothing, by Dask neither
         assert [next(iterations)["iteration"] for _ in range(2)] == [1, 2]
-
         broken.unlink()
-        pid = session.client.run(os.getpid, workers=[at])[at]
-        assert f"kill -9 {pid} on" in line
-        os.kill(pid, signal.SIGKILL)
-        until(session.cluster, lambda it: joiner in libra(it).trajectories.workers.address and not not_ready(it))
-        assert [values["iteration"] for values in iterations] == [3, 4]
-
-    events = check_exactly_once(session.directory, iterations=5, groups=2, samples=2, quanta=5)
-    (failed,) = (e for e in events if e["name"] == "worker_setup_failed")
+        kill(growing, joiner, until)
+        until(growing.cluster, lambda it: joiner in libra(it).trajectories.workers.address and not not_ready(it))
+        assert [values["iteration"] for values in iterations] == [3]
+    events = once_each(session.directory, 4, 2, 2)
+    (failed,) = named(events, "worker_setup_failed")
     assert (failed["worker"], failed["address"]) == (joiner, at)
     assert failed["detail"] == "OSError: no space left for scratch"
     lost = next(n for n, e in enumerate(events) if e["name"] == "worker_lost" and e["address"] == at)
     assert not [e for e in events[:lost] if e.get("worker") == joiner and e["name"].startswith(("quantum", "version"))]
 
+    broken.touch()
+    kill(growing, joiner, until)
+    with Session(make_config(run={"name": "beside", "iterations": 1}), environment=NotEverywhere(), client=growing):
+        until(growing.cluster, lambda it: not_ready(it) == {joiner: "failed"})
+        at = address_of(growing, joiner)
+        assert at not in growing.cluster.scheduler.resources["GRADE"]
+    assert growing.cluster.scheduler.resources["GRADE"][at] == 4, "it supplies again to runs after this one"
+
 
 def test_a_worker_that_alone_supplies_something_is_started_anew_until_it_can_be_set_up(
-    make_config: Config, until: Until, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_config: Config, client: Client, until: Until, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("libra.scheduler.unready_workers.RETRY_AFTER_S", (0.5, 0.5, 600.0))
-    broken = tmp_path / "scratch"
-    config = make_config(run={"iterations": 3}, store={"keep_journals": True})
-    with Session(config, environment=NotEverywhere()) as session:
+    broken, cluster = tmp_path / "scratch", client.cluster
+    with Session(make_config(run={"iterations": 3}), environment=NotEverywhere(), client=client) as session:
         iterations = session.iterations()
         next(iterations)
-        assert session.cluster is not None
-        (nanny,) = (nanny for name, nanny in session.cluster.workers.items() if name == "tool-0")
+        nanny = cluster.workers["tool-0"]
         nanny.env["LIBRA_TEST_BROKEN"] = str(broken)  # of the process that it starts next
         broken.touch()
-        os.kill(nanny.pid, signal.SIGKILL)
-        until(session.cluster, lambda it: not_ready(it) == {"tool-0": "failed"})
-        check_cluster(
-            session.client, session.config
-        )  # a run that starts now is not told that nobody commits: it waits for it, too
+        kill(client, "tool-0", until)
+        until(cluster, lambda it: not_ready(it) == {"tool-0": "failed"})
+        check_cluster(client, session.config)  # a run that starts now waits for it, too
         broken.unlink()
         assert [values["iteration"] for values in iterations] == [1, 2]
-    events = check_exactly_once(session.directory, iterations=3, groups=2, samples=2, quanta=5)
-    (failed,) = (e for e in events if e["name"] == "worker_setup_failed")
+    (failed,) = named(once_each(session.directory, 3, 2, 2), "worker_setup_failed")
     assert (failed["worker"], failed["retry_after_s"]) == ("tool-0", 0.5)
-
-
-def test_a_run_ends_well_beside_a_worker_that_could_not_be_set_up_which_then_supplies_again(
-    make_config: Config, until: Until, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("libra.scheduler.unready_workers.RETRY_AFTER_S", (3600.0,))
-    config = make_config(run={"iterations": 2})
-    broken = tmp_path / "scratch"
-    broken.touch()
-    with local_cluster(config) as cluster, Client(cluster) as client:
-        session = Session(config, environment=NotEverywhere(), client=client)
-        with session:
-            session.cluster = cluster
-            add_broken_worker(session, "tool-1", "tool-0", broken)
-            until(cluster, lambda it: not_ready(it) == {"tool-1": "failed"})
-            session.cluster = None  # it is the caller's, who goes on with it
-            at = workers(session)["tool-1"]
-            assert at not in cluster.scheduler.resources["GRADE"]
-            assert [values["iteration"] for values in session.iterations()] == [0, 1]
-        assert cluster.scheduler.resources["GRADE"][at] == 4 == cluster.scheduler.workers[at].resources["GRADE"]
-        broken.unlink()
-        with Session(
-            make_config(run={"iterations": 1, "name": "next"}), environment=NotEverywhere(), client=client
-        ) as session:
-            assert [values["iteration"] for values in session.iterations()] == [0]

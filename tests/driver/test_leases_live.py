@@ -1,25 +1,29 @@
-"""Actions on leased cores: real workers and processes, from the declaration of a tool to the replay of its log."""
+"""Actions on leased cores, live: their limits and quotas, long ones that make room, and tool workers that come and go."""
 
 from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-from distributed import Client
+from distributed import Client, Scheduler
 
 from libra import events
+from libra.cluster import elastic_tools, local
 from libra.cluster.local import local_cluster
 from libra.config import RunConfig, config_from_dict
 from libra.driver.session import Session
+from libra.envs import session as session_of
 from libra.envs import tool
 from libra.envs.scripted import ScriptedTurn
 from libra.errors import ConfigError
 from libra.observe.metrics import read_metrics
 from libra.orderings import blank
+from libra.policy import tool_fleet
 from libra.policy.log_replay import replay
 from libra.store.event_log import EventReader
 from libra.store.trajectories import TrajectoryStore
@@ -27,28 +31,20 @@ from libra.testing import FixedTurns
 from libra.types import Prompt, ToolCall, TrajectoryId
 
 MIB = 2**20
-TURNS = 3
 LONG_S = 4.0
 """Beginning again costs some seconds; the long action must save more than twice as many, on a slow machine, too."""
+Log = list[tuple[int, events.Event]]
 
 
-class LeasedTurns(FixedTurns):
-    """Every turn calls ``work`` on one core; the first call of the first sample of a group takes more memory than it may."""
+class Leased(FixedTurns):
+    """Every turn calls ``work`` on one core; one call takes more memory than it may."""
 
-    def __init__(self) -> None:
+    def __init__(self, cores: int = 1) -> None:
         super().__init__()
-        self.tools = (tool(work, cores=1, memory_gib=0.25, quota="search"),)
+        self.tools = (tool(work, cores=cores, memory_gib=0.25, quota="search"),)
 
     def parse(self, text: str) -> tuple[ToolCall, ...]:
         return (ToolCall("work", {"text": "y"}),)
-
-
-class Greedy(LeasedTurns):
-    """Its calls need more cores than a machine has."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tools = (tool(work, cores=4096),)
 
 
 class LongAndShort(FixedTurns):
@@ -82,6 +78,12 @@ class LongAndShort(FixedTurns):
             file.write(f"{what} {os.getpid()}\n")
 
 
+class WithSession(FixedTurns):
+    """Its trajectories have sessions."""
+
+    session = session_of(dict)
+
+
 def work(text: str, action_id: str) -> str:
     """Do something.
 
@@ -91,127 +93,143 @@ def work(text: str, action_id: str) -> str:
     trajectory, turn, _ = action_id.split("/")
     if trajectory == "train-0-0-1" and turn == "1":  # not its second attempt, whose name ends in .1
         len(bytearray(600 * MIB))
-    return f"{sorted(os.sched_getaffinity(0))} {os.environ['OMP_NUM_THREADS']} {os.getpid()}"
+    return "done"
 
 
-def config(model: Path, directory: Path, **environment: Any) -> RunConfig:
-    return config_from_dict(
-        {
-            "run": {"name": "leased", "dir": str(directory), "iterations": 2},
-            "model": {"path": str(model)},
-            "environment": {"name": f"{__name__}:LeasedTurns", "quotas": {"search": "20/s"}} | environment,
-            "rollout": {
-                "slots": 8,
-                "max_context_tokens": 512,
-                "max_turns": TURNS,
-                "max_new_tokens": 8,
-                "ignore_eos": True,
-            },
-            "trainer": {"prompts": 2, "group_size": 4, "lr": 0.0, "micro_batch_tokens": 4096, "max_row_tokens": 512},
-            "evaluation": {"prompts": 0},
-            "checkpoint": {"every": 0},
-            "observe": {"progress": False, "tensorboard": False},
-            "cluster": {"dashboard_port": 0, "threads": 1, "tool_cores": 1},
-        }
-    )
+def configured(directory: Path, model: Path, environment: dict[str, Any], **sections: Any) -> RunConfig:
+    given: dict[str, dict[str, Any]] = {
+        "run": {"name": "leased", "dir": str(directory), "iterations": 1},
+        "model": {"path": str(model)},
+        "environment": environment,
+        "rollout": {"slots": 8, "max_turns": 3, "max_new_tokens": 8, "ignore_eos": True},
+        "trainer": {"prompts": 2, "group_size": 4, "lr": 0.0},
+        "observe": {"progress": False, "tensorboard": False},
+        "cluster": {"dashboard_port": 0, "threads": 1, "tool_cores": 1},
+    }
+    return config_from_dict({name: given.get(name, {}) | sections.get(name, {}) for name in given | sections})
 
 
-@pytest.fixture(scope="module")
-def finished(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[events.Event]]:
-    """Directory and events of a run, made once."""
-    made = config(random_model, tmp_path_factory.mktemp("runs"))
-    with local_cluster(made) as cluster, Client(cluster) as client, Session(made, client=client) as session:
-        assert [values["iteration"] for values in session.iterations()] == [0, 1]
-    return session.directory, [events.from_dict(line) for _, line in EventReader(session.directory / "events.jsonl")]
+def log_of(run: Session) -> Log:
+    return [(line, events.from_dict(values)) for line, values in EventReader(run.directory / "events.jsonl")]
 
 
-def test_an_action_has_a_core_to_itself_and_its_process(finished: tuple[Path, list[events.Event]]) -> None:
-    directory, log = finished
-    with TrajectoryStore.open(directory / "trajectories.zarr") as store:
-        turns = store.columns("turn")
-    granted = [event for event in log if isinstance(event, events.LeaseGranted)]
-    ended = [event for event in log if isinstance(event, events.ActionFinished)]
-    assert len(granted) == len(ended) >= 2 * 8 * (TURNS - 1)
-    assert {event.cores for event in granted} == {1}
+def differences(log: Log, changed: dict[int, events.Event] | None = None) -> list[str]:
+    """What a replay decides otherwise, of a log with these lines ``changed``."""
+    lines = [(line, (changed or {}).get(line, event)) for line, event in log]
+    return [told.difference for told in replay(lines, blank) if told.difference]
+
+
+@pytest.mark.live
+@pytest.mark.timeout(300)
+def test_limits_of_memory_cores_and_quotas_hold_and_a_long_action_makes_room_for_short_ones(
+    random_model: Path, tmp_path: Path
+) -> None:
+    quotas = {"name": f"{__name__}:Leased", "quotas": {"search": "20/s"}}
+    first = configured(tmp_path, random_model, quotas, run={"iterations": 2})
+    notes = tmp_path / "notes"
+    second = configured(
+        tmp_path, random_model, {"name": f"{__name__}:LongAndShort", "args": {"notes": str(notes)}},
+        run={"name": "revoked"}, trainer={"prompts": 1, "group_size": 2}, rollout={"max_turns": 8},
+    )  # fmt: skip
+    with local_cluster(first) as cluster, Client(cluster) as client:  # tool workers of the shared ones have no cores
+        runs = []
+        for config in (first, second):
+            with Session(config, client=client) as run:
+                list(run.iterations())
+            runs.append(run)
+    check_limits(log_of(runs[0]))
+    check_revoked(runs[1], notes)
+
+
+def check_limits(log: Log) -> None:
+    granted = [event for _, event in log if isinstance(event, events.LeaseGranted)]
+    ended = [event for _, event in log if isinstance(event, events.ActionFinished)]
+    assert len(granted) == len(ended) >= 2 * 8 * 2 and {event.cores for event in granted} == {1}
     held = 0
-    for event in log:
+    for _, event in log:
         held += isinstance(event, events.LeaseGranted)
         held -= isinstance(event, events.QuantumFinished) and event.phase == "TOOL"
         assert 0 <= held <= 1  # one tool worker with one core
-    assert set(turns["tool"]) >= {"work"}
-
-
-def test_too_much_memory_is_a_failure_of_class_tool_and_of_one_action_only(
-    finished: tuple[Path, list[events.Event]],
-) -> None:
-    _, log = finished
-    failures = [e for e in log if isinstance(e, events.FailureClassified) and e.failure != "policy"]  # its last turn
-    assert [(event.failure, "took more than its 0.25 GiB" in event.detail) for event in failures] == [("tool", True)]
-    assert sum(event.killed for event in log if isinstance(event, events.ActionFinished)) == 1
-
-
-def test_the_quota_holds_and_replay_repeats_every_decision(finished: tuple[Path, list[events.Event]]) -> None:
-    directory, log = finished
-    at_s = [event.at_s for event in log if isinstance(event, events.LeaseGranted)]
-    assert at_s == sorted(at_s)
-    assert all(later >= earlier + 1.0 for earlier, later in zip(at_s, at_s[20:], strict=False))
+    classified = [event for _, event in log if isinstance(event, events.FailureClassified)]
+    failures = [(event.failure, "0.25 GiB" in event.detail) for event in classified if event.failure != "policy"]
+    assert failures == [("tool", True)] and sum(event.killed for event in ended) == 1
+    at_s = [event.at_s for event in granted]
     assert all(earlier <= later for earlier, later in pairwise(at_s))
-    lines = [(line, events.from_dict(values)) for line, values in EventReader(directory / "events.jsonl")]
-    told = list(replay(lines, blank))
-    assert [each.difference for each in told if each.difference] == []
+    assert all(later >= earlier + 1.0 for earlier, later in zip(at_s, at_s[20:], strict=False))
+    assert differences(log) == []
     # a replay that did not follow the leases would not know of these
-    wrong = [(n, e) if not isinstance(e, events.ToolCapacity) else (n, _without_cores(e)) for n, e in lines]
-    assert any(each.difference for each in replay(wrong, blank))
+    without = {line: event for line, event in log if isinstance(event, events.ToolCapacity)}
+    assert differences(log, {n: events.from_dict(events.to_dict(e) | {"cores": 0}) for n, e in without.items()})
 
 
-def test_a_long_action_is_stopped_for_short_ones_and_begun_again(random_model: Path, tmp_path: Path) -> None:
-    notes = tmp_path / "notes"
-    environment = {"name": f"{__name__}:LongAndShort", "args": {"notes": str(notes)}, "quotas": {}}
-    made = config(random_model, tmp_path, **environment)
-    made = made.model_copy(
-        update={
-            "run": made.run.model_copy(update={"iterations": 1}),
-            "trainer": made.trainer.model_copy(update={"prompts": 1, "group_size": 2}),
-            "rollout": made.rollout.model_copy(update={"max_turns": 8}),
-        }
-    )
-    with local_cluster(made) as cluster, Client(cluster) as client, Session(made, client=client) as session:
-        assert [values["iteration"] for values in session.iterations()] == [0]
-    (metrics,) = read_metrics(session.directory)
-    lines = [(n, events.from_dict(values)) for n, values in EventReader(session.directory / "events.jsonl")]
-    revoked = [event for _, event in lines if isinstance(event, events.LeaseRevoked)]
-    given_back = [event for _, event in lines if isinstance(event, events.QuantumGivenBack)]
+def check_revoked(run: Session, notes: Path) -> None:
+    (metrics,) = read_metrics(run.directory)
+    log = log_of(run)
+    revoked = [event for _, event in log if isinstance(event, events.LeaseRevoked)]
+    given_back = [event for _, event in log if isinstance(event, events.QuantumGivenBack)]
     assert revoked and metrics["actions_revoked"] == len(revoked) == len(given_back)
-    assert {event.ran_s < LONG_S for event in revoked} == {True}
+    assert all(event.ran_s < LONG_S for event in revoked)
     noted = [line.split() for line in notes.read_text().splitlines()]
     begun, ended = ({pid for what, pid in noted if what == word} for word in ("begin", "end"))
     # whoever was stopped before its process had begun noted nothing
     assert len(ended) == 2 and ended <= begun and len(begun) <= 2 + len(revoked)
-    assert not [event for _, event in lines if isinstance(event, events.FailureClassified | events.QuantumLost)]
-    with TrajectoryStore.open(session.directory / "trajectories.zarr") as store:
+    assert not [event for _, event in log if isinstance(event, events.FailureClassified | events.QuantumLost)]
+    with TrajectoryStore.open(run.directory / "trajectories.zarr") as store:
         turns = store.columns("turn")
     assert [sorted(turns["tool"]).count(name) for name in ("slow", "quick")] == [2, 5]
-    assert [told.difference for told in replay(lines, blank) if told.difference] == []
+    assert differences(log) == []
     other = events.from_dict(events.to_dict(revoked[0]) | {"reason": "at will"})
-    wrong = [(n, other if event is revoked[0] else event) for n, event in lines]
-    assert any("was revoked on tool-0 (at will); now that of" in told.difference for told in replay(wrong, blank))
+    assert differences(log, {line: other for line, event in log if event is revoked[0]})
 
 
-def _without_cores(event: events.ToolCapacity) -> events.ToolCapacity:
-    return events.ToolCapacity(event.run, event.t_s, event.worker, 0, event.memory_bytes, event.gpus)
+@pytest.mark.live
+@pytest.mark.timeout(300)
+def test_a_worker_comes_where_actions_wait_and_goes_where_it_idles(
+    random_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, until: Callable[..., None]
+) -> None:
+    monkeypatch.setattr(tool_fleet, "START_S", 0.01)  # as if workers had always started at once
+    monkeypatch.setattr(tool_fleet, "IDLE_S", 0.2)
+    monkeypatch.setattr(local, "LOOK_S", 0.05)
+    (tmp_path / "workers").mkdir()
+    wants = {"name": "wants_two:WantsTwo", "args": {"path": str(tmp_path / "workers")}}
+    config = configured(tmp_path, random_model, wants, cluster={"tool_workers_most": 2})
+
+    def tools(scheduler: Scheduler) -> set[str]:
+        return {str(ws.name) for ws in scheduler.workers.values() if str(ws.name).startswith("tool-")}
+
+    with local_cluster(config) as cluster, Client(cluster) as client:
+        assert tools(cluster.scheduler) == {"tool-0"}
+        with Session(config, client=client) as run:
+            list(run.iterations())
+            until(cluster, lambda scheduler: tools(scheduler) == {"tool-0"})
+    assert len(list((tmp_path / "workers").iterdir())) == 2
+    log = log_of(run)
+    orders = {line: event for line, event in log if isinstance(event, events.ToolWorkersOrdered)}
+    found = [(event.wanted, event.ordered, event.give_up) for event in orders.values()]
+    assert found[:2] == [(1, 2, ""), (2, 1, "tool-1")]
+    assert differences(log) == []
+    assert differences(log, {n: events.from_dict(events.to_dict(e) | {"waiting": 0}) for n, e in orders.items()})
 
 
 @pytest.mark.parametrize(
-    ("environment", "message"),
+    ("environment", "cluster", "word"),
     [
-        ({"name": f"{__name__}:Greedy"}, "a call takes 4096 cores, and the largest tool worker, tool-0, has 1 core"),
-        ({"quotas": {}}, "quota 'search' is not configured; type environment.quotas.search=10/s"),
-        ({"quotas": {"search": "often"}}, "quota 'search': got 'often'; type a rate such as 10/s"),
+        ({"args": {"cores": 4096}, "quotas": {"search": "20/s"}}, {}, "4096 cores"),
+        ({"quotas": {}}, {}, r"environment\.quotas\.search"),
+        ({"quotas": {"search": "often"}}, {}, "often"),
+        ({"name": f"{__name__}:WithSession"}, {"tool_workers_most": 2}, "sessions"),
     ],
 )
 def test_what_can_never_run_is_refused_before_anything_does(
-    random_model: Path, tmp_path: Path, environment: dict[str, Any], message: str
+    random_model: Path, tmp_path: Path, environment: dict[str, Any], cluster: dict[str, Any], word: str
 ) -> None:
-    with pytest.raises(ConfigError, match=message), Session(config(random_model, tmp_path, **environment)):
-        pass
+    config = configured(tmp_path, random_model, {"name": f"{__name__}:Leased"} | environment, cluster=cluster)
+    with pytest.raises(ConfigError, match=word):
+        Session(config).__enter__()
     assert not (tmp_path / "leased").exists()
+
+
+def test_descriptions_of_workers_are_split_by_number() -> None:
+    specs = {"tool-0": 0, "rollout-0": 1, "tool-1": 2, "tool-10": 3}
+    assert elastic_tools.split_off(specs, 1) == {"tool-1": 2, "tool-10": 3}
+    assert specs == {"tool-0": 0, "rollout-0": 1}

@@ -1,19 +1,29 @@
-"""The cluster of processes on one machine: it gives up none of them."""
+"""The cluster of processes on one machine: it gives up none of them, and a run that starts waits for those that come back."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
-import signal
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import dask
 import pytest
 from distributed import Client, Scheduler
+from live_runs import kill
 
-from libra.cluster.local import local_cluster
-from libra.config import RunConfig, config_from_dict
+from libra.cluster.present_workers import present_workers
+from libra.cluster.readiness import check_cluster
+from libra.config import RunConfig
 from libra.driver.session import Session
+from libra.errors import ClusterError
+from libra.scheduler import LibraPlugin
+from libra.worker import host
+
+Config = Callable[..., RunConfig]
+Until = Callable[[Any, Callable[[Scheduler], bool]], None]
 
 
 def process(scheduler: Scheduler, name: str) -> int | None:
@@ -21,35 +31,67 @@ def process(scheduler: Scheduler, name: str) -> int | None:
     return next((ws.pid for ws in scheduler.workers.values() if ws.name == name), None)
 
 
-@pytest.mark.timeout(90)
-def test_a_worker_comes_back_though_it_was_lost_for_longer_than_dask_waits(
-    until: Callable[[Any, Callable[[Scheduler], bool]], None],
+def test_a_lost_worker_comes_back_however_long_dask_waits_and_a_run_that_starts_waits_for_it(
+    make_config: Config, client: Client, until: Until, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = config_from_dict({"cluster": {"dashboard_port": 0, "threads": 1}})
-    with local_cluster(config) as cluster, Client(cluster) as client:
-        first = process(cluster.scheduler, "tool-0")
-        assert first is not None
-        with dask.config.set({"distributed.deploy.lost-worker-timeout": "1ms"}):
-            os.kill(first, signal.SIGKILL)
-            until(cluster, lambda it: process(it, "tool-0") not in (None, first))
-        again = process(cluster.scheduler, "tool-0")
-        (address,) = (ws.address for ws in cluster.scheduler.workers.values() if ws.name == "tool-0")
-        assert client.run(os.getpid, workers=[address]) == {address: again}
-        assert set(cluster.workers) == {"rollout-0", "tool-0", "train-0"}
+    client.register_plugin(LibraPlugin())
+    before = {worker["name"]: address for address, worker in present_workers(client).items()}
+    with dask.config.set({"distributed.deploy.lost-worker-timeout": "1ms"}):
+        kill(client, "rollout-0", until)
+        with pytest.raises(ClusterError, match="ROLLOUT"):
+            check_cluster(client, make_config(), wait_s=0)
+        check_cluster(client, make_config())
+    assert "waiting for rollout-0 to come back" in caplog.text
+    after = {worker["name"]: address for address, worker in present_workers(client).items()}
+    assert after.keys() == before.keys() == {"rollout-0", "tool-0", "train-0"}
+    assert after["rollout-0"] != before["rollout-0"]
+    asked = client.run(os.getpid, workers=[after["rollout-0"]])
+    assert asked == {after["rollout-0"]: process(client.cluster.scheduler, "rollout-0")}
 
 
 def test_a_nanny_that_ends_is_replaced_and_the_run_goes_on(
-    make_config: Callable[..., RunConfig], caplog: pytest.LogCaptureFixture
+    make_config: Config, client: Client, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its worker ends with it; the step that it had is taken by the next one."""
-    with Session(make_config(run={"iterations": 3})) as session:
+    cluster: Any = client.cluster
+    with Session(make_config(run={"iterations": 3}), client=client) as session:
         iterations = session.iterations()
         next(iterations)
-        cluster = session.cluster
-        assert cluster is not None
         nanny, first = cluster.workers["train-0"], process(cluster.scheduler, "train-0")
         cluster.sync(nanny.close)
         assert [values["iteration"] for values in iterations] == [1, 2]
-        assert cluster.workers["train-0"] is not nanny
-        assert process(cluster.scheduler, "train-0") not in (None, first)
-    assert "the nanny of worker train-0 has ended; another is started in 0 s" in caplog.text
+    assert cluster.workers["train-0"] is not nanny
+    assert process(cluster.scheduler, "train-0") not in (None, first)
+    assert "the nanny of worker train-0 has ended" in caplog.text
+
+
+def test_a_workers_part_of_a_run_is_built_when_that_of_the_run_before_is_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def test() -> list[str]:
+        order: list[str] = []
+        gate, worker = asyncio.Event(), SimpleNamespace(name="train-0", address="tcp://10.0.0.1:1")
+
+        async def clear() -> None:
+            await gate.wait()  # a process group that takes its time to close
+            order.append("cleared")
+
+        async def build(self: host.LibraHost, worker: Any) -> None:
+            order.append("built")
+            self.context = SimpleNamespace(report=lambda said: None, name="", address="")  # type: ignore[assignment]
+
+        monkeypatch.setattr(host, "heartbeat_during_setup", lambda worker: contextlib.nullcontext())
+        monkeypatch.setattr(host.LibraHost, "_build", build)
+        first, second = (host.LibraHost(SimpleNamespace(run=run)) for run in ("first", "second"))  # type: ignore[arg-type]
+        await first.setup(worker)
+        first._parts.push_async_callback(clear)
+        clearing = asyncio.ensure_future(first.teardown(worker))
+        await asyncio.sleep(0)  # it has begun
+        building = asyncio.ensure_future(second.setup(worker))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        gate.set()
+        await asyncio.gather(clearing, building)
+        return order
+
+    assert asyncio.run(test()) == ["built", "cleared", "built"]

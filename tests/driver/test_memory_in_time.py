@@ -1,113 +1,69 @@
-"""Contexts grow over a run, and what its engines do is changed before the iteration that would not fit into their KV memory."""
+"""Contexts grow over a run, and its engines use fewer slots before the iteration that would not fit into their KV memory."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
-from typing import Any
 
 import pytest
-import zarr
+from distributed import Client
+from live_runs import named, once_each
 
 from libra.cli.replay import replay_run
 from libra.config import RunConfig
 from libra.config.resume_changes import load_resumed
 from libra.driver.session import Session
-from libra.store.event_log import read_events
 
-pytestmark = pytest.mark.timeout(900)
-
-Config = Callable[..., RunConfig]
-GIB = 2**30
 TOKEN_BYTES = 2 * 2 * 1 * 16 * 4
 """Keys and values of the random model: layers, KV heads, head size, float32."""
 KV_TOKENS = 2600
+PROMPTS, GROUP, ITERATIONS = 2, 4, 7
 
 
-def events_of(session: Session) -> list[dict[str, Any]]:
-    return list(read_events(session.directory / "events.jsonl").events)
-
-
-def named(events: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
-    return [event for event in events if event["name"] == name]
-
-
-def growing(make_config: Config, iterations: int, **planner: Any) -> RunConfig:
-    return make_config(
-        run={"iterations": iterations},
-        environment={
-            "name": "libra.testing:GrowingPrompts",
-            "args": {"stretch": 2, "first_chars": 40, "more_chars": 20},
-        },
-        rollout={"slots": 8, "max_new_tokens": 4, "max_turns": 2, "kv_cache_gib": KV_TOKENS * TOKEN_BYTES / GIB},
-        trainer={"prompts": 2, "group_size": 4},
-        planner={"replan": True, "apply": True, **planner},
+@pytest.mark.timeout(900)
+def test_slots_are_fewer_before_the_iteration_that_would_not_fit_also_after_a_stop(
+    make_config: Callable[..., RunConfig], client: Client
+) -> None:
+    growing = {"stretch": 2, "first_chars": 40, "more_chars": 20}
+    config = make_config(
+        run={"iterations": ITERATIONS},
+        environment={"name": "libra.testing:GrowingPrompts", "args": growing},
+        rollout={"max_turns": 2, "kv_cache_gib": KV_TOKENS * TOKEN_BYTES / 2**30},
+        trainer={"prompts": PROMPTS, "group_size": GROUP},
+        planner={"replan": True, "apply": True},
+        policy={"boundaries_tokens": {"tp1": 50.0}},
         checkpoint={"every": 1},
     )
-
-
-def test_slots_are_fewer_before_the_iteration_that_would_not_fit(
-    make_config: Config, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.INFO, "libra.driver.replanning"), Session(growing(make_config, 7)) as session:
-        rows = list(session.iterations())
-        assert session.engines.rows()[0]["supplies"] < 8
-    events, contexts = events_of(session), [row["tokens"] / row["trajectories"] for row in rows]
-    assert contexts == sorted(contexts)
-    assert 8 * contexts[-1] > KV_TOKENS > 8 * contexts[0], "all eight slots fit at first, and would not in the end"
-    assert named(events, "engine_declared")[0]["kv_tokens"] == KV_TOKENS
-
-    first = named(events, "plan_accepted")[0]
-    assert [name for name, _ in first["commands"]] == ["SetConcurrency"]
-    (reason,) = {
-        event["reason"] for event in named(events, "plan_considered") if event["iteration"] == first["iteration"]
-    }
-    assert reason.startswith("KV memory: 1 x TP 1 of 8 slots would need") and "tokens of context expected" in reason
-    assert reason in caplog.text
-    limits = {event["t_s"]: event["slots"] for event in named(events, "slots_set")}
-    ends = {event["iteration"]: event["t_s"] for event in named(events, "iteration_finished")}
-    for k, mean in enumerate(contexts):
-        begun_s = ends[k - 1] if k else 0.0
-        slots = next((has for at_s, has in reversed(limits.items()) if at_s <= begun_s + 0.5), 8)
-        assert slots * mean <= KV_TOKENS, f"iteration {k}: {slots} slots of {mean} tokens"
-    told = [(event["worker"], event["rollout_slots"]) for event in named(events, "worker_capacity")]
-    assert told[0] == ("rollout-0", 8) and told[-1] == ("rollout-0", list(limits.values())[-1])
-    assert not named(events, "worker_lost") and not named(events, "plan_blocked")
-    columns = zarr.open_group(session.directory / "trajectories.zarr", mode="r")["trajectory"]
-    ids = list(zip(*(columns[name][:].tolist() for name in ("iteration", "group", "sample")), strict=True))
-    assert sorted(ids) == [(k, g, s) for k in range(7) for g in range(2) for s in range(4)]
-    assert replay_run(session.directory, from_snapshot=False, keys=(), decisions=(), as_json=True)
-
-
-def test_without_apply_it_is_said_and_not_done(make_config: Config) -> None:
-    with Session(growing(make_config, 5, apply=False)) as session:
-        list(session.iterations())
-        assert session.engines.rows()[0]["supplies"] == 8
-    events = events_of(session)
-    assert named(events, "plan_accepted") and not named(events, "slots_set")
-
-
-def test_a_resumed_run_begins_as_configured_and_makes_room_before_its_first_iteration(make_config: Config) -> None:
-    config = growing(make_config, 7)
-    config = config.model_copy(update={"policy": config.policy.model_copy(update={"boundaries_tokens": {"tp1": 50.0}})})
-    with Session(config) as session:
+    with Session(config, client=client) as session:
         iterations = session.iterations()
-        for _ in range(5):
-            next(iterations)
+        rows = [next(iterations) for _ in range(5)]
         session.engines.set_boundaries({"tp1": 70.0}, "a test")
-        changed = session.engines.rows()[0]["supplies"]
-        assert changed < 8
-    with Session(load_resumed(session.directory), resume=True) as resumed:
-        assert resumed.first >= 4
-        rows = resumed.engines.rows()
-        assert (rows[0]["slots"], rows[0]["supplies"] < 8) == (8, True)
-        list(resumed.iterations())
-    events = events_of(resumed)
+        assert session.engines.rows()[0]["supplies"] < 8
+    directory = session.directory
+    with Session(load_resumed(directory), client=client, resume=True) as session:
+        assert session.engines.rows()[0]["supplies"] < 8
+        rows += [row for row in session.iterations() if row["iteration"] >= 5]
+    contexts = [row["tokens"] / row["trajectories"] for row in rows]
+    assert contexts == sorted(contexts) and len(contexts) == ITERATIONS
+    assert 8 * contexts[-1] > KV_TOKENS > 8 * contexts[0], "all eight slots fit at first, and would not in the end"
+
+    events = once_each(directory, ITERATIONS, PROMPTS, GROUP)
+    assert named(events, "engine_declared")[0]["kv_tokens"] == KV_TOKENS
+    accepted = named(events, "plan_accepted")[0]
+    assert [name for name, _ in accepted["commands"]] == ["SetConcurrency"]
+    (why,) = {e["reason"] for e in named(events, "plan_considered") if e["iteration"] == accepted["iteration"]}
+    assert why.startswith("KV memory")
+    slots, last = 8, 0
+    for event in named(events, "run_started", "slots_set", "quantum_dispatched"):
+        slots = 8 if event["name"] == "run_started" else event.get("slots", slots)
+        if event["name"] == "quantum_dispatched" and event["phase"] == "ROLLOUT":
+            iteration = int(event["key"].split("-")[2])
+            if iteration > last:  # its first turn
+                last = iteration
+                assert slots * contexts[iteration] <= KV_TOKENS, f"iteration {iteration}: {slots} slots"
+    assert not named(events, "worker_lost", "plan_blocked")
     starts = [n for n, event in enumerate(events) if event["name"] == "run_started"]
-    again = events[starts[1] :]
-    assert next(event["rollout_slots"] for event in again if event["name"] == "worker_capacity") == 8
+    again = [event["name"] for event in events[starts[1] :]]
+    assert named(events[starts[1] :], "worker_capacity")[0]["rollout_slots"] == 8, "it begins as configured"
+    assert again.index("slots_set") < again.index("quantum_dispatched")
     assert [dict(event["boundaries"]) for event in named(events, "boundaries_set")] == [{1: 50.0}, {1: 70.0}, {1: 50.0}]
-    limited = next(n for n, event in enumerate(again) if event["name"] == "slots_set")
-    dispatched = next(n for n, event in enumerate(again) if event["name"] == "quantum_dispatched")
-    assert again[limited]["reason"].startswith("KV memory")
-    assert limited < dispatched
+    assert replay_run(directory, from_snapshot=False, keys=(), decisions=(), as_json=True)

@@ -11,24 +11,24 @@ from typing import Any
 
 import pytest
 from distributed import Client
+from live_runs import address_of, keep_groups
 from streamed_runs import check_taken_again, events_of, replayed_differences
 
-from libra.cluster.present_workers import present_workers
 from libra.config import RunConfig
-from libra.driver import run_checkpoints
 from libra.driver.session import Session, run
-from libra.events import BatchOpened, StepFinished, VersionPublished, WaveOpened, WorkerLost
+from libra.events import StepFinished, VersionPublished, WaveOpened, WorkerLost
 from libra.observe.metrics import read_metrics
 from libra.store.batch_membership import batch_path
 from libra.weights import VersionCheck, WeightStore
 
+pytestmark = pytest.mark.timeout(600)
+
 Config = Callable[..., RunConfig]
 
 
-@pytest.fixture
-def kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Group records stay, so that every step can be taken again."""
-    monkeypatch.setattr(run_checkpoints, "prune_groups", lambda spec, first, before: before)
+@pytest.fixture(autouse=True)
+def _kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    keep_groups(monkeypatch)
 
 
 def config_of(make_config: Config, streaming: str, **more: Any) -> RunConfig:
@@ -78,13 +78,12 @@ def waits_for_the_passes(run: str, version: int, dies: bool, dask_worker: Any) -
 def run_held(config: RunConfig, client: Client, *, dies: bool) -> tuple[Any, str]:
     """A whole run whose version 2 is held, and the address of its trainer."""
     with Session(config, client=client) as session:
-        workers = present_workers(session.client)
-        (address,) = (address for address, worker in workers.items() if worker["name"] == "train-0")
-        session.client.run(waits_for_the_passes, run="demo", version=2, dies=dies, workers=[address])
+        address = address_of(client, "train-0")
+        client.run(waits_for_the_passes, run="demo", version=2, dies=dies, workers=[address])
         try:
             list(session.iterations())
         finally:
-            session.client.run(let_go)
+            client.run(let_go)
     return session.directory, address
 
 
@@ -96,18 +95,15 @@ def let_go() -> None:
     publications.publish_checked = publish_checked
 
 
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("streaming", ["off", "on"])
 def test_the_next_step_begins_while_a_version_is_published_and_changes_no_weight_before_it_is(
-    streaming: str, make_config: Config, client: Client, kept: None
+    make_config: Config, client: Client
 ) -> None:
-    config = config_of(make_config, streaming)
+    config = config_of(make_config, "on")
     directory, _ = run_held(config, client, dies=False)  # which would never end if step 2 waited for version 2
     events = events_of(directory)
-    kinds = (BatchOpened, WaveOpened, StepFinished, VersionPublished)
+    kinds = (WaveOpened, StepFinished, VersionPublished)
     order = [each for each in events if isinstance(each, kinds)]
-    opens: type = WaveOpened if streaming == "on" else BatchOpened
-    opened = next(i for i, each in enumerate(order) if isinstance(each, opens) and each.batch == 2)
+    opened = next(i for i, each in enumerate(order) if isinstance(each, WaveOpened) and each.batch == 2)
     published = next(i for i, each in enumerate(order) if isinstance(each, VersionPublished) and each.version == 2)
     ended = next(i for i, each in enumerate(order) if isinstance(each, StepFinished) and each.step == 2)
     assert opened < published < ended
@@ -118,12 +114,10 @@ def test_the_next_step_begins_while_a_version_is_published_and_changes_no_weight
     check_taken_again(directory, config, 4)
 
 
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("streaming", ["off", "on"])
 def test_a_trainer_that_is_killed_while_it_publishes_beside_a_step_comes_to_the_same_bits(
-    streaming: str, make_config: Config, client: Client, kept: None
+    make_config: Config, client: Client
 ) -> None:
-    config = config_of(make_config, streaming)
+    config = config_of(make_config, "off")
     directory, address = run_held(config, client, dies=True)
     events = events_of(directory)
     assert [event.address for event in events if isinstance(event, WorkerLost)] == [address]
@@ -133,9 +127,8 @@ def test_a_trainer_that_is_killed_while_it_publishes_beside_a_step_comes_to_the_
     check_taken_again(directory, config, 4)
 
 
-@pytest.mark.timeout(600)
 def test_a_run_that_was_killed_then_publishes_what_is_missing_before_it_goes_on(
-    make_config: Config, client: Client, kept: None
+    make_config: Config, client: Client
 ) -> None:
     """The directory as a kill leaves it when version 3 is half written and batch 3 committed: its step was under way."""
     directory = run(config_of(make_config, "off"), client=client).directory

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.random_training import random_trajectories
+import factories
 from libra.config import config_from_dict
 from libra.driver.resume import read_point
 from libra.store.batch_membership import commit_batch
@@ -45,8 +44,8 @@ def test_each_group_is_consumed_or_committed_or_started_or_none(
                 if fate == "consumed":
                     batch.append((k, g))
                 elif fate == "committed":
-                    (member,) = random_trajectories(1, 6, 2, 90, iteration=g + 3)
-                    write_group(spec.groups_dir, k, g, [replace(member, trajectory_id=TrajectoryId(k, g, 0))])
+                    member = factories.trajectory(TrajectoryId(k, g, 0), version=g + 3)
+                    write_group(spec.groups_dir, k, g, [member])
                     committed.add(("train", k, g))
                     started[(k, g)] = g + 3  # by its record: no batch may leave it behind before it reports again
                 elif not isinstance(fate, str):

@@ -12,36 +12,31 @@ import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from html import escape
 from pathlib import Path
 from typing import Any
 
 import pytest
 from distributed import Client, Scheduler
+from live_runs import address_of, keep_groups
 from streamed_runs import check_taken_again, check_whole, events_of
 
 from libra import events
 from libra.cli.replay import replay_run
 from libra.cluster.local import local_cluster
-from libra.cluster.present_workers import present_workers
 from libra.config import RunConfig, config_from_dict
-from libra.driver import run_checkpoints
 from libra.driver.session import Session
 from libra.envs import tool
-from libra.hardware.prices import load_prices
 from libra.observe.log_facts import log_facts
-from libra.observe.report import write_report
 from libra.policy import replayed_objects
 from libra.scheduler import role_plugin
 from libra.testing import FixedTurns
 from libra.types import Prompt
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.live, pytest.mark.timeout(600)]
 
 PROMPTS, GROUP = 6, 2
 ENGINES = {"engines": [{"count": 2, "threads": 1, "min_pass_s": 0.05}], "hybrid_workers": 1}
 """A pass takes as long for eight trajectories as for one: whatever a busy machine measures, the held ones fit on one engine."""
-TURNED = (events.RoleStage, events.RoleChanged, events.EngineTurned, events.WaveTrained)
 
 
 class HeldTail(FixedTurns):
@@ -74,16 +69,11 @@ HeldTail.__module__ = "__main__"
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Any]:
-    """A cluster of rollout-0, which can change its role, rollout-1, tool-0 and train-0; its client is ``client``."""
+def slow_client() -> Iterator[Client]:
+    """A client of rollout-0, which can change its role, rollout-1, tool-0 and train-0."""
     workers = {"threads": 1, "dashboard_port": 0}
-    with local_cluster(config_from_dict({"cluster": ENGINES | workers, "rollout": {"slots": 8}})) as started:
-        yield started
-
-
-@pytest.fixture(scope="module")
-def client(cluster: Any) -> Iterator[Client]:
-    with Client(cluster) as connected:
+    config = config_from_dict({"cluster": ENGINES | workers, "rollout": {"slots": 8}})
+    with local_cluster(config) as started, Client(started) as connected:
         yield connected
 
 
@@ -92,7 +82,7 @@ def free(monkeypatch: pytest.MonkeyPatch) -> None:
     """Changes count as free, so that engines turn whatever the backlog; group records stay."""
     for module in (role_plugin, replayed_objects):
         monkeypatch.setattr(module, "price_s", lambda stage_s: 0.0)
-    monkeypatch.setattr(run_checkpoints, "prune_groups", lambda spec, first, before: before)
+    keep_groups(monkeypatch)
 
 
 class Held:
@@ -125,15 +115,10 @@ class Held:
             if isinstance(event, kind) and all(getattr(event, name) == value for name, value in fields.items())
         ]
 
-    def address(self, name: str) -> str:
-        workers = present_workers(self.session.client)
-        (address,) = (address for address, worker in workers.items() if worker["name"] == name)
-        return address
-
 
 @pytest.fixture
 def held(
-    make_config: Callable[..., RunConfig], cluster: Any, client: Client, tmp_path: Path, until: Any, free: None
+    make_config: Callable[..., RunConfig], slow_client: Client, tmp_path: Path, until: Any, free: None
 ) -> Callable[..., Held]:
     """Maker of runs of so many iterations, not entered; more settings by section."""
 
@@ -149,7 +134,7 @@ def held(
             store={"keep_versions": 9},
             checkpoint={"every": 0},
         )
-        return Held(Session(config, client=client, environment=HeldTail(lock)), lock, until, cluster)
+        return Held(Session(config, client=slow_client, environment=HeldTail(lock)), lock, until, slow_client.cluster)
 
     return make
 
@@ -161,13 +146,9 @@ def check_turned(run: Held, iterations: int) -> None:
     check_taken_again(run.session.directory, config, iterations, alone=False)
 
 
-@pytest.mark.parametrize(
-    "more",
-    [{}, {"rollout": {"chunk_tokens": 3, "kv_host_gib": 0.1}, "trainer": {"old_logp": "ewma"}}],
-    ids=["plain", "parts of turns, a pool of KV, another old policy"],
-)
-def test_the_engine_that_the_tail_does_not_need_trains_and_returns(more: Any, held: Callable[..., Held]) -> None:
-    run = held(3, **more)
+def test_the_engine_that_the_tail_does_not_need_trains_and_returns(held: Callable[..., Held]) -> None:
+    """With parts of turns, a pool of KV, and another old policy."""
+    run = held(3, rollout={"chunk_tokens": 3, "kv_host_gib": 0.1}, trainer={"old_logp": "ewma"})
     with run.session as session, ThreadPoolExecutor(1) as thread:
         iterations = session.iterations()
         with run.tail():
@@ -180,33 +161,22 @@ def test_the_engine_that_the_tail_does_not_need_trains_and_returns(more: Any, he
     assert rows[0]["hybrids"] == 1 and all(row["hybrids_lost"] == 0 for row in rows)
     turned = run.found(events.EngineTurned)
     assert [(event.worker, event.to) for event in turned[:2]] == [("rollout-0", "training"), ("rollout-0", "rollout")]
-    assert "open trajectories fit on 1 other GPUs" in turned[0].reason
     (started, *_) = run.found(events.RoleChangeStarted)
-    assert started.reason == f"the engine turns to training: {turned[0].reason}"
+    assert started.reason.endswith(turned[0].reason)
     assert run.found(events.WaveTrained, batch=0)[-1].hybrids == 1
     moved = [(event.home, event.worker) for event in run.found(events.HomeChanged) if event.t_s > turned[0].t_s]
-    assert (("rollout-0", "rollout-1") in moved) == ("rollout" in more)  # from the pool of the engine that has turned
+    assert ("rollout-0", "rollout-1") in moved  # from the pool of the engine that has turned
     check_turned(run, 3)
     facts, problem = log_facts(run.session.directory / "events.jsonl", ("train-0",))
     assert not problem
     (engine,) = (worker for worker in facts.run.times.times().workers if worker.worker == "rollout-0")
     ready = [stage.t_s for stage in run.found(events.RoleStage, stage="state")]
-    assert engine.seconds["turned"] == pytest.approx(
-        sum(
-            min(wave.train_s, wave.t_s - max(t_s for t_s in ready if t_s < wave.t_s))
-            for wave in run.found(events.WaveTrained)
-            if wave.hybrids
-        )
-    )
-    took = {
-        to: sum(turn.seconds or 0.0 for turn in facts.run.streamed.turns if turn.to == to)
-        for to in ("training", "rollout")
-    }
-    assert took["training"] > 0 < took["rollout"]
-    assert [turn.reason for turn in facts.run.streamed.turns] == [event.reason for event in turned]
-    write_report([run.session.directory], run.session.directory / "report.html", load_prices())
-    report = (run.session.directory / "report.html").read_text()
-    assert all(report.count(f"<td>{escape(event.reason)}</td>") for event in turned)
+    trained = [wave for wave in run.found(events.WaveTrained) if wave.hybrids]
+    expected = (min(wave.train_s, wave.t_s - max(t_s for t_s in ready if t_s < wave.t_s)) for wave in trained)
+    assert engine.seconds["turned"] == pytest.approx(sum(expected))
+    turns = facts.run.streamed.turns
+    assert all(sum(turn.seconds or 0.0 for turn in turns if turn.to == to) > 0 for to in ("training", "rollout"))
+    assert [turn.reason for turn in turns] == [event.reason for event in turned]
 
 
 def snapshots(dask_scheduler: Any) -> list[dict[str, Any]]:
@@ -231,75 +201,56 @@ def check_page(page: dict[str, Any], run: Held) -> None:
     assert engine["seconds"]["turning"] > 0
 
 
-def hold(run: str, stage: str, entered: Path, go: Path, dask_worker: Any) -> None:
-    """Hold up one stage of a change, once, before its work is done: say which process it is, and wait for a word."""
+def hold(run: str, entered: Path, go: Path, dask_worker: Any) -> None:
+    """Hold up a change, once, before the worker takes up its new role: say which process it is, and wait for a word."""
     member = dask_worker.plugins[f"libra-{run}"].roles
-    name = {"draining": "_drain", "sleeping": "_sleep", "taking_up": "_take_up"}[stage]
-    work = getattr(member, name)
+    work = member._take_up
 
     async def held(*arguments: Any) -> None:
-        setattr(member, name, work)
+        member._take_up = work
         await asyncio.to_thread(entered.write_text, str(os.getpid()))
         await asyncio.to_thread(go.read_text)
         await work(*arguments)
 
-    setattr(member, name, held)
+    member._take_up = held
 
 
 hold.__module__ = "__main__"
 
 
-@pytest.mark.parametrize("stage", ["draining", "taking_up"])
-def test_an_engine_that_is_killed_while_it_turns_loses_nothing_and_turns_again_later(
-    stage: str, held: Callable[..., Held], tmp_path: Path
+def dies_in_a_slice(run: str, dask_worker: Any) -> None:
+    """This worker is killed as soon as it computes a slice for the core."""
+    gradient = dask_worker.plugins[f"libra-{run}"].roles.training._replica.gradient
+    gradient.accumulate = lambda *arguments: os.kill(os.getpid(), signal.SIGKILL)
+
+
+dies_in_a_slice.__module__ = "__main__"
+
+
+def test_an_engine_that_is_killed_while_it_turns_or_trains_loses_nothing(
+    held: Callable[..., Held], tmp_path: Path
 ) -> None:
+    """In the first tail while it takes up its new role, in the second one in a wave, whose slice the core computes then."""
     run = held(4)
     entered, go = tmp_path / "entered", tmp_path / "go"
     os.mkfifo(entered)
     os.mkfifo(go)
     with run.session as session, ThreadPoolExecutor(1) as thread:
         iterations = session.iterations()
-        session.client.run(hold, "demo", stage, entered, go, workers=[run.address("rollout-0")])
+        session.client.run(hold, "demo", entered, go, workers=[address_of(session.client, "rollout-0")])
         with run.tail():
             first = thread.submit(next, iterations)
             os.kill(int(entered.read_text()), signal.SIGKILL)
             run.wait_for(events.RoleChangeFailed)
-        first.result()
+        rows = [first.result()]
         with run.tail():  # the next version is out: it may turn again
             second = thread.submit(next, iterations)
             run.wait_for(events.RoleStage, stage="state")
-        second.result()
-        list(iterations)
+            session.client.run(dies_in_a_slice, "demo", workers=[address_of(session.client, "rollout-0")])
+        rows += [second.result(), *iterations]
     (failed,) = run.found(events.RoleChangeFailed)
-    assert failed.detail == "rollout-0 left the cluster"
+    assert "rollout-0 left" in failed.detail
     assert [event.to for event in run.found(events.EngineTurned)][:2] == ["training", "training"]
-    check_turned(run, 4)
-
-
-def dies_in_a_slice(run: str, dask_worker: Any) -> None:
-    """This worker is killed as soon as it computes a slice for the core."""
-    gradient = dask_worker.plugins[f"libra-{run}"].roles.training._replica.gradient
-
-    def deadly(*arguments: Any) -> Any:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    gradient.accumulate = deadly
-
-
-dies_in_a_slice.__module__ = "__main__"
-
-
-def test_an_engine_that_is_killed_while_it_trains_in_a_wave_has_its_slice_computed_by_the_core(
-    held: Callable[..., Held],
-) -> None:
-    run = held(4)
-    with run.session as session, ThreadPoolExecutor(1) as thread:
-        iterations = session.iterations()
-        with run.tail():
-            first = thread.submit(next, iterations)
-            run.wait_for(events.RoleStage, stage="state")
-            session.client.run(dies_in_a_slice, "demo", workers=[run.address("rollout-0")])
-        rows = [first.result(), *iterations]
-    assert rows[0]["hybrids_lost"] == 1
-    assert [event.worker for event in run.found(events.WorkerLost)] == ["rollout-0"]
+    assert [row["hybrids_lost"] for row in rows[:2]] == [0, 1]
+    assert [event.worker for event in run.found(events.WorkerLost)] == ["rollout-0"] * 2
     check_turned(run, 4)

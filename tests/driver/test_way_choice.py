@@ -102,7 +102,7 @@ def test_steps_are_streamed_while_that_is_the_choice(
     plan = json.loads(CliRunner().invoke(cli, given, catch_exceptions=False).stdout)
     assert plan["bounds"]["longest_s"] > 0 and plan["regime"]["choice"] in ("split", "streaming", "turning")
     both = CliRunner().invoke(cli, [*given, "--trace", "turns.csv"])
-    assert isinstance(both.exception, ConfigError) and "leave one of them out" in str(both.exception)
+    assert isinstance(both.exception, ConfigError)
     assert "steps are taken by split: as step 1 was measured" in history and "step 2 was measured: groups" in history
 
 

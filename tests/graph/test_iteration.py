@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -45,12 +46,9 @@ def test_the_nodes_of_an_iteration_and_their_keys() -> None:
     tasks = layers(graph.end)
     for group in graph.groups:
         tasks |= layers(group)
-    names = sorted(keys.parse(key).node for key in tasks)
-    assert names == sorted(
-        ["gate", "prompts", "batch", "store", "step", "update", "publish", "summary"]
-        + ["trajectory"] * 6
-        + ["group"] * 2
-    )
+    once = ("gate", "prompts", "batch", "store", "step", "update", "publish", "summary")
+    names = Counter(keys.parse(key).node for key in tasks)
+    assert names == {"trajectory": 6, "group": 2} | dict.fromkeys(once, 1)
     assert all(keys.parse(key)[3:] == (7, "demo") for key in tasks)
     assert all(keys.parse(key).indices[0] == 5 for key in tasks)
 
@@ -79,17 +77,20 @@ def test_no_iteration_depends_on_another_and_the_batch_on_no_group() -> None:
     assert not any(key.startswith(("group", "trajectory", "gate")) for key in tasks)
 
 
-@pytest.mark.parametrize("node", ["gate-train-5", "trajectory-train-5-1-2", "batch-train-5"])
-def test_gates_trajectories_and_batches_are_parked(node: str) -> None:
-    graph = iteration_graph(spec(), 5)
-    tasks = layers(graph.end) | layers(graph.groups[1])
-    assert tasks[f"{node}-e7-demo"][0]["resources"] == {keys.PARK: 1}
-
-
 @pytest.mark.parametrize(
-    ("node", "resource"), [("group-train-5-0", "GRADE"), ("step-train-5-0", "TRAIN"), ("store-train-5", "COMMIT")]
+    ("node", "resource"),
+    [
+        ("gate-train-5", keys.PARK),
+        ("trajectory-train-5-0-2", keys.PARK),
+        ("batch-train-5", keys.PARK),
+        ("group-train-5-0", "GRADE"),
+        ("step-train-5-0", "TRAIN"),
+        ("store-train-5", "COMMIT"),
+    ],
 )
-def test_other_nodes_take_a_slot_of_their_own_kind(node: str, resource: str) -> None:
+def test_gates_trajectories_and_batches_are_parked_and_others_take_a_slot_of_their_kind(
+    node: str, resource: str
+) -> None:
     graph = iteration_graph(spec(), 5)
     tasks = layers(graph.end) | layers(graph.groups[0])
     assert tasks[f"{node}-e7-demo"][0]["resources"] == {resource: 1}

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
-from libra.cluster.present_workers import present_workers
-from libra.config import load_config
-from libra.driver.session import Session
 from libra.store.record_codec import unpack
 
 AT = 2
 """Quantum whose record is the moment: the third part of a first turn."""
 
 
-def kill_at_part(run: str, first: Path, driver: int | None, dask_worker: Any, *, after: bool = True) -> None:
-    """Let the first worker with a record `AT` of a part kill ``driver``, if given, and itself, ``after`` it or before.
+def kill_at_part(run: str, first: Path, dask_worker: Any, *, after: bool) -> None:
+    """Let the first worker with a record `AT` of a part kill itself, ``after`` it or before.
 
     The trajectory is named in the file ``first``.
     """
@@ -31,9 +27,7 @@ def kill_at_part(run: str, first: Path, driver: int | None, dask_worker: Any, *,
                 file.write(name)
         except FileExistsError:
             return
-        for process in (driver, os.getpid()):
-            if process is not None:
-                os.kill(process, signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
 
     def watched(name: str, quantum: int, *records: bytes) -> None:
         now = quantum == AT and unpack(records[0], source=name).get("stop_reason") == "parked"
@@ -44,17 +38,3 @@ def kill_at_part(run: str, first: Path, driver: int | None, dask_worker: Any, *,
             kill(name)
 
     journal.append = watched
-
-
-def main(config_file: str, first: str) -> None:
-    """A driver that dies with one of its workers."""
-    with Session(load_config(Path(config_file))) as session:
-        found = present_workers(session.client)
-        rollout = [address for address, worker in found.items() if worker["name"].startswith("rollout")]
-        session.client.run(kill_at_part, session.config.run.name, Path(first), os.getpid(), workers=rollout)
-        for _ in session.iterations():
-            pass
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -5,30 +5,19 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-import numpy as np
 import pytest
 
+import factories
 from libra.config import config_from_dict
 from libra.graph.evaluation_nodes import evaluation_outcome, evaluation_path, read_evaluation
 from libra.seals import sealed_text
-from libra.types import EndReason, FailureClass, Prompt, Trajectory, TrajectoryId
+from libra.types import FailureClass
 from libra.worker.run_spec import RunSpec
 
 
-def ended(sample: int, failure: FailureClass, reward: float) -> Trajectory:
-    one = np.array([1], np.int32)
-    return Trajectory(
-        TrajectoryId(0, sample, 0), Prompt("p", ()), one, np.array([True]), np.zeros(1, np.float32), one, one, [],
-        EndReason.ANSWERED, failure=failure, reward=reward,
-    )  # fmt: skip
-
-
-def test_failures_are_trajectories_that_ended_so_and_left_out_those_without_a_reward(tmp_path: Path) -> None:
-    trajectories = [
-        ended(0, FailureClass.NONE, 1.0),
-        ended(1, FailureClass.POLICY, 0.0),
-        ended(2, FailureClass.TOOL, math.nan),
-    ]
+def test_failures_are_trajectories_that_ended_so_and_left_out_those_without_a_reward() -> None:
+    ended = {FailureClass.NONE: 1.0, FailureClass.POLICY: 0.0, FailureClass.TOOL: math.nan}
+    trajectories = [factories.trajectory(failure=failure, reward=reward) for failure, reward in ended.items()]
     outcome = evaluation_outcome(3, trajectories)
     assert (outcome["num"], outcome["failures"], outcome["left_out"], outcome["reward"]) == (3, 2, 1, 0.5)
 

@@ -1,0 +1,146 @@
+"""What settings of the trainer do in a live run: old policies, routes, baselines, rewards per token, spare groups."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from distributed import Client
+from live_runs import address_of
+
+from libra.config import RunConfig
+from libra.driver.session import Session, run
+from libra.store.batch_membership import read_batch_facts
+from libra.store.trajectories import TrajectoryStore
+from libra.testing import FixedTurns
+from libra.types import Episode
+from libra.weights import WeightStore
+
+Config = Callable[..., RunConfig]
+
+
+def dies_after_the_old_policies(run: str, dask_worker: Any) -> None:
+    """From now on the trainer is killed in a step whose tokens have been scored under their versions."""
+    gradient = dask_worker.plugins[f"libra-{run}"].trainer.replica.gradient
+    gradient.accumulate = lambda *arguments: os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_old_policies_are_exact_for_every_token_and_a_killed_trainer_takes_the_same_steps_again(
+    make_config: Config, client: Client
+) -> None:
+    from libra.worker.checkpoint_writer import CheckpointWriter
+    from libra.worker.replica_factory import make_replica
+    from libra.worker.trainer import recover
+
+    config = make_config(
+        run={"iterations": 6, "eta": 3},
+        trainer={"old_logp": "version", "correction": "truncate", "lr": 1e-3},
+        checkpoint={"every": 4},
+        store={"keep_versions": 1},
+    )
+    with Session(config, client=client) as session:
+        iterations = session.iterations()
+        rows = [next(iterations) for _ in range(5)]
+        session.client.run(dies_after_the_old_policies, run="demo", workers=[address_of(client, "train-0")])
+        rows += iterations
+    assert [row["iteration"] for row in rows] == list(range(6)) and max(row["lag_max"] for row in rows) > 0
+    scored = [row for row in rows if row["forwarded_tokens"]]
+    assert scored and all(row["exact_old_frac"] == 1.0 for row in scored)
+    spec, store = session.spec, WeightStore(session.spec.weights_dir)
+    assert store.numbers()[-6:] == list(range(1, 7))  # eta versions before the checkpoint of 4 steps, and all since
+    shutil.rmtree(spec.checkpoints_dir / "step-000006")
+    replica = make_replica(spec, spec.model_dir, None)
+    replica.published = store.read
+    again = recover(CheckpointWriter(replica, spec.checkpoints_dir, config), spec, store, 6)
+    assert [(step["step"], step["digest"]) for step in again] == [(n - 1, store.get(n).digest) for n in (5, 6)]
+
+
+def test_routes_of_experts_go_from_engine_to_trainer(make_config: Config, random_moe: Path, client: Client) -> None:
+    config = make_config(
+        run={"iterations": 3, "eta": 1},
+        model={"path": str(random_moe)},
+        trainer={"routes": "replay", "balance_experts": True, "dispatch": "peer", "lr": 1e-2},
+    )
+    rows = [row for row in run(config, client=client).iterations if row["forwarded_tokens"]]
+    assert rows and all(row["routes_replayed_frac"] == 1.0 for row in rows)
+    assert rows[0]["routes_equal_frac"] == 1.0 and all(row["expert_load_ratio"] >= 1 for row in rows)
+    assert all(row["mismatch_max_abs"] < 1e-3 for row in rows)
+
+
+def test_of_remax_the_first_sample_is_greedy_and_the_baseline_of_the_others(
+    make_config: Config, client: Client, random_model: Path
+) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    trainer = {"algorithm": "remax", "group_size": 3, "lr": 1e-3}
+    config = make_config(run={"iterations": 1}, rollout={"chunk_tokens": 2}, trainer=trainer)
+    with Session(config, client=client) as session:
+        (values,) = session.iterations()
+    facts = read_batch_facts(session.spec.batches_dir, 0)["groups"]
+    with TrajectoryStore.open(session.directory / "trajectories.zarr") as store:
+        stored = [store.trajectory(index) for index in range(store.num_trajectories)]
+    model = AutoModelForCausalLM.from_pretrained(random_model)
+    assert len(facts) == 2
+    for row in facts:
+        group = int(Path(row["path"]).stem.split("-")[2])
+        members = [m for m in stored if m.trajectory_id.split == "train" and m.trajectory_id.group == group]
+        likeliest = []
+        for member in members:
+            with torch.no_grad():
+                best = model(input_ids=torch.as_tensor(member.token_ids.astype(np.int64))[None]).logits[0].argmax(-1)
+            where = np.flatnonzero(member.is_action)
+            likeliest.append(bool((best.numpy()[where - 1] == member.token_ids[where]).all()))
+        assert likeliest == [member.trajectory_id.sample == 0 for member in members] and len(members) == 3
+        baseline = next(member.reward for member in members if member.trajectory_id.sample == 0)
+        assert row["trains"] == [member.trajectory_id.sample != 0 for member in members]
+        expected = [member.reward - baseline if member.trajectory_id.sample else 0.0 for member in members]
+        assert row["advantages"] == pytest.approx(expected)
+    assert values["sequences"] == 4  # the greedy ones have no part in the step
+
+
+KL = {"kl_coef": 0.1, "kl_in_reward": True, "kl_target": 1e-9, "kl_horizon": 10.0, "lr": 1e-3}
+
+
+@pytest.mark.parametrize(
+    "trainer",
+    [
+        {"algorithm": "reinforce_pp", **KL, "gamma": 0.9, "dispatch": "peer"},
+        {"algorithm": "reinforce_pp", "gamma": 0.9, "minibatches": 2, "m2po_threshold": 1e-9},
+    ],
+)
+def test_a_run_learns_from_rewards_per_token(make_config: Config, client: Client, trainer: dict[str, Any]) -> None:
+    rows = run(make_config(run={"iterations": 3}, trainer=trainer), client=client).iterations
+    assert [row["optimizer_steps"] for row in rows] == [trainer.get("minibatches", 1)] * 3
+    if "kl_coef" in trainer:  # the engine has the reference's weights at first, and then others
+        assert rows[0]["kl_reference"] < 1e-6 < rows[2]["kl_reference"]
+        assert rows[1]["kl_coef"] != rows[2]["kl_coef"] > 0
+    else:
+        assert {row["kl_coef"] for row in rows} == {0.0} and rows[0]["rejected_frac"] > 0
+
+
+class SomeAlike(FixedTurns):
+    """The samples of the first question of each four have equal rewards."""
+
+    def grade(self, episode: Episode) -> float:
+        alike = int(episode.prompt.prompt_id.split("-")[1]) % 4 == 0
+        return 0.5 if alike else float(episode.trajectory_id.endswith("-1"))
+
+
+def test_groups_without_a_signal_are_replaced_by_those_that_stand_by(make_config: Config, client: Client) -> None:
+    config = make_config(run={"iterations": 2}, trainer={"prompts": 4, "train_prompts": 2})
+    with Session(config, environment=SomeAlike(), client=client) as session:
+        rows = list(session.iterations())
+        facts = [read_batch_facts(session.spec.batches_dir, batch)["groups"] for batch in range(2)]
+    for row, groups in zip(rows, facts, strict=True):
+        assert [group.get("spare") for group in groups] == ["no signal", None, None, "not needed"]
+        assert (row["groups_trained"], row["groups_replaced"], row["groups_spare"]) == (2, 1, 1)
+        assert row["sequences"] == 4 and row["trajectories"] == 8  # denominators of the step, and of what was generated
+    with TrajectoryStore.open(session.spec.store_path) as store:
+        assert store.num_trajectories == 16
