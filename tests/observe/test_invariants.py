@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,16 +25,38 @@ Change = Callable[[TrajectoryId, dict[str, Any]], None]
 ETA, SIZE, PROMPTS, BATCHES = 1, 2, 2, 5
 
 
-def a_run(directory: Path, change: Change = lambda tid, made: None, sections: dict[str, Any] | None = None) -> Path:
-    """Five batches of two groups of two; ``change`` may change the versions and fields of each trajectory."""
-    run, rng = directory / "demo", np.random.default_rng(0)
-    values = {"run": {"iterations": BATCHES, "eta": ETA}, "trainer": {"prompts": PROMPTS, "group_size": SIZE}}
-    for section, keys in (sections or {}).items():
-        values[section] = values.get(section, {}) | keys
+def sound(tid: TrajectoryId, made: dict[str, Any]) -> None:
+    """Nothing is changed."""
+
+
+@pytest.fixture(scope="module")
+def a_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """``a_run(change, sections)``: a run of five batches of two groups of two, read only.
+
+    ``change`` may change the versions and fields of each trajectory; runs with the same change have the same store.
+    """
+    made: dict[Change, Path] = {}
+
+    def configured(change: Change = sound, sections: dict[str, Any] | None = None) -> Path:
+        values: dict[str, Any] = {
+            "run": {"iterations": BATCHES, "eta": ETA}, "trainer": {"prompts": PROMPTS, "group_size": SIZE}
+        }  # fmt: skip
+        for section, keys in (sections or {}).items():
+            values[section] = values.get(section, {}) | keys
+        if change not in made:
+            made[change] = stored(tmp_path_factory.mktemp("runs") / "demo", change, values["trainer"]["prompts"])
+        (made[change] / "config.resolved.yaml").write_text(dump_config(config_from_dict(values)))
+        return made[change]
+
+    return configured
+
+
+def stored(run: Path, change: Change, prompts: int) -> Path:
+    rng = np.random.default_rng(0)
     with TrajectoryStore.create(run / "trajectories.zarr") as store:
         for batch in range(BATCHES):
             members = []
-            for group in range(values["trainer"]["prompts"]):
+            for group in range(prompts):
                 for sample in range(SIZE):
                     tid = TrajectoryId(batch, group, sample)
                     begun = max(0, batch - group % 2)
@@ -43,7 +66,6 @@ def a_run(directory: Path, change: Change = lambda tid, made: None, sections: di
                         members.append(trajectory(tid, **{"advantage": 0.5} | made))
             store.append(members, batch=batch)
         store.append([trajectory(TrajectoryId(0, 0, 0, "eval"), versions=[9])])
-    (run / "config.resolved.yaml").write_text(dump_config(config_from_dict(values)))
     return run
 
 
@@ -76,7 +98,7 @@ def the_long_fail(tid: TrajectoryId, made: dict[str, Any]) -> None:
 
 
 CASES: dict[str, tuple[Change, dict[str, Any], dict[str, str]]] = {
-    "sound": (lambda tid, made: None, {}, {}),
+    "sound": (sound, {}, {}),
     "late": (first_group_is_late, {}, {"lag <= eta": "BROKEN", "C1": "not promised", "C3": "BROKEN"}),
     "dropped": (
         dropped, {"staleness": {"over_age": "drop"}},
@@ -115,10 +137,10 @@ def printed(act: Callable[[], object], capsys: pytest.CaptureFixture[str]) -> tu
 
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_broken_is_seen_and_plain_zarr_counts_the_same(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, a_run: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     change, sections, expected = CASES[name]
-    run = a_run(tmp_path, change, sections)
+    run = a_run(change, sections)
     promises = check_invariants(run)
     verdicts = {promise.name: promise.verdict for promise in promises if promise.verdict != "holds"}
     assert [*verdicts.values()] == [*expected.values()]
@@ -132,9 +154,11 @@ def test_what_is_broken_is_seen_and_plain_zarr_counts_the_same(
     assert f"KS distance {plain[-1]['distance']:.6f}, p {plain[-1]['p']:.6g};" in rows[-1]["detail"]
 
 
-def test_a_trajectory_that_is_there_twice_is_consumed_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trajectory_that_is_there_twice_is_consumed_twice(
+    a_run: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The store refuses that; the count must not trust it."""
-    run = a_run(tmp_path)
+    run = shutil.copytree(a_run(), tmp_path / "demo")
     monkeypatch.setattr(TrajectoryStore, "_check_new", lambda store, ids: None)
     with TrajectoryStore.open(run / "trajectories.zarr", "a") as store:
         store.append([trajectory(TrajectoryId(1, 0, 0), versions=[1] * 4)], batch=4)
@@ -142,8 +166,10 @@ def test_a_trajectory_that_is_there_twice_is_consumed_twice(tmp_path: Path, monk
     assert (broken["consumed once"], broken["whole groups"]) == (1, 1)
 
 
-def test_pieces_of_a_store_give_the_numbers_of_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = a_run(tmp_path, versions_are_mixed)
+def test_pieces_of_a_store_give_the_numbers_of_the_whole(
+    a_run: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = a_run(versions_are_mixed)
     whole = check_invariants(run)
     monkeypatch.setattr(invariants, "READ_TOKENS", 50)
     assert check_invariants(run) == whole

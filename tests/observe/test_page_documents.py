@@ -136,16 +136,19 @@ def test_choosing_a_run_or_starting_it_anew_replaces_the_samples(make_snapshot):
 # -- serving ---------------------------------------------------------------------------------------------------------
 
 
-def test_json_is_the_snapshot_and_strict(make_snapshot, live_scheduler):
+def test_json_and_page_are_served_once_below_the_prefix_from_the_latest_source(make_snapshot, live_scheduler):
     snapshot = make_snapshot(rewards=[[0, 0.5], [1, math.nan]])
 
     async def main():
-        async with live_scheduler() as scheduler:
-            attach_page(scheduler, lambda: [snapshot])
-            answer = await fetch(scheduler, "/libra/state.json")
-            page = await fetch(scheduler, "/libra")
-            status = await fetch(scheduler, "/status")
-            return answer, page, status
+        async with live_scheduler(http_prefix="cluster-7") as scheduler:
+            attach_page(scheduler, lambda: [make_snapshot(run="first")], prefix="/cluster-7/")
+            pages = len(scheduler.http_application.applications)
+            await fetch(scheduler, "/cluster-7/libra/state.json")
+            attach_page(scheduler, lambda: [snapshot], prefix="/cluster-7/")
+            assert len(scheduler.http_application.applications) == pages
+            paths = ("libra/state.json", "libra", "status")
+            assert (await fetch(scheduler, "/libra/state.json")).code == 404
+            return [await fetch(scheduler, f"/cluster-7/{path}") for path in paths]
 
     answer, page, status = asyncio.run(main())
     assert answer.code == page.code == status.code == 200
@@ -158,32 +161,7 @@ def test_json_is_the_snapshot_and_strict(make_snapshot, live_scheduler):
         k: snapshot[k] for k in ("run", "tokens", "groups", "quanta")
     }
     assert b'href="libra"' in page.body
-    assert b'href="libra"' in status.body
-
-
-def test_attaching_twice_leaves_one_page_with_the_latest_source(make_snapshot, live_scheduler):
-    async def main():
-        async with live_scheduler() as scheduler:
-            attach_page(scheduler, lambda: [make_snapshot(run="first")])
-            pages = len(scheduler.http_application.applications)
-            await fetch(scheduler, "/libra/state.json")
-            attach_page(scheduler, lambda: [make_snapshot(run="second")])
-            assert len(scheduler.http_application.applications) == pages
-            status = await fetch(scheduler, "/status")
-            assert status.body.count(b'href="libra"') == 1
-            return json.loads((await fetch(scheduler, "/libra/state.json")).body)
-
-    assert [snapshot["run"] for snapshot in asyncio.run(main())] == ["second"]
-
-
-def test_dashboard_prefix_is_respected(make_snapshot, live_scheduler):
-    async def main():
-        async with live_scheduler(http_prefix="cluster-7") as scheduler:
-            attach_page(scheduler, lambda: [make_snapshot()], prefix="/cluster-7/")
-            paths = ("/cluster-7/libra", "/cluster-7/libra/state.json", "/cluster-7/status", "/libra/state.json")
-            return [(await fetch(scheduler, path)).code for path in paths]
-
-    assert asyncio.run(main()) == [200, 200, 200, 404]
+    assert status.body.count(b'href="libra"') == 1
 
 
 def test_without_a_dashboard_the_json_stays_and_the_reason_is_logged(make_snapshot, live_scheduler, caplog):

@@ -14,6 +14,7 @@ import sys
 import pytest
 
 from factories import trajectory
+from libra.config import config_from_dict
 from libra.errors import ConfigError
 from libra.observe import trackers as module
 from libra.observe.metric_groups import grouped
@@ -192,14 +193,14 @@ def test_a_tracker_that_fails_is_one_warning_and_the_others_go_on(tmp_path, monk
     assert len(read_metrics(tmp_path)) == 3 and written == [0, 1, 2]
 
 
-def test_a_tracker_that_is_not_installed_is_refused_before_anything_starts(monkeypatch, tmp_path, make_config):
+def test_a_tracker_that_is_not_installed_is_refused_before_anything_starts(monkeypatch, tmp_path):
     from libra.driver.session import run
 
     found = module.importlib.util.find_spec
     monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None if name == "wandb" else found(name))
     with pytest.raises(ConfigError, match="pip install wandb"):
-        run(make_config(observe={"trackers": ["wandb"]}))
-    assert not (tmp_path / "demo").exists()
+        run(config_from_dict({"run": {"dir": str(tmp_path)}, "observe": {"trackers": ["wandb"]}}))
+    assert not list(tmp_path.iterdir())
 
 
 def test_samples_are_the_best_and_the_worst_and_act_on_no_reader():
