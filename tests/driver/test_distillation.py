@@ -34,9 +34,7 @@ from libra.store.batch_membership import batch_path, read_batch_facts
 from libra.store.event_log import EventReader
 from libra.store.group_records import group_path, read_group
 from libra.store.teacher_scores import read_scores, scores_path
-from libra.store.trajectories import TrajectoryStore
-from libra.testing import FixedTurns
-from libra.types import Episode, Taught, TrajectoryId
+from libra.types import Taught, TrajectoryId
 from libra.weights import WeightStore
 from libra.worker.run_spec import RunSpec
 
@@ -243,48 +241,6 @@ def _holds_back(run: str, dask_worker: Any) -> None:
 
 def _goes_on(run: str, dask_worker: Any) -> None:
     dask_worker.plugins[f"libra-{run}"].teacher.gate.set()
-
-
-class EveryOtherAlike(FixedTurns):
-    """The samples of every other question have equal rewards."""
-
-    def grade(self, episode: Episode) -> float:
-        _, _, group, sample = episode.trajectory_id.split("-")
-        return 0.5 if group == "0" else float(sample == "1")
-
-
-@pytest.mark.live
-def test_groups_that_stand_by_are_no_missing_scores(make_config: Config, teacher: Path, teacher_client: Client) -> None:
-    """Dynamic sampling goes by rewards, which count beside the teacher."""
-    trainer = {"prompts": 3, "train_prompts": 1}
-    config = distilling(make_config, teacher, {"top_k": 8, "reward_coef": 1.0}, trainer=trainer)
-    with Session(config, environment=EveryOtherAlike(), client=teacher_client) as session:
-        rows = list(session.iterations())
-        facts = [read_batch_facts(session.spec.batches_dir, batch)["groups"] for batch in (0, 1)]
-    for row, groups in zip(rows, facts, strict=True):
-        assert [group.get("spare") for group in groups] == ["no signal", None, "not needed"]
-        assert [group["taught"] for group in groups] == [False, True, False]
-        assert (row["late_taught"], row["taught_frac"], row["sequences"], row["groups_trained"]) == (0, 1.0, 4, 1)
-
-
-@pytest.mark.live
-def test_a_student_of_experts_learns_from_a_teacher_with_the_routes_of_its_engines(
-    make_config: Config, teacher: Path, teacher_client: Client, random_moe: Path
-) -> None:
-    config = distilling(
-        make_config, teacher, {"top_k": 8}, run={"iterations": 3, "eta": 1}, trainer={"routes": "replay"},
-        model={"path": str(random_moe)},
-    )  # fmt: skip
-    with Session(config, client=teacher_client) as session:
-        rows = list(session.iterations())
-    assert all(row["taught_frac"] == 1 and row["routes_replayed_frac"] == 1 and row["kl_teacher"] > 0 for row in rows)
-    assert rows[0]["routes_equal_frac"] == 1 and all(row["mismatch_max_abs"] < 1e-3 for row in rows)
-    with TrajectoryStore.open(session.spec.store_path) as store:
-        stored = [store.trajectory(row) for row in range(store.num_trajectories)]
-    for member in stored:
-        assert member.taught is not None and member.taught.logp.shape == (member.num_action_tokens, 8)
-        assert member.routes is not None and len(member.routes) == len(member.token_ids)
-        assert (member.routes[: int(np.flatnonzero(member.is_action)[-1])] >= 0).all()
 
 
 def test_a_teacher_that_does_not_fit_is_refused_with_what_to_type(

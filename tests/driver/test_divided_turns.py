@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import mid_turn_kill
 import numpy as np
 from distributed import Client
 from live_runs import WIDE, address_of, events_of, named
@@ -17,12 +18,43 @@ from libra.config import RunConfig
 from libra.driver.session import Session
 from libra.events import from_dict
 from libra.policy.log_replay import replay
+from libra.store.record_codec import unpack
 from libra.store.trajectories import TrajectoryStore
 from libra.store.trajectory_journal import Journal
 from libra.types import Trajectory
 
 PROMPTS, GROUP = 6, 4
 """More trajectories than the engines have slots: some leave theirs after a part of a turn."""
+
+
+def kill_at_part(run: str, first: Path, dask_worker: Any, *, after: bool) -> None:
+    """Let the first worker with a record of a third part of a first turn kill itself, ``after`` it or before.
+
+    The trajectory is named in the file ``first``.
+    """
+    journal = dask_worker.plugins[f"libra-{run}"].context.journal
+    append = journal.append
+
+    def kill(name: str) -> None:
+        try:
+            with first.open("x") as file:
+                file.write(name)
+        except FileExistsError:
+            return
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def watched(name: str, quantum: int, *records: bytes) -> None:
+        now = quantum == 2 and unpack(records[0], source=name).get("stop_reason") == "parked"
+        if now and not after:
+            kill(name)
+        append(name, quantum, *records)
+        if now:
+            kill(name)
+
+    journal.append = watched
+
+
+kill_at_part.__module__ = "__main__"  # by value to the workers, which cannot import this file
 
 
 def content(directory: Path) -> dict[str, Trajectory]:
@@ -55,7 +87,7 @@ def test_a_run_in_parts_of_turns_has_the_trajectories_of_the_run_without_and_two
     expected = content(session.directory)
     with Session(configured("parts", 7), client=client_wide) as session:
         for name, after in (("rollout-0", True), ("rollout-1", False)):
-            kill = partial(mid_turn_kill.kill_at_part, after=after)
+            kill = partial(kill_at_part, after=after)
             client_wide.run(kill, "parts", tmp_path / name, workers=[address_of(client_wide, name)])
         list(session.iterations())
     assert (tmp_path / "rollout-0").exists() and (tmp_path / "rollout-1").exists()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -105,24 +104,3 @@ def test_two_workers_take_the_steps_of_one_and_a_killed_rank_costs_a_step_at_mos
         opened = {(event["batch"], event["wave"]) for event in named(events, "wave_opened")}
         assert opened == {(k, j) for k in range(3) for j in range(2)}
     check_steps_of_one(session, rows)
-
-
-def test_adapters_over_shards_are_published_merged_and_proved_by_the_engines(
-    make_config: Config, client_wide: Client, random_model: Path
-) -> None:
-    from safetensors.torch import load_file
-
-    trainer = TRAINER | {"layout": "fsdp2", "lora_rank": 2, "lora_alpha": 4.0, "lr": 1e-2}
-    config = make_config(trainer=trainer, cluster=WIDE, checkpoint={"every": 1})
-    with Session(config, client=client_wide) as session:
-        rows = list(session.iterations())
-    assert [row["replicas"] for row in rows] == [2, 2]
-    assert {event["version"] for event in named(events_of(session.directory), "version_checked")} >= {0, 1, 2}
-    newest = session.checkpoints.newest
-    assert newest is not None and newest.name == "step-000002"
-    base, merged = (load_file(directory / "model.safetensors") for directory in (random_model, newest))
-    adapters = load_file(newest / "adapter" / "adapter_model.safetensors")
-    for layer in ("model.layers.0.self_attn.v_proj", "model.layers.1.mlp.down_proj"):
-        a, b = (adapters[f"base_model.model.{layer}.lora_{ab}.weight"] for ab in "AB")
-        assert b.any()
-        assert (merged[f"{layer}.weight"] - base[f"{layer}.weight"]).sub(2.0 * (b @ a)).abs().max() < 1e-6

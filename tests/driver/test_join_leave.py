@@ -14,7 +14,6 @@ from distributed import Client, Scheduler
 from live_runs import address_of, events_of, kill, named, once_each
 
 from libra.cluster.local import local_cluster
-from libra.cluster.readiness import check_cluster
 from libra.config import RunConfig, config_from_dict
 from libra.driver.session import Session
 from libra.scheduler import LibraPlugin
@@ -188,31 +187,3 @@ def test_a_joiner_that_cannot_be_set_up_is_left_out_and_takes_part_once_it_is_me
     assert failed["detail"] == "OSError: no space left for scratch"
     lost = next(n for n, e in enumerate(events) if e["name"] == "worker_lost" and e["address"] == at)
     assert not [e for e in events[:lost] if e.get("worker") == joiner and e["name"].startswith(("quantum", "version"))]
-
-    broken.touch()
-    kill(growing, joiner, until)
-    with Session(make_config(run={"name": "beside", "iterations": 1}), environment=NotEverywhere(), client=growing):
-        until(growing.cluster, lambda it: not_ready(it) == {joiner: "failed"})
-        at = address_of(growing, joiner)
-        assert at not in growing.cluster.scheduler.resources["GRADE"]
-    assert growing.cluster.scheduler.resources["GRADE"][at] == 4, "it supplies again to runs after this one"
-
-
-def test_a_worker_that_alone_supplies_something_is_started_anew_until_it_can_be_set_up(
-    make_config: Config, client: Client, until: Until, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("libra.scheduler.unready_workers.RETRY_AFTER_S", (0.5, 0.5, 600.0))
-    broken, cluster = tmp_path / "scratch", client.cluster
-    with Session(make_config(run={"iterations": 3}), environment=NotEverywhere(), client=client) as session:
-        iterations = session.iterations()
-        next(iterations)
-        nanny = cluster.workers["tool-0"]
-        nanny.env["LIBRA_TEST_BROKEN"] = str(broken)  # of the process that it starts next
-        broken.touch()
-        kill(client, "tool-0", until)
-        until(cluster, lambda it: not_ready(it) == {"tool-0": "failed"})
-        check_cluster(client, session.config)  # a run that starts now waits for it, too
-        broken.unlink()
-        assert [values["iteration"] for values in iterations] == [1, 2]
-    (failed,) = named(once_each(session.directory, 3, 2, 2), "worker_setup_failed")
-    assert (failed["worker"], failed["retry_after_s"]) == ("tool-0", 0.5)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import os
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import dask
@@ -20,7 +17,6 @@ from libra.config import RunConfig
 from libra.driver.session import Session
 from libra.errors import ClusterError
 from libra.scheduler import LibraPlugin
-from libra.worker import host
 
 Config = Callable[..., RunConfig]
 Until = Callable[[Any, Callable[[Scheduler], bool]], None]
@@ -63,35 +59,3 @@ def test_a_nanny_that_ends_is_replaced_and_the_run_goes_on(
     assert cluster.workers["train-0"] is not nanny
     assert process(cluster.scheduler, "train-0") not in (None, first)
     assert "the nanny of worker train-0 has ended" in caplog.text
-
-
-def test_a_workers_part_of_a_run_is_built_when_that_of_the_run_before_is_gone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    async def test() -> list[str]:
-        order: list[str] = []
-        gate, worker = asyncio.Event(), SimpleNamespace(name="train-0", address="tcp://10.0.0.1:1")
-
-        async def clear() -> None:
-            await gate.wait()  # a process group that takes its time to close
-            order.append("cleared")
-
-        async def build(self: host.LibraHost, worker: Any) -> None:
-            order.append("built")
-            self.context = SimpleNamespace(report=lambda said: None, name="", address="")  # type: ignore[assignment]
-
-        monkeypatch.setattr(host, "heartbeat_during_setup", lambda worker: contextlib.nullcontext())
-        monkeypatch.setattr(host.LibraHost, "_build", build)
-        first, second = (host.LibraHost(SimpleNamespace(run=run)) for run in ("first", "second"))  # type: ignore[arg-type]
-        await first.setup(worker)
-        first._parts.push_async_callback(clear)
-        clearing = asyncio.ensure_future(first.teardown(worker))
-        await asyncio.sleep(0)  # it has begun
-        building = asyncio.ensure_future(second.setup(worker))
-        for _ in range(10):
-            await asyncio.sleep(0)
-        gate.set()
-        await asyncio.gather(clearing, building)
-        return order
-
-    assert asyncio.run(test()) == ["built", "cleared", "built"]

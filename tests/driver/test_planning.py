@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from distributed import Client
@@ -12,8 +13,11 @@ from live_runs import events_of, named
 from libra.config import RunConfig
 from libra.driver.planning import realised_seconds, taken, workload_of
 from libra.driver.session import Session
+from libra.driver.upcoming_prompts import UpcomingPrompts
+from libra.envs import FunctionEnvironment
 from libra.events import from_dict
 from libra.policy.log_replay import replay
+from libra.sim.from_run import workload_of_run
 
 Config = Callable[..., RunConfig]
 
@@ -85,3 +89,41 @@ def test_of_a_publication_beside_the_next_step_what_exceeds_it_counts(
     realised = realised_seconds(values, make_config(run={"eta": 1}))
     assert taken(values, realised, {}, beside=True).rest_s == pytest.approx(exceeds_s)
     assert taken(values, realised, {}).rest_s == publish_s
+
+
+class Elsewhere:
+    """An environment whose questions are only where its workers are."""
+
+    asked = 0
+
+    def prompt(self, split: str, index: int) -> Any:
+        self.asked += 1
+        raise OSError("no such file")
+
+    prompt_id = prompt
+
+
+def test_a_run_names_the_prompts_of_each_iteration_before_it_begins(make_config: Any, client: Client) -> None:
+    environment = FunctionEnvironment(prompts=["a", "b", "c"], eval_prompts=["d"], reward=lambda completion: 1.0)
+    with Session(make_config(run={"iterations": 3}), environment=environment, client=client) as session:
+        assert all("forecast_weight_history" in row for row in session.iterations())
+    events = events_of(session.directory)
+    asked = [environment.prompt("train", index).prompt_id for index in range(6)]
+    assert {e["iteration"]: e["prompts"] for e in named(events, "prompts_named")} == {
+        k: asked[2 * k : 2 * k + 2] for k in range(3)
+    }
+    assert set(asked[:3]) == set(asked[3:])
+    work = workload_of_run(session.directory)
+    assert [plan.prompt for plan in work.trajectories] == [name for name in asked for _ in range(2)]
+    for k in range(3):
+        order = [event["name"] for event in events if event.get("iteration") == k]
+        assert order.index("prompts_named") < order.index("gate_parked")
+
+
+def test_an_environment_that_fails_here_is_asked_once_and_done_without() -> None:
+    environment = Elsewhere()
+    prompts = UpcomingPrompts(environment, 2)  # type: ignore[arg-type]
+    assert prompts.lengths(0) is None and prompts.lengths(1) is None and environment.asked == 1
+    environment = Elsewhere()
+    prompts = UpcomingPrompts(environment, 2)  # type: ignore[arg-type]
+    assert prompts.names(0) is None and prompts.names(1) is None and environment.asked == 1

@@ -1,7 +1,9 @@
-"""What is left of a run's directory: nothing after a start that failed, everything once the run has begun."""
+"""What is left of a run's directory, its log there, and its summary: nothing of a start that failed, all once it has begun."""
 
 from __future__ import annotations
 
+import logging
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +14,8 @@ from distributed import Client
 
 from libra.config import RunConfig
 from libra.driver import run_directory
+from libra.driver.run_logs import FOREIGN, RunLogs, ShownFormatter
+from libra.driver.run_summary import RunSummary
 from libra.driver.session import Session
 from libra.errors import RunDirectoryError
 from libra.observe.metrics import MetricsLog
@@ -67,3 +71,76 @@ def test_of_two_starts_at_once_the_second_leaves_the_first_ones_directory_alone(
     with pytest.raises(RunDirectoryError, match="already has files"):
         run_directory.make_directory(spec, "of the second", {"environment": False, "score": False})
     assert (directory / "config.resolved.yaml").read_text() == "of the first"
+
+
+def log_with_traceback(name: str, text: str) -> None:
+    try:
+        raise ConnectionError("a browser left")
+    except ConnectionError:
+        logging.getLogger(name).exception(text)
+
+
+def test_a_traceback_of_a_library_is_in_the_file_and_not_on_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dask = logging.getLogger("distributed.core")
+    handler, propagate = logging.StreamHandler(sys.stderr), dask.propagate
+    dask.addHandler(handler)
+    try:
+        with RunLogs(tmp_path) as logs:
+            log_with_traceback("distributed.core", "before the directory")
+            assert not logs.path.exists()
+            logs.open()
+            for name in sorted(FOREIGN):
+                logger = logging.getLogger(f"{name}.of_this_test")
+                logger.setLevel(logging.ERROR)  # Dask wants less of tornado
+                log_with_traceback(logger.name, "a page was closed")
+        assert handler in dask.handlers and dask.propagate is propagate
+        log_with_traceback("distributed.core", "after the run")
+    finally:
+        dask.removeHandler(handler)
+    text = logs.path.read_text()
+    assert text.count("Traceback") == 1 + len(FOREIGN)
+    assert text.index("before the directory") < text.index("a page was closed")
+    assert capsys.readouterr().err.count("Traceback") == 1, "only what was logged after the run"
+
+
+def test_what_libra_says_is_a_line_on_the_terminal_and_has_its_traceback_in_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    libra, handler = logging.getLogger("libra"), logging.StreamHandler(sys.stderr)
+    handler.setFormatter(ShownFormatter("%(message)s", brief=True))
+    libra.addHandler(handler)
+    try:
+        with RunLogs(tmp_path) as logs:
+            logs.open()
+            log_with_traceback("libra.driver", "worker train-0 is lost; type this")
+    finally:
+        libra.removeHandler(handler)
+    assert capsys.readouterr().err == "worker train-0 is lost; type this\n"
+    assert "ConnectionError: a browser left" in logs.path.read_text()
+    with RunLogs(tmp_path / "run"):
+        logging.getLogger("distributed").warning("something")
+    assert not (tmp_path / "run").exists(), "a start that leaves no run leaves no log"
+
+
+def summary(**changes: object) -> RunSummary:
+    values = {
+        "iterations": [
+            {"reward": 0.125, "generated_tokens": 1000, "left_out": 0},
+            {"reward": 0.5, "generated_tokens": 2500, "left_out": 2},
+        ],
+        "evaluations": [{"reward": 0.25, "num": 64}, {"reward": 0.75, "num": 64}],
+        "checkpoint": Path("runs/demo/checkpoints/2"),
+        "wall_s": 12.4,
+    }
+    return RunSummary("demo", Path("runs/demo"), **{**values, **changes})  # type: ignore[arg-type]
+
+
+def test_a_summary_is_a_short_table_of_what_there_is_also_in_a_notebook() -> None:
+    text, page = str(summary()), summary(checkpoint=Path("<b>x</b>"))._repr_html_()
+    assert len(text.splitlines()) == len(summary().rows()) == page.count("<tr>") == 8
+    for words in ("0.250 before, 0.750 after, 64", "0.125 in the first iteration, 0.500", "3,500", "checkpoints/2"):
+        assert words in text
+    assert "<b>" not in page and "0.250 before, 0.750 after" in page
+    assert len(summary(iterations=[], evaluations=[], checkpoint=None).rows()) == 3

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -9,33 +13,102 @@ from typing import Any
 
 import numpy as np
 import pytest
-import shells
 from distributed import Client
 
 import libra
 from libra.cluster.local import local_cluster
 from libra.config import RunConfig
 from libra.driver.session import run
+from libra.envs import tool
 from libra.errors import ConfigError
 from libra.observe.metrics import read_metrics
 from libra.store.trajectories import TrajectoryStore
+from libra.testing import FixedTurns
+from libra.types import ToolCall
 
 ITERATIONS, MEMBERS = 3, 8
+VICTIM = "train-1-0-2"
 
 
-def configured(make_config: Callable[..., RunConfig], notes: Path, **args: str) -> RunConfig:
+COUNTER = """
+import os, sys
+n = 0
+for line in sys.stdin:
+    n = 0 if line == "reset\\n" else n + 1
+    print(n, os.getpid(), flush=True)
+"""
+
+
+class Shell:
+    """A process; `ask` gives how often it was asked since it was reset, and its process id."""
+
+    def __init__(self) -> None:
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self.process = subprocess.Popen([sys.executable, "-c", COUNTER], **pipes)
+
+    def ask(self, line: str) -> str:
+        self.process.stdin.write(f"{line}\n")
+        self.process.stdin.flush()
+        return self.process.stdout.readline().strip()
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+class Shells(FixedTurns):
+    """Every turn calls `look`, which notes in ``notes``/TRAJECTORY what its session said. In the second turn of `VICTIM`
+    its worker (``kill`` worker) or its session is killed, once."""
+
+    session = libra.session(
+        Shell,
+        reset=lambda shell: shell.ask("reset"),
+        close=Shell.close,
+        alive=lambda shell: shell.process.poll() is None,
+    )
+
+    def __init__(self, notes: Path, kill: str) -> None:
+        super().__init__()
+        self.notes, self.kill = notes, kill
+        self.tools = (tool(self.look),)
+
+    def parse(self, text: str) -> tuple[ToolCall, ...]:
+        return (ToolCall("look", {}),)
+
+    def look(self, session: Shell, action_id: str) -> str:
+        """Ask the session.
+
+        Returns:
+            How often it was asked.
+        """
+        trajectory, turn, _ = action_id.split("/")
+        count, process = session.ask("look").split()
+        self.notes.mkdir(exist_ok=True)
+        with (self.notes / trajectory).open("a") as file:
+            file.write(f"{turn} {count} {process} {os.getpid()}\n")
+        if (trajectory, turn) == (VICTIM, "1"):
+            if self.kill == "worker":
+                os.kill(os.getpid(), signal.SIGKILL)
+            session.process.kill()
+            session.process.wait()
+        return count
+
+
+for _sent in (Shell, Shells):
+    _sent.__module__ = "__main__"  # by value to the workers, which cannot import this file
+
+
+def configured(make_config: Callable[..., RunConfig]) -> RunConfig:
     """A run of trajectories of four turns, three of them with an action."""
-    notes.mkdir()
     return make_config(
         run={"iterations": ITERATIONS},
-        environment={"name": "shells:Shells", "args": {"notes": str(notes), **args}},
         rollout={"max_turns": 4},
         trainer={"prompts": 2, "group_size": 4},
         cluster={"tool_workers": 2},
     )
 
 
-def check_begins_again(directory: Path, notes: dict[str, list[list[str]]], victim: str) -> None:
+def check_begins_again(directory: Path, notes: dict[str, list[list[str]]]) -> None:
     """The loss is an infrastructure failure of one trajectory, which has another session then."""
     with TrajectoryStore.open(directory / "trajectories.zarr") as store:
         rows = {name: np.array(values) for name, values in store.columns().items()}
@@ -43,9 +116,9 @@ def check_begins_again(directory: Path, notes: dict[str, list[list[str]]], victi
     assert rows["retried"][place].tolist() == ["worker"]
     assert set(rows["failure"]) == {"policy"}  # four turns, and still calling: the model's own
     assert np.isfinite(rows["reward"]).all() and len(rows["reward"]) == ITERATIONS * MEMBERS
-    again = notes[f"{victim}.1"]
+    again = notes[f"{VICTIM}.1"]
     assert [line[:2] for line in again] == [["0", "1"], ["1", "2"], ["2", "3"]]
-    assert {line[2] for line in again}.isdisjoint({line[2] for line in notes[victim]})
+    assert {line[2] for line in again}.isdisjoint({line[2] for line in notes[VICTIM]})
 
 
 def read_notes(notes: Path) -> dict[str, list[list[str]]]:
@@ -57,10 +130,9 @@ def read_notes(notes: Path) -> dict[str, list[list[str]]]:
 def test_a_trajectory_keeps_one_session_hands_it_on_reset_and_begins_again_with_another_when_its_worker_dies(
     make_config: Callable[..., RunConfig], tmp_path: Path
 ) -> None:
-    victim = "train-1-0-2"
-    config = configured(make_config, tmp_path / "notes", victim=victim, kill="worker")
+    config = configured(make_config)
     with local_cluster(config) as cluster, Client(cluster) as client:  # the shared ones have one tool worker
-        directory = run(config, client=client).directory
+        directory = run(config, environment=Shells(tmp_path / "notes", "worker"), client=client).directory
     notes = read_notes(tmp_path / "notes")
     whole = {name: lines for name, lines in notes.items() if len(lines) == 3}
     assert len(whole) >= ITERATIONS * MEMBERS
@@ -71,38 +143,26 @@ def test_a_trajectory_keeps_one_session_hands_it_on_reset_and_begins_again_with_
     assert len(of_session) < len(notes) and len({lines[0][3] for lines in notes.values()}) >= 2
     by_iteration = [{lines[0][2] for name, lines in notes.items() if name.startswith(f"train-{k}-")} for k in (0, 2)]
     assert by_iteration[0] & by_iteration[1], "sessions outlive iterations"
-    check_begins_again(directory, notes, victim)
+    check_begins_again(directory, notes)
 
 
 def test_a_session_that_dies_is_replaced(make_config: Callable[..., RunConfig], client: Client, tmp_path: Path) -> None:
-    config = configured(make_config, tmp_path / "notes", victim="train-1-0-2", kill="session")
-    directory = run(config, client=client).directory
+    environment = Shells(tmp_path / "notes", "session")
+    directory = run(configured(make_config), environment=environment, client=client).directory
     notes = read_notes(tmp_path / "notes")
-    check_begins_again(directory, notes, "train-1-0-2")
+    check_begins_again(directory, notes)
     last = read_metrics(directory)[-1]
     assert last["sessions_made"] == len({lines[0][2] for lines in notes.values()})
     assert last["sessions_made"] + last["sessions_reused"] == len(notes) and last["sessions_reused"] > 0
     assert last["sessions_reused"] <= last["sessions_resets"]
 
 
-def test_functions_as_tools_get_a_session_of_libra_train(
-    client: Client, random_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("libra.api.FunctionEnvironment", shells.Calling)  # whose every turn is a call
-    kind = libra.session(shells.Shell, reset=shells.cleared, close=shells.Shell.close)
-    given: dict[str, Any] = {
-        "model": str(random_model), "client": client, "prompts": ["go"] * 4, "reward": shells.one, "tools": [shells.asked],
-        "run__dir": str(tmp_path), "run__iterations": 2, "rollout__max_new_tokens": 4, "rollout__max_turns": 3,
-        "rollout__ignore_eos": True, "trainer__prompts": 1, "trainer__group_size": 2, "evaluation__prompts": 0,
-        "observe__progress": False, "observe__tensorboard": False,
-    }  # fmt: skip
-    summary = libra.train(**given, session=kind, run__name="demo")
-    with TrajectoryStore.open(summary.directory / "trajectories.zarr") as store:
-        turns, members = store.columns("turn"), store.num_trajectories
-        assert members == 4 and set(turns["status"].tolist()) == {"ok", ""}
-    last = read_metrics(summary.directory)[-1]
-    assert last["sessions_made"] + last["sessions_reused"] == members
-    with pytest.raises(ConfigError, match="session"):
-        libra.train(**given, run__name="without")
-    with pytest.raises(ConfigError, match="session"):
-        libra.train(**given | {"tools": []}, session=kind, run__name="unused")
+def test_functions_as_tools_have_a_session_if_one_takes_it_and_only_then(random_model: Path, tmp_path: Path) -> None:
+    def asked(session: list[int]) -> str:
+        """Ask the session."""
+        return str(session)
+
+    given: dict[str, Any] = {"model": str(random_model), "prompts": ["go"], "reward": lambda completion: 1.0}
+    for changes in ({"tools": [asked]}, {"session": libra.session(list), "tools": []}):
+        with pytest.raises(ConfigError, match="session"):
+            libra.train(**given | changes, run__dir=str(tmp_path))

@@ -15,7 +15,7 @@ from live_runs import events_of, named
 from libra.cli.main import main
 from libra.cli.roles import roles_command
 from libra.cluster.hardware_inventory import CPU, Machine
-from libra.cluster.local import device_bindings, local_cluster
+from libra.cluster.local import device_bindings
 from libra.cluster.present_workers import present_workers
 from libra.cluster.run_contact import FILE
 from libra.config import RunConfig, config_from_dict, load_config
@@ -49,39 +49,6 @@ def test_the_machines_own_gpus_are_planned_for() -> None:
     assert laid_out(made, NODE) is made  # what was planned is started as it is
     deployed = configured_deployment(made)
     assert deployed.train_gpus + sum(tp * number for tp, number in deployed.engines.items()) <= 4
-
-
-@pytest.mark.parametrize("workers", [{"tool_workers": 2}, {"tool_workers": 1, "tool_workers_most": 2}])
-def test_tool_workers_with_a_judge_have_a_gpu_in_their_environment(
-    workers: dict[str, object], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    judged = {
-        "planner": {"layout": "configured"},
-        "services": {"named": {"judge": {"model": "m"}, "counts": {"function": "math:sqrt"}}},
-    }
-    seen: dict[str, str | None] = {}
-
-    class Started(Exception):
-        pass
-
-    def started(reserve: dict[str, Any] | None, least: int, *, workers: dict[str, Any], **_: Any) -> None:
-        for name, spec in (workers | (reserve or {})).items():
-            seen[name] = spec["options"]["env"].get("CUDA_VISIBLE_DEVICES")
-        raise Started
-
-    monkeypatch.setenv("LIBRA_FORK_SERVER", "0")
-    monkeypatch.setattr("libra.cluster.local.dask.config.set", lambda *_: None)
-    monkeypatch.setattr("libra.cluster.local.new_security", lambda: None)
-    monkeypatch.setattr("libra.cluster.local.LocalWorkers", started)
-    for num_gpus, gpu in ((3, "2"), (2, "1"), (1, None), (0, None)):
-        monkeypatch.setattr("libra.cluster.local.this_machine", lambda n=num_gpus: Machine("H100-80G", n, 8))
-        with pytest.raises(Started):
-            local_cluster(_config(**judged, cluster=workers))  # type: ignore[arg-type]
-        assert [seen[f"tool-{number}"] for number in range(2)] == [gpu, gpu]
-        assert (seen["rollout-0"], seen["train-0"]) == (("0", "1") if num_gpus > 1 else (None, None))
-    with pytest.raises(Started):
-        local_cluster(_config(planner={"layout": "configured"}, cluster=workers))  # type: ignore[arg-type]
-    assert seen["tool-0"] is None
 
 
 @pytest.mark.parametrize("teacher", ["none", "own", "service"])
@@ -202,9 +169,8 @@ def test_a_run_starts_what_was_planned_and_answers_for_its_roles(
         code, out, _ = typed("roles", str(directory), "rollout-0=train", "--wait", "--json")
         answer = json.loads(out)
         assert (code, answer["changed"], answer["generation"], answer["roles"][0]["role"]) == (0, True, 1, "train")
-        for wrong in (["rollout-7=train"], ["--cancel", "2"]):
-            code, _, err = typed("roles", str(directory), *wrong)
-            assert code == 2 and "Traceback" not in err
+        code, _, err = typed("roles", str(directory), "rollout-7=train")
+        assert code == 2 and "rollout-7" in err
     assert not (directory / FILE).exists()
     code, _, err = typed("roles", str(directory))
     assert code == 2 and f"libra resume {directory}" in err

@@ -1,4 +1,4 @@
-"""What settings of the trainer do in a live run: old policies, routes, baselines, rewards per token, spare groups."""
+"""What settings of the trainer do in a live run: old policies, routes, baselines, rewards per token."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ from libra.config import RunConfig
 from libra.driver.session import Session, run
 from libra.store.batch_membership import read_batch_facts
 from libra.store.trajectories import TrajectoryStore
-from libra.testing import FixedTurns
-from libra.types import Episode
 from libra.weights import WeightStore
 
 Config = Callable[..., RunConfig]
@@ -123,24 +121,3 @@ def test_a_run_learns_from_rewards_per_token(make_config: Config, client: Client
         assert rows[1]["kl_coef"] != rows[2]["kl_coef"] > 0
     else:
         assert {row["kl_coef"] for row in rows} == {0.0} and rows[0]["rejected_frac"] > 0
-
-
-class SomeAlike(FixedTurns):
-    """The samples of the first question of each four have equal rewards."""
-
-    def grade(self, episode: Episode) -> float:
-        alike = int(episode.prompt.prompt_id.split("-")[1]) % 4 == 0
-        return 0.5 if alike else float(episode.trajectory_id.endswith("-1"))
-
-
-def test_groups_without_a_signal_are_replaced_by_those_that_stand_by(make_config: Config, client: Client) -> None:
-    config = make_config(run={"iterations": 2}, trainer={"prompts": 4, "train_prompts": 2})
-    with Session(config, environment=SomeAlike(), client=client) as session:
-        rows = list(session.iterations())
-        facts = [read_batch_facts(session.spec.batches_dir, batch)["groups"] for batch in range(2)]
-    for row, groups in zip(rows, facts, strict=True):
-        assert [group.get("spare") for group in groups] == ["no signal", None, None, "not needed"]
-        assert (row["groups_trained"], row["groups_replaced"], row["groups_spare"]) == (2, 1, 1)
-        assert row["sequences"] == 4 and row["trajectories"] == 8  # denominators of the step, and of what was generated
-    with TrajectoryStore.open(session.spec.store_path) as store:
-        assert store.num_trajectories == 16

@@ -14,19 +14,18 @@ from libra.cluster.local import local_cluster
 from libra.config import RunConfig, config_from_dict
 from libra.driver.session import Session
 from libra.events import Event, from_dict
-from libra.policy import joined_of, off_by_frac
 from libra.policy.log_replay import replay
 from libra.policy.move_review import moves
 from libra.scheduler.worker_registry import UPDATE_FRAC
 from libra.store.event_log import EventReader
 from libra.store.group_records import read_group
-from libra.types import EngineCapacity, StepSeconds
+from libra.types import EngineCapacity
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(600)]
 
 TRACES = Path(__file__).parents[2] / "benchmarks" / "data" / "agent_turns" / "tau_airline_gpt4o.csv"
 SLOW_S = 0.04
-SLOTS, MAX_CONTEXT_TOKENS, LAYERS = 2, 1024, 6
+SLOTS, LAYERS = 2, 6
 TOKEN_BYTES = 2 * LAYERS * 1 * 16 * 4
 """Keys and values: layers, KV heads, head size, float32."""
 Log = list[tuple[int, Event]]
@@ -56,7 +55,7 @@ def config_of(model: Path, directory: Path, name: str, **rollout: Any) -> RunCon
         "model": {"path": str(model)},
         "environment": {"name": "libra.testing:TraceTurns", "args": args},
         "rollout": {
-            "slots": SLOTS, "max_context_tokens": MAX_CONTEXT_TOKENS, "max_turns": 64, "ignore_eos": True,
+            "slots": SLOTS, "max_context_tokens": 1024, "max_turns": 64, "ignore_eos": True,
             "max_new_tokens": 64, **rollout,
         },
         "trainer": {"prompts": 3, "group_size": 4, "lr": 0.0, "micro_batch_tokens": 4096, "max_row_tokens": 1024},
@@ -85,41 +84,21 @@ def runs(slow_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     return found
 
 
-def declared(log: Log, worker: str) -> list[EngineCapacity]:
-    found = [event for _, event in log if event.name == "engine_declared" and event.worker == worker]  # type: ignore[attr-defined]
-    return [EngineCapacity.from_declaration({n: getattr(e, n) for n in e.__struct_fields__}) for e in found]
-
-
 def test_engines_declare_their_budget_and_seconds_and_the_policy_is_told_both(runs: Any) -> None:
     log, _ = runs["plain"]
-    last: dict[str, EngineCapacity] = {}
-    told: dict[str, Any] = {}
-    for _, event in log:
-        if event.name == "engine_declared":
-            last[event.worker] = declared([(0, event)], event.worker)[0]
-        elif event.name == "worker_capacity" and event.worker in last:
-            told[event.worker] = event
-            expected = joined_of(event.worker, event.bucket, last[event.worker])
-            assert (event.kv_tokens, event.rollout_slots) == (expected.kv_tokens, SLOTS)
-            for name in ("alone_s_per_token", "full_s_per_token", "prefill_s_per_token", "beside_s_per_token"):
-                assert getattr(event, name) == getattr(expected, name)
-    assert told.keys() == {"rollout-0", "rollout-1"}
-    for worker, event in told.items():
-        first, now = declared(log, worker)[0], last[worker]
+    for worker in ("rollout-0", "rollout-1"):
+        mine = [event for _, event in log if getattr(event, "worker", None) == worker]
+        first, *_, last = (
+            EngineCapacity.from_declaration({name: getattr(e, name) for name in e.__struct_fields__})
+            for e in mine
+            if e.name == "engine_declared"
+        )
         assert first.steps is None, "at its start it has measured nothing"
-        assert (now.slots, now.tp, now.max_context_tokens, now.kv_token_bytes) == (
-            SLOTS,
-            1,
-            MAX_CONTEXT_TOKENS,
-            TOKEN_BYTES,
-        )
-        assert now.steps is not None and event.kv_tokens > 0 and event.alone_s_per_token > 0
-        steps = StepSeconds(
-            event.alone_s_per_token - event.beside_s_per_token, event.beside_s_per_token, 0.0, 0.0, 1, 0.0
-        )
-        assert steps.step_s(1, 0) == pytest.approx(now.steps.step_s(1, 0), rel=2 * UPDATE_FRAC)
-    assert last["rollout-1"].steps.step_s(SLOTS, SLOTS * 100) >= 0.9 * SLOW_S, "no pass takes less"  # type: ignore[union-attr]
-    assert off_by_frac(last["rollout-0"], last["rollout-1"]) > 0.0
+        assert (last.slots, last.tp, last.max_context_tokens, last.kv_token_bytes) == (SLOTS, 1, 1024, TOKEN_BYTES)
+        told = [event for event in mine if event.name == "worker_capacity"][-1]
+        assert last.steps is not None and (told.kv_tokens, told.rollout_slots) == (last.kv_tokens, SLOTS)
+        assert told.alone_s_per_token == pytest.approx(last.steps.step_s(1, 0), rel=2 * UPDATE_FRAC)
+    assert last.steps.step_s(SLOTS, SLOTS * 100) >= 0.9 * SLOW_S, "no pass takes less"
 
 
 def test_moved_trajectories_take_their_kv_along_and_generate_the_same_tokens(runs: Any) -> None:
@@ -134,12 +113,7 @@ def test_moved_trajectories_take_their_kv_along_and_generate_the_same_tokens(run
     assert found.keys() == expected.keys()
     for name, member in found.items():
         np.testing.assert_array_equal(member.token_ids, expected[name].token_ids)
-
-
-@pytest.mark.parametrize("name", ["plain", "kv"])
-def test_every_decision_follows_from_the_log_and_moves_are_explained_by_it(runs: Any, name: str) -> None:
-    log, _ = runs[name]
     assert [told.difference for told in replay(log) if told.difference] == []
-    found, dispatched = moves(log)
+    explained, dispatched = moves(log)
     assert dispatched == sum(e.name == "quantum_dispatched" and e.phase == "ROLLOUT" for _, e in log)
-    assert all(move.reason.startswith("move: ") for move in found)
+    assert all(move.reason.startswith("move: ") for move in explained)
