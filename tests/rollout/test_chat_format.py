@@ -116,14 +116,6 @@ def test_a_tool_cannot_spell_a_special_token(formats, name, contents):
     assert [i for i in ids if i in tokens] == [i for i in harmless if i in tokens]
 
 
-def test_a_special_token_that_a_tool_spells_is_broken_where_the_model_can_see_it(formats):
-    chat = formats["joined"]
-    assert chat.tokenizer.unk_token == "<unk>"  # which is what this tokenizer has for U+FFFD
-    text = chat.tokenizer.decode(chat.observation_ids([f"a{OPEN}b", CALL]))
-    assert "\na<unk>|im_start|>b\n" in text
-    assert CALL in text  # added, but neither special nor of this template: ordinary text
-
-
 def test_an_added_token_that_the_template_writes_is_no_text_of_a_tool(make_tokenizer):
     tokenizer = make_tokenizer(JOINED)
     tokenizer.add_tokens(["<tool_response>", "</tool_response>", "\n\n"])

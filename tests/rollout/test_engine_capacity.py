@@ -47,9 +47,6 @@ def test_noise_and_late_passes_move_it_little_and_are_its_error():
     steps = fit_steps(passes(2048, np.random.default_rng(1), noise=0.1, late=0.03))
     assert steps.step_s(8, 4000) == pytest.approx(np.dot(TRUE, (1, 8, 4000, 0)), rel=0.1)
     assert 0.01 < steps.error_frac < 0.3
-
-
-def test_no_coefficient_is_negative_where_a_straight_line_would_have_one():
     rows = passes(64, np.random.default_rng(2))
     rows[:, 4] = np.maximum(1e-4, 5e-3 - 1e-4 * rows[:, 1])  # faster with more sequences, which no engine is
     steps = fit_steps(rows)

@@ -71,7 +71,6 @@ def test_nfc_shrinks_no_text_by_more():
         {"pre_tokenizer": pre_tokenizers.Whitespace()},
         {"pre_tokenizer": pre_tokenizers.Sequence([pre_tokenizers.Split(" ", "removed"), pre_tokenizers.ByteLevel()])},
         {"model": models.BPE(vocab={"a": 0}, merges=[])},
-        {"model": models.WordLevel(vocab={"a": 0, "?": 1}, unk_token="?")},
         {"added": AddedToken("<x>", lstrip=True)},
     ],
 )

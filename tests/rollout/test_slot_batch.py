@@ -167,21 +167,6 @@ def test_only_the_part_of_the_cache_that_equals_the_context_is_used(make_batch, 
         assert warm.token_ids.tolist() == cold.token_ids.tolist()
 
 
-def test_a_seed_gives_the_same_tokens_in_any_batch(make_batch, make_request):
-    request = make_request("s", length=10, new=24, seed=77)
-    alone, crowd = make_batch(slots=1), make_batch(slots=6)
-    submit(alone, request)
-    submit(crowd, *(make_request(f"x{n}", length=3 + 7 * n, new=5 + n, seed=n, temperature=0.5) for n in range(4)))
-    crowd.step()
-    submit(crowd, request)
-    one, many = drain(alone)["s"], drain(crowd)["s"]
-    assert one.token_ids.tolist() == many.token_ids.tolist()
-    np.testing.assert_allclose(one.logprobs, many.logprobs, atol=1e-5)
-    other = make_batch()
-    submit(other, make_request("s", length=10, new=24, seed=78))
-    assert drain(other)["s"].token_ids.tolist() != one.token_ids.tolist()
-
-
 def test_eviction_takes_the_least_recently_used_and_spares_who_waits(make_batch, make_request):
     batch = make_batch(slots=3)
     for name in ("old", "wanted", "young"):
@@ -228,15 +213,6 @@ def test_long_prompts_are_prefilled_in_chunks_within_the_budget(make_batch, make
         assert parts.counters.prefilled_tokens - before <= 16
     assert sorted(fed) == sorted(expected)
     assert parts.counters.prefilled_tokens == whole.counters.prefilled_tokens == 50 + 41 + 3
-
-
-def test_the_last_position_of_the_context_can_be_filled(make_batch, make_request, make_model, reference_logprobs):
-    batch = make_batch(max_context_tokens=33)
-    request = make_request("full", length=20, new=13)
-    submit(batch, request)
-    output = drain(batch)["full"]
-    expected = reference_logprobs(make_model(), request.context_ids, output.token_ids)
-    np.testing.assert_allclose(output.logprobs, expected, atol=1e-4)
 
 
 def test_new_weights_take_over_between_two_tokens(make_batch, make_request, make_model, reference_logprobs):

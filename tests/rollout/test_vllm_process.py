@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,24 +14,8 @@ import torch
 from libra.rollout.vllm_draws import skip_draws
 from libra.rollout.vllm_ending import shared_memory
 from libra.rollout.vllm_engine import VLLMEngine
-from libra.rollout.vllm_settings import PARENT, is_installed
+from libra.rollout.vllm_settings import is_installed
 from libra.testing.models import Models
-
-END = "from libra.rollout.vllm_scheduler import _die_with_parent; _die_with_parent(); print('lives')"
-
-
-@pytest.mark.vllm
-@pytest.mark.skipif(not is_installed(), reason="vllm is not installed here: make setup-vllm")
-@pytest.mark.parametrize(
-    ("parent", "output", "code"), [(os.getpid(), "lives\n", 0), (1, "", -signal.SIGKILL)], ids=["lives", "dead"]
-)
-def test_an_engine_whose_worker_died_while_the_model_loaded_ends(parent, output, code):
-    """Its parent is then another process than the one that started it."""
-    environment = {**os.environ, PARENT: str(parent)}
-    engine = subprocess.run(
-        [sys.executable, "-c", END], env=environment, stdout=subprocess.PIPE, text=True, check=False
-    )
-    assert (engine.stdout, engine.returncode) == (output, code)
 
 
 @pytest.mark.parametrize(("kernel", "fp64"), [("forward_cpu", False), ("forward_cpu", True), ("forward_native", False)])

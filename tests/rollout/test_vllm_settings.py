@@ -47,15 +47,10 @@ def test_every_slot_and_a_probe_have_room_for_their_whole_context(slots, context
     blocks = kv_bytes(SHAPE, given) // block_bytes
     needed = (slots + 1) * -(-(context + 1) // CPU_BLOCK_TOKENS)
     assert needed + 1 < blocks <= needed + slots + 3  # one block is vLLM's own
+    assert max_model_tokens({"max_position_embeddings": 100}, settings()) == 100
     assert kv_bytes(SHAPE, settings(slots=slots, max_context_tokens=context, tp=tp, dtype="bfloat16")) * 2 == kv_bytes(
         SHAPE, given
     )
-
-
-def test_a_context_may_be_as_long_as_the_model_allows():
-    assert max_model_tokens({"max_position_embeddings": 100}, settings()) == 100
-    assert max_model_tokens({"max_position_embeddings": 101}, settings()) == 101
-    assert max_model_tokens({}, settings()) == 101
 
 
 def test_the_environment_of_this_process_is_as_before(monkeypatch):

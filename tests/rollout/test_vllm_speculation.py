@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from libra.rollout.vllm_engine import VLLMEngine
 from libra.rollout.vllm_settings import is_installed
@@ -80,33 +78,33 @@ async def serve(engine: VLLMEngine, groups: int) -> dict[str, list[TurnOutput]]:
 
 @pytest.mark.parametrize("options", [{}, {"tp": 2, "keep_kv": True, "host_kv_gib": 0.1}], ids=["tp1", "tp2-keeps-kv"])
 def test_tokens_and_logprobs_are_those_of_an_engine_without_drafts(options, tmp_path, vllm_engine):
-    model, sides, stats = Models(tmp_path).first, [], []
+    sides, stats = [], []
 
-    async def body(speculate: bool) -> None:
-        engine = VLLMEngine(model, threads=1, slots=16, max_context_tokens=256, speculate=speculate, **options)
-        await engine.start()
-        try:
-            sides.append(await serve(engine, 12))
-            stats.append(engine.stats())
-            if options:
-                kv = await engine.export_kv("11-0")
-                assert kv is not None
-                sides[-1]["kv"] = [np.frombuffer(kv.data, np.uint8)]  # type: ignore[list-item]
-        finally:
-            await engine.close()
-
-    async def plain_body(engine, _):
+    async def served(engine, _) -> None:
         before = engine.stats()
         sides.append(await serve(engine, 12))
         after = engine.stats()
         changed = {name: getattr(after, name) - getattr(before, name) for name in ("generated_tokens", "steps")}
         stats.append(replace(after, **changed))
+        if options:
+            kv = await engine.export_kv("11-0")
+            assert kv is not None
+            sides[-1]["kv"] = [np.frombuffer(kv.data, np.uint8)]
+
+    async def of_its_own(speculate: bool) -> None:
+        model = Models(tmp_path).first
+        engine = VLLMEngine(model, threads=1, slots=16, max_context_tokens=256, speculate=speculate, **options)
+        await engine.start()
+        try:
+            await served(engine, None)
+        finally:
+            await engine.close()
 
     if options:
-        asyncio.run(body(False))
+        asyncio.run(of_its_own(False))
     else:
-        vllm_engine(plain_body)
-    asyncio.run(body(True))
+        vllm_engine(served)
+    asyncio.run(of_its_own(True))
     plain, drafting = sides
     assert plain.keys() == drafting.keys()
     if options:
@@ -155,95 +153,3 @@ def test_drafts_over_an_update_in_mid_turn(tmp_path):
             np.testing.assert_allclose(
                 output.logprobs[mine], models.logprobs(directory, context, output.token_ids)[mine], atol=1e-3
             )
-
-
-@pytest.fixture
-def eager():
-    """Nothing is compiled, as in an engine process."""
-    with torch.compiler.set_stance("force_eager"):
-        yield
-
-
-def sampling(**changed: Any) -> Any:
-    """Sampling metadata of two requests with generators, as vLLM has it."""
-    from vllm.v1.sample.logits_processor import LogitsProcessors
-    from vllm.v1.sample.metadata import SamplingMetadata
-
-    nothing = torch.empty(0)
-    fields: dict[str, Any] = {
-        "temperature": torch.tensor([1.0, 0.5]), "all_greedy": False, "all_random": True, "top_p": None, "top_k": None,
-        "generators": {1: torch.Generator().manual_seed(1), 0: torch.Generator().manual_seed(0)}, "max_num_logprobs": 0,
-        "no_penalties": True, "prompt_token_ids": None, "frequency_penalties": nothing, "presence_penalties": nothing,
-        "repetition_penalties": nothing, "output_token_ids": [], "allowed_token_ids_mask": None, "bad_words_token_ids": {},
-        "logitsprocs": LogitsProcessors(),
-    }  # fmt: skip
-    return SamplingMetadata(**(fields | changed))
-
-
-@pytest.mark.parametrize("native", [False, True])
-def test_a_row_is_drawn_as_the_next_token_would_be_and_rejected_rows_leave_no_trace(native, eager):
-    from vllm.v1.sample.sampler import Sampler
-
-    from libra.rollout.vllm_coupled import CoupledSampler
-
-    sampler = Sampler(logprobs_mode="processed_logprobs")
-    if native:
-        sampler.topk_topp_sampler.forward = sampler.topk_topp_sampler.forward_native
-    runner = SimpleNamespace(sampler=sampler, input_batch=SimpleNamespace(vocab_size=VOCAB))
-    logits = torch.randn(
-        2, 6, VOCAB, generator=torch.Generator().manual_seed(5)
-    )  # two requests, of their next six tokens
-    plain = sampling()
-    steps = [sampler(logits=logits[:, place].clone(), sampling_metadata=plain) for place in range(6)]
-    expected = torch.stack([step.sampled_token_ids[:, 0] for step in steps], 1).tolist()
-    nats = torch.stack([step.logprobs_tensors.logprobs[:, 0] for step in steps], 1)
-
-    drafting, coupled, done = sampling(), CoupledSampler(runner), [0, 0]
-    for some, other in (([True, False, True], []), ([True], [False, True])):  # which drafts are right, of both requests
-        counts, given, rows = [len(some), len(other)], [], []
-        for request, flags in enumerate((some, other)):
-            at = done[request]
-            for place, good in enumerate(flags):
-                token = expected[request][at + place]
-                given.append(token if good else (token + 1) % VOCAB)
-            rows.append(logits[request, at : at + len(flags) + 1])
-        metadata = SimpleNamespace(
-            num_draft_tokens=counts, max_spec_len=max(counts), draft_token_ids=torch.tensor(given, dtype=torch.int32)
-        )
-        output = coupled(metadata, None, torch.cat(rows).clone(), drafting)
-        found = output.sampled_token_ids.tolist()
-        kept, width = (2, 1), max(counts) + 1
-        for request in (0, 1):
-            begin, tokens = done[request], found[request]
-            assert tokens == expected[request][begin : begin + kept[request]] + [-1] * (width - kept[request])
-            mine = output.logprobs_tensors.logprobs[:, 0].view(2, width)[request, : kept[request]]
-            torch.testing.assert_close(mine, nats[request, begin : begin + kept[request]])
-            done[request] += kept[request]
-    assert done == [4, 2]
-
-
-@pytest.mark.parametrize(
-    ("changed", "name"),
-    [
-        ({"no_penalties": False}, "penalties"),
-        ({"bad_words_token_ids": {0: [[1]]}}, "bad_words"),
-        ({"allowed_token_ids_mask": torch.ones(2, VOCAB, dtype=torch.bool)}, "allowed_token_ids"),
-        ({"logprob_token_ids": {0: [1]}}, "logprob_token_ids"),
-    ],
-)
-def test_settings_that_depend_on_earlier_tokens_are_refused(changed, name):
-    from vllm.v1.sample.logits_processor import LogitsProcessors
-
-    from libra.rollout.vllm_coupled import check_sampling
-
-    check_sampling(sampling())
-    with pytest.raises(ValueError, match=f"{name}.*rollout.speculate=false"):
-        check_sampling(sampling(**changed))
-    idle, active = (
-        SimpleNamespace(min_toks=each, is_argmax_invariant=lambda: False) for each in ({}, {0: (1, [], set())})
-    )
-    check_sampling(sampling(logitsprocs=LogitsProcessors([idle])))
-    unknown = SimpleNamespace(is_argmax_invariant=lambda: True)
-    for each in (active, unknown):
-        with pytest.raises(ValueError, match="a logits processor"):
-            check_sampling(sampling(logitsprocs=LogitsProcessors([each])))

@@ -13,8 +13,6 @@ from libra.train.advantages import (
     gae,
     group_advantages,
     grpo,
-    informative,
-    not_overlong,
     opo,
     reinforce_pp,
     reinforce_pp_baseline,
@@ -104,15 +102,6 @@ def test_returns_run_over_observations_and_stop_at_padding():
     assert generalised[mask > 0].tolist() == [0.5, 1.0, 2.0]
     assert reinforce_pp(torch.zeros(2, 0), torch.zeros(2, 0))[0].shape == (2, 0)
     assert gae(torch.zeros(2, 0), torch.zeros(2, 0), torch.zeros(2, 0))[0].shape == (2, 0)
-
-
-def test_filters_by_hand():
-    reward = torch.tensor([1.0, 1.0, 0.0, 1.0, 0.0, 0.0, 5.0])
-    group = torch.tensor([0, 0, 1, 1, 2, 2, 3])
-    assert informative(reward, group).tolist() == [False, False, True, True, False, False, False]
-    assert informative(reward, group, low=0, high=1).tolist() == [False, False, True, True, False, False, False]
-    assert not_overlong(torch.tensor([3, 8, 9]), 9).tolist() == [True, True, False]
-    assert not_overlong(torch.tensor([3, 8]), 9, finished_S=torch.tensor([False, True])).tolist() == [False, True]
 
 
 def group(reward: list[float], **changes: list) -> GroupRewards:

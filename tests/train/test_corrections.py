@@ -8,7 +8,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libra.errors import TrainError
 from libra.train import Packed, Padded
 from libra.train.corrections import (
     effective_sample_frac,
@@ -19,6 +18,7 @@ from libra.train.corrections import (
     two_factor_metrics,
     two_factors,
 )
+from libra.train.peers import verl_rejection_mask
 
 log_ratios = st.lists(st.floats(-4, 4), min_size=1, max_size=12)
 
@@ -107,6 +107,23 @@ def test_rejection_metrics_by_hand():
     assert rejection_mask(d, sequences, level="sequence", reduce="max", high=e + 1e-9).all()
 
 
+@pytest.mark.parametrize(
+    ("options", "verl", "threshold"),
+    [
+        ({"metric": "k2", "high": 0.01}, "token_k2", 0.01),
+        ({"metric": "k3", "high": 0.06, "level": "sequence", "reduce": "max"}, "seq_max_k3", 0.06),
+        ({"metric": "k3", "high": 0.2, "level": "sequence", "reduce": "sum"}, "seq_sum_k3", 0.2),
+    ],
+)
+def test_rejected_tokens_are_those_of_verl(options, verl, threshold):
+    generator = torch.Generator().manual_seed(0)
+    mask = torch.rand(8, 12, generator=generator) < 0.8
+    log_ratio = 0.2 * torch.randn(8, 12, generator=generator, dtype=torch.float64)
+    kept = verl_rejection_mask(log_ratio, mask, rollout_rs=verl, rollout_rs_threshold=threshold) > 0
+    assert torch.equal(rejection_mask(log_ratio, Padded(mask), **options) & mask, kept & mask)
+    assert 0 < int(kept.sum()) < int(mask.sum())
+
+
 def test_off_policy_sequences_are_dropped_only_where_the_advantage_is_negative():
     logp = torch.tensor([-1.0, -1.0, -3.0, -3.0])
     sequences = Packed(torch.tensor([0, 0, 1, 1]), 2)
@@ -129,11 +146,3 @@ def test_both_clip_rates_are_of_their_own_factor():
     assert metrics["staleness_clip_frac"] == pytest.approx(1 / 3)  # the first: e^1 from its old policy
     assert metrics["mismatch_clip_frac"] == pytest.approx(1 / 3)  # the second: e^2 from its engine
     assert metrics["exact_old_frac"] == pytest.approx(2 / 3)
-
-
-def test_options_that_do_not_exist_are_refused():
-    log_ratio, sequences = one_sequence([0.0])
-    with pytest.raises(TrainError, match="tokens"):
-        importance_weights(log_ratio, sequences, level="tokens")
-    with pytest.raises(TrainError, match="'kl'"):
-        rejection_mask(log_ratio, sequences, metric="kl")

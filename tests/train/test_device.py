@@ -14,8 +14,6 @@ from libra.errors import ConfigError
 from libra.tensors import compute_device
 from libra.train import Replica, TrainSettings
 from libra.train.model_loading import load_model
-from libra.weights import VersionCheck, WeightStore
-from libra.worker.weight_publishing import publish_checked
 from pretended_gpu import PretendedTensor, pretended_gpu
 
 SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -84,22 +82,6 @@ def test_a_checkpoint_goes_from_one_device_to_the_other(model_dir, batch, tmp_pa
     here = Replica(model_dir, settings, dtype="bfloat16", master_dtype="float32")
     here.load(tmp_path / "step-000001")
     assert here.step(batch, 1).loss == pytest.approx(there.last_report.loss, rel=0.05, abs=1e-3)
-
-
-def test_what_is_published_from_elsewhere_is_what_is_published_here(model_dir, tmp_path):
-    def published(device: Any, where: str) -> tuple[str, VersionCheck]:
-        store = WeightStore(tmp_path / where)
-        replica = Replica(model_dir, TrainSettings(), device=device)
-        content = publish_checked(store, replica, 1, 32).digest
-        return content, VersionCheck.from_json(store.check_text(1) or "", where)
-
-    content, check = published("cpu", "here")
-    with pretended_gpu() as device:
-        content_there, check_there = published(device, "there")
-    assert content_there == content
-    np.testing.assert_allclose(check_there.logp, check.logp, atol=1e-4)
-    for name, numbers in check.projections.items():
-        np.testing.assert_allclose(check_there.projections[name], numbers, rtol=1e-4, atol=1e-6)
 
 
 def test_a_mixture_of_devices_is_refused(model_dir, batch):

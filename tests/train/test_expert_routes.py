@@ -9,8 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 import factories
@@ -18,7 +16,7 @@ from libra.errors import ModelError, TrainError
 from libra.experts import Routers
 from libra.rollout.transformers_engine import TransformersEngine
 from libra.train import Replica, TrainSettings
-from libra.train.expert_balance import balanced_parts, load_ratio, loads_of
+from libra.train.expert_balance import load_ratio, loads_of
 from libra.train.samples import sample_of
 from libra.train.step_report import Tally
 from libra.types import Trajectory, TrajectoryId, TurnRequest
@@ -142,15 +140,6 @@ def test_models_without_routers_and_routes_of_another_model_are_refused(make_rep
         make_replica().step([replace(made, routes=made.routes[:, :1]) for made in recorded], 0)
     with pytest.raises(TrainError):
         sample_of(replace(recorded[0], routes=recorded[0].routes[:3]), 0)
-
-
-@given(sizes=st.lists(st.integers(1, 30), min_size=1, max_size=20), parts=st.integers(1, 6), seed=st.integers(0, 5))
-def test_parts_hold_every_item_once_and_none_is_empty(sizes, parts, seed):
-    rng = np.random.default_rng(seed)
-    loads = loads_of([rng.integers(0, 4, (size, 2, 2)).astype(np.int16) for size in sizes], 4)
-    made = balanced_parts(loads, sizes, min(parts, len(sizes)))
-    assert sorted(index for part in made for index in part) == list(range(len(sizes)))
-    assert len(made) == min(parts, len(sizes)) and all(made)
 
 
 def test_loads_count_recorded_tokens_only():

@@ -19,7 +19,6 @@ from libra.train.losses import (
     ppo_loss,
     reinforce_loss,
     sapo_loss,
-    value_loss,
     vespo_loss,
 )
 
@@ -211,9 +210,3 @@ def test_the_mean_of_k1_k3_is_the_divergence_and_the_gradient_of_k2_is_its_gradi
         mean = (logp.detach().exp() * kl_estimate(logp, q.log(), name)).sum()
         (got,) = torch.autograd.grad(mean, logits, retain_graph=True)
         torch.testing.assert_close(got, exact)
-
-
-def test_value_loss_by_hand():
-    value, old, target = (torch.tensor([x], dtype=torch.float64) for x in (2.0, 0.0, 3.0))
-    assert float(value_loss(value, old, target, clip=0.5)) == 0.5 * 2.5**2
-    assert float(value_loss(value, old, target, clip=None)) == 0.5

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from functools import cache
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,22 +8,6 @@ from libra.errors import TrainError
 from libra.train import fill_rows, fill_rows_by_group, fill_rows_mffd
 
 METHODS = (fill_rows, fill_rows_mffd)
-
-
-def fewest_rows(lengths: list[int], room: int) -> int:
-    """By trying everything: place the items one by one into each different row that has room, or a new one."""
-
-    @cache
-    def best(at: int, left: tuple[int, ...]) -> int:
-        if at == len(lengths):
-            return len(left)
-        options = {tuple(sorted((*left, room - lengths[at])))}
-        for row, free in enumerate(left):
-            if free >= lengths[at]:
-                options.add(tuple(sorted((*left[:row], free - lengths[at], *left[row + 1 :]))))
-        return min(best(at + 1, option) for option in options)
-
-    return best(0, ())
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -38,13 +20,6 @@ def test_rows_hold_every_sequence_once_within_their_room(method, lengths, room):
     assert sums == sorted(sums, reverse=True)
     if method is fill_rows:  # no two rows could have been one
         assert all(a + b > room for i, a in enumerate(sums) for b in sums[i + 1 :])
-
-
-@given(lengths=st.lists(st.integers(1, 30), max_size=9), room=st.integers(30, 60))
-def test_rows_are_few_compared_with_the_fewest_possible(lengths, room):
-    fewest = fewest_rows(lengths, room)
-    assert fewest <= len(fill_rows(lengths, room)) <= 11 / 9 * fewest + 6 / 9
-    assert fewest <= len(fill_rows_mffd(lengths, room)) <= 71 / 60 * fewest + 1
 
 
 def test_modified_first_fit_needs_fewer_rows_where_first_fit_wastes_the_room_beside_long_ones():

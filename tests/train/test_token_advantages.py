@@ -58,8 +58,7 @@ def groups_of(batch, size: int):
     return batch
 
 
-@pytest.mark.parametrize("algorithm", ["rloo", "reinforce_pp"])
-@pytest.mark.parametrize("estimator", ["k1", "k3"])
+@pytest.mark.parametrize(("algorithm", "estimator"), [("rloo", "k1"), ("reinforce_pp", "k3")])
 def test_a_penalty_in_the_reward_is_that_of_the_library(model_dir, batch, score, algorithm, estimator):
     settings = of_run(**{**RLOO, "algorithm": algorithm, "kl_estimator": estimator, "gamma": 0.95})
     model = Replica(model_dir, settings, dtype=torch.float64)
