@@ -106,12 +106,8 @@ def test_rows_that_lie_together_at_both_ends_are_one_piece():
     made = plan(blocks, {"c": (0, 1, 2, 3, 4, 5), "d": (1, 0)})
     assert [len(move.pieces) for move in made.to("c")] == [1, 1]
     assert [len(move.pieces) for move in made.to("d")] == [2]
-
-
-def test_consumers_do_not_all_ask_the_same_worker_first():
-    blocks = [Block(worker, "x", (worker,), (1,)) for worker in WORKERS]
-    made = plan(blocks, dict.fromkeys(WORKERS, WORKERS))
-    assert [made.to(worker)[0].source for worker in WORKERS] == ["b", "c", "d", "a"]
+    each = plan([Block(worker, "x", (worker,), (1,)) for worker in WORKERS], dict.fromkeys(WORKERS, WORKERS))
+    assert [each.to(worker)[0].source for worker in WORKERS] == ["b", "c", "d", "a"]  # not all the same one first
 
 
 @given(st.dictionaries(st.integers(), st.integers(0, 1000), max_size=30), st.integers(1, 5))
@@ -121,6 +117,8 @@ def test_slices_have_every_row_once(num_tokens, num):
     for slices in (contiguous(rows, consumers), dealt(rows, consumers), balanced(num_tokens, consumers)):
         assert list(slices) == consumers
         assert sorted(row for part in slices.values() for row in part) == sorted(rows)
+    ranks = replicated({"dp-0": [1, 2], "dp-1": [3]}, {"dp-0": ["a", "b"], "dp-1": ["c"]})
+    assert ranks == {"a": [1, 2], "b": [1, 2], "c": [3]}  # tensor-parallel peers want the same
     loads = [sum(num_tokens[row] for row in part) for part in balanced(num_tokens, consumers).values()]
     assert max(loads) - min(loads) <= max(num_tokens.values(), default=0)
     assert [row for part in contiguous(rows, consumers).values() for row in part] == rows
@@ -132,11 +130,6 @@ def test_a_block_is_sent_whole_and_equal_sizes_take_no_room(sizes):
         sent = pickle.dumps(block)
         assert pickle.loads(sent) == block
     assert len(sent) < 200
-
-
-def test_tensor_parallel_peers_want_the_same():
-    wanted = replicated({"dp-0": [1, 2], "dp-1": [3]}, {"dp-0": ["a", "b"], "dp-1": ["c", "d"]})
-    assert wanted == {"a": [1, 2], "b": [1, 2], "c": [3], "d": [3]}
 
 
 @pytest.mark.parametrize(

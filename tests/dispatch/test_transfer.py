@@ -141,7 +141,11 @@ def test_only_runs_inside_a_block_can_be_asked_for(server, pieces):
     assert answer is not None and answer["error"]
 
 
-def test_an_array_is_offered_where_it_lies(server):
+def test_an_array_is_offered_where_it_lies_and_rows_without_bytes_are_no_trouble(server):
+    empty = server.offer("some", [0, 1, 2], [b"", b"ab", b""])
+    asked = orders([empty], {"me": [2, 1, 0], "idle": []}, {"a": server.address})
+    assert bytes(fetch(asked["me"], "me", secret=SECRET).data) == b"ab"
+    assert fetch(asked["idle"], "idle", secret=SECRET).data.size == 0
     array = np.arange(12, dtype=np.float32).reshape(4, 3)
     held = server.offer_array("part", "wxyz", array)
     array[2] = 99
@@ -151,10 +155,3 @@ def test_an_array_is_offered_where_it_lies(server):
         server.offer_array("columns", "xyz", array.T)
     with pytest.raises(LayoutError):
         server.offer_array("part", "wxyz", array)
-
-
-def test_rows_without_bytes_and_nothing_wanted_are_no_trouble(server):
-    held = server.offer("part", [0, 1, 2], [b"", b"ab", b""])
-    asked = orders([held], {"me": [2, 1, 0], "idle": []}, {"a": server.address})
-    assert bytes(fetch(asked["me"], "me", secret=SECRET).data) == b"ab"
-    assert fetch(asked["idle"], "idle", secret=SECRET).data.size == 0

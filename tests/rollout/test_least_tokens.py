@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import unicodedata
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import libra
 from libra.errors import ContextOverflow
 from libra.rollout.chat_format import load_chat_format
 from libra.rollout.conversation_format import ConversationFormat
-from libra.rollout.least_tokens import NFC_SHRINKS, most_bytes_of_a_token
+from libra.rollout.least_tokens import most_bytes_of_a_token
 
 
 def tokenizer(**parts: Any) -> Any:
@@ -47,21 +46,6 @@ def test_no_text_has_fewer_tokens_than_its_size_says(text):
         most = most_bytes_of_a_token(each)
         assert most is not None
         assert len(text.encode()) <= most * len(each.encode(text, add_special_tokens=False))
-
-
-def test_nfc_shrinks_no_text_by_more():
-    every = [chr(code) for code in range(0x110000) if unicodedata.decomposition(chr(code))]  # all others are left
-    longest: dict[str, int] = {}  # bytes of the longest character that becomes this one
-    for character in every:
-        whole = unicodedata.normalize("NFC", character)
-        longest[whole] = max(longest.get(whole, 0), len(character.encode()))
-    worst = max(
-        sum(longest.get(part, len(part.encode())) for part in unicodedata.normalize("NFD", character))
-        / len(character.encode())
-        for character in every
-        if unicodedata.normalize("NFC", character) == character
-    )
-    assert 1 < worst <= NFC_SHRINKS
 
 
 @pytest.mark.parametrize(

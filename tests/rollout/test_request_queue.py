@@ -25,16 +25,13 @@ def request(name: str = "a", priority: tuple[int, ...] = (0,), **fields) -> Turn
 def test_one_number_orders_priorities_as_the_tuples_do(one, other):
     assert (packed_priority(one) < packed_priority(other)) == (one < other)
     assert 0 <= packed_priority(one) < 2**60
+    assert packed_priority((3, OVERDUE, 7)) < packed_priority((3, 0, 0)) < packed_priority((4, OVERDUE, 0))
 
 
 @pytest.mark.parametrize("priority", [(1, 2, 3, 4), (-2,), (0, 2**10), (2**20,), (0, 0, 2**30)])
 def test_a_priority_that_one_number_cannot_hold_is_refused(priority):
     with pytest.raises(EngineError):
         packed_priority(priority)
-
-
-def test_whoever_is_overdue_goes_first_in_the_engine_too():
-    assert packed_priority((3, OVERDUE, 7)) < packed_priority((3, 0, 0)) < packed_priority((4, OVERDUE, 0))
 
 
 @given(st.integers(1, 4), st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2)), max_size=40), st.randoms())

@@ -9,7 +9,7 @@ import asyncio
 
 import pytest
 
-from libra.errors import EngineError, ModelError, WeightsError
+from libra.errors import EngineError, ModelError
 
 
 def use(engine, body):
@@ -37,23 +37,6 @@ def at_step(engine, number, action):
     engine._batch.step = wrapped
 
 
-def test_cancelling_the_caller_aborts_its_request_and_no_later_one(make_engine, make_request):
-    async def body(engine):
-        await engine.pause()
-        task = asyncio.create_task(engine.generate(make_request("a")))
-        await engine.abort("nobody")  # the request is in the mailbox now,
-        await engine.abort("nobody")  # and taken from it
-        assert engine.stats().waiting == 1
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        again = asyncio.create_task(engine.generate(make_request("a", new=3)))
-        await engine.resume()
-        return len((await again).token_ids)
-
-    assert use(make_engine(), body) == 3
-
-
 def test_forget_frees_retained_kv_and_that_of_a_running_request_when_it_ends(make_engine, make_request):
     async def body(engine):
         await engine.generate(make_request("a", new=2))
@@ -66,21 +49,6 @@ def test_forget_frees_retained_kv_and_that_of_a_running_request_when_it_ends(mak
         return len(output.token_ids), engine.stats().retained
 
     assert use(make_engine(), body) == (9, 0)
-
-
-def test_weights_that_do_not_fit_leave_the_old_version_in_service(make_engine, make_request, make_model, tmp_path):
-    async def body(engine):
-        before = await engine.generate(make_request("a", new=8, seed=1))
-        with pytest.raises(WeightsError):
-            await engine.load_version(1, make_model("qwen2"))
-        with pytest.raises(WeightsError):
-            await engine.load_version(2, tmp_path)
-        after = await engine.generate(make_request("a", new=8, seed=1))
-        return before, after, engine.version
-
-    before, after, version = use(make_engine(), body)
-    assert before.token_ids.tolist() == after.token_ids.tolist()
-    assert version == 0
 
 
 def test_a_fault_in_the_loop_fails_what_is_pending_and_the_engine_goes_on(make_engine, make_request):

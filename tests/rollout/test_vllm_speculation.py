@@ -11,7 +11,7 @@ import pytest
 
 from libra.rollout.vllm_engine import VLLMEngine
 from libra.rollout.vllm_settings import is_installed
-from libra.testing.engines import EngineContract, until
+from libra.testing.engines import EngineContract
 from libra.testing.models import VOCAB, Models
 from libra.types import TurnOutput, TurnRequest
 
@@ -120,36 +120,3 @@ def test_tokens_and_logprobs_are_those_of_an_engine_without_drafts(options, tmp_
     assert after.steps < before.steps and before.drafted_tokens == 0 and before.drafted_by_rows == {}
     assert set(after.drafted_by_rows) <= {1, 2, 4, 8} and any(each.gain for each in after.drafted_by_rows.values())
     assert sum(each.accepted for each in after.drafted_by_rows.values()) == after.accepted_tokens
-
-
-def test_drafts_over_an_update_in_mid_turn(tmp_path):
-    """Greedy tokens of each version are those of the model; drafts from tokens of older weights change nothing."""
-    models = Models(tmp_path)
-    context = np.arange(5, 25, dtype=np.int32)
-
-    async def body() -> list[TurnOutput]:
-        engine = VLLMEngine(models.first, threads=1, slots=4, max_context_tokens=512, speculate=True)
-        await engine.start()
-        try:
-            requests = [TurnRequest(f"v{n}", 0, context, 400, temperature=0.0, group="g") for n in range(3)]
-            tasks = [asyncio.ensure_future(engine.generate(request)) for request in requests]
-            await until(lambda: engine.stats().accepted_tokens > 0)
-            await engine.load_version(1, models.second)
-            at = engine.stats().accepted_tokens
-            found = list(await asyncio.gather(*tasks))
-            assert engine.stats().accepted_tokens > at
-            return found
-        finally:
-            await engine.close()
-
-    for output in asyncio.run(body()):
-        versions = output.weight_versions
-        assert len(versions) == 400 and set(versions) == {0, 1} and (np.diff(versions) >= 0).all()
-        for version, directory in enumerate((models.first, models.second)):
-            mine = versions == version
-            logits = models.logits(directory, context, output.token_ids).numpy()
-            chosen = logits[np.arange(400), output.token_ids]
-            assert (logits.max(1) - chosen)[mine].max() <= 1e-3
-            np.testing.assert_allclose(
-                output.logprobs[mine], models.logprobs(directory, context, output.token_ids)[mine], atol=1e-3
-            )

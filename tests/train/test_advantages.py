@@ -133,3 +133,16 @@ def test_a_batch_of_groups_through_each_estimator(estimator):
     _, filtered = batch_advantages(groups, estimator, drop_truncated=True)
     assert filtered[1].tolist() == [True, False, False]
     assert batch_advantages([], estimator) == ([], [])
+
+
+def test_a_group_without_its_greedy_answer_is_left_out_and_a_uniform_one_can_be():
+    nan = float("nan")
+    groups = [
+        GroupRewards(np.array(rewards), ~np.isnan(rewards), np.full(len(rewards), 5), np.ones(len(rewards), np.bool_))
+        for rewards in ([0.5, 1.0, nan], [nan, 1.0], [1.0, 1.0])
+    ]
+    advantages, trains = batch_advantages(groups, "remax")
+    assert [one.tolist() for one in advantages] == [[0.0, 0.5, 0.0], [0.0, 0.0], [0.0, 0.0]]
+    assert [one.tolist() for one in trains] == [[False, True, False], [False, False], [False, True]]
+    _, trains = batch_advantages(groups, "remax", drop_uniform_groups=True)
+    assert trains[2].tolist() == [False, False]

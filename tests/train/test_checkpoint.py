@@ -13,12 +13,14 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+import factories
 from libra.errors import CheckpointError, TrainError
 from libra.seals import sealed_text, unseal
 from libra.tensors import digest
 from libra.train import Replica, TrainSettings
 from libra.train.checkpoint import complete, newest, read_facts, save_checkpoint
 from libra.train.checkpoint_retention import KeptCheckpoints
+from libra.train.start_checks import checked_start
 
 
 def test_a_checkpoint_continues_as_if_nothing_happened_and_plain_transformers_reads_it(replica, batch, tmp_path):
@@ -210,3 +212,36 @@ def test_a_full_disk_at_any_file_is_named(replica, tmp_path, monkeypatch, where)
     with pytest.raises(CheckpointError, match="disk full"):
         model.save(tmp_path / "k" / "step-000001")
     assert not list((tmp_path / "k").iterdir())
+
+
+@pytest.fixture
+def checkpoint(replica, tmp_path):
+    replica().save(tmp_path / "run" / "checkpoints" / "step-000001")
+    return tmp_path / "run" / "checkpoints" / "step-000001"
+
+
+def test_a_checkpoint_is_taken_by_what_it_is_now(checkpoint, model_dir):
+    link = checkpoint.parent / "best"
+    link.symlink_to(checkpoint.name)
+    assert checked_start(link, model_dir, "float32") == checkpoint.resolve()
+
+
+def test_a_plain_model_gives_its_weights_only_and_says_so(model_dir, caplog):
+    assert checked_start(model_dir, model_dir, "float32") == model_dir.resolve()
+    assert "optimizer" in caplog.text
+
+
+def test_what_is_no_checkpoint_is_refused(checkpoint, model_dir, tmp_path):
+    for path in (tmp_path / "nowhere", tmp_path / "run", checkpoint.parent, tmp_path):
+        with pytest.raises(CheckpointError):
+            checked_start(path, model_dir, "float32")
+    with pytest.raises(CheckpointError, match="dtype"):
+        checked_start(checkpoint, model_dir, "bfloat16")
+    for shape in ({"hidden_size": 16}, {"tie_word_embeddings": False}):
+        other = factories.save_model(tmp_path / "other", vocab_size=48, **shape)
+        with pytest.raises(CheckpointError, match="path"):
+            checked_start(checkpoint, other, "float32")
+    path = checkpoint / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"\xff")
+    with pytest.raises(CheckpointError):
+        checked_start(checkpoint, model_dir, "float32")

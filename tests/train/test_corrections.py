@@ -18,7 +18,6 @@ from libra.train.corrections import (
     two_factor_metrics,
     two_factors,
 )
-from libra.train.peers import verl_rejection_mask
 
 log_ratios = st.lists(st.floats(-4, 4), min_size=1, max_size=12)
 
@@ -105,23 +104,6 @@ def test_rejection_metrics_by_hand():
     assert rejection_mask(d, sequences, level="sequence", high=math.exp(1 / 3) + 1e-9).all()
     assert not rejection_mask(d, sequences, level="sequence", reduce="sum", high=2.7).any()
     assert rejection_mask(d, sequences, level="sequence", reduce="max", high=e + 1e-9).all()
-
-
-@pytest.mark.parametrize(
-    ("options", "verl", "threshold"),
-    [
-        ({"metric": "k2", "high": 0.01}, "token_k2", 0.01),
-        ({"metric": "k3", "high": 0.06, "level": "sequence", "reduce": "max"}, "seq_max_k3", 0.06),
-        ({"metric": "k3", "high": 0.2, "level": "sequence", "reduce": "sum"}, "seq_sum_k3", 0.2),
-    ],
-)
-def test_rejected_tokens_are_those_of_verl(options, verl, threshold):
-    generator = torch.Generator().manual_seed(0)
-    mask = torch.rand(8, 12, generator=generator) < 0.8
-    log_ratio = 0.2 * torch.randn(8, 12, generator=generator, dtype=torch.float64)
-    kept = verl_rejection_mask(log_ratio, mask, rollout_rs=verl, rollout_rs_threshold=threshold) > 0
-    assert torch.equal(rejection_mask(log_ratio, Padded(mask), **options) & mask, kept & mask)
-    assert 0 < int(kept.sum()) < int(mask.sum())
 
 
 def test_off_policy_sequences_are_dropped_only_where_the_advantage_is_negative():

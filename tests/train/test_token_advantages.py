@@ -22,33 +22,6 @@ def of_run(**trainer: object) -> TrainSettings:
     return TrainSettings.of_run(config_from_dict({"trainer": trainer}))
 
 
-def test_discounted_returns_through_a_configuration_are_those_recorded_of_verl(golden, trajectory, model_dir):
-    compared = 0
-    for parameters, arrays in golden("verl_adv_reinforce_pp"):
-        if parameters["gamma"] == 1:
-            continue
-        rewards, mask = arrays["in_token_level_rewards"], arrays["in_response_mask"] > 0
-        batch, rows = [], []
-        for row in range(len(mask)):
-            if not mask[row].any():
-                continue
-            made = trajectory(row, lengths=(2, mask.shape[1]))
-            made.is_action[2:] = mask[row].numpy()
-            made.weight_version[~made.is_action] = made.kv_version[~made.is_action] = -1
-            last = int(torch.nonzero(mask[row])[-1])
-            assert float(rewards[row].abs().sum()) == abs(float(rewards[row, last]))  # an outcome reward
-            made.reward = float(rewards[row, last])
-            batch.append(made)
-            rows.append(row)
-        settings = of_run(algorithm="reinforce_pp", gamma=parameters["gamma"], group_size=1)
-        model = Replica(model_dir, settings, dtype=torch.float64)
-        for row, sample in zip(rows, model._samples(batch, 0, Tally()), strict=True):
-            expected = arrays["out_advantages"][row][mask[row]]
-            np.testing.assert_allclose(sample.token_advantage, expected.numpy(), rtol=0, atol=1e-9)
-            compared += 1
-    assert compared > 8
-
-
 def groups_of(batch, size: int):
     """The batch as groups of ``size`` with rewards of their own."""
     rng = np.random.default_rng(0)
