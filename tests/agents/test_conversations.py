@@ -135,24 +135,6 @@ def test_no_generated_token_is_ever_tokenised_again(
     assert sorted(trained) == list(range(len(engine.parents))), "every turn is trained in exactly one sequence"
 
 
-def test_interleaved_sub_agents_have_a_sequence_each(conversation_format: Any, odd_ids: Any, tokenizer: Any) -> None:
-    engine = Engine(Conversation(conversation_format), odd_ids, tokenizer.convert_tokens_to_ids("<|im_end|>"))
-    root = Agent([Message("user", "root")], [], True)
-    engine.request(root, WRITES[0], cut=False)
-    subs = [Agent([Message("system", f"sub {i}"), Message("user", "go")], [], True) for i in range(3)]
-    for turn in range(3):
-        for sub in subs:
-            engine.request(sub, WRITES[0], cut=False)
-            sub.messages.append(Message("user", f"more {turn}"))
-    for says in ("now", "finish"):
-        root.messages.append(Message("user", says))
-        engine.request(root, WRITES[0], cut=False)
-    root.messages = root.messages[:3]
-    assert engine.request(root, WRITES[0], cut=False) == "regenerated"
-    assert len(paths(engine.parents)) == 5, "the root's two leaves, and one of each sub-agent"
-    assert engine.reasons[:4] == ["first", "new", "new", "new"]
-
-
 def test_reasons_of_new_sequences(conversation_format: Any, odd_ids: Any, tokenizer: Any) -> None:
     def asked(change: Callable[[Agent], None]) -> str:
         engine = Engine(Conversation(conversation_format), odd_ids, tokenizer.convert_tokens_to_ids("<|im_end|>"))

@@ -18,10 +18,15 @@ import pytest
 pytest.importorskip("starlette", reason="the extra `agents` is not installed")
 pytest.importorskip("uvicorn", reason="the extra `agents` is not installed")
 
+import json
+import subprocess
+
 from agent_worker import Scripted, agent_worker, check_one_sequence, check_tokens, reasons
 
-from libra.types import FailureClass
+from libra.types import FailureClass, Prompt, TrajectoryId
 from libra.worker.trajectory_state import TrajectoryState
+
+pytestmark = pytest.mark.agents
 
 AGENTS = Path(__file__).parents[1] / "support" / "framework_agents"
 VENVS = Path(os.environ.get("LIBRA_AGENT_VENVS", "~/.cache/libra/agents")).expanduser()
@@ -37,16 +42,12 @@ def calls(name: str, **arguments: str) -> str:
 CALC = calls("calc", expression="6*7")
 DONE = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 CONVERSATIONS = [
-    ("openai-agents", "chat", [CALC, f"{THINKS}42"], "42"),
     ("openai-agents", "streamed", [CALC, f"{THINKS}42"], "42"),
     ("openai-agents", "responses", [CALC, f"{THINKS}42"], "42"),
-    ("langgraph", "plain", [CALC, f"{THINKS}42"], "42"),
     ("langgraph", "streamed", [CALC, f"{THINKS}42"], "42"),
     ("pydantic-ai", "plain", [CALC, f"{THINKS}42"], "42"),
-    ("pydantic-ai", "streamed", [CALC, f"{THINKS}42"], "42"),
     ("mini-swe-agent", "", [calls("bash", command="echo hi"), calls("bash", command=DONE)], "Submitted"),
     ("strands", "", [CALC, f"{THINKS}42"], "42"),
-    ("anthropic", "plain", [CALC, f"{THINKS}42"], "42"),
     ("anthropic", "streamed", [CALC, f"{THINKS}42"], "42"),
 ]
 
@@ -55,10 +56,10 @@ def environment_of(framework: str) -> str | None:
     """Where a framework is installed; None: beside Libra. Skips where it is nowhere."""
     if framework == "anthropic":
         if importlib.util.find_spec("anthropic") is None:
-            pytest.skip("anthropic is not installed")
+            pytest.skip("type pip install anthropic")
         return None
     if not (VENVS / framework / ".installed").exists():
-        pytest.skip(f"{VENVS / framework} is no virtual environment with {framework}; make test-agents makes it")
+        pytest.skip(f"{VENVS / framework} is not there; type make setup-agents")
     return str(VENVS / framework)
 
 
@@ -98,3 +99,58 @@ def test_an_agent_that_rewrites_the_models_turns_has_a_sequence_for_each(
     assert state.episode().result == "42" and reasons(state) == ["first", "edited"]
     assert len(state.trajectory(0).starts) == 1
     check_tokens(state, engine)
+
+
+# ---------------------------------------------------------------- verifiers: rollouts are agents, the rubric gives the reward
+
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = [str(ROOT / "workflows"), str(ROOT / "tests" / "support")]
+
+
+KINDS = [
+    ("single", ["42"], 1.0, None),
+    ("multi", ["41", "42?", "42"], 1.0, "Are you sure?"),
+    ("tool", [calls("calc", expression="6*7"), "It is 42."], 1.0, "42"),
+    ("stateful", [calls("numbered", expression="6*7"), calls("numbered", expression="1"), "42"], 1.0, "call 2: ?"),
+]
+
+
+def rows(kind: str) -> list[dict[str, Any]]:
+    """What the workflow reads in verifiers' environment."""
+    command = [
+        f"{environment_of('verifiers')}/bin/python",
+        f"{FOLDERS[0]}/verifiers_agent.py",
+        "rows",
+        "verifiers_four",
+    ]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(FOLDERS)}
+    done = subprocess.run(
+        [*command, json.dumps({"kind": kind}), "2"], check=True, stdout=subprocess.PIPE, text=True, env=env
+    )
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.parametrize(("kind", "texts", "reward", "shown"), KINDS)
+def test_a_rollout_is_one_sequence_with_the_rubrics_reward(
+    kind: str, texts: list[str], reward: float, shown: str | None, conversation_format: Any, odd_ids: Any, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(sys, "path", [*FOLDERS, *sys.path])
+    example = rows(kind)[0]
+    facts = {"environment": "verifiers_four", "args": json.dumps({"kind": kind}), "example": example}
+    prompt = Prompt("train-0", tuple(example["prompt"]), facts)
+    engine = Scripted(conversation_format.chat, odd_ids, texts)
+    agent = {"function": "verifiers_agent:agent", "venv": environment_of("verifiers"), "idle_s": 120.0}
+
+    async def play() -> TrajectoryState:
+        async with agent_worker(tmp_path, conversation_format.chat, engine, agent) as worker:
+            return await worker.play(TrajectoryId(0, 0, 0), prompt)
+
+    state = asyncio.run(play())
+    assert state.failure is FailureClass.NONE, state.detail
+    assert state.episode().own_reward == reward
+    assert reasons(state) == ["first", *["continued"] * (len(texts) - 1)]
+    check_one_sequence(state, engine)
+    if shown is not None:
+        assert shown in conversation_format.chat.decode(engine.requests[-1].context_ids)

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import http_agents
 import numpy as np
 import pytest
 
+import libra
 from libra.config import RunConfig
 from libra.driver.session import run
 from libra.store.trajectories import TrajectoryStore
 
-pytest.importorskip("starlette", reason="the extra `agents` is not installed")
-pytest.importorskip("uvicorn", reason="the extra `agents` is not installed")
+pytest.importorskip("starlette", reason="type pip install 'libra-rl[agents]'")
+pytest.importorskip("uvicorn", reason="type pip install 'libra-rl[agents]'")
 
 
 def config_of(make_config: Callable[..., RunConfig], mark: Path, agent: str, **more: Any) -> RunConfig:
@@ -27,17 +33,13 @@ def config_of(make_config: Callable[..., RunConfig], mark: Path, agent: str, **m
     )
 
 
-def stored(config: RunConfig) -> TrajectoryStore:
-    assert config.run.name is not None
-    return TrajectoryStore.open(config.run.dir / config.run.name / "trajectories.zarr")
+def trajectories_of(directory: Path) -> list[Any]:
+    with TrajectoryStore.open(directory / "trajectories.zarr") as store:
+        return [store.trajectory(index) for index in range(store.num_trajectories)]
 
 
-def seen_by_agent(mark: Path, trajectory: Any) -> list[list[int]]:
-    return json.loads((mark / f"{trajectory.trajectory_id}.json").read_text())  # type: ignore[no-any-return]
-
-
-def generated(trajectory: Any) -> list[list[int]]:
-    """The tokens of each turn, by what the store says of its place."""
+def check_seen(trajectory: Any, mark: Path) -> list[list[int]]:
+    """The tokens of each turn are those that the agent was given, and no others are trained."""
     turns = []
     for row in trajectory.turns:
         begin = row["sequence_start"] + row["prompt_tokens"]
@@ -45,61 +47,89 @@ def generated(trajectory: Any) -> list[list[int]]:
         assert trajectory.is_action[span].all() and (trajectory.behaviour_logprob[span] < 0).any()
         assert (trajectory.weight_version[span] >= 0).all()
         turns.append(trajectory.token_ids[span].tolist())
+    assert turns == json.loads((mark / f"{trajectory.trajectory_id}.json").read_text())
+    assert trajectory.num_action_tokens == sum(map(len, turns)), "shared tokens are trained once"
     return turns
 
 
-def test_branches_are_sequences_and_every_token_is_trained_once(
+@pytest.mark.core
+def test_branches_are_sequences_and_exactly_the_generated_tokens_are_trained(
     make_config: Callable[..., RunConfig], client: Any, tmp_path: Path
 ) -> None:
-    config = config_of(make_config, tmp_path, "branching")
-    summary = run(config, client=client)
-    store = stored(config)
-    assert store.num_trajectories and summary is not None
-    for index in range(store.num_trajectories):
-        trajectory = store.trajectory(index)
-        seen = seen_by_agent(tmp_path, trajectory)
-        assert generated(trajectory) == seen and len(seen) == 5 and len(seen[4]) <= 2
-        assert trajectory.num_action_tokens == sum(map(len, seen)), "shared tokens are trained once"
-        assert len(trajectory.starts) == 2, (
-            "the path to the last turn, the second sample of the second, and the other conversation"
-        )
-        first, last = trajectory.turns[0], trajectory.turns[4]
-        shared = slice(
-            first["sequence_start"], first["sequence_start"] + first["prompt_tokens"] + first["generated_tokens"]
-        )
-        own = trajectory.token_ids[shared]
+    summary = run(config_of(make_config, tmp_path, "branching", run={"iterations": 1}), client=client)
+    assert [(row["trajectories"], row["agent_sequences"]) for row in summary.iterations] == [(4, 12)]
+    assert np.isfinite([row["loss"] for row in summary.iterations]).all()
+    trajectories = trajectories_of(summary.directory)
+    assert len(trajectories) == 4
+    for trajectory in trajectories:
+        turns = check_seen(trajectory, tmp_path)
+        assert len(turns) == 5 and len(turns[4]) <= 2
+        assert len(trajectory.starts) == 2, "the path to the last turn, the second sample, the other conversation"
+        first = trajectory.turns[0]["sequence_start"]
+        own = trajectory.token_ids[
+            first : first + trajectory.turns[0]["prompt_tokens"] + trajectory.turns[0]["generated_tokens"]
+        ]
         assert any(
-            start != first["sequence_start"] and np.array_equal(trajectory.token_ids[start : start + len(own)], own)
+            start != first and np.array_equal(trajectory.token_ids[start : start + len(own)], own)
             for start in (0, *trajectory.starts)
         ), "the branch has the same tokens before it, and no others"
-        assert last["worker"].startswith("rollout")
 
 
+@pytest.mark.live
 def test_a_lost_worker_is_replayed_from_the_journal(make_config: Callable[..., RunConfig], tmp_path: Path) -> None:
-    config = config_of(make_config, tmp_path, "killer", cluster={"dashboard_port": 0, "threads": 1})
-    run(config)
-    store = stored(config)
+    """On a cluster of its own: an agent kills its worker."""
+    sections = {"run": {"iterations": 1}, "cluster": {"dashboard_port": 0, "threads": 1}}
+    summary = run(config_of(make_config, tmp_path, "killer", **sections))
     assert (tmp_path / "killed").exists()
-    for index in range(store.num_trajectories):
-        trajectory = store.trajectory(index)
-        assert generated(trajectory) == seen_by_agent(tmp_path, trajectory)
-        assert len(trajectory.turns) == 2 and trajectory.retried == ""
+    for trajectory in trajectories_of(summary.directory):
+        assert len(check_seen(trajectory, tmp_path)) == 2 and trajectory.retried == ""
 
 
-def test_an_agent_rewards_itself_and_is_refused_what_does_not_fit(
-    make_config: Callable[..., RunConfig], client: Any, tmp_path: Path
-) -> None:
-    config = config_of(make_config, tmp_path, "rewarding")
-    run(config, client=client)
-    store = stored(config)
-    assert set(store.columns()["reward"]) == {0.25} and set(store.columns()["failure"]) == {"none"}
+def test_libra_train_takes_an_agent_that_rewards_itself(random_model: Path, client: Any, tmp_path: Path) -> None:
+    summary = libra.train(
+        random_model, [f"question {i}" for i in range(10)], agent=http_agents.rewarding, client=client,
+        run__iterations=1, run__dir=tmp_path, run__name="own", trainer__prompts=2, trainer__group_size=2, rollout__slots=8,
+        rollout__max_new_tokens=4, rollout__max_context_tokens=256, cluster__threads=1, observe__progress=False,
+        observe__tensorboard=False, evaluation__prompts=0,
+    )  # fmt: skip
+    assert [row["reward"] for row in summary.iterations] == [0.25]
 
 
 def test_an_agent_that_fails_is_a_failure_of_its_trajectory(
     make_config: Callable[..., RunConfig], client: Any, tmp_path: Path
 ) -> None:
-    config = config_of(make_config, tmp_path, "failing", trainer={"resample": 0})
-    run(config, client=client)
-    columns = stored(config).columns()
+    config = config_of(make_config, tmp_path, "failing", run={"iterations": 1}, trainer={"resample": 0})
+    with TrajectoryStore.open(run(config, client=client).directory / "trajectories.zarr") as store:
+        columns = store.columns()
     assert set(columns["failure"]) == {"tool"} and np.isnan(columns["reward"]).all()
-    assert all("no agent at http://127.0.0.1" in detail for detail in columns["failure_detail"])
+    assert all("no agent at" in detail for detail in columns["failure_detail"])
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.live
+def test_the_workflow_trains_its_agent(repository: Path, tmp_path: Path) -> None:
+    from libra.envs.tool_arithmetic import ToolArithmetic
+    from libra.rollout.chat_format import load_chat_format
+
+    pytest.importorskip("openai", reason="type pip install openai")
+    settings = [
+        "run.iterations=1", f"run.dir={tmp_path}", "run.name=flow", "trainer.prompts=2", "trainer.group_size=4",
+        "evaluation.prompts=8", "rollout.slots=16", "cluster.tool_slots=16", "cluster.dashboard_port=0",
+        "observe.progress=false", "observe.tensorboard=false",
+    ]  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, str(repository / "workflows" / "openai_agent.py"), *settings],
+        cwd=tmp_path, capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": ""},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    environment = ToolArithmetic()
+    chat = load_chat_format(Path(libra.__file__).parent / "assets" / "tiny_arithmetic", environment.tool_schemas)
+    with TrajectoryStore.open(tmp_path / "flow" / "trajectories.zarr") as store:
+        columns, turns = store.columns(), store.columns("turn")
+    assert Counter(columns["split"]) == {"train": 8, "eval": 16} and set(columns["failure"]) <= {"none", "policy"}
+    assert set(turns["sequence_start"]) == {0} and "calculator" in set(turns["tool"])
+    for trajectory in trajectories_of(tmp_path / "flow"):
+        prompt = environment.prompt(trajectory.trajectory_id.split, trajectory.trajectory_id.group)
+        if prompt.prompt_id == trajectory.prompt.prompt_id:
+            expected = chat.prompt_ids(list(prompt.messages))
+            assert trajectory.token_ids[: len(expected)].tolist() == expected.tolist(), "as the built-in loop asks"

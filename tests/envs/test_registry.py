@@ -39,12 +39,14 @@ SANDBOXED = ("python_tests", "repair")
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[pytest.mark.live, pytest.mark.usefixtures("sandbox_level")] * (name in SANDBOXED))
+        pytest.param(name, marks=[pytest.mark.live] * (name in SANDBOXED))
         for name in sorted(ENVIRONMENTS)
         if name != "openenv"  # its server has the prompts: test_openenv.py
     ],
 )
-def test_every_registered_name_makes_an_environment_whose_seed_counts(name, tmp_path):
+def test_every_registered_name_makes_an_environment_whose_seed_counts(name, tmp_path, request):
+    if name in SANDBOXED:
+        request.getfixturevalue("sandbox_level")
     if name in NEEDED:
         pytest.importorskip({"search": "bm25s"}.get(name, name))
     path = tmp_path / "questions.jsonl"

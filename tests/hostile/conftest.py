@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+import factories
 import libra.driver.run_checkpoints
 from damaged_run import ITERATIONS, copy_of, set_committed
 from libra.config import config_from_dict
@@ -23,20 +24,13 @@ if TYPE_CHECKING:
 def finished(tmp_path_factory: pytest.TempPathFactory, random_model: Path, client: Client) -> Path:
     """A finished run that kept its journals and every group record."""
     directory = tmp_path_factory.mktemp("damage")
-    config = config_from_dict(
-        {
-            "run": {"name": "demo", "dir": str(directory / "finished"), "iterations": ITERATIONS},
-            "model": {"path": str(random_model)},
-            "environment": {"name": "libra.testing:FixedTurns"},
-            "rollout": {"max_new_tokens": 4, "max_turns": 3, "ignore_eos": True, "slots": 8},
-            "trainer": {"prompts": 2, "group_size": 2, "lr": 1e-3},
-            "evaluation": {"prompts": 2, "every": 2},
-            "checkpoint": {"every": 1, "keep": 3},
-            "store": {"keep_journals": True},
-            "cluster": {"threads": 1, "dashboard_port": 0},
-            "observe": {"progress": False, "tensorboard": False},
-        }
-    )
+    sections = {
+        "run": {"iterations": ITERATIONS},
+        "evaluation": {"prompts": 2, "every": 2},
+        "checkpoint": {"every": 1, "keep": 3},
+        "store": {"keep_journals": True},
+    }
+    config = config_from_dict(factories.run_settings(directory / "finished", random_model, **sections))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(libra.driver.run_checkpoints, "prune_groups", lambda spec, first, before: before)
         run_graphs(config, client=client)

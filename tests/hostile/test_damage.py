@@ -7,17 +7,11 @@ run must come to what the undamaged one came to.
 
 from __future__ import annotations
 
-import gzip
 import json
 import os
 import shutil
-import socket
-import subprocess
-import sys
-from collections.abc import Mapping
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -25,7 +19,6 @@ from distributed import Client
 from safetensors.numpy import load_file
 
 from damaged_run import (
-    BATCH,
     CASES,
     CHECKPOINT,
     GROUP,
@@ -33,27 +26,51 @@ from damaged_run import (
     ZARR,
     Case,
     assert_same_rows,
+    columns,
     content,
     cut,
     flip,
     flip_record,
+    said_of,
     typed,
 )
 from libra.cli.run_files import ready_to_resume
-from libra.config import config_from_dict
+from libra.config import RunConfig, config_from_dict
 from libra.config.resume_changes import load_resumed
-from libra.driver.damage import RunCheck, check_run, refuse_damaged
+from libra.driver.damage import check_run, refuse_damaged
 from libra.driver.repair import repair_run
 from libra.driver.resume import prune_groups
 from libra.driver.run_lock import lock_run
 from libra.driver.session import run as run_graphs
 from libra.errors import DamagedRun, RunDirectoryError, StoreError
 from libra.store import batch_membership
-from libra.store.committer_lock import CommitterLock, Holder, lock_holder
-from libra.store.event_log import EventLog
+from libra.store.committer_lock import CommitterLock
+from libra.store.group_records import read_group
 from libra.store.wave_records import commit_wave, in_waves, read_waves, wave_path
 from libra.tensor_files import checkpoint_fault
 from libra.worker.run_spec import RunSpec
+
+
+@pytest.mark.core
+def test_a_damaged_record_is_refused_and_repaired_without_loss(
+    make_config: Callable[..., RunConfig],
+    client: Client,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("libra.driver.damage.RECHECK_S", 0.0)
+    directory = run_graphs(make_config(), client=client).directory
+    (record, *_) = sorted((directory / "groups").glob("train-*.group"), reverse=True)
+    members, rows = [said_of(member) for member in read_group(record)], columns(directory)
+    flip(f"groups/{record.name}")(directory)
+    with pytest.raises(DamagedRun, match=record.name):
+        refuse_damaged(directory)
+    with pytest.raises(StoreError):
+        read_group(record)
+    assert typed(capfd, "repair", str(directory))[0] == 0
+    refuse_damaged(directory)
+    assert [said_of(member) for member in read_group(record)] == members
+    assert all(np.array_equal(values, columns(directory)[name]) for name, values in rows.items())
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -78,35 +95,6 @@ def test_a_damage_is_named_with_what_to_type_and_repaired(
         assert_same_rows(run, stopped)
 
 
-def test_a_closed_part_of_the_event_log_is_read_by_the_doctor_and_not_needed_to_go_on(
-    run: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("libra.store.event_log.SEGMENT_BYTES", 1)
-    with EventLog(run / "events.jsonl") as log:
-        log.rotate()
-        log.write_line('{"name": "x"}')
-        log.rotate()
-    first, second = sorted((run / "events").iterdir())
-    assert typed(capfd, "doctor", str(run))[0] == 0
-    for part, damage, what in (
-        (first, flip(f"events/{first.name}", 0.9995), "this part of a log is damaged"),
-        (first, cut(f"events/{first.name}"), "this part of a log is damaged"),
-        (second, lambda run: second.write_bytes(gzip.compress(b"{\n")), "is no JSON object of this log"),
-    ):
-        whole = part.read_bytes()
-        damage(run)
-        code, _, err = typed(capfd, "doctor", str(run))
-        assert code == 2 and err.startswith(f"libra: {part}: ") and what in err, err
-        assert err.splitlines()[-1].startswith(f"Type: libra resume {run}   # which does not need them"), err
-        refuse_damaged(run)
-        code, out, _ = typed(capfd, "repair", str(run))
-        assert code == 2 and f"events/{part.name}: cannot be repaired: nothing else has its lines" in out
-        part.write_bytes(whole)
-    first.unlink()
-    code, _, err = typed(capfd, "doctor", str(run))
-    assert code == 2 and err.startswith(f"libra: {run}/events: lines 1 to ") and "are missing" in err, err
-
-
 def test_a_damaged_wave_is_set_aside_with_those_after_it_and_whole_ones_rebuild_their_batch(
     run: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -128,48 +116,11 @@ def test_a_damaged_wave_is_set_aside_with_those_after_it_and_whole_ones_rebuild_
     assert not list((run / "waves").glob("wave-*"))
 
 
-def test_an_event_log_that_lost_its_end_is_said_by_the_doctor(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    log = run / "events.jsonl"
-    lines = log.read_bytes().splitlines(keepends=True)
-    first = next(number for number, line in enumerate(lines) if b'"name":"iteration_finished"' in line)
-    log.write_bytes(b"".join(lines[:first]))
-    code, _, err = typed(capfd, "doctor", str(run))
-    assert code == 2 and err.startswith(f"libra: {run}/events: the event log ends before the first iteration did"), err
-    assert "metrics.jsonl has 2: lines at its end are missing" in err
-    refuse_damaged(run)
-    log.unlink()
-    log.mkdir()
-    code, _, err = typed(capfd, "doctor", str(run))
-    assert code == 2 and err.startswith(f"libra: {log}: cannot be read"), err
-    assert "Traceback" not in err
-
-
-def test_a_batch_is_read_once(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    read: list[int] = []
-    load = batch_membership._load
-
-    def counted(root: str | Path, batch: int) -> Mapping[str, Any]:
-        read.append(batch)
-        return load(root, batch)
-
-    monkeypatch.setattr(batch_membership, "_load", counted)
-    assert check_run(run).damages == []
-    assert read == list(range(ITERATIONS))
-    shutil.copy(run / "batches" / "batch-000002.json", run / BATCH)
-    (damage,) = check_run(run).damages
-    assert (damage.name, damage.what) == (BATCH, "it is of another batch")
-
-
 def test_a_whole_run_is_whole(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    code, out, err = typed(capfd, "doctor", str(run))
-    assert code == 0 and "every file is whole; 4 batches, 2 checkpoints" in out and err == ""
+    assert typed(capfd, "doctor", str(run))[0] == 0
     code, out, _ = typed(capfd, "doctor", str(run), "--json")
     assert (code, json.loads(out)) == (0, [])
-    code, out, _ = typed(capfd, "repair", str(run))
-    assert code == 0 and "nothing to repair" in out and not (run / "damaged").exists()
-
-
-# ------------------------------------------------------------------------------------------------ resumed after a repair
+    assert typed(capfd, "repair", str(run))[0] == 0 and not (run / "damaged").exists()
 
 
 def resumed(run: Path, client: Client, step: int | None = None) -> None:
@@ -187,25 +138,17 @@ def check_finished(run: Path, finished: Path) -> None:
     ]
     for name, values in weights[1].items():
         np.testing.assert_array_equal(weights[0][name], values, err_msg=name)
-    steps = [
-        json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines() if '"reward"' in line
-    ]
-    assert sorted(steps) == list(range(ITERATIONS))
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    assert sorted(json.loads(line)["step"] for line in lines if '"reward"' in line) == list(range(ITERATIONS))
 
 
 def test_a_run_goes_on_after_many_damages_at_once(
     run: Path, finished: Path, client: Client, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    for name in (
-        "group_cut",
-        "store_gone",
-        "epochs_gone",
-        "config_edited",
-        "weights_flipped",
-        "batch_altered",
-        "metrics_line",
-    ):
-        next(case for case in CASES if case.name == name).damage(run)
+    many = "group_cut", "store_gone", "epochs_gone", "config_edited", "weights_flipped", "batch_altered", "metrics_line"
+    for case in CASES:
+        if case.name in many:
+            case.damage(run)
     code, _, err = typed(capfd, "resume", str(run))
     assert code == 2 and len(err.strip().splitlines()) == 3 and " more: " in err
     code, out, err = typed(capfd, "repair", str(run))
@@ -228,20 +171,6 @@ def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(
     assert checkpoint_fault(run / CHECKPOINT) is None and (run / "damaged" / CHECKPOINT).is_dir()
 
 
-def test_nothing_is_set_aside_to_go_back_where_the_scores_are_damaged_too(
-    run: Path, finished: Path, client: Client, capfd: pytest.CaptureFixture[str]
-) -> None:
-    cut(f"{CHECKPOINT}/model.safetensors")(run)
-    cut("checkpoints/scores.json")(run)
-    code, _, err = typed(capfd, "resume", str(run), "--from-checkpoint", "2")
-    assert code == 2 and err.splitlines()[0].startswith(f"libra: {run}/checkpoints/scores.json: torn or altered"), err
-    assert err.splitlines()[-1].startswith(f"Type: libra repair {run}")
-    assert (run / CHECKPOINT).is_dir() and not (run / "damaged").exists()
-    assert typed(capfd, "repair", str(run))[0] == 0
-    resumed(run, client)
-    check_finished(run, finished)
-
-
 def test_a_trajectory_whose_journal_is_cut_generates_the_same_again(
     run: Path, finished: Path, client: Client, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -254,9 +183,6 @@ def test_a_trajectory_whose_journal_is_cut_generates_the_same_again(
     assert_same_rows(run, finished, generated_again=6)
 
 
-# ------------------------------------------------------------------------------------------------ group records that were removed
-
-
 @pytest.fixture
 def pruned(run: Path) -> Path:
     """A run without the group records before its oldest checkpoint, as runs are."""
@@ -264,11 +190,6 @@ def pruned(run: Path) -> Path:
     shutil.rmtree(run / "journal")
     assert check_run(run).damages == []
     return run
-
-
-def test_removed_records_are_no_damage_however_long_the_logs_are(pruned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("libra.driver.damage.LOG_LIMIT_BYTES", 0)
-    assert check_run(pruned, limit_bytes=2**28).damages == []
 
 
 def test_without_any_checkpoint_removed_records_come_from_the_store(
@@ -294,9 +215,6 @@ def test_what_nothing_else_has_is_said_and_left_as_it_is(pruned: Path, capfd: py
     assert (pruned / ZARR / "token_ids" / "c" / "0").read_bytes() == damaged
 
 
-# ------------------------------------------------------------------------------------------------ epochs and locks
-
-
 def test_an_epoch_is_never_taken_twice(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Without ``epochs/``, and without one after the other of its other traces."""
     from libra.driver.start_records import newest_logged
@@ -309,94 +227,6 @@ def test_an_epoch_is_never_taken_twice(run: Path, capfd: pytest.CaptureFixture[s
     assert check_run(run).epoch == 0
     assert typed(capfd, "repair", str(run))[0] == 0
     assert take_epoch(run / "epochs", above=newest_logged(run)).number == 2  # one for a start without a record
-    for name in ("groups", "journal", "trajectories.zarr"):
-        shutil.rmtree(run / name)
-    shutil.rmtree(run / "epochs")
-    assert check_run(run).epoch == 0  # by the event log
-
-
-HOLDER = """
-import sys
-from pathlib import Path
-from libra.driver.run_lock import lock_run
-lock = lock_run(Path(sys.argv[1]))
-print("held", flush=True)
-sys.stdin.readline()
-"""
-
-
-def test_a_run_with_a_driver_is_not_repaired(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    cut(GROUP)(run)
-    holder = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(run)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    try:
-        assert holder.stdout is not None and holder.stdout.readline() == "held\n"
-        code, _, err = typed(capfd, "repair", str(run))
-        assert code == 2 and "another driver has this run" in err and not (run / "damaged").exists()
-    finally:
-        holder.communicate("\n")
-    assert typed(capfd, "repair", str(run))[0] == 0
-
-
-def test_a_repair_reads_the_run_only_under_its_locks(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cut(GROUP)(run)
-    reads = []
-
-    def check(directory: Path) -> RunCheck:
-        with pytest.raises(RunDirectoryError, match="another driver has this run"):
-            lock_run(run)
-        assert lock_holder(run / ZARR) == Holder(os.getpid(), socket.gethostname())
-        reads.append(directory)
-        return check_run(directory)
-
-    monkeypatch.setattr("libra.driver.repair.check_run", check)
-    assert repair_run(run, lambda line: None).num_repaired == 1
-    assert len(reads) >= 2 and lock_holder(run / ZARR) is None
-
-
-def test_a_store_that_a_worker_still_has_is_awaited_and_then_said_with_what_to_type(
-    run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cut(GROUP)(run)
-    said: list[str] = []
-    held = CommitterLock(run / ZARR)
-    monkeypatch.setattr("libra.driver.repair.STORE_WAIT_S", 0.0)
-    with pytest.raises(
-        StoreError, match=rf"Type kill {os.getpid()} on {socket.gethostname()} .*libra repair {run} again"
-    ):
-        repair_run(run, said.append)
-    assert said == [] and not (run / "damaged").exists()
-
-    def say(line: str) -> None:
-        said.append(line)
-        if line.startswith("waiting until"):
-            held.release()
-
-    monkeypatch.setattr("libra.driver.repair.STORE_WAIT_S", 60.0)
-    assert repair_run(run, say).num_repaired == 1
-    assert said[0].startswith(f"waiting until a worker of an earlier start has closed the store (process {os.getpid()}")
-
-
-def test_a_file_that_a_worker_still_writes_is_no_damage(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = (run / GROUP).read_bytes()
-    cut(GROUP)(run)
-    held = CommitterLock(run / ZARR)
-    looks: list[float] = []
-
-    def later(seconds: float) -> None:
-        looks.append(seconds)
-        if len(looks) == 2:
-            held.release()
-            (run / GROUP).write_bytes(whole)
-
-    monkeypatch.setattr("libra.driver.damage.time", SimpleNamespace(sleep=later, monotonic=lambda: 0.0))
-    refuse_damaged(run)
-    assert len(looks) == 2
-    cut(GROUP)(run)
-    with pytest.raises(DamagedRun, match=GROUP):
-        refuse_damaged(run)
-    assert len(looks) == 3
 
 
 def test_a_repair_that_was_killed_while_it_exchanged_stores_is_continued(
@@ -408,51 +238,30 @@ def test_a_repair_that_was_killed_while_it_exchanged_stores_is_continued(
     assert code == 0 and "written again" in out
 
 
-@pytest.mark.parametrize(
-    ("name", "command"), [("chunk_flipped", "doctor"), ("config_edited", "resume"), ("group_flipped", "repair")]
-)
-def test_in_a_process_of_its_own(name: str, command: str, run: Path) -> None:
-    case = next(case for case in CASES if case.name == name)
-    case.damage(run)
-    done = subprocess.run(
-        [sys.executable, "-m", "libra", command, str(run)], capture_output=True, text=True, check=False
-    )
-    assert "Traceback" not in done.stdout + done.stderr
-    assert done.returncode == (0 if command == "repair" else 2) and case.named in done.stdout + done.stderr
+def test_a_run_whose_driver_or_store_is_held_is_not_repaired(
+    run: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cut(GROUP)(run)
+    monkeypatch.setattr("libra.driver.repair.STORE_WAIT_S", 0.0)
+    for held, fault in ((lock_run(run), RunDirectoryError), (CommitterLock(run / ZARR), StoreError)):
+        with pytest.raises(fault, match=str(os.getpid())):
+            repair_run(run, lambda line: None)
+        assert typed(capfd, "repair", str(run))[0] == 2 and not (run / "damaged").exists()
+        held.release()
+    assert repair_run(run, lambda line: None).num_repaired == 1
+
+
+def test_an_event_log_that_is_gone_is_named_and_not_needed_to_go_on(run: Path) -> None:
+    for content_of_log in (None, b"", b"[]\n", b'{"name": "torn'):
+        (run / "events.jsonl").unlink(missing_ok=True)
+        if content_of_log is not None:
+            (run / "events.jsonl").write_bytes(content_of_log)
+        assert [damage.name for damage in check_run(run).damages][-1:] == ["events"]
+        refuse_damaged(run)
 
 
 def test_a_directory_without_a_run_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     for command in ("doctor", "resume", "repair"):
-        code, _, err = typed(capfd, command, str(tmp_path))
-        assert code == 2 and "no run here" in err
+        assert typed(capfd, command, str(tmp_path))[0] == 2
     with pytest.raises(RunDirectoryError):
         check_run(tmp_path)
-
-
-# ------------------------------------------------------------------------------------------------ logs that are gone
-
-
-def test_an_event_log_that_is_gone_is_said_by_the_doctor_and_not_needed_to_go_on(
-    run: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    log, config = run / "events.jsonl", run / "config.resolved.yaml"
-    for content_of_log in (None, b"", b"[]\n", b'{"name": "torn'):
-        log.unlink()
-        if content_of_log is not None:
-            log.write_bytes(content_of_log)
-        assert [damage.name for damage in check_run(run).damages][-1:] == ["events"]
-        log.touch()
-    log.unlink()
-    code, _, err = typed(capfd, "doctor", str(run))
-    assert code == 2 and err.startswith(f"libra: {run}/events: the event log is gone: events.jsonl is missing"), err
-    assert err.splitlines()[-1].startswith(f"Type: libra resume {run}   # which does not need them"), err
-    refuse_damaged(run)
-    config.write_text(config.read_text().replace("event_log: true", "event_log: false"))
-    assert "events" not in {damage.name for damage in check_run(run).damages}
-
-
-def test_metrics_that_are_gone_are_what_is_named(pruned: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    (pruned / "metrics.jsonl").unlink()
-    code, _, err = typed(capfd, "doctor", str(pruned))
-    assert code == 2 and "it is gone, and metrics.jsonl has lost step 0, which is made again from it" in err, err
-    assert typed(capfd, "repair", str(pruned))[0] == 0

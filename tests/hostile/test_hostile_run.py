@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import zarr
 from distributed import Client
 
 from libra.config import RunConfig
@@ -21,6 +20,7 @@ from libra.envs import Environment, tool
 from libra.errors import ToolFault
 from libra.observe.metrics import read_metrics
 from libra.store.event_log import read_events
+from libra.store.trajectories import TrajectoryStore
 from libra.testing import FixedTurns
 from libra.testing.hostile_text import hostile_texts
 from libra.types import Episode, ToolCall
@@ -111,11 +111,8 @@ def test_a_hostile_model_does_not_end_its_run_and_a_resume_goes_on(
     more = make_config(run={"iterations": 2}, **sections)
     second = run(more, environment=Hostile(), client=client, resume=True)
     assert [values["iteration"] for values in second.iterations] == [1]
-
-    columns = {
-        name: array[:]
-        for name, array in zarr.open_group(first.directory / "trajectories.zarr", mode="r")["trajectory"].arrays()
-    }
+    with TrajectoryStore.open(first.directory / "trajectories.zarr") as store:
+        columns = store.columns()
     assert len(columns["sample"]) == 32
     failures = Counter(map(str, columns["failure"]))
     assert failures["reward"] == 8, "four samples whose reward raises, four with a reward that no gradient survives"

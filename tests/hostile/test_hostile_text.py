@@ -1,8 +1,4 @@
-"""500 hostile texts, and what Hypothesis makes of their kinds, through everything that reads, keeps or shows what a model wrote.
-
-No text ends anything, what is stored comes back, nothing that is shown can act on a terminal, and reading takes linear time: each
-corpus has texts of 50,000 to 10,000,000 characters on which a quadratic reader would take minutes, where the time-out is one.
-"""
+"""500 hostile texts, and what Hypothesis makes of their kinds, through all that reads, grades or keeps what a model wrote."""
 
 from __future__ import annotations
 
@@ -23,7 +19,6 @@ from hostile_input import (
     PROMPT,
     SHORT,
     TEXTS,
-    TOOLS,
     Tools,
     acts,
     calls_of,
@@ -34,10 +29,11 @@ from hostile_input import (
 from libra import events
 from libra.cli.replay_text import event_text
 from libra.config import resolve_model
-from libra.envs import TOOL_FORMATS, run_action, run_grader, tool
+from libra.envs import Environment, run_action, run_grader
+from libra.envs.reasoning_gym import ReasoningGym
+from libra.envs.rewards import make_reward
+from libra.envs.tool_arithmetic import ToolArithmetic
 from libra.errors import RewardFault, ToolFault, Unstorable
-from libra.observe.metrics import MetricsLog, read_metrics
-from libra.observe.trackers import Trackers
 from libra.rollout.chat_format import ChatFormat, load_chat_format
 from libra.rollout.special_tokens import SpecialTokens
 from libra.store.event_log import EventLog, read_events
@@ -46,7 +42,6 @@ from libra.store.record_codec import pack, unpack
 from libra.store.trajectories import TrajectoryStore
 from libra.store.trajectory_journal import Journal
 from libra.testing import FixedTurns
-from libra.testing.hostile_text import NUM_TEXTS, hostile_texts
 from libra.types import (
     EndReason,
     Episode,
@@ -56,11 +51,11 @@ from libra.types import (
     ToolStatus,
     Trajectory,
     TrajectoryId,
+    Turn,
 )
 from libra.untrusted import (
     MAX_CALLS,
     MAX_DEPTH,
-    error_text,
     storable,
     storable_call,
     storable_calls,
@@ -70,36 +65,14 @@ from libra.worker.trajectory_state import TrajectoryState, action_record, failur
 pytestmark = pytest.mark.timeout(60)
 
 
-# ------------------------------------------------------------------------------------------------ the texts
-
-
-def test_there_are_500_texts_and_each_kind_is_among_them() -> None:
-    assert len(TEXTS) == len(set(TEXTS)) == NUM_TEXTS == 500
-    assert hostile_texts() == TEXTS and hostile_texts(seed=1) != TEXTS
-    assert sum(len(text) >= 10_000_000 for text in TEXTS) == 4
-    everything = "".join(SHORT)
-    for kind in (
-        "\ud800",
-        "\x00",
-        "\x1b]0;",
-        "\u202e",
-        "1e308",
-        "NaN",
-        "\\ud800",
-        "[" * 10_000,
-        "<tool_call><tool_call>",
-        "9" * 5000,
-    ):
-        assert kind in everything, f"{kind[:20]!r} is missing"
-
-
-# ------------------------------------------------------------------------------------------------ in: parsers, calls, tools
-
-
 @pytest.mark.parametrize("parser", PARSERS)
 def test_every_parser_reads_every_text(parser: str) -> None:
-    found = sum(len(PARSERS[parser](text) if parser in TOOL_FORMATS else PARSERS[parser](text).calls) for text in TEXTS)
-    assert found > (100 if parser in TOOL_FORMATS else 20)
+    assert sum(len(PARSERS[parser](text)) for text in TEXTS) > 100
+
+
+@given(HOSTILE_TEXT, st.sampled_from(sorted(PARSERS)))
+def test_any_text_is_read(text: str, parser: str) -> None:
+    assert bool(PARSERS[parser](text)) == ("<tool_call>" in text)
 
 
 def check_call(call: ToolCall) -> None:
@@ -126,19 +99,15 @@ JSON_VALUES = st.recursive(
 )
 
 
+def test_a_turn_has_a_bounded_number_of_calls() -> None:
+    kept = storable_calls([ToolCall("echo", {})] * (MAX_CALLS + 7))
+    assert len(kept) == MAX_CALLS + 1 and kept[-1].error is not None
+    assert len(storable_calls([ToolCall("echo", {})] * MAX_CALLS)) == MAX_CALLS
+
+
 @given(HOSTILE_TEXT, st.dictionaries(HOSTILE_TEXT, JSON_VALUES, max_size=4))
 def test_any_call_becomes_storable(name: str, arguments: dict[str, Any]) -> None:
     check_call(storable_call(ToolCall(name, arguments)))
-
-
-def test_a_turn_has_a_bounded_number_of_calls() -> None:
-    for text in TEXTS:
-        for made in TOOL_FORMATS.values():
-            found = made.parse(text, TOOLS)
-            kept = storable_calls(found)
-            assert len(kept) <= MAX_CALLS + 1 and (len(kept) == len(found)) == (len(found) <= MAX_CALLS)
-            if len(found) > MAX_CALLS:
-                assert kept[-1].error is not None and str(len(found)) in kept[-1].error
 
 
 @given(st.integers(1, 3 * MAX_DEPTH), st.booleans())
@@ -148,17 +117,6 @@ def test_depth_is_limited_whoever_reads_it(depth: int, lists: bool) -> None:
         value = [value] if lists else {"x": value}
     call = storable_call(ToolCall("echo", {"text": value}))
     assert (call.error is None) == (depth < MAX_DEPTH)
-
-
-def test_what_json_has_no_form_for_is_the_parsers_fault() -> None:
-    for call in (ToolCall("f", {"x": object()}), ToolCall(None, {}), ToolCall("f", [1]), ToolCall("f", {("a",): 1})):  # type: ignore[arg-type]
-        with pytest.raises(TypeError):
-            storable_call(call)
-
-
-@given(HOSTILE_TEXT, st.sampled_from(sorted(PARSERS)))
-def test_any_text_is_read(text: str, parser: str) -> None:
-    PARSERS[parser](text)
 
 
 async def returns_of(calls: list[ToolCall]) -> list[ToolReturn]:
@@ -174,7 +132,7 @@ async def returns_of(calls: list[ToolCall]) -> list[ToolReturn]:
 @pytest.fixture(scope="module")
 def returned() -> list[ToolReturn]:
     """What the tools return for every call in the texts, and for each text as an argument."""
-    calls = [call for text in TEXTS for call in calls_of(text)[:20]]
+    calls = [call for text in TEXTS for call in calls_of(text)[:8]]
     calls += [
         ToolCall(name, {"text": text}) for text in TEXTS for name in ("echo", "raises", "faults")
     ]  # past the border
@@ -183,48 +141,11 @@ def returned() -> list[ToolReturn]:
 
 def test_every_return_is_storable_text_of_a_known_tool(returned: list[ToolReturn]) -> None:
     assert {each.tool for each in returned} == {"", "echo", "raises", "faults"}, (
-        "a name that the model made up is no tool"
+        "names that the model made up are no tools"
     )
-    assert {each.status for each in returned} == {
-        ToolStatus.OK,
-        ToolStatus.ERROR,
-        ToolStatus.MALFORMED,
-        ToolStatus.TRUNCATED,
-    }
+    assert {each.status for each in returned} == {*ToolStatus} - {ToolStatus.TIMEOUT}
     for each in returned:
         assert is_storable(each.content) and len(each.content) < 9000
-
-
-class Unreadable(Exception):
-    def __str__(self) -> str:
-        raise RecursionError("no words")
-
-
-def test_an_error_that_cannot_say_itself_is_text_too() -> None:
-    def unreadable(text: str) -> str:
-        """Raise an error without words.
-
-        Args:
-            text: Nothing.
-        """
-        raise Unreadable
-
-    class OneTool(FixedTurns):
-        tools = ()
-
-        def grade(self, episode: Episode) -> float:
-            raise Unreadable
-
-    environment = OneTool()
-    environment.tools = (tool(unreadable, fatal=("error",)),)
-    with pytest.raises(ToolFault, match="could not be read"):
-        asyncio.run(run_action(environment, PROMPT, ToolCall("unreadable", {"text": "x"}), action_id="a"))
-    with pytest.raises(RewardFault, match="could not be read"):
-        asyncio.run(run_grader(environment, Episode("t", PROMPT, (), EndReason.ANSWERED)))
-    assert error_text(Unreadable()).startswith("Unreadable: ")
-
-
-# ------------------------------------------------------------------------------------------------ records
 
 
 KEPT = st.recursive(
@@ -252,12 +173,10 @@ def deep(levels: int) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    "value",
-    [10**20, object(), {1, 2}, deep(10_000), np.array([None]), 1j],
-    ids=["int", "object", "set", "deep", "objects", "complex"],
+    "value", [10**20, object(), {1, 2}, deep(10_000), np.array([None])], ids=["int", "object", "set", "deep", "objects"]
 )
 def test_what_has_no_form_in_a_record_is_unstorable_and_no_fault_of_the_disk(value: Any, tmp_path: Path) -> None:
-    with pytest.raises(Unstorable, match=r"journal/train-0-0-0\.0000\.rec: cannot store"):
+    with pytest.raises(Unstorable):
         Journal(tmp_path / "journal").append("train-0-0-0", 0, {"value": value})
     Journal(tmp_path / "journal").append("train-0-0-0", 0, {"value": "the place is still free"})
 
@@ -322,16 +241,6 @@ def test_every_text_goes_through_the_event_log(tmp_path: Path) -> None:
         assert not acts(line) and "\n" not in line and len(line) <= 3000
 
 
-def test_metrics_and_tensorboard_take_every_number(tmp_path: Path) -> None:
-    with MetricsLog(tmp_path, Trackers(("tensorboard",), tmp_path, "demo", {}), clock=lambda: 0.0) as metrics:
-        for step, value in enumerate((1e308, -1e308, math.inf, math.nan, 1e-320, 10**30, np.float32(3e38))):
-            metrics.write(step, {"reward": value})
-    assert [line["reward"] for line in read_metrics(tmp_path)][:5] == [1e308, -1e308, None, None, 1e-320]
-
-
-# ------------------------------------------------------------------------------------------------ chat format
-
-
 @pytest.fixture(scope="module")
 def chat(random_model: Path) -> ChatFormat:
     return load_chat_format(random_model)
@@ -375,3 +284,57 @@ def test_no_text_of_a_tool_is_a_special_token(model: str, random_model: Path) ->
     assert sum(int(i) in special for i in forged) > sum(
         int(i) in special for i in chat.prompt_ids([{"role": "user", "content": "7"}])
     ), "a user's prompt is taken as it is"
+
+
+pytestmark = pytest.mark.timeout(60)
+
+
+REWARDS = {
+    name: make_reward(given)
+    for name, given in {
+        "gsm8k": "gsm8k",
+        "flexible": {"name": "gsm8k", "method": "flexible"},
+        "verl": {"name": "gsm8k", "like": "verl"},
+        "math": "math",
+        "dapo_math": "dapo_math",
+        "tags": ["tag_format", "tag_count"],
+    }.items()
+}
+
+
+def episode_of(text: str) -> Episode:
+    return Episode("train-0-0-0", PROMPT, (Turn(text),), EndReason.ANSWERED)
+
+
+def test_every_reward_is_a_number_for_every_text() -> None:
+    for text in (*TEXTS, *map(storable, TEXTS)):
+        for name, reward in REWARDS.items():
+            score = reward(completion=text, answer="42", episode=episode_of(text))
+            assert math.isfinite(score) and abs(score) <= 2, name
+
+
+@given(HOSTILE_TEXT, HOSTILE_TEXT, st.sampled_from(sorted(REWARDS)))
+def test_any_text_has_a_reward(text: str, answer: str, name: str) -> None:
+    assert math.isfinite(REWARDS[name](completion=text, answer=answer, episode=episode_of(text)))
+
+
+def test_the_environments_grade_every_text() -> None:
+    arithmetic = ToolArithmetic()
+    gym = ReasoningGym(dataset="chain_sum")
+    tags = ReasoningGym(dataset="chain_sum", answer="tags")
+    graders: list[Environment] = [arithmetic, gym, tags, FixedTurns()]
+    for environment in graders:
+        prompt = environment.prompt("train", 0)
+        for text in TEXTS:
+            reward = environment.grade(Episode("train-0-0-0", prompt, (Turn(storable(text)),), EndReason.ANSWERED))
+            assert 0.0 <= reward <= 1.0
+
+
+@pytest.mark.parametrize("reward", [1e308, 2e9, -math.inf, math.nan, 10**400, "1", None, 1j, np.float64("nan")])
+def test_a_reward_that_no_gradient_survives_is_refused(reward: Any) -> None:
+    class Odd(FixedTurns):
+        def grade(self, episode: Episode) -> float:
+            return reward  # type: ignore[no-any-return]
+
+    with pytest.raises(RewardFault):
+        asyncio.run(run_grader(Odd(), episode_of("x")))

@@ -21,12 +21,7 @@ from libra.observe.page_html import workers_html
 from libra.observe.progress import RunProgress
 from libra.store.trajectories import TrajectoryStore
 from libra.testing.hostile_text import NUM_TEXTS
-from libra.untrusted import (
-    shown,
-    shown_json,
-    shown_line,
-    storable,
-)
+from libra.untrusted import shown, shown_json, shown_line, storable
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -104,24 +102,6 @@ def test_tools_and_steps_on_other_workers_see_the_state_of_the_turn_before(
     ]  # too many turns
     assert {"count", "step"} <= set(group["turn"]["tool"][:])
     assert np.isfinite(group["trajectory"]["reward"][:]).all()
-
-
-def test_an_action_that_ran_twice_acted_once(tmp_path: Path) -> None:
-    """The worker that ran it is lost before its record; another runs it from the last record."""
-    from libra.envs import StateCopy, begin_state, run_action
-
-    environment = Counting()
-    prompt = environment.prompt("train", 0)
-    begun = asyncio.run(begin_state(environment, prompt, "t"))
-
-    def acted() -> bytes | None:
-        copy = StateCopy(environment, begun, "t")
-        call = ToolCall("count", {"by": 2})
-        asyncio.run(run_action(environment, prompt, call, action_id="t/0/0", state=copy))
-        return copy.data
-
-    assert acted() == acted()
-    assert decode_state(environment, acted())["count"] == 2
 
 
 @pytest.mark.parametrize("fault", ["mutates", "endless", "live"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -37,8 +36,6 @@ class Scripted:
         What it wrote, with the end of turn.
     faults : list of exceptions
         Raised before an answer, one each.
-    gate, asked : asyncio.Event
-        Generations wait for the gate, which is open at first; ``asked`` is set when ``expects`` of them do.
     """
 
     def __init__(self, chat: Any, split: Callable[[str, int], list[int]], script: Script | Sequence[str]) -> None:
@@ -48,9 +45,6 @@ class Scripted:
         self.requests = list[TurnRequest]()
         self.written = dict[tuple[str, int], list[int]]()
         self.faults = list[Exception]()
-        self.gate, self.asked = asyncio.Event(), asyncio.Event()
-        self.gate.set()
-        self.expects, self._waiting = 1, 0
         self.version = 0
 
     async def pull(self) -> None: ...
@@ -59,11 +53,6 @@ class Scripted:
 
     async def generate(self, request: TurnRequest) -> TurnOutput:
         """The next part of a turn. Log-probabilities are those of `logprobs_of`; each part has a version of its own."""
-        self._waiting += 1
-        if self._waiting >= self.expects:
-            self.asked.set()
-        await self.gate.wait()
-        self._waiting -= 1
         if self.faults:
             raise self.faults.pop(0)
         self.requests.append(request)
@@ -110,12 +99,11 @@ class AgentWorker:
 
 @asynccontextmanager
 async def agent_worker(
-    directory: Path, chat: Any, engine: Any, agent: dict[str, Any], *, environment: Any = None, heartbeat_s: float | None = None,
-    **sections: dict[str, Any],
+    directory: Path, chat: Any, engine: Any, agent: dict[str, Any], *, environment: Any = None, **sections: dict[str, Any],
 ) -> AsyncIterator[AgentWorker]:  # fmt: skip
     """A worker with these settings; another one with the same directory continues its trajectories.
 
-    ``engine`` has ``pull``, ``forget`` and ``generate``. Contexts are long, because frameworks' prompts are.
+    Contexts are long, because frameworks' prompts are.
     """
     rollout = {"max_context_tokens": 1 << 16, "max_new_tokens": 1 << 10, "max_turns": 32, "slots": 8}
     trainer = {"micro_batch_tokens": 1 << 20, "resample": 0}
@@ -143,8 +131,6 @@ async def agent_worker(
     runner = QuantumRunner(context, serving)
     runner.chat = chat
     agents = Agents(context, lambda: chat)
-    if heartbeat_s is not None:
-        agents.gateway.heartbeat_s = heartbeat_s
     runner.agents = agents
     try:
         await agents.start()

@@ -130,11 +130,6 @@ def flip_record(run: Path) -> None:
     path.write_bytes(data)
 
 
-def epochs_are_a_file(run: Path) -> None:
-    shutil.rmtree(run / "epochs")
-    (run / "epochs").write_text("")
-
-
 @dataclass(frozen=True)
 class Case:
     """A damage, the file that must be named, and the cure that must be advised."""
@@ -154,43 +149,28 @@ BATCH, ZARR = "batches/batch-000001.json", "trajectories.zarr"
 GO_BACK = "resume {run} --from-checkpoint 2"
 CASES = [
     Case("checkpoint_cut", cut(f"{CHECKPOINT}/model.safetensors"), f"{CHECKPOINT}/model.safetensors", GO_BACK, False),
-    Case("optimizer_flipped", flip(f"{CHECKPOINT}/optimizer.safetensors"), f"{CHECKPOINT}/opt", GO_BACK, False),
     Case("checkpoint_facts_cut", cut(f"{CHECKPOINT}/trainer.json"), f"{CHECKPOINT}/trainer.json", GO_BACK, False),
-    Case("checkpoint_config", flip(f"{CHECKPOINT}/config.json"), f"{CHECKPOINT}/config.json", GO_BACK, False),
     Case("weights_flipped", flip(f"{VERSION}/model.safetensors"), f"{VERSION}/model.safetensors", rebuilt=False),
-    Case("manifest_cut", cut(f"{VERSION}/version.json"), f"{VERSION}/version.json", rebuilt=False),
-    Case("version_check_flipped", flip(f"{VERSION}/check.json"), f"{VERSION}/check.json", rebuilt=False),
     Case("group_cut", cut(GROUP), GROUP),
-    Case("group_flipped", flip(GROUP), GROUP),
     Case("group_gone", gone(GROUP), GROUP),
     Case("stored_group_flipped", flip("groups/train-000002-000001.group"), "groups/train-000002-000001.group"),
     Case("chunk_flipped", flip(f"{ZARR}/token_ids/c/0"), f"{ZARR}/token_ids/c/0"),
-    Case("plain_chunk_flipped", flip(f"{ZARR}/trajectory/advantage/c/0", 0.003), f"{ZARR}/trajectory/advantage/c/0"),
-    Case("chunk_gone", gone(f"{ZARR}/trajectory/prompt_json/c/0"), f"{ZARR}/trajectory/prompt_json/c/0"),
     Case("array_metadata_cut", cut(f"{ZARR}/turn/tool/zarr.json"), f"{ZARR}/turn/tool/zarr.json"),
-    Case("level_metadata_gone", gone(f"{ZARR}/turn/zarr.json"), f"{ZARR}/turn/zarr.json"),
     Case("root_metadata_cut", cut(f"{ZARR}/zarr.json"), f"{ZARR}/zarr.json"),
     Case("committed_altered", replace(f"{ZARR}/zarr.json", '"trajectories": 16', '"trajectories": 15'), f"{ZARR}/zarr"),
     Case("digests_cut", flip(f"{ZARR}.digests"), f"{ZARR}.digests"),
     Case("store_gone", gone(ZARR), ZARR),
     Case("epochs_gone", gone("epochs"), "epochs"),
-    Case("epochs_a_file", epochs_are_a_file, "epochs"),
     Case("record_cut", cut_record, "journal/train-3-1-0.0002.rec", rebuilt=False),
-    Case("record_flipped", flip_record, "journal/train-3-1-0.0002.rec", rebuilt=False),
     Case("record_gone", gone("journal/train-3-1-0.0001.rec"), "journal/train-3-1-0.0001.rec", rebuilt=False),
-    Case("given_cut", cut("given.json"), "given.json"),
     Case("given_gone", gone("given.json"), "given.json"),
     Case("config_edited", replace("config.resolved.yaml", "lr: 0.001", "lr: 0.01"), "config.resolved.yaml"),
-    Case("config_gone", gone("config.resolved.yaml"), "config.resolved.yaml"),
     Case("starts_altered", replace("starts.jsonl", '"epoch": 0', '"epoch": 7'), "starts.jsonl"),
     Case("batch_altered", replace(BATCH, "true", "false"), BATCH),
-    Case("batch_gone", gone(BATCH), BATCH),
     Case(
         "evaluation_altered", replace("evaluations/version-000002.json", '"num": 2', '"num": 3'), "evaluations/version-"
     ),
-    Case("evaluation_gone", gone("evaluations/version-000002.json"), "evaluations/version-000002.json"),
     Case("evaluation_group_gone", gone("groups/eval-000002-000001.group"), "groups/eval-000002-000001.group"),
-    Case("scores_gone", gone("checkpoints/scores.json"), "checkpoints/scores.json"),
     Case("scores_altered", flip("checkpoints/scores.json"), "checkpoints/scores.json"),
     Case("step_altered", flip("steps/step-000001.json"), "steps/step-000001.json", rebuilt=False),
     Case("metrics_line", replace("metrics.jsonl", '{"step": 1', '{"step: 1'), "metrics.jsonl", rebuilt=False),

@@ -9,22 +9,15 @@ import numpy as np
 from hypothesis import strategies as st
 
 from libra.envs import TOOL_FORMATS, tool
-from libra.envs.tool_calls.as_verl import verl_hermes, verl_qwen3_coder
 from libra.errors import ToolFault
 from libra.testing import FixedTurns
 from libra.testing.hostile_text import hostile_texts
 from libra.types import EndReason, FailureClass, Prompt, StopReason, ToolCall, Trajectory, TrajectoryId, TurnOutput
-from libra.untrusted import (
-    storable_call,
-)
+from libra.untrusted import storable_call
 
-TEXTS = hostile_texts()
+TEXTS = hostile_texts(largest_chars=200_000)
 SHORT = [text for text in TEXTS if len(text) <= 100_000]
-PARSERS = {
-    **{name: (lambda text, parse=made.parse: parse(text, TOOLS)) for name, made in TOOL_FORMATS.items()},
-    "verl_hermes": verl_hermes,
-    "verl_qwen3_coder": lambda text: verl_qwen3_coder(text, TOOLS),
-}
+PARSERS = {name: (lambda text, parse=made.parse: parse(text, TOOLS)) for name, made in TOOL_FORMATS.items()}
 PROMPT = Prompt("q-0", ({"role": "user", "content": "?"},), {"answer": "42"})
 HOSTILE_TEXT = st.lists(
     st.one_of(st.sampled_from([text for text in TEXTS if len(text) < 200]), st.text(max_size=8)), max_size=6

@@ -5,15 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
 import signal
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
-
-MEETING = 256
 
 
 def ask(base_url: str, messages: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
@@ -24,12 +21,6 @@ def ask(base_url: str, messages: list[dict[str, Any]], **more: Any) -> dict[str,
         choice = json.load(answer)["choices"][0]
     messages.append(choice["message"])
     return choice
-
-
-def without_and_with_tools(messages: list[dict[str, Any]], base_url: str) -> list[dict[str, Any]]:
-    """The answers to one question in a request without tools, and in one with them."""
-    tools = [{"type": "function", "function": {"name": "calc", "parameters": {"type": "object", "properties": {}}}}]
-    return [ask(base_url, list(messages), **more)["message"] for more in ({}, {"tools": tools})]
 
 
 def branching(messages: list[dict[str, Any]], base_url: str) -> list[list[int]]:
@@ -94,18 +85,6 @@ def asking(messages: list[dict[str, Any]], base_url: str, turns: int = 2) -> lis
     return made
 
 
-def lengthy(base_url: str) -> list[Any]:
-    """A request of 4 MiB, which does not fit, one that is long and does, and a short one; the status of each."""
-    statuses = []
-    for text in ("xyz " * (1 << 20), "the " * 12_000, "short"):
-        try:
-            ask(base_url, [{"role": "user", "content": text}])
-            statuses.append(200)
-        except urllib.error.HTTPError as error:
-            statuses.append(json.load(error)["error"]["code"])
-    return statuses
-
-
 def hanging(messages: list[dict[str, Any]], base_url: str, mark: str) -> None:
     """One turn, and then nothing more; its process is named in the file ``pid``."""
     Path(mark, "pid").write_text(str(os.getpid()))
@@ -151,30 +130,10 @@ def parallel(messages: list[dict[str, Any]], base_url: str) -> list[list[int]]:
     return [*made, *(ids for each in answers for ids in each)]
 
 
-def behind(messages: list[dict[str, Any]], base_url: str, mark: str) -> list[list[int]]:
-    """Two conversations of one turn each; started again, it asks for the second one first, at once with the first one."""
-    first, second = [*messages], [{"role": "user", "content": "the other one"}]
-    if Path(mark, "again").exists():
-        with ThreadPoolExecutor(2) as pool:
-            later = pool.submit(ask, base_url, second)
-            while not Path(mark, "early").exists():  # the test has seen the second one
-                select.select([], [], [], 0.01)
-            return [ask(base_url, first)["token_ids"], later.result()["token_ids"]]
-    return [ask(base_url, first)["token_ids"], ask(base_url, second)["token_ids"]]
-
-
 def other(messages: list[dict[str, Any]], base_url: str, mark: str) -> list[list[int]]:
     """Two turns; started again, it asks something else."""
     text = "something else" if Path(mark, "again").exists() else "something"
     return asking([*messages, {"role": "user", "content": text}], base_url)
-
-
-def meeting(messages: list[dict[str, Any]], base_url: str, mark: str) -> list[list[int]]:
-    """Waits until `MEETING` agents are there, then asks."""
-    Path(mark, f"here-{os.getpid()}").touch()
-    while sum(1 for _ in Path(mark).glob("here-*")) < MEETING:
-        select.select([], [], [], 0.05)
-    return asking(messages, base_url)
 
 
 def refused(base_url: str, messages: list[dict[str, Any]]) -> list[str]:
@@ -182,11 +141,6 @@ def refused(base_url: str, messages: list[dict[str, Any]]) -> list[str]:
     told = []
     for body in (
         {"messages": [], "model": "policy"},
-        {"messages": messages, "n": 3},
-        {
-            "messages": messages,
-            "response_format": {"type": "json_schema", "json_schema": {"name": "a", "strict": True}},
-        },
         {"messages": [*messages, {"role": "assistant", "content": "x"}]},
     ):
         told.append(status(f"{base_url}/chat/completions", body))

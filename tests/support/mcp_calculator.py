@@ -46,13 +46,6 @@ def freeze() -> str:
 
 
 @server.tool()
-async def hold() -> str:
-    """Never returns."""
-    await asyncio.Event().wait()
-    return "over"
-
-
-@server.tool()
 async def nonsense(context: Context) -> str:
     """Answers with what is no result."""
     answer = {"jsonrpc": "2.0", "id": context.request_id, "result": {"content": "nonsense"}}

@@ -40,7 +40,10 @@ def cases(repository):
 @pytest.mark.parametrize(
     "function",
     [
-        pytest.param(name, marks=pytest.mark.skipif(not installed, reason="math-verify: pip install 'libra-rl[math]'"))
+        pytest.param(
+            name,
+            marks=[pytest.mark.live, pytest.mark.skipif(not installed, reason="type pip install 'libra-rl[math]'")],
+        )
         if name.startswith("math_verify")
         else name
         for name in AS_VERL
