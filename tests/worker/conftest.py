@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import inspect
+import platform
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,6 +12,27 @@ import pytest
 
 from checked_engines import CONTEXT, Counted, Faulty, Trainer, Worker
 from libra.rollout import TransformersEngine
+
+platform.processor()  # starts `uname` the first time it is asked, which would be in a test
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run tests that are coroutines, and close their fixtures that have `aclose`."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    given = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}
+
+    async def run() -> None:
+        try:
+            await pyfuncitem.obj(**given)
+        finally:
+            for each in given.values():
+                if hasattr(each, "aclose"):
+                    await each.aclose()
+
+    asyncio.run(run())
+    return True
 
 
 @pytest.fixture
@@ -27,15 +51,8 @@ def worker(random_model) -> Callable[..., Worker]:
             fault = next(built, None)
             dtype = str(trainer.replica.dtype).removeprefix("torch.")
             kind = Counted if fault is None else Faulty
-            engine = kind(
-                directory,
-                slots=4,
-                max_context_tokens=CONTEXT,
-                dtype=dtype,
-                threads=1,
-                version=version,
-                host_kv_gib=0.01,
-            )
+            limits = {"slots": 4, "max_context_tokens": CONTEXT, "threads": 1, "host_kv_gib": 0.01}
+            engine = kind(directory, dtype=dtype, version=version, **limits)
             if fault is not None:
                 engine.fault = fault
             return engine

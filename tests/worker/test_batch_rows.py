@@ -2,71 +2,50 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
+from distributed import Client
 
-from libra.config import RunConfig, config_from_dict
+from factories import trajectory
+from libra.config import RunConfig
 from libra.driver.session import Session
 from libra.errors import TransferError
 from libra.store.group_records import group_path, write_group
-from libra.types import EndReason, FailureClass, Prompt, Trajectory, TrajectoryId
+from libra.types import FailureClass, Trajectory, TrajectoryId
 from libra.worker.batch_rows import FETCHED, RowKeeper, SliceFetcher, lazy_batch, lengths, num_kept
 from libra.worker.run_spec import RunSpec
 
-
-def make_config(directory: Path, model: str, train_workers: int, **trainer: Any) -> RunConfig:
-    return config_from_dict(
-        {
-            "run": {"name": "demo", "dir": str(directory), "iterations": 2},
-            "model": {"path": model},
-            "environment": {"name": "libra.testing:FixedTurns"},
-            "rollout": {"max_new_tokens": 4, "max_turns": 3, "ignore_eos": True, "slots": 8},
-            "trainer": {"prompts": 2, "group_size": 3, "lr": 1e-3, "dispatch": "peer", **trainer},
-            "cluster": {"threads": 1, "dashboard_port": 0, "train_workers": train_workers},
-            "observe": {"progress": False, "tensorboard": False},
-        }
-    )
+Config = Callable[..., RunConfig]
 
 
-@pytest.mark.timeout(300)
-def test_training_ranks_fetch_their_slices_and_read_no_record(random_model: Path, tmp_path: Path) -> None:
-    with Session(make_config(tmp_path, str(random_model), 2)) as session:
+def test_training_ranks_fetch_their_slices_and_read_no_record(make_config: Config, client_wide: Client) -> None:
+    cluster = {"rollout_workers": 2, "hybrid_workers": 1, "train_workers": 2}
+    config = make_config(trainer={"group_size": 3, "dispatch": "peer"}, cluster=cluster)
+    with Session(config, client=client_wide) as session:
         rows = list(session.iterations())
     assert [row["sequences"] for row in rows] == [6, 6]
     for row in rows:  # both ranks together each row once: none of them had the whole batch
         assert (row["fetched_rows"], row["stored_rows"], row["replicas"]) == (6, 0, 2)
-        assert row["fetched_bytes"] > 6 * row["tokens"] / 6
+        assert row["fetched_bytes"] > row["tokens"]
 
 
 @pytest.fixture
-def spec(tmp_path: Path) -> RunSpec:
-    return RunSpec("demo", 0, tmp_path, "model", make_config(tmp_path, "model", 1), secret="known here")
+def spec(make_config: Config, tmp_path: Path) -> RunSpec:
+    config = make_config(trainer={"group_size": 3, "dispatch": "peer"})
+    made = RunSpec("demo", 0, tmp_path, "model", config, secret="known here")
+    made.groups_dir.mkdir()
+    return made
 
 
 def group_of(iteration: int, group: int, num: int = 3) -> list[Trajectory]:
-    """The last one failed."""
-    made = []
-    for sample in range(num):
-        is_action = np.array([False, True, True, False] + [True] * sample)
-        versions = np.where(is_action, 0, -1).astype(np.int32)
-        made.append(
-            Trajectory(
-                TrajectoryId(iteration, group, sample),
-                Prompt("p", ()),
-                np.arange(len(is_action), dtype=np.int32),
-                is_action,
-                np.where(is_action, -1.0, 0.0).astype(np.float32),
-                versions,
-                versions,
-                [],
-                EndReason.ANSWERED,
-                failure=FailureClass.NONE if sample < num - 1 else FailureClass.ENGINE,
-            )
-        )
+    """Of a prompt of one token and an observation between actions; the last one failed."""
+    ids = [TrajectoryId(iteration, group, sample) for sample in range(num)]
+    made = [trajectory(tid, lengths=(1, 2, 1, tid.sample), advantage=1.0) for tid in ids]
+    made[-1].failure = FailureClass.ENGINE
     return made
 
 
@@ -87,7 +66,6 @@ def keeper(spec: RunSpec) -> RowKeeper:
 
 
 def test_what_a_lost_holder_had_is_read_from_the_run_directory(spec: RunSpec) -> None:
-    spec.groups_dir.mkdir()
     first, second = group_of(0, 0), group_of(0, 1)
     kept = keeper(spec)
     rows = []
@@ -102,19 +80,11 @@ def test_what_a_lost_holder_had_is_read_from_the_run_directory(spec: RunSpec) ->
     again = fetcher(names[:4])
     assert [t.token_ids.tolist() for t in again] == [t.token_ids.tolist() for t in (*first, *second)][:4]
     assert fetcher.numbers["stored_rows"] == 4
+    stored = SliceFetcher({"members": [rows[0] | {"block": None}]}, "me", spec)  # a group that nobody offers
+    assert len(stored(names[1:3])) == 2 and stored.numbers == {"fetched_rows": 0, "fetched_bytes": 0, "stored_rows": 2}
     group_path(spec.groups_dir, 0, 1).unlink()
-    with pytest.raises(TransferError, match="neither be fetched nor read"):
+    with pytest.raises(TransferError):
         fetcher(names)
-
-
-def test_a_group_that_nobody_offers_is_read(spec: RunSpec) -> None:
-    spec.groups_dir.mkdir()
-    members = group_of(0, 0)
-    write_group(spec.groups_dir, 0, 0, members)
-    row = facts_of(members, group_path(spec.groups_dir, 0, 0), None)
-    fetcher = SliceFetcher({"members": [row]}, "me", spec)
-    assert len(fetcher(row["rows"][1:])) == 2
-    assert fetcher.numbers == {"fetched_rows": 0, "fetched_bytes": 0, "stored_rows": 2}
 
 
 def test_old_groups_are_let_go(spec: RunSpec) -> None:

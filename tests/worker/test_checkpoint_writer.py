@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from libra.config import RunConfig, config_from_dict
-from libra.driver.session import run
+from libra.driver.session import Session, run
 from libra.errors import CheckpointError, ConfigError
 from libra.testing import FixedTurns
 from libra.train import checkpoint as checkpoint_module
@@ -26,27 +27,19 @@ from libra.worker.checkpoint_writer import CheckpointWriter, checkpoint_is_due
 Config = Callable[..., RunConfig]
 
 
-@pytest.mark.parametrize(
-    ("checkpoint", "evaluation", "expected"),
-    [
+def test_when_a_checkpoint_is_due() -> None:
+    evaluation = {"every": 8, "prompts": 1}
+    for checkpoint, asked, expected in (
         ({}, {}, [10, 20, 25]),
         ({"every": 0}, {}, [25]),
         ({"every": 12}, {}, [12, 24, 25]),
-        ({}, {"every": 8, "prompts": 1}, [8, 16, 24, 25]),
-        ({"every": 4}, {"every": 8, "prompts": 1}, [4, 8, 12, 16, 20, 24, 25]),
-    ],
-)
-def test_when_a_checkpoint_is_due(checkpoint: dict, evaluation: dict, expected: list[int]) -> None:
-    config = config_from_dict({"run": {"iterations": 25}, "checkpoint": checkpoint, "evaluation": evaluation})
-    assert [version for version in range(26) if checkpoint_is_due(config, version)] == expected
-
-
-def test_checkpoints_and_evaluations_that_hardly_meet_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"checkpoint\.every.*type checkpoint\.every=8"):
-        config_from_dict({"checkpoint": {"every": 5}, "evaluation": {"every": 8, "prompts": 1}})
-
-
-# ------------------------------------------------------------------------------------------------ the writer by itself
+        ({}, evaluation, [8, 16, 24, 25]),
+        ({"every": 4}, evaluation, [4, 8, 12, 16, 20, 24, 25]),
+    ):
+        config = config_from_dict({"run": {"iterations": 25}, "checkpoint": checkpoint, "evaluation": asked})
+        assert [version for version in range(26) if checkpoint_is_due(config, version)] == expected
+    with pytest.raises(ConfigError, match=r"checkpoint\.every"):
+        config_from_dict({"checkpoint": {"every": 5}, "evaluation": evaluation})
 
 
 class FakeReplica:
@@ -100,7 +93,6 @@ def test_steps_go_on_while_the_disk_is_slow_and_what_is_written_is_the_version_n
     for version in (2, 3):
         checkpoints.save(version)
     assert disk.held == {"step-000001": 1, "step-000002": 2, "step-000003": 3}
-    assert not checkpoints._copies, "copies stay in memory"
     checkpoints.save(2)  # the task is run again
     assert disk.held["step-000002"] == 2
 
@@ -108,12 +100,9 @@ def test_steps_go_on_while_the_disk_is_slow_and_what_is_written_is_the_version_n
 def test_a_version_that_nobody_copied_is_an_error_and_never_another_one(tmp_path: Path, disk: SimpleNamespace) -> None:
     replica = FakeReplica()
     replica.steps_done = 3
-    with pytest.raises(CheckpointError, match=r"after 2 steps, and the replica has taken 3; resume"):
+    with pytest.raises(CheckpointError, match="after 2 steps"):
         writer(replica, tmp_path).save(2)
     assert disk.held == {}
-
-
-# ------------------------------------------------------------------------------------------------ whole runs
 
 
 class Scored(FixedTurns):
@@ -130,20 +119,13 @@ def digest_of(version: int, directory: Path) -> str:
     return WeightStore(directory / "weights").get(version).digest
 
 
-@pytest.mark.parametrize("eta", [0, 1])
-def test_the_last_and_the_best_are_kept_and_hold_the_weights_they_name(
-    make_config: Config, client: Client, eta: int
-) -> None:
-    config = make_config(
-        run={"iterations": 6, "eta": eta}, checkpoint={"every": 1, "keep": 2}, store={"keep_versions": 10}
-    )
+def test_the_last_and_the_best_are_kept_and_hold_the_weights_they_name(make_config: Config, client: Client) -> None:
+    config = make_config(run={"iterations": 6}, checkpoint={"every": 1, "keep": 2}, store={"keep_versions": 10})
     summary = run(config, environment=Scored(), client=client)
     directory = summary.directory / "checkpoints"
     assert summary.checkpoint == newest(directory) == directory / "step-000006"
-    if eta == 0:  # with staleness a batch mixes iterations, and another version may come first
-        assert [path.name for path in complete(directory)] == ["step-000003", "step-000005", "step-000006"]
-        assert (directory / "best").resolve().name == "step-000003"
-    assert summary.best is not None and (directory / "best").resolve() == summary.best
+    assert [path.name for path in complete(directory)] == ["step-000003", "step-000005", "step-000006"]
+    assert (directory / "best").resolve() == summary.best == directory / "step-000003"
     assert not [path for path in directory.iterdir() if path.name.startswith(".")]
     for path in complete(directory):
         version = int(path.name[5:])
@@ -178,25 +160,17 @@ def test_a_run_from_a_checkpoint_serves_and_trains_its_weights(
     steps = load_file(second.checkpoint / "optimizer.safetensors")
     assert {float(value) for name, value in steps.items() if name.endswith(".step")} == {3.0}, "two before, one here"
     assert second.best is None and not (second.directory / "checkpoints" / "best").exists()
-    third = run(
-        make_config(run={"name": "third", "iterations": 1, "from_checkpoint": str(_weights_only(first, tmp_path))}),
-        client=client,
-    )
+    only_weights = Path(shutil.copytree(first.checkpoint, tmp_path / "weights_only"))
+    for name in ("trainer.json", "optimizer.safetensors"):
+        (only_weights / name).unlink()
+    start = {"name": "third", "iterations": 1, "from_checkpoint": str(only_weights)}
+    third = run(make_config(run=start), client=client)
     steps = load_file(third.checkpoint / "optimizer.safetensors")  # type: ignore[operator]
     assert {float(value) for name, value in steps.items() if name.endswith(".step")} == {1.0}
 
 
-def _weights_only(summary: Any, tmp_path: Path) -> Path:
-    import shutil
-
-    copy = Path(shutil.copytree(summary.checkpoint, tmp_path / "weights_only"))
-    (copy / "trainer.json").unlink()
-    (copy / "optimizer.safetensors").unlink()
-    return copy
-
-
 def test_a_bad_start_is_told_before_anything_is_made(make_config: Config, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"run\.from_checkpoint: there is no directory"):
+    with pytest.raises(CheckpointError, match=r"run\.from_checkpoint"):
         run(make_config(run={"from_checkpoint": str(tmp_path / "nowhere")}))
     assert not (tmp_path / "demo").exists()
 
@@ -212,8 +186,6 @@ def test_a_disk_that_refuses_a_checkpoint_ends_the_run_with_what_to_do(make_conf
                 raise Error("checkpoint: disk full; make space")
 
             host.trainer.checkpoints.save = full  # ENOSPC itself is provoked in tests/train/test_checkpoint.py
-
-    from libra.driver.session import Session
 
     with Session(make_config(checkpoint={"every": 1}), client=client) as session:
         client.run(fill, "demo")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numpy as np
 import pytest
 
-from libra.types import EndReason, FailureClass, Prompt, Trajectory, TrajectoryId
+from factories import trajectory
+from libra.types import FailureClass, Trajectory, TrajectoryId
 from libra.worker.learning_signal import MAX_CAUSE_CHARS, signal_numbers
 
 NAN = math.nan
@@ -17,11 +17,8 @@ NAN = math.nan
 def member(group: int, sample: int, reward: float) -> Trajectory:
     """One that failed where ``reward`` is NaN."""
     failed = math.isnan(reward)
-    return Trajectory(
-        TrajectoryId(0, group, sample), Prompt("p", ()), np.arange(3, dtype=np.int32), np.array([False, True, True]),
-        np.zeros(3, np.float32), np.array([-1, 0, 0], np.int32), np.array([-1, 0, 0], np.int32), [], EndReason.ANSWERED,
-        FailureClass.TOOL if failed else FailureClass.NONE, "no  such\nhost " + "x" * 500 if failed else "", reward,
-    )  # fmt: skip
+    failure = {"failure": FailureClass.TOOL, "failure_detail": "no  such\nhost " + "x" * 500} if failed else {}
+    return trajectory(TrajectoryId(0, group, sample), lengths=(1, 2), reward=reward, **failure)
 
 
 def numbers(*rewards: list[float], advantage: float = 0.0, trains: bool = True) -> dict[str, Any]:
@@ -35,12 +32,7 @@ def numbers(*rewards: list[float], advantage: float = 0.0, trains: bool = True) 
     [
         ([[0.0, 1.0], [1.0, 1.0]], 1, 0.5, "no group has rewards that differ (0 to 1 between groups)"),
         ([[0.5, 0.5], [0.5, 0.5]], 2, 1.0, "all 4 rewards are 0.5"),
-        (
-            [[1.0, NAN], [NAN, NAN]],
-            2,
-            0.0,
-            "no group has two valid trajectories to compare; the first failure: tool: no such host x",
-        ),
+        ([[1.0, NAN], [NAN, NAN]], 2, 0.0, "no group has two valid trajectories to compare; the first failure: tool:"),
         ([[NAN], [NAN]], 0, 0.0, "none of 2 trajectories is valid; the first failure: tool: no such host x"),
         ([[0.0], [1.0]], 0, 0.0, "no group has two valid trajectories to compare"),
         ([], 0, 0.0, "none of 0 trajectories is valid"),

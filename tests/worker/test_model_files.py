@@ -35,13 +35,10 @@ def test_a_directory_is_itself_and_an_id_is_where_the_hub_put_it(tmp_path, hub):
     assert local_model("org/name") == tmp_path
 
 
-def test_without_a_network_the_message_says_what_needs_none(hub):
+def test_without_a_network_or_a_model_in_the_repository_the_error_names_it(tmp_path, hub):
     hub(LocalEntryNotFoundError("Name or service not known"))
-    with pytest.raises(ModelError, match=r"'org/name'.*Name or service not known.*libra model prepare smollm2-135m"):
+    with pytest.raises(ModelError, match=r"'org/name'.*libra model prepare"):
         local_model("org/name")
-
-
-def test_a_repository_that_holds_no_model_is_named(tmp_path, hub):
     (tmp_path / "config.json").touch()
     hub(tmp_path)
     with pytest.raises(ModelError, match=r"'org/name' lacks \*\.safetensors"):

@@ -1,8 +1,9 @@
-"""A quantum whose record cannot be stored ends its trajectory, and no other; reading the journal again ends it the same way."""
+"""Quanta of a trajectory: parts of turns, inline actions, restarts, records that cannot be stored, and ends that stay ends."""
 
 from __future__ import annotations
 
 import asyncio
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,99 +11,278 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
 
-from libra.config import config_from_dict
+from libra.config import RunConfig, config_from_dict
+from libra.config.effects import ignored_settings
+from libra.envs.environment import Environment
 from libra.envs.retries import NEVER
-from libra.errors import ToolFault, Unstorable
+from libra.envs.tool_arithmetic import ToolArithmetic
+from libra.errors import ConfigError, EngineError, StoreError, ToolFault, Unstorable
 from libra.events.reports import FoundEndedReport
 from libra.rollout.chat_format import load_chat_format
 from libra.store.group_records import write_group
 from libra.store.trajectory_journal import Journal
 from libra.testing import FixedTurns
-from libra.types import EndReason, FailureClass, StopReason, ToolCall, ToolReturn, ToolStatus, TrajectoryId, TurnOutput
+from libra.types import (
+    EndReason,
+    FailureClass,
+    Prompt,
+    StopReason,
+    ToolCall,
+    ToolReturn,
+    ToolStatus,
+    TrajectoryId,
+    TurnOutput,
+    TurnRequest,
+)  # fmt: skip
 from libra.worker import quanta, turn_calls
+from libra.worker.engine_factory import check_engine
 from libra.worker.quanta import QuantumRunner
 from libra.worker.trajectory_state import TrajectoryState
 
 TID = TrajectoryId(0, 0, 0)
+QUESTION = ToolArithmetic().prompt("train", 3)
+CALL = '<tool_call>{"name": "calculator", "arguments": {"expression": "1 + 2"}}</tool_call>'
 
 
-class Serving:
-    """An engine that writes the same three tokens every time."""
+class Scripted:
+    """An engine that writes given tokens, from where its request's turn stopped; request n is of ``versions[n]``, or n + 1."""
 
-    def __init__(self) -> None:
+    def __init__(self, turns: list[list[int]], *, versions: tuple[Any, ...] = (), fails_at: int = -1) -> None:
+        self.turns, self.versions, self.fails_at = turns, versions, fails_at
+        self.requests = list[TurnRequest]()
         self.cached_tokens = 0
+
+    @property
+    def engine(self) -> Any:
+        at = self.versions[len(self.requests)]
+        return SimpleNamespace(version=at[0] if isinstance(at, list) else at)
 
     async def pull(self) -> None: ...
 
-    async def generate(self, request: Any) -> TurnOutput:
-        ids = np.arange(3, dtype=np.int32)
-        logprobs = np.zeros(3, np.float32)
-        return TurnOutput(ids, logprobs, ids * 0, ids * 0, StopReason.STOP, cached_tokens=self.cached_tokens)
+    async def generate(self, request: TurnRequest) -> TurnOutput:
+        self.requests.append(request)
+        number, done = len(self.requests) - 1, request.generated
+        if number == self.fails_at:
+            raise EngineError("boom")
+        whole = self.turns[request.turn % len(self.turns)]
+        assert request.context_ids[len(request.context_ids) - done :].tolist() == whole[:done]
+        ids = np.array(whole[done : done + request.max_new_tokens], np.int32)
+        made = np.resize(self.versions[number] if self.versions else number + 1, len(ids)).astype(np.int32)
+        reason = StopReason.STOP if done + len(ids) == len(whole) else StopReason.LENGTH
+        logprobs = -np.arange(done, done + len(ids)).astype(np.float32)
+        return TurnOutput(ids, logprobs, made, ids * 0, reason, cached_tokens=self.cached_tokens)
 
     def forget(self, trajectory_id: str) -> None: ...
 
 
-@pytest.fixture
-def make_runner(
-    random_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[[], tuple[QuantumRunner, Serving]]:
-    """A runner without a cluster; all of one test share a journal."""
+@pytest.fixture(scope="module")
+def chat(random_model: Path) -> Any:
+    return load_chat_format(random_model, ToolArithmetic().tool_schemas)
+
+
+@pytest.fixture(autouse=True)
+def _no_dask(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quanta, "priority_here", lambda worker, key: (0,))
     monkeypatch.setattr(quanta, "still_wanted", lambda worker, key: True)
-    config = config_from_dict({"rollout": {"ignore_eos": True, "max_turns": 3}, "trainer": {"resample": 1}})
-    environment = FixedTurns()
 
-    def make() -> tuple[QuantumRunner, Serving]:
-        spec = SimpleNamespace(
-            back_off=NEVER,
-            config=config,
-            epoch=0,
-            turn_seed=lambda tid, turn, draw: 0,
-            groups_dir=tmp_path,
-            directory=tmp_path,
-        )
-        context: Any = SimpleNamespace(
-            environment=environment,
-            spec=spec,
-            journal=Journal(tmp_path / "journal"),
-            epoch=SimpleNamespace(check=lambda: None),
-            report=lambda report: None,
-            name="w",
-            worker=None,
-            model_dir=random_model,
-        )
-        serving = Serving()
-        engine: Any = SimpleNamespace(
-            serving=serving,
-            generate=lambda key, request: serving.generate(request),
-            contended=True,
-            turn_ended=lambda: None,
-        )
-        runner = QuantumRunner(context, engine)
-        runner.chat = load_chat_format(random_model, environment.tool_schemas)
-        return runner, serving
+
+def scripted(chat: Any, *texts: str, **more: Any) -> Scripted:
+    end = next(iter(chat.stop_ids))
+    return Scripted([[*chat.tokenizer.encode(text, add_special_tokens=False), end] for text in texts], **more)
+
+
+def runner_of(
+    directory: Path, chat: Any, serving: Any, environment: Environment, *, config: RunConfig, contended: bool = True
+) -> QuantumRunner:
+    """A runner without a cluster; those of one directory share a journal. ``context.report`` appends to ``context.reports``."""
+    spec = SimpleNamespace(
+        back_off=NEVER, config=config, epoch=0, directory=directory, groups_dir=directory,
+        turn_seed=lambda tid, turn, draw: 100 * draw + turn,
+    )  # fmt: skip
+    reports: list[Any] = []
+    context: Any = SimpleNamespace(
+        environment=environment, spec=spec, journal=Journal(directory / "journal"), epoch=SimpleNamespace(check=lambda: None),
+        report=reports.append, reports=reports, name="w", worker=None,
+    )  # fmt: skip
+    engine: Any = SimpleNamespace(
+        serving=serving,
+        generate=lambda key, request: serving.generate(request),
+        contended=contended,
+        turn_ended=lambda: None,
+    )
+    runner = QuantumRunner(context, engine)
+    runner.chat = chat
+    return runner
+
+
+class Played:
+    """One trajectory, run to its end, each quantum in a process that knows only the journal."""
+
+    def __init__(self, chat: Any, serving: Scripted, *, contended: bool = True, **sections: Any) -> None:
+        environment, how = ToolArithmetic(), {"config": config_from_dict(sections), "contended": contended}
+        self.serving, self.rounds, self.reports = serving, 0, list[Any]()
+        with tempfile.TemporaryDirectory() as directory:
+
+            def fresh() -> QuantumRunner:
+                return runner_of(Path(directory), chat, serving, environment, **how)
+
+            phase: Any = ""
+            while phase is not None:
+                runner = fresh()
+                phase = asyncio.run(runner.run("key", TID, QUESTION)).phase
+                self.reports += runner.context.reports
+                self.rounds += 1
+            self.state: TrajectoryState = fresh().state(TID, QUESTION)
+        self.trajectory = self.state.trajectory(epoch=0)
+
+    def content(self) -> Any:
+        """Everything of the trajectory that does not depend on when it ran."""
+        t, timed = self.trajectory, ("generate_s", "queued_s", "tool_s", "cached_tokens")
+        rows = [{k: v for k, v in row.items() if k not in timed} for row in t.turns]
+        arrays = [each.tolist() for each in (t.token_ids, t.is_action, t.behaviour_logprob, t.kv_version)]
+        turns = [(turn.text, turn.calls, turn.num_tokens, turn.token_ids) for turn in self.state.episode().turns]
+        return arrays, rows, turns, t.end_reason, t.failure, t.failure_detail
+
+
+# ------------------------------------------------------------------------------------------------ parts of turns
+
+
+def played(chat: Any, *texts: str, fails_at: int = -1, contended: bool = True, **rollout: Any) -> Played:
+    serving = scripted(chat, *texts, fails_at=fails_at)
+    return Played(chat, serving, contended=contended, rollout=rollout, trainer={"resample": 1})
+
+
+@settings(max_examples=8)  # an example is twenty quanta
+@given(
+    chunk=st.integers(20, 130),
+    max_new=st.sampled_from([84, 85, 120, 200]),
+    room=st.sampled_from([100, 120, 300, 1000]),
+    first=st.sampled_from(["", "let me see ", "x" * 30]),
+    answer=st.text("0123456789 <>/{}", max_size=40),
+)
+def test_parts_add_up_to_the_turn(chat: Any, chunk: int, max_new: int, room: int, first: str, answer: str) -> None:
+    texts, prompt = (first + CALL, CALL, answer), len(chat.prompt_ids(list(QUESTION.messages)))
+    limits = {"max_new_tokens": max_new, "max_context_tokens": prompt + room, "max_turns": 3}
+    whole, parts = played(chat, *texts, **limits), played(chat, *texts, chunk_tokens=chunk, **limits)
+    assert parts.content() == whole.content()
+    for request in parts.serving.requests:
+        assert request.max_new_tokens <= chunk
+        assert request.seed == next(r.seed for r in whole.serving.requests if r.turn == request.turn)
+    lengths = [len(r["token_ids"]) for r in parts.state.records if r["kind"] == "generation"]
+    assert sum(lengths) == parts.trajectory.num_action_tokens and max(lengths) <= chunk
+    parked = [record.get("stop_reason") == "parked" for record in parts.state.records]
+    assert [report.unfinished for report in parts.reports] == parked
+    event(f"{len(parts.state.records)} records, {whole.state.end}")
+
+
+def test_a_call_over_three_parts_is_one_call(chat: Any) -> None:
+    made = played(chat, CALL, "3", chunk_tokens=len(CALL) // 2 - 3, max_new_tokens=200)
+    kinds = [(r["kind"], r["turn"], r.get("stop_reason"), len(r.get("calls", ()))) for r in made.state.records]
+    assert kinds == [
+        ("generation", 0, "parked", 0), ("generation", 0, "parked", 0), ("generation", 0, "stop", 1),
+        ("action", 0, None, 0), ("generation", 1, "stop", 0),
+    ]  # fmt: skip
+    assert made.rounds == 5, "it gave its slot back after each part"
+    versions = set(made.trajectory.weight_version.tolist())
+    assert versions == {-1, 1, 2, 3, 4}, "each token has the version of its own part"
+    kept = played(chat, CALL, "3", chunk_tokens=10, max_new_tokens=200, contended=False)
+    assert kept.rounds == 3 and len(kept.reports) > 8, "nobody waited for its slot"
+    assert all(report.goes_on for report in kept.reports if report.unfinished)
+
+
+def test_an_engine_that_fails_in_mid_turn_is_asked_for_the_rest(chat: Any) -> None:
+    whole = played(chat, CALL, "3", max_new_tokens=200)
+    failed = played(chat, CALL, "3", max_new_tokens=200, chunk_tokens=20, fails_at=2)
+    assert failed.state.retried == [FailureClass.ENGINE]
+    assert failed.content() == whole.content()
+    assert [request.generated for request in failed.serving.requests[:4]] == [0, 20, 40, 40]
+
+
+def test_an_engine_that_would_draw_the_same_noise_again_is_refused() -> None:
+    config = config_from_dict({"rollout": {"engine": f"{__name__}:Forgetful", "chunk_tokens": 8, "max_new_tokens": 64}})
+    with pytest.raises(ConfigError, match="continues_turns"):
+        check_engine(config)
+    check_engine(config.model_copy(update={"rollout": config.rollout.model_copy(update={"chunk_tokens": None})}))
+    assert not ignored_settings(config)
+    (ignored,) = ignored_settings(config_from_dict({"rollout": {"chunk_tokens": 64, "max_new_tokens": 64}}))
+    assert ignored.message.startswith("rollout.chunk_tokens=64")
+
+
+def __getattr__(name: str) -> Any:
+    """``Forgetful``: an engine of one's own that does not declare that it continues turns."""
+    if name != "Forgetful":
+        raise AttributeError(name)
+    from libra.rollout.transformers_engine import TransformersEngine
+
+    def start(self: Any, *, model_dir: Path, slots: int, max_context_tokens: int, version: int) -> None: ...
+
+    return type("Forgetful", (TransformersEngine,), {"continues_turns": False, "__init__": start})
+
+
+# ------------------------------------------------------------------------------------------------ one version
+
+
+@pytest.mark.parametrize(
+    ("versions", "one", "kept", "restarts"),
+    [
+        ((4, 4), True, {4}, 0),
+        ((4, 5, 5), True, {5}, 1),  # its engine was lost after the first turn, and another serves 5
+        ((4, [4, 5], 5, 5), True, {5}, 1),  # weights changed within a turn
+        ((4, 5, 6, 6), True, {6}, 2),
+        ((4, 5), False, {4, 5}, 0),
+    ],
+)
+def test_a_trajectory_of_one_version_begins_again_where_its_engine_serves_another(
+    versions: tuple[Any, ...], one: bool, kept: set[int], restarts: int, chat: Any
+) -> None:
+    sections = {"run": {"eta": 1}, "staleness": {"versions": "one" if one else "many"}}
+    made = Played(chat, scripted(chat, CALL, "3", versions=versions), rollout={"max_new_tokens": 200}, **sections)
+    t, requests = made.trajectory, made.serving.requests
+    assert set(t.weight_version[t.is_action].tolist()) == kept
+    assert [turn.text for turn in made.state.episode().turns] == [chat.decode(np.array(x)) for x in made.serving.turns]
+    assert len(t.turns) == 2 and t.failure is FailureClass.NONE and not t.retried
+    assert sum(record["kind"] == "restart" for record in made.state.records) == restarts == made.state.draw
+    seeds = [request.seed for request in requests]
+    assert len(set(seeds)) == len(seeds) and seeds[-1] == 100 * restarts + 1
+
+
+# ------------------------------------------------------------------------------------------------ records and ends
+
+
+Runner = Callable[..., QuantumRunner]
+
+
+@pytest.fixture
+def make_runner(random_model: Path, tmp_path: Path) -> Runner:
+    """Runners of a trajectory of three turns; all of one test share a journal."""
+
+    def make(inline: bool = False) -> QuantumRunner:
+        environment = FixedTurns(inline=inline)
+        chat = load_chat_format(random_model, environment.tool_schemas)
+        sections = {"rollout": {"ignore_eos": True, "max_turns": 3}, "trainer": {"resample": 1}}
+        return runner_of(tmp_path, chat, Scripted([[0, 1, 2]]), environment, config=config_from_dict(sections))
 
     return make
 
 
-def run(runner: QuantumRunner) -> TrajectoryState:
-    prompt = FixedTurns().prompt("train", 0)
-    return asyncio.run(runner.run("key", TID, prompt))
+def run(runner: QuantumRunner, tid: TrajectoryId = TID) -> TrajectoryState:
+    return asyncio.run(runner.run("key", tid, FixedTurns().prompt("train", 0)))
 
 
-Runner = Callable[[], tuple[QuantumRunner, Serving]]
+def kinds(runner: QuantumRunner) -> list[str]:
+    return [record["kind"] for record in runner.context.journal.read(str(TID))]
 
 
 def test_text_without_a_form_ends_its_trajectory_as_the_models_failure(
     make_runner: Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(quanta, "storable_calls", lambda calls: (ToolCall({"no", "text"}, {}),))  # type: ignore[arg-type]
-    state = run(make_runner()[0])
-    again = run(make_runner()[0])  # what a resume reads
-    for found in (state, again):
+    for found in (run(make_runner()), run(make_runner())):  # the second is what a resume reads
         assert (found.end, found.failure, found.retried) == (EndReason.FAILURE, FailureClass.POLICY, [])
-        assert "cannot store a value of type set" in found.detail and found.quanta == 1
+        assert "set" in found.detail and found.quanta == 1
         trajectory = found.trajectory(epoch=0)
         assert trajectory.num_action_tokens == 3 and trajectory.failure.trains, "its tokens are kept, and train"
         assert found.episode().answer == ""
@@ -116,71 +296,36 @@ def test_returns_without_a_form_are_the_tools_failure_and_another_draw_follows(
 
     monkeypatch.setattr(turn_calls, "run_action", odd)
     for quantum, phase in enumerate(("TOOL", "ROLLOUT", "TOOL", None)):  # generation, failure, a fresh draw, failure
-        state = run(make_runner()[0])
+        state = run(make_runner())
         assert (state.quanta, state.phase) == (quantum + 1, phase)
     assert (state.end, state.failure, state.retried) == (EndReason.FAILURE, FailureClass.TOOL, [FailureClass.TOOL])
-    assert "cannot store a value of type complex" in state.detail
+    assert "complex" in state.detail
 
 
-def inline(monkeypatch: pytest.MonkeyPatch, runner: QuantumRunner) -> None:
-    """Its tools run within the generation quantum."""
-    monkeypatch.setattr(runner, "_inline", lambda state: True)
-
-
-def test_a_generation_and_its_inline_action_are_one_record_and_two_quanta(
-    make_runner: Runner, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    runner, _ = make_runner()
-    inline(monkeypatch, runner)
+def test_a_generation_and_its_inline_action_are_one_record_and_two_quanta(make_runner: Runner, tmp_path: Path) -> None:
+    runner = make_runner(inline=True)
     assert run(runner).quanta == 2
     assert [path.name for path in (tmp_path / "journal").glob("*.rec")] == [f"{TID}.0000.rec"]
-    assert [record["kind"] for record in Journal(tmp_path / "journal").read(str(TID))] == ["generation", "action"]
-    assert run(make_runner()[0]).quanta == 3  # another worker goes on where both left off
+    assert kinds(runner) == ["generation", "action"]
+    assert run(make_runner()).quanta == 3  # another worker goes on where both left off
 
 
-def test_an_inline_tool_that_fails_ends_the_attempt_after_its_generation(
+def test_an_inline_tool_that_fails_ends_the_attempt_and_one_that_is_cut_off_leaves_no_record(
     make_runner: Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def fail(*_: Any, **__: Any) -> ToolReturn:
-        raise ToolFault("broken")
+    runner = make_runner(inline=True)
+    for error in (asyncio.CancelledError, ToolFault("broken")):
 
-    runner, _ = make_runner()
-    inline(monkeypatch, runner)
-    monkeypatch.setattr(turn_calls, "run_action", fail)
-    state = run(runner)
-    assert [record["kind"] for record in state.records] == ["generation", "failure"]
-    assert [record["kind"] for record in runner.context.journal.read(str(TID))] == ["generation", "failure"]
+        async def fail(*_: Any, error: Any = error, **__: Any) -> ToolReturn:
+            raise error
 
-
-def test_a_worker_that_is_cut_off_in_an_inline_action_begins_the_turn_again(
-    make_runner: Runner, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def cut(*_: Any, **__: Any) -> ToolReturn:
-        raise asyncio.CancelledError
-
-    runner, _ = make_runner()
-    inline(monkeypatch, runner)
-    with monkeypatch.context() as during:
-        during.setattr(turn_calls, "run_action", cut)
-        with pytest.raises(asyncio.CancelledError):
-            run(runner)
-    assert runner.context.journal.read(str(TID)) == []
-    assert [record["kind"] for record in run(runner).records] == ["generation", "action"]
-
-
-def test_the_records_of_an_ended_trajectory_are_kept_for_its_group_within_a_bound(
-    make_runner: Runner, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    runner, _ = make_runner()
-    inline(monkeypatch, runner)
-    while (state := run(runner)).phase is not None:
-        pass
-    assert runner.states[TID] is state
-    monkeypatch.setattr(runner.context.journal, "_load", lambda path: None)  # nothing more can be read
-    assert len(runner.state(TID, state.prompt).records) == state.quanta
-    monkeypatch.setattr(quanta, "KEPT_BYTES", 0)
-    runner._release(state)
-    assert not runner.states
+        monkeypatch.setattr(turn_calls, "run_action", fail)
+        if error is asyncio.CancelledError:
+            with pytest.raises(asyncio.CancelledError):
+                run(runner)
+            assert kinds(runner) == []
+    run(runner)
+    assert kinds(runner) == ["generation", "failure"]
 
 
 def test_a_template_that_cannot_show_a_return_is_a_failure_of_the_tool(
@@ -189,29 +334,26 @@ def test_a_template_that_cannot_show_a_return_is_a_failure_of_the_tool(
     def refuse(contents: Any, *, ended: bool) -> Any:
         raise UnicodeEncodeError("utf-8", "\ud800", 0, 1, "surrogates not allowed")
 
-    runner, _ = make_runner()
+    runner = make_runner()
     monkeypatch.setattr(runner.chat, "observation_ids", refuse)
     assert run(runner).phase == "TOOL"
     assert run(runner).retried == [FailureClass.TOOL]
 
 
 def test_numbers_of_the_engine_without_a_form_are_the_engines_failure(make_runner: Runner) -> None:
-    runner, serving = make_runner()
-    serving.cached_tokens = 2**70
+    runner = make_runner()
+    runner.engine.serving.cached_tokens = 2**70
     state = run(runner)
     assert state.retried == [FailureClass.ENGINE] and state.phase == "ROLLOUT"
-    serving.cached_tokens = 0
+    runner.engine.serving.cached_tokens = 0
     assert run(runner).turns == 1
 
 
 def test_a_full_disk_still_ends_the_run(make_runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
-    from libra.errors import StoreError
-
-    runner, _ = make_runner()
-
     def full(*_: Any) -> None:
         raise StoreError("disk full")
 
+    runner = make_runner()
     monkeypatch.setattr(runner.context.journal, "append", full)
     with pytest.raises(StoreError, match="disk full") as caught:
         run(runner)
@@ -221,22 +363,37 @@ def test_a_full_disk_still_ends_the_run(make_runner: Runner, monkeypatch: pytest
 def test_a_trajectory_of_a_committed_group_is_not_run_again_by_a_worker_that_does_not_know_it(
     make_runner: Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (first, _), (second, _), (third, _) = make_runner(), make_runner(), make_runner()
+    first, second, third = (make_runner() for _ in range(3))
     assert run(second).phase == "TOOL"  # has seen its first quantum
     while (state := run(first)).phase is not None:
         pass
     whole = first.state(TID, FixedTurns().prompt("train", 0))
     write_group(first.context.spec.groups_dir, 0, 0, [whole.trajectory(epoch=0)])
     first.context.journal.remove(str(TID))  # the store has it
-
-    async def refuse(self: Serving, request: Any) -> TurnOutput:
-        raise AssertionError("generated again")
-
-    monkeypatch.setattr(Serving, "generate", refuse)
     for runner in (second, third):
-        reports: list[Any] = []
-        runner.context.report = reports.append
+        runner.context.reports.clear()
+        runner.engine.serving.turns = []  # no generation could be made
         found = run(runner)
         assert (found.end, found.failure, found.detail) == (state.end, state.failure, state.detail)
-        assert reports == [FoundEndedReport("key", 3, str(state.end))]
+        assert runner.context.reports == [FoundEndedReport("key", 3, str(state.end))]
     assert not first.context.journal.trajectories()
+
+
+def test_an_ended_trajectory_leaves_no_tokens_within_a_bound_and_is_still_known_without_its_journal(
+    make_runner: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quanta, "KEPT_STATES", 3)
+    runner, tids = make_runner(inline=True), [TrajectoryId(0, 0, sample) for sample in range(5)]
+    journal = runner.context.journal
+    for tid in tids:
+        if tid == tids[1]:
+            monkeypatch.setattr(quanta, "KEPT_BYTES", 0)  # not for its group either
+        while (state := run(runner, tid)).phase is not None:
+            pass
+        assert (tid in runner.states) == (tid == tids[0]), "its group is graded next"
+    journal.remove(str(tids[-1]))
+    found = run(runner, tids[-1])
+    assert runner.context.reports[-1] == FoundEndedReport("key", state.quanta, str(state.end)) and found.phase is None
+    assert not found.records and not len(found.context_ids)
+    whole = runner.state(tids[0], Prompt("p", ()))  # a worker that also grades
+    assert len(whole.records) == state.quanta and len(whole.context_ids) > 9

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import importlib
 import queue
-from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -93,13 +92,19 @@ class Case:
         monkeypatch.setattr(hybrid_module, "HybridReplica", FakeHybrid)
         monkeypatch.setattr(FakeHybrid, "made", queue.SimpleQueue())
         monkeypatch.setattr(FakeHybrid, "closed", set())
-        self.member.announce()
+        self.announced = False
+
+    async def aclose(self) -> None:
+        self.member.close()
 
     def _heard(self, topic: str, message: dict[str, Any]) -> None:
         self.said.append(message)
         self.news.set()
 
     def tell(self, stage: str | None, generation: int = 1, role: str = "train", pool: Any = None) -> None:
+        if not self.announced:
+            self.member.announce()
+            self.announced = True
         fields = {"role": role, "tp": 1, "slots": 8, "shares": [SHARE]}
         self.member.heard({"stage": stage, "generation": generation, "pool": pool, **fields})
 
@@ -113,11 +118,15 @@ class Case:
             self.news.clear()
             await self.news.wait()
 
+    async def stages(self, generation: int, role: str) -> None:
+        """All stages of a change, each told and done."""
+        for stage in ("draining", "sleeping", "taking_up"):
+            self.tell(stage, generation, role)
+            await self.hears("role_stage", stage=stage, generation=generation)
+
     async def to_train(self) -> FakeHybrid:
         self.tell(None, pool=(0, "core", 1))
-        for stage in ("draining", "sleeping", "taking_up"):
-            self.tell(stage)
-            await self.hears("role_stage", stage=stage, generation=1)
+        await self.stages(1, "train")
         return FakeHybrid.made.get(timeout=60)
 
     def slots(self) -> tuple[int, int]:
@@ -126,131 +135,91 @@ class Case:
 
 
 @pytest.fixture
-def live(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Case], Awaitable[None]]], None]:
-    """Runs a coroutine on a new member, and closes it."""
-
-    def run(test: Callable[[Case], Awaitable[None]]) -> None:
-        async def whole() -> None:
-            case = Case(monkeypatch)
-            try:
-                await asyncio.wait_for(test(case), 60)
-            finally:
-                case.member.close()
-
-        asyncio.run(whole())
-
-    return run
+def case(monkeypatch: pytest.MonkeyPatch) -> Case:
+    """A new member, which announces itself when it is first told something."""
+    return Case(monkeypatch)
 
 
-def test_it_goes_to_training_and_back(live: Any) -> None:
-    async def test(case: Case) -> None:
-        hybrid = await case.to_train()
-        assert hybrid.address == ("core", 1)
-        assert case.slots() == (0, 0) and case.serving.asleep
-        for stage in ("draining", "sleeping", "taking_up"):
-            case.tell(stage, 2, "rollout")
-            await case.hears("role_stage", stage=stage, generation=2)
-        assert case.serving.calls == ["sleep", "sleep", "wake"] and case.slots() == (8, 8)
-        assert case.member.has == Assignment(Role.ROLLOUT)
-
-    live(test)
+async def test_it_goes_to_training_and_back(case: Case) -> None:
+    hybrid = await case.to_train()
+    assert hybrid.address == ("core", 1)
+    assert case.slots() == (0, 0) and case.serving.asleep
+    await case.stages(2, "rollout")
+    assert case.serving.calls == ["sleep", "sleep", "wake"] and case.slots() == (8, 8)
+    assert case.member.has == Assignment(Role.ROLLOUT)
 
 
-def test_stages_of_an_older_change_are_not_begun(live: Any) -> None:
-    async def test(case: Case) -> None:
-        case.tell("draining", 1)
-        case.tell("sleeping", 1)
-        case.tell("taking_up", 2, "rollout")  # cancelled before the worker had looked
-        await case.hears("role_stage", stage="taking_up", generation=2)
-        assert case.serving.calls == [] and not case.member.leaving
-        case.tell("sleeping", 1)
-        case.tell("draining", 3)
-        await case.hears("role_stage", stage="draining", generation=3)
-        assert case.serving.calls == []
-
-    live(test)
+async def test_stages_of_an_older_change_are_not_begun(case: Case) -> None:
+    case.tell("draining", 1)
+    case.tell("sleeping", 1)
+    case.tell("taking_up", 2, "rollout")  # cancelled before the worker had looked
+    await case.hears("role_stage", stage="taking_up", generation=2)
+    assert case.serving.calls == [] and not case.member.leaving
+    case.tell("sleeping", 1)
+    case.tell("draining", 3)
+    await case.hears("role_stage", stage="draining", generation=3)
+    assert case.serving.calls == []
 
 
-def test_what_fails_is_told_and_the_next_stage_is_done(live: Any) -> None:
-    async def test(case: Case) -> None:
-        case.tell("sleeping")
-        case.tell("taking_up")
-        assert "no core replica accepts hybrid replicas" in (await case.hears("role_failed", generation=1))["detail"]
-        case.serving.fails = True
-        case.tell("taking_up", 2, "rollout")
-        assert (await case.hears("role_failed", generation=2))["detail"] == "no memory"
-        assert case.slots() == (0, 0)
-        case.serving.fails = False
-        case.tell("taking_up", 3, "rollout")
-        await case.hears("role_stage", stage="taking_up", generation=3)
-        assert case.slots() == (8, 8)
-
-    live(test)
+async def test_what_fails_is_told_and_the_next_stage_is_done(case: Case) -> None:
+    case.tell("sleeping")
+    case.tell("taking_up")
+    await case.hears("role_failed", generation=1)  # there is no core
+    case.serving.fails = True
+    case.tell("taking_up", 2, "rollout")
+    assert (await case.hears("role_failed", generation=2))["detail"] == "no memory"
+    assert case.slots() == (0, 0)
+    case.serving.fails = False
+    case.tell("taking_up", 3, "rollout")
+    await case.hears("role_stage", stage="taking_up", generation=3)
+    assert case.slots() == (8, 8)
 
 
-def test_a_core_that_is_gone_is_waited_for(live: Any) -> None:
-    async def test(case: Case) -> None:
-        hybrid = await case.to_train()
-        FakeHybrid.closed.add(("core", 1))
-        hybrid.ends.put("the core is gone")
-        case.tell(None, pool=(1, "core", 2))
-        await case.hears("role_stage", stage="reconnected", generation=1)
-        found = FakeHybrid.made.get(timeout=60)
-        assert found.address == ("core", 2) and found.token != hybrid.token
-        found.ends.put("only this replica was given up")
-        await case.hears("role_stage", stage="reconnected")
-        assert FakeHybrid.made.get(timeout=60).address == ("core", 2)
-
-    live(test)
+async def test_a_core_that_is_gone_is_waited_for(case: Case) -> None:
+    hybrid = await case.to_train()
+    FakeHybrid.closed.add(("core", 1))
+    hybrid.ends.put("the core is gone")
+    case.tell(None, pool=(1, "core", 2))
+    await case.hears("role_stage", stage="reconnected", generation=1)
+    found = FakeHybrid.made.get(timeout=60)
+    assert found.address == ("core", 2) and found.token != hybrid.token
+    found.ends.put("only this replica was given up")
+    await case.hears("role_stage", stage="reconnected")
+    assert FakeHybrid.made.get(timeout=60).address == ("core", 2)
 
 
 @pytest.mark.parametrize("how", ["refused", "not there"])
-def test_a_core_that_does_not_want_it_is_told(live: Any, how: str) -> None:
-    async def test(case: Case) -> None:
-        hybrid = await case.to_train()
-        if how == "refused":
-            hybrid.ends.put(TrainError("the core refuses it"))
-        else:
-            FakeHybrid.closed |= {("core", 1), ("core", 2)}
-            hybrid.ends.put("the core is gone")
-            case.tell(None, pool=(1, "core", 2))
-        failed = await case.hears("role_failed", generation=1)
-        assert "refuses it" in failed["detail"] or "nobody answers" in failed["detail"]
-
-    live(test)
-
-
-def test_what_breaks_while_it_trains_is_told_whatever_it_is(live: Any) -> None:
-    async def test(case: Case) -> None:
-        hybrid = await case.to_train()
-        hybrid.ends.put(RuntimeError("out of memory"))
-        assert (await case.hears("role_failed", generation=1))["detail"] == "RuntimeError: out of memory"
-        for stage in ("draining", "sleeping", "taking_up"):  # and it goes back
-            case.tell(stage, 2, "rollout")
-            await case.hears("role_stage", stage=stage, generation=2)
-        assert case.slots() == (8, 8)
-
-    live(test)
-
-
-def test_it_leaves_while_it_waits_for_a_core(live: Any) -> None:
-    async def test(case: Case) -> None:
-        hybrid = await case.to_train()
-        FakeHybrid.closed.add(("core", 1))
+async def test_a_core_that_does_not_want_it_is_told(case: Case, how: str) -> None:
+    hybrid = await case.to_train()
+    if how == "refused":
+        hybrid.ends.put(TrainError("the core refuses it"))
+    else:
+        FakeHybrid.closed |= {("core", 1), ("core", 2)}
         hybrid.ends.put("the core is gone")
-        case.tell("draining", 2, "rollout")
-        await case.hears("role_stage", stage="draining", generation=2)
-        case.tell("sleeping", 2, "rollout")
-        await case.hears("role_stage", stage="sleeping", generation=2)
-
-    live(test)
+        case.tell(None, pool=(1, "core", 2))
+    await case.hears("role_failed", generation=1)
 
 
-def test_what_a_drain_left_alone_goes_on(live: Any) -> None:
-    async def test(case: Case) -> None:
-        await case.to_train()
-        case.tell("taking_up", 2)  # of a change back that was cancelled before its drain began
-        await case.hears("role_stage", stage="taking_up", generation=2)
-        assert FakeHybrid.made.empty()
+async def test_what_breaks_while_it_trains_is_told_whatever_it_is(case: Case) -> None:
+    hybrid = await case.to_train()
+    hybrid.ends.put(RuntimeError("out of memory"))
+    assert (await case.hears("role_failed", generation=1))["detail"] == "RuntimeError: out of memory"
+    await case.stages(2, "rollout")  # and it goes back
+    assert case.slots() == (8, 8)
 
-    live(test)
+
+async def test_it_leaves_while_it_waits_for_a_core(case: Case) -> None:
+    hybrid = await case.to_train()
+    FakeHybrid.closed.add(("core", 1))
+    hybrid.ends.put("the core is gone")
+    case.tell("draining", 2, "rollout")
+    await case.hears("role_stage", stage="draining", generation=2)
+    case.tell("sleeping", 2, "rollout")
+    await case.hears("role_stage", stage="sleeping", generation=2)
+
+
+async def test_what_a_drain_left_alone_goes_on(case: Case) -> None:
+    await case.to_train()
+    case.tell("taking_up", 2)  # of a change back that was cancelled before its drain began
+    await case.hears("role_stage", stage="taking_up", generation=2)
+    assert FakeHybrid.made.empty()

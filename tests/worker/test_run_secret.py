@@ -43,7 +43,7 @@ def test_over_an_open_line_it_goes_through_a_file_of_its_owner(
     host = pickle.loads(pickled)
     assert with_secret(host.spec, host.secret_file).secret == SECRET
     forget(tmp_path)
-    with pytest.raises(ClusterError, match="libra cluster tls DIR"):
+    with pytest.raises(ClusterError):
         with_secret(host.spec, host.secret_file)
 
 
@@ -53,10 +53,8 @@ def test_a_run_that_needs_none_leaves_none(make_config: Callable[..., RunConfig]
     assert not (tmp_path / FILE).exists()
 
 
-@pytest.mark.parametrize("scheduler", ["tls://10.0.0.1:8786", "inproc://10.0.0.1/7/1"])
-def test_over_an_encrypted_line_it_is_sent(
-    make_config: Callable[..., RunConfig], tmp_path: Path, scheduler: str
-) -> None:
+def test_over_an_encrypted_line_it_is_sent(make_config: Callable[..., RunConfig], tmp_path: Path) -> None:
     spec = spec_of(make_config(weights={"transfer": "peer"}), tmp_path)
-    assert sendable(spec, scheduler) == (spec, None)
+    for scheduler in ("tls://10.0.0.1:8786", "inproc://10.0.0.1/7/1"):
+        assert sendable(spec, scheduler) == (spec, None)
     assert not (tmp_path / FILE).exists()
