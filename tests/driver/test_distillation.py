@@ -222,12 +222,6 @@ def test_a_batch_trains_without_scores_that_come_late_and_so_does_its_repetition
         store = WeightStore(spec.weights_dir)
         assert [step["digest"] for step in taken_again(spec, 2)] == [store.get(number).digest for number in (1, 2)]
         list(iterations)
-    dropping = distilling(make_config, teacher, {"late": "drop", "top_k": 8}, run={"name": "drops", "iterations": 1})
-    with Session(dropping, client=teacher_client) as session:
-        teacher_client.run(_holds_back, "drops", workers=[worker])
-        (row,) = session.iterations()
-        teacher_client.run(_goes_on, "drops", workers=[worker])
-    assert row["optimizer_steps"] == 0 and row["sequences"] == 0 and row["late_taught"] == 2
 
 
 def _holds_back(run: str, dask_worker: Any) -> None:

@@ -25,7 +25,7 @@ def most_at_once(events: Events, worker: str) -> int:
         )
         if began and event["worker"] == worker:
             running.add(event["key"])
-        elif event["name"] in ("quantum_finished", "quantum_lost", "quantum_given_back"):
+        elif event["name"] in ("quantum_finished", "quantum_lost", "quantum_given_back", "trajectory_ended"):
             running.discard(event["key"])
         most = max(most, len(running))
     return most

@@ -105,13 +105,13 @@ def test_a_reward_counts_in_the_next_batch_as_what_it_changes(make_config: Confi
     assert len(told) == 5 and not any(each.difference for each in told)
 
 
-def dies_in_step(run: str, step: int, dask_worker: Any) -> None:
-    """From now on the trainer is killed in this step."""
+def dies_in_a_step(run: str, first: int, dask_worker: Any) -> None:
+    """The trainer is killed in the next step that is not before this one."""
     replica = dask_worker.plugins[f"libra-{run}"].trainer.replica
     accumulate = replica.gradient.accumulate
 
     def deadly(*arguments: Any) -> Any:
-        if replica.steps_done == step:
+        if replica.steps_done >= first:
             os.kill(os.getpid(), signal.SIGKILL)
         return accumulate(*arguments)
 
@@ -133,7 +133,7 @@ def test_a_run_that_was_stopped_and_whose_trainer_is_killed_takes_each_of_twenty
         for sample in range(4):
             libra.deliver(f"train-0-{group}-{sample}", float(sample), run=directory)
     with Session(config, environment=Judged(), client=client, resume=True) as session:
-        client.run(dies_in_step, "demo", 3, workers=[address_of(client, "train-0")])
+        client.run(dies_in_a_step, "demo", 2, workers=[address_of(client, "train-0")])
         assert first + [row["iteration"] for row in session.iterations()] == [0, 1, 2, 3]
     came = [tuple(place[:3]) for facts in late_of(session, 4) for place in facts["came"]]
     assert sorted(came) == [(0, group, sample) for group in range(5) for sample in range(4)]

@@ -13,7 +13,7 @@ from distributed import Client, Scheduler
 from libra import events
 from libra.cluster import elastic_tools, local
 from libra.cluster.local import local_cluster
-from libra.config import RunConfig, config_from_dict
+from libra.config import RunConfig
 from libra.driver.session import Session
 from libra.envs import session as session_of
 from libra.envs import tool
@@ -26,6 +26,7 @@ from libra.testing import FixedTurns
 from libra.types import ToolCall
 
 MIB = 2**20
+Config = Callable[..., RunConfig]
 Log = list[tuple[int, events.Event]]
 
 
@@ -58,19 +59,6 @@ def work(text: str, action_id: str) -> str:
     return "done"
 
 
-def configured(directory: Path, model: Path, environment: dict[str, Any], **sections: Any) -> RunConfig:
-    given: dict[str, dict[str, Any]] = {
-        "run": {"name": "leased", "dir": str(directory), "iterations": 1},
-        "model": {"path": str(model)},
-        "environment": environment,
-        "rollout": {"slots": 8, "max_turns": 3, "max_new_tokens": 8, "ignore_eos": True},
-        "trainer": {"prompts": 2, "group_size": 4, "lr": 0.0},
-        "observe": {"progress": False, "tensorboard": False},
-        "cluster": {"dashboard_port": 0, "threads": 1, "tool_cores": 1},
-    }
-    return config_from_dict({name: given.get(name, {}) | sections.get(name, {}) for name in given | sections})
-
-
 def log_of(run: Session) -> Log:
     return [(line, events.from_dict(values)) for line, values in EventReader(run.directory / "events.jsonl")]
 
@@ -83,9 +71,9 @@ def differences(log: Log, changed: dict[int, events.Event] | None = None) -> lis
 
 @pytest.mark.live
 @pytest.mark.timeout(300)
-def test_limits_of_memory_cores_and_quotas_hold(random_model: Path, tmp_path: Path) -> None:
+def test_limits_of_memory_cores_and_quotas_hold(make_config: Config) -> None:
     environment = {"name": f"{__name__}:Leased", "quotas": {"search": "20/s"}}
-    config = configured(tmp_path, random_model, environment, run={"iterations": 2})
+    config = make_config(environment=environment, trainer={"group_size": 4}, cluster={"tool_cores": 1})
     with Session(config) as run:  # tool workers of the shared clusters have no cores to lease
         list(run.iterations())
     log = log_of(run)
@@ -112,14 +100,18 @@ def test_limits_of_memory_cores_and_quotas_hold(random_model: Path, tmp_path: Pa
 @pytest.mark.live
 @pytest.mark.timeout(300)
 def test_a_worker_comes_where_actions_wait_and_goes_where_it_idles(
-    random_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, until: Callable[..., None]
+    make_config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, until: Callable[..., None]
 ) -> None:
     monkeypatch.setattr(tool_fleet, "START_S", 0.01)  # as if workers had always started at once
     monkeypatch.setattr(tool_fleet, "IDLE_S", 0.2)
     monkeypatch.setattr(local, "LOOK_S", 0.05)
     (tmp_path / "workers").mkdir()
-    wants = {"name": "wants_two:WantsTwo", "args": {"path": str(tmp_path / "workers")}}
-    config = configured(tmp_path, random_model, wants, cluster={"tool_workers_most": 2})
+    config = make_config(
+        run={"iterations": 1},
+        environment={"name": "wants_two:WantsTwo", "args": {"path": str(tmp_path / "workers")}},
+        trainer={"group_size": 3},
+        cluster={"tool_cores": 1, "tool_workers_most": 2},
+    )
 
     def tools(scheduler: Scheduler) -> set[str]:
         return {str(ws.name) for ws in scheduler.workers.values() if str(ws.name).startswith("tool-")}
@@ -148,12 +140,13 @@ def test_a_worker_comes_where_actions_wait_and_goes_where_it_idles(
     ],
 )
 def test_what_can_never_run_is_refused_before_anything_does(
-    random_model: Path, tmp_path: Path, environment: dict[str, Any], cluster: dict[str, Any], word: str
+    make_config: Config, tmp_path: Path, environment: dict[str, Any], cluster: dict[str, Any], word: str
 ) -> None:
-    config = configured(tmp_path, random_model, {"name": f"{__name__}:Leased"} | environment, cluster=cluster)
+    named = {"name": f"{__name__}:Leased"} | environment
+    config = make_config(environment=named, cluster={"tool_cores": 1} | cluster)
     with pytest.raises(ConfigError, match=word):
         Session(config).__enter__()
-    assert not (tmp_path / "leased").exists()
+    assert not (tmp_path / "demo").exists()
 
 
 def test_descriptions_of_workers_are_split_by_number() -> None:

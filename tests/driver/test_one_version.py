@@ -78,7 +78,7 @@ def test_versions_share_the_engines_out_by_rounding_and_stay_while_they_are_used
         environment={"name": "held_tool:Held", "args": {"gate": str(gate), "held": "train-0-0-"}},
         trainer={"old_logp": "version", "correction": "truncate"},
         rollout={"max_new_tokens": 8},
-        cluster=WIDE,
+        cluster=WIDE | {"hybrid_workers": 0},
         checkpoint={"every": 1},
         store={"keep_journals": True, "keep_versions": 1},
     )

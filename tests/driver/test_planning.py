@@ -74,21 +74,20 @@ def test_each_iteration_is_predicted_before_it_compared_after_it_and_changed_by_
 
 
 def test_what_is_no_training_is_rollout_unless_steps_overlap(make_config: Config) -> None:
-    values = {"iteration_s": 11.0, "evaluation_s": 0.5, "train_s": 4.0, "publish_s": 0.5}
+    values: dict[str, Any] = {"iteration_s": 11.0, "evaluation_s": 0.5, "train_s": 4.0, "publish_s": 0.5}
     assert realised_seconds(values, make_config()).rollout_s == pytest.approx(6.0)
     assert realised_seconds(values, make_config()).step_s == pytest.approx(10.5)
     assert realised_seconds(values, make_config(run={"eta": 1})).rollout_s == pytest.approx(10.5)
     assert realised_seconds(values, make_config(run={"eta": 1}), alone=True).rollout_s == pytest.approx(6.0)
-
-
-@pytest.mark.parametrize(("publish_s", "exceeds_s"), [(0.5, 0.0), (6.0, 2.0)])
-def test_of_a_publication_beside_the_next_step_what_exceeds_it_counts(
-    make_config: Config, publish_s: float, exceeds_s: float
-) -> None:
-    values = {"iteration_s": 11.0, "train_s": 4.0, "publish_s": publish_s, "worker_tokens": {}, "question_tokens": ()}
-    realised = realised_seconds(values, make_config(run={"eta": 1}))
-    assert taken(values, realised, {}, beside=True).rest_s == pytest.approx(exceeds_s)
-    assert taken(values, realised, {}).rest_s == publish_s
+    values |= {"worker_tokens": {}, "question_tokens": ()}
+    for publish_s, exceeds_s in (
+        (0.5, 0.0),
+        (6.0, 2.0),
+    ):  # of a publication beside the next step what exceeds it counts
+        values["publish_s"] = publish_s
+        realised = realised_seconds(values, make_config(run={"eta": 1}))
+        assert taken(values, realised, {}, beside=True).rest_s == pytest.approx(exceeds_s)
+        assert taken(values, realised, {}).rest_s == publish_s
 
 
 class Elsewhere:
@@ -121,9 +120,7 @@ def test_a_run_names_the_prompts_of_each_iteration_before_it_begins(make_config:
 
 
 def test_an_environment_that_fails_here_is_asked_once_and_done_without() -> None:
-    environment = Elsewhere()
-    prompts = UpcomingPrompts(environment, 2)  # type: ignore[arg-type]
-    assert prompts.lengths(0) is None and prompts.lengths(1) is None and environment.asked == 1
-    environment = Elsewhere()
-    prompts = UpcomingPrompts(environment, 2)  # type: ignore[arg-type]
-    assert prompts.names(0) is None and prompts.names(1) is None and environment.asked == 1
+    for name in ("lengths", "names"):
+        environment = Elsewhere()
+        read = getattr(UpcomingPrompts(environment, 2), name)  # type: ignore[arg-type]
+        assert read(0) is None and read(1) is None and environment.asked == 1

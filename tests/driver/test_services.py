@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -12,8 +11,8 @@ import asked_services
 import numpy as np
 import pytest
 from distributed import Client
-from safetensors.torch import load_file, save_file
 
+import factories
 from libra import events
 from libra.config import RunConfig
 from libra.driver.service_needs import check_services
@@ -34,16 +33,12 @@ def prompts() -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def three_models(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def three_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Three models of one shape with other weights."""
-    found = {}
-    for number, name in enumerate("abc"):
-        found[name] = tmp_path_factory.mktemp("models") / name
-        shutil.copytree(random_model, found[name])
-        tensors = load_file(found[name] / "model.safetensors")
-        changed = {key: tensor * (1 + 0.1 * number) for key, tensor in tensors.items()}
-        save_file(changed, found[name] / "model.safetensors", {"format": "pt"})
-    return found
+    return {
+        name: factories.save_chat_model(tmp_path_factory.mktemp(name), seed=seed, matrix_std=0.1)
+        for seed, name in enumerate("abc")
+    }
 
 
 def test_three_models_on_a_device_for_one_answer_bit_for_bit_alike_however_often_they_are_restored(

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
+import uuid
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -30,42 +29,21 @@ ITERATIONS, MEMBERS = 3, 8
 VICTIM = "train-1-0-2"
 
 
-COUNTER = """
-import os, sys
-n = 0
-for line in sys.stdin:
-    n = 0 if line == "reset\\n" else n + 1
-    print(n, os.getpid(), flush=True)
-"""
-
-
 class Shell:
-    """A process; `ask` gives how often it was asked since it was reset, and its process id."""
+    """It counts how often it was asked since it was reset, and stands for a process or a browser that can end."""
 
     def __init__(self) -> None:
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        self.process = subprocess.Popen([sys.executable, "-c", COUNTER], **pipes)
+        self.name, self.count, self.is_alive = uuid.uuid4().hex, 0, True
 
-    def ask(self, line: str) -> str:
-        self.process.stdin.write(f"{line}\n")
-        self.process.stdin.flush()
-        return self.process.stdout.readline().strip()
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
+    def reset(self) -> None:
+        self.count = 0
 
 
 class Shells(FixedTurns):
     """Every turn calls `look`, which notes in ``notes``/TRAJECTORY what its session said. In the second turn of `VICTIM`
     its worker (``kill`` worker) or its session is killed, once."""
 
-    session = libra.session(
-        Shell,
-        reset=lambda shell: shell.ask("reset"),
-        close=Shell.close,
-        alive=lambda shell: shell.process.poll() is None,
-    )
+    session = libra.session(Shell, reset=Shell.reset, alive=lambda shell: shell.is_alive)
 
     def __init__(self, notes: Path, kill: str) -> None:
         super().__init__()
@@ -82,16 +60,15 @@ class Shells(FixedTurns):
             How often it was asked.
         """
         trajectory, turn, _ = action_id.split("/")
-        count, process = session.ask("look").split()
+        session.count += 1
         self.notes.mkdir(exist_ok=True)
         with (self.notes / trajectory).open("a") as file:
-            file.write(f"{turn} {count} {process} {os.getpid()}\n")
+            file.write(f"{turn} {session.count} {session.name} {os.getpid()}\n")
         if (trajectory, turn) == (VICTIM, "1"):
             if self.kill == "worker":
                 os.kill(os.getpid(), signal.SIGKILL)
-            session.process.kill()
-            session.process.wait()
-        return count
+            session.is_alive = False
+        return str(session.count)
 
 
 for _sent in (Shell, Shells):
@@ -122,7 +99,7 @@ def check_begins_again(directory: Path, notes: dict[str, list[list[str]]]) -> No
 
 
 def read_notes(notes: Path) -> dict[str, list[list[str]]]:
-    """Of each trajectory: turn, how often the session was asked, its process, and that of the worker."""
+    """Of each trajectory: turn, how often the session was asked, its name, and the process of its worker."""
     return {path.name: [line.split() for line in path.read_text().splitlines()] for path in notes.iterdir()}
 
 

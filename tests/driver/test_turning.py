@@ -33,7 +33,7 @@ from libra.types import Prompt
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(600)]
 
-PROMPTS, GROUP = 6, 2
+PROMPTS = 6
 ENGINES = {"engines": [{"count": 2, "threads": 1, "min_pass_s": 0.05}], "hybrid_workers": 1}
 """A pass takes as long for eight trajectories as for one: whatever a busy machine measures, the held ones fit on one engine."""
 
@@ -76,19 +76,11 @@ def slow_client() -> Iterator[Client]:
         yield connected
 
 
-@pytest.fixture
-def free(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Changes count as free, so that engines turn whatever the backlog; group records stay."""
-    for module in (role_plugin, replayed_objects):
-        monkeypatch.setattr(module, "price_s", lambda stage_s: 0.0)
-    keep_groups(monkeypatch)
-
-
 class Held:
     """A run whose tail is held by a lock."""
 
-    def __init__(self, session: Session, lock: Path, until: Callable[..., None], cluster: Any) -> None:
-        self.session, self._lock, self._until, self._cluster = session, lock, until, cluster
+    def __init__(self, session: Session, lock: Path, until: Callable[..., None]) -> None:
+        self.session, self._lock, self._until = session, lock, until
 
     @contextmanager
     def tail(self) -> Iterator[None]:
@@ -104,7 +96,7 @@ class Held:
             scheduler.plugins["libra"].runs["demo"].log.flush()  # type: ignore[attr-defined]
             return len(self.found(kind, **fields)) >= count
 
-        self._until(self._cluster, there)
+        self._until(self.session.client.cluster, there)
 
     def found(self, kind: type[events.Event], **fields: Any) -> list[Any]:
         """Its events of a kind with these fields."""
@@ -113,36 +105,6 @@ class Held:
             for event in events_of(self.session.directory)
             if isinstance(event, kind) and all(getattr(event, name) == value for name, value in fields.items())
         ]
-
-
-@pytest.fixture
-def held(
-    make_config: Callable[..., RunConfig], slow_client: Client, tmp_path: Path, until: Any, free: None
-) -> Callable[..., Held]:
-    """Maker of runs of so many iterations, not entered; more settings by section."""
-
-    def make(iterations: int, **more: dict[str, Any]) -> Held:
-        lock = tmp_path / "lock"
-        config = make_config(
-            run={"iterations": iterations},
-            trainer={"prompts": PROMPTS, "group_size": GROUP, "lr": 1e-4, "streaming": "on", "turning": "on"}
-            | more.get("trainer", {}),
-            rollout=more.get("rollout", {}),
-            cluster=ENGINES,
-            planner={"change_cost_s": 0.0},
-            store={"keep_versions": 9},
-            checkpoint={"every": 0},
-        )
-        return Held(Session(config, client=slow_client, environment=HeldTail(lock)), lock, until, slow_client.cluster)
-
-    return make
-
-
-def check_turned(run: Held, iterations: int) -> None:
-    config = run.session.spec.config
-    check_whole(run.session.directory, iterations, config)
-    assert replay_run(run.session.directory, from_snapshot=False, keys=(), decisions=(), as_json=True)
-    check_taken_again(run.session.directory, config, iterations, alone=False)
 
 
 def dies_in_a_slice(run: str, dask_worker: Any) -> None:
@@ -155,10 +117,29 @@ dies_in_a_slice.__module__ = "__main__"
 
 
 def test_the_engine_that_the_tail_does_not_need_trains_and_returns_and_loses_nothing_when_it_is_killed(
-    held: Callable[..., Held],
+    make_config: Callable[..., RunConfig],
+    slow_client: Client,
+    tmp_path: Path,
+    until: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With parts of turns, a pool of KV, and another old policy; in the second tail it is killed, and the core has its slice."""
-    run = held(4, rollout={"chunk_tokens": 3, "kv_host_gib": 0.1}, trainer={"old_logp": "ewma"})
+    for module in (role_plugin, replayed_objects):  # changes count as free, so that engines turn whatever the backlog
+        monkeypatch.setattr(module, "price_s", lambda stage_s: 0.0)
+    keep_groups(monkeypatch)
+    config = make_config(
+        run={"iterations": 4},
+        trainer={
+            "prompts": PROMPTS, "group_size": 2, "lr": 1e-4, "streaming": "on", "turning": "on", "old_logp": "ewma",
+        },
+        rollout={"chunk_tokens": 3, "kv_host_gib": 0.1},
+        cluster=ENGINES,
+        planner={"change_cost_s": 0.0},
+        store={"keep_versions": 9},
+        checkpoint={"every": 0},
+    )  # fmt: skip
+    lock = tmp_path / "lock"
+    run = Held(Session(config, client=slow_client, environment=HeldTail(lock)), lock, until)
     with run.session as session, ThreadPoolExecutor(1) as thread:
         iterations = session.iterations()
         with run.tail():
@@ -180,4 +161,6 @@ def test_the_engine_that_the_tail_does_not_need_trains_and_returns_and_loses_not
     assert run.found(events.WaveTrained, batch=0)[-1].hybrids == 1
     moved = [(event.home, event.worker) for event in run.found(events.HomeChanged) if event.t_s > turned[0].t_s]
     assert ("rollout-0", "rollout-1") in moved  # from the pool of the engine that has turned
-    check_turned(run, 4)
+    check_whole(run.session.directory, 4, config)
+    assert replay_run(run.session.directory, from_snapshot=False, keys=(), decisions=(), as_json=True)
+    check_taken_again(run.session.directory, config, 4, alone=False)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from distributed import Client
 
+import factories
 from libra.cluster.local import local_cluster
 from libra.config import RunConfig, config_from_dict
 from libra.driver.session import Session
@@ -50,22 +51,14 @@ def config_of(model: Path, directory: Path, name: str, **rollout: Any) -> RunCon
     args = {
         "path": str(TRACES), "groups": 3, "group_size": 4, "tokens_frac": 0.05, "payload_frac": 0.3, "tool_frac": 0.0,
     }  # fmt: skip
-    return config_from_dict({
-        "run": {"name": name, "dir": str(directory), "iterations": 2},
-        "model": {"path": str(model)},
-        "environment": {"name": "libra.testing:TraceTurns", "args": args},
-        "rollout": {
-            "slots": SLOTS, "max_context_tokens": 1024, "max_turns": 64, "ignore_eos": True,
-            "max_new_tokens": 64, **rollout,
-        },
-        "trainer": {"prompts": 3, "group_size": 4, "lr": 0.0, "micro_batch_tokens": 4096, "max_row_tokens": 1024},
-        "evaluation": {"prompts": 0},
-        "checkpoint": {"every": 0},
-        "observe": {"progress": False, "tensorboard": False},
-        "cluster": {
-            "dashboard_port": 0, "threads": 1, "engines": [{"threads": 1}, {"threads": 1, "min_pass_s": SLOW_S}],
-        },
-    })  # fmt: skip
+    engines = [{"threads": 1}, {"threads": 1, "min_pass_s": SLOW_S}]
+    settings = factories.run_settings(
+        directory, model, run={"name": name}, environment={"name": "libra.testing:TraceTurns", "args": args},
+        rollout={"slots": SLOTS, "max_context_tokens": 1024, "max_turns": 64, "max_new_tokens": 64} | rollout,
+        trainer={"prompts": 3, "group_size": 4, "lr": 0.0, "micro_batch_tokens": 4096, "max_row_tokens": 1024},
+        checkpoint={"every": 0}, cluster={"engines": engines},
+    )  # fmt: skip
+    return config_from_dict(settings)
 
 
 @pytest.fixture(scope="module")
