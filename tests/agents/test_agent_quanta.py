@@ -24,16 +24,7 @@ from libra.types import EndReason, FailureClass, TrajectoryId
 pytest.importorskip("starlette", reason="the extra `agents` is not installed")
 pytest.importorskip("uvicorn", reason="the extra `agents` is not installed")
 
-from agent_worker import (
-    TID,
-    AgentWorker,
-    Scripted,
-    agent_worker,
-    check_one_sequence,
-    check_tokens,
-    reasons,
-    turns_of,
-)
+from agent_worker import TID, AgentWorker, Scripted, agent_worker, check_one_sequence, check_tokens, reasons, turns_of
 from marked import Marked
 
 pytestmark = pytest.mark.live
@@ -250,16 +241,6 @@ def test_parallel_sub_agents_are_sequences_of_one_trajectory(start: Start) -> No
     asyncio.run(test())
 
 
-def test_a_refused_request_costs_nothing_else(start: Start) -> None:
-    async def test() -> None:
-        async with start("refused") as worker:
-            state = await worker.play()
-        assert state.episode().result == ["400 messages", "400 messages", "400 token_ids", "404"]
-        check_one_sequence(state, worker.engine)
-
-    asyncio.run(test())
-
-
 def test_an_agent_that_fails_at_an_answer_that_was_cut_is_no_failure_of_a_tool(start: Start) -> None:
     async def test() -> None:
         async with start("wants_the_end") as worker:
@@ -267,17 +248,5 @@ def test_an_agent_that_fails_at_an_answer_that_was_cut_is_no_failure_of_a_tool(s
         assert (state.failure, state.end) == (FailureClass.POLICY, EndReason.LENGTH)
         assert "ValueError: length" in state.detail
         assert own_reward(state.episode()) == 0.0, "it could give itself none"
-
-    asyncio.run(test())
-
-
-def test_an_agent_ends_with_its_worker(start: Start, tmp_path: Path) -> None:
-    async def test() -> None:
-        async with start({"function": "http_agents:hanging", "idle_s": 600.0}) as worker:
-            for _ in range(2):
-                assert await worker.quantum(TID, worker.environment.prompt("train", 0))
-            pid = int((tmp_path / "pid").read_text())
-            os.kill(pid, 0)  # it is there
-        await ended(pid)
 
     asyncio.run(test())

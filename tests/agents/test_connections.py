@@ -96,37 +96,6 @@ def test_a_head_without_an_end_ends_its_connection(before: bytes, monkeypatch: p
     run(test)
 
 
-@pytest.mark.parametrize(
-    "rest", [b"0\r\n" + b"x: y\r\n" * 200_000, b"1;x=" + b"y" * 1_000_000], ids=["trailers", "a size"]
-)
-def test_what_stands_between_chunks_without_an_end_ends_its_connection(
-    rest: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gateway, "BODY_S", 1000.0)
-
-    async def test(here: Place) -> None:
-        head = f"POST /t/{here.token}/v1/chat/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
-        line = await connected(here, head.encode() + b"1\r\n{\r\n")
-        line[1].write(rest)
-        assert b"200 OK" not in await end_of(line)
-
-    run(test)
-
-
-def test_heads_and_bodies_of_many_requests_do_not_add_up() -> None:
-    async def test(here: Place) -> None:
-        filler, body = "x" * (connections.HEAD_BYTES // 2), "x" * (3 * connections.HEAD_BYTES)
-        line = await connected(here)
-        for count in (1, 1, 4, 1):
-            head = f"POST /nowhere HTTP/1.1\r\nhost: x\r\nfiller: {filler}\r\ncontent-length: {len(body)}\r\n\r\n"
-            line[1].write((head + body).encode() * count)
-            for _ in range(count):
-                await asyncio.wait_for(line[0].readuntil(b"}}"), 30)
-        line[1].close()
-
-    run(test)
-
-
 def test_a_body_that_does_not_come_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gateway, "BODY_S", 0.2)
 

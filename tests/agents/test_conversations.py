@@ -164,26 +164,6 @@ def test_reasons_of_new_sequences(conversation_format: Any, odd_ids: Any, tokeni
     ]  # fmt: skip
 
 
-def test_a_template_that_cannot_continue_begins_a_sequence() -> None:
-    class Stubborn:
-        def prompt_ids(self, messages: Any, tools: Any = (), **args: Any) -> Any:
-            if any(message["content"] == "no" for message in messages):
-                raise ValueError("this template takes no no")
-            return np.arange(len(messages), dtype=np.int32)
-
-        def tail_ids(self, messages: Any, tools: Any = (), *, ended: bool, **args: Any) -> Any:
-            raise ValueError("no tails")
-
-    conversation = Conversation(Stubborn())
-    conversation.ask(-1, [Message("user", "a")], "[[],{}]")
-    conversation.answer(0, Message("assistant", "b"), ended=True)
-    messages = [Message("user", "a"), Message("assistant", "b"), Message("user", "c")]
-    asked = conversation.prompt(messages)
-    assert (asked.parent, asked.reason, len(asked.ids)) == (-1, "template", 3)
-    with pytest.raises(RequestRefused, match="takes no no"):
-        conversation.prompt([Message("user", "no")])
-
-
 def test_reasoning_counts_only_if_it_is_sent(conversation_format: Any, odd_ids: Any, tokenizer: Any) -> None:
     for sends, changed, reason in ((True, False, "continued"), (False, False, "continued"), (True, True, "edited")):
         engine = Engine(Conversation(conversation_format), odd_ids, tokenizer.convert_tokens_to_ids("<|im_end|>"))

@@ -198,24 +198,6 @@ def test_a_call_that_is_cut_off_at_any_moment_leaves_no_process(steps: int) -> N
         os.sched_yield()
 
 
-def test_calls_end_with_the_worker(tmp_path: Path) -> None:
-    """A worker that is killed closes its socket, as closing does; the call's child is killed, too."""
-    pid_file = tmp_path / "pid"
-
-    async def leave() -> None:
-        processes = ActionProcesses({"leaves_a_child": leaves_a_child}, CORES, str)
-        running = asyncio.ensure_future(processes.run("leaves_a_child", {"pid_file": str(pid_file)}, 3600.0, Bounds(1)))
-        while not (pid_file.exists() and pid_file.read_text()):  # noqa: ASYNC110 it is another process that writes
-            await asyncio.sleep(0)
-        processes.close()
-        with pytest.raises(ToolFault):
-            await running
-
-    asyncio.run(leave())
-    while not ended(int(pid_file.read_text())):
-        os.sched_yield()
-
-
 @in_loop
 async def test_processes_that_die_are_faults_of_their_calls_and_leave_nothing() -> None:
     async with started(dies, where) as processes:

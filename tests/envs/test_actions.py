@@ -56,15 +56,6 @@ async def hang_async() -> str:
     return "never"
 
 
-async def refuses_to_stop() -> str:
-    """Swallows the cancellation once."""
-    try:
-        await asyncio.Event().wait()
-    except asyncio.CancelledError:
-        await asyncio.Event().wait()
-    return "never"
-
-
 def unspeakable() -> object:
     """Returns what cannot be written down."""
 
@@ -78,7 +69,7 @@ def unspeakable() -> object:
 @pytest.fixture
 def act():
     tools = [echo, rows_of, broken, leave, unspeakable]
-    short = [tool(function, timeout_s=0.01) for function in (hang, hang_async, refuses_to_stop)]
+    short = [tool(function, timeout_s=0.01) for function in (hang, hang_async)]
     environment = FunctionEnvironment(prompts=["hi"], reward=lambda completion: 0.0, tools=[*tools, *short])
 
     def run(name: str, error: str | None = None, **arguments: object):
@@ -97,8 +88,7 @@ def test_a_call_gives_its_return_and_the_action_id_to_tools_that_ask_for_it(act)
 
 
 @pytest.mark.parametrize(
-    ("name", "content"),
-    [("broken", "KeyError"), ("leave", "SystemExit: 3"), ("unspeakable", "RuntimeError")],
+    ("name", "content"), [("broken", "KeyError"), ("leave", "SystemExit: 3"), ("unspeakable", "RuntimeError")]
 )
 def test_a_tool_that_raises_is_an_error_the_model_can_read(act, name, content):
     given = act(name)
@@ -112,9 +102,8 @@ def test_ten_megabytes_are_cut_and_the_model_is_told(act):
     assert given.content == "x" * 8000 + "\n[9992015 of 10000015 characters dropped]"
 
 
-@pytest.mark.parametrize("name", ["hang_async", "refuses_to_stop"])
-def test_an_async_tool_that_hangs_is_cut_off(act, name):
-    given = act(name)
+def test_an_async_tool_that_hangs_is_cut_off(act):
+    given = act("hang_async")
     assert (given.status, given.content) == (ToolStatus.TIMEOUT, "timed out after 0.01 s")
 
 

@@ -54,12 +54,6 @@ def test_a_prompt_that_comes_again_has_the_same_name_told_without_making_it():
     assert environment.prompt_id("eval", 0) == ""
 
 
-def test_given_evaluation_prompts_are_used_in_order_and_all_prompts_train():
-    environment = FunctionEnvironment(prompts=list("abcdefghijkl"), reward=constant, eval_prompts=["y", "x"])
-    assert texts(environment, "eval", 3) == ["y", "x", "y"]
-    assert set(texts(environment, "train", 12)) == set("abcdefghijkl")
-
-
 def test_too_few_prompts_to_hold_any_out_is_said_when_one_is_asked_for():
     environment = FunctionEnvironment(prompts=["a", "b"], reward=constant)
     for split in ("eval", "test"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import pickle
 import random
 
 import pytest
@@ -74,17 +73,6 @@ def test_a_step_that_fails_leaves_no_game_that_has_seen_it():
         world.step("x", state)
     assert state == before
     assert world.step("1", state) is not None
-
-
-def test_seeds_are_of_one_split_and_repeat_with_a_size():
-    world = Countdown(size=4)
-    seeds = {split: {world.prompt(split, index).facts["seed"] for index in range(60)} for split in ("train", "eval")}
-    assert len(seeds["train"]) == 4
-    assert len(seeds["eval"]) == 60
-    assert world.prompt_id("train", 6) == "train-2"
-    assert pickle.loads(pickle.dumps(world)).prompt("train", 1) == world.prompt("train", 1)
-    with pytest.raises(ConfigError, match=r"environment\.args\.size"):
-        Countdown(size=0)
 
 
 LAKE = {"id": "FrozenLake-v1", "args": {"is_slippery": False}, "actions": ["left", "down", "right", "up"]}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -75,17 +74,6 @@ def test_one_server_for_a_process_and_another_after_a_crash(plain):
             os.kill(second, 0)
 
     asyncio.run(play())
-
-
-def test_what_a_server_leaves_ends_where_its_worker_is_killed():
-    program = (
-        "import asyncio, time\nfrom libra.envs.mcp_tools import McpServer\n"
-        f"print(asyncio.run(McpServer({SERVER!r}).call('leave', {{}})), flush=True)\ntime.sleep(600)"
-    )
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as worker:
-        left = psutil.Process(int(worker.stdout.readline()))
-        worker.kill()
-    assert psutil.wait_procs([left], 60)[1] == []
 
 
 def test_a_run_names_it_in_its_configuration(tmp_path):
@@ -177,13 +165,6 @@ def test_it_has_variables_by_name_and_no_others(plain, monkeypatch):
 def test_a_command_that_is_no_server_is_named(plain, command):
     with pytest.raises(ConfigError, match=r"environment\.tools\.mcp"):
         with_mcp_tools(plain, command)
-
-
-def test_two_tools_of_one_name_are_refused(plain):
-    both = with_mcp_tools(plain, SERVER)
-    with pytest.raises(ConfigError):
-        with_mcp_tools(both, SERVER)
-    asyncio.run(both.close())
 
 
 def test_odd_schemas_of_a_server_fail_no_call(plain, monkeypatch):

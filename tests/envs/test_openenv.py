@@ -64,16 +64,6 @@ def test_a_real_server_is_played_by_two_workers_in_turns(real_server):
         asyncio.run(world.close())
 
 
-@pytest.mark.agents
-def test_sessions_of_a_real_server_are_apart(real_server):
-    world = OpenEnvClient(url=real_server, action="number", observation="hint")
-    prompts = [world.prompt("train", index) for index in range(6)]
-    states = [world.reset(prompt) for prompt in prompts]
-    for prompt, state in zip(prompts, states, strict=True):
-        assert world.step(str(prompt.facts["seed"] % 10), state) is None
-    assert {state["reward"] for state in states} == {1.0}
-
-
 @pytest.fixture
 def answering():
     """Address of a server that gives the answers of a list, then ends the connection."""

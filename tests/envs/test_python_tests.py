@@ -65,14 +65,6 @@ def test_a_wrong_function_earns_nothing(answer, make_episode):
     assert environment.grade(make_episode(prompt, answer)) == 0.0
 
 
-def test_partial_reward_is_the_share_of_tests_passed(make_episode):
-    environment = PythonTests(partial=True, num_tests=4, isolation="best", key="k")
-    prompt = environment.prompt("train", 0)
-    first = environment.hidden_tests(prompt)[0][0][0]
-    answer = answer_for(prompt).replace("def solve(v):", f"def solve(v):\n    1 / (v != {first!r})")
-    assert environment.grade(make_episode(prompt, answer)) == 0.75
-
-
 SEARCH = """
 import gc, glob, json, os, random, sys
 def solve(v):
@@ -173,14 +165,6 @@ def test_a_right_function_passes_the_tests_of_its_problem(problems, make_episode
         assert world.grade(make_episode(prompt, f"```python\ndef {name}(x): return x * {n}\n```")) == 1.0
         assert world.grade(make_episode(prompt, f"```python\ndef {name}(x): return 0\n```")) == pytest.approx(1 / 3)
         assert set(prompt.facts) == {"problem", "split"}
-
-
-def test_no_problem_is_in_both_splits(problems):
-    world = PythonTests(problems=problems, isolation="best")
-    texts = {split: {world.prompt(split, i).messages[-1]["content"] for i in range(200)} for split in ("train", "eval")}
-    assert texts["train"]
-    assert texts["eval"]
-    assert not texts["train"] & texts["eval"]
 
 
 @pytest.mark.parametrize(

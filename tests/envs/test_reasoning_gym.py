@@ -38,15 +38,6 @@ def test_no_question_is_in_both_splits_whatever_the_seed():
     assert not examples & (train | held_out)
 
 
-def test_size_is_the_number_of_different_training_questions():
-    environment = made(size=5)
-    assert len({question(environment.prompt("train", index)) for index in range(15)}) == 5
-    assert len({question(environment.prompt("eval", index)) for index in range(15)}) == 15
-    names = [environment.prompt_id("train", index) for index in range(15)]
-    assert names == [environment.prompt("train", index).prompt_id for index in range(15)]
-    assert environment.prompt_id("eval", 0) == made().prompt_id("train", 0) == ""
-
-
 @pytest.mark.parametrize(
     ("answer", "text", "reward"),
     [

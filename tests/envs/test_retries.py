@@ -1,19 +1,14 @@
-"""Calls that an API refuses for now, against a server that does: never an outcome while retries are left."""
+"""Calls that an API refuses for now: never an outcome while retries are left."""
 
 from __future__ import annotations
 
 import asyncio
-import threading
-import urllib.request
-from collections.abc import Iterator
-from contextlib import closing
 from email.utils import formatdate
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from urllib.error import HTTPError
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -29,70 +24,47 @@ QUICK = BackOff(retries=3, first_s=0.001)
 
 
 class Api:
-    """A server that refuses the first ``refusals`` requests."""
+    """An API that refuses the first calls; it counts them in a file, which calls in other processes see."""
 
-    def __init__(self, refusals: int, retry_after: str = "0") -> None:
-        self.asked = 0
+    def __init__(self, refusals: int, directory: Path) -> None:
+        self.refusals, self.file = refusals, directory / f"asked-{refusals}"
+        self.file.touch()
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(handler) -> None:
-                self.asked += 1
-                if self.asked <= refusals:
-                    handler.send_response(429)
-                    handler.send_header("Retry-After", retry_after)
-                    handler.end_headers()
-                else:
-                    handler.send_response(200)
-                    handler.end_headers()
-                    handler.wfile.write(b"0.75")
+    @property
+    def asked(self) -> int:
+        return len(self.file.read_bytes())
 
-            def log_message(handler, *_: Any) -> None:
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}/"
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+    def look_up(self) -> str:
+        """Look something up."""
+        with self.file.open("ab") as file:
+            file.write(b".")
+        if self.asked <= self.refusals:
+            raise HTTPError("u", 429, "slow down", {"Retry-After": "0"}, None)  # type: ignore[arg-type]
+        return "0.75"
 
 
 @pytest.fixture
-def twice() -> Iterator[Api]:
-    with closing(Api(2)) as api:
-        yield api
+def twice(tmp_path: Path) -> Api:
+    return Api(2, tmp_path)
 
 
 @pytest.fixture
-def always() -> Iterator[Api]:
-    with closing(Api(10**6)) as api:
-        yield api
-
-
-def look_up(url: str) -> str:
-    """Look something up.
-
-    Args:
-        url: Where.
-    """
-    with urllib.request.urlopen(url) as answer:
-        return str(answer.read().decode())
+def always(tmp_path: Path) -> Api:
+    return Api(10**6, tmp_path)
 
 
 def environment(api: Api, **resources: Any) -> FunctionEnvironment:
     return FunctionEnvironment(
-        prompts=["a"] * 3, reward=lambda completion: float(look_up(api.url)), tools=[tool(look_up, **resources)]
+        prompts=["a"] * 3, reward=lambda completion: float(api.look_up()), tools=[tool(api.look_up, **resources)]
     )
 
 
-def acted(api: Api, back_off: BackOff = QUICK, **resources: Any) -> Any:
+def acted(api: Api, **resources: Any) -> Any:
     made = environment(api, **resources)
-    processes = processes_for(made, [0])
-    call = ToolCall("look_up", {"url": api.url})
+    processes, call = processes_for(made, [0]), ToolCall("look_up", {})
     try:
         return asyncio.run(
-            run_action(made, PROMPT, call, action_id="t/0/0", processes=processes, cores=1, back_off=back_off)
+            run_action(made, PROMPT, call, action_id="t/0/0", processes=processes, cores=1, back_off=QUICK)
         )
     finally:
         if processes is not None:
@@ -198,18 +170,3 @@ def test_waits_double_are_as_long_as_the_api_says_and_end(
         assert waited_s <= max(most_s, said[n] or 0.0)
     if made < retries:  # it gave up because the next wait would have ended too late
         assert clock.at_s + max(first_s * 2**made, said[made] or 0.0) > TOTAL_S
-
-
-def test_the_same_seed_and_name_wait_as_long_and_another_name_does_not() -> None:
-    def waits(seed: int, name: str) -> list[float]:
-        clock = Clock()
-
-        async def call() -> Refused:
-            return Refused()
-
-        asyncio.run(with_retries(call, lambda each: each, BackOff(4, 1.0, seed), name, clock))
-        return clock.waits
-
-    assert waits(1, "a") == waits(1, "a")
-    assert len({tuple(waits(*each)) for each in ((1, "a"), (1, "b"), (2, "a"))}) == 3
-    assert np.all(np.diff(waits(1, "a")) != 0)

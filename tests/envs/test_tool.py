@@ -54,23 +54,6 @@ def test_schema_says_what_the_function_says_and_hides_the_action_id():
     assert made.usage == '{"name": "weather", "arguments": {"city": ..., "days": ...}}'
 
 
-def test_methods_and_async_functions_are_tools_too():
-    class Shop:
-        async def price(self, item: str) -> float:
-            """Price.
-
-            Args:
-                item: What.
-            """
-            return 1.0
-
-    made = tool(Shop().price, name="cost")
-    assert made.name == made.schema["function"]["name"] == "cost"
-    assert made.is_async
-    assert list(made.parameters) == ["item"]
-    assert not made.takes_action_id
-
-
 @pytest.mark.parametrize(
     ("function", "says"), [(no_hint, "city"), (no_description, "days"), (positional, "positional")]
 )

@@ -38,17 +38,6 @@ def test_questions_are_a_chain_in_which_each_line_uses_another():
         assert worked_out(prompt) == (prompt.facts["answer"], 0)
 
 
-def test_spare_lines_are_never_needed():
-    environment = ToolArithmetic(max_operations=3, spare_lines=5)
-    seen = set()
-    for index in range(200):
-        prompt = environment.prompt("train", index)
-        value, num_spare = worked_out(prompt)
-        assert value == prompt.facts["answer"]
-        seen.add(num_spare)
-    assert seen == set(range(6))
-
-
 def test_training_lengths_have_a_long_tail_and_evaluation_has_equal_shares():
     environment = ToolArithmetic()
     train = Counter(environment.prompt("train", index).facts["num_operations"] for index in range(3000))
@@ -78,8 +67,7 @@ def test_the_calculator_does_one_line(line, value, result):
 
 
 @pytest.mark.parametrize(
-    "line",
-    ["", "d = 22 * 3", "k -> d: + 5\nd -> ans: * 3", "k -> d: / 2", "k -> d: + " + "1" * 10**5],
+    "line", ["", "d = 22 * 3", "k -> d: + 5\nd -> ans: * 3", "k -> d: / 2", "k -> d: + " + "1" * 10**5]
 )
 def test_the_calculator_does_nothing_else(line):
     with pytest.raises(ValueError):
@@ -104,13 +92,7 @@ def test_the_stated_share_of_calls_hangs_and_which_ones_depends_on_the_action_id
 
 @pytest.mark.parametrize(
     ("answer", "reward"),
-    [
-        ("{}", 1.0),
-        ("1 then {}<|im_end|>", 1.0),
-        ("{}0", 0.0),
-        ("{} or 1", 0.0),
-        ("9" * 10**5, 0.0),
-    ],
+    [("{}", 1.0), ("1 then {}<|im_end|>", 1.0), ("{}0", 0.0), ("{} or 1", 0.0), ("9" * 10**5, 0.0)],
 )
 def test_the_reward_is_one_for_the_exact_last_number(answer, reward, make_episode):
     prompt = ToolArithmetic().prompt("eval", 7)

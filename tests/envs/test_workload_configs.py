@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import runpy
-import sys
 from pathlib import Path
 
 import pytest
@@ -48,17 +46,3 @@ def test_two_cores_and_gpus_have_a_configuration_each(
         assert all(prompt.messages[-1]["content"] for prompt in prompts)
         if name not in ("gymnasium", "textarena"):  # games may begin alike
             assert len({prompt.messages[-1]["content"] for prompt in prompts}) > 1
-
-
-@pytest.mark.parametrize("workflow", ["mcp_tools", "software_repair", "games"])
-def test_a_wrong_setting_of_a_workflow_is_one_line_before_anything_is_made(
-    workflow: str, repository: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", [f"{workflow}.py", "trainer.lrr=1"])
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(repository / "workflows" / f"{workflow}.py"), run_name="__main__")
-    assert ended.value.code == 2
-    said = capsys.readouterr().err.strip().splitlines()
-    assert len(said) == 1 and "trainer.lrr" in said[0]
-    assert not list(tmp_path.iterdir())

@@ -14,14 +14,13 @@ import pytest
 import torch
 from distributed import Client
 
+from hostile_input import Tools
 from libra.config import RunConfig
 from libra.driver.session import run
-from libra.envs import Environment, tool
-from libra.errors import ToolFault
+from libra.envs import Environment
 from libra.observe.metrics import read_metrics
 from libra.store.event_log import read_events
 from libra.store.trajectories import TrajectoryStore
-from libra.testing import FixedTurns
 from libra.testing.hostile_text import hostile_texts
 from libra.types import Episode, ToolCall
 
@@ -34,38 +33,8 @@ ENDS_A_RUN = [  # each of these alone ended a run for good, before what enters a
 ]
 
 
-class Hostile(FixedTurns):
-    """Its tools return or raise what they were given with more of the kind; its reward raises for one sample of each group."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        worse = "\ud800\x00\x1b]0;title\x07\u202e"
-
-        async def echo(text: Any) -> Any:
-            """Return it.
-
-            Args:
-                text: What.
-            """
-            return text + worse if isinstance(text, str) else [text, worse, float("nan"), 10**5000]
-
-        async def raises(text: str) -> str:
-            """Raise it.
-
-            Args:
-                text: What.
-            """
-            raise RuntimeError(text + worse)
-
-        async def faults(text: str) -> str:
-            """Fail with it.
-
-            Args:
-                text: What.
-            """
-            raise ToolFault(text + worse)
-
-        self.tools = tuple(tool(function, max_payload_chars=60) for function in (echo, raises, faults))
+class Hostile(Tools):
+    """Its reward raises hostile text for one sample of each group, and is too large for another."""
 
     def parse(self, text: str) -> tuple[ToolCall, ...]:
         return Environment.parse(self, text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
 import math
 from pathlib import Path
@@ -33,7 +34,7 @@ from libra.envs import Environment, run_action, run_grader
 from libra.envs.reasoning_gym import ReasoningGym
 from libra.envs.rewards import make_reward
 from libra.envs.tool_arithmetic import ToolArithmetic
-from libra.errors import RewardFault, ToolFault, Unstorable
+from libra.errors import RewardFault, ToolFault
 from libra.rollout.chat_format import ChatFormat, load_chat_format
 from libra.rollout.special_tokens import SpecialTokens
 from libra.store.event_log import EventLog, read_events
@@ -53,13 +54,7 @@ from libra.types import (
     TrajectoryId,
     Turn,
 )
-from libra.untrusted import (
-    MAX_CALLS,
-    MAX_DEPTH,
-    storable,
-    storable_call,
-    storable_calls,
-)
+from libra.untrusted import MAX_CALLS, MAX_DEPTH, storable, storable_call, storable_calls
 from libra.worker.trajectory_state import TrajectoryState, action_record, failure_record, generation_record
 
 pytestmark = pytest.mark.timeout(60)
@@ -165,26 +160,10 @@ def test_a_record_comes_back_as_it_was(record: dict[str, Any]) -> None:
     assert unpack(pack(record, source="here"), source="here") == record
 
 
-def deep(levels: int) -> list[Any]:
-    value: list[Any] = []
-    for _ in range(levels):
-        value = [value]
-    return value
-
-
-@pytest.mark.parametrize(
-    "value", [10**20, object(), {1, 2}, deep(10_000), np.array([None])], ids=["int", "object", "set", "deep", "objects"]
-)
-def test_what_has_no_form_in_a_record_is_unstorable_and_no_fault_of_the_disk(value: Any, tmp_path: Path) -> None:
-    with pytest.raises(Unstorable):
-        Journal(tmp_path / "journal").append("train-0-0-0", 0, {"value": value})
-    Journal(tmp_path / "journal").append("train-0-0-0", 0, {"value": "the place is still free"})
-
-
 def test_every_text_goes_through_journal_state_group_and_store(tmp_path: Path, returned: list[ToolReturn]) -> None:
     journal, reader = Journal(tmp_path / "journal"), Journal(tmp_path / "journal")
     trajectories = []
-    for sample, text in enumerate(TEXTS):
+    for sample, text in enumerate(TEXTS[::5]):
         tid = TrajectoryId(0, 0, sample)
         clean, calls = storable(text), calls_of(text)[:50]
         written = [generation_record(0, np.zeros(2, np.int32), output_of(), clean, calls)]
@@ -220,7 +199,7 @@ def check_group_and_store(directory: Path, trajectories: list[Trajectory]) -> No
 
 def test_a_store_replaces_what_zarr_has_no_form_for(tmp_path: Path) -> None:
     """The last net: text that passed no border, as of another Libra's records."""
-    texts = SHORT[:: len(SHORT) // 60]
+    texts = SHORT[:: len(SHORT) // 20]
     with TrajectoryStore.create(tmp_path / "trajectories.zarr") as store:
         store.append([hostile_trajectory(index, text) for index, text in enumerate(texts)], batch=0)
     store = TrajectoryStore.open(tmp_path / "trajectories.zarr")
@@ -247,11 +226,8 @@ def chat(random_model: Path) -> ChatFormat:
 
 
 def test_every_text_is_tokenised_as_prompt_and_as_observation(chat: ChatFormat) -> None:
-    for text in (text for text in SHORT if len(text) <= 5000):
-        for ids in (
-            chat.prompt_ids([{"role": "user", "content": text}]),
-            chat.observation_ids([text, storable(text)]),
-        ):
+    for text in [text for text in SHORT if len(text) <= 5000][::4]:
+        for ids in (chat.prompt_ids([{"role": "user", "content": text}]), chat.observation_ids([text, storable(text)])):
             assert ids.dtype == np.int32 and len(ids) > 4 and is_storable(storable(chat.decode(ids)))
 
 
@@ -319,10 +295,9 @@ def test_any_text_has_a_reward(text: str, answer: str, name: str) -> None:
 
 
 def test_the_environments_grade_every_text() -> None:
-    arithmetic = ToolArithmetic()
-    gym = ReasoningGym(dataset="chain_sum")
-    tags = ReasoningGym(dataset="chain_sum", answer="tags")
-    graders: list[Environment] = [arithmetic, gym, tags, FixedTurns()]
+    graders: list[Environment] = [ToolArithmetic(), FixedTurns()]
+    if importlib.util.find_spec("reasoning_gym"):
+        graders += [ReasoningGym(dataset="chain_sum", answer=answer) for answer in ("number", "tags")]
     for environment in graders:
         prompt = environment.prompt("train", 0)
         for text in TEXTS:

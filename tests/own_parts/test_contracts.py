@@ -79,11 +79,6 @@ def test_an_engine_has_the_degrees_that_it_declares(random_model: Path) -> None:
 # Parts with a fault, found here by their module's name.
 
 
-class HalfALoader:
-    def model(self, directory, *, dtype, attention):
-        return None
-
-
 class Fails(PretrainedLoader):
     def model(self, directory, *, dtype, attention):
         raise OSError("out of paper")
@@ -133,11 +128,6 @@ class FailsLater(Fifo):
         return super().handle(event)
 
 
-class NoSnapshot:
-    def handle(self, event):
-        return ()
-
-
 class HalfAnEngine:
     def __init__(self, model_dir, slots, max_context_tokens, version):
         pass
@@ -171,8 +161,8 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
         (check_advantage, "faulty:per_sequence", "old_logp"),
         (check_schedule, "faulty:backwards", "-1.0"),
         (check_schedule, "faulty:silent", "None"),
-        (check_ordering, "faulty:NoSnapshot", "snapshot, restore"),
-        (loader_of, "faulty:HalfALoader", "tokenizer"),
+        (check_ordering, "faulty:HalfAnEngine", "policy.name"),
+        (loader_of, "faulty:HalfAnEngine", "tokenizer"),
         (check_own_engine, "faulty:HalfAnEngine", "abort"),
     ],
 )

@@ -134,27 +134,3 @@ def other(messages: list[dict[str, Any]], base_url: str, mark: str) -> list[list
     """Two turns; started again, it asks something else."""
     text = "something else" if Path(mark, "again").exists() else "something"
     return asking([*messages, {"role": "user", "content": text}], base_url)
-
-
-def refused(base_url: str, messages: list[dict[str, Any]]) -> list[str]:
-    """What is said of requests that cannot be answered, and then a turn that can."""
-    told = []
-    for body in (
-        {"messages": [], "model": "policy"},
-        {"messages": [*messages, {"role": "assistant", "content": "x"}]},
-    ):
-        told.append(status(f"{base_url}/chat/completions", body))
-    told.append(status(f"{base_url}/inference/v1/generate", {"token_ids": [1 << 30]}))
-    told.append(status(f"{base_url}/embeddings", {"input": "x"}))
-    ask(base_url, list(messages))
-    return told
-
-
-def status(url: str, body: dict[str, Any]) -> str:
-    """Status and field of a request that is refused."""
-    request = urllib.request.Request(url, json.dumps(body).encode(), {"content-type": "application/json"})
-    try:
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            return str(answer.status)
-    except urllib.error.HTTPError as error:
-        return f"{error.code} {json.load(error)['error']['param'] or ''}".strip()

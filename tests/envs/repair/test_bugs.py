@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libra.envs.repair.bugs import bugs_of, code_lines_at, function_at
+from libra.envs.repair.bugs import bugs_of
 from libra.envs.repair.tampering import tampering
 
 SOURCE = '''"""Größe."""
@@ -45,15 +45,6 @@ def test_every_kind_of_bug_is_found_in_functions_only():
         ("truth", "True", "False"),
     } <= changes
     assert all(bug.line > 6 for bug in bugs)
-
-
-def test_lines_of_a_function_are_counted_without_its_docstring():
-    long = 'def f(a):\n    """Text.\n\n    More.\n    """\n    return a < 1\n'
-    assert (function_at(long, 6), code_lines_at(long, 6)) == ((1, 6), 2)
-    assert code_lines_at(SOURCE, 8) == 4
-    assert code_lines_at(SOURCE, 3) == 1, "outside of functions"
-    nested = "def f():\n    def g():\n        return 1\n    return g\nx = 1\n"
-    assert [function_at(nested, line) for line in (1, 3, 4, 5)] == [(1, 4), (2, 3), (1, 4), (5, 5)]
 
 
 def test_a_bug_changes_its_place_and_nothing_else():

@@ -83,17 +83,6 @@ def test_a_forged_pass_earns_nothing(world):
     assert graded(world, prompt, {**world.reset(prompt), "edited": {task.path: forged}}) == 0.0
 
 
-def test_a_line_more_elsewhere_is_not_the_line_with_the_bug(world):
-    _, task, (old, new) = solved(world)
-    broken = task.files[task.path]
-    repaired = broken.replace(old, new)
-    for more in (f"{broken}\n\n", f"\n{broken}", f"\n{broken}\n#\n", broken + "\n" * 100_000):
-        assert not task.touched({task.path: more})
-    for changed in (repaired, f"\n{repaired}", broken.replace(old, f"{new}  # so\n"), broken.replace(old, "pass")):
-        assert task.touched({task.path: changed})
-    assert not task.touched(task.files)
-
-
 def test_a_repair_that_never_ends_is_cut_off():
     short = environment(timeout_s=1.0)
     prompt, task, _ = solved(short)
@@ -141,11 +130,9 @@ def test_lines_are_shown_with_the_numbers_that_edit_line_takes():
     assert graded(by_line, prompt, state) == 1.0
     by_line.edit_line(1, '"""', '#\n"""', trajectory_state=state, path=task.path)
     assert state["edited"][task.path] == "#\n" + task.library.files[task.path], "the first place in the line"
-    for line in (0, 1000):
-        with pytest.raises(ValueError, match=f"no line {line}"):
-            by_line.edit_line(line, old, new, trajectory_state=state)
-    with pytest.raises(ValueError, match="nowhere"):
-        by_line.edit_line(1, "nowhere", "", trajectory_state=state)
+    for line, piece in ((0, old), (1000, old), (1, "nowhere")):
+        with pytest.raises(ValueError):
+            by_line.edit_line(line, piece, new, trajectory_state=state)
     with pytest.raises(FileNotFoundError):
         by_line.edit_line(1, old, new, trajectory_state=state, path=next(iter(task.library.tests)))
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from libra.envs import Tool, parse_hermes
+from libra.envs import parse_hermes
 from libra.envs.tool_calls import parse_qwen3_coder
 from libra.envs.tool_calls.as_verl import VerlCall, VerlReading, verl_hermes, verl_qwen3_coder
 
@@ -37,30 +37,3 @@ def test_a_closing_tag_inside_an_argument_loses_the_call_in_verl_only():
     text = '<tool_call>{"name": "f", "arguments": {"code": "</tool_call>"}}</tool_call>'
     assert verl_hermes(text) == VerlReading('"}}</tool_call>', ())
     assert [call.arguments for call in parse_hermes(text)] == [{"code": "</tool_call>"}]
-
-
-TYPES = {"s": "string", "i": "integer", "n": "number", "b": "boolean", "o": "object", "a": "array"}
-
-
-@pytest.mark.parametrize(
-    ("given", "read"),
-    [
-        ("s=null", None),
-        ("i=12", 12),
-        ("i=1.5", "1.5"),
-        ("n=2.0", 2),
-        ("n=nan", "nan"),
-        ("b=True", True),
-        ("b=yes", False),
-        ('o={"k": [1]}', {"k": [1]}),
-        ("o={'k': (1, 2)}", {"k": [1, 2]}),
-        ("a=[1, 2", "[1, 2"),
-    ],
-)
-def test_values_take_the_type_of_the_schema_as_in_verl(given, read):
-    name, _, value = given.partition("=")
-    properties = {key: {"type": kind} for key, kind in TYPES.items()}
-    tool = Tool("f", print, {"type": "function", "function": {"name": "f", "parameters": {"properties": properties}}})
-    text = f"<tool_call><function=f><parameter={name}>{value}</parameter></function></tool_call>"
-    ((_, arguments),) = verl_qwen3_coder(text, [tool]).calls
-    assert json.loads(arguments) == {name: read}
