@@ -30,7 +30,9 @@ from libra.train.losses import (
 from libra.train.step_report import Tally
 
 VARIANTS = {
-    **{name: (name, {}) for name in ALGORITHMS},
+    **{
+        name: (name, {}) for name in ALGORITHMS if name not in ("remax", "reinforce_pp_baseline", "opd")
+    },  # losses of others
     "entropy": ("dapo", {"entropy_coef": 0.1}),
     "k2": ("gspo", {"kl_coef": 0.1, "kl_estimator": "k2+"}),
     "constant": ("dapo", {"aggregation": "constant", "loss_divisor": 100.0}),

@@ -9,12 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libra.train.even_micro_batches import Limits, even_micro_batches
 from libra.train.even_parts import Items, even_parts
 from libra.train.expert_balance import loads_of
-from libra.train.prompt_sharing import row_tokens
 from libra.train.row_packing import fill_rows
-from libra.train.samples import Sample
 
 EXPERTS, LAYERS, TOP_K = 4, 2, 2
 
@@ -76,30 +73,3 @@ def test_parts_are_evener_unless_no_loads_may_be_looked_at():
         assert cost >= best - 1e-6
         gained += before - cost - 0.75 * (before - best)
     assert gained > 0
-
-
-def samples_of(prompts: int, each: int, prompt_tokens: int, rest: int) -> list[Sample]:
-    """Samples whose prompt decides their experts: no two prompts have one in common."""
-    made = []
-    for prompt, number in product(range(prompts), range(each)):
-        ids = np.concatenate([np.full(prompt_tokens, prompt), np.arange(rest) + 100 * number])
-        at = np.arange(prompt_tokens - 1, len(ids))
-        chosen = np.array([2 * prompt, 2 * prompt + 1], np.int16)
-        routes = np.broadcast_to(chosen, (len(ids), LAYERS, TOP_K)).copy()
-        logp, current = np.zeros(len(at), np.float32), np.ones(len(at), np.bool_)
-        made.append(Sample(ids, at, at, logp, current, 1.0, routes=routes))
-    return made
-
-
-@pytest.mark.parametrize(("prompt_tokens", "parted"), [(4, True), (100, False)])
-def test_samples_of_a_prompt_are_parted_where_that_costs_less_than_it_gains(prompt_tokens, parted):
-    samples = samples_of(2, 4, prompt_tokens, 20)  # of one prompt: all tokens on half of the experts
-    limits = Limits(prompt_tokens + 80, 2 * prompt_tokens + 96, fill_rows)  # four samples of one prompt, or two of each
-    made = even_micro_batches(samples, share=True, limits=limits, num_experts=EXPERTS, most=4)
-    assert made is not None
-    assert sorted(id(sample) for rows in made for row in rows for sample in row) == sorted(map(id, samples))
-    for rows in made:
-        assert sum(map(row_tokens, rows)) <= max(map(row_tokens, rows)) * len(rows) <= limits.micro_batch_tokens
-        both = {int(sample.token_ids[0]) for row in rows for sample in row}
-        assert (len(both) == 2) is parted
-    assert even_micro_batches(samples, share=True, limits=limits, num_experts=EXPERTS, most=1) is None

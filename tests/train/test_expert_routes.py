@@ -24,7 +24,7 @@ from libra.types import Trajectory, TrajectoryId, TurnRequest
 EXPERTS = 8
 
 
-def turns_of(directory: Path, kinds: int = 6, each: int = 4, slots: int = 24) -> list[Trajectory]:
+def turns_of(directory: Path, kinds: int = 12, each: int = 4, slots: int = 48) -> list[Trajectory]:
     """Trajectories of two turns by an engine that records routes: each kind of prompt has an alphabet and a length of its own."""
 
     async def generate() -> list[Trajectory]:
@@ -49,7 +49,7 @@ def turns_of(directory: Path, kinds: int = 6, each: int = 4, slots: int = 24) ->
                     f"{kind}-{sample}", turn, np.concatenate([ids for ids, _ in parts]), 6, seed=10 * sample + turn
                 )
             )
-            assert output.routes is not None and (slots < 24 or output.routes_from == len(routes))
+            assert output.routes is not None and (slots < 48 or output.routes_from == len(routes))
             routes = np.concatenate([routes[: output.routes_from], output.routes])
             parts += [(output.token_ids, output), (rng.choice(alphabet, 4).astype(np.int32), None)]
         parts.pop()
@@ -121,13 +121,12 @@ def gradients(replica: Replica, recorded) -> tuple[dict[str, torch.Tensor], floa
     return found, tally.sums["expert_ratio"] / tally.sums["expert_batches"], int(tally.sums["micro_batches"])
 
 
-@pytest.mark.parametrize(("share", "tokens"), [(True, 512)])
-def test_even_loads_change_no_gradient_and_cut_the_largest_by_a_fifth(make_replica, recorded, share, tokens):
-    layout = {"share_prompts": share, "max_row_tokens": 512, "micro_batch_tokens": tokens}
+def test_even_loads_change_no_gradient_and_cut_the_largest_by_a_fifth(make_replica, recorded):
+    layout = {"share_prompts": True, "max_row_tokens": 512, "micro_batch_tokens": 512}
     plain, ratio, batches = gradients(make_replica("float64", **layout), recorded)
     even, even_ratio, even_batches = gradients(make_replica("float64", **layout, balance_experts=True), recorded)
     assert even_batches <= batches + 2
-    assert even_ratio <= 0.9 * ratio, (ratio, even_ratio)
+    assert even_ratio <= 0.8 * ratio, (ratio, even_ratio)
     assert plain.keys() == even.keys()
     size = max(float(gradient.abs().max()) for gradient in plain.values())
     assert max(float((plain[name] - even[name]).abs().max()) for name in plain) <= 1e-12 * size

@@ -99,35 +99,33 @@ def areal(p: dict[str, Any], a: Arrays) -> Arrays:
     return {"loss": loss} if weights is None else {"loss": loss, "behave_imp_weight": weights}
 
 
-GOLDEN: dict[str, tuple[int, str | None, Call]] = {
-    "verl_adv_grpo": (12, None, advantages("grpo")),
-    "verl_adv_rloo": (6, None, advantages("rloo")),
-    "verl_adv_reinforce_pp": (6, None, advantages("reinforce_plus_plus")),
-    "verl_adv_reinforce_pp_baseline": (6, None, advantages("reinforce_plus_plus_baseline")),
-    "verl_adv_remax": (5, None, advantages("remax")),
-    "verl_gae": (6, None, advantages("gae")),
-    "verl_policy_loss_ppo_dual_clip": (24, "log_prob", policy_loss("vanilla")),
-    "verl_policy_loss_gspo": (24, "log_prob", policy_loss("gspo")),
-    "verl_policy_loss_cispo": (24, "log_prob", policy_loss("cispo")),
-    "verl_agg_loss": (24, None, agg_loss),
+GOLDEN: dict[str, tuple[str | None, Call]] = {
+    "verl_adv_grpo": (None, advantages("grpo")),
+    "verl_adv_rloo": (None, advantages("rloo")),
+    "verl_adv_reinforce_pp": (None, advantages("reinforce_plus_plus")),
+    "verl_adv_reinforce_pp_baseline": (None, advantages("reinforce_plus_plus_baseline")),
+    "verl_adv_remax": (None, advantages("remax")),
+    "verl_gae": (None, advantages("gae")),
+    "verl_policy_loss_ppo_dual_clip": ("log_prob", policy_loss("vanilla")),
+    "verl_policy_loss_gspo": ("log_prob", policy_loss("gspo")),
+    "verl_policy_loss_cispo": ("log_prob", policy_loss("cispo")),
+    "verl_agg_loss": (None, agg_loss),
     "verl_kl_penalty": (
-        15, "logprob", lambda p, a: {"kl": verl_kl_penalty(a["logprob"], a["ref_logprob"], p["kind"])}
+        "logprob", lambda p, a: {"kl": verl_kl_penalty(a["logprob"], a["ref_logprob"], p["kind"])}
     ),
-    "verl_truncated_is": (24, None, rollout_weights),
-    "verl_value_loss": (12, None, critic_loss),
-    "trl_grpo_losses": (96, "log_prob", trl),
-    "trl_grpo_options": (64, "log_prob", trl),
-    "areal_decoupled_ppo": (160, "logprobs", areal),
+    "verl_truncated_is": (None, rollout_weights),
+    "verl_value_loss": (None, critic_loss),
+    "trl_grpo_losses": ("log_prob", trl),
+    "trl_grpo_options": ("log_prob", trl),
+    "areal_decoupled_ppo": ("logprobs", areal),
 }  # fmt: skip
-"""By the name of the file: how many cases it has, the input whose gradient is recorded, and the call."""
+"""By the name of the file: the input whose gradient is recorded, and the call."""
 
 
 @pytest.mark.parametrize("name", GOLDEN)
 def test_the_recorded_numbers_of_a_peer(golden, name):
-    count, differentiated, call = GOLDEN[name]
-    cases = golden(name)
-    assert len(cases) == count
-    for parameters, arrays in cases:
+    differentiated, call = GOLDEN[name]
+    for parameters, arrays in golden(name):
         inputs = {key.removeprefix("in_"): value for key, value in arrays.items() if key.startswith("in_")}
         if differentiated is not None:
             inputs[differentiated] = inputs[differentiated].clone().requires_grad_()

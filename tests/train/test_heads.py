@@ -106,6 +106,7 @@ def test_heads_that_cannot_be_taken_apart_are_refused():
     model.lm_head = torch.nn.Sequential(model.lm_head)
     with pytest.raises(ModelError, match="Sequential"):
         head_of(model)
+    model = model_of("qwen3")
     model.base_model_prefix = ""
     with pytest.raises(ModelError, match="base_model_prefix"):
         after_head(model)

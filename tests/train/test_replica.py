@@ -9,35 +9,12 @@ import torch
 
 from libra.errors import ModelError, TrainError
 from libra.tensors import digest
-from libra.train import Replica, TrainSettings, pack, sample_of
-from libra.train.step_report import Tally
+from libra.train import Replica, TrainSettings, sample_of
 from libra.types import FailureClass
 
 
 def copies(replica: Replica) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in replica.weights().items()}
-
-
-def gradient(replica: Replica, samples, **layout: int) -> dict[str, torch.Tensor]:
-    """Gradient of the token-mean loss, accumulated over the micro-batches of a layout."""
-    denominator = sum(sample.num_actions for sample in samples)
-    replica.optimizer.zero_grad()
-    for micro in pack(samples, logp_dtype=torch.float64, **layout):
-        (replica.gradient.micro_batch_loss(micro, Tally()) / denominator).backward()
-    return {name: parameter.grad.clone() for name, parameter in replica.parameters().items()}
-
-
-@pytest.mark.parametrize("layout", [(1, 40), (50, 10_000)])
-def test_accumulated_gradient_is_that_of_one_big_batch(replica, batch, layout):
-    model = replica(torch.float64, kl_coef=0.1)
-    with torch.no_grad():
-        model.model.model.norm.weight.add_(0.1)  # away from the reference
-    samples = [sample_of(trajectory, 0) for trajectory in batch]
-    whole = gradient(model, samples, max_row_tokens=10_000, micro_batch_tokens=10_000)
-    got = gradient(model, samples, max_row_tokens=layout[0], micro_batch_tokens=layout[1])
-    assert max(float(tensor.abs().max()) for tensor in whole.values()) > 1e-3
-    for name, tensor in whole.items():
-        torch.testing.assert_close(got[name], tensor, rtol=0, atol=1e-9)
 
 
 def test_a_step_raises_good_tokens_and_lowers_bad_ones(replica, trajectory, score):
@@ -68,10 +45,12 @@ def test_several_minibatches_and_epochs_move_off_the_behaviour_policy(replica, b
     assert report.mismatch_max_abs < 1e-5
 
 
-def test_same_seed_same_weights(replica, batch):
-    digests = {replica(minibatches=3, seed=5).step(batch, 0).digest for _ in range(2)}
-    assert len(digests) == 1
-    assert digests != {replica(minibatches=3, seed=6).step(batch, 0).digest}
+def test_same_seed_same_weights(replica, trajectory):
+    equal = [
+        trajectory(index, 1.0 - index) for index in range(6)
+    ]  # of unequal ones the lengths decide what is together
+    first, again, other = (replica(minibatches=3, seed=seed).step(equal, 0).digest for seed in (5, 5, 7))
+    assert first == again != other
 
 
 def test_lr_zero_leaves_weights_bit_identical_and_what_was_recorded_is_never_written(replica, batch):

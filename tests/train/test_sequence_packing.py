@@ -77,25 +77,6 @@ def test_packing_round_trip(fill, lengths, max_row_tokens, micro_batch_tokens):
     assert seen == expected
 
 
-@pytest.mark.parametrize("max_row_tokens", [1, 64, 200])
-def test_packed_log_probabilities_are_those_of_each_sequence_alone(replica, batch, score, max_row_tokens):
-    model = replica(torch.float64)
-    samples = [sample_of(trajectory, 0) for trajectory in batch]
-    alone = torch.cat(score(model, samples))
-    targets = torch.cat([torch.as_tensor(sample.behaviour_logp) for sample in samples])
-    scored = {float(behaviour): float(logp) for behaviour, logp in zip(targets, alone, strict=True)}
-    rows_shared = 0
-    for micro in pack(samples, max_row_tokens=max_row_tokens, micro_batch_tokens=220):
-        logp_N, entropy_N = model.gradient.scorer.logp(
-            micro.token_ids_RW, micro.position_ids_RW, micro.action_at_N, micro.target_N
-        )
-        rows_shared += micro.num_sequences - len(micro.token_ids_RW)
-        expected = torch.tensor([scored[float(value)] for value in micro.behaviour_logp_N], dtype=torch.float64)
-        torch.testing.assert_close(logp_N.detach(), expected, rtol=0, atol=1e-9)
-        assert (entropy_N > 0).all()
-    assert (rows_shared > 0) == (max_row_tokens > 1)
-
-
 def test_a_model_that_ignores_restarts_is_refused(replica):
     model = replica().model
     check_packing(Scorer(model), 1e-4)

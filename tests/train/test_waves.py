@@ -95,7 +95,7 @@ def test_the_same_waves_give_the_same_bits_and_the_next_step_begins_empty(double
 def test_a_wave_that_fails_drops_those_before_it_and_all_can_be_added_again(double, mixed):
     (one, applied), (other, expected) = double(), double()
     one.accumulate(mixed[:5], 0)
-    broken = changed(mixed[5], advantage=float("inf"))
+    broken = changed(mixed[6], advantage=float("inf"))
     with pytest.raises(TrainError):
         one.accumulate([broken], 0)
     assert one.open_step is None and one.steps_done == 0
