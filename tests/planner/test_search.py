@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -12,15 +11,80 @@ from hypothesis import strategies as st
 
 from libra.errors import PlanError
 from libra.planner.lower_bound import gpu_seconds
+from libra.planner.node_placement import placed
 from libra.planner.planning_problem import Problem
 from libra.planner.search import Found, Planner, search
 
-Make = Callable[[int], Problem]
-Try = Callable[[Problem], float]
-Step = Callable[[Problem, int, float, float], float]
+
+def random_problem(seed: int) -> Problem:
+    """At most 12 GPUs and 6 trajectories; kinds that do and do not pay, long tails, holes, both step models."""
+    rng = np.random.default_rng(seed)
+    num_gpus, num_trajectories, node = int(rng.integers(3, 13)), int(rng.integers(1, 7)), int(rng.choice([4, 8]))
+    degrees = [tp for tp in (1, 2, 4, 8)[: int(rng.integers(1, 5))] if tp <= node]
+    kinds = [(tp, c) for tp in degrees for c in ((4, 16) if rng.random() < 0.3 else (8,))]
+    size = rng.lognormal(0.0, 1.0, num_trajectories)
+    load_s = np.stack(
+        [size * rng.uniform(0.7, 1.3, num_trajectories) * tp ** -rng.uniform(0.3, 1.3) for tp, _ in kinds]
+    )
+    alone_s = np.stack(
+        [size * rng.uniform(0.5, 2.0, num_trajectories) * tp ** -rng.uniform(0.0, 0.8) for tp, _ in kinds]
+    )
+    if len(kinds) > 1 and num_gpus > 4 and rng.random() < 0.3:
+        load_s[0, size.argmax()] = np.inf
+    train_gpus = np.arange(1, num_gpus)
+    train_s = rng.uniform(0.03, 0.8) * size.sum() / train_gpus ** rng.uniform(0.6, 1.0)
+    if len(train_gpus) > 2 and rng.random() < 0.3:
+        train_s[0] = np.inf
+    eta = int(rng.integers(0, 2))
+    update_s = float(rng.uniform(0.05, 0.5)) * size.sum()
+    beside_s = update_s * float(rng.choice([0.0, 0.6, 1.0]))
+    return Problem(
+        num_gpus, node, kinds, load_s, alone_s, train_gpus, train_s, eta=eta, update_s=update_s, beside_s=beside_s
+    )
 
 
-def check_found(problem: Problem, found: Found, step_s: Step) -> None:
+def step_s(problem: Problem, train_gpus: int, train_s: float, rollout_s: float) -> float:
+    """Seconds from one step to the next where nothing else is known than who waits for whom."""
+    update_s, beside_s = problem.update_s, problem.beside_s
+    if not problem.eta:
+        return train_s + rollout_s + update_s
+    if train_gpus > 1 or not beside_s:
+        return max(train_s, rollout_s) + update_s
+    trains_s = max(train_s, beside_s) + update_s - beside_s  # passes beside a publication, and what comes after both
+    return max(trains_s, rollout_s + update_s - beside_s, (train_s + rollout_s + update_s) / (problem.eta + 1))
+
+
+def best_by_trying(problem: Problem) -> float:
+    """The shortest step over all splits, engines and assignments of whole trajectories: every subset on every kind, in turn."""
+    num, kinds = problem.num_trajectories, range(len(problem.kinds))
+    everything = (1 << num) - 1
+    takes = {}
+    for subset in range(1, everything + 1):
+        items = [i for i in range(num) if subset >> i & 1]
+        for k in kinds:
+            takes[k, subset] = max(problem.load_s[k, items].sum(), problem.alone_s[k, items].max())
+    best = [[float("inf")] * (everything + 1) for _ in range(problem.num_gpus + 1)]
+    for gpus in range(problem.num_gpus + 1):
+        best[gpus][0] = 0.0
+        for subset in range(1, everything + 1) if gpus else ():
+            first = subset & -subset
+            rest = others = subset ^ first
+            while True:  # the engine that has the first trajectory, with every choice of company
+                for k in kinds:
+                    if problem.kinds[k].tp <= gpus:
+                        after = best[gpus - problem.kinds[k].tp][subset ^ others ^ first]
+                        best[gpus][subset] = min(best[gpus][subset], max(takes[k, others | first], after))
+                if not others:
+                    break
+                others = (others - 1) & rest
+    steps = []
+    for gpus, train_s in zip(problem.train_gpus.tolist(), problem.train_s.tolist(), strict=True):
+        rollout_s = best[problem.num_gpus - gpus][everything]
+        steps.append(step_s(problem, gpus, train_s, rollout_s))
+    return min(steps)
+
+
+def check_found(problem: Problem, found: Found) -> None:
     """The invariants of `libra.planner.search` and of the layout it gives."""
     layout, items = found.layout, range(problem.num_trajectories)
     for engine, kind in enumerate(layout.kind_of):
@@ -34,11 +98,9 @@ def check_found(problem: Problem, found: Found, step_s: Step) -> None:
     assert all(counts[tp] == number for tp, number in problem.fixed_engines.items())
 
 
-@pytest.mark.parametrize("block", range(10))
-def test_the_plan_is_the_best_of_all_whole_assignments(
-    block: int, random_problem: Make, best_by_trying: Try, step_s: Step
-) -> None:
-    for seed in range(20 * block, 20 * block + 20):
+@pytest.mark.parametrize("block", range(5))
+def test_the_plan_is_the_best_of_all_whole_assignments(block: int) -> None:
+    for seed in range(16 * block, 16 * block + 16):
         problem = random_problem(seed)
         best_s = best_by_trying(problem)
         if not np.isfinite(best_s):
@@ -46,12 +108,12 @@ def test_the_plan_is_the_best_of_all_whole_assignments(
                 search(problem, gap_frac=0.0)
             continue
         found = search(problem, gap_frac=0.0)
-        check_found(problem, found, step_s)
+        check_found(problem, found)
         assert found.step_s == pytest.approx(best_s, rel=1e-6), seed
         assert found.lower_s <= best_s * (1 + 1e-6), seed
 
 
-def test_trying_everything_tries_everything(random_problem: Make, best_by_trying: Try, step_s: Step) -> None:
+def test_trying_everything_tries_everything() -> None:
     """The oracle against the most literal enumeration: engines with their trajectories, one by one."""
     for seed in range(300, 306):
         problem = random_problem(seed).having(num_gpus=4, train_gpus=[1, 2], train_s=[0.2, 0.1])
@@ -59,11 +121,11 @@ def test_trying_everything_tries_everything(random_problem: Make, best_by_trying
         best = np.inf
         for size in range(1, 4):
             for kinds in itertools.combinations_with_replacement(range(len(problem.kinds)), size):
-                for placed in itertools.product(range(size), repeat=problem.num_trajectories):
+                for places in itertools.product(range(size), repeat=problem.num_trajectories):
                     done = [
                         max(problem.load_s[k, on].sum(), problem.alone_s[k, on].max())
                         for e, k in enumerate(kinds)
-                        if (on := [i for i, at in enumerate(placed) if at == e])
+                        if (on := [i for i, at in enumerate(places) if at == e])
                     ]
                     for gpus, train_s in ((1, 0.2), (2, 0.1)):
                         if sum(problem.kinds[k].tp for k in kinds) <= 4 - gpus:
@@ -72,7 +134,7 @@ def test_trying_everything_tries_everything(random_problem: Make, best_by_trying
 
 
 @given(st.integers(1000, 10**6), st.sampled_from([64, 300]), st.sampled_from([12, 40, 96]))
-def test_the_bound_holds_and_is_met_for_many_trajectories(step_s: Step, seed: int, num: int, num_gpus: int) -> None:
+def test_the_bound_holds_and_is_met_for_many_trajectories(seed: int, num: int, num_gpus: int) -> None:
     rng = np.random.default_rng(seed)
     size = rng.lognormal(0, 0.8, num)
     load_s = np.stack([size, size**0.9 * 0.6, size**0.8 * 0.4])
@@ -82,14 +144,14 @@ def test_the_bound_holds_and_is_met_for_many_trajectories(step_s: Step, seed: in
         num_gpus, 4, [(1, 9), (2, 9), (4, 9)], load_s, alone_s, train_gpus, size.sum() / 3 / train_gpus, eta=1
     )
     found = search(problem)
-    check_found(problem, found, step_s)
+    check_found(problem, found)
     assert found.lower_s >= float(gpu_seconds(problem).at_s[0]) * (1 - 1e-12)
     assert (
         found.gap_frac <= 0.02
     )  # few trajectories per engine need not fit evenly; large cases are benchmarks.planner's
 
 
-def test_the_closed_form_is_the_linear_relaxation(random_problem: Make, best_by_trying: Try) -> None:
+def test_the_closed_form_is_the_linear_relaxation() -> None:
     for seed in range(40):
         problem = random_problem(seed)
         if not np.isfinite(problem.least_s).any(axis=0).all():
@@ -101,35 +163,20 @@ def test_the_closed_form_is_the_linear_relaxation(random_problem: Make, best_by_
             assert bound.at(lower_s * (1 - 1e-9)) > gpus * lower_s * (1 - 1e-8) or lower_s <= bound.at_s[0]
 
 
-def test_one_degree_for_all_is_an_answer() -> None:
-    size = np.linspace(1, 2, 40)
-    problem = Problem(9, 8, [(1, 8), (2, 8)], np.stack([size, size]), np.stack([size, size]), [1], [1e-3], eta=1)
-    found = search(problem)
-    assert found.layout.counts(2).tolist() == [8, 0]
-
-
 def test_a_longer_trajectory_than_all_others_gets_the_engine_it_needs() -> None:
     size = np.array([1.0] * 30 + [10.0])
     load_s = np.stack([size, size * 0.8])
     problem = Problem(9, 8, [(1, 8), (4, 8)], load_s, np.stack([2 * size, 0.7 * size]), [1], [1e-3], eta=1)
     found = search(problem)
     assert found.layout.kind_of[found.layout.engine_of[30]] == 1
-    assert found.step_s == pytest.approx(best := 8.0) or found.step_s < best * 1.3
 
 
-def test_fixed_parts_are_kept(random_problem: Make) -> None:
+def test_fixed_parts_are_kept() -> None:
     size = np.linspace(1, 4, 12)
     problem = Problem(
-        12,
-        4,
-        [(1, 8), (2, 8), (4, 8)],
-        np.stack([size, size / 1.5, size / 2]),
-        np.stack([size, size, size]),
-        np.arange(1, 12),
-        10 / np.arange(1, 12),
-        fixed_train_gpus=4,
-        fixed_engines={1: 2, 2: 1},
-    )
+        12, 4, [(1, 8), (2, 8), (4, 8)], np.stack([size, size / 1.5, size / 2]), np.stack([size, size, size]),
+        np.arange(1, 12), 10 / np.arange(1, 12), fixed_train_gpus=4, fixed_engines={1: 2, 2: 1},
+    )  # fmt: skip
     found = search(problem)
     counts = found.layout.counts(3)
     assert found.train_gpus == 4
@@ -137,7 +184,7 @@ def test_fixed_parts_are_kept(random_problem: Make) -> None:
     assert search(problem.having(fixed_engines={}, fixed_train_gpus=None)).step_s <= found.step_s + 1e-9
 
 
-def test_layouts_of_the_same_workload_are_remembered(random_problem: Make) -> None:
+def test_layouts_of_the_same_workload_are_remembered() -> None:
     problem = random_problem(7).having(beside_s=0.0)
     planner = Planner(gap_frac=0.0)
     first = planner.search(problem)
@@ -146,7 +193,7 @@ def test_layouts_of_the_same_workload_are_remembered(random_problem: Make) -> No
     assert again.step_s == pytest.approx(first.step_s - problem.update_s + 5.0)
 
 
-def test_a_single_trainer_publishes_beside_its_next_step(random_problem: Make) -> None:
+def test_a_single_trainer_publishes_beside_its_next_step() -> None:
     problem = random_problem(7).having(
         eta=2, update_s=3.0, beside_s=2.0, train_gpus=[1, 2], train_s=[4.0, 2.5], num_gpus=4
     )
@@ -168,21 +215,47 @@ def test_a_single_trainer_publishes_beside_its_next_step(random_problem: Make) -
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("changes", "names"),
     [
-        ({"min_train_gpus": 9, "min_rollout_gpus": 9}, "planner.min_train_gpus: got 9"),
-        ({"fixed_train_gpus": 7}, "type planner.fixed_train_gpus=6"),
-        ({"fixed_train_gpus": 8, "min_rollout_gpus": 6}, "leave 4 for rollout"),
-        ({"fixed_engines": {4: 3}}, "type planner.num_gpus=14"),
-        ({"fixed_engines": {2: 1}}, "TP 2 is not a degree"),
-        ({"train_s": [np.inf] * 4}, "its memory does not fit"),
-        ({"load_s": np.full((2, 3), np.inf)}, "fit no kind of engine"),
-        ({"gpus_per_node": 6}, "do not nest"),
+        ({"min_train_gpus": 9, "min_rollout_gpus": 9}, "planner.min_train_gpus"),
+        ({"fixed_train_gpus": 7}, "planner.fixed_train_gpus=6"),
+        ({"fixed_train_gpus": 8, "min_rollout_gpus": 6}, "rollout"),
+        ({"fixed_engines": {4: 3}}, "planner.num_gpus=14"),
+        ({"fixed_engines": {2: 1}}, "TP 2"),
+        ({"train_s": [np.inf] * 4}, "memory"),
+        ({"load_s": np.full((2, 3), np.inf)}, "fit no kind"),
+        ({"gpus_per_node": 6}, "nest"),
     ],
 )
-def test_what_cannot_be_names_the_constraint_and_the_change(changes: dict[str, object], says: str) -> None:
+def test_what_cannot_be_names_the_constraint_and_the_change(changes: dict[str, object], names: str) -> None:
     one = np.ones((2, 3))
     problem = Problem(12, 4, [(1, 8), (4, 8)], one, one, [2, 4, 6, 8], [4.0, 3.0, 2.0, 1.0])
-    with pytest.raises(PlanError) as caught:
+    with pytest.raises(PlanError, match=names):
         search(problem.having(**changes))
-    assert says in str(caught.value)
+
+
+@given(
+    st.integers(1, 60),
+    st.sampled_from([4, 8, 16]),
+    st.integers(0, 60),
+    st.lists(st.sampled_from([1, 2, 4, 8]), max_size=30),
+)
+def test_engines_that_fit_in_number_find_their_nodes(num_gpus: int, node: int, train: int, degrees: list[int]) -> None:
+    train = min(train, num_gpus)
+    left, engines = num_gpus - train, dict[int, int]()
+    for tp in degrees:
+        if tp <= min(left, node):
+            engines[tp] = engines.get(tp, 0) + 1
+            left -= tp
+    groups = placed(num_gpus, node, train, engines)
+    assert sum(group.num_nodes * group.train_gpus for group in groups) == train
+    for tp, number in engines.items():
+        assert sum(group.num_nodes * group.engines.get(tp, 0) for group in groups) == number
+    for group in groups:
+        used = group.train_gpus + sum(tp * number for tp, number in group.engines.items()) + group.free_gpus
+        assert used in (node, num_gpus % node)
+
+
+def test_more_than_fits_nodes_is_refused() -> None:
+    with pytest.raises(PlanError):
+        placed(16, 8, 2, {8: 2})

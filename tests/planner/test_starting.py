@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from libra.config import RunConfig, config_from_dict, dump_config
-from libra.config.planner import PlannedEngines, PlannedLayout
+from libra.config.planner import PlannedLayout
 from libra.errors import ConfigError, PlanError
 from libra.hardware import load_gpu, load_shape
 from libra.hardware.shapes import shape_digest
@@ -36,36 +36,19 @@ def _config(**sections: dict[str, object]) -> RunConfig:
 
 def _layout(**changes: object) -> PlannedLayout:
     values = {
-        "model": QWEN.name,
-        "model_digest": shape_digest(QWEN),
-        "gpu": "A800-80G",
-        "num_gpus": 8,
-        "train_gpus": 2,
+        "model": QWEN.name, "model_digest": shape_digest(QWEN), "gpu": "A800-80G", "num_gpus": 8, "train_gpus": 2,
         "engines": [{"tp": 1, "count": 2, "concurrency": 48}, {"tp": 4, "count": 1, "concurrency": 9}],
-        "boundaries_tokens": [812.0],
-        "micro_batch_tokens": 8192,
-        "step_s": 12.0,
-        "rests_on": "a datasheet",
-        "why": "training",
-        "lost": ["13 s: another"],
-    }
+        "boundaries_tokens": [812.0], "micro_batch_tokens": 8192, "step_s": 12.0, "rests_on": "a datasheet",
+        "why": "training", "lost": ["13 s: another"],
+    }  # fmt: skip
     return PlannedLayout.model_validate(values | changes)
 
 
-@settings(max_examples=12, deadline=None)
-@given(
-    num_gpus=st.integers(4, 16),
-    seed=st.integers(0, 99),
-    eta=st.integers(0, 1),
-    scale=st.sampled_from([0.2, 1.0, 8.0]),
-)
+@settings(max_examples=6)
+@given(st.integers(4, 16), st.integers(0, 99), st.integers(0, 1), st.sampled_from([0.2, 1.0, 8.0]))
 def test_executing_a_plan_gives_back_what_it_deploys(num_gpus: int, seed: int, eta: int, scale: float) -> None:
-    planner = {
-        "gpu": "A800-80G",
-        "num_gpus": num_gpus,
-        "generated_p50_tokens": 900 * scale,
-        "generated_p99_tokens": 7000 * scale,
-    }
+    lengths = {"generated_p50_tokens": 900 * scale, "generated_p99_tokens": 7000 * scale}
+    planner = {"gpu": "A800-80G", "num_gpus": num_gpus, **lengths}
     config = _config(
         model={"path": "Qwen3-0.6B", "dtype": "bfloat16"},
         run={"seed": seed, "eta": eta},
@@ -118,83 +101,58 @@ def test_a_plan_of_another_model_or_other_hardware_is_refused_naming_both() -> N
     layout = _layout()
     check_planned(layout, replace(QWEN, name="a trained copy"), "A800-80G", 8)
     check_planned(_layout(gpu=CPU), QWEN, CPU, 0)
-    with pytest.raises(PlanError, match=rf"{QWEN.name}.*{LLAMA.name}.*--write"):
-        check_planned(layout, LLAMA, "A800-80G", 8)
-    with pytest.raises(PlanError, match=r"8 x A800-80G, this cluster has 8 x H100-80G"):
-        check_planned(layout, QWEN, "H100-80G", 8)
-    with pytest.raises(PlanError, match=r"8 x A800-80G, this cluster has no GPU"):
-        check_planned(layout, QWEN, CPU, 0)
-    with pytest.raises(PlanError, match=r"8 x A800-80G, this cluster has 4 x A800-80G.*planner\.num_gpus=4"):
-        check_planned(layout, QWEN, "A800-80G", 4)
+    for shape, gpu, num_gpus, named in (
+        (LLAMA, "A800-80G", 8, rf"{QWEN.name}.*{LLAMA.name}"),
+        (QWEN, "H100-80G", 8, "A800-80G.*H100-80G"),
+        (QWEN, CPU, 0, "A800-80G.*no GPU"),
+        (QWEN, "A800-80G", 4, r"planner\.num_gpus=4"),
+    ):
+        with pytest.raises(PlanError, match=named):
+            check_planned(layout, shape, gpu, num_gpus)
 
 
 @pytest.mark.parametrize(
-    ("section", "change", "message"),
+    ("section", "change"),
     [
-        (
-            "cluster",
-            {"train_workers": 3},
-            r"cluster\.train_workers: 3, and planner\.planned has 2.*planner\.planned=null",
-        ),
-        (
-            "cluster",
-            {"engines": [{"tp": 1, "count": 3, "slots": 48}]},
-            r"cluster\.engines: 3 x TP1 with 48 slots, and.*1 x TP4",
-        ),
-        (
-            "policy",
-            {"boundaries_tokens": {"tp1": 5.0}},
-            r"policy\.boundaries_tokens: .*5\.0.*planner\.planned has .*812",
-        ),
-        ("trainer", {"micro_batch_tokens": 4096}, r"trainer\.micro_batch_tokens: 4096, and planner\.planned has 8192"),
+        ("cluster", {"train_workers": 3}),
+        ("cluster", {"engines": [{"tp": 1, "count": 3, "slots": 48}]}),
+        ("policy", {"boundaries_tokens": {"tp1": 5.0}}),
+        ("trainer", {"micro_batch_tokens": 4096}),
     ],
 )
-def test_what_was_planned_is_not_changed_by_hand(section: str, change: dict[str, object], message: str) -> None:
+def test_what_was_planned_is_not_changed_by_hand(section: str, change: dict[str, object]) -> None:
     values = with_plan(_config(), _layout()).model_dump()
     values[section] |= change
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=rf"{section}\.{next(iter(change))}.*planner\.planned"):
         config_from_dict(values)
     values["planner"]["planned"] = None
     config_from_dict(values)
 
 
-def test_a_plan_with_more_engines_than_gpus_or_without_its_boundaries_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"take 8 GPUs, and it is for 7"):
-        with_plan(_config(), _layout(num_gpus=7))
-    with pytest.raises(ConfigError, match=r"2 degrees have 1 boundaries, got 0"):
-        with_plan(_config(), _layout(boundaries_tokens=[]))
+def test_a_plan_that_contradicts_itself_is_refused() -> None:
+    for wrong in ({"num_gpus": 7}, {"boundaries_tokens": []}):
+        with pytest.raises(ConfigError):
+            with_plan(_config(), _layout(**wrong))
 
 
 @pytest.mark.parametrize(
-    ("cluster", "field"),
-    [
-        ({"engines": [{"tp": 1}]}, "engines"),
-        ({"rollout_workers": 2}, "rollout_workers"),
-        ({"train_workers": 2}, "train_workers"),
-    ],
+    "cluster",
+    [{"engines": [{"tp": 1}]}, {"rollout_workers": 2}, {"train_workers": 2}, {"scheduler": "tcp://there:8786"}],
 )
-def test_what_is_to_be_planned_is_not_also_given(cluster: dict[str, object], field: str) -> None:
-    with pytest.raises(ConfigError, match=rf"cluster\.{field}: planner\.layout=auto plans it"):
-        _config(cluster=cluster, planner={"layout": "auto"})
+def test_what_is_to_be_planned_is_not_also_given(cluster: dict[str, object]) -> None:
     _config(cluster=cluster)
-    with pytest.raises(ConfigError, match=r"--write FILE, start those workers"):
-        _config(cluster={"scheduler": "tcp://there:8786"}, planner={"layout": "auto"})
+    with pytest.raises(ConfigError, match="layout"):
+        _config(cluster=cluster, planner={"layout": "auto"})
 
 
-def test_the_block_says_what_was_chosen_why_and_what_lost() -> None:
-    text = "\n".join(layout_lines(_layout()))
-    assert "teacher" not in text
-    assert "  teacher     1 x, scores the batch" in "\n".join(layout_lines(_layout(teacher="1 x, scores the batch")))
-    assert "policy.name=fifo ignores lengths" in "\n".join(layout_lines(_layout(), "fifo"))
-    assert "heeds" not in text
+def test_the_block_says_what_was_chosen_and_what_lost() -> None:
+    text = "\n".join(layout_lines(_layout(), "fifo"))
     for words in (
         "8 x A800-80G",
-        "bottleneck training",
         "2 x TP1, 48 at once",
-        "1 x TP4, 9 at once on each, from 812 generated",
+        "from 812 generated",
+        "8,192 tokens",
+        "13 s: another",
+        "policy.name=fifo",
     ):
         assert words in text
-    assert "8,192 tokens" in text
-    assert "a datasheet" in text
-    assert "13 s: another" in text
-    assert isinstance(_layout().engines[0], PlannedEngines)

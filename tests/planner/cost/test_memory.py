@@ -17,13 +17,9 @@ from libra.planner.cost.training_memory import kept_per_token
 from libra.train.logprobs import Scorer
 
 SIZES = {
-    "vocab_size": 500,
-    "hidden_size": 64,
-    "intermediate_size": 160,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
+    "vocab_size": 500, "hidden_size": 64, "intermediate_size": 160, "num_attention_heads": 8, "num_key_value_heads": 2,
     "head_dim": 16,
-}
+}  # fmt: skip
 TOKENS = 64
 BIG = shape_from_config(Qwen3Config(**{**SIZES, "num_hidden_layers": 12, "vocab_size": 32_000}).to_dict())
 SIZE = MicroBatchSize(rows=2, row_tokens=1024, action_tokens=1500, first_of=2)
