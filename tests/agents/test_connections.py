@@ -6,7 +6,6 @@ import asyncio
 import threading
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
 
 import pytest
 
@@ -17,10 +16,9 @@ pytest.importorskip("httpx2", reason="httpx2 is not installed")
 from gateway_place import CHAT, Place, made, run, taken
 
 from libra.agents import connections, gateway, long_work
-from libra.agents.connections import HELD_BYTES, LEAST_PLACES, Places
+from libra.agents.connections import HELD_BYTES, Places
 from libra.agents.long_work import by_size
 from libra.agents.messages import Message
-from libra.agents.session import Ended
 from libra.errors import RequestRefused
 
 Line = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -131,31 +129,6 @@ def test_one_trajectory_has_at_most_half_of_the_places_and_the_next_one_finds_so
             one.take(1)
     with places.one(b"one") as one:
         one.take(HELD_BYTES)
-
-
-def test_requests_beyond_a_trajectorys_places_are_told_to_try_again_and_others_are_answered() -> None:
-    async def test(here: Place) -> None:
-        token, session = here.gateway.open("train-0-0-1", 512)
-        url = here.gateway.environ(token)["LIBRA_GATEWAY_URL"]
-        greedy = [asyncio.create_task(here.post("/v1/chat/completions", CHAT)) for _ in range(LEAST_PLACES + 5)]
-        waiting = [await taken(here) for _ in range(LEAST_PLACES)]
-        told: list[Any] = []
-        for first in asyncio.as_completed(greedy, timeout=30):
-            told.append(await first)
-            if len(told) == 5:
-                break
-        assert [each.status_code for each in told] == [503] * 5
-        asked = asyncio.create_task(here.client.post(url + "/v1/chat/completions", json=CHAT))
-        pending = await session.next(30)
-        assert not isinstance(pending, Ended)
-        session.answered(pending, made(Message("assistant", "x")))
-        assert (await asked).status_code == 200
-        for each in waiting:
-            here.session.answered(each, made(Message("assistant", "x")))
-        assert [each.status_code for each in await asyncio.gather(*greedy)].count(200) == LEAST_PLACES
-        assert (await here.client.post(url + "/reward", json={"reward": 1})).status_code == 200
-
-    run(test, script=False, max_connections=25)
 
 
 def test_short_work_takes_no_thread_and_long_work_one_of_two() -> None:

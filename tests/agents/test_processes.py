@@ -6,12 +6,10 @@ import asyncio
 import os
 import stat
 import sys
-import venv
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from libra.agents.gateway import Gateway
@@ -164,52 +162,3 @@ def test_what_an_agent_leaves_ends_with_it_and_not_with_another_one(tmp_path: Pa
         os.close(other)
 
     with_agents(test)
-
-
-LATE = """
-import sys
-
-import package
-
-
-def run(late):
-    names = "package.late", "package.threads", "own_late"
-    before = [name for name in names if name in sys.modules]
-    for name in late:
-        __import__(name)
-    return before
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere threads and files of a trial are not counted")
-@pytest.mark.parametrize(
-    ("late", "kept"), [(["package.late", "own_late"], ["package.late"]), (["package.late", "package.threads"], [])]
-)
-def test_what_the_first_agent_imports_of_a_package_the_next_ones_find_unless_it_starts_a_thread(
-    late: list[str], kept: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    venv.create(tmp_path / "bare", symlinks=True, with_pip=False)
-    (package,) = (path / "package" for path in (tmp_path / "bare" / "lib").glob("python*/site-packages"))
-    package.mkdir()
-    for name in ("__init__", "late"):
-        (package / f"{name}.py").write_text("")
-    thread = "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n"
-    (package / "threads.py").write_text(thread)
-    (tmp_path / "own_late.py").write_text("")
-    (tmp_path / "importing.py").write_text(LATE)
-    monkeypatch.syspath_prepend(tmp_path)
-    task = {"messages": [], "facts": {"late": late}}
-
-    async def found(processes: AgentProcesses) -> list[str]:
-        ended: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
-        await processes.start({"OPENAI_BASE_URL": "", "OPENAI_API_KEY": ""}, task, ended.set_result)
-        result = (await asyncio.wait_for(ended, 60)).result
-        assert processes._program is not None
-        await asyncio.to_thread(psutil.wait_procs, psutil.Process(processes._program.pid).children())  # its trial
-        return list(result)
-
-    async def test(processes: AgentProcesses) -> None:
-        assert await found(processes) == []
-        assert await found(processes) == kept
-
-    with_agents(test, function="importing:run", command=None, venv=tmp_path / "bare")

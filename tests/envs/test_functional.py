@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections import Counter
 
 import pytest
@@ -59,12 +58,6 @@ def test_too_few_prompts_to_hold_any_out_is_said_when_one_is_asked_for():
     for split in ("eval", "test"):
         with pytest.raises(ConfigError):
             environment.prompt(split, 0)
-
-
-def test_an_evaluation_prompt_that_is_also_trained_on_is_logged(caplog):
-    with caplog.at_level(logging.WARNING):
-        FunctionEnvironment(prompts=["same"] * 10, reward=constant)
-    assert "evaluation prompts" in caplog.text
 
 
 def test_columns_become_facts_and_reach_the_reward_by_name(make_episode):

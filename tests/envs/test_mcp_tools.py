@@ -6,7 +6,6 @@ import asyncio
 import os
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -16,7 +15,7 @@ pytest.importorskip("mcp", reason="pip install 'libra-rl[mcp]'")
 
 from libra.config import config_from_dict
 from libra.envs import make_environment, mcp_tools, run_action
-from libra.envs.mcp_tools import McpServer, with_mcp_tools
+from libra.envs.mcp_tools import with_mcp_tools
 from libra.errors import ConfigError, ToolFault
 from libra.types import ToolCall, ToolStatus
 from libra.worker.run_spec import RunSpec
@@ -165,29 +164,3 @@ def test_it_has_variables_by_name_and_no_others(plain, monkeypatch):
 def test_a_command_that_is_no_server_is_named(plain, command):
     with pytest.raises(ConfigError, match=r"environment\.tools\.mcp"):
         with_mcp_tools(plain, command)
-
-
-def test_odd_schemas_of_a_server_fail_no_call(plain, monkeypatch):
-    schema = {
-        "properties": {"a": True, "b": {"type": [["x"]], "enum": 3}, "c": {"type": "integer"}},
-        "required": ["c", "d", 1],
-    }
-    odd = [SimpleNamespace(name="odd", description=None, input_schema=schema)]
-    odd.append(SimpleNamespace(name="none", description="", input_schema={"properties": None, "required": None}))
-    monkeypatch.setattr(McpServer, "tools", lambda self: odd)
-
-    async def said(self, name, arguments):
-        return name
-
-    monkeypatch.setattr(McpServer, "call", said)
-
-    async def play():
-        both = with_mcp_tools(plain, "odd")
-        try:
-            assert (await called(both, "odd", a=[1], b="y", c=2)).content == "odd"
-            assert (await called(both, "odd", a=1)).status is ToolStatus.MALFORMED
-            assert (await called(both, "none")).content == "none"
-        finally:
-            await both.close()
-
-    asyncio.run(play())

@@ -140,26 +140,22 @@ def test_a_lease_that_nobody_used_for_long_ends_for_another() -> None:
     asyncio.run(body())
 
 
-def test_wrong_declarations_are_refused_with_what_is_allowed() -> None:
+@pytest.mark.parametrize(("factory", "options"), [(3, {}), (Made, {"most": 0}), (Made, {"timeout_s": 0})])
+def test_wrong_declarations_are_refused(factory, options) -> None:
     with pytest.raises(ConfigError):
-        session(3)
-    with pytest.raises(ConfigError):
-        session(Made, timeout_s=0)
+        session(factory, **options)
 
+
+def test_a_tool_that_takes_a_session_needs_one_and_is_never_inline() -> None:
     def look(session: Made) -> str:
         """Look."""
         return ""
 
-    class Without(FixedTurns):
-        tools: tuple = ()
+    def environment(inline: bool = False, **attributes: object) -> Environment:
+        return type("Own", (FixedTurns,), {"tools": (tool(look, inline=inline),), **attributes})()
 
-        def __init__(self, inline: bool = False) -> None:
-            self.tools = (tool(look, inline=inline),)
-
-    with pytest.raises(ConfigError):
-        check_state(Without())
-    With = type("With", (Without,), {"session": session(Made)})
-    with pytest.raises(ConfigError, match="inline"):
-        check_state(With(inline=True))
-    made: Environment = With()
+    for wrong in (environment(), environment(inline=True, session=session(Made)), environment(session="a browser")):
+        with pytest.raises(ConfigError):
+            check_state(wrong)
+    made = environment(session=session(Made))
     assert check_state(made) is made and "session" not in made.tools[0].parameters

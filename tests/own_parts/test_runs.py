@@ -22,7 +22,7 @@ import libra
 from libra.config import RunConfig
 from libra.driver.session import run
 from libra.driver.worker_imports import loading_error
-from libra.errors import CallbackError, ConfigError, LibraError
+from libra.errors import CallbackError, ConfigError
 from libra.sim.from_run import run_setting
 from libra.testing import FixedTurns
 from libra.worker.run_spec import RunSpec
@@ -177,31 +177,6 @@ def test_the_environment_of_the_page_keeps_its_contract(page: dict[str, Any]) ->
     for name in dir(contract):
         if name.startswith("test_"):
             getattr(contract, name)()
-
-
-def test_a_run_with_the_environment_the_node_and_the_callback_of_the_page(
-    page: dict[str, Any], client: Client, random_model: Path, tmp_path: Path
-) -> None:
-    summary = libra.train(
-        str(random_model),
-        environment=page["Letters"](),
-        score=page["score"],
-        on_iteration=page["stop_when_solved"],
-        client=client,
-        run__dir=str(tmp_path),
-        run__name="page",
-        run__iterations=1,
-        rollout__max_new_tokens=4,
-        rollout__max_turns=2,
-        trainer__prompts=2,
-        trainer__group_size=2,
-        observe__progress=False,
-    )
-    columns = zarr.open_group(summary.directory / "trajectories.zarr", mode="r")["trajectory"]
-    assert set(columns["failure"][:]) <= {"none", "policy"}
-    assert (columns["reward"][:] < 0).all() and np.isfinite(columns["reward"][:]).all()
-    with pytest.raises(LibraError, match="solved"):
-        page["stop_when_solved"]({"reward": 1.0})
 
 
 def test_a_run_trains_publishes_and_resumes_with_adapters(client: Client, random_model: Path, tmp_path: Path) -> None:
