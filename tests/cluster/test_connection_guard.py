@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
-import socket
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
-from distributed import Client, Scheduler
+from distributed import Scheduler
 from distributed.core import rpc
 from tornado.httpclient import AsyncHTTPClient
-from tornado.tcpserver import TCPServer
 
 from libra.cluster import connection_guard
 from libra.cluster.certificates import new_security
@@ -143,57 +140,5 @@ def test_a_request_has_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
         body = b"POST /health HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n1"
         for start in (b"", b"GET /health HTTP/1.1\r\nX: ", body):
             await ended(await said(scheduler.http_server.port, start))
-
-    with_scheduler(scenario)
-
-
-class Exhausted:
-    """A listening socket that cannot accept at first."""
-
-    def __init__(self, listener: socket.socket) -> None:
-        self._listener, self.failures = listener, 3
-
-    def fileno(self) -> int:
-        return self._listener.fileno()
-
-    def close(self) -> None:
-        self._listener.close()
-
-    def accept(self) -> Any:
-        if self.failures:
-            self.failures -= 1
-            raise OSError(errno.EMFILE, "Too many open files")
-        return self._listener.accept()
-
-
-def test_accepting_goes_on_when_there_are_file_descriptors_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection_guard, "RETRY_S", 0.01)
-
-    async def scenario() -> None:
-        accepted, room = asyncio.Event(), []
-
-        class Notes(TCPServer):
-            async def handle_stream(self, stream: Any, address: Any) -> None:
-                accepted.set()
-                stream.close()
-
-        server = Notes()
-        server.listen(0, "127.0.0.1")
-        ((number, listener),) = server._sockets.items()
-        server._sockets[number] = Exhausted(listener)  # type: ignore[assignment]
-        connection_guard.accept_for_ever(server, lambda: room.append(1))
-        await ended(await said(listener.getsockname()[1], b""))
-        await accepted.wait()
-        assert len(room) == 3
-        server.stop()
-
-    asyncio.run(scenario())
-
-
-def test_a_client_of_another_cluster_is_refused() -> None:
-    async def scenario(scheduler: Scheduler, served: Callable[[], Awaitable[None]]) -> None:
-        with pytest.raises(OSError, match=r"TLS|SSL|Timed out|closed"):
-            await Client(scheduler.address, security=new_security(), timeout=1, asynchronous=True, set_as_default=False)
-        await served()
 
     with_scheduler(scenario)

@@ -41,6 +41,7 @@ def as_it_is() -> dict[str, Any]:
     }
 
 
+@pytest.mark.live  # clusters of their own: the fork server is what is tested
 @pytest.mark.skipif(sys.platform != "linux" or fork_server.may_have_gpu(), reason="workers are not forked here")
 def test_a_forked_worker_is_like_one_that_was_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("A_USERS_OWN", "before the fork server")
@@ -73,6 +74,7 @@ def the_server() -> int:
     return pid
 
 
+@pytest.mark.live  # clusters of their own: the fork server is what is tested
 @pytest.mark.skipif(sys.platform != "linux" or fork_server.may_have_gpu(), reason="workers are not forked here")
 def test_a_worker_comes_back_after_the_fork_server_is_killed_and_while_it_is_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -139,8 +141,6 @@ def test_what_cannot_be_forked_is_not(sections: dict[str, Any], monkeypatch: pyt
     assert not fork_server.begin(config, inherited_environment(config))
     monkeypatch.setenv(fork_server.SWITCH, "0")
     assert not fork_server.begin(make(), inherited_environment(make()))
-
-
-def test_on_a_machine_with_a_gpu_workers_are_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(fork_server.SWITCH)
     monkeypatch.setattr(fork_server, "GPU_FILES", ("/dev/null",))
-    assert not fork_server.begin(make(), inherited_environment(make()))
+    assert not fork_server.begin(make(), inherited_environment(make())), "a machine with a GPU"

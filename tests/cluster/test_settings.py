@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import dask.config
+import distributed.scheduler
+import distributed.worker_state_machine
 import pytest
 import yaml
 from distributed import Client, LocalCluster
 
+from libra.cluster import key_cache
 from libra.cluster.local import preloads
 from libra.cluster.settings import (
     DASK_SETTINGS,
@@ -41,13 +44,17 @@ def keys(process: Any, in_force: Any) -> set[str]:
     return {problem.setting.key.removeprefix("distributed.") for problem in check_settings(in_force, process)}
 
 
-def test_what_dask_comes_with_is_not_enough() -> None:
+def test_stock_settings_are_found_wanting_and_libras_are_not() -> None:
     assert "scheduler.work-stealing" in keys("scheduler", stock())
     assert {"worker.daemon", "worker.memory.spill", "worker.memory.pause"} <= keys("worker", stock())
-
-
-def test_libras_own_settings_have_no_problem() -> None:
     assert keys("scheduler", tree()) | keys("worker", tree()) == set()
+    problems = check_settings({}, "worker")
+    assert {problem.got for problem in problems} == {"not set"}
+    assert len(problems) == sum(setting.process == "worker" for setting in SETTINGS)
+    for value in ("30s", "10 minutes", 60, None):
+        assert keys("scheduler", tree(worker_ttl=value)) == set()
+    for value in ("5s", 29.9, "soon", True):
+        assert keys("scheduler", tree(worker_ttl=value)) == {"scheduler.worker-ttl"}
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.key)
@@ -62,22 +69,6 @@ def test_every_setting_is_checked_in_its_process_and_explained(setting: Any) -> 
     assert "DASK_CONFIG" in problem.message
     other = "worker" if setting.process == "scheduler" else "scheduler"
     assert check_settings(changed, other) == ()
-
-
-@pytest.mark.parametrize("value", ["30s", "10 minutes", 60, None])
-def test_a_longer_time_to_live_is_as_good(value: object) -> None:
-    assert keys("scheduler", tree(worker_ttl=value)) == set()
-
-
-@pytest.mark.parametrize("value", ["5s", 29.9, "soon", True])
-def test_a_short_or_unreadable_time_to_live_is_not(value: object) -> None:
-    assert keys("scheduler", tree(worker_ttl=value)) == {"scheduler.worker-ttl"}
-
-
-def test_a_setting_that_is_not_there_is_a_problem() -> None:
-    problems = check_settings({}, "worker")
-    assert {problem.got for problem in problems} == {"not set"}
-    assert len(problems) == sum(setting.process == "worker" for setting in SETTINGS)
 
 
 def test_dask_reads_the_file_as_the_settings() -> None:
@@ -104,3 +95,15 @@ def test_a_running_cluster_is_asked_for_what_is_in_force_there() -> None:
 def test_preloads_of_the_users_settings_are_loaded_beside_ours(configured: object, expected: list[str]) -> None:
     with dask.config.set({"distributed.worker.preload": configured}):
         assert preloads("worker") == [GUARD, *expected]
+
+
+def test_the_cache_that_scheduler_and_workers_fill_is_emptied_when_it_is_large() -> None:
+    assert distributed.scheduler.key_split is distributed.worker_state_machine.key_split is key_cache.key_split
+    key_cache.key_split.cache_clear()
+    for number in range(key_cache.KEPT_KEYS):
+        distributed.scheduler.key_split(f"trajectory-train-{number}-0-0-e0-demo")
+    key_cache.bound_key_cache()
+    assert key_cache.key_split.cache_info().currsize == key_cache.KEPT_KEYS
+    distributed.scheduler.key_split("one more")
+    key_cache.bound_key_cache()
+    assert key_cache.key_split.cache_info().currsize == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any, get_args, get_origin, get_type_hints
 
 import numpy as np
 import pytest
@@ -16,7 +17,6 @@ from libra.errors import StoreError
 from libra.events import (
     EVENTS,
     SCHEMA,
-    Event,
     GateOpened,
     IterationFinished,
     PolicySnapshot,
@@ -27,43 +27,35 @@ from libra.events import (
     to_dict,
     to_json,
 )
-from libra.types import NO_TOOL, Phase, ToolStatus
+from libra.types import NO_TOOL, ToolStatus
 
 _INTS = st.integers(-(2**63), 2**64 - 1)
 _FLOATS = st.floats(allow_nan=False, allow_infinity=False)
-_BY_TYPE = {
-    "str": st.text(),
-    "Phase": st.sampled_from(Phase),
-    "bool": st.booleans(),
-    "int": _INTS,
-    "float": _FLOATS,
-    "str | None": st.none() | st.text(),
-    "int | None": st.none() | _INTS,
-    "float | None": st.none() | _FLOATS,
-    "tuple[int, ...]": st.lists(_INTS).map(tuple),
-    "tuple[tuple[int, ...], ...]": st.lists(st.lists(_INTS).map(tuple)).map(tuple),
-    "tuple[str, ...]": st.lists(st.text()).map(tuple),
-    "tuple[float, ...]": st.lists(_FLOATS).map(tuple),
-    "tuple[tuple[int, int, int], ...]": st.lists(st.tuples(*[_INTS] * 3)).map(tuple),
-    "tuple[tuple[str, str], ...]": st.lists(st.tuples(st.text(), st.text())).map(tuple),
-    "tuple[tuple[int, int], ...]": st.lists(st.tuples(_INTS, _INTS)).map(tuple),
-    "tuple[tuple[str, float], ...]": st.lists(st.tuples(st.text(), _FLOATS)).map(tuple),
-    "tuple[tuple[int, float], ...]": st.lists(st.tuples(_INTS, _FLOATS)).map(tuple),
-    "dict[str, str]": st.dictionaries(st.text(), st.text()),
-    "dict[str, int]": st.dictionaries(st.text(), _INTS),
-    "dict[str, float]": st.dictionaries(st.text(), _FLOATS),
-    "dict[str, int | float]": st.dictionaries(st.text(), _INTS | _FLOATS),
-    "dict[str, Any]": st.dictionaries(st.text(), _FLOATS | st.text() | st.booleans()),
-}
+_PLAIN = {int: _INTS, float: _FLOATS, Any: _FLOATS | st.text() | st.booleans()}
+
+
+def values_of(kind: Any) -> st.SearchStrategy[Any]:
+    """Values of a field's type, with numbers that JSON has."""
+    arguments = [values_of(each) for each in get_args(kind) if each is not Ellipsis]
+    if kind in _PLAIN:
+        return _PLAIN[kind]
+    if get_origin(kind) is dict:
+        return st.dictionaries(*arguments)
+    if get_origin(kind) is tuple:
+        return st.lists(arguments[0]).map(tuple) if Ellipsis in get_args(kind) else st.tuples(*arguments)
+    return st.one_of(*arguments) if arguments else st.from_type(kind)
+
+
 _OUTCOMES = st.sampled_from([NO_TOOL, *ToolStatus])
 
 
-@pytest.mark.parametrize("kind", EVENTS.values(), ids=EVENTS)
+@pytest.mark.parametrize("kinds", [list(EVENTS.values())[n::8] for n in range(8)])
 @given(data=st.data())
-def test_an_event_comes_back_from_its_line(kind, data):
-    types = Event.__annotations__ | kind.__annotations__
+def test_an_event_comes_back_from_its_line(kinds, data):
+    kind = data.draw(st.sampled_from(kinds))
+    types = get_type_hints(kind)
     drawn = {
-        name: data.draw(_OUTCOMES if name == "status" else _BY_TYPE[types[name]], label=name)
+        name: data.draw(_OUTCOMES if name == "status" else values_of(types[name]), label=name)
         for name in kind.__struct_fields__
     }
     event = kind(**drawn)
@@ -74,23 +66,18 @@ def test_an_event_comes_back_from_its_line(kind, data):
 
 
 def test_lines_that_were_encoded_by_hand_are_read_and_written_with_the_same_fields_in_the_same_order():
-    lines = [
-        line for line in (Path(__file__).parent / "data" / "events_schema_4.jsonl").read_bytes().split(b"\n") if line
-    ]
+    lines = (Path(__file__).parent / "data" / "events_schema_4.jsonl").read_bytes().splitlines()
     assert {json.loads(line)["name"] for line in lines} == set(EVENTS)
     for line in lines:
         event = from_json(line.decode())
         assert list(json.loads(to_json(event)).items()) == list(json.loads(line).items())
 
 
-@pytest.mark.parametrize("word", ["success", "failure", "OK", "other"])
-def test_a_word_that_is_no_outcome_of_a_tool_is_refused_with_those_that_are(word):
+@pytest.mark.parametrize("word", ["success", "OK"])
+def test_a_word_that_is_no_outcome_of_a_tool_is_refused(word):
     line = to_json(QuantumFinished("demo", 0.0, "k", "TOOL", 0, 0, "ls", ToolStatus.OK, 0, 1.0, "w", 0, ""))
     assert from_json(line).status == ToolStatus.OK
-    allowed = "allowed are ok, error, timeout, malformed, truncated, and nothing if no tool returned"
-    with pytest.raises(
-        StoreError, match=f"event quantum_finished: status '{word}'.*{allowed}.*use the Libra that wrote it"
-    ):
+    with pytest.raises(StoreError, match=f"quantum_finished: status '{word}'"):
         from_json(line.replace('"status":"ok"', f'"status":"{word}"'))
 
 

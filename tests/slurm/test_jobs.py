@@ -50,7 +50,7 @@ def test_a_script_asks_slurm_for_what_the_section_says(tmp_path: Path) -> None:
 
 
 def test_a_role_without_jobs_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ClusterError, match=r"slurm_train\.jobs: 0 jobs.*type slurm_train\.jobs=1"):
+    with pytest.raises(ClusterError, match=r"slurm_train\.jobs=1"):
         scripts(config(slurm_train={"jobs": 0}), tmp_path)
 
 
@@ -90,27 +90,10 @@ def test_each_kind_of_engine_is_a_kind_of_job_with_as_many_gpus_as_its_degree(tm
     assert "gres" not in scripts(kinds.model_copy(update={"slurm_rollout": SlurmRolloutJobs()}), tmp_path)["rollout-2"]
 
 
-@pytest.mark.parametrize(
-    ("sections", "message"),
-    [
-        (
-            {"slurm_rollout": {"jobs": 2}},
-            r"slurm_rollout\.jobs: 2 jobs, and cluster\.engines lists 3.*slurm_rollout\.jobs=null",
-        ),
-        (
-            {"slurm_train": {"jobs": 1}},
-            r"slurm_train\.jobs: 1 jobs, and cluster\.train_workers=2.*slurm_train\.jobs=null",
-        ),
-    ],
-)
-def test_jobs_that_are_not_the_workers_of_the_cluster_are_refused(
-    sections: dict[str, object], message: str, tmp_path: Path
-) -> None:
+def test_jobs_that_are_not_the_workers_of_the_cluster_are_refused(tmp_path: Path) -> None:
     given = {"cluster": {"engines": ENGINES, "train_workers": 2}, "rollout": {"engine": "vllm"}, "slurm_rollout": {}}
-    with pytest.raises(ClusterError, match=message):
-        scripts(config(**given | sections), tmp_path)
-
-
-def test_jobs_are_not_submitted_for_a_layout_that_is_yet_to_be_planned(tmp_path: Path) -> None:
-    with pytest.raises(ClusterError, match=r"planner\.layout: auto.*libra plan CONFIG --write FILE"):
+    for section, jobs in (("slurm_rollout", 2), ("slurm_train", 1)):
+        with pytest.raises(ClusterError, match=rf"{section}\.jobs: {jobs} jobs"):
+            scripts(config(**given | {section: {"jobs": jobs}}), tmp_path)
+    with pytest.raises(ClusterError, match="libra plan"):  # a layout that is yet to be planned
         scripts(config(planner={"layout": "auto"}, slurm_rollout={}), tmp_path)

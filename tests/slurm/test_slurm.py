@@ -29,8 +29,8 @@ SUPPORT = REPOSITORY / "tests" / "support"
 LIBRA = [sys.executable, "-c", "from libra.cli.main import main; main()"]
 
 pytestmark = [
+    pytest.mark.slurm,
     pytest.mark.skipif(bool(single_node.missing()), reason=f"no Slurm here: {single_node.missing()}"),
-    pytest.mark.timeout(400),
 ]
 
 
@@ -84,61 +84,76 @@ def until(condition: Callable[[], bool], what: str, step: Callable[[], object]) 
     raise AssertionError(what)
 
 
-def test_the_quick_start_runs_through_slurm_and_survives_scancel(slurm: Slurm) -> None:
-    before = slurm.libra("cluster", "slurm", "my.yaml", "status")
-    assert before.returncode == 2
-    assert "type libra cluster slurm CONFIG up" in before.stderr
-
+@pytest.fixture(scope="module")
+def mine(slurm: Slurm) -> Iterator[Path]:
+    """``my.yaml`` is up; its contact file. The last test that uses it takes it down."""
     up = slurm.libra("cluster", "slurm", "my.yaml", "up")
     assert up.returncode == 0, up.stderr
-    try:
-        contact = slurm.directory / "slurm" / "cluster.json"
-        with _client(contact) as client:
-            client.wait_for_workers(4, timeout=120)
-            visible = client.run(lambda: os.environ.get("CUDA_VISIBLE_DEVICES"))
-            gpus = {name: visible[address] for address, name in _names(client).items()}
-        assert len({gpus["rollout-0"], gpus["rollout-1"], gpus["train-0"]} - {None}) == 3
-        assert gpus["tool-0"] is None
+    contact = slurm.directory / "slurm" / CONTACT_FILE
+    yield contact
+    if contact.exists():
+        slurm.libra("cluster", "slurm", "my.yaml", "down")
 
-        first = slurm.jobs()
-        run = subprocess.Popen(
-            [*LIBRA, "run", "my.yaml", "--scheduler", "slurm/cluster.json", "run.name=s", "run.iterations=4",
-             "evaluation.prompts=16"],
-            env=slurm.environment, cwd=slurm.directory, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        assert run.stdout is not None
-        lines = []
-        for line in run.stdout:
-            lines.append(line)
-            if line.startswith("iteration 0"):
-                asked = slurm.libra("roles", "runs/s")  # through the certificates of the cluster that the run was given
-                subprocess.run(["scancel", first["rollout-1"]], env=slurm.environment, check=True)
-        _, errors = run.communicate()
-        assert run.returncode == 0, errors
-        assert sum(line.startswith("iteration ") for line in lines) == 4
-        assert asked.returncode == 0, asked.stderr
-        assert "no worker of this run can change its role" in asked.stdout
-        assert not (slurm.directory / "runs/s/scheduler.json").exists()
-        metrics = [json.loads(row) for row in (slurm.directory / "runs/s/metrics.jsonl").read_text().splitlines()]
-        assert [row["step"] for row in metrics if "reward" in row][:4] == [0, 1, 2, 3]
 
-        with _client(contact) as client:
-            client.wait_for_workers(4, timeout=120)
-        until(
-            lambda: slurm.jobs().get("rollout-1") not in (None, first["rollout-1"]),
-            "the cancelled job was not submitted again",
-            lambda: subprocess.run(["squeue"], env=slurm.environment, check=True, capture_output=True),
-        )
-        status = slurm.libra("cluster", "slurm", "my.yaml", "status")
-        assert "2 rollout, 1 train, 1 tool workers connected" in status.stdout
-        assert slurm.jobs()["train-0"] == first["train-0"]
-    finally:
-        down = slurm.libra("cluster", "slurm", "my.yaml", "down")
-    assert down.returncode == 0, down.stderr
-    assert not contact.exists()
+def test_nobody_without_the_key_gets_in(slurm: Slurm, mine: Path) -> None:
+    contact = Contact.read(mine)
+    assert Path(contact.key_file).stat().st_mode & 0o077 == mine.stat().st_mode & 0o077 == 0
+    with pytest.raises(ClusterError):
+        connect(contact.address)
+    for address, security in (
+        (contact.address.replace("tls://", "tcp://"), None),
+        (contact.address, Security.temporary()),
+    ):
+        with pytest.raises((OSError, TimeoutError)):
+            Client(address, security=security, timeout=3)
+    again = slurm.libra("cluster", "slurm", "my.yaml", "up")
+    assert again.returncode == 2 and "already up" in again.stderr
+
+
+def test_the_quick_start_runs_through_slurm_and_survives_scancel(slurm: Slurm, mine: Path) -> None:
+    with _client(mine) as client:
+        client.wait_for_workers(4, timeout=120)
+        visible = client.run(lambda: os.environ.get("CUDA_VISIBLE_DEVICES"))
+        gpus = {name: visible[address] for address, name in _names(client).items()}
+    assert len({gpus["rollout-0"], gpus["rollout-1"], gpus["train-0"]} - {None}) == 3
+    assert gpus["tool-0"] is None
+
+    first = slurm.jobs()
+    run = subprocess.Popen(
+        [*LIBRA, "run", "my.yaml", "--scheduler", "slurm/cluster.json", "run.name=s", "run.iterations=3",
+         "evaluation.prompts=0"],
+        env=slurm.environment, cwd=slurm.directory, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert run.stdout is not None
+    lines = []
+    for line in run.stdout:
+        lines.append(line)
+        if line.startswith("iteration 0"):
+            asked = slurm.libra("roles", "runs/s")  # through the certificates of the cluster that the run was given
+            subprocess.run(["scancel", first["rollout-1"]], env=slurm.environment, check=True)
+    _, errors = run.communicate()
+    assert run.returncode == 0, errors
+    assert sum(line.startswith("iteration ") for line in lines) == 3
+    assert asked.returncode == 0, asked.stderr
+    assert not (slurm.directory / "runs/s/scheduler.json").exists()
+    metrics = [json.loads(row) for row in (slurm.directory / "runs/s/metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in metrics if "reward" in row] == [0, 1, 2]
+
+    with _client(mine) as client:
+        client.wait_for_workers(4, timeout=120)
+    until(
+        lambda: slurm.jobs().get("rollout-1") not in (None, first["rollout-1"]),
+        "it was not submitted again",
+        slurm.queue,
+    )
+    status = slurm.libra("cluster", "slurm", "my.yaml", "status")
+    assert "2 rollout, 1 train, 1 tool workers connected" in status.stdout
+    assert slurm.jobs()["train-0"] == first["train-0"]
+    down = slurm.libra("cluster", "slurm", "my.yaml", "down")
+    assert down.returncode == 0 and not mine.exists(), down.stderr
     until(lambda: "libra-" not in slurm.queue(), "jobs are left in the queue", slurm.queue)
-    log = (slurm.directory / "slurm/logs/scheduler.log").read_text()
-    assert "Traceback" not in log
+    assert "Traceback" not in (slurm.directory / "slurm/logs/scheduler.log").read_text()
+    assert slurm.libra("cluster", "slurm", "my.yaml", "status").returncode == 2
 
 
 def test_each_kind_of_engine_has_jobs_of_its_own_and_a_run_is_told_where_they_are_not_what_it_lists(
@@ -171,35 +186,9 @@ def test_each_kind_of_engine_has_jobs_of_its_own_and_a_run_is_told_where_they_ar
         assert (cores[jobs["rollout-0"]], cores[jobs["rollout-1"]]) == ("1", "2")
         other = slurm.libra("run", "my.yaml", "--scheduler", "slurm/cluster.json", "run.name=other")
         assert other.returncode == 2
-        assert "1 engines of TP 1, 1 threads, 128 slots are listed, the cluster has 0" in other.stderr
-        assert (
-            "1 engines of TP 2, 1 threads, 4 slots are running, 0 are listed; type cluster.engines=[]" in other.stderr
-        )
-        assert "Traceback" not in other.stderr
+        assert "type cluster.engines=[]" in other.stderr and "Traceback" not in other.stderr
     finally:
         slurm.libra("cluster", "slurm", "kinds.yaml", "down")
-
-
-def test_nobody_without_the_key_gets_in(slurm: Slurm) -> None:
-    up = slurm.libra("cluster", "slurm", "my.yaml", "up")
-    assert up.returncode == 0, up.stderr
-    try:
-        path = slurm.directory / "slurm" / "cluster.json"
-        contact = Contact.read(path)
-        assert Path(contact.key_file).stat().st_mode & 0o077 == 0
-        assert path.stat().st_mode & 0o077 == 0
-        with pytest.raises(ClusterError, match=r"type the path of its cluster\.json"):
-            connect(contact.address)
-        with pytest.raises((OSError, TimeoutError)):
-            Client(contact.address.replace("tls://", "tcp://"), timeout=3)
-        ours = Security.temporary()
-        with pytest.raises((OSError, TimeoutError)):
-            Client(contact.address, security=ours, timeout=3)
-        again = slurm.libra("cluster", "slurm", "my.yaml", "up")
-        assert again.returncode == 2
-        assert "is already up" in again.stderr
-    finally:
-        slurm.libra("cluster", "slurm", "my.yaml", "down")
 
 
 def test_tool_workers_come_as_jobs_where_actions_wait_and_leave_the_queue_where_they_idle(

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from libra.errors import FencedOff, StoreError
-from libra.store import epochs
 from libra.store.epochs import Epoch, newest_epoch, take_epoch
 
 EACH = 100
@@ -26,16 +25,14 @@ print(*(take_epoch(Path(sys.argv[1])).number for _ in range({EACH})))
 def test_epochs_count_from_0_and_each_start_takes_the_next(tmp_path: Path) -> None:
     directory = tmp_path / "run" / "epochs"
     assert newest_epoch(directory) == -1
+    directory.mkdir(parents=True)
+    (directory / ".0001.abc.tmp").touch()  # what a start leaves that died while taking one
+    (directory / "notes").touch()
     assert [take_epoch(directory).number for _ in range(12)] == list(range(12))
     assert newest_epoch(directory) == 11
-    assert sorted(path.name for path in directory.iterdir())[-1] == "0011"
-
-
-def test_files_that_are_no_epoch_are_passed_over(tmp_path: Path) -> None:
-    take_epoch(tmp_path)
-    (tmp_path / ".0001.abc.tmp").touch()  # what a start leaves that died while taking one
-    (tmp_path / "notes").touch()
-    assert take_epoch(tmp_path).number == 1
+    (tmp_path / "epochs").touch()
+    with pytest.raises(StoreError, match="epochs/0000"):
+        take_epoch(tmp_path / "epochs")
 
 
 def test_only_the_newest_holder_may_go_on_and_an_older_one_is_told_by_whom_it_was_replaced(tmp_path: Path) -> None:
@@ -46,21 +43,13 @@ def test_only_the_newest_holder_may_go_on_and_an_older_one_is_told_by_whom_it_wa
     third = take_epoch(directory)
     third.check()
     for old in (first, second):
-        with pytest.raises(
-            FencedOff, match=rf"my_run: epoch {old.number} has ended.* as epoch 2; .*writes nothing more"
-        ):
+        with pytest.raises(FencedOff, match=rf"epoch {old.number} has ended.* as epoch 2"):
             old.check()
     with pytest.raises(PermissionError):  # what a caller who knows nothing of us would catch
         Epoch(directory, 0).check()
 
 
-def test_a_start_that_was_overtaken_takes_the_one_after(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = [-1]  # what it saw before the other took epoch 0
-    monkeypatch.setattr(epochs, "newest_epoch", lambda directory: seen.pop() if seen else newest_epoch(directory))
-    (tmp_path / "0000").touch()
-    assert take_epoch(tmp_path).number == 1
-
-
+@pytest.mark.live
 def test_two_processes_at_once_never_take_the_same(tmp_path: Path) -> None:
     command = [sys.executable, "-c", TAKER, str(tmp_path / "epochs")]
     takers = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(2)]
@@ -74,9 +63,3 @@ def test_two_processes_at_once_never_take_the_same(tmp_path: Path) -> None:
     assert [taker.returncode for taker in takers] == [0, 0]
     assert sorted(taken[0] + taken[1]) == list(range(2 * EACH))
     assert all(numbers == sorted(numbers) for numbers in taken)
-
-
-def test_an_epoch_that_cannot_be_taken_names_its_file(tmp_path: Path) -> None:
-    (tmp_path / "epochs").touch()
-    with pytest.raises(StoreError, match=r"epochs/0000: cannot write: "):
-        take_epoch(tmp_path / "epochs")

@@ -36,7 +36,7 @@ def test_of_many_deliveries_one_counts(tmp_path: Path) -> None:
 def test_a_changed_file_says_what_to_do(harm: object, tmp_path: Path) -> None:
     path = write_late(tmp_path / "late", ONE, 0.25)
     path.write_bytes(harm(path.read_bytes()))  # type: ignore[operator]
-    with pytest.raises(StoreError, match=r"train-3-0-7\.json: torn or altered.*libra deliver .* train-3-0-7 VALUE"):
+    with pytest.raises(StoreError, match=r"libra deliver .* train-3-0-7 VALUE"):
         read_late(tmp_path / "late", ONE)
 
 

@@ -18,13 +18,10 @@ from libra.types import ToolReturn, ToolStatus
 WHERE = ("train-0-0-1", 0, 2, 0)
 
 
-def test_what_is_small_is_not_kept_and_bytes_count(tmp_path) -> None:
+def test_what_is_large_comes_back_whole_and_twice_written_is_once_there(tmp_path) -> None:
     assert keep_observation(tmp_path, *WHERE, "x" * REFERENCE_BYTES) == ""
     assert keep_observation(tmp_path, *WHERE, "∙" * (REFERENCE_BYTES // 3)) == ""
-    assert keep_observation(tmp_path, *WHERE, "∙" * (REFERENCE_BYTES // 3 + 1)) != ""
-
-
-def test_it_comes_back_whole_and_twice_written_is_once_there(tmp_path) -> None:
+    assert keep_observation(tmp_path / "bytes count", *WHERE, "∙" * (REFERENCE_BYTES // 3 + 1)) != ""
     text = "\ud800 " + "y" * (REFERENCE_BYTES + 1)  # a lone surrogate too
     reference = keep_observation(tmp_path, *WHERE, text)
     assert keep_observation(tmp_path, *WHERE, text) == reference
@@ -33,7 +30,7 @@ def test_it_comes_back_whole_and_twice_written_is_once_there(tmp_path) -> None:
     assert (found.reference, found.turn, found.call, found.sound) == (reference, 2, 0, True)
     given = ToolReturn("t", ToolStatus.OK, "short", reference=reference)
     assert observation(given, run=tmp_path) == text and observation(ToolReturn("t", ToolStatus.OK, "all")) == "all"
-    with pytest.raises(StoreError, match="works for no run"):
+    with pytest.raises(StoreError):
         observation(given)
 
 
@@ -47,11 +44,11 @@ def test_damage_is_an_error_that_names_the_file(tmp_path, cut: int) -> None:
     reference = keep_observation(tmp_path, *WHERE, "y" * (REFERENCE_BYTES + 1))
     path = tmp_path / reference
     path.write_bytes(path.read_bytes()[:cut])
-    with pytest.raises(StoreError, match=r"train-0-0-1/0-2-0-.*torn or altered"):
+    with pytest.raises(StoreError, match="train-0-0-1/0-2-0-"):
         read_observation(tmp_path, reference)
     assert [each.sound for each in observations_of(tmp_path, "train-0-0-1")] == [False]
     path.unlink()
-    with pytest.raises(StoreError, match="cannot be read"):
+    with pytest.raises(StoreError):
         read_observation(tmp_path, reference)
 
 
@@ -59,5 +56,5 @@ def test_damage_is_an_error_that_names_the_file(tmp_path, cut: int) -> None:
     "reference", ["", "../secret", "/etc/passwd", "observations/../../x/0-0-0-" + "a" * 64 + ".txt"]
 )
 def test_only_references_of_ours_are_read(tmp_path, reference: str) -> None:
-    with pytest.raises(StoreError, match="no reference of a run"):
+    with pytest.raises(StoreError):
         read_observation(tmp_path, reference)

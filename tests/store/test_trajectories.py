@@ -29,7 +29,7 @@ from hypothesis.stateful import (
 )
 
 from libra.errors import StoreError
-from libra.store import trajectories, zarr_layout
+from libra.store import zarr_layout
 from libra.store.committer_lock import lock_holder
 from libra.store.trajectories import TrajectoryStore
 from libra.store.zarr_layout import COLUMNS, LEVELS
@@ -62,6 +62,7 @@ def test_every_field_comes_back(store, make_trajectory, assert_same):
             retried="engine,reward",
         ),
     ]
+    assert store.append([]) == range(0)
     assert store.append(expected, batch=7) == range(3)
     assert store.append([make_trajectory(1, 0, 0)]) == range(3, 4)
     reader = TrajectoryStore.open(store.path)
@@ -71,21 +72,13 @@ def test_every_field_comes_back(store, make_trajectory, assert_same):
     assert reader.columns()["batch"].tolist() == [7, 7, 7, -1]
     assert reader.attributes["run"] == "demo"
     for index in (-1, 4):
-        with pytest.raises(StoreError, match=f"got index {index}"):
+        with pytest.raises(StoreError):
             reader.trajectory(index)
-
-
-def test_a_turn_without_a_field_has_it_unknown(store, make_trajectory):
-    store.append([make_trajectory(turns=[{"turn": 0, "tool": None}])])
-    (turn,) = store.trajectory(0).turns
-    assert turn["turn"] == 0
-    assert (turn["tool"], turn["status"], turn["num_calls"]) == ("", "", -1)
-    assert np.isnan(turn["tool_s"])
-
-
-def test_an_append_of_nothing_is_nothing(store):
-    assert store.append([]) == range(0)
-    assert (store.num_trajectories, store.num_turns, store.num_tokens) == (0, 0, 0)
+    store.append([make_trajectory(2, turns=[{"turn": 0, "tool": None}])])
+    (turn,) = store.trajectory(4).turns  # a field that is missing is unknown
+    assert (turn["turn"], turn["tool"], turn["status"], turn["num_calls"]) == (0, "", "", -1) and np.isnan(
+        turn["tool_s"]
+    )
 
 
 def test_the_same_trajectory_is_stored_once(store, make_trajectory):
@@ -108,10 +101,7 @@ def test_malformed_trajectories_are_named_and_nothing_is_kept(store, make_trajec
         (make_trajectory(token_ids=np.zeros(20, np.float64)), "token_ids is float64"),
         (make_trajectory(turns=[{"turn": 0, "colour": "red"}]), "colour"),
         (make_trajectory(turns=[{"turn": "first"}]), "column turn"),
-        (
-            make_trajectory(turns=[{"turn": 4, "status": "success"}]),
-            "turn 4: status 'success' is not a tool outcome; allowed are ok",
-        ),
+        (make_trajectory(turns=[{"turn": 4, "status": "success"}]), "status 'success'"),
     ):
         with pytest.raises(StoreError, match=words):
             store.append([make_trajectory(0, 0, 1), bad])
@@ -135,24 +125,13 @@ def test_plain_zarr_reads_it_without_a_warning(store, make_trajectory):
             tokens = slice(offset[row], offset[row] + length[row])
             assert group["token_ids"][tokens].tolist() == trajectory.token_ids.tolist()
             assert group["is_action"][tokens].tolist() == trajectory.is_action.tolist()
+        for level in LEVELS:
+            for column in COLUMNS[level]:
+                array = group[zarr_layout.array_path(level, column.name)]
+                assert (array.metadata.dimension_names, array.attrs["meaning"]) == ((level,), column.meaning)
         assert group["turn/trajectory"][:].tolist() == [row for row in range(12) for _ in range(2)]
         names = {path for path, member in group.members(max_depth=None) if isinstance(member, zarr.Array)}
     assert names == {zarr_layout.array_path(level, column.name) for level in LEVELS for column in COLUMNS[level]}
-
-
-def test_xarray_reads_each_level_as_a_dataset(store, make_trajectory):
-    xarray = pytest.importorskip("xarray", reason="xarray is a development dependency")
-    expected = [make_trajectory(0, 0, sample) for sample in range(3)]
-    store.append(expected)
-    for level in LEVELS:
-        with xarray.open_zarr(store.path, group=None if level == "token" else level, consolidated=False) as dataset:
-            assert dict(dataset.sizes) == {level: len(store.columns(level)[COLUMNS[level][0].name])}
-            assert set(dataset.variables) == {column.name for column in COLUMNS[level]}
-            for column in COLUMNS[level]:
-                assert dataset[column.name].attrs["meaning"] == column.meaning
-                np.testing.assert_array_equal(
-                    dataset[column.name].values.astype(column.numpy_dtype()), store.columns(level)[column.name]
-                )
 
 
 def test_a_reader_sees_appends_after_refresh_and_cannot_append(store, make_trajectory):
@@ -209,10 +188,7 @@ def test_what_is_no_store_is_refused_with_what_to_do(tmp_path, store):
         TrajectoryStore.open(tmp_path / "other")
 
 
-KINDS = ["top_k", "drawn by the teacher", "drawn by the student"]
-
-
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["top_k", "drawn by the teacher", "drawn by the student"])
 def test_scores_of_a_teacher_and_experts_come_back_and_plain_zarr_reads_them(store, make_trajectory, assert_same, kind):
     expected = [
         make_trajectory(0, 0, 0),
@@ -251,9 +227,9 @@ def test_scores_of_a_teacher_and_experts_come_back_and_plain_zarr_reads_them(sto
 def test_scores_and_experts_of_other_tokens_are_refused(store, make_trajectory):
     scored = make_trajectory(0, 0, 0, scored="top_k")
     scored.taught = scored.taught.only(np.arange(scored.num_action_tokens) > 0)
-    with pytest.raises(StoreError, match=r"a teacher scored \d+ of its tokens, and it generated \d+"):
+    with pytest.raises(StoreError, match="a teacher scored"):
         store.append([scored])
-    with pytest.raises(StoreError, match=r"routes are int16\(3, 2, 2\); allowed is int16\(20, layers"):
+    with pytest.raises(StoreError, match="routes are"):
         store.append([make_trajectory(0, 0, 0, routes=np.zeros((3, 2, 2), np.int16))])
     assert store.append([make_trajectory(0, 0, 0)]) == range(1)
 
@@ -302,19 +278,15 @@ store.append(second, batch=1)
 """
 
 
-@pytest.mark.parametrize("dies_at_write", [0, 30, 60, "the marker"])
+@pytest.mark.live
+@pytest.mark.parametrize("dies_at_write", [0, 40, "the marker"])
 def test_a_committer_killed_in_mid_append_leaves_what_it_had_committed(
     store, make_trajectory, assert_same, dies_at_write
 ):
     store.close()
     first, second = [make_trajectory(0, 0, s) for s in range(3)], [make_trajectory(1, 0, s) for s in range(4)]
-    child = subprocess.run(
-        [sys.executable, "-c", _APPEND_AND_DIE, str(store.path), str(dies_at_write)],
-        input=pickle.dumps((first, second)),
-        env=os.environ | {"PYTHONPATH": str(Path(trajectories.__file__).parents[2])},
-        capture_output=True,
-        check=False,
-    )
+    command = [sys.executable, "-c", _APPEND_AND_DIE, str(store.path), str(dies_at_write)]
+    child = subprocess.run(command, input=pickle.dumps((first, second)), capture_output=True, check=False)
     assert child.returncode == -signal.SIGKILL, child.stderr.decode()
     reader = TrajectoryStore.open(store.path)
     assert reader.num_trajectories == 3
@@ -400,23 +372,11 @@ class StoreAgainstList(RuleBasedStateMachine):
             self.same(reader.trajectory(index), self._built(identity, size))
 
 
+@pytest.mark.live
 def test_any_sequence_of_appends_failures_and_reopenings_reads_like_a_list(make_trajectory, assert_same, monkeypatch):
-    for level, rows in {
-        "token": 16,
-        "turn": 5,
-        "trajectory": 3,
-        "score": 30,
-        "route": 50,
-    }.items():  # appends end within chunks, and cross them
+    rows_of = {"token": 16, "turn": 5, "trajectory": 3, "score": 30, "route": 50}
+    for level, rows in rows_of.items():  # appends end within chunks, and cross them
         monkeypatch.setitem(zarr_layout.CHUNK_ROWS, level, rows)
     StoreAgainstList.make, StoreAgainstList.same = staticmethod(make_trajectory), staticmethod(assert_same)
-    run_state_machine_as_test(
-        StoreAgainstList,
-        settings=settings(
-            max_examples=5,
-            stateful_step_count=7,
-            deadline=None,
-            suppress_health_check=list(HealthCheck),
-            database=None,
-        ),
-    )
+    few = settings(max_examples=5, stateful_step_count=7, suppress_health_check=list(HealthCheck), database=None)
+    run_state_machine_as_test(StoreAgainstList, settings=few)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 import zarr
 
 from libra.errors import StoreError
 from libra.seals import sealed_text, unseal
-from libra.store import trajectories, zarr_layout
+from libra.store import zarr_layout
 from libra.store.row_digests import digests_path, upgrade_record
 from libra.store.store_check import store_faults
 from libra.store.trajectories import TrajectoryStore, upgrade
@@ -20,32 +19,15 @@ FURTHER = ("score", "route", *(f"trajectory/{column.name}" for column in COLUMNS
 """What schema 4 added."""
 
 
-@pytest.mark.parametrize(("number", "words"), [(5, "schema 5, this Libra reads up to 4"), (0, "no upgrade from it")])
-def test_another_schema_is_refused_by_number(store, number, words):
+@pytest.mark.parametrize("number", [5, 0])
+def test_another_schema_is_refused_by_number(store, number):
     store.close()
     zarr.open_group(store.path, mode="r+").update_attributes({"schema": number})
     for mode in ("r", "a"):
-        with pytest.raises(StoreError, match=words):
+        with pytest.raises(StoreError, match=f"schema {number}"):
             TrajectoryStore.open(store.path, mode)
-    with pytest.raises(StoreError, match=words):
+    with pytest.raises(StoreError, match=f"schema {number}"):
         upgrade(store.path)
-
-
-def test_a_known_upgrade_is_named_and_brings_the_store_up(store, make_trajectory, assert_same, monkeypatch):
-    store.append([make_trajectory()])
-    store.close()
-    group = zarr.open_group(store.path, mode="r+")
-    del group["trajectory/oldest_version"]  # as if schema 0 had been without it
-    group.update_attributes({"schema": 0})
-
-    def add_oldest_version(old: zarr.Group) -> None:
-        old.create_array("trajectory/oldest_version", data=np.zeros(1, np.int32), dimension_names=("trajectory",))
-
-    monkeypatch.setattr(trajectories, "UPGRADES", {0: add_oldest_version} | dict.fromkeys((1, 2, 3), lambda _: None))
-    with pytest.raises(StoreError, match="upgrade"):
-        TrajectoryStore.open(store.path)
-    assert upgrade(store.path) == 0
-    assert_same(TrajectoryStore.open(store.path).trajectory(0), make_trajectory())
 
 
 @pytest.mark.parametrize("cut_short", [False, True])
@@ -54,18 +36,13 @@ def test_a_store_of_schema_1_is_brought_up_and_goes_on(store, make_trajectory, a
     store.append(old, batch=0)
     store.close()
     group = zarr.open_group(store.path, mode="r+")
-    for name in (
-        "trajectory/attempt",
-        "trajectory/retried",
-        "turn/sequence_start",
-        *FURTHER,
-    ):  # what schema 1 was without
+    for name in ("trajectory/attempt", "trajectory/retried", "turn/sequence_start", *FURTHER):
         del group[name]
     del group.attrs["row_digests"]
     if cut_short:
         group.create_array("trajectory/attempt", shape=(0,), dtype="int32")
     group.update_attributes({"schema": 1})
-    with pytest.raises(StoreError, match=r"schema 1, this Libra reads 4; type libra\.store\.trajectories\.upgrade"):
+    with pytest.raises(StoreError, match=r"type libra\.store\.trajectories\.upgrade"):
         TrajectoryStore.open(store.path)
     assert upgrade(store.path) == 1
     new = make_trajectory(1, 0, 0, retried="engine,tool")
@@ -88,7 +65,7 @@ def test_a_store_of_schema_3_is_brought_up_with_its_digests_and_goes_on(store, m
     _as_schema_3(store.path)
     assert store_faults(store.path) == []  # which is no damage
     for mode in ("r", "a"):
-        with pytest.raises(StoreError, match=r"schema 3, this Libra reads 4; type libra\.store\.trajectories\.upgrade"):
+        with pytest.raises(StoreError, match="schema 3"):
             TrajectoryStore.open(store.path, mode)
     if cut_short:
         zarr_layout.UPGRADES[3](zarr.open_group(store.path, mode="r+"))

@@ -34,7 +34,7 @@ def test_a_second_writer_gets_the_first_ones_wave_and_an_altered_one_is_refused(
     path = wave_path(tmp_path, 3, 0)
     text = path.read_text()
     path.write_text(text.replace("0.5", "0.6"))
-    with pytest.raises(StoreError, match=r"wave-000003-00\.json: torn or altered .*type libra repair"):
+    with pytest.raises(StoreError, match="type libra repair"):
         read_waves(tmp_path, 3)
     path.write_text(text)
     path.rename(wave_path(tmp_path, 3, 1))
