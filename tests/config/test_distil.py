@@ -11,7 +11,6 @@ from libra.config import config_from_dict
 from libra.config.distil_checks import extra_draws, teacher_model
 from libra.config.effect_conditions import Situation
 from libra.config.effects import ignored_settings
-from libra.errors import ConfigError
 
 OPD: dict[str, Any] = {"algorithm": "opd"}
 REVERSE: dict[str, Any] = {"teacher": "t", "estimator": "sampled", "divergence": "reverse"}
@@ -19,62 +18,6 @@ REVERSE: dict[str, Any] = {"teacher": "t", "estimator": "sampled", "divergence":
 SERVICES: dict[str, Any] = {
     "named": {"judge": {"model": "m"}, "teacher": {"model": "m", "function": "teach", "max_batch": 2}}
 }
-
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "no teacher": ({"trainer": OPD}, r"distil.teacher: null.*type distil.teacher=MODEL.*or trainer.algorithm=dapo"),
-    "another algorithm": (
-        {"distil": {"teacher": "t"}, "trainer": {"algorithm": "gspo"}},
-        r"trainer.algorithm=gspo learns from rewards alone; type trainer.algorithm=opd",
-    ),
-    "cut distribution": (
-        {"distil": REVERSE, "trainer": OPD, "rollout": {"top_p": 0.9}},
-        r"rollout.top_p=0.9 cuts it; type rollout.top_p=1, or distil.estimator=top_k",
-    ),
-    "a service that is not there": (
-        {"distil": {"teacher": {"service": "techer"}}, "trainer": OPD, "services": SERVICES},
-        r"distil.teacher: service 'techer' is not configured, did you mean 'teacher'\?; services.named has judge, teacher; type "
-        r"services.named={techer: {model: MODEL, function: teach}}",
-    ),
-    "a service that does not score": (
-        {"distil": {"teacher": {"service": "judge"}}, "trainer": OPD, "services": SERVICES},
-        r"distil.teacher: service 'judge' has function judge, .*type function: teach for it .*, or .*teacher=MODEL",
-    ),
-    "a mapping with another key": (
-        {"distil": {"teacher": {"servce": "teacher"}}, "trainer": OPD, "services": SERVICES},
-        r"distil.teacher: got {servce: teacher}; allowed is .*type e.g. .*distil.teacher={service: NAME}",
-    ),
-    "no teacher's name": (
-        {"distil": {"teacher": ""}, "trainer": OPD},
-        r"distil.teacher: got ''; allowed is the name of a model",
-    ),
-    "another engine": (
-        {"distil": REVERSE, "trainer": OPD, "rollout": {"engine": "vllm"}},
-        r"distil.samples: 64 .*type distil.samples=1, or distil.estimator=top_k",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_does_not_go_together_is_refused_with_what_to_type(case: str) -> None:
-    sections, words = REFUSED[case]
-    with pytest.raises(ConfigError, match=words):
-        config_from_dict(sections)
-
-
-@pytest.mark.parametrize(
-    ("distil", "ignored"),
-    [
-        ({"top_k": 8, "estimator": "sampled"}, {"distil.top_k"}),
-        ({"samples": 8}, {"distil.samples"}),
-        ({"late": "drop", "wait_s": 3.0}, {"distil.wait_s"}),
-        ({"divergence": "reverse", "reward_coef": 0.5, "top_k": 8}, set()),
-    ],
-)
-def test_a_setting_without_effect_is_named(distil: dict[str, Any], ignored: set[str]) -> None:
-    config = config_from_dict({"trainer": OPD, "distil": {"teacher": "t"} | distil})
-    assert {each.field for each in ignored_settings(config)} == ignored
-    without = config_from_dict({"distil": distil})
-    assert {each.field for each in ignored_settings(without)} == {f"distil.{name}" for name in distil}
 
 
 @pytest.mark.parametrize("command", ["plan", "simulate", "slurm"])
