@@ -27,12 +27,9 @@ def served(make_model, make_request, device, family, fused, exact):
     for version in (0, 1):
         if version:
             batch.load(version, others)
-        requests = [
-            make_request("a", length=40),
-            make_request("b", temperature=0.7, top_p=0.9),
-            make_request("c", new=3),
-        ]
-        requests += [make_request("d", length=40, temperature=0.0), make_request("e", context=requests[0].context_ids)]
+        requests = [make_request("a", length=40, new=4), make_request("b", new=6, temperature=0.7, top_p=0.9)]
+        requests += [make_request("c", length=40, new=3, temperature=0.0), make_request("d", new=3)]
+        requests += [make_request("e", new=4, context=requests[0].context_ids)]
         for ticket, request in enumerate(requests):
             batch.submit(Job(ticket, request, 0.0))
         turns = {}
