@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import platform
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -36,6 +37,8 @@ for _name, _value in {
     "HF_HUB_OFFLINE": "1",
 }.items():
     os.environ.setdefault(_name, _value)
+
+platform.processor()  # the first call starts `uname`, which Dask would do within a test
 
 os.environ.pop("PYTEST_ADDOPTS", None)  # read already; not for a pytest that a test starts
 

@@ -26,11 +26,8 @@ def with_scheduler(scenario: Callable[[Scheduler, Callable[[], Awaitable[None]]]
     async def run() -> None:
         security = new_security()
         options: dict[str, Any] = {
-            "host": "127.0.0.1",
-            "port": 0,
-            "dashboard_address": "127.0.0.1:0",
-            "preload": [GUARD],
-        }
+            "host": "127.0.0.1", "port": 0, "dashboard_address": "127.0.0.1:0", "preload": [GUARD],
+        }  # fmt: skip
         async with Scheduler(protocol="tls://", security=security, **options) as scheduler:
 
             async def served() -> None:

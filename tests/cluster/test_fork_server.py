@@ -133,8 +133,7 @@ def test_only_an_environment_that_can_be_given_later_is_forked(
 
 
 @pytest.mark.parametrize(
-    "sections",
-    [{"rollout": {"engine": "vllm"}}, {"cluster": {"scheduler": "tcp://127.0.0.1:1", "dashboard_port": 0}}],
+    "sections", [{"rollout": {"engine": "vllm"}}, {"cluster": {"scheduler": "tcp://127.0.0.1:1", "dashboard_port": 0}}]
 )
 def test_what_cannot_be_forked_is_not(sections: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     config = make(**sections)

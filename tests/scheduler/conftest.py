@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
-import platform
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,8 +18,6 @@ from libra import keys
 from libra.cluster.settings import DASK_SETTINGS
 from libra.scheduler import LibraPlugin, RunRegistration
 from libra.types import Phase
-
-platform.processor()  # starts `uname` the first time it is asked, which would be in a test
 
 DONE: dict[str, int] = {}
 """Quanta finished, by key: what a real trajectory reads in its journal."""

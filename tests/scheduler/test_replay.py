@@ -20,7 +20,7 @@ from distributed import Worker
 from libra import keys
 from libra.errors import StoreError
 from libra.events import SCHEMA, from_dict
-from libra.policy import CMLFQ, Admission, CommittedGroup, Priority, SetPriority, TrajectoryEnded, TrajectoryParked
+from libra.policy import CMLFQ, Admission, CommittedGroup, SetPriority
 from libra.policy.log_replay import Told, learned, replay
 from libra.scheduler import dask_internals
 from libra.store.event_log import from_last_snapshot, read_events
@@ -143,11 +143,9 @@ def test_what_was_applied_is_what_was_logged(
     logged = commands(told(lines_of(tmp_path / "events.jsonl")))
     assert priorities == [(c.key, tuple(c.priority)) for c in logged if isinstance(c, SetPriority)]
     assert opened == [
-        keys.make(node, (getattr(c, attribute),), epoch=0, run="demo")
-        for c in logged
-        for node, attribute in (("gate", "iteration"), ("batch", "batch"))
-        if hasattr(c, attribute)
-    ]
+        keys.make(node, (getattr(c, attribute),), epoch=0, run="demo") for c in logged
+        for node, attribute in (("gate", "iteration"), ("batch", "batch")) if hasattr(c, attribute)
+    ]  # fmt: skip
 
 
 def test_a_replay_begins_at_the_last_snapshot_and_reads_the_tail_only(recorded: Path, tmp_path: Path) -> None:
@@ -224,54 +222,6 @@ def test_an_unknown_schema_or_a_headless_log_is_refused(recorded: Path) -> None:
     ):
         with pytest.raises(StoreError):
             told(refused)
-
-
-class Swapping:
-    """Every second arrival changes places with the one before: it answers for keys other than the event's."""
-
-    name = "fifo"  # for the log; the test replays it with another object
-
-    def __init__(self) -> None:
-        self.last: tuple[str, Priority] | None = None
-        self.count = 0
-
-    def handle(self, event: object) -> tuple[SetPriority, ...]:
-        if isinstance(event, TrajectoryEnded) and self.last is not None and self.last[0] == event.key:
-            self.last = None
-        if not isinstance(event, TrajectoryParked):
-            return ()
-        self.count += 1
-        place = Priority(0, 0, self.count)
-        if self.last is None or self.last[0] == event.key:
-            self.last = (event.key, place)
-            return (SetPriority(event.key, place, "as it came"),)
-        (key, other), self.last = self.last, None
-        return (SetPriority(event.key, other, "goes before"), SetPriority(key, place, "goes after"))
-
-    def snapshot(self) -> dict[str, Any]:
-        return {}
-
-    def restore(self, snapshot: object) -> None: ...
-
-
-async def test_commands_for_other_keys_have_lines_of_their_own_and_are_replayed(
-    emulation: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with emulation.cluster(rollout=1, tool=1) as live:
-        emulation.register(live, tmp_path)
-        live.plugin.runs["demo"].policy = Swapping()
-        lengths = [3, 2, 4, 1, 5, 2]
-        assert await live.client.gather(emulation.submit(live, "demo", lengths)) == lengths
-        live.plugin.end_run("demo")
-    events = lines_of(tmp_path / "events.jsonl")
-    assert {event["reason"] for event in events if event["name"] == "priority_set"} == {"goes after"}
-    assert first_difference(events)[1]  # a replay with the policy the log names finds that another one ran
-    monkeypatch.setattr("libra.policy.ordering.ORDERINGS", {"fifo": Swapping})
-    events[1]["order"] = {}
-    steps = told(events)
-    assert [step.difference for step in steps if step.difference] == []
-    places = [entry for step in steps for entry in step.logged if entry.command.reason == "goes after"]
-    assert all(entry.before is not None and entry.before < entry.command.priority for entry in places)
 
 
 async def test_a_resumed_epoch_goes_on_from_what_it_was_given(emulation: SimpleNamespace, tmp_path: Path) -> None:

@@ -25,14 +25,6 @@ def test_nearest_first_and_the_trainer_last():
     assert holders.digest(3) == "digest" and holders.digest(4) is None
 
 
-def test_equals_are_named_in_turn():
-    holders = Holders()
-    for name in "cdef":
-        holders.offers(f"tcp://{name}:1", (name, 1))
-        holders.has(f"tcp://{name}:1", 0)
-    assert {holders.nearest(0, f"tcp://z:{n}")[0][0] for n in range(4)} == set("cdef")
-
-
 @given(
     st.lists(st.tuples(st.sampled_from(["offers", "has", "lost"]), st.integers(0, 4), st.integers(0, 2)), max_size=30)
 )

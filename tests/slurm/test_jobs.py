@@ -16,14 +16,11 @@ from libra.errors import ClusterError, ConfigError
 
 def config(**more: object) -> RunConfig:
     return config_from_dict(
-        {
-            "rollout": {"slots": 32},
-            "slurm": {"host": "login1", "port": 8786, "account": "lab", "setup": ["module load cuda"], "drain_s": 300},
-            "slurm_rollout": {"jobs": 2, "partition": "gpu", "gpus": 4, "cpus": 16, "memory": "64 GiB"},
-            "slurm_train": {"directives": ["--exclusive"]},
-            **more,
-        }
-    )
+        {"rollout": {"slots": 32},
+        "slurm": {"host": "login1", "port": 8786, "account": "lab", "setup": ["module load cuda"], "drain_s": 300},
+        "slurm_rollout": {"jobs": 2, "partition": "gpu", "gpus": 4, "cpus": 16, "memory": "64 GiB"},
+        "slurm_train": {"directives": ["--exclusive"]}, **more,}
+    )  # fmt: skip
 
 
 def test_every_worker_has_the_resources_of_its_role_and_one_commits() -> None:

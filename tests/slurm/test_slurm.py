@@ -62,16 +62,11 @@ def slurm() -> Iterator[Slurm]:
         job = {"cpus": 1, "memory": "2 GiB", "walltime": "00:20:00"}
         settings = {
             "extends": "libra/quickstart",
-            "cluster": {"dashboard_port": 0, "threads": 1, "engines": [{"slots": 128}, {"slots": 32}]},
-            "slurm": {
-                "host": "127.0.0.1",
-                "reconcile_s": 1.0,
-                "setup": [f"export PYTHONPATH={environment['PYTHONPATH']}"],
-            },
+            "cluster": {"dashboard_port": 0, "threads": 1, "engines": [{"slots": 128}, {"slots": 32}]}, "slurm": {
+            "host": "127.0.0.1", "reconcile_s": 1.0, "setup": [f"export PYTHONPATH={environment['PYTHONPATH']}"],},
             "slurm_rollout": {**job, "partition": "rollout", "gpus": 1},
-            "slurm_train": {**job, "partition": "train", "gpus": 1},
-            "slurm_tool": {**job, "partition": "train"},
-        }
+            "slurm_train": {**job, "partition": "train", "gpus": 1}, "slurm_tool": {**job, "partition": "train"},
+        }  # fmt: skip
         (Path(name) / "my.yaml").write_text(yaml.safe_dump(settings))
         yield Slurm(Path(name), environment)
 
@@ -197,16 +192,13 @@ def test_tool_workers_come_as_jobs_where_actions_wait_and_leave_the_queue_where_
     workers = slurm.directory / "workers"
     workers.mkdir()
     elastic = {
-        "extends": "my.yaml",
-        "run": {"name": "elastic", "iterations": 1},
-        "model": {"path": str(random_model)},
+        "extends": "my.yaml", "run": {"name": "elastic", "iterations": 1}, "model": {"path": str(random_model)},
         "environment": {"name": "wants_two:WantsTwo", "args": {"path": str(workers)}},
         "rollout": {"max_turns": 2, "max_new_tokens": 4, "ignore_eos": True},
-        "trainer": {"prompts": 2, "group_size": 3, "lr": 0.0},
-        "evaluation": {"prompts": 0},
+        "trainer": {"prompts": 2, "group_size": 3, "lr": 0.0}, "evaluation": {"prompts": 0},
         "cluster": {"engines": [], "tool_cores": 1, "tool_workers_most": 2},
         "slurm": {"setup": [f"export PYTHONPATH={slurm.environment['PYTHONPATH']}:{SUPPORT}"]},
-    }
+    }  # fmt: skip
     file = slurm.directory / "elastic.yaml"
     file.write_text(yaml.safe_dump(elastic))
     slurm.environment["PYTHONPATH"] += f":{SUPPORT}"

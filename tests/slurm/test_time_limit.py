@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import platform
 import time
 
 from distributed import Client, Event, Scheduler, Worker
 from distributed.core import Status
 
 from libra.cluster.time_limit import end_of_job_s, leave_in_time
-
-platform.processor()  # starts `uname` the first time it is asked, which would be in a test
 
 
 def test_a_job_without_a_limit_never_leaves() -> None:

@@ -151,26 +151,13 @@ def write_config(case: Case, directory: Path) -> Path:
     """The run of a case, as a user would write it."""
     path = directory / "soak.yaml"
     path.write_text(
-        yaml.safe_dump(
-            _turning_config(case, directory)
-            if case.turning
-            else {
-                "run": {
-                    "dir": str(directory),
-                    "name": "run",
-                    "iterations": case.iterations,
-                    "eta": case.eta,
-                    "seed": case.seed,
-                },
-                "environment": {"name": "libra.testing:FixedTurns"},
-                "rollout": {"max_new_tokens": 4, "max_turns": MAX_TURNS, "ignore_eos": True, "slots": 8},
-                "trainer": {"prompts": PROMPTS, "group_size": GROUP_SIZE, "lr": 1e-3},
-                "checkpoint": {"every": 2, "keep": 1},
-                "cluster": {"threads": 1, "dashboard_port": 0},
-                "observe": {"progress": False, "tensorboard": False},
-            }
-        )
-    )
+        yaml.safe_dump(_turning_config(case, directory) if case.turning else {"run": {"dir": str(directory),
+        "name": "run", "iterations": case.iterations, "eta": case.eta, "seed": case.seed,},
+        "environment": {"name": "libra.testing:FixedTurns"},
+        "rollout": {"max_new_tokens": 4, "max_turns": MAX_TURNS, "ignore_eos": True, "slots": 8},
+        "trainer": {"prompts": PROMPTS, "group_size": GROUP_SIZE, "lr": 1e-3}, "checkpoint": {"every": 2, "keep": 1},
+        "cluster": {"threads": 1, "dashboard_port": 0}, "observe": {"progress": False, "tensorboard": False},})
+    )  # fmt: skip
     return path
 
 
@@ -182,26 +169,14 @@ def _turning_config(case: Case, directory: Path) -> dict[str, Any]:
         "environment": {"name": "tails:SlowTail", "args": {"groups": WIDE, "seconds": 1.5}},
         "rollout": {"max_new_tokens": 4, "max_turns": MAX_TURNS, "ignore_eos": True, "slots": 8, **parts},
         "trainer": {"prompts": WIDE, "group_size": GROUP_SIZE, "lr": 1e-5, "streaming": "on", "turning": "on"},
-        "planner": {"change_cost_s": 0.0},
-        "checkpoint": {"every": 2, "keep": 1},
-        "cluster": {
-            "engines": [{"count": 2, "threads": 1, "min_pass_s": 0.05}],
-            "hybrid_workers": 1,
-            "threads": 1,
-            "dashboard_port": 0,
-        },
-        "observe": {"progress": False, "tensorboard": False},
-    }
+        "planner": {"change_cost_s": 0.0}, "checkpoint": {"every": 2, "keep": 1}, "cluster": {
+        "engines": [{"count": 2, "threads": 1, "min_pass_s": 0.05}], "hybrid_workers": 1, "threads": 1,
+        "dashboard_port": 0,}, "observe": {"progress": False, "tensorboard": False},
+    }  # fmt: skip
 
 
 class Soak:
-    """What several cases share, started when the first of them needs it; a context manager.
-
-    Parameters
-    ----------
-    keep : Path or None
-        Where the directory of a case that failed is copied to.
-    """
+    """What several cases share, started when the first of them needs it; ``keep`` gets directories of cases that failed."""
 
     def __init__(self, keep: Path | None = None) -> None:
         self._clusters: dict[tuple[Any, ...], Cluster] = {}

@@ -31,12 +31,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "slurm")]
 import deaths
 import numpy as np
 import zarr
 from distributed import Client
 from replaying import SAID, Replayer, check_published
 
+import factories
+import single_node
 from libra.cluster.local import local_cluster
 from libra.cluster.present_workers import present_workers
 from libra.config import RunConfig, config_from_dict, load_config
@@ -56,10 +59,8 @@ class Kill:
 
     seed: int
     kind: str
-    after: int
-    """Iteration (hybrid: step) after which the victim is armed."""
-    nth: int
-    """Of the moments it could die in."""
+    after: int  # iteration (hybrid: step) after which the victim is armed
+    nth: int  # of the moments it could die in
     fraction: float
     victim: int
     eta: int
@@ -69,37 +70,28 @@ class Kill:
         """Kinds in turn, the rest at random."""
         rng = random.Random(seed)
         return cls(
-            seed,
-            KINDS[seed % len(KINDS)],
-            rng.randrange(ITERATIONS - 1),
-            rng.randint(1, 6),
-            rng.uniform(0.05, 0.95),
-            rng.randrange(2),
-            rng.randrange(2),
-        )
+            seed, KINDS[seed % len(KINDS)], rng.randrange(ITERATIONS - 1), rng.randint(1, 6), rng.uniform(0.05, 0.95),
+            rng.randrange(2), rng.randrange(2),
+        )  # fmt: skip
 
 
 def make_config(kill: Kill, directory: Path) -> RunConfig:
     """The run that is disturbed: two training ranks, two engines, weights and rows from peer to peer."""
+    run = {
+        "dir": str(directory),
+        "name": f"kill{kill.seed}",
+        "iterations": ITERATIONS,
+        "seed": kill.seed,
+        "eta": kill.eta,
+    }
+    # Of the entropy there is a gradient in every step, whatever the rewards are.
+    loss = {"prompts": 2, "group_size": 3, "lr": 1e-3, "normalize_std": False, "entropy_coef": 0.01}
     return config_from_dict(
         {
-            "run": {
-                "dir": str(directory),
-                "name": f"kill{kill.seed}",
-                "iterations": ITERATIONS,
-                "seed": kill.seed,
-                "eta": kill.eta,
-            },
+            "run": run,
             "environment": {"name": "libra.testing:FixedTurns"},
             "rollout": {"max_new_tokens": 6, "max_turns": 3, "ignore_eos": True, "slots": 8},
-            "trainer": {
-                "prompts": 2,
-                "group_size": 3,
-                "lr": 1e-3,
-                "normalize_std": False,
-                "entropy_coef": 0.01,  # a gradient in every step, whatever the rewards are
-                "dispatch": ("peer", "storage")[kill.seed // 5 % 2],
-            },
+            "trainer": {**loss, "dispatch": ("peer", "storage")[kill.seed // 5 % 2]},
             "checkpoint": {"every": 2, "keep": 1},
             "weights": {"transfer": "peer"},
             "cluster": {"threads": 1, "dashboard_port": 0, "rollout_workers": 2, "train_workers": TRAIN_WORKERS},
@@ -220,7 +212,8 @@ def hybrid_killed(kill: Kill, directory: Path) -> dict[str, Any]:
     """Core and two hybrids in processes; one hybrid dies in its gradient, and the merged one is that of a replica alone."""
     process = _group_process()
     settings = {"aggregation": ("token-mean", "seq-mean-token-sum")[kill.victim]}
-    model_dir = _model(directory / "model")
+    # Of the vocabulary that `group_process.make_batch` draws from.
+    model_dir = factories.save_model(directory / "model", vocab_size=48)
     alone, core = process.Recorded(str(model_dir), settings), process.Recorded(str(model_dir), settings)
     pool = core.listen()
     running = [process.Process(model_dir, directory) for _ in range(2)]
@@ -261,18 +254,6 @@ def _group_process() -> Any:
     return sys.modules["group_process"]
 
 
-def _model(directory: Path) -> Path:
-    """A random Qwen3 of the vocabulary that `group_process.make_batch` draws from."""
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(0)
-    shape = {"vocab_size": 48, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    Qwen3ForCausalLM(Qwen3Config(**shape, **heads, tie_word_embeddings=True)).save_pretrained(directory)
-    return directory
-
-
 def run_case(kill: Kill, stage: Stage, directory: Path) -> dict[str, Any]:
     """Carry out one kill; AssertionError where something went wrong after it."""
     if kill.kind == "hybrid":
@@ -284,13 +265,6 @@ def run_case(kill: Kill, stage: Stage, directory: Path) -> dict[str, Any]:
     return run_killed(kill, stage, directory)
 
 
-def left_out(kills: list[Kill]) -> str:
-    """Why kills by ``scancel`` cannot be done here; empty where they can, or are not asked for."""
-    import single_node
-
-    return single_node.missing() if any(kill.kind == "scancel" for kill in kills) else ""
-
-
 def main() -> int:
     """Carry out all of them, a line each; the number of those that went wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -300,7 +274,7 @@ def main() -> int:
     kills = [Kill.of_seed(seed) for seed in options.seed or range(options.seeds)]
     failed: list[int] = []
     counts: Counter[str] = Counter()
-    if lacking := left_out(kills):
+    if any(kill.kind == "scancel" for kill in kills) and (lacking := single_node.missing()):
         print(f"scancel is left out: {lacking}", flush=True)
         kills = [kill for kill in kills if kill.kind != "scancel"]
     with Stage() as stage:
@@ -320,7 +294,6 @@ def main() -> int:
 
 # Records of groups are kept, whatever checkpoints there are: they are what is replayed.
 run_checkpoints.prune_groups = lambda spec, first, before: before
-sys.path.append(str(Path(__file__).parents[1] / "slurm"))  # for single_node
 os.environ["PATH"] = os.pathsep.join((os.environ["PATH"], "/usr/sbin", "/sbin"))  # where Debian puts Slurm's daemons
 
 if __name__ == "__main__":

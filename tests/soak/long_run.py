@@ -40,22 +40,12 @@ PER_ITERATION = PROMPTS * GROUP_SIZE
 def make_config(directory: Path, iterations: int) -> RunConfig:
     """The cheapest run with all parts: the model that ships with Libra, two turns of two tokens."""
     return config_from_dict(
-        {
-            "run": {"name": "run", "dir": str(directory), "iterations": iterations, "eta": 1},
-            "environment": {"name": "libra.testing:FixedTurns"},
-            "rollout": {
-                "max_new_tokens": 2,
-                "max_turns": 2,
-                "ignore_eos": True,
-                "slots": 32,
-                "max_context_tokens": 128,
-            },
-            "trainer": {"prompts": PROMPTS, "group_size": GROUP_SIZE, "lr": 1e-5},
-            "checkpoint": {"every": 50, "keep": 1},
-            "cluster": {"threads": 1, "tool_slots": 32, "dashboard_port": 0},
-            "observe": {"progress": False},
-        }
-    )
+        {"run": {"name": "run", "dir": str(directory), "iterations": iterations, "eta": 1},
+        "environment": {"name": "libra.testing:FixedTurns"}, "rollout": {"max_new_tokens": 2, "max_turns": 2,
+        "ignore_eos": True, "slots": 32, "max_context_tokens": 128,},
+        "trainer": {"prompts": PROMPTS, "group_size": GROUP_SIZE, "lr": 1e-5}, "checkpoint": {"every": 50, "keep": 1},
+        "cluster": {"threads": 1, "tool_slots": 32, "dashboard_port": 0}, "observe": {"progress": False},}
+    )  # fmt: skip
 
 
 def rss_bytes() -> int:
@@ -77,13 +67,9 @@ def census(types: bool = True, trace: bool = False) -> dict[str, Any]:
     elif trace:
         snapshot = tracemalloc.take_snapshot().filter_traces([tracemalloc.Filter(False, tracemalloc.__file__)])
         found["lines"] = {
-            " < ".join(f"{frame.filename}:{frame.lineno}" for frame in reversed(each.traceback)): (
-                each.size,
-                each.count,
-            )
-            for each in snapshot.statistics("traceback")
-            if each.size > 2000
-        }
+            " < ".join(f"{frame.filename}:{frame.lineno}" for frame in reversed(each.traceback)): (each.size,
+            each.count,) for each in snapshot.statistics("traceback") if each.size > 2000
+        }  # fmt: skip
     return found
 
 
@@ -165,19 +151,13 @@ def long_run(directory: Path, iterations: int, every: int, warm: int, trace: boo
             print(f"iteration {done}, {at_s:.0f} s: RSS in MB {megabytes}", file=sys.stderr, flush=True)
     run, trajectories = directory / "run", iterations * PER_ITERATION
     return {
-        "iterations": iterations,
-        "trajectories": trajectories,
-        "began_with": session.first,
-        "began_after_s": round(began_after_s, 1),
-        "wall_s": round(time.monotonic() - began_s, 1),
-        "growth": growth(samples, warm),
-        "containers": samples[-1]["containers"] if samples else {},
-        "events": sum(1 for _ in EventReader(run / "events.jsonl").raw()),
-        "disk_bytes_per_trajectory": {
-            name: round(size / trajectories, 1) for name, size in directory_bytes(run).items()
-        },
+        "iterations": iterations, "trajectories": trajectories, "began_with": session.first,
+        "began_after_s": round(began_after_s, 1), "wall_s": round(time.monotonic() - began_s, 1),
+        "growth": growth(samples, warm), "containers": samples[-1]["containers"] if samples else {},
+        "events": sum(1 for _ in EventReader(run / "events.jsonl").raw()), "disk_bytes_per_trajectory": {
+        name: round(size / trajectories, 1) for name, size in directory_bytes(run).items()},
         "resume_s": round(resume_s(run), 2),
-    }
+    }  # fmt: skip
 
 
 def main() -> None:

@@ -28,14 +28,8 @@ DISK_MIB = 64
 class Cluster:
     """Scheduler and workers; started when they are needed, and again where the scheduler was killed.
 
-    Parameters
-    ----------
-    config : Path
-        A run's, of which section ``cluster`` counts.
-    apart : tuple of str
-        Workers whose nannies are processes of their own.
-    hash_seeds : random.Random
-        Where the hash seed of each start comes from.
+    Section ``cluster`` of ``config`` counts, the workers ``apart`` have nannies that are processes of their own, and each start
+    has a hash seed from ``hash_seeds``.
     """
 
     def __init__(self, config: Path, apart: tuple[str, ...], hash_seeds: random.Random) -> None:
@@ -49,12 +43,10 @@ class Cluster:
     def environment(self) -> dict[str, str]:
         """Of a process, with another hash seed each time."""
         return {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(HERE), os.environ.get("PYTHONPATH", "")]),
-            "PYTHONHASHSEED": str(self.hash_seeds.randint(1, 1 << 31)),
-            "LIBRA_SOAK": str(self.directory),
+            **os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(HERE), os.environ.get("PYTHONPATH", "")]),
+            "PYTHONHASHSEED": str(self.hash_seeds.randint(1, 1 << 31)), "LIBRA_SOAK": str(self.directory),
             "OMP_NUM_THREADS": "1",
-        }
+        }  # fmt: skip
 
     def ensure(self) -> None:
         """Start it where it is not running."""
@@ -65,13 +57,9 @@ class Cluster:
         environment = {**self.environment(), "DASK_DISTRIBUTED__WORKER__PRELOAD": str(HERE / "faults.py")}
         with self.log.open("a") as log:
             self._process = subprocess.Popen(
-                [*command, *self.apart],
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
+                [*command, *self.apart], env=environment, stdout=subprocess.PIPE, stderr=log, text=True,
                 start_new_session=True,
-            )
+            )  # fmt: skip
         (self.directory / "scheduler.pid").write_text(str(self._process.pid))
         assert self._process.stdout is not None
         self.contact = self._process.stdout.readline().strip()

@@ -45,15 +45,9 @@ class Replayer:
             port = probe.getsockname()[1]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         self._processes = [
-            subprocess.Popen(
-                [sys.executable, __file__, str(rank), str(size), str(port)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-                env=environment,
-            )
-            for rank in range(size)
-        ]
+            subprocess.Popen([sys.executable, __file__, str(rank), str(size), str(port)], stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, text=True, env=environment,) for rank in range(size)
+        ]  # fmt: skip
 
     def __enter__(self) -> Replayer:
         return self

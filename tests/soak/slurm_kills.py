@@ -54,13 +54,9 @@ class SlurmCluster:
             command = [*LIBRA[:2], KEEPING + LIBRA[2], "run", "my.yaml", "--scheduler", "slurm/cluster.json"]
             command += [f"run.name={name}", f"run.eta={kill.eta}", f"run.seed={kill.seed}"]
             run = subprocess.Popen(
-                command,
-                env=self.environment,
-                cwd=self.directory,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
+                command, env=self.environment, cwd=self.directory, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
                 text=True,
-            )
+            )  # fmt: skip
             try:
                 said = self._cancel_at(kill, name, victim, reports)
                 _, errors = run.communicate()
@@ -95,18 +91,15 @@ def slurm_cluster() -> Iterator[SlurmCluster]:
         environment |= {"PYTHONPATH": path}
         job = {"cpus": 1, "memory": "2 GiB", "walltime": "01:00:00"}
         settings = {
-            "run": {"iterations": 4},
-            "environment": {"name": "libra.testing:FixedTurns"},
+            "run": {"iterations": 4}, "environment": {"name": "libra.testing:FixedTurns"},
             "rollout": {"max_new_tokens": 6, "max_turns": 3, "ignore_eos": True, "slots": 8},
             "trainer": {"prompts": 2, "group_size": 3, "lr": 1e-3, "normalize_std": False, "entropy_coef": 0.01},
-            "checkpoint": {"every": 2, "keep": 1},
-            "cluster": {"dashboard_port": 0, "threads": 1},
+            "checkpoint": {"every": 2, "keep": 1}, "cluster": {"dashboard_port": 0, "threads": 1},
             "observe": {"progress": False, "tensorboard": False},
             "slurm": {"host": "127.0.0.1", "reconcile_s": 1.0, "setup": [f"export PYTHONPATH={path}"]},
             "slurm_rollout": {**job, "jobs": 2, "partition": "rollout", "gpus": 1},
-            "slurm_train": {**job, "partition": "train", "gpus": 1},
-            "slurm_tool": {**job, "partition": "train"},
-        }
+            "slurm_train": {**job, "partition": "train", "gpus": 1}, "slurm_tool": {**job, "partition": "train"},
+        }  # fmt: skip
         (Path(name) / "my.yaml").write_text(yaml.safe_dump(settings))
         cluster = SlurmCluster(Path(name), environment)
         cluster.libra("cluster", "slurm", "my.yaml", "up")

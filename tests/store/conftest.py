@@ -16,23 +16,14 @@ from libra.types import EndReason, FailureClass, Prompt, StopReason, Taught, Tra
 
 def _turn(rng: np.random.Generator, turn: int) -> dict[str, Any]:
     return {
-        "turn": turn,
-        "tool": str(rng.choice(["calculator", "python", ""])),
-        "status": str(rng.choice(["ok", "error", ""])),
-        "num_calls": int(rng.integers(3)),
-        "prompt_tokens": int(rng.integers(1000)),
-        "cached_tokens": int(rng.integers(1000)),
-        "generated_tokens": int(rng.integers(64)),
-        "observation_tokens": int(rng.integers(64)),
-        "stop_reason": str(rng.choice(list(StopReason))),
-        "generate_s": float(rng.random()),
-        "queued_s": float(rng.random()),
-        "tool_s": float(rng.random()),
-        "worker": f"rollout-{rng.integers(4)}",
-        "text_chars": int(rng.integers(200)),
-        "payload_chars": int(rng.integers(200)),
-        "sequence_start": 0,
-    }
+        "turn": turn, "tool": str(rng.choice(["calculator", "python", ""])),
+        "status": str(rng.choice(["ok", "error", ""])), "num_calls": int(rng.integers(3)),
+        "prompt_tokens": int(rng.integers(1000)), "cached_tokens": int(rng.integers(1000)),
+        "generated_tokens": int(rng.integers(64)), "observation_tokens": int(rng.integers(64)),
+        "stop_reason": str(rng.choice(list(StopReason))), "generate_s": float(rng.random()),
+        "queued_s": float(rng.random()), "tool_s": float(rng.random()), "worker": f"rollout-{rng.integers(4)}",
+        "text_chars": int(rng.integers(200)), "payload_chars": int(rng.integers(200)), "sequence_start": 0,
+    }  # fmt: skip
 
 
 def _make(
@@ -51,22 +42,16 @@ def _make(
     rng = np.random.default_rng([seed, iteration, group, sample])
     action = rng.random(num_tokens) < 0.5
     values = {
-        "trajectory_id": TrajectoryId(iteration, group, sample, split),
-        "prompt": Prompt(
-            f"q-{group}", ({"role": "user", "content": "1 + 2 ∙ 3?"},), {"answer": 7, "operations": ["+", {"x": None}]}
-        ),
-        "token_ids": rng.integers(0, 500, num_tokens).astype(np.int32),
-        "is_action": action,
+        "trajectory_id": TrajectoryId(iteration, group, sample, split), "prompt": Prompt(
+        f"q-{group}", ({"role": "user", "content": "1 + 2 ∙ 3?"},), {"answer": 7, "operations": ["+", {"x": None}]}),
+        "token_ids": rng.integers(0, 500, num_tokens).astype(np.int32), "is_action": action,
         "behaviour_logprob": np.where(action, -rng.random(num_tokens), 0).astype(np.float32),
         "weight_version": np.where(action, iteration, -1).astype(np.int32),
         "kv_version": np.where(action, iteration - 1, -1).astype(np.int32),
-        "turns": [_turn(rng, turn) for turn in range(num_turns)],
-        "end_reason": EndReason.ANSWERED,
-        "failure": FailureClass.NONE,
-        "reward": float(rng.random()),
-        "advantage": float(rng.standard_normal()),
+        "turns": [_turn(rng, turn) for turn in range(num_turns)], "end_reason": EndReason.ANSWERED,
+        "failure": FailureClass.NONE, "reward": float(rng.random()), "advantage": float(rng.standard_normal()),
         "epoch": 3,
-    }
+    }  # fmt: skip
     made = Trajectory(**(values | changes))
     if experts is not None:
         made.routes = rng.integers(0, 8, (num_tokens, *experts)).astype(np.int16)
@@ -80,12 +65,10 @@ def _taught(rng: np.random.Generator, num_tokens: int, kind: str, columns: int =
     full = rng.dirichlet(np.ones(columns + 1), num_tokens)
     logp = np.log(full).astype(np.float32)
     return Taught(
-        rng.integers(0, 500, (num_tokens, columns)).astype(np.int32),
-        logp[:, :columns],
-        -rng.random(num_tokens).astype(np.float32),
-        rest_logp=logp[:, columns] if kind == "top_k" else None,
+        rng.integers(0, 500, (num_tokens, columns)).astype(np.int32), logp[:, :columns],
+        -rng.random(num_tokens).astype(np.float32), rest_logp=logp[:, columns] if kind == "top_k" else None,
         old_logp=-rng.random((num_tokens, columns)).astype(np.float32) if kind == "drawn by the student" else None,
-    )
+    )  # fmt: skip
 
 
 def _assert_same(got: Trajectory, expected: Trajectory) -> None:

@@ -24,25 +24,14 @@ def test_events_and_lines_come_back_in_order(tmp_path):
         log.flush()
         log.flush()
         log.write(WorkerLost(run="demo", t_s=2.0, address="tcp://w0"))
+        for iteration in range(2000):  # more than the buffer holds
+            log.write(_gate(iteration))
+        assert 3 < len(read_events(path).events) < 2003
     events, torn = read_events(path)
     assert torn is None
-    assert [event["name"] for event in events] == ["gate_opened", "custom", "worker_lost"]
+    assert [event["name"] for event in events][:3] == ["gate_opened", "custom", "worker_lost"]
+    assert [event["iteration"] for event in events[3:]] == list(range(2000))
     assert from_dict(events[0]) == _gate(0)
-
-
-def test_nothing_is_lost_when_more_is_written_than_the_buffer_holds(tmp_path):
-    log = EventLog(tmp_path / "events.jsonl")
-    for iteration in range(2000):
-        log.write(_gate(iteration))
-    assert 0 < len(read_events(log.path).events) < 2000
-    log.close()
-    log.close()
-    assert [event["iteration"] for event in read_events(log.path).events] == list(range(2000))
-    log.write(_gate(0))
-    with pytest.raises(StoreError, match="closed"):
-        log.flush()
-    with pytest.raises(StoreError, match=r"nowhere.jsonl"):
-        read_events(tmp_path / "nowhere.jsonl")
 
 
 @pytest.mark.parametrize("tail", [b'{"schema":1,"na', b"\xff\xfe", b"x" * 200_000])

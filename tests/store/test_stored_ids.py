@@ -10,12 +10,9 @@ from libra.store.stored_ids import StoredIds
 from libra.types import TrajectoryId
 
 IDS = st.builds(
-    TrajectoryId,
-    st.integers(0, 3) | st.just(10**6),
-    st.integers(0, 2) | st.just(2**31 - 1),
-    st.integers(0, 2) | st.just(2**31 - 1),
-    st.sampled_from(["train", "eval"]),
-)
+    TrajectoryId, st.integers(0, 3) | st.just(10**6), st.integers(0, 2) | st.just(2**31 - 1),
+    st.integers(0, 2) | st.just(2**31 - 1), st.sampled_from(["train", "eval"]),
+)  # fmt: skip
 
 
 @given(st.sets(IDS), st.lists(st.sets(IDS), max_size=3), st.lists(IDS))

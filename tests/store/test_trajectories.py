@@ -36,32 +36,13 @@ from libra.store.zarr_layout import COLUMNS, LEVELS
 from libra.types import EndReason, FailureClass, TrajectoryId
 
 
-def test_levels_of_sandboxes_are_kept_once_each(store, make_trajectory):
-    for level in ("bubblewrap", "landlock", "bubblewrap"):
-        store.note_isolation(level)
-    store.append([make_trajectory(0, 0, 0)])
-    attributes = zarr.open_group(store.path, mode="r").attrs
-    assert attributes["isolation"] == ["bubblewrap", "landlock"]
-    assert attributes["committed"]["trajectories"] == 1 and attributes["run"] == "demo"
-    with pytest.raises(StoreError, match="open for reading only"):
-        TrajectoryStore.open(store.path).note_isolation("rlimits")
-
-
 def test_every_field_comes_back(store, make_trajectory, assert_same):
     expected = [
         make_trajectory(0, 0, 0),
         make_trajectory(0, 0, 1, num_tokens=0, num_turns=0, end_reason=EndReason.FAILURE, failure=FailureClass.ENGINE),
-        make_trajectory(
-            0,
-            0,
-            1,
-            "eval",
-            reward=float("nan"),
-            failure=FailureClass.REWARD,
-            failure_detail="é\n\0x",
-            retried="engine,reward",
-        ),
-    ]
+        make_trajectory(0, 0, 1, "eval", reward=float("nan"), failure=FailureClass.REWARD, failure_detail="é\n\0x",
+        retried="engine,reward",),
+    ]  # fmt: skip
     assert store.append([]) == range(0)
     assert store.append(expected, batch=7) == range(3)
     assert store.append([make_trajectory(1, 0, 0)]) == range(3, 4)
@@ -87,10 +68,7 @@ def test_the_same_trajectory_is_stored_once(store, make_trajectory):
         with pytest.raises(StoreError, match=r"each .* is stored once"):
             store.append(again)
     store.close()
-    with (
-        TrajectoryStore.open(store.path, "a") as reopened,
-        pytest.raises(StoreError, match="train-0-0-0"),
-    ):
+    with TrajectoryStore.open(store.path, "a") as reopened, pytest.raises(StoreError, match="train-0-0-0"):
         reopened.append([make_trajectory(0, 0, 0)])
     assert TrajectoryStore.open(store.path).num_trajectories == 2
 
@@ -191,12 +169,10 @@ def test_what_is_no_store_is_refused_with_what_to_do(tmp_path, store):
 @pytest.mark.parametrize("kind", ["top_k", "drawn by the teacher", "drawn by the student"])
 def test_scores_of_a_teacher_and_experts_come_back_and_plain_zarr_reads_them(store, make_trajectory, assert_same, kind):
     expected = [
-        make_trajectory(0, 0, 0),
-        make_trajectory(0, 0, 1, scored=kind, experts=(2, 3)),
-        make_trajectory(0, 0, 2, experts=(2, 3)),
-        make_trajectory(0, 0, 3, scored=kind),
+        make_trajectory(0, 0, 0), make_trajectory(0, 0, 1, scored=kind, experts=(2, 3)),
+        make_trajectory(0, 0, 2, experts=(2, 3)), make_trajectory(0, 0, 3, scored=kind),
         make_trajectory(0, 0, 4, num_tokens=0, num_turns=0),
-    ]
+    ]  # fmt: skip
     store.append(expected[:2], batch=0)
     store.append(expected[2:], batch=1)
     for index, trajectory in enumerate(expected):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import platform
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,8 +11,6 @@ import pytest
 
 from checked_engines import CONTEXT, Counted, Faulty, Trainer, Worker
 from libra.rollout import TransformersEngine
-
-platform.processor()  # starts `uname` the first time it is asked, which would be in a test
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -51,13 +51,10 @@ def group_of(iteration: int, group: int, num: int = 3) -> list[Trajectory]:
 
 def facts_of(members: list[Trajectory], path: Path, block: dict[str, Any] | None) -> dict[str, Any]:
     return {
-        "path": str(path),
-        "advantages": [1.0] * len(members),
+        "path": str(path), "advantages": [1.0] * len(members),
         "trains": [bool(member.failure.trains) for member in members],
-        "rows": [str(member.trajectory_id) for member in members],
-        "lengths": lengths(members),
-        "block": block,
-    }
+        "rows": [str(member.trajectory_id) for member in members], "lengths": lengths(members), "block": block,
+    }  # fmt: skip
 
 
 def keeper(spec: RunSpec) -> RowKeeper:

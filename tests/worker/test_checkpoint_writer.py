@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from libra.config import RunConfig, config_from_dict
-from libra.driver.session import Session, run
+from libra.driver.session import run
 from libra.errors import CheckpointError, ConfigError
 from libra.testing import FixedTurns
 from libra.train import checkpoint as checkpoint_module
@@ -173,21 +173,3 @@ def test_a_bad_start_is_told_before_anything_is_made(make_config: Config, tmp_pa
     with pytest.raises(CheckpointError, match=r"run\.from_checkpoint"):
         run(make_config(run={"from_checkpoint": str(tmp_path / "nowhere")}))
     assert not (tmp_path / "demo").exists()
-
-
-def test_a_disk_that_refuses_a_checkpoint_ends_the_run_with_what_to_do(make_config: Config, client: Client) -> None:
-    def fill(run: str, dask_worker: Any) -> None:
-        from libra.errors import CheckpointError as Error
-
-        host = dask_worker.plugins[f"libra-{run}"]
-        if host.trainer is not None:
-
-            def full(version: int) -> Path:
-                raise Error("checkpoint: disk full; make space")
-
-            host.trainer.checkpoints.save = full  # ENOSPC itself is provoked in tests/train/test_checkpoint.py
-
-    with Session(make_config(checkpoint={"every": 1}), client=client) as session:
-        client.run(fill, "demo")
-        with pytest.raises(CheckpointError, match="make space"):
-            list(session.iterations())

@@ -30,14 +30,10 @@ def trajectory_of(request: TurnRequest, output: TurnOutput, advantage: float) ->
         return np.concatenate([np.full(prompt, other, values.dtype), values])
 
     return trajectory(
-        token_ids=np.concatenate([request.context_ids, output.token_ids]),
-        is_action=column(np.ones(new, bool), False),
-        behaviour_logprob=column(output.logprobs, 0.0),
-        weight_version=column(output.weight_versions, -1),
-        kv_version=column(output.kv_versions, -1),
-        turns=[{"prompt_tokens": prompt}],
-        advantage=advantage,
-    )
+        token_ids=np.concatenate([request.context_ids, output.token_ids]), is_action=column(np.ones(new, bool), False),
+        behaviour_logprob=column(output.logprobs, 0.0), weight_version=column(output.weight_versions, -1),
+        kv_version=column(output.kv_versions, -1), turns=[{"prompt_tokens": prompt}], advantage=advantage,
+    )  # fmt: skip
 
 
 async def updated_in_flight(

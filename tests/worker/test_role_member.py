@@ -216,10 +216,3 @@ async def test_it_leaves_while_it_waits_for_a_core(case: Case) -> None:
     await case.hears("role_stage", stage="draining", generation=2)
     case.tell("sleeping", 2, "rollout")
     await case.hears("role_stage", stage="sleeping", generation=2)
-
-
-async def test_what_a_drain_left_alone_goes_on(case: Case) -> None:
-    await case.to_train()
-    case.tell("taking_up", 2)  # of a change back that was cancelled before its drain began
-    await case.hears("role_stage", stage="taking_up", generation=2)
-    assert FakeHybrid.made.empty()

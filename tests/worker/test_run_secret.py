@@ -18,12 +18,9 @@ from libra.worker.run_spec import RunSpec
 
 SECRET = "5ec2e7" * 10
 PEERS: list[dict[str, dict[str, Any]]] = [
-    {"trainer": {"dispatch": "peer"}},
-    {"weights": {"transfer": "peer"}},
-    {"cluster": {"hybrid_workers": 1}},
-    {"cluster": {"train_workers": 2}},
-    {"rollout": {"kv_host_gib": 0.1}},
-]
+    {"trainer": {"dispatch": "peer"}}, {"weights": {"transfer": "peer"}}, {"cluster": {"hybrid_workers": 1}},
+    {"cluster": {"train_workers": 2}}, {"rollout": {"kv_host_gib": 0.1}},
+]  # fmt: skip
 
 
 def spec_of(config: RunConfig, directory: Path) -> RunSpec:

@@ -66,23 +66,6 @@ async def test_sleep_may_abort_the_turns_under_way(trainer, worker):
 
 
 @serving()
-async def test_a_sleep_that_is_cancelled_while_it_waits_leaves_the_engine_serving(trainer, worker):
-    serving, engine = worker.serving, worker.serving.engine
-    reached = held(engine, asyncio.get_running_loop())
-    turn = asyncio.ensure_future(serving.generate(request(new=20)))
-    await reached.wait()
-    sleeping = asyncio.ensure_future(serving.sleep())
-    await asyncio.sleep(0)
-    sleeping.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await sleeping
-    await engine.resume()
-    assert len((await turn).token_ids) == 20
-    assert len((await serving.generate(request("next"))).token_ids) == 4 and serving.engine is engine
-    assert len(worker.of("served")) == 1
-
-
-@serving()
 async def test_an_engine_that_cannot_be_woken_as_another_kind_is_woken_as_the_kind_it_was(trainer, worker):
     def missing(directory: Path, version: int) -> TransformersEngine:
         return TransformersEngine(directory / "nowhere", slots=4, max_context_tokens=CONTEXT, version=version)

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from checked_engines import always_wrong, layer_left_out, request, serving, stale_head, use, version_skipped
-from libra.errors import EngineError, WeightsError
+from libra.errors import EngineError
 from libra.weights import WeightStore
 
 
@@ -142,17 +142,6 @@ async def test_an_engine_whose_process_was_replaced_is_asked_again(trainer, work
     assert [told["version"] for told in worker.of("served")] == [0, 0]
 
 
-@serving()
-async def test_a_file_that_was_altered_is_refused_and_the_engine_keeps_what_it_had(trainer, worker):
-    published = trainer.step(1e-3)
-    data = bytearray(published.path.read_bytes())
-    data[-1] ^= 1
-    published.path.write_bytes(bytes(data))
-    with pytest.raises(WeightsError):
-        await worker.pull()
-    assert worker.serving.engine.version == 0 and worker.serving.verified == 0
-
-
 @serving(layer_left_out("model.layers.0.mlp.up_proj.weight"))
 async def test_a_version_published_without_a_check_is_compared_with_its_file(trainer, worker):
     tensors = {name: tensor + 1e-6 for name, tensor in load_file(trainer.store.get(0).path).items()}
@@ -160,35 +149,6 @@ async def test_a_version_published_without_a_check_is_compared_with_its_file(tra
     trainer.replica.steps_done = 1
     await worker.pull()
     assert worker.of("quarantined")[0]["layer"] == "model.layers.0.mlp.up_proj.weight"
-
-
-def test_an_engine_closed_under_a_load_is_neither_quarantined_nor_started_again(trainer, worker):
-    """A run that ends closes its engines while they load its last version."""
-    loading, proceed = threading.Event(), threading.Event()
-
-    def wait(batch, before, directory) -> None:
-        loading.set()
-        assert proceed.wait(60)
-
-    source = trainer("float32")
-    here = worker(source, wait)
-    source.step(1e-3)
-
-    async def close_under_a_load() -> None:
-        await here.serving.start()
-        engine, pull = here.serving.engine, asyncio.ensure_future(here.pull())
-        assert await asyncio.to_thread(loading.wait, 60)
-        close = asyncio.ensure_future(here.serving.close())
-        await asyncio.sleep(0)
-        proceed.set()
-        await close
-        for under_way in (pull, here.pull()):
-            with pytest.raises(EngineError, match="closed"):
-                await under_way
-        assert here.serving.engine is engine
-
-    asyncio.run(asyncio.wait_for(close_under_a_load(), 120))
-    assert here.reports == []
 
 
 @pytest.mark.parametrize("recheck", [True, False])
