@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import zarr
-from distributed import Nanny, Scheduler
+import whole_run
+from distributed import Client, Nanny, Scheduler
 from distributed.core import Status
 
 from libra import keys
@@ -23,10 +23,11 @@ from libra.cluster.present_workers import present_workers
 from libra.config import RunConfig
 from libra.driver.session import Session
 from libra.envs import tool
-from libra.store.event_log import read_events
 from libra.store.trajectory_journal import Journal
 from libra.testing import FixedTurns
 from libra.types import ToolCall
+
+pytestmark = pytest.mark.live
 
 Config = Callable[..., RunConfig]
 
@@ -99,6 +100,7 @@ def stop_once(run: str, first: Path, stopped: Pipe, go: Pipe, outcome: Pipe, das
 def test_a_worker_that_comes_back_after_its_trajectory_went_elsewhere_writes_nothing(
     make_config: Config, pipe: Callable[[str], Pipe], tmp_path: Path, to_continue: list[int]
 ) -> None:
+    # Its own cluster: a worker is taken from its scheduler, and ends by itself.
     config = make_config(
         run={"iterations": 3},
         cluster={"rollout_workers": 2, "threads": 1, "dashboard_port": 0},
@@ -134,17 +136,11 @@ def test_a_worker_that_comes_back_after_its_trajectory_went_elsewhere_writes_not
         os.close(watch)
         assert len(list(iterations)) == 2
 
-    records = sorted(path.name for path in (session.directory / "journal").glob("*.rec"))
-    names = [f"train-{k}-{g}-{s}" for k in range(3) for g in (0, 1) for s in (0, 1)]
-    assert records == sorted(f"{name}.{quantum:04d}.rec" for name in names for quantum in range(5))
-    events = read_events(session.directory / "events.jsonl").events
-    done = Counter((e["key"], e["quantum"]) for e in events if e["name"] == "quantum_finished")
-    assert set(done.values()) == {1} and len(done) == len(records)
-    lost = [e for e in events if e["name"] == "quantum_lost" and e["address"] == address]
+    directory = session.directory
+    whole_run.check_once(directory, 3)
+    assert len(whole_run.journal_records(directory)) == 3 * 4 * 5
+    lost = [e for e in whole_run.events_of(directory, "quantum_lost") if e["address"] == address]
     assert trajectory in {"-".join(map(str, ("train", *keys.parse(e["key"]).indices))) for e in lost}  # type: ignore[union-attr]
-    columns = zarr.open_group(session.directory / "trajectories.zarr", mode="r")["trajectory"]
-    ids = list(zip(*(columns[name][:].tolist() for name in ("iteration", "group", "sample")), strict=True))
-    assert sorted(ids) == [(k, g, s) for k in range(3) for g in (0, 1) for s in (0, 1)]
 
 
 KILLS = 5
@@ -176,8 +172,11 @@ class Asks(FixedTurns):
         return (ToolCall("ask", {"text": "y"}),)
 
 
+Asks.__module__ = "__main__"
+
+
 def test_a_trajectory_survives_five_worker_kills_at_five_quanta(
-    make_config: Config, pipe: Callable[[str], Pipe], tmp_path: Path
+    make_config: Config, client: Client, pipe: Callable[[str], Pipe], tmp_path: Path
 ) -> None:
     config = make_config(
         run={"iterations": 1},
@@ -188,9 +187,9 @@ def test_a_trajectory_survives_five_worker_kills_at_five_quanta(
     running, _ = pipe("running"), pipe("go")  # nobody ever says go: the worker is killed there
     killed: list[str] = []
 
-    with Session(config, environment=Asks(tmp_path)) as session, ThreadPoolExecutor(1) as thread:
-        assert session.cluster is not None
-        nanny: Nanny = session.cluster.workers["tool-0"]
+    cluster: Any = client.cluster
+    with Session(config, environment=Asks(tmp_path), client=client) as session, ThreadPoolExecutor(1) as thread:
+        nanny: Nanny = cluster.workers["tool-0"]
 
         async def heard() -> None:
             # Before its nanny has heard that it joined, Dask does not restart a worker that dies. It has no event for this.
@@ -200,7 +199,7 @@ def test_a_trajectory_survives_five_worker_kills_at_five_quanta(
         def kill() -> None:
             for _ in range(KILLS):
                 process, action = running.receive().split()
-                session.cluster.sync(heard)  # type: ignore[union-attr]
+                cluster.sync(heard)
                 killed.append(action)
                 os.kill(int(process), signal.SIGKILL)
 
@@ -212,8 +211,6 @@ def test_a_trajectory_survives_five_worker_kills_at_five_quanta(
     assert values["left_out"] == 0 and values["resampled"] == 0
     records = Journal(session.directory / "journal").read("train-0-0-0")
     assert [record["kind"] for record in records] == ["generation", "action"] * KILLS + ["generation"]
-    events = read_events(session.directory / "events.jsonl").events
-    lost = [e["quantum"] for e in events if e["name"] == "quantum_lost"]
-    assert lost == [1, 3, 5, 7, 9]
-    done = Counter(e["quantum"] for e in events if e["name"] == "quantum_finished")
+    assert [e["quantum"] for e in whole_run.events_of(session.directory, "quantum_lost")] == [1, 3, 5, 7, 9]
+    done = Counter(e["quantum"] for e in whole_run.events_of(session.directory, "quantum_finished"))
     assert done == dict.fromkeys(range(2 * KILLS + 1), 1)

@@ -1,0 +1,177 @@
+"""Twenty small faults, each planted at one place of a copy of the source; `run.py` says which tests catch them.
+
+A fault is a piece of text that stands once in one file, and what replaces it. When that code moves, the fault moves with it:
+`test_faults.py` fails until it does. ``looks_in`` names what is likely to catch it, and so runs first: paths under ``tests/``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+class FaultMoved(Exception):
+    """The text that a fault replaces is not in its file, or there more than once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One fault: in ``file``, a path under ``libra/``, ``wrong`` takes the place of ``right``."""
+
+    name: str
+    file: str
+    right: str
+    wrong: str
+    looks_in: tuple[str, ...]
+
+    def plant(self, root: Path) -> None:
+        """Edit the copy of the source under ``root``; FaultMoved if the text does not stand there once."""
+        path = root / "libra" / self.file
+        text = path.read_text(encoding="utf-8")
+        if text.count(self.right) != 1:
+            raise FaultMoved(f"{self.name}: libra/{self.file} has {text.count(self.right)} times {self.right!r}")
+        path.write_text(text.replace(self.right, self.wrong), encoding="utf-8")
+
+
+FAULTS = (
+    Fault(
+        "advantage_sign",
+        "train/losses/clipped.py",
+        "torch.maximum(-advantage_N * ratio_N, -advantage_N * clipped_N)",
+        "torch.maximum(advantage_N * ratio_N, advantage_N * clipped_N)",
+        ("train",),
+    ),
+    Fault(
+        "epoch_not_checked",
+        "worker/quanta.py",
+        "        self.context.epoch.check()\n",
+        "",
+        ("worker",),
+    ),
+    Fault(
+        "gate_one_version_early",
+        "policy/admission.py",
+        "iteration - self.eta <= self.version",
+        "iteration - self.eta <= self.version + 1",
+        ("policy",),
+    ),
+    Fault(
+        "version_check_always_true",
+        "weights/version_check.py",
+        "            passed, method, layer, gap, tolerance,",
+        "            True, method, layer, gap, tolerance,",
+        ("weights",),
+    ),
+    Fault(
+        "group_consumed_twice",
+        "policy/admission.py",
+        "self._committed.pop((iteration, group), None)\n            if",
+        "self._committed.get((iteration, group), None)\n            if",
+        ("policy",),
+    ),
+    Fault(
+        "record_checksum_skipped",
+        "store/record_codec.py",
+        "if len(body) != length or zlib.crc32(body) != crc:",
+        "if len(body) != length:",
+        ("store",),
+    ),
+    Fault(
+        "normaliser_per_micro_batch",
+        "train/slice_gradient.py",
+        "self.objective.aggregation.weighted_sum(loss_N, batch.sequences)",
+        "self.objective.aggregation(loss_N, batch.sequences)",
+        ("train",),
+    ),
+    Fault(
+        "slot_of_an_ended_one_never_freed",
+        "policy/dispatcher.py",
+        "        self.stopped(key)\n        self._leave(key)\n        if self.leases is not None:\n            self.leases.forget",
+        "        self._leave(key)\n        if self.leases is not None:\n            self.leases.forget",
+        ("policy",),
+    ),
+    Fault(
+        "priority_not_rewritten",
+        "scheduler/command_applier.py",
+        "                    dask_internals.set_priority(ts, priority)\n",
+        "",
+        ("scheduler",),
+    ),
+    Fault(
+        "kv_kept_across_versions",
+        "rollout/slot_batch.py",
+        "        for slot in table.of_state(RETAINED):\n            self._free(slot)\n",
+        "",
+        ("rollout",),
+    ),
+    Fault(
+        "parser_drops_an_adjacent_call",
+        "envs/tool_calls/hermes.py",
+        "position = text.find(OPEN, end)",
+        "position = text.find(OPEN, end + 1)",
+        ("envs/tool_calls",),
+    ),
+    Fault(
+        "reward_that_raises_is_0",
+        "envs/grading.py",
+        '        raise RewardFault(f"{where}: the reward raised {error_text(error)}") from error\n',
+        "        return 0.0\n",
+        ("envs",),
+    ),
+    Fault(
+        "tp_price_forgotten",
+        "planner/engine_packing.py",
+        "problem.tp[:, None] * problem.load_s, np.inf",
+        "problem.load_s, np.inf",
+        ("planner",),
+    ),
+    Fault(
+        "resume_skips_a_batch",
+        "worker/trainer.py",
+        "        while replica.steps_done < steps:\n",
+        "        while replica.steps_done + 1 < steps:\n",
+        ("driver",),
+    ),
+    Fault(
+        "hybrid_slice_added_twice",
+        "train/gradient_reduction.py",
+        "total += result.gradients.pop(name).to(total)",
+        "total += 2 * result.gradients.pop(name).to(total)",
+        ("train",),
+    ),
+    Fault(
+        "baseline_of_the_batch",
+        "train/advantages/group_relative.py",
+        "groups.reward_S - groups.mean_S,",
+        "groups.reward_S - groups.reward_S[groups.valid_S].mean(),",
+        ("train",),
+    ),
+    Fault(
+        "action_mask_shifted",
+        "train/samples.py",
+        "where = np.flatnonzero(trajectory.is_action)",
+        "where = np.flatnonzero(np.roll(trajectory.is_action, 1))",
+        ("train",),
+    ),
+    Fault(
+        "checkpoint_digest_skipped",
+        "train/checkpoint.py",
+        "        if got != facts[key]:\n",
+        "        if not got:\n",
+        ("train",),
+    ),
+    Fault(
+        "cmlfq_never_demotes",
+        "policy/cmlfq.py",
+        "            if level != other.level:\n",
+        "            if level < other.level:\n",
+        ("policy",),
+    ),
+    Fault(
+        "planner_ignores_memory",
+        "planner/cost/rollout_cost.py",
+        "fits=np.asarray(totals.final_context_tokens <= engine.kv_capacity_tokens)",
+        "fits=np.ones(len(totals), bool)",
+        ("planner",),
+    ),
+)
