@@ -105,5 +105,4 @@ def test_versions_share_the_engines_out_by_rounding_and_stay_while_they_are_used
     assert [each.difference for each in told if each.difference] == []
     repeated = Counter(type(command) for each in told for command in each.now)
     assert (repeated[Vacate], repeated[LoadVersion]) == (len(vacated), len(ordered))
-    assert all(event.alone for _, event in log if isinstance(event, events.QuantumDispatched))
     assert not [promise for promise in check_invariants(directory) if promise.verdict == "broken"]
