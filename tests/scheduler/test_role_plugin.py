@@ -262,18 +262,6 @@ def test_assignments_that_make_no_sense_and_stale_messages_change_nothing() -> N
     assert row(stage, "b")["role"] == "rollout"
 
 
-def test_a_row_says_since_when_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    now_s = [100.0]
-    monkeypatch.setattr("libra.scheduler.role_plugin.time.monotonic", lambda: now_s[0])
-    stage = Stage()
-    now_s[0] = 107.5
-    generation = change(stage, a={"role": "train"})
-    now_s[0] = 109.0
-    assert (row(stage, "a")["for_s"], row(stage, "b")["for_s"], row(stage, "a")["reason"]) == (1.5, 9.0, "asked for")
-    stage.say("role_failed", name="a", generation=generation, detail="no memory")
-    assert (row(stage, "a")["role"], row(stage, "a")["reason"]) == ("rollout", "a: no memory")
-
-
 def test_an_engine_of_two_workers_has_a_limit_of_its_own_that_may_be_set_before_it_is_there() -> None:
     stage = Stage(tp=1)
     libra = stage.plugins["libra"]

@@ -150,29 +150,33 @@ def _apart(moments: list[Moment]) -> tuple[str, ...]:
 def write_config(case: Case, directory: Path) -> Path:
     """The run of a case, as a user would write it."""
     path = directory / "soak.yaml"
-    path.write_text(
-        yaml.safe_dump(_turning_config(case, directory) if case.turning else {"run": {"dir": str(directory),
-        "name": "run", "iterations": case.iterations, "eta": case.eta, "seed": case.seed,},
+    run = {"dir": str(directory), "name": "run", "iterations": case.iterations, "eta": case.eta, "seed": case.seed}
+    settings: dict[str, Any] = {
+        "run": run,
         "environment": {"name": "libra.testing:FixedTurns"},
         "rollout": {"max_new_tokens": 4, "max_turns": MAX_TURNS, "ignore_eos": True, "slots": 8},
-        "trainer": {"prompts": PROMPTS, "group_size": GROUP_SIZE, "lr": 1e-3}, "checkpoint": {"every": 2, "keep": 1},
-        "cluster": {"threads": 1, "dashboard_port": 0}, "observe": {"progress": False, "tensorboard": False},})
-    )  # fmt: skip
+        "trainer": {"prompts": PROMPTS, "group_size": GROUP_SIZE, "lr": 1e-3},
+        "checkpoint": {"every": 2, "keep": 1},
+        "cluster": {"threads": 1, "dashboard_port": 0},
+        "observe": {"progress": False, "tensorboard": False},
+    }
+    if case.turning:
+        for section, changes in _turning(case).items():
+            settings[section] = settings.get(section, {}) | changes
+    path.write_text(yaml.safe_dump(settings))
     return path
 
 
-def _turning_config(case: Case, directory: Path) -> dict[str, Any]:
+def _turning(case: Case) -> dict[str, Any]:
     """Every second seed with parts of turns and a pool of KV. A pass takes as long for eight as for one: two fit on one engine."""
-    parts: dict[str, Any] = {"chunk_tokens": 3, "kv_host_gib": 0.1} if case.seed % 2 else {}
+    engines = [{"count": 2, "threads": 1, "min_pass_s": 0.05}]
     return {
-        "run": {"dir": str(directory), "name": "run", "iterations": case.iterations, "eta": 0, "seed": case.seed},
         "environment": {"name": "tails:SlowTail", "args": {"groups": WIDE, "seconds": 1.5}},
-        "rollout": {"max_new_tokens": 4, "max_turns": MAX_TURNS, "ignore_eos": True, "slots": 8, **parts},
-        "trainer": {"prompts": WIDE, "group_size": GROUP_SIZE, "lr": 1e-5, "streaming": "on", "turning": "on"},
-        "planner": {"change_cost_s": 0.0}, "checkpoint": {"every": 2, "keep": 1}, "cluster": {
-        "engines": [{"count": 2, "threads": 1, "min_pass_s": 0.05}], "hybrid_workers": 1, "threads": 1,
-        "dashboard_port": 0,}, "observe": {"progress": False, "tensorboard": False},
-    }  # fmt: skip
+        "rollout": {"chunk_tokens": 3, "kv_host_gib": 0.1} if case.seed % 2 else {},
+        "trainer": {"prompts": WIDE, "lr": 1e-5, "streaming": "on", "turning": "on"},
+        "planner": {"change_cost_s": 0.0},
+        "cluster": {"engines": engines, "hybrid_workers": 1},
+    }
 
 
 class Soak:

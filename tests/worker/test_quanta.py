@@ -19,9 +19,10 @@ from libra.config.effects import ignored_settings
 from libra.envs.environment import Environment
 from libra.envs.retries import NEVER
 from libra.envs.tool_arithmetic import ToolArithmetic
-from libra.errors import ConfigError, EngineError, StoreError, ToolFault, Unstorable
+from libra.errors import ConfigError, EngineError, FencedOff, StoreError, ToolFault, Unstorable
 from libra.events.reports import FoundEndedReport
 from libra.rollout.chat_format import load_chat_format
+from libra.store.epochs import take_epoch
 from libra.store.group_records import write_group
 from libra.store.trajectory_journal import Journal
 from libra.testing import FixedTurns
@@ -347,6 +348,15 @@ def test_numbers_of_the_engine_without_a_form_are_the_engines_failure(make_runne
     assert state.retried == [FailureClass.ENGINE] and state.phase == "ROLLOUT"
     runner.engine.serving.cached_tokens = 0
     assert run(runner).turns == 1
+
+
+def test_a_worker_of_an_earlier_start_of_the_run_writes_nothing(make_runner: Runner, tmp_path: Path) -> None:
+    runner = make_runner()
+    runner.context.epoch = take_epoch(tmp_path / "epochs")
+    take_epoch(tmp_path / "epochs")  # the run was started again
+    with pytest.raises(FencedOff):
+        run(runner)
+    assert runner.context.journal.trajectories() == set() and runner.context.reports == []
 
 
 def test_a_full_disk_still_ends_the_run(make_runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:

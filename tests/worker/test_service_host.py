@@ -21,7 +21,6 @@ from libra.envs.retries import BackOff
 from libra.errors import ConfigError, ServiceFault, ServiceTimeout
 from libra.train.teacher_model import Scoring, TeacherModel
 from libra.types import TrajectoryId
-from libra.worker import service_host
 from libra.worker.service_functions import FUNCTIONS
 from libra.worker.service_host import RunServices, ServiceHost
 from libra.worker.service_models import HostModel
@@ -227,15 +226,6 @@ async def test_on_the_device_those_used_longest_ago_make_room(random_model: Path
     await run.close()
     orders = [("a", True, 0), ("b", True, 0), ("a", False, 0), ("c", True, 1), ("a", False, 0), ("b", True, 1)]
     assert told(reports) == orders
-
-
-def test_room_on_a_gpu_counts_weights_that_services_have_there_already(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (6 * 2**30, 10 * 2**30))
-    gpu = SimpleNamespace(type="cuda")
-    assert service_host._room(gpu, None, 4 * 2**30) == service_host.GPU_FRAC * 10 * 2**30
-    assert service_host._room(gpu, 2.0, 4 * 2**30) == 2 * 2**30
-    assert service_host._room(gpu, None, 4 * 2**30, 2) == service_host.GPU_FRAC * 5 * 2**30  # two workers share it
-    assert service_host._room(torch.device("cpu"), None, 0) is None
 
 
 async def test_a_model_too_large_for_the_device_is_refused(random_model: Path, host: ServiceHost) -> None:
