@@ -120,16 +120,14 @@ def test_the_quick_start_runs_through_slurm_and_survives_scancel(slurm: Slurm, m
         env=slurm.environment, cwd=slurm.directory, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert run.stdout is not None
-    lines = []
+    asked = None
     for line in run.stdout:
-        lines.append(line)
-        if line.startswith("iteration 0"):
+        if line.startswith("iteration 0") and asked is None:
             asked = slurm.libra("roles", "runs/s")  # through the certificates of the cluster that the run was given
             subprocess.run(["scancel", first["rollout-1"]], env=slurm.environment, check=True)
     _, errors = run.communicate()
     assert run.returncode == 0, errors
-    assert sum(line.startswith("iteration ") for line in lines) == 3
-    assert asked.returncode == 0, asked.stderr
+    assert asked is not None and asked.returncode == 0, asked
     assert not (slurm.directory / "runs/s/scheduler.json").exists()
     metrics = [json.loads(row) for row in (slurm.directory / "runs/s/metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in metrics if "reward" in row] == [0, 1, 2]
