@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,17 +13,8 @@ import libra
 from libra.envs import make_environment
 
 MODEL = Path(libra.__file__).parent / "assets" / "tiny_arithmetic"
-SCRIPT = Path(libra.__file__).parent.parent / "workflows" / "make_tiny_model.py"
 CALL = '<tool_call>\n{"name": "calculator", "arguments": {"line": "d -> k: * 3", "value": 22}}\n</tool_call>'
 END = "<|im_end|>"
-
-
-@pytest.fixture(scope="module")
-def script():
-    spec = importlib.util.spec_from_file_location("make_tiny_model", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")
@@ -83,15 +72,3 @@ def test_what_follows_a_turn_does_not_depend_on_what_came_before(tokenizer, envi
     before = rendered(tokenizer, environment, messages)
     assert rendered(tokenizer, environment, longer).startswith(before)
     assert before.endswith(f"{CALL}{END}\n")
-
-
-@pytest.mark.live
-def test_the_script_makes_the_tokenizer_that_ships(script, tmp_path, monkeypatch):
-    steps = {"copy-steps": 1, "skill-steps": 2, "habit-steps": 1, "batch": 4}
-    arguments = [f"--{name}={value}" for name, value in ({"out": tmp_path} | steps).items()]
-    monkeypatch.setattr(sys, "argv", ["make_tiny_model.py", *arguments])
-    script.main()
-    configs = ("tokenizer_config.json", "config.json", "generation_config.json")
-    for name in ("tokenizer.json", "chat_template.jinja", *configs):
-        assert (tmp_path / name).read_text() == (MODEL / name).read_text(), name
-    assert (tmp_path / "model.safetensors").stat().st_size == (MODEL / "model.safetensors").stat().st_size

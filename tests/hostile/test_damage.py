@@ -59,7 +59,7 @@ def test_a_damaged_record_is_refused_and_repaired_without_loss(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("libra.driver.damage.RECHECK_S", 0.0)
-    directory = run_graphs(make_config(), client=client).directory
+    directory = run_graphs(make_config(checkpoint={"every": 1, "keep": 2}), client=client).directory
     (record, *_) = sorted((directory / "groups").glob("train-*.group"), reverse=True)
     members, rows = [said_of(member) for member in read_group(record)], columns(directory)
     flip(f"groups/{record.name}")(directory)
