@@ -41,7 +41,10 @@ def without_ties(workload: Workload) -> Workload:
     return Workload(workload.name, tuple(plans))
 
 
-@pytest.mark.parametrize(("name", "layout"), [("mlfq", "three_kinds"), ("paper", "one_kind"), ("cmlfq", "three_kinds")])
+OTHERS = [pytest.param(*each, marks=pytest.mark.live) for each in (("mlfq", "three_kinds"), ("paper", "one_kind"))]
+
+
+@pytest.mark.parametrize(("name", "layout"), [("cmlfq", "three_kinds"), *OTHERS])
 def test_live_dispatch_is_the_simulators(name: str, layout: str, tmp_path: Path) -> None:
     workload = without_ties(synthetic(24, turns=4, seed=3, group_size=6, name="parity"))
     specs = fleet(LAYOUTS[layout], TABLES, dict.fromkeys(TABLES, 4))

@@ -30,6 +30,7 @@ LIBRA = [sys.executable, "-c", "from libra.cli.main import main; main()"]
 
 pytestmark = [
     pytest.mark.slurm,
+    pytest.mark.timeout(900),
     pytest.mark.skipif(bool(single_node.missing()), reason=f"no Slurm here: {single_node.missing()}"),
 ]
 

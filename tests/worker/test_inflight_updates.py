@@ -76,6 +76,7 @@ async def updated_in_flight(
     return reports, outputs, store, replica
 
 
+@pytest.mark.live
 @pytest.mark.parametrize("exact", [False, True], ids=["as sampled", "exact"])
 def test_after_updates_in_flight_engine_and_trainer_agree(random_model, tmp_path, exact):
     engines = []

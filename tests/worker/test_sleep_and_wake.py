@@ -52,6 +52,7 @@ async def test_sleep_waits_for_the_turns_under_way_and_frees_the_model_and_wake_
     assert set((await serving.generate(request("t3"))).weight_versions) == {2}
 
 
+@pytest.mark.live
 @serving()
 async def test_sleep_may_abort_the_turns_under_way(trainer, worker):
     serving = worker.serving
@@ -65,6 +66,7 @@ async def test_sleep_may_abort_the_turns_under_way(trainer, worker):
     assert len((await serving.generate(request("t0", new=60))).token_ids) == 60
 
 
+@pytest.mark.live
 @serving()
 async def test_an_engine_that_cannot_be_woken_as_another_kind_is_woken_as_the_kind_it_was(trainer, worker):
     def missing(directory: Path, version: int) -> TransformersEngine:
@@ -112,6 +114,7 @@ async def test_an_engine_woken_with_wrong_weights_is_quarantined_and_one_that_is
     assert serving.engine_check.calibration.measured and serving.engine_check.calibration.probe_nats < 1e-4
 
 
+@pytest.mark.live
 @serving()
 async def test_a_woken_engine_has_its_file_after_the_store_has_dropped_it(trainer, worker):
     await worker.serving.sleep()

@@ -100,6 +100,7 @@ async def test_a_turn_under_way_never_returns_tokens_of_an_engine_that_disagrees
     assert output.token_ids.tolist() == expected.token_ids.tolist()
 
 
+@pytest.mark.live
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_without_a_fault_twenty_versions_pass_and_say_what_they_could_have_seen(trainer, worker, dtype):
     trainer = trainer(dtype)
