@@ -34,6 +34,7 @@ from libra.policy import (
 )
 from libra.policy.attained_service import PATIENCE as DEFAULT
 from libra.policy.calibration_log import FOLLOWED, KEPT, CalibrationLog
+from libra.policy.forecast import Forecast
 from libra.policy.oracle_lengths import KnownLengths
 from libra.policy.ordering import Inspectable
 from libra.policy.starvation_guard import StarvationGuard
@@ -304,3 +305,25 @@ def test_it_stays_bounded() -> None:
     seen.forecast("again", 0, 10.0)
     seen.ended("again", 7, completed=True)
     assert seen.outcomes[-1].tokens == 7  # there is room again
+
+
+class Given:
+    """A forecaster whose forecasts the test sets."""
+
+    tokens = 100.0
+
+    def handle(self, event: Any) -> None: ...
+
+    def remaining(self, key: str) -> Forecast:
+        return Forecast(self.tokens, self.tokens, 1.0)
+
+
+@pytest.mark.parametrize(("tokens", "goes"), [(10.0, "later"), (1000.0, "sooner")])
+def test_one_that_waits_to_begin_changes_its_level_with_its_forecast_up_and_down(tokens: float, goes: str) -> None:
+    forecaster: Any = Given()
+    ordering = CMLFQ(forecaster)
+    (begun, *_), _ = (ordering.handle(TrajectoryParked(key, 0, ROLLOUT, 0, "g")) for key in ("waits", "ends"))
+    forecaster.tokens = tokens
+    (moved, *_) = ordering.handle(TrajectoryEnded("ends"))
+    assert isinstance(begun, SetPriority) and isinstance(moved, SetPriority) and moved.key == "waits"
+    assert moved.priority > begun.priority if goes == "later" else moved.priority < begun.priority
