@@ -16,6 +16,7 @@ from libra.driver.session import Session
 from libra.driver.upcoming_prompts import UpcomingPrompts
 from libra.envs import FunctionEnvironment
 from libra.events import from_dict
+from libra.observe.metrics import read_metrics
 from libra.policy.log_replay import replay
 from libra.sim.from_run import workload_of_run
 
@@ -105,7 +106,9 @@ class Elsewhere:
 def test_a_run_names_the_prompts_of_each_iteration_before_it_begins(make_config: Any, client: Client) -> None:
     environment = FunctionEnvironment(prompts=["a", "b", "c"], eval_prompts=["d"], reward=lambda completion: 1.0)
     with Session(make_config(run={"iterations": 3}), environment=environment, client=client) as session:
-        assert all("forecast_weight_history" in row for row in session.iterations())
+        list(session.iterations())
+    rows = [row for row in read_metrics(session.directory) if "reward" in row]
+    assert len(rows) == 3 and all("forecast_weight_history" in row for row in rows)
     events = events_of(session.directory)
     asked = [environment.prompt("train", index).prompt_id for index in range(6)]
     assert {e["iteration"]: e["prompts"] for e in named(events, "prompts_named")} == {
