@@ -68,6 +68,7 @@ def test_a_step_elsewhere_is_the_step_here(name, model_dir, batch):
     assert apart < moved * max(10 * rounding, 0.01)
 
 
+@pytest.mark.live
 def test_a_checkpoint_goes_from_one_device_to_the_other(model_dir, batch, tmp_path):
     settings = TrainSettings(lr=1e-3)
     with pretended_gpu() as device:
