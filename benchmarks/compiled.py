@@ -47,6 +47,15 @@ follow_imports_for_stubs = true
 """What the modules import is read for its types, where it decides anything; the rest is a hundred times as much code."""
 
 
+def files_of_code(source: Path) -> list[str]:
+    """The files of ``libra`` and ``benchmarks`` that git has, new ones included; ConfigError where there is no checkout."""
+    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", "libra", "benchmarks"]
+    done = subprocess.run(listed, cwd=source, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise ConfigError(f"{source} is no checkout of git; run it from a checkout")
+    return sorted(name for name in done.stdout.split("\0") if name and (source / name).is_file())
+
+
 def built(folder: Path, modules: Sequence[str] = MODULES) -> Path:
     """The copy in ``folder``, compiled now unless it was before; ConfigError says why it cannot be."""
     if (folder / "built").exists():
@@ -55,8 +64,9 @@ def built(folder: Path, modules: Sequence[str] = MODULES) -> Path:
     if (missing := [name for name in modules if not (source / name).exists()]) or not (source / "benchmarks").exists():
         raise ConfigError(f"{source} has no {', '.join(missing) or 'benchmarks'}; run it from a checkout")
     shutil.rmtree(folder, ignore_errors=True)
-    for name in ("libra", "benchmarks"):
-        shutil.copytree(source / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in files_of_code(source):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source / name, folder / name)
     (folder / "mypy.ini").write_text(MYPY)
     package = folder / "libra" / "__init__.py"
     names = package.read_text()
@@ -75,9 +85,9 @@ def built(folder: Path, modules: Sequence[str] = MODULES) -> Path:
 def folder_of_code() -> Path:
     """A folder for this state of the code."""
     digest, root = hashlib.sha256(MYPY.encode()), Path(libra.__file__).parents[1]
-    for name in ("libra", "benchmarks"):
-        for path in sorted((root / name).rglob("*.py")):
-            digest.update(path.read_bytes())
+    for name in files_of_code(root):
+        if name.endswith(".py"):
+            digest.update((root / name).read_bytes())
     return Path(tempfile.gettempdir()) / f"libra-compiled-{os.getuid()}-{digest.hexdigest()[:16]}"
 
 

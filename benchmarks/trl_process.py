@@ -22,7 +22,7 @@ from typing import Any, Self
 from benchmarks import even_words as task
 from libra.errors import LibraError
 
-TRL_ENVIRONMENT = Path(__file__).with_name(".venv-trl")
+TRL_ENVIRONMENT = Path.home() / ".cache" / "libra" / "trl"
 TORCH = "torch==2.13.0"
 TRL = "trl==1.16.*"
 FORBIDDEN = ("torchvision", "torchaudio")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -24,6 +25,7 @@ def room(name: str) -> str:
     return name.split(".")[1] if "." in name and not name.endswith("__main__") else "libra"
 
 
+@functools.cache
 def imports(source: str, module: str, *, package: bool = False) -> list[tuple[int, str]]:
     """(line, absolute dotted name) of every import in ``source``, in functions and under TYPE_CHECKING too.
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import picture
 import pytest
+from import_graph import circles, describe, room, room_graph
 
 Imports = Callable[[str, str], list[tuple[int, str]]]
 
@@ -149,3 +151,20 @@ def test_a_violation_is_caught(module: str, source: str, imports_of: Imports) ->
 )
 def test_what_the_design_allows_is_allowed(module: str, source: str, imports_of: Imports) -> None:
     assert violations(source, module, imports_of) == []
+
+
+def test_no_modules_and_no_rooms_import_each_other(graph: dict[str, set[str]]) -> None:
+    """Imports in functions and under TYPE_CHECKING included."""
+    for each in (graph, room_graph(graph)):
+        found = circles(each)
+        assert not found, "\n\n".join(describe(each, members) for members in found)
+
+
+def test_a_circle_is_found_through_a_third_module() -> None:
+    graph = {"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}
+    assert circles(graph) == [["a", "b", "c"]]
+
+
+def test_every_room_is_in_the_picture(modules: dict[str, Path]) -> None:
+    described = {name for contents in picture.LAYERS.values() for name in contents}
+    assert {room(name) for name in modules} - {"libra"} <= described

@@ -52,17 +52,13 @@ def faults(words: list[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_commands_on_a_page_exist(page: str) -> None:
-    found = {" ".join(words): wrong for words in commands((ROOT / page).read_text()) if (wrong := faults(words))}
-    assert not found, f"{page}: {found}"
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_settings_of_python_on_a_page_exist(page: str) -> None:
-    code = "\n".join(block for kind, block in BLOCK.findall((ROOT / page).read_text()) if kind == "python")
+def test_commands_and_settings_on_a_page_exist(page: str) -> None:
+    text = (ROOT / page).read_text()
+    found = {" ".join(words): wrong for words in commands(text) if (wrong := faults(words))}
+    code = "\n".join(block for kind, block in BLOCK.findall(text) if kind == "python")
     settings = re.findall(r"\b([a-z]+)__([a-z_]+)=", code)
     wrong = [f"{section}__{key}" for section, key in settings if unknown_setting(section, key)]
-    assert not wrong, f"{page}: {wrong}"
+    assert not found and not wrong, (found, wrong)
 
 
 def test_what_does_not_exist_is_found() -> None:

@@ -9,6 +9,7 @@ import pytest
 from nbclient import NotebookClient
 
 ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.live
 SETTINGS = {"quick_start": "iterations, questions = 1, 8", "own_environment": "iterations, prompts = 1, 2"}
 """Replace the cell with the tag ``parameters``."""
 
