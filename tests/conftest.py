@@ -47,8 +47,8 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # No deadline: the machine is shared. Derandomised: a red build is the change's doing, not the day's.
-settings.register_profile("libra", deadline=None, derandomize=True, print_blob=True)
-settings.register_profile("ci", parent=settings.get_profile("libra"))
+settings.register_profile("libra", deadline=None, derandomize=True, print_blob=True, max_examples=25)
+settings.register_profile("ci", parent=settings.get_profile("libra"), max_examples=200)
 settings.load_profile("libra")
 
 SHARED_CLUSTERS = {
