@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import libra
 from libra.config import RunConfig, config_from_dict
 from libra.driver import main_script
 from libra.driver.chat_template import ChatTemplate
-from libra.driver.model_checks import check_positions, checked_model
+from libra.driver.model_checks import checked_model
 from libra.driver.prompt_checks import check_prompts
 from libra.envs import Environment, FunctionEnvironment
 from libra.envs.tool_arithmetic import ToolArithmetic
@@ -49,25 +48,11 @@ def test_tokens_of_a_prompt_are_those_of_the_chat_format(random_model: Path, shi
     assert template.tokens_beyond(messages, schemas, found + 1) is None
 
 
-def test_a_prompt_with_half_a_character_has_tokens_in_the_driver_too() -> None:
-    template, messages = ChatTemplate(checked_model(str(SHIPPED))), [{"role": "user", "content": "\ud83d"}]
-    assert template.tokens_beyond(messages, [], 1) == len(load_chat_format(SHIPPED, []).prompt_ids(messages))
-
-
-def test_a_template_that_only_transformers_renders_is_left_to_it(tmp_path: Path) -> None:
-    for path in SHIPPED.iterdir():
-        (tmp_path / path.name).symlink_to(path)
-    (tmp_path / "chat_template.jinja").unlink()
-    (tmp_path / "chat_template.jinja").write_text("{{ bos_token.missing.part }}")
-    template = ChatTemplate(checked_model(str(tmp_path)))
-    assert template.tokens_beyond([{"role": "user", "content": "a"}], [], 1) is None
-
-
 def test_only_prompts_that_fill_the_context_are_refused() -> None:
     template = ChatTemplate(checked_model("libra/tiny-arithmetic"))
     environment = FunctionEnvironment(prompts=["1 + 1"] * 30 + ["1 + 1 " * 20], reward=constant)
     check_prompts(config(max_context_tokens=512), environment, template, started_here=True)
-    with pytest.raises(ConfigError, match=r"rollout\.max_context_tokens: 100, and the prompt 'train-27'.*type"):
+    with pytest.raises(ConfigError, match="train-27"):
         check_prompts(config(max_context_tokens=100), environment, template, started_here=True)
 
 
@@ -91,26 +76,6 @@ def test_prompts_that_only_workers_can_make_are_left_to_them() -> None:
     check_prompts(config(), SetUp(), None, started_here=True)
     with pytest.raises(ConfigError, match="not on this machine"):
         check_prompts(config(), OnWorkers(), None, started_here=True)
-
-
-@pytest.mark.parametrize(
-    ("scaling", "positions"),
-    [
-        (None, 1024),
-        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}, 4096),
-        ({"rope_type": "dynamic", "factor": 2.0}, 2048),
-    ],
-)
-def test_scaled_positions_count(tmp_path: Path, scaling: dict[str, Any] | None, positions: int) -> None:
-    for path in SHIPPED.iterdir():
-        (tmp_path / path.name).symlink_to(path)
-    values = json.loads((SHIPPED / "config.json").read_text())
-    (tmp_path / "config.json").unlink()
-    (tmp_path / "config.json").write_text(json.dumps({**values, "rope_scaling": scaling}))
-    model = checked_model(str(tmp_path))
-    check_positions(model, positions)
-    with pytest.raises(ConfigError, match=f"rollout.max_context_tokens={positions} or less"):
-        check_positions(model, positions + 1)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from libra.config import RunConfig, dump_config
 LIMIT_S = 300.0
 """After this a process that does not do what is waited for fails its test; nothing waits that long."""
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 
 
 @pytest.fixture
@@ -94,37 +94,6 @@ def test_ctrl_c_in_the_start_is_one_line_or_says_how_to_go_on(
         assert len(lines) <= 3, process.text
         assert lines[-1] == "libra resume runs/demo"
         assert json.loads((run / "starts.jsonl").read_text().splitlines()[0])["epoch"] == 0
-
-
-SCRIPT = """
-import libra, sys
-
-def reward(completion): return 0.0
-
-if __name__ == "__main__":
-    try:
-        libra.train({model!r}, ["1 + 1 ="], reward, run__dir="runs", run__name="demo", run__iterations=100_000,
-                    rollout__max_new_tokens=4, trainer__prompts=1, trainer__group_size=2, cluster__threads=1,
-                    cluster__dashboard_port=0, observe__tensorboard=False, rollout__ignore_eos=True, observe__progress=False)
-    except KeyboardInterrupt:
-        sys.exit("the program goes on")
-"""
-
-
-def test_a_program_that_trains_is_interrupted_with_the_same_lines(
-    random_model: Path, tmp_path: Path, repository: Path
-) -> None:
-    (tmp_path / "own.py").write_text(SCRIPT.format(model=str(random_model)))
-    with terminal([sys.executable, "own.py"], tmp_path, repository) as process:
-        process.wait_for(lambda: logged(tmp_path / "runs/demo/events.jsonl", "quantum_finished"), LIMIT_S)
-        before = process.text
-        process.press_ctrl_c()
-        assert process.wait(LIMIT_S) == 1
-        lines = lines_after(before, process.text)
-    assert len(lines) == 4, process.text
-    assert lines[0].startswith("libra: interrupted, stopping the run")
-    assert lines[2] == "libra.train(..., run__dir='" + str(tmp_path / "runs") + "', run__name='demo', resume=True)"
-    assert lines[3] == "the program goes on"
 
 
 def test_nothing_of_a_killed_driver_is_left(libra_run: list[str], tmp_path: Path, repository: Path) -> None:

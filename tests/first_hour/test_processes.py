@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = [pytest.mark.live, pytest.mark.timeout(600)]
+
 TRAIN = """
 import libra
 
@@ -37,41 +39,18 @@ asyncio.run(cell())
 """
 
 
-def python(
-    here: Path, repository: Path, *arguments: str, stdin: str = "", **environment: str
-) -> subprocess.CompletedProcess[str]:
+def python(here: Path, repository: Path, *arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
     """A Python process in ``here`` that imports this checkout."""
-    settings = {
-        **os.environ,
-        "PYTHONPATH": str(repository),
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
-        **environment,
-    }
+    settings = os.environ | {"PYTHONPATH": str(repository)}
     return subprocess.run(
-        [sys.executable, *arguments],
-        input=stdin,
-        capture_output=True,
-        text=True,
-        cwd=here,
-        env=settings,
-        timeout=550,
-        check=False,
-    )
+        [sys.executable, *arguments], input=stdin, capture_output=True, text=True, cwd=here, env=settings, timeout=550, check=False
+    )  # fmt: skip
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("words", "wanted"),
     [
         ("run libra/quickstart model.path=./gone", ("model.path", "'./gone'", "Qwen/Qwen3-0.6B")),
-        ("run libra/quickstart model.path=org/none", ("model.path", "'org/none'", "libra model prepare")),
-        ("run libra/quickstart trainer.lrr=1", ("trainer.lrr", "trainer.lr")),
-        ("run libra/quickstart run.dir=file", ("run.dir", "file", "run.dir=ANOTHER_PLACE")),
-        ("run libra/quickstart environment.name=no_module:A", ("environment.name", "'no_module'", "PYTHONPATH")),
-        ("run nowhere.yaml", ("nowhere.yaml", "libra/quickstart")),
-        ("resume nowhere", ("nowhere", "runs/NAME")),
-        ("inspect nowhere", ("nowhere", "libra inspect")),
         ("--nonsense", ("--nonsense", "libra --help")),
     ],
 )
@@ -87,7 +66,6 @@ def test_a_command_answers_in_three_lines(
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-@pytest.mark.timeout(600)
 def test_a_program_without_a_guard_is_told_where_to_put_one(tmp_path: Path, repository: Path) -> None:
     (tmp_path / "train.py").write_text(TRAIN)
     done = python(tmp_path, repository, "train.py")
@@ -98,7 +76,6 @@ def test_a_program_without_a_guard_is_told_where_to_put_one(tmp_path: Path, repo
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.timeout(600)
 def test_a_program_from_standard_input_is_told_to_be_a_file(tmp_path: Path, repository: Path) -> None:
     done = python(tmp_path, repository, "-", stdin=GUARDED)
     assert done.returncode != 0
@@ -108,14 +85,12 @@ def test_a_program_from_standard_input_is_told_to_be_a_file(tmp_path: Path, repo
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("text", [GUARDED, LEFT_EARLY], ids=["guarded", "left-early"])
 def test_a_program_with_a_guard_gets_past_it(text: str, tmp_path: Path, repository: Path) -> None:
     (tmp_path / "train.py").write_text(text.replace("cluster__dashboard_port=0", "model='./gone'"))
     assert "model.path: there is no directory './gone'" in python(tmp_path, repository, "train.py").stderr
 
 
-@pytest.mark.timeout(600)
 def test_a_cell_of_a_notebook_trains(tmp_path: Path, repository: Path) -> None:
     """A notebook's main module has no file, and its event loop runs while a cell does."""
     done = python(tmp_path, repository, "-c", CELL)
