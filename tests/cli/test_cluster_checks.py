@@ -34,12 +34,6 @@ WORKERS = {
 }
 
 
-def test_equal_versions_share_a_line() -> None:
-    (check,) = checks.version_checks(versions())
-    assert check.state == "ok"
-    assert "2 workers" in check.detail
-
-
 def test_a_worker_with_another_version_is_named() -> None:
     (check,) = checks.version_checks(versions(torch="2.12.0"))
     assert (check.name, check.state) == ("versions of torch", "fail")
@@ -62,17 +56,6 @@ def test_a_missing_role_says_how_to_start_it(role: str) -> None:
         assert check.state == "fail"
         assert resource in check.detail
         assert check.advice.startswith("dask worker tcp://s ")
-
-
-def test_two_committers_fail() -> None:
-    two = WORKERS | {"tcp://t2": worker("tool-1", 72, TOOL=64, COMMIT=1)}
-    (check,) = checks.role_checks(two, "tcp://s")
-    assert "COMMIT" in check.detail
-
-
-def test_slots_without_threads_fail() -> None:
-    (check,) = checks.role_checks(WORKERS | {"tcp://r": worker("rollout-0", 2, ROLLOUT=64)}, "tcp://s")
-    assert "rollout-0" in check.detail
 
 
 def test_no_scheduler_is_a_failed_check(monkeypatch: pytest.MonkeyPatch) -> None:

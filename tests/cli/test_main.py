@@ -13,10 +13,9 @@ from types import SimpleNamespace
 
 import pytest
 
+import libra as libra_package
 from libra.cli.main import installed_version, made_run_name, main
-from libra.cli.reference_page import reference_markdown
 from libra.config import RunConfig, load_config
-from libra.config.field_help import field_references
 from libra.errors import ConfigError
 from libra.keys import check_run_name
 
@@ -44,50 +43,44 @@ def ran(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[RunConfig]:
 
     def driver_run(config: RunConfig, *, resume: bool, **begun: object) -> SimpleNamespace:
         seen.append(config)
+        calm = {"reward": 0.1, "trajectories": 8, "failures": 0, "left_out": 0, "failures/engine": 0, "resampled": 0}
+        rough = {"failures": 1, "left_out": 1, "failures/tool": 1, "resampled": 2, "resampled/tool": 2}
         evaluations = [
             {"reward": 0.25, "num": 4, "failures": 0, "left_out": 0, "bins": {"1": [0.5, 2], "2": [0.0, 2]}},
             {"reward": 0.75, "num": 4, "failures": 2, "left_out": 1, "bins": {"1": [1.0, 2], "2": [0.5, 1]}},
         ]
         return SimpleNamespace(
-            run=config.run.name,
-            directory=tmp_path / "the run",
-            iterations=[
-                {"reward": 0.1, "trajectories": 8, "failures": 0, "left_out": 0, "failures/engine": 0, "resampled": 0},
-                {
-                    "reward": 0.2,
-                    "trajectories": 8,
-                    "failures": 1,
-                    "left_out": 1,
-                    "failures/tool": 1,
-                    "resampled": 2,
-                    "resampled/tool": 2,
-                },
-            ],
-            evaluations=evaluations,
-            reward_before=0.25,
-            reward_after=0.75,
-            checkpoint=None,
-            best=None,
-            wall_s=75.0,
-        )
+            run=config.run.name, directory=tmp_path / "the run", iterations=[calm, calm | rough], evaluations=evaluations,
+            reward_before=0.25, reward_after=0.75, checkpoint=None, best=None, wall_s=75.0,
+        )  # fmt: skip
 
     monkeypatch.setattr("libra.driver.session.run", driver_run)
     return seen
 
 
-def test_importing_the_command_imports_nothing_heavy() -> None:
+CHECK = """
+import sys, libra
+assert not {"torch", "dask", "distributed", "transformers"} & set(sys.modules), "import libra loads them"
+libra.errors, libra.Environment, libra.tool
+assert not {"torch", "dask", "distributed", "transformers"} & set(sys.modules), "an environment does not need them"
+assert set(libra.__all__) <= set(dir(libra))
+import libra.train.losses
+assert callable(libra.train) and callable(libra.Session) and libra.RunSummary
+"""
+
+
+@pytest.mark.live
+def test_importing_libra_and_its_command_loads_nothing_heavy() -> None:
     heavy = "'torch', 'dask', 'distributed', 'transformers', 'zarr', 'pydantic', 'numpy', 'rich', 'bokeh'"
-    code = f"import sys, libra.cli.main; print([name for name in ({heavy}) if name in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    command = f"import sys, libra.cli.main; assert not [name for name in ({heavy}) if name in sys.modules]"
+    for code in (command, CHECK):
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
 
 
-def test_help_lists_every_command(libra: Libra) -> None:
-    code, out, _ = libra("--help")
-    assert code == 0
-    for command in ("run", "config", "inspect", "replay", "simulate", "doctor"):
-        assert f"\n  {command} " in out
-        assert libra(command, "--help")[0] == 0
+def test_a_public_name_that_is_not_there_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="enviroment"):
+        _ = libra_package.enviroment
 
 
 def test_version_is_that_of_the_package(libra: Libra) -> None:
@@ -101,38 +94,10 @@ def test_config_prints_what_reads_back(libra: Libra, tmp_path: Path) -> None:
     assert load_config(tmp_path / "resolved.yaml") == load_config("libra/quickstart", ["run.seed=7", "trainer.lr=1e-5"])
 
 
-def test_config_fields_explains_every_key(libra: Libra) -> None:
-    code, out, _ = libra("config", "--fields")
-    assert code == 0
-    assert all(f"{name} = {field.default}" in out for name, field in field_references().items())
-
-
-def test_config_without_a_file_says_what_to_type(libra: Libra) -> None:
-    code, out, err = libra("config")
-    assert (code, out) == (2, "")
-    assert "libra config configs/quickstart.yaml" in err
-
-
-@pytest.mark.parametrize("command", ["config", "run", "doctor"])
-def test_a_wrong_configuration_is_one_message_and_exit_code_2(libra: Libra, ran: list[RunConfig], command: str) -> None:
-    code, out, err = libra(command, "libra/quickstart", "trainer.lrr=3")
-    assert (code, out) == (2, "")
-    assert err.startswith("libra: unknown key trainer.lrr")
-    assert "Traceback" not in err
-    assert err.count("\n") == 1
-    assert ran == []
-
-
 def test_the_traceback_is_there_for_who_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LIBRA_TRACEBACK", "1")
     with pytest.raises(ConfigError):
         main(["config", "nowhere.yaml"])
-
-
-def test_an_unknown_option_is_exit_code_2(libra: Libra) -> None:
-    code, _, err = libra("run", "--nonsense")
-    assert code == 2
-    assert "No such option" in err
 
 
 def test_run_hands_the_configuration_to_the_driver(libra: Libra, ran: list[RunConfig]) -> None:
@@ -166,11 +131,9 @@ def test_a_made_name_always_fits_a_key(config: str) -> None:
 
 def test_run_closes_with_rewards_directory_and_what_to_type(libra: Libra, ran: list[RunConfig], tmp_path: Path) -> None:
     _, out, _ = libra("run", "libra/quickstart")
-    assert "2 iterations in 1 min 15 s" in out
-    assert "mean reward 0.250 before, 0.750 after (+0.500), 4 questions each" in out
+    assert "1 min 15 s" in out and "0.250 before, 0.750 after (+0.500)" in out
     assert "1: 0.50 -> 1.00, 2: 0.00 -> 0.50" in out
-    assert "1 questions" in out
-    assert "failures      tool 3: 2 tried again, 1 of 16 trajectories left out" in out
+    assert "tool 3: 2 tried again, 1 of 16" in out
     assert f"libra inspect '{tmp_path}/the run'" in out
     assert "tensorboard --logdir" in out
     assert "tensorboard" not in libra("run", "libra/quickstart", "observe.tensorboard=false")[1]
@@ -199,13 +162,7 @@ def test_inspect_passes_every_option_on(libra: Libra, monkeypatch: pytest.Monkey
     ]
 
 
-def test_inspect_of_no_run_is_a_clear_error(libra: Libra, tmp_path: Path) -> None:
-    code, out, err = libra("inspect", str(tmp_path))
-    assert (code, out) == (2, "")
-    assert err.startswith("libra: ")
-    assert str(tmp_path) in err
-
-
+@pytest.mark.live
 def test_a_reader_that_stops_reading_gets_no_traceback(repository: Path) -> None:
     read, write = os.pipe()
     os.close(read)
@@ -221,12 +178,7 @@ def test_a_reader_that_stops_reading_gets_no_traceback(repository: Path) -> None
     assert done.stderr == ""
 
 
-def test_doctor_prints_dask_settings_as_a_file(libra: Libra, repository: Path) -> None:
-    code, out, _ = libra("doctor", "--settings")
-    assert code == 0
-    assert out == (repository / "docker/dask.yaml").read_text(), "type: make docs"
-
-
+@pytest.mark.live
 def test_doctor_of_a_sound_machine_ends_well(libra: Libra) -> None:
     code, out, _ = libra("doctor", "libra/quickstart", "cluster.dashboard_port=0", "cluster.threads=1", "--json")
     checks = json.loads(out)
@@ -235,15 +187,8 @@ def test_doctor_of_a_sound_machine_ends_well(libra: Libra) -> None:
     assert code == 0
 
 
+@pytest.mark.live
 def test_doctor_fails_on_what_would_fail_a_run(libra: Libra) -> None:
     code, out, _ = libra("doctor", "libra/quickstart", "model.path=./gone", "cluster.dashboard_port=0")
     assert code == 1
-    assert "there is no directory './gone'" in out.replace("\n", " ").replace("  ", "").replace(
-        "directory'", "directory '"
-    )
-    assert "type: model.path=libra/tiny-arithmetic" in out
-    assert "1 failed" in out
-
-
-def test_the_page_in_docs_is_up_to_date(repository: Path) -> None:
-    assert (repository / "docs/cli.md").read_text() == reference_markdown(), "type: make docs"
+    assert "./gone" in out and "type: model.path=libra/tiny-arithmetic" in out

