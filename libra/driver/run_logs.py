@@ -11,6 +11,7 @@ Invariants
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 from logging.handlers import MemoryHandler
@@ -78,7 +79,7 @@ class RunLogs:
         """Write to the file from now on, first what has waited; nothing where it cannot be written."""
         try:
             self.path.parent.mkdir(exist_ok=True)
-            self._file = logging.FileHandler(self.path, delay=False)
+            self._file = LogFile(self.path, delay=False)
         except OSError as error:
             logging.getLogger(__name__).warning("%s: no log of this run is kept: %s", self.path, error)
             return
@@ -97,6 +98,17 @@ class RunLogs:
         self._waiting.close()
         if self._file is not None:
             self._file.close()
+
+
+class LogFile(logging.FileHandler):
+    """A log that loses lines on a full disk, instead of hiding the error that ended the run."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        pass
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            super().close()
 
 
 def _writes_to_terminal(handler: logging.Handler) -> bool:
