@@ -100,7 +100,8 @@ def test_the_student_comes_nearer_to_a_teacher_on_a_worker_of_its_own(
     make_config: Config, teacher: Path, teacher_client: Client
 ) -> None:
     trainer = {"streaming": "on", "dispatch": "peer"}
-    config = distilling(make_config, teacher, {"top_k": 16}, run={"iterations": 8, "eta": 1}, trainer=trainer)
+    run, every = {"iterations": 8, "eta": 1}, {"every": 3}
+    config = distilling(make_config, teacher, {"top_k": 16}, run=run, trainer=trainer, checkpoint=every)
     with Session(config, client=teacher_client) as session:
         rows = list(session.iterations())
     check_scored(session, rows, 16)
@@ -108,15 +109,13 @@ def test_the_student_comes_nearer_to_a_teacher_on_a_worker_of_its_own(
     assert "teacher-0" in {worker["name"] for worker in present_workers(teacher_client).values()}
 
 
-def test_the_student_comes_nearer_to_a_teacher_that_is_a_service(
-    make_config: Config, teacher: Path, client: Client
-) -> None:
+@pytest.mark.live
+def test_the_student_comes_nearer_to_a_teacher_that_is_a_service(make_config: Config, teacher: Path) -> None:
     distil = {"estimator": "sampled", "samples": 32, "divergence": "reverse", "teacher": {"service": "oracle"}}
     services = {"named": {"oracle": {"model": str(teacher), "function": "teach", "max_batch": 2}}}
-    config = distilling(
-        make_config, teacher, distil, run={"iterations": 8, "eta": 1}, trainer={"group_size": 8}, services=services
-    )
-    with Session(config, client=client) as session:
+    trainer, run, every = {"group_size": 8}, {"iterations": 8, "eta": 1}, {"every": 3}
+    config = distilling(make_config, teacher, distil, run=run, trainer=trainer, checkpoint=every, services=services)
+    with Session(config) as session:  # a cluster of its own: a tool worker that teaches
         rows = list(session.iterations())
     log = check_scored(session, rows, 32)
     answered = [event for event in log if isinstance(event, ServiceAnswered)]
@@ -205,7 +204,7 @@ def test_a_batch_trains_without_scores_that_come_late_and_so_does_its_repetition
 ) -> None:
     """The teacher is stopped until the first batch is trained, which waits for its time; later batches have their scores."""
     distil = {"top_k": 8, "reward_coef": 1.0, "wait_s": 3.0}
-    config = distilling(make_config, teacher, distil, checkpoint={"every": 0})
+    config = distilling(make_config, teacher, distil, run={"iterations": 3}, checkpoint={"every": 0})
     with Session(config, client=teacher_client) as session:
         worker, spec = address_of(teacher_client, "teacher-0"), session.spec
         teacher_client.run(_holds_back, "demo", workers=[worker])

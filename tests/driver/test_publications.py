@@ -20,26 +20,6 @@ from libra.observe.metrics import read_metrics
 
 pytestmark = pytest.mark.timeout(600)
 
-Config = Callable[..., RunConfig]
-
-
-@pytest.fixture(autouse=True)
-def _kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    keep_groups(monkeypatch)
-
-
-def config_of(make_config: Config, streaming: str, **more: Any) -> RunConfig:
-    trainer = {"prompts": 3, "group_size": 2, "lr": 1e-3, "streaming": streaming}
-    return make_config(
-        **{
-            "run": {"iterations": 4, "eta": 1},
-            "trainer": trainer,
-            "store": {"keep_versions": 9},
-            "checkpoint": {"every": 0},
-        }
-        | more
-    )
-
 
 def waits_for_the_passes(run: str, version: int, dies: bool, dask_worker: Any) -> None:
     """The publication of ``version`` begins only when the passes of its step are over; or its worker dies as they begin."""
@@ -94,9 +74,12 @@ def let_go() -> None:
 
 @pytest.mark.parametrize(("streaming", "dies"), [("on", False), ("off", True)])
 def test_the_next_step_begins_while_a_version_is_published_and_a_kill_then_changes_no_bit(
-    streaming: str, dies: bool, make_config: Config, client: Client
+    streaming: str, dies: bool, make_config: Callable[..., RunConfig], client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = config_of(make_config, streaming)
+    keep_groups(monkeypatch)
+    trainer = {"prompts": 3, "lr": 1e-3, "streaming": streaming}
+    run = {"iterations": 4, "eta": 1}
+    config = make_config(run=run, trainer=trainer, store={"keep_versions": 9}, checkpoint={"every": 0})
     directory, address = run_held(config, client, dies=dies)  # which would never end if step 2 waited for version 2
     events = events_of(directory)
     published = [event.version for event in events if isinstance(event, VersionPublished)]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from distributed import Client
-from live_runs import address_of, events_of, kill, named, once_each
+from live_runs import address_of, kill, named, once_each
 
 from libra.cluster.local import local_cluster
 from libra.config import RunConfig, config_from_dict
@@ -97,7 +97,6 @@ def test_an_engine_of_two_workers_is_refused_or_outlives_the_death_of_either(
         iterations = session.iterations()
         next(iterations)
         assert session.roles.wait(session.roles.change(ONE)) is False  # no tensor parallelism here
-        refused = events_of(session.directory)
         two_hybrids.run(emulate_tensor_parallelism, workers=[address_of(two_hybrids, f"rollout-{n}") for n in (0, 1)])
         there = session.roles.change(ONE)
         assert session.roles.wait(there)
@@ -111,10 +110,11 @@ def test_an_engine_of_two_workers_is_refused_or_outlives_the_death_of_either(
         back = session.roles.change(TWO)
         assert session.roles.wait(back)
         list(iterations)
-    (failed,) = named(refused, "role_change_failed")
+    events = once_each(session.directory, 7, 2, 2)
+    (failed,) = named(events, "role_change_failed")
     assert "TP=2" in failed["detail"]
-    assert "sleeping" not in {e["stage"] for e in named(refused, "role_stage")}
-    check_places(once_each(session.directory, 7, 2, 2), there, back)
+    assert "sleeping" not in {e["stage"] for e in named(events[: events.index(failed)], "role_stage")}
+    check_places(events, there, back)
 
 
 def until_settled(session: Session, count: int) -> None:

@@ -32,26 +32,18 @@ def prompts() -> list[dict[str, Any]]:
     return [{"prompt": f"question {number}", "answer": str(number)} for number in range(20)]
 
 
-@pytest.fixture(scope="module")
-def three_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Three models of one shape with other weights."""
-    return {
-        name: factories.save_chat_model(tmp_path_factory.mktemp(name), seed=seed, matrix_std=0.1)
-        for seed, name in enumerate("abc")
-    }
-
-
 def test_three_models_on_a_device_for_one_answer_bit_for_bit_alike_however_often_they_are_restored(
-    make_config: Config, client: Client, three_models: dict[str, Path], tmp_path: Path
+    make_config: Config, client: Client, tmp_path: Path
 ) -> None:
     answers = tmp_path / "answers.txt"
-    hosts = {name: HostModel(path) for name, path in three_models.items()}
+    models = {n: factories.save_chat_model(tmp_path / n, seed=ord(n), matrix_std=0.1) for n in "abc"}
+    hosts = {name: HostModel(path) for name, path in models.items()}
     one = max(host.num_bytes for host in hosts.values()) / 2**30
     config = make_config(
         run={"iterations": 1},
         environment={"name": f"{HERE}:ThreeAsked", "args": {"path": str(answers)}},
         services={
-            "named": {name: {"model": str(path), "function": "logprob"} for name, path in three_models.items()},
+            "named": {name: {"model": str(path), "function": "logprob"} for name, path in models.items()},
             "device_gib": 1.5 * one,
         },
     )

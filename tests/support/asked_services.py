@@ -9,7 +9,6 @@ from typing import Any
 
 import libra
 from libra.envs import tool
-from libra.errors import RateLimited
 from libra.testing import FixedTurns
 from libra.types import Episode, ToolCall
 
@@ -26,15 +25,6 @@ def gated(inputs: Sequence[Any], *, gate: str) -> list[float]:
 def gated_model(model: Any, tokenizer: Any, inputs: Sequence[Any], *, gate: str) -> list[float]:
     """The same, of a model."""
     return gated(inputs, gate=gate)
-
-
-def refusing(inputs: Sequence[Any], *, path: str) -> list[float]:
-    """An API that refuses every other batch."""
-    with Path(path).open("a") as file:
-        file.write("asked\n")
-    if len(Path(path).read_text().splitlines()) % 2:
-        raise RateLimited("slow down", retry_after_s=0.001)
-    return [0.25] * len(inputs)
 
 
 def short(inputs: Sequence[Any]) -> list[float]:
@@ -76,12 +66,3 @@ class ThreeAsked(FixedTurns):
             told = libra.ask("b", ASKED)
             file.write(f"b {told.hex()}\n")
         return float(super().grade(episode))
-
-
-class OneAsked(FixedTurns):
-    """Its tool has a process of its own, and its reward asks a service."""
-
-    services = ("lengths",)
-
-    async def grade(self, episode: Episode) -> float:  # type: ignore[override]
-        return float(await libra.ask_async("lengths", {"completion": episode.answer}))
