@@ -180,25 +180,6 @@ def test_a_degree_that_was_measured_needs_no_cost_model_and_comes_apart_when_con
     assert "cost model" not in accepted[0].considered.reason
 
 
-def test_nothing_is_weighed_by_memory_that_nobody_declared() -> None:
-    seats = [seat("rollout-0"), seat("rollout-1")]
-    found = weighed_after(ArrangementLoop(run(), QUICK), seats, [100.0, 1000.0, 4000.0])
-    assert all(weighed.now.kv_demand == 0.0 for weighed in found)
-    assert not any(SLOTS in weighed.kinds or REBUCKET in weighed.kinds for weighed in found)
-
-
-def test_what_holds_the_contexts_and_cannot_be_had_is_named() -> None:
-    seats = [
-        seat("rollout-0", slots=1, kv=384, steps=STEPS, may_change=False),
-        seat("rollout-1", slots=1, kv=384, steps=STEPS, may_change=False),
-    ]
-    weighed = weighed_after(ArrangementLoop(run(), QUICK), seats, [380.0, 390.0])[-1]
-    assert not weighed.kinds and weighed.now.kv_demand > MAX_DEMAND  # one slot each is the fewest there is
-    assert [option.arrangement.missing for option, _ in weighed.blocked] == [], "TP 2 of two slots needs as much"
-    alone = weighed_after(ArrangementLoop(run("transformers"), QUICK), seats, [380.0, 390.0])[-1]
-    assert not alone.blocked
-
-
 def test_a_gain_that_cannot_be_had_is_named_with_what_is_missing() -> None:
     seats = [
         seat("rollout-0", slots=1, kv=4000, steps=STEPS, may_change=False),

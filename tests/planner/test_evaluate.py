@@ -33,9 +33,7 @@ def test_slots_and_memory_bound_how_many_run_at_once() -> None:
     assert rollout_seconds(four, [EvaluatedEngine(FLAT, 4)]) == pytest.approx(1.0)
     assert rollout_seconds(four, [EvaluatedEngine(FLAT, 2)]) == pytest.approx(2.0)
     assert rollout_seconds(four, [EvaluatedEngine(FLAT, 4, kv_tokens=250)]) == pytest.approx(2.0)
-    assert rollout_seconds(four, [EvaluatedEngine(FLAT, 4, kv_tokens=1)]) == pytest.approx(
-        4.0
-    )  # one at a time runs whatever it needs
+    assert rollout_seconds(four, [EvaluatedEngine(FLAT, 4, kv_tokens=1)]) == pytest.approx(4.0)  # one at a time runs
     assert rollout_seconds(four, [EvaluatedEngine(FLAT, 1)] * 2) == pytest.approx(2.0)
     assert rollout_seconds(batch(10, 10, 10, 30), [EvaluatedEngine(FLAT, 1)] * 2) == pytest.approx(0.3)  # longest first
     with pytest.raises(PlanError):

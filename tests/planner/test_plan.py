@@ -111,10 +111,14 @@ SERVICE = Teacher(load_shape("Qwen3-0.6B"), service="oracle", beside=("judge",))
 
 
 def test_a_teacher_that_is_a_service_is_planned_where_it_runs() -> None:
-    own = plan(snapshot(teacher=dataclasses.replace(SERVICE, service="", beside=())))
-    tools = plan(snapshot(teacher=SERVICE))  # the first tool worker has a GPU, as a worker of its own would
+    own = plan(snapshot(fixed_train_gpus=16, teacher=dataclasses.replace(SERVICE, service="", beside=())))
+    # the first tool worker has a GPU, as a worker of its own would
+    tools = plan(snapshot(fixed_train_gpus=16, teacher=SERVICE))
     assert (tools.teacher_gpus, tools.engines, tools.step_s) == (1, own.engines, own.step_s)
-    cores, without = plan(snapshot(teacher=dataclasses.replace(SERVICE, on_cores=True))), plan(snapshot())
+    cores, without = (
+        plan(snapshot(fixed_train_gpus=16, teacher=dataclasses.replace(SERVICE, on_cores=True))),
+        plan(snapshot(fixed_train_gpus=16)),
+    )
     assert (cores.teacher_gpus, cores.engines, cores.step_s) == (0, without.engines, without.step_s)
     assert cores.training.gpus + cores.rollout_gpus + cores.spare_gpus == 32 and cores.teacher_s == tools.teacher_s
     assert sum(cores.idle_frac.values()) == pytest.approx(1.0) and "the teacher waits for groups" not in cores.idle_frac
@@ -125,9 +129,9 @@ JUDGE = ServiceModel("judge", load_shape("Qwen3-0.6B"), passes=2)
 
 def test_services_that_rewards_ask_have_a_gpu_and_no_step_is_over_before_they_have_answered() -> None:
     def judged(*models: ServiceModel, **more: Any) -> Plan:
-        return plan(snapshot(8, services=ServiceModels(models), **more))
+        return plan(snapshot(8, services=ServiceModels(models), fixed_train_gpus=4, **more))
 
-    without, made = plan(snapshot(7)), judged(JUDGE)
+    without, made = plan(snapshot(7, fixed_train_gpus=4)), judged(JUDGE)
     assert (made.services_gpus, made.teacher_gpus, made.num_gpus) == (1, 0, 8)
     assert (made.step_s, made.engines, made.training) == (without.step_s, without.engines, without.training)
     assert sum(made.idle_frac.values()) == pytest.approx(1.0) and made.idle_frac["services wait to be asked"] > 0
@@ -136,20 +140,6 @@ def test_services_that_rewards_ask_have_a_gpu_and_no_step_is_over_before_they_ha
     assert declared.bottleneck == "services" and declared.rollout_s == declared.services_s > declared.train_s
     assert declared.step_s * (1 + 1e-9) >= declared.bounds.step_s >= declared.services_s
     assert judged(dataclasses.replace(JUDGE, answer_s=10.0, waits=False)).step_s == made.step_s
-
-
-def test_services_beside_a_teacher_share_the_device_of_one_that_is_a_service() -> None:
-    own, judges = dataclasses.replace(SERVICE, service="", beside=()), ServiceModels((JUDGE,))
-    given = snapshot(8, services=judges, teacher=SERVICE)
-    assert (given.teacher_gpus, given.services_gpus) == (1, 0)
-    others = formulate(given).beside
-    assert others.waited_s == others.teacher_s + others.services_s
-    apart = snapshot(8, services=dataclasses.replace(judges, of_others=3), teacher=own)
-    assert (apart.teacher_gpus, apart.services_gpus) == (1, 1)
-    others = formulate(apart).beside
-    assert others.waited_s == max(others.teacher_s, others.services_s)
-    cores = snapshot(8, services=dataclasses.replace(judges, on_cores=True))
-    assert cores.services_gpus == 0 and formulate(cores).problem.num_gpus == 8
 
 
 def test_services_are_planned_as_a_configuration_has_them() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -100,7 +98,7 @@ def check_found(problem: Problem, found: Found) -> None:
 
 @pytest.mark.parametrize("block", range(5))
 def test_the_plan_is_the_best_of_all_whole_assignments(block: int) -> None:
-    for seed in range(16 * block, 16 * block + 16):
+    for seed in range(8 * block, 8 * block + 8):
         problem = random_problem(seed)
         best_s = best_by_trying(problem)
         if not np.isfinite(best_s):
@@ -111,26 +109,6 @@ def test_the_plan_is_the_best_of_all_whole_assignments(block: int) -> None:
         check_found(problem, found)
         assert found.step_s == pytest.approx(best_s, rel=1e-6), seed
         assert found.lower_s <= best_s * (1 + 1e-6), seed
-
-
-def test_trying_everything_tries_everything() -> None:
-    """The oracle against the most literal enumeration: engines with their trajectories, one by one."""
-    for seed in range(300, 306):
-        problem = random_problem(seed).having(num_gpus=4, train_gpus=[1, 2], train_s=[0.2, 0.1])
-        problem = problem.having(load_s=problem.load_s[:, :3], alone_s=problem.alone_s[:, :3])
-        best = np.inf
-        for size in range(1, 4):
-            for kinds in itertools.combinations_with_replacement(range(len(problem.kinds)), size):
-                for places in itertools.product(range(size), repeat=problem.num_trajectories):
-                    done = [
-                        max(problem.load_s[k, on].sum(), problem.alone_s[k, on].max())
-                        for e, k in enumerate(kinds)
-                        if (on := [i for i, at in enumerate(places) if at == e])
-                    ]
-                    for gpus, train_s in ((1, 0.2), (2, 0.1)):
-                        if sum(problem.kinds[k].tp for k in kinds) <= 4 - gpus:
-                            best = min(best, step_s(problem, gpus, train_s, max(done)))
-        assert best_by_trying(problem) == pytest.approx(best)
 
 
 @given(st.integers(1000, 10**6), st.sampled_from([64, 300]), st.sampled_from([12, 40, 96]))
@@ -146,9 +124,7 @@ def test_the_bound_holds_and_is_met_for_many_trajectories(seed: int, num: int, n
     found = search(problem)
     check_found(problem, found)
     assert found.lower_s >= float(gpu_seconds(problem).at_s[0]) * (1 - 1e-12)
-    assert (
-        found.gap_frac <= 0.02
-    )  # few trajectories per engine need not fit evenly; large cases are benchmarks.planner's
+    assert found.gap_frac <= 0.02  # few trajectories per engine need not fit evenly
 
 
 def test_the_closed_form_is_the_linear_relaxation() -> None:
@@ -161,14 +137,6 @@ def test_the_closed_form_is_the_linear_relaxation() -> None:
             lower_s = float(bound.lower_s(np.array([gpus]))[0])
             assert bound.at(lower_s * (1 + 1e-12)) <= gpus * lower_s * (1 + 1e-9)
             assert bound.at(lower_s * (1 - 1e-9)) > gpus * lower_s * (1 - 1e-8) or lower_s <= bound.at_s[0]
-
-
-def test_a_longer_trajectory_than_all_others_gets_the_engine_it_needs() -> None:
-    size = np.array([1.0] * 30 + [10.0])
-    load_s = np.stack([size, size * 0.8])
-    problem = Problem(9, 8, [(1, 8), (4, 8)], load_s, np.stack([2 * size, 0.7 * size]), [1], [1e-3], eta=1)
-    found = search(problem)
-    assert found.layout.kind_of[found.layout.engine_of[30]] == 1
 
 
 def test_fixed_parts_are_kept() -> None:

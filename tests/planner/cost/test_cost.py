@@ -87,23 +87,6 @@ def test_training_flops_are_within_the_peak_and_near_it() -> None:
     assert 0.3 < flops / cost.forward_backward_s / (32 * GPU.flops_per_s) < 0.8
 
 
-def test_what_a_layout_adds() -> None:
-    lengths = np.full(64, 4096.0)
-    base = training_cost(GPU, SHAPE, lengths, 16, Layout())
-    plain = training_cost(GPU, SHAPE, lengths, 16, Layout(gradient_checkpointing=False))
-    assert plain.forward_backward_s == pytest.approx(0.75 * base.forward_backward_s)
-    assert plain.memory_parts_bytes["activations"] > 3 * base.memory_parts_bytes["activations"]
-    assert plain.memory_bytes > base.memory_bytes + 5e9
-    scored = training_cost(GPU, SHAPE, lengths, 16, Layout(recompute_logprobs=True))
-    assert scored.logprobs_s == pytest.approx(base.forward_backward_s / 4)
-    offloaded = training_cost(GPU, SHAPE, lengths, 16, Layout(offload=True))
-    assert offloaded.optimizer_s > base.optimizer_s
-    shards = (2 + 12) * SHAPE.num_params / 16
-    assert base.memory_bytes - offloaded.memory_bytes >= 0.99 * shards
-    with pytest.raises(ConfigError):
-        Layout(kind="tp")  # type: ignore[arg-type]
-
-
 def test_states_are_sharded_once_and_copied_without_fsdp() -> None:
     """Weights and AdamW's states with their float32 copy of the weights are 2 + 12 bytes, a summed gradient 4."""
     lengths = np.full(64, 4096.0)
