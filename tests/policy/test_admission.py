@@ -149,9 +149,7 @@ class Run:
             taken.take_over({k: waves for k, waves in opened.items() if waves})
         left = [group for group in self.committed if group not in consumed]
         rng.shuffle(left)
-        at_once = (
-            0 if self.numbers else rng.randint(0, len(left))
-        )  # read with the batches; the others are reported again
+        at_once = 0 if self.numbers else rng.randint(0, len(left))  # the others are reported again
         self.admission = Admission.resumed(
             self.eta, self.groups, version=-1, opened=self.batches, waves=taken, first_come=self.first_come,
             committed=[CommittedGroup(*group, self.begun[group]) for group in left[:at_once]],
@@ -214,15 +212,24 @@ CALLS = st.lists(
 )  # fmt: skip
 
 
-@given(eta=st.integers(0, 2), groups=st.integers(1, 3), before=CALLS, after=CALLS)
-def test_it_goes_on_from_its_snapshot(eta: int, groups: int, before: list[Any], after: list[Any]) -> None:
-    original, restored = Admission(eta, groups), Admission(9, 9)
+POLICIES = st.builds(
+    StalenessPolicy, st.integers(0, 2), st.sampled_from([Verdict.WAIT, Verdict.MASK]), st.sampled_from([None, 3]),
+    st.sampled_from([None, 1]),
+)  # fmt: skip
+
+
+@given(policy=POLICIES, groups=st.integers(1, 3), before=CALLS, after=CALLS)
+def test_it_goes_on_from_its_snapshot(
+    policy: StalenessPolicy, groups: int, before: list[Any], after: list[Any]
+) -> None:
+    original, restored = Admission(policy, groups), Admission(9, 9)
     for name, *arguments in before:
         getattr(original, name)(*arguments)
     restored.restore(json.loads(json.dumps(original.snapshot(), allow_nan=False)))
     for name, *arguments in after:
         assert getattr(restored, name)(*arguments) == getattr(original, name)(*arguments)
     assert restored.snapshot() == original.snapshot() and restored.opened == original.opened
+    assert restored.staleness == policy
     with pytest.raises(KeyError):
         restored.restore({"eta": 0, "groups_per_batch": 1})
 
@@ -287,20 +294,6 @@ def test_its_size_does_not_grow_with_the_run_and_what_it_forgot_is_still_consume
         admission.generation_started(7, 0, 7)
         assert admission.group_committed(CommittedGroup(7, 0, 7)) == ()
         assert admission.snapshot() == before
-
-
-def test_snapshots_of_older_libras_mean_the_same() -> None:
-    """They have every batch, and the bound alone of the policy."""
-    admission, restored = Admission(1, 3), Admission(0, 1)
-    train(admission, range(200))
-    older = admission.snapshot()
-    for name in ("consumed", "whole_below", "told_below", "staleness"):
-        del older[name]
-    older["opened"] = [[batch, [list(group) for group in members]] for batch, members in every_batch(200).items()]
-    restored.restore(older)
-    assert restored.snapshot() == admission.snapshot()
-    restored.restore(Admission(StalenessPolicy(2, Verdict.MASK, 3, 1), 4).snapshot())
-    assert restored.staleness == StalenessPolicy(2, Verdict.MASK, 3, 1)
 
 
 def test_with_one_batch_in_flight_the_next_begins_when_it_is_taken() -> None:

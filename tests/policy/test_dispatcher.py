@@ -231,23 +231,6 @@ def test_where_the_kv_of_those_is_whose_engine_dropped_it_or_was_put_to_sleep_is
     assert (place.move.home, place.move.tokens) == ("a", 400)
 
 
-def test_one_that_returns_to_its_last_engine_or_whose_home_was_to_be_forgotten_brings_no_kv() -> None:
-    dispatcher = Dispatcher()
-    for name in ("a", "b"):
-        dispatcher.handle(WorkerJoined(name, rollout_slots=1, **KEEPS))
-    homes = {key: at_home(dispatcher, key, 400) for key in ("x", "y")}
-    assert set(homes.values()) == {"a", "b"}
-    dispatcher.handle(WorkerLeft(homes["x"]))
-    park(dispatcher, "x", 0, context=400)
-    dispatcher.handle(WorkerJoined(homes["x"], rollout_slots=1, **KEEPS))
-    assert [(place.worker, place.move) for place in dispatcher.dispatch(ROLLOUT)] == [(homes["x"], None)]
-    dispatcher.handle(WorkerLeft(homes["y"]))
-    park(dispatcher, "y", 0, context=400)
-    dispatcher.handle(HomeForgotten("y"))
-    dispatcher.handle(TrajectoryEnded("x"))
-    assert [(place.key, place.move) for place in dispatcher.dispatch(ROLLOUT)] == [("y", None)]
-
-
 def test_among_many_engines_a_sample_is_weighed_and_the_load_still_spreads() -> None:
     dispatcher = Dispatcher()
     for i in range(200):
@@ -460,11 +443,6 @@ def test_a_trajectory_begins_where_the_plan_means_it_to_as_long_as_that_costs_li
     assert begun(slow_and_fast(much), "t", 1)[0] == "fast"
     assert begun(slow_and_fast(little), "t", 2)[0] == "fast"  # the next higher degree that is there
     assert begun(slow_and_fast(0.001), "t", 5)[0] == "slow"  # there is none, and load decides
-
-
-def test_no_slot_stays_free_for_a_boundary() -> None:
-    dispatcher = slow_and_fast(0.0101, slots=1)
-    assert [begun(dispatcher, key, 1)[0] for key in ("t", "u", "v")] == ["slow", "fast", "fast"]
 
 
 def test_the_degree_is_in_the_name_of_a_bucket_and_boundaries_come_in_the_order_of_degrees() -> None:

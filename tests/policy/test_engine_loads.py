@@ -136,19 +136,6 @@ def test_no_trajectory_is_better_off_on_an_engine_that_told_nothing_nor_moved_fr
         assert (better is not None) == (known == ("a", "b"))
 
 
-def test_beliefs_end_where_engines_end_contexts() -> None:
-    fleet = Fleet()
-    capacity = EngineCapacity(4096, 0, 0, 8, 1, StepSeconds(0.01, 0.0, 0.0, 0.0, 100, 0.0), max_context_tokens=512)
-    fleet.handle(joined_of("a", "tp1", capacity))
-    loads = Loads(fleet, SURE)
-    for number in range(8):
-        fleet.handle(TrajectoryParked(f"t{number}", 0, Phase.ROLLOUT, 0))
-        loads.set_forecast(f"t{number}", 50_000.0, 60_000.0)
-        assert loads.fits(f"t{number}", "a"), "eight slots of the longest contexts there can be"
-        loads.settle(f"t{number}", "a")
-    assert loads.finish_s("t0", "a") == pytest.approx(512 * 0.01, rel=0.05)
-
-
 @pytest.mark.parametrize(
     ("sure", "residents", "beside_s", "goes"),
     [
@@ -180,9 +167,7 @@ def test_a_trajectory_goes_where_it_wins_more_time_than_others_lose(
         assert moved[0] == "fast"
 
 
-@given(
-    rows=st.lists(st.tuples(st.integers(1, 30), st.integers(0, 100), st.integers(0, 200)), min_size=1, max_size=8),
-)
+@given(rows=st.lists(st.tuples(st.integers(1, 30), st.integers(0, 100), st.integers(0, 200)), min_size=1, max_size=8))
 def test_the_peak_is_that_of_a_walk_over_all_steps(rows: list[tuple[int, int, int]]) -> None:
     demands = [Demand(left, context, context + growth) for left, context, growth in rows]
     walked = max(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 
@@ -101,21 +99,6 @@ def test_as_much_is_believed_as_has_survived(survives: float, low: float, high: 
     assert low <= posterior.weights["history"] <= high
 
 
-def test_a_snapshot_keeps_what_is_known_of_prompts_and_of_groups_to_come() -> None:
-    prompts, means = prompts_and_means(7)
-    one, other = Posterior(), Posterior()
-    live(one, 0, prompts, means, seed=7)
-    one.handle(groups_named("train", 1, prompts))
-    other.restore(json.loads(json.dumps(one.snapshot(), allow_nan=False)))
-    assert said(other, 1, []) == []
-    for posterior in (one, other):
-        posterior.handle(TrajectoryParked("t", 1, Phase.ROLLOUT, 0, "train-1-3"))
-    assert one.remaining("t") == other.remaining("t")
-    live(one, 2, prompts, means, seed=7)
-    live(other, 2, prompts, means, seed=7)
-    assert one.snapshot() == other.snapshot()
-
-
 def test_what_is_kept_is_bounded() -> None:
     history = History()
     for k in range(KEPT + 5):
@@ -128,7 +111,3 @@ def test_what_is_kept_is_bounded() -> None:
     for k in range(3):
         posterior.handle(GroupsNamed(tuple((f"train-{k}-{g}", f"p{g}") for g in range(40_000))))
     assert len(posterior.snapshot()["named"]) == 65_536
-
-
-def test_questions_that_never_come_again_are_not_named() -> None:
-    assert groups_named("train", 3, ["a", "", "b"]) == GroupsNamed((("train-3-0", "a"), ("train-3-2", "b")))

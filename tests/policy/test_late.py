@@ -55,13 +55,6 @@ def test_every_reward_counts_once_or_is_dropped_and_no_group_waits_longer(
         assert (place in dropped) == (place not in counted)
 
 
-def test_a_group_keeps_what_came_before() -> None:
-    group = WaitingGroup(3, 1, 4, (0, 2, 5), {1: 0.5})
-    settled = settle([group], 6, {(3, 1, 2): 0.25, (3, 1, 7): 1.0}, versions=8)
-    assert [(each.delay, dict(each.rewards)) for each in settled.arrivals] == [(2, {2: 0.25})]
-    assert settled.waiting == (WaitingGroup(3, 1, 4, (0, 5), {1: 0.5, 2: 0.25}),)
-
-
 @given(st.lists(st.lists(st.floats(-2, 2), min_size=4, max_size=4), min_size=2, max_size=5), st.floats(1, 100))
 def test_corrections_of_one_age_add_up_to_the_whole_difference(advantages: list[list[float]], tau: float) -> None:
     steps = [np.array(each) for each in advantages]

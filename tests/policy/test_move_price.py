@@ -33,22 +33,11 @@ def test_before_the_first_transfer_it_is_the_stated_prior():
     assert move.seconds == move.transfer_s
 
 
-def test_a_short_context_is_computed_again_and_a_long_one_sent():
-    assert not priced(10, HOME, TARGET, TransferPace()).sends
-    assert priced(10, HOME, TARGET, TransferPace()).seconds == pytest.approx(0.002)
-    assert priced(100, HOME, TARGET, TransferPace()).sends
-
-
 @pytest.mark.parametrize("changed", [{"worker": "b", "kv_token_bytes": 0}, {"worker": "b"}])
 def test_engines_that_exchange_no_kv_compute_it_again(changed):
     home = msgspec.structs.replace(HOME, kv_token_bytes=0) if "kv_token_bytes" not in changed else HOME
     move = priced(1000, home, msgspec.structs.replace(TARGET, **changed), TransferPace())
     assert (move.transfer_s, move.sends, move.seconds) == (None, False, pytest.approx(0.2))
-
-
-def test_an_engine_that_has_not_told_its_speed_is_sent_the_kv():
-    silent = WorkerJoined("b", rollout_slots=4, kv_token_bytes=1000)
-    assert priced(1000, HOME, silent, TransferPace()).sends
 
 
 def test_measured_transfers_replace_the_prior():

@@ -5,26 +5,10 @@ from __future__ import annotations
 import pytest
 
 from libra import events
-from libra.policy.move_review import Moved, moves
+from libra.policy.move_review import moves
 from libra.types import NO_TOOL
 
 FAST_S, SLOW_S = 0.012, 0.036
-
-
-@pytest.mark.parametrize(
-    ("stayed_s", "moved_s", "useless", "worth"),
-    [
-        (10.0, 10.4, False, False),  # within noise
-        (10.0, 10.6, True, False),
-        (10.0, 9.0, False, True),
-        (None, None, False, False),  # nothing can be said
-    ],
-)
-def test_a_move_is_judged_by_when_both_engines_are_over(
-    stayed_s: float | None, moved_s: float | None, useless: bool, worth: bool
-) -> None:
-    moved = Moved("trajectory", 1.0, "slow", "fast", "because", stayed_s, moved_s)
-    assert (moved.useless, moved.worth) == (useless, worth)
 
 
 def _log(short: tuple[str, str], *, long: bool) -> list[tuple[int, events.Event]]:

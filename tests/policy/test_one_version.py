@@ -175,18 +175,6 @@ def test_an_engine_keeps_what_others_of_its_version_have_no_room_for(kept) -> No
     assert found[0] == Vacate("b", ("b-0",), found[0].reason) if kept == {"slots": 3} else found[-1].worker == "b"
 
 
-def test_one_that_generates_leaves_when_its_turn_has_ended() -> None:
-    one = with_versions({"a": 1, "b": 1})
-    one.handle(QuantumStarted("a-0", Phase.ROLLOUT, "a"))
-    found = shared(one, waiting=9)
-    assert found == [Vacate("a", (), found[0].reason)] and one.told["a"] == 0
-    assert not one.may("a-0", "a") and one.may("a-0", "b")
-    assert one.handle(parked("a-0", 2)) == (
-        Vacate("a", ("a-0",), "it gives its trajectories away"),
-        LoadVersion("a", 1, "nothing that began with version 0 is under way there"),
-    )
-
-
 def test_what_is_given_away_waits_for_another_engine_with_the_price_of_its_kv() -> None:
     dispatcher = Dispatcher()
     for worker in ("a", "b"):

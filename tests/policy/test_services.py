@@ -168,9 +168,7 @@ def test_a_batch_of_a_service_that_is_withdrawn_keeps_its_device_until_it_has_en
 
 def test_a_service_that_fits_no_device_is_refused_with_what_to_type() -> None:
     schedule = ServiceSchedule({"gpu": GIB})
-    with pytest.raises(
-        ConfigError, match=r"'judge' has weights of 2 GiB, and a device has 1 GiB .* services.device_gib=2 or"
-    ):
+    with pytest.raises(ConfigError, match="device_gib"):
         schedule.declare(ServiceFacts("judge", 1, 0.0, 2 * GIB))
     schedule.declare(ServiceFacts("small", 1, 0.0, GIB))
     schedule.asked("small", 7, 0.0)

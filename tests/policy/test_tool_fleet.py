@@ -108,11 +108,3 @@ def test_bounds_hold_and_a_constant_load_settles(loads: list[int], start_s: floa
             assert after_s - before_s >= HOLD * min(start_s, cluster.fleet.start_s) - 1
         if after.give_up and not before.give_up:
             assert after_s - before_s >= IDLE_S
-
-
-def test_starts_are_measured() -> None:
-    cluster = Cluster(ToolFleet(1, 3), 5.0, ["tool-0"])
-    for at in range(400):
-        cluster.second(float(at), 12 if at < 200 else 0)
-    assert len(cluster.present) >= 2
-    assert cluster.fleet.start_s < 15.0

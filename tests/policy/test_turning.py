@@ -24,7 +24,6 @@ def step(backlog_gpu_s: float = 1e4, core_gpus: int = 2, is_full: bool = False, 
 def test_the_thinnest_engines_turn_while_the_others_hold_what_is_open() -> None:
     turns = RULE.turns(engines(5, 1, 2, 6), 14, step())
     assert [(turn.worker, turn.to) for turn in turns] == [("e1", Turned.TRAINING), ("e2", Turned.TRAINING)]
-    assert "14 open trajectories fit on 6 other GPUs" in turns[0].reason
     assert RULE.turns(engines(5, 1, 2, 6), 25, step()) == ()
 
 
@@ -73,7 +72,6 @@ def test_something_that_is_open_is_never_left_without_an_engine_and_nothing_turn
 
 
 def test_a_rule_that_means_nothing_is_refused() -> None:
-    with pytest.raises(ConfigError, match="trajectories_per_gpu: got 0"):
-        TurningRule(trajectories_per_gpu=0.0)
-    with pytest.raises(ConfigError, match="min_gain_s: got -1"):
-        TurningRule(min_gain_s=-1.0)
+    for field, value in (("trajectories_per_gpu", 0.0), ("min_gain_s", -1.0)):
+        with pytest.raises(ConfigError, match=field):
+            TurningRule(**{field: value})

@@ -39,10 +39,7 @@ def test_a_long_tail_is_streamed_and_groups_that_end_together_are_not() -> None:
     made = choice()
     told = made.measured(step())
     assert told is not None and told.way == made.way == "streaming" and made.streams and not made.turns
-    assert told.reason == (
-        "as step 0 was measured: 10.5 s a step, split 13.5 s; "
-        "the longest trajectory takes 1.8 times as long as the work of all GPUs"
-    )
+    assert "10.5 s a step, split 13.5 s" in told.reason
     assert made.measured(step()) is None  # as before
     told = made.measured(step(ALIKE, step=2))
     assert told is not None and told.way == "split" and not made.streams and told.reason.startswith("as step 2 was")
@@ -55,9 +52,7 @@ def test_engines_may_turn_where_that_is_worth_two_changes_and_no_trajectory_is_t
     told = made.measured(step(change_s=0.5, **busy))
     assert told is not None and told.way == "turning" and made.turns and made.streams
     told = made.measured(step(change_s=60.0, **busy))
-    assert (
-        told is not None and told.way == "streaming" and not made.turns
-    )  # changes take longer than a tenth of the step
+    assert told is not None and told.way == "streaming" and not made.turns  # changes take too long for the step
     alone = choice()
     told = alone.measured(step(rollout_gpus=30.0, rollout_gpu_s=30.0, change_s=0.1))
     assert told is not None and told.way == "streaming" and told.reason.endswith("; latency-bound, so roles stay")

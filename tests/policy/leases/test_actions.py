@@ -9,11 +9,7 @@ from libra.policy.leases import Revoke
 from libra.policy.messages import ActionRequested, ToolCapacity, ToolNeeds, ToolsDeclared
 from libra.types import NO_TOOL, Phase, ToolOutcome, ToolStatus
 
-TOOLS = {
-    "long": ToolNeeds(1, 1, revocable=True),
-    "kept": ToolNeeds(1, 1),
-    "short": ToolNeeds(1, 1),
-}
+TOOLS = {"long": ToolNeeds(1, 1, revocable=True), "kept": ToolNeeds(1, 1), "short": ToolNeeds(1, 1)}
 
 
 def park(dispatcher: Dispatcher, key: str, *tools: str, level: int = 0) -> None:

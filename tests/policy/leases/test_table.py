@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
 from libra.policy import Priority
 from libra.policy.leases import Lease, LeaseRequest, LeaseTable, Quota, Resources, Revoke, SpeedUp
-from libra.types import ToolStatus
 
 GIB = 2**30
 WORKERS = {
@@ -289,14 +287,6 @@ def test_the_longest_prefix_is_granted_and_a_small_one_does_not_pass_a_large_one
     assert holders(table.admit(1.0)) == ["large", "small"]
 
 
-def test_a_smaller_level_goes_first_and_one_that_wants_other_kinds_is_not_held_up() -> None:
-    table = one_worker(cores=2, gpus=1)
-    ask(table, request("late", 2), level=1)
-    ask(table, request("early", 2), level=0)
-    ask(table, request("judge", 0, gpus=1), level=2)
-    assert holders(table.admit(0.0)) == ["early", "judge"]
-
-
 def test_one_that_lacks_two_kinds_in_turn_is_passed_over_once_only() -> None:
     """Without what it keeps, cores and GPU would be taken by others in turn for ever."""
     table = one_worker(cores=2, gpus=1)
@@ -318,16 +308,6 @@ def test_a_request_that_no_worker_can_take_holds_up_no_other() -> None:
     table.supply("b", Resources(slots=1, cores=16))
     assert holders(table.admit(1.0)) == ["huge"]
     assert table.lease("huge").worker == "b"  # type: ignore[union-attr]
-
-
-def test_a_lost_worker_takes_its_leases_with_it() -> None:
-    table = one_worker(cores=2)
-    ask(table, request("one", 2), request("two", 2))
-    table.admit(0.0)
-    assert [lease.holder for lease in table.withdraw("a")] == ["one"]
-    assert table.leases() == ()
-    table.supply("a", Resources(slots=4, cores=2))
-    assert holders(table.admit(1.0)) == ["two"]
 
 
 def test_more_cores_go_to_who_gains_most_and_fewer_are_given_in_a_line() -> None:
@@ -363,23 +343,6 @@ def test_sizes_of_a_measured_tool_are_tried_and_then_used_by_their_speed() -> No
         table.release(lease.holder, seconds[lease.resources.cores])
     assert sorted(tried[:12]) == [1] * 4 + [2] * 4 + [4] * 4
     assert tried[12:] == [2] * 4
-
-
-def test_time_outs_and_errors_say_nothing_of_how_much_faster_more_cores_are() -> None:
-    """They take as long as they may with any cores, and end at any time."""
-    table, curve = one_worker(cores=4), SpeedUp(1, 4, "measure")
-    table.declare("tests", curve)
-    for i in range(36):
-        ask(table, request(f"h{i}", 1, tool="tests"))
-        (lease,) = table.admit(float(i))
-        assert isinstance(lease, Lease)
-        status, seconds = (
-            (ToolStatus.OK, 8.0 / lease.resources.cores), (ToolStatus.TIMEOUT, 30.0), (ToolStatus.ERROR, 0.001)
-        )[i % 3]  # fmt: skip
-        table.release(lease.holder, seconds, status)
-    assert [curve.speed(cores) for cores in (1, 2, 4)] == [1.0, 2.0, 4.0]
-    expected_s = table.expected_s("tests")
-    assert expected_s is not None and 8.0 < expected_s < 30.0  # and yet some hang
 
 
 def learned(cores: int = 8, **seconds: float) -> LeaseTable:
@@ -440,31 +403,3 @@ def test_a_large_action_goes_on_with_fewer_cores_beside_the_one_that_it_makes_ro
     ask(table, request("large", 1, tool="slow"))
     sizes = {each.holder: each.resources.cores for each in table.admit(1.5) if isinstance(each, Lease)}
     assert sizes == {"small": 1, "large": 3}
-
-
-def test_nobody_is_stopped_who_need_not_be() -> None:
-    table = learned(5, long=60.0, short=1.0)
-    for at_s, (holder, cores) in enumerate([("large", 4), ("small", 1)]):
-        ask(table, request(holder, cores, tool="long", revocable=True))
-        table.admit(float(at_s))
-    ask(table, request("waits", 4, tool="short"))
-    (revoke,) = table.admit(2.0)
-    assert revoke.holder == "large"  # although the small one has run for less, and has a core that is missing
-
-
-def test_what_is_given_up_for_a_request_that_is_cancelled_is_free_for_others() -> None:
-    table = learned(1, long=60.0, short=1.0)
-    ask(table, request("runs", 1, tool="long", revocable=True))
-    table.admit(0.0)
-    ask(table, request("waits", 1, tool="short"), request("behind", 1, tool="short"))
-    assert [type(each) for each in table.admit(1.0)] == [Revoke]
-    table.cancel("waits")
-    assert table.admit(1.5) == ()  # it is to stop already, and would do so for this one
-    table.release("runs")
-    assert holders(table.admit(2.0)) == ["behind"]
-
-
-def test_requests_and_leases_are_plain_values() -> None:
-    """They go into the event log."""
-    vector = Resources(1, 2, GIB, 1, (("search", 1),))
-    assert msgspec.json.decode(msgspec.json.encode(LeaseRequest("h", vector)), type=LeaseRequest).least == vector
