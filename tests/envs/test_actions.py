@@ -177,7 +177,7 @@ def test_calls_are_read_in_the_chosen_format_and_mistakes_answered_in_it(tool_fo
     environment.tool_format = tool_format
     prompt = environment.prompt("train", 0)
     (call,) = environment.parse(WRITTEN[tool_format] % "3")
-    assert asyncio.run(run_action(environment, prompt, call, action_id="a")).content == "42"
+    assert asyncio.run(run_action(environment, prompt, call, action_id="!")).content == "aaa!"
     (wrong,) = environment.parse(WRITTEN[tool_format] % '"x"')
     answer = asyncio.run(run_action(environment, prompt, wrong, action_id="b"))
     assert answer.status is ToolStatus.MALFORMED

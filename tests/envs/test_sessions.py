@@ -152,7 +152,9 @@ def test_a_tool_that_takes_a_session_needs_one_and_is_never_inline() -> None:
         return ""
 
     def environment(inline: bool = False, **attributes: object) -> Environment:
-        return type("Own", (FixedTurns,), {"tools": (tool(look, inline=inline),), **attributes})()
+        return type(
+            "Own", (FixedTurns,), attributes | {"__init__": lambda self: None, "tools": (tool(look, inline=inline),)}
+        )()
 
     for wrong in (environment(), environment(inline=True, session=session(Made)), environment(session="a browser")):
         with pytest.raises(ConfigError):

@@ -162,7 +162,7 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
         (check_schedule, "faulty:backwards", "-1.0"),
         (check_schedule, "faulty:silent", "None"),
         (check_ordering, "faulty:HalfAnEngine", "policy.name"),
-        (loader_of, "faulty:HalfAnEngine", "tokenizer"),
+        (loader_of, "faulty:Forgets", "no method model"),
         (check_own_engine, "faulty:HalfAnEngine", "abort"),
     ],
 )
