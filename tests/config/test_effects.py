@@ -5,11 +5,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 import pytest
-import torch
 
 from libra.config import RunConfig, config_from_dict, load_config, resolve_model
 from libra.config.algorithms import AdvantageName, LossName, RejectMetric
@@ -19,6 +18,9 @@ from libra.config.field_help import sections
 from libra.config.models import ModelSection
 from libra.config.simulation import RUN_POLICIES
 from libra.config.staleness import TWINS
+
+if TYPE_CHECKING:
+    import torch
 
 TEACHES = {"model": "Qwen3-8B", "function": "teach"}
 
@@ -184,6 +186,8 @@ def test_an_ordering_has_the_settings_that_the_table_says(name: str) -> None:
 
 def losses_of(config: RunConfig, batch: Any, logp_N: torch.Tensor, reference_N: torch.Tensor) -> bytes:
     """What a step minimises under ``config``, token by token and summed, as bytes."""
+    import torch
+
     from libra.train.objective import Objective
     from libra.train.replica_settings import TrainSettings
 
@@ -201,6 +205,8 @@ def losses_of(config: RunConfig, batch: Any, logp_N: torch.Tensor, reference_N: 
 @pytest.fixture(scope="module")
 def scored() -> tuple[Any, torch.Tensor, torch.Tensor]:
     """A micro-batch whose ratios, of tokens and of sequences, are on both sides of every bound, stale tokens among them."""
+    import torch
+
     from libra.train.sequence_packing import Sample, pack
 
     rng = np.random.default_rng(0)

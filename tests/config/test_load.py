@@ -69,7 +69,16 @@ def test_all_problems_are_reported_at_once_with_their_lines(tmp_path: Path) -> N
     message = file_problem(tmp_path, text, "rollout.slots=0", "nonsense", "model.path.deep=1")
     first, *lines = message.splitlines()
     assert first.startswith("9 ") and len(lines) == 9
-    named = ("run.eta", "run.nmae", "group size 1", "trainer.lr (", "stor ", "observe (", "rollout.slots (", "'nonsense'")
+    named = (
+        "run.eta",
+        "run.nmae",
+        "group size 1",
+        "trainer.lr (",
+        "stor ",
+        "observe (",
+        "rollout.slots (",
+        "'nonsense'",
+    )
     for name in (*named, "model.path.deep"):
         assert sum(name in line for line in lines) == 1, name
     assert any("trainer.lr (" in line and "mine.yaml:4" in line for line in lines)

@@ -39,18 +39,18 @@ NOT_RUN = "setup-vllm-cuda"
 def missing() -> str:
     """Why the steps cannot be run here; empty where they can."""
     if os.environ.get("LIBRA_IMAGE_STEPS") != "1":
-        return "minutes and the network: LIBRA_IMAGE_STEPS=1 runs it, as CI does"
+        return "takes minutes and the network; type: LIBRA_IMAGE_STEPS=1 python -m pytest tests/docker"
     if os.geteuid() != 0:
         return "needs root, for chroot"
     lacking = [name for name in ("debootstrap", "unshare", "chroot") if shutil.which(name, path=_path()) is None]
-    return f"needs {', '.join(lacking)} (Debian's packages debootstrap and util-linux)" if lacking else ""
+    return f"no {', '.join(lacking)}; type: apt-get install debootstrap util-linux" if lacking else ""
 
 
 def _path() -> str:
     return f"{os.environ['PATH']}:/usr/sbin:/sbin"
 
 
-pytestmark = [pytest.mark.skipif(bool(missing()), reason=missing()), pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.images, pytest.mark.skipif(bool(missing()), reason=missing()), pytest.mark.timeout(1500)]
 
 
 @dataclass

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.install
+
 CHECKOUT = Path(__file__).resolve().parents[2]
 
 
@@ -88,13 +90,8 @@ def test_an_installed_libra_is_the_wheels_and_runs_what_it_ships(installed: Path
     assert Path(file).is_relative_to(installed.parent)
     assert output_of([str(installed / "libra"), "--version"], tmp_path).split()[-1] == version
 
-    settings = [
-        "run.iterations=1",
-        "trainer.prompts=2",
-        "trainer.group_size=2",
-        "evaluation.prompts=0",
-        "cluster.dashboard_port=0",
-    ]
+    settings = ["run.iterations=1", "trainer.prompts=2", "trainer.group_size=2", "evaluation.prompts=0"]
+    settings.append("cluster.dashboard_port=0")
     output_of(
         [str(installed / "libra"), "run", "libra/quickstart", *settings, f"run.dir={tmp_path}", "run.name=first"],
         tmp_path,
