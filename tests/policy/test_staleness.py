@@ -376,6 +376,7 @@ def test_the_schedules_have_the_power_to_break_the_rules() -> None:
         for over_age in OVER_AGE:
             run = Run(Rules(StalenessPolicy(1, over_age), "many", "whole", "correct", 2, 5), seed)
             run.play()
+            run.checked()
             verdicts += run.verdicts
             lags |= set(run.lags)
             mixed += sum(len(set(versions)) > 1 for versions in run.tokens.values())
@@ -383,6 +384,9 @@ def test_the_schedules_have_the_power_to_break_the_rules() -> None:
             spread = max(spread, run.spread)
         run = Run(Rules(StalenessPolicy(2), "rounded", "first_come", "off", 2, 5), seed)
         run.play()
+        run.checked()
+        for window in (2, 3):
+            Run(Rules(StalenessPolicy(2, Verdict.CORRECT, window), "many", "whole", "off", 2, 5), seed).play()
         moved += run.vacated
         other += sum(iteration != batch for batch, members in run.taken.items() for iteration, _ in members)
     assert all(verdicts[each] for each in (Verdict.ACCEPT, Verdict.DROP, Verdict.MASK, Verdict.CORRECT))
