@@ -131,6 +131,9 @@ def check_cluster(client: Client, config: RunConfig, *, wait_s: float = RETURN_W
         left_s = wait_s - (time.monotonic() - began_s)
         returning = client.run_on_scheduler(_returning, wait_s) if left_s > 0 else []
         if not returning:
+            problems = _problems(client, config)  # the last may have come back since
+            if not problems:
+                return
             raise ClusterError("this cluster cannot run Libra:" + "".join(f"\n  {problem}" for problem in problems))
         if not said:
             said = True

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from distributed.client import FutureCancelledError
+from distributed.comm import CommClosedError
 
 from libra.errors import ClusterError, LibraError, shell_path
 
@@ -37,8 +38,9 @@ def scheduler_loss_named(client: Callable[[], Client | None], directory: Path, a
         raise
     except (OSError, CancelledError) as error:
         connected = client()
-        cancelled = isinstance(error, FutureCancelledError) and error.reason == "scheduler-connection-lost"
-        if connected is None or (connected.status == "running" and not cancelled):
+        lost = isinstance(error, CommClosedError)
+        lost |= isinstance(error, FutureCancelledError) and error.reason == "scheduler-connection-lost"
+        if connected is None or (connected.status == "running" and not lost):
             raise
         logging.getLogger("distributed.client").addFilter(_is_no_cancellation)
         raise ClusterError(lost_scheduler_text(directory, address)) from error

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from distributed import Client, Future
+from distributed.comm import CommClosedError
 
 from libra.errors import ClusterError, LibraError
 from libra.graph.iteration import iteration_graph, iteration_groups
@@ -96,6 +97,8 @@ class SubmittedGraphs:
         except (LibraError, CancelledError):  # cancelled: the scheduler is lost (`libra.driver.lost_scheduler`)
             raise
         except Exception as error:  # the boundary to Dask: anything a worker raised
+            if isinstance(error, CommClosedError) and failed.status != "error":
+                raise  # not a task's: the scheduler is lost
             raise ClusterError(
                 f"iteration {k}: {failed.key} failed with {type(error).__name__}: {error}; "
                 f"see {self._start.spec.directory / 'events.jsonl'} and the workers' logs"
