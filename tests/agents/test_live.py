@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -103,33 +99,3 @@ def test_an_agent_that_fails_is_a_failure_of_its_trajectory(
         columns = store.columns()
     assert set(columns["failure"]) == {"tool"} and np.isnan(columns["reward"]).all()
     assert all("no agent at" in detail for detail in columns["failure_detail"])
-
-
-@pytest.mark.timeout(600)
-@pytest.mark.live
-def test_the_workflow_trains_its_agent(repository: Path, tmp_path: Path) -> None:
-    from libra.envs.tool_arithmetic import ToolArithmetic
-    from libra.rollout.chat_format import load_chat_format
-
-    pytest.importorskip("openai", reason="type pip install openai")
-    settings = [
-        "run.iterations=1", f"run.dir={tmp_path}", "run.name=flow", "trainer.prompts=2", "trainer.group_size=4",
-        "evaluation.prompts=8", "rollout.slots=16", "cluster.tool_slots=16", "cluster.dashboard_port=0",
-        "observe.progress=false", "observe.tensorboard=false",
-    ]  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, str(repository / "workflows" / "openai_agent.py"), *settings],
-        cwd=tmp_path, capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": ""},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
-    environment = ToolArithmetic()
-    chat = load_chat_format(Path(libra.__file__).parent / "assets" / "tiny_arithmetic", environment.tool_schemas)
-    with TrajectoryStore.open(tmp_path / "flow" / "trajectories.zarr") as store:
-        columns, turns = store.columns(), store.columns("turn")
-    assert Counter(columns["split"]) == {"train": 8, "eval": 16} and set(columns["failure"]) <= {"none", "policy"}
-    assert set(turns["sequence_start"]) == {0} and "calculator" in set(turns["tool"])
-    for trajectory in trajectories_of(tmp_path / "flow"):
-        prompt = environment.prompt(trajectory.trajectory_id.split, trajectory.trajectory_id.group)
-        if prompt.prompt_id == trajectory.prompt.prompt_id:
-            expected = chat.prompt_ids(list(prompt.messages))
-            assert trajectory.token_ids[: len(expected)].tolist() == expected.tolist(), "as the built-in loop asks"
