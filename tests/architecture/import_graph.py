@@ -1,10 +1,10 @@
-"""The import graph of the package, read from its source: modules, the rooms they are in, and circles."""
+"""The import graph of the package, read from its source: modules, and the rooms they are in."""
 
 from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 Graph = Mapping[str, set[str]]
@@ -77,19 +77,6 @@ def reachable(graph: Graph, start: str) -> set[str]:
         found |= new
         frontier.extend(new)
     return found
-
-
-def circles(graph: Graph) -> list[list[str]]:
-    """Groups of two or more modules that import each other, directly or through one another; each sorted."""
-    below = {name: reachable(graph, name) for name in graph}
-    found = {frozenset(other for other in below[name] if name in below[other]) for name in graph if name in below[name]}
-    return sorted(sorted(members) for members in found)
-
-
-def describe(graph: Graph, members: Iterable[str]) -> str:
-    """The imports inside a circle, one line per module."""
-    inside = set(members)
-    return "\n".join(f"  {name} -> {', '.join(sorted(graph[name] & inside))}" for name in sorted(inside))
 
 
 def reduced(graph: Graph) -> dict[str, set[str]]:

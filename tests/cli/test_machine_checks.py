@@ -11,17 +11,10 @@ from packaging.requirements import Requirement
 
 from libra.cli import doctor_machine as checks
 from libra.cli.check_result import Check
-from libra.cli.doctor import diagnose
 from libra.config import config_from_dict
 from libra.envs.sandbox import Level, available
 
 Usage = namedtuple("Usage", "total used free")
-
-
-def test_an_old_python_fails() -> None:
-    assert checks.python_check((3, 13, 0)).state == "ok"
-    old = checks.python_check((3, 10, 14))
-    assert (old.state, old.advice) == ("fail", "make setup PYTHON=python3.12")
 
 
 def test_missing_and_unfitting_packages_fail_each_and_the_others_share_a_line() -> None:
@@ -96,30 +89,6 @@ def test_a_model_that_is_neither_here_nor_cached_nor_to_be_had_fails(monkeypatch
     assert checks.model_check("org/name").state == "warn"
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_: "/cache/config.json")
     assert checks.model_check("org/name").state == "ok"
-
-
-@pytest.mark.parametrize("override", ["environment.name=nothing", "environment.args.nothing=1"])
-def test_an_environment_that_cannot_be_made_fails(override: str) -> None:
-    check, _ = checks.environment_check(config_from_dict({}, [override]))
-    assert check.state == "fail"
-    assert "nothing" in check.detail
-
-
-def test_more_threads_than_cores_are_told() -> None:
-    check = checks.torch_check(config_from_dict({}, ["cluster.threads=4096"]))
-    assert check.state == "warn"
-    assert check.advice.startswith("cluster.threads=")
-
-
-def test_the_port_is_not_looked_at_when_the_scheduler_is_somewhere_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "libra.cli.doctor.cluster_checks", lambda address, config: iter([Check("scheduler", "ok", address)])
-    )
-    config = config_from_dict({}, ["cluster.dashboard_port=0"])
-    assert "dashboard port" in {check.name for check in diagnose(config, None)}
-    names = {check.name for check in diagnose(config, "tcp://h:1")}
-    assert "scheduler" in names
-    assert "dashboard port" not in names
 
 
 @pytest.mark.live

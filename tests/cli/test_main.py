@@ -13,7 +13,6 @@ from types import SimpleNamespace
 
 import pytest
 
-import libra as libra_package
 from libra.cli.main import installed_version, made_run_name, main
 from libra.config import RunConfig, load_config
 from libra.errors import ConfigError
@@ -76,11 +75,6 @@ def test_importing_libra_and_its_command_loads_nothing_heavy() -> None:
     for code in (command, CHECK):
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
-
-
-def test_a_public_name_that_is_not_there_is_an_attribute_error() -> None:
-    with pytest.raises(AttributeError, match="enviroment"):
-        _ = libra_package.enviroment
 
 
 def test_version_is_that_of_the_package(libra: Libra) -> None:
@@ -147,19 +141,6 @@ def test_an_interrupted_run_is_exit_code_130(libra: Libra, monkeypatch: pytest.M
     code, _, err = libra("run", "libra/quickstart")
     assert code == 130
     assert "interrupted" in err
-
-
-def test_inspect_passes_every_option_on(libra: Libra, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[tuple[Path, dict[str, object]]] = []
-    monkeypatch.setattr("libra.observe.inspect.inspect_run", lambda run_dir, **choice: seen.append((run_dir, choice)))
-    options = (
-        "--index 3 --split eval --iteration 1 --group 2 --sample 4 --failed --order best --tokens --limit 5 --json"
-    )
-    assert libra("inspect", "runs/x", *options.split())[0] == 0
-    choice = {"index": 3, "split": "eval", "iteration": 1, "group": 2, "sample": 4, "failed": True}
-    assert seen == [
-        (Path("runs/x"), choice | {"order": "best", "tokens": True, "limit": 5, "as_json": True, "html": None})
-    ]
 
 
 @pytest.mark.live

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
 from libra.cli.main import cli, main
 from libra.cli.plan import fixed_by
-from libra.config import dump_config, load_config, yaml_text
+from libra.config import dump_config, load_config
 from libra.config.effect_conditions import Situation
 from libra.config.effects import ignored_settings
 from libra.config.streaming import turns
@@ -49,6 +48,7 @@ def test_json_has_the_whole_plan_and_words_do_too(repository: Path) -> None:
     assert "bottleneck" in _run(repository, "--what-if")
 
 
+@pytest.mark.live
 def test_the_configured_number_of_training_workers_is_compared_with_the_planned_one(repository: Path) -> None:
     planned = json.loads(_run(repository, "--json"))["training"]["gpus"]
     values = json.loads(_run(repository, "--json", f"cluster.train_workers={planned + 2}"))
@@ -60,6 +60,7 @@ def test_the_configured_number_of_training_workers_is_compared_with_the_planned_
     )
 
 
+@pytest.mark.live
 def test_only_what_can_be_run_is_planned_unless_asked(repository: Path) -> None:
     values = json.loads(_run(repository, "--json"))
     assert {bucket["tp"] for bucket in values["buckets"]} == {1}
@@ -69,33 +70,6 @@ def test_only_what_can_be_run_is_planned_unless_asked(repository: Path) -> None:
     words = _run(repository, "trainer.prompts=64", "--why", "tp=2")
     assert note in words
     assert json.loads(_run(repository, "--json", "--what-if"))["notes"] == []
-
-
-def test_a_teacher_that_is_a_service_is_planned_with_what_is_assumed(repository: Path, tmp_path: Path) -> None:
-    def planned(*given: str) -> dict[str, Any]:
-        result = CliRunner().invoke(cli, ["plan", str(file), *GIVEN, "--json", *given], catch_exceptions=False)
-        assert result.exit_code == 0, result.output
-        values: dict[str, Any] = json.loads(result.output)
-        return values
-
-    file = tmp_path / "taught.yaml"
-    values = {
-        "extends": str(repository / "configs/qwen3_4b_gpu.yaml"),
-        "trainer": {"algorithm": "opd"},
-        "distil": {"teacher": {"service": "oracle"}},
-        "services": {"named": {"oracle": {"model": "Qwen3-0.6B", "function": "teach"}, "judge": {"model": "Qwen3-4B"}}},
-    }
-    file.write_text(yaml_text.write(values))
-    gpu = planned("slurm_rollout.gpus=1")
-    assert (gpu["teacher_gpus"], gpu["num_gpus"]) == (1, 16) and gpu["teacher_s"] > 0
-    assert "service oracle, on the GPU of the first tool worker; service judge beside it" in gpu["teacher_on"]
-    assert gpu["services_gpus"] == 0 < gpu["services_s"] and gpu["services_on"].startswith(
-        "judge, on the GPU of the tool"
-    )
-    assert any("type slurm_tool.gpus=1" in note for note in gpu["notes"])
-    cores = planned("cluster.device=cpu")
-    assert cores["teacher_gpus"] == 0 and "no rank is counted" in cores["teacher_on"]
-    assert not any("slurm" in note for note in cores["notes"])
 
 
 @pytest.mark.parametrize("wrong", ['fixed_engines={"2": 1}', "tp=[8]"])
@@ -235,6 +209,7 @@ BUSY = (
 )  # fmt: skip
 
 
+@pytest.mark.live
 def test_a_choice_that_turns_engines_is_written_with_the_workers_for_it(repository: Path, tmp_path: Path) -> None:
     few = (*BUSY, "planner.fixed_train_gpus=2")
     values = json.loads(_run(repository, *few, "--json"))["regime"]
@@ -249,6 +224,7 @@ def test_a_choice_that_turns_engines_is_written_with_the_workers_for_it(reposito
     assert made.planner.planned is not None and made.planner.planned.way == "turning"
 
 
+@pytest.mark.live
 def test_what_the_configuration_cannot_take_is_said_and_not_chosen(repository: Path) -> None:
     few = (*BUSY, "planner.fixed_train_gpus=2")
     wide = json.loads(_run(repository, *few, "rollout.engine=vllm", "planner.tp=[2]", "--json"))["regime"]
@@ -258,16 +234,6 @@ def test_what_the_configuration_cannot_take_is_said_and_not_chosen(repository: P
     assert (whole["choice"], whole["settings"]) == ("split", {}) and "epochs=1" in whole["obstacles"]["streaming"]
     assert set(whole["step_s"]) <= {"split", "colocated"}
     assert "no setting makes all GPUs of a run generate" in whole["obstacles"]["colocated"]
-
-
-def test_a_plan_that_changes_nothing_writes_no_way(repository: Path, tmp_path: Path) -> None:
-    small = (*BUSY, "planner.fixed_train_gpus=8", "trainer.prompts=4")
-    values = json.loads(_run(repository, *small, "--json"))["regime"]
-    assert (values["choice"], values["settings"]) == ("split", {}) and "change nothing" in values["words"]
-    _run(repository, *small, "--write", str(tmp_path / "plan.yaml"))
-    made = load_config(str(tmp_path / "plan.yaml"))
-    assert (made.trainer.streaming, made.trainer.turning) == ("off", "off")
-    assert made.planner.planned is not None and made.planner.planned.way == "split"
 
 
 def test_a_plan_of_another_model_or_for_other_hardware_is_not_run(

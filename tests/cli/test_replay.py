@@ -121,18 +121,6 @@ def test_a_trajectory_is_followed_by_any_of_its_names(libra: Libra, run_dir: Pat
         assert KEY.format(0) not in story
 
 
-def test_a_history_needs_no_line_about_others(libra: Libra, run_dir: Path) -> None:
-    _, whole, _ = libra("replay", run_dir, "--key", "train-0-0-1", "--key", "batch-0")
-    path = run_dir / "events.jsonl"
-    lines = path.read_text().splitlines(keepends=True)
-    other = [i for i, line in enumerate(lines) if KEY.format(0) in line]
-    for i in other:
-        lines[i] = "no JSON, and not looked at\n"
-    path.write_text("".join(lines))
-    assert other and libra("replay", run_dir, "--key", "train-0-0-1", "--key", "batch-0") == (0, whole, "")
-    assert libra("replay", run_dir)[0] == 2
-
-
 def test_a_decision_is_told_with_its_reason_before_and_after(libra: Libra, run_dir: Path) -> None:
     code, out, _ = libra("replay", run_dir, "--decision", 13, "--decision", 16)
     assert code == 0
@@ -193,23 +181,7 @@ def test_a_replay_from_the_snapshot_says_so(libra: Libra, run_dir: Path) -> None
     assert code == 2 and "events.jsonl, line 1: not JSON" in err
 
 
-def test_a_torn_last_line_is_left_out_and_said(libra: Libra, run_dir: Path) -> None:
-    path = run_dir / "events.jsonl"
-    path.write_bytes(path.read_bytes()[:-20])
-    code, out, err = libra("replay", run_dir)
-    assert (code, err) == (0, "")
-    assert "The last line is incomplete" in out and "Every decision was reproduced." in out
-
-
 def test_a_log_that_breaks_off_before_the_answers_is_no_difference(libra: Libra, tmp_path: Path) -> None:
     code, out, _ = libra("replay", write(tmp_path / "demo", small_run()[:15]))
     assert code == 0
     assert "ends after line 15" in out and "Every decision was reproduced." in out
-
-
-def test_another_schema_is_refused_with_its_line(libra: Libra, run_dir: Path) -> None:
-    path = run_dir / "events.jsonl"
-    path.write_text(path.read_text().replace('"schema":4', '"schema":1'))
-    code, _, err = libra("replay", run_dir)
-    assert code == 2
-    assert "line 1: event of schema 1, this Libra reads 4; use the Libra that wrote it" in err

@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 
 from libra.cli.main import main
-from libra.cli.simulate_against import cell_of
-from libra.config import config_from_dict
 from libra.errors import ConfigError
 from libra.sim.disciplines import DISCIPLINES, OTHER_NAMES, disciplines, named
 
@@ -84,12 +82,3 @@ def test_systems_are_found_by_the_names_that_others_give_them() -> None:
         assert any(disciplines(named([name], eta), eta) for eta in (0, 1, 2))
     with pytest.raises(ConfigError, match="streamrl"):
         disciplines(["streamlr"], 0)
-
-
-def test_a_comparison_reads_the_teacher_that_batches_wait_for() -> None:
-    given = {"trainer": {"algorithm": "opd"}, "distil": {"teacher": "libra/tiny-arithmetic"}}
-    waits, drops = (
-        cell_of(config_from_dict(given | {"distil": given["distil"] | {"late": late}}), None)[0]
-        for late in ("wait", "drop")
-    )
-    assert waits.teacher_token_s > 0.0 == drops.teacher_token_s

@@ -6,10 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.agent_traces import read_traces, sets_in
 from benchmarks.report import DATA
 from libra.errors import ConfigError
-from libra.sim.recorded_agents import load_traces
 from libra.traces.agent_turns import agent_turn_files, agent_turns, read_agent_turns
 from libra.types import NO_TOOL, ToolStatus
 
@@ -53,21 +51,6 @@ def test_a_turn_that_is_followed_by_another_says_how_its_tool_came_back(word: st
     rows = ("t,0,0,ls,success,5", f"t,0,3,ls,{word},5", "t,0,7,ls,success,5")
     with pytest.raises(ConfigError, match="turn 3"):
         statuses(*rows)
-
-
-def test_readers_that_need_no_outcomes_take_files_without_them() -> None:
-    found = statuses("t,0,0,ls,5", "t,0,1,ls,5", head="task,sample,turn,tool,completion_tokens", required=("task",))
-    assert found == [("ls", NO_TOOL)] * 2
-
-
-def test_every_reader_of_the_excerpts_sees_the_same_outcomes() -> None:
-    for name, path in sets_in(DATA).items():
-        replayed, simulated = read_traces(path), load_traces(path)
-        assert len(replayed) == len(simulated) > 0, name
-        for one, other in zip(replayed, simulated, strict=True):
-            assert [turn.status for turn in one.turns[:-1]] == [turn.status for turn in other.turns[:-1]]
-            assert all(type(turn.status) is ToolStatus for turn in one.turns[:-1])
-            assert other.turns[-1].status == NO_TOOL
 
 
 @pytest.mark.parametrize("path", agent_turn_files(DATA), ids=lambda path: path.stem)

@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 
 from libra.config import RunConfig, config_from_dict, load_config, resolve_model
-from libra.config.algorithms import AdvantageName, LossName, RejectMetric
+from libra.config.algorithms import LossName, RejectMetric
 from libra.config.effect_conditions import Situation
 from libra.config.effects import READ
 from libra.config.field_help import sections
-from libra.config.models import ModelSection
 from libra.config.simulation import RUN_POLICIES
 from libra.config.staleness import TWINS
 
@@ -306,31 +305,3 @@ def test_the_masks_depend_on_a_field_exactly_where_the_table_says(name: str, sco
         assert (one != two) == claimed, around
         seen.add(claimed)
     assert True in seen
-
-
-@pytest.mark.parametrize("estimator", get_args(AdvantageName))
-@pytest.mark.parametrize("normalize", [False, True])
-def test_advantages_depend_on_a_field_exactly_where_the_table_says(estimator: Any, normalize: bool) -> None:
-    from libra.train import GroupRewards, batch_advantages
-
-    def advantages(**options: Any) -> bytes:
-        groups = [
-            GroupRewards(
-                np.array(rewards), np.ones(4, np.bool_), np.array([3, 5, 7, 9]), np.array([True, True, False, True])
-            )
-            for rewards in ([0.0, 1.0, 0.5, 1.0], [2.0, 0.0, 0.0, 1.0])
-        ]
-        found, _ = batch_advantages(groups, estimator, **{"normalize_std": normalize} | options)
-        return np.concatenate(found).tobytes()
-
-    read = effective(config_from_dict({"trainer": {"advantage": estimator, "normalize_std": normalize}}), "run")
-    assert (advantages(eps=1e-6) != advantages(eps=1.0)) == ("trainer.std_eps" in read)
-    assert (advantages() != advantages(normalize_std=not normalize)) == ("trainer.normalize_std" in read)
-
-
-def test_master_weights_exist_exactly_where_the_table_says(tiny_model: Path) -> None:
-    from libra.train import Replica, TrainSettings
-
-    for dtype in get_args(ModelSection.model_fields["dtype"].annotation):
-        has = Replica(tiny_model, TrainSettings(), dtype=dtype, master_dtype="float32").master is not None
-        assert has == ("model.master_dtype" in effective(config_from_dict({"model": {"dtype": dtype}}), "run"))

@@ -3,123 +3,19 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from pathlib import Path
-from random import Random
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Any
 
 import pytest
 
 from libra.cli.main import main
 from libra.config import RunConfig, config_from_dict, load_config
-from libra.config.effect_conditions import Need, Situation
-from libra.config.effects import READ, default_of, ignored_settings, warning_lines
-from libra.config.field_help import field_references, sections
-from libra.config.own_parts import OwnOr
-from libra.errors import ConfigError
+from libra.config.effect_conditions import Situation
+from libra.config.effects import READ, ignored_settings, warning_lines
+from libra.config.field_help import field_references
 
 # Another value for each field than its default, where one cannot be made from its type.
-OTHER: dict[str, Any] = {
-    "planner.trained_frac": 0.5,
-    "run.name": "another",
-    "model.path": "some/model",
-    "model.master_dtype": None,
-    "environment.name": "jsonl",
-    "environment.args": {"path": "x"},
-    "services.named": {"judge": {"model": "some/model"}},
-    "rollout.max_new_tokens": 32,
-    "rollout.max_context_tokens": 512,
-    "rollout.temperature": 0.5,
-    "staleness.window": 2,
-    "staleness.in_flight": 1,
-    "trainer.clip_low": 0.5,
-    "trainer.lora_targets": ("q_proj",),
-    "trainer.correction_low": 0.5,
-    "trainer.betas": (0.8, 0.9),
-    "trainer.ewma_decay": 0.5,
-    "trainer.gamma": 0.5,
-    "trainer.vespo_positive": (1.0, 2.0),
-    "trainer.vespo_negative": (1.0, 2.0),
-    "trainer.correction": "truncate",
-    "policy.boundaries_tokens": {"tp1": 3000.0},
-    "cluster.engines": ({"tp": 1, "count": 2},),
-    "cluster.dashboard_names": ("gateway.example",),
-    "slurm.port": 99,
-    "simulation.layout": {"tp4": 1},
-    "planner.tp": [1],
-    "planner.fixed_engines": {1: 2},
-    "planner.generated_p99_tokens": 9999.0,
-    "planner.generated_p50_tokens": 2000.0,
-    "rollout.max_turns": 3,
-    "trainer.max_row_tokens": 256,
-    "environment.tools": {"mcp": "python my_server.py"},
-    "environment.tools_env": ("NAME",),
-    "agent.env": ("NAME",),
-}
 # What makes fields legal together; the cross-field checks refuse some values alone.
-WITH: dict[str, dict[str, Any]] = {
-    "trainer.aggregation": {"trainer.loss_divisor": 100.0},
-    "trainer.correction_level": {"trainer.old_logp": "proximal"},
-    "trainer.correction_low": {"trainer.old_logp": "proximal"},
-    "trainer.correction_high": {"trainer.old_logp": "proximal"},
-    "trainer.kl_in_reward": {"trainer.advantage": "rloo"},
-    "trainer.kl_target": {"trainer.advantage": "rloo"},
-    "trainer.kl_horizon": {"trainer.advantage": "rloo"},
-    "trainer.reject": {"trainer.reject_high": 5.0},
-    "trainer.reject_low": {"trainer.reject_high": 5.0},
-    "trainer.reject_high": {"trainer.reject_low": 0.1},
-    "trainer.reject_level": {"trainer.reject_high": 5.0},
-    "trainer.reject_reduce": {"trainer.reject_high": 5.0},
-}
-
-
-MOST = 300
-"""Combinations of values that are tried of one field."""
-
-
-def field_of(name: str) -> Any:
-    section, _, key = name.partition(".")
-    return sections()[section].model_fields[key]
-
-
-def enum_of(name: str) -> tuple[Any, ...]:
-    """The values of a field that has few of them; empty where it has many."""
-    found: list[Any] = []
-    pending = [field_of(name).annotation, *field_of(name).metadata]
-    while pending:
-        kind = pending.pop()
-        if isinstance(kind, OwnOr):
-            found += [*kind.names, "own.module:part"]
-        if get_origin(kind) is Annotated:
-            pending += kind.__metadata__
-        if kind is bool:
-            found += [False, True]
-        elif get_origin(kind) is Literal:
-            found += get_args(kind)
-        elif get_origin(kind) is not None:
-            pending += [part for part in get_args(kind) if get_origin(kind) is not dict]
-        elif kind is type(None):
-            found.append(None)
-    return tuple(found)
-
-
-def other(name: str, config: RunConfig) -> Any:
-    """A value that the field does not have where nobody gives it."""
-    default = default_of(config, name)
-    if name in OTHER and OTHER[name] != default:
-        return OTHER[name]
-    choices = [value for value in enum_of(name) if value != default and value is not None]
-    if choices:
-        return choices[0]
-    if isinstance(default, bool):
-        return not default
-    if isinstance(default, int | float):
-        return default + 1 if name != "vllm.gpu_memory_frac" and default != 0.6 else 0.5
-    text = str(field_of(name).annotation)
-    for kind, value in (("float", 2.5), ("int", 3), ("Path", "there"), ("list", ["x"]), ("str", "other")):
-        if kind in text:
-            return value
-    return "1 GiB" if name.endswith("memory") else f"{default}1"
 
 
 def configured(values: dict[str, Any]) -> RunConfig:
@@ -144,91 +40,6 @@ def test_needs_look_at_fields_that_exist() -> None:
         for need in itertools.chain(*reading.values()):
             assert set(need.fields) <= set(READ), name
             assert need.text, name
-
-
-def cases() -> Iterator[tuple[str, str, Need, str]]:
-    """(field, command, need, the field that the need looks at)."""
-    for name, reading in READ.items():
-        for command, needs in reading.items():
-            for need in needs:
-                for looked_at in need.fields:
-                    yield name, command, need, looked_at
-
-
-def values_to_walk(looked_at: str) -> tuple[Any, ...]:
-    extra: dict[str, tuple[Any, ...]] = {
-        "cluster.train_workers": (1, 2),
-        "cluster.hybrid_workers": (0, 1),
-        "cluster.scheduler": (None, "tcp://h:1"),
-        "policy.boundaries_tokens": {"tp1": 3000.0},
-        "cluster.engines": ((), ({"tp": 1, "count": 2, "slots": 4},)),
-        "planner.trace": (None, "turns.csv"),
-        "simulation.traces": (None, "turns.csv"),
-        "simulation.calibration": (None, "mine.json"),
-        "simulation.gpu": (None, "A100-80G"),
-        "simulation.model": (None, "Qwen3-14B"),
-        "simulation.layout": (None, {"tp1": 2}),
-        "simulation.policy": (None, "fifo", "cmlfq", "mlfq", "predictor"),
-        "simulation.objective": (None, "stream"),
-        "planner.calibration": (None, "mine.json"),
-        "evaluation.prompts": (0, 4),
-        "run.eta": (0, 1),
-        "rollout.max_new_tokens": (2, 64),
-        "rollout.max_context_tokens": (64, 1024),
-        "trainer.kl_coef": (0.0, 0.1),
-        "trainer.lr": (0.0, 1e-3),
-        "trainer.lora_rank": (None, 4),
-        "trainer.epochs": (1, 2),
-        "trainer.minibatches": (1, 2),
-        "trainer.m2po_threshold": (None, 0.04),
-        "trainer.kl_target": (None, 0.1),
-        "trainer.mismatch_alarm": (None, 0.1),
-        "watchdog.timeout_s": (None, 9.0),
-        "distil.teacher": (None, "a/teacher"),
-        "agent.function": (None, "mine.agents:agent"),
-        "agent.command": (None, "python agent.py"),
-        "services.named": ({}, {"judge": {"model": "a/judge"}}),
-        "environment.tools": ({}, {"mcp": "python my_server.py"}),
-        "environment.retries": (0, 5),
-    }
-    return extra.get(looked_at) or enum_of(looked_at)
-
-
-@pytest.mark.parametrize("name", sorted({name for name, *_ in cases()}))
-def test_each_field_is_told_exactly_where_what_it_needs_is_not_there(name: str) -> None:
-    """Over values of everything it depends on: an error, a warning, or silence, as the table has it."""
-    told = silent = 0
-    refused: list[str] = []
-    for command, needs in READ[name].items():
-        looked_at = sorted({field for need in needs for field in need.fields} - {name})
-        walked = list(itertools.product(*(values_to_walk(field) for field in looked_at)))
-        for values in walked if len(walked) <= MOST else Random(0).sample(walked, MOST):
-            around = dict(zip(looked_at, values, strict=True))
-            try:
-                base = configured(around | WITH.get(name, {}))
-            except ConfigError:
-                continue
-            asked = around | {name: other(name, base)} | WITH.get(name, {})
-            try:
-                config = configured(asked)
-            except ConfigError as error:
-                refused.append(str(error))
-                continue
-            situation = Situation(command, frozenset({name}))
-            lacking = [need for need in needs if not need.met(config, situation)]
-            found = [each for each in ignored_settings(config, situation) if each.field == name]
-            assert bool(found) == bool(lacking), (asked, found)
-            if found:
-                told += 1
-                assert name in found[0].message
-                assert all(need.text in found[0].message for need in lacking)
-            else:
-                silent += 1
-    depends_on = {field for needs in READ[name].values() for need in needs for field in need.fields}
-    assert all(any(field in text for field in {name, *depends_on}) for text in refused), refused
-    told += len(refused)
-    assert silent, f"{name} is never effective"
-    assert told or all(not need.fields for needs in READ[name].values() for need in needs), f"{name} is never told"
 
 
 @pytest.mark.parametrize("name", ["dashboard_names", "dashboard_port", "tool_slots"])

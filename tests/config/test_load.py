@@ -28,21 +28,12 @@ def test_every_shipped_file_loads(repository: Path) -> None:
         assert isinstance(load_config(path), RunConfig)
 
 
-def test_a_shipped_file_is_found_by_its_name(repository: Path) -> None:
-    assert load_config("libra/quickstart") == load_config(repository / "configs/quickstart.yaml")
-
-
 def test_a_file_goes_over_what_it_extends_and_an_override_over_both(tmp_path: Path) -> None:
     (tmp_path / "first.yaml").write_text("run: {iterations: 3, eta: 2}\ntrainer: {lr: 0.5, prompts: 4}\n")
     (tmp_path / "deeper").mkdir()
     (tmp_path / "deeper/second.yaml").write_text("extends: ../first.yaml\nrun: {eta: 1}\ntrainer: {lr: 1e-3}\n")
     config = load_config(tmp_path / "deeper/second.yaml", ["trainer.lr=1e-5"])
     assert (config.run.iterations, config.run.eta, config.trainer.lr, config.trainer.prompts) == (3, 1, 1e-5, 4)
-
-
-def test_a_file_may_extend_one_that_ships(tmp_path: Path) -> None:
-    (tmp_path / "mine.yaml").write_text("extends: libra/quickstart\nrun: {seed: 9}\n")
-    assert load_config(tmp_path / "mine.yaml") == load_config("libra/quickstart", ["run.seed=9"])
 
 
 def test_files_that_extend_each_other_are_an_error(tmp_path: Path) -> None:
@@ -151,21 +142,10 @@ def test_another_environment_starts_without_the_arguments_of_the_first(tmp_path:
     assert load_config(path, ["environment.name=tool_arithmetic"]).environment.args == {"timeout_rate": 0.1}
 
 
-def test_the_callers_mapping_is_left_as_it_was() -> None:
-    values = {"environment": {"args": {"a": {"b": 1}}}}
-    config_from_dict(values, ["environment.args.a.b=2", "environment.name=other"])
-    assert values == {"environment": {"args": {"a": {"b": 1}}}}
-
-
 def test_an_empty_section_is_its_defaults(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text("run:\n  # seed: 3\ntrainer:\n")
     assert load_config(path) == RunConfig()
-
-
-def test_what_is_no_mapping_is_a_clear_error() -> None:
-    with pytest.raises(ConfigError):
-        config_from_dict([1])  # type: ignore[arg-type]
 
 
 def test_the_configuration_cannot_change() -> None:

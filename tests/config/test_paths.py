@@ -31,36 +31,23 @@ def test_the_model_that_ships_is_whole() -> None:
     assert sum(path.stat().st_size for path in directory.glob("*.safetensors")) <= 6 * 2**20
 
 
-@pytest.mark.parametrize("name", ["Qwen/Qwen3-0.6B", "gpt2", "HuggingFaceTB/SmolLM2-135M-Instruct"])
-def test_a_hugging_face_id_is_left_to_transformers(name: str) -> None:
-    assert resolve_model(name) == name
+def test_a_hugging_face_id_is_left_to_transformers() -> None:
+    assert resolve_model("Qwen/Qwen3-0.6B") == "Qwen/Qwen3-0.6B"
 
 
-@pytest.mark.parametrize("name", ["./gone", "~/gone", "a/b/c", "gone/"])
-def test_a_missing_directory_is_named(name: str) -> None:
-    with pytest.raises(ModelError) as caught:
-        resolve_model(name)
-    assert repr(name) in str(caught.value)
-
-
-def test_a_missing_directory_in_one_that_exists_is_no_hugging_face_id(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "name",
+    ["./gone", "~/gone", "a/b/c", "gone/", "models/gone", "two words", "-x", "org:model", "libra/huge", "file.gguf"],
+)
+def test_what_is_neither_a_directory_with_a_model_nor_an_id_is_named(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "models").mkdir()
+    (tmp_path / "file.gguf").touch()
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ModelError, match="models/gone"):
-        resolve_model("models/gone")
-
-
-@pytest.mark.parametrize("name", ["two words", "-x", "org:model"])
-def test_what_is_no_id_either_is_refused(name: str) -> None:
-    with pytest.raises(ModelError):
+    with pytest.raises(ModelError) as caught:
         resolve_model(name)
-
-
-def test_an_unknown_shipped_model_lists_those_that_ship() -> None:
-    with pytest.raises(ModelError, match="libra/tiny-arithmetic"):
-        resolve_model("libra/huge")
+    assert name in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -94,13 +81,6 @@ def test_a_broken_index_is_a_model_error(tmp_path: Path, text: str) -> None:
     (directory / "model.safetensors.index.json").write_text(text)
     with pytest.raises(ModelError):
         resolve_model(str(directory))
-
-
-def test_a_file_is_not_a_model(tmp_path: Path) -> None:
-    path = tmp_path / "model.gguf"
-    path.write_text("")
-    with pytest.raises(ModelError):
-        resolve_model(str(path))
 
 
 @pytest.mark.parametrize("name", ["smollm2-135m", "libra/smollm2-135m"])

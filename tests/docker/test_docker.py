@@ -3,14 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
-import signal
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -18,8 +12,6 @@ from typing import Any
 import click
 import pytest
 import yaml
-from distributed import Client
-from distributed.security import Security
 
 from libra import keys
 from libra.cli.main import cli
@@ -131,73 +123,3 @@ def test_every_process_of_the_cluster_requires_the_key(compose: dict[str, Any], 
     for name, words in commands.items():
         assert "tls" in words if name == "scheduler" else any(word.startswith("tls://") for word in words), name
         assert not any(word.startswith("tcp://") for word in words), name
-
-
-@contextmanager
-def processes(commands: list[list[str]], environment: dict[str, str], logs: Path) -> Iterator[None]:
-    """Commands of the cluster as processes of their own, with the settings that the cluster has; all stopped at the end."""
-    started: list[subprocess.Popen[bytes]] = []
-    try:
-        for number, words in enumerate(commands):
-            with (logs / f"{number}.log").open("wb") as output:
-                words = [sys.executable, "-m", *words]
-                started.append(
-                    subprocess.Popen(words, stdout=output, stderr=output, env=environment, start_new_session=True)
-                )
-        yield
-    finally:
-        for each in started:  # a nanny and its worker are one session
-            with suppress(ProcessLookupError):
-                os.killpg(each.pid, signal.SIGKILL)
-        for each in started:
-            each.wait()
-
-
-@pytest.fixture
-def here(tmp_path: Path) -> Callable[[list[str]], list[str]]:
-    """A command of compose.yaml as it is typed on this machine: any free port, the address it came to, loopback."""
-
-    def changed(words: list[str]) -> list[str]:
-        file = str(tmp_path / "scheduler.json")
-        words = ["--scheduler-file" if word == "--port" else file if word == "8786" else word for word in words]
-        words = ["127.0.0.1:0" if word == ":8787" else word for word in words]
-        words = [
-            part for word in words for part in ((["--scheduler-file", file]) if word.startswith("tls://") else [word])
-        ]
-        return [*words, "--host", "127.0.0.1", *(["--port", "0"] if words[1] == "scheduler" else ["--no-dashboard"])]
-
-    return changed
-
-
-@pytest.mark.live
-def test_the_cluster_comes_up_and_passes_the_doctor(
-    compose: dict[str, Any],
-    repository: Path,
-    tmp_path: Path,
-    here: Callable[[list[str]], list[str]],
-) -> None:
-    commands = compose_commands(compose)
-    roles = [here(commands[name]) for name in ("scheduler", "rollout", "tool", "train")]
-    file, made = str(tmp_path / "scheduler.json"), tmp_path / commands["key"][-1]
-    environment = os.environ | {"DASK_CONFIG": str(made / "dask.yaml"), "PYTHONPATH": str(repository)}
-    libra = [sys.executable, "-m"]
-    subprocess.run([*libra, *commands["key"]], env=environment, cwd=tmp_path, check=True, capture_output=True)
-    tls = yaml.safe_load((made / "dask.yaml").read_text())["distributed"]["comm"]["tls"]
-    security = Security(
-        tls_ca_file=tls["ca-file"], tls_client_cert=tls["client"]["cert"], tls_client_key=tls["client"]["key"],
-        require_encryption=True,
-    )  # fmt: skip
-    with (
-        processes(roles, environment, tmp_path),
-        Client(scheduler_file=file, timeout=60, set_as_default=False, security=security) as client,
-    ):
-        client.wait_for_workers(3, timeout=60)
-        address = client.scheduler.address
-        with pytest.raises(OSError):
-            Client(address.replace("tls://", "tcp://"), timeout=5, set_as_default=False, security=Security())
-        health = [word.replace("tls://127.0.0.1:8786", address) for word in commands["scheduler health"]]
-        said = subprocess.run([*libra, *health, "--json"], env=environment, capture_output=True, text=True, check=False)
-        checks = {check["name"]: check for check in json.loads(said.stdout)}
-        logs = "\n".join(path.read_text()[-2000:] for path in sorted(tmp_path.glob("*.log")))
-    cluster = {name: checks[name]["state"] for name in ("scheduler", "versions", "Dask settings", "workers")}
-    assert set(cluster.values()) == {"ok"}, f"{checks}\n{logs}"

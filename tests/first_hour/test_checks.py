@@ -10,7 +10,6 @@ import pytest
 
 import libra
 from libra.config import RunConfig, config_from_dict
-from libra.driver import main_script
 from libra.driver.chat_template import ChatTemplate
 from libra.driver.model_checks import checked_model
 from libra.driver.prompt_checks import check_prompts
@@ -76,24 +75,6 @@ def test_prompts_that_only_workers_can_make_are_left_to_them() -> None:
     check_prompts(config(), SetUp(), None, started_here=True)
     with pytest.raises(ConfigError, match="not on this machine"):
         check_prompts(config(), OnWorkers(), None, started_here=True)
-
-
-@pytest.mark.parametrize(
-    ("text", "line", "guarded"),
-    [
-        ("import libra\nlibra.train()\n", 2, False),
-        ('import libra\nif __name__ == "__main__":\n    libra.train()\n', 3, True),
-        ('import libra\nif "__main__" == __name__:\n    x = 1\n    libra.train()\n', 4, True),
-        ('import libra\nif __name__ == "__main__":\n    print("hello")\nlibra.train()\n', 4, False),
-        ('import libra\nif __name__ != "__main__":\n    raise SystemExit\nlibra.train()\n', 4, True),
-        ('import sys\nif __name__ != "__main__":\n    sys.exit()\nx()\n', 4, True),
-        ("import sys\nif len(sys.argv) > 1:\n    x()\n", 3, False),
-        ("%magic\nx()\n", 2, True),
-    ],
-)
-def test_a_guard_is_recognised(text: str, line: int, guarded: bool, tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(text)
-    assert main_script._is_guarded(tmp_path / "train.py", line) is guarded
 
 
 def test_what_a_reward_node_gives_is_one_entry_for_each_episode() -> None:

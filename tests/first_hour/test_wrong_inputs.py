@@ -155,7 +155,12 @@ OTHERS: tuple[Row, ...] = (
     ("simulate libra/quickstart simulation.traces=no.csv", "simulation.traces", "no.csv", "give a CSV"),
     ("simulate libra/quickstart --against openrlhf", "--against", "'openrlhf'", "colocated"),
     ("simulate libra/quickstart --against bounded", "bounded", "got 0", "run.eta"),
-    ("simulate libra/quickstart --against all simulation.policy=fifo", "simulation.policy", "no effect", "leave it out"),
+    (
+        "simulate libra/quickstart --against all simulation.policy=fifo",
+        "simulation.policy",
+        "no effect",
+        "leave it out",
+    ),
     ("simulate libra/quickstart --against all --gpus 1", "--gpus", "1", "3 or more"),
     ("simulate libra/quickstart --against all run.eta=3", "run.eta", "3", "0, 1, 2"),
     ("simulate libra/quickstart --gpus 16", "--gpus", "need", "--against"),

@@ -16,7 +16,6 @@ from factories import trajectory
 from libra.cli.main import main
 from libra.config import config_from_dict, dump_config
 from libra.errors import RunDirectoryError
-from libra.observe import invariants
 from libra.observe.invariants import check_invariants
 from libra.store.trajectories import TrajectoryStore
 from libra.types import EndReason, FailureClass, TrajectoryId
@@ -87,11 +86,6 @@ def a_group_is_missing(tid: TrajectoryId, made: dict[str, Any]) -> None:
     made["missing"] = tid[:2] == (2, 1)
 
 
-def versions_are_mixed(tid: TrajectoryId, made: dict[str, Any]) -> None:
-    if tid[:2] == (3, 0):
-        made["versions"] = [2, 2, 3]
-
-
 def the_long_fail(tid: TrajectoryId, made: dict[str, Any]) -> None:
     if tid.sample:
         made |= {"versions": [tid.iteration] * 200, "failure": FailureClass.TIMEOUT, "end_reason": EndReason.FAILURE}
@@ -116,7 +110,6 @@ CASES: dict[str, tuple[Change, dict[str, Any], dict[str, str]]] = {
     "torn": (a_sample_is_missing, {}, {"whole groups": "BROKEN"}),
     "lost": (a_group_is_missing, {}, {"C2": "BROKEN"}),
     "unfinished": (a_group_is_missing, {"run": {"iterations": 9}}, {}),
-    "mixed": (versions_are_mixed, {}, {"C1": "not promised"}),
     "wide": (
         first_group_is_late, {"staleness": {"over_age": "mask", "window": 2}},
         {"C1": "not promised", "C3": "not promised", "window": "BROKEN"},
@@ -164,15 +157,6 @@ def test_a_trajectory_that_is_there_twice_is_consumed_twice(
         store.append([trajectory(TrajectoryId(1, 0, 0), versions=[1] * 4)], batch=4)
     broken = {promise.name: promise.broken for promise in check_invariants(run) if promise.verdict == "BROKEN"}
     assert (broken["consumed once"], broken["whole groups"]) == (1, 1)
-
-
-def test_pieces_of_a_store_give_the_numbers_of_the_whole(
-    a_run: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = a_run(versions_are_mixed)
-    whole = check_invariants(run)
-    monkeypatch.setattr(invariants, "READ_TOKENS", 50)
-    assert check_invariants(run) == whole
 
 
 def test_a_directory_that_is_no_run_is_refused(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -100,13 +99,6 @@ def test_names_that_would_move_the_cursor_are_shown_as_text(make_run) -> None:
     run = make_run(*[CALM] * 5, (1e-3, {"b\x1b[2J": 1e-3}))
     output = CliRunner().invoke(cli, ["diagnose", str(run)]).output
     assert "\x1b" not in output and "engine b" in output
-
-
-def test_json_has_the_same(make_run) -> None:
-    run = make_run(*[CALM] * 5, (1e-3, {"b": 1e-3}), CALM)
-    done = CliRunner().invoke(cli, ["diagnose", str(run), "--json"])
-    values = json.loads(done.output)
-    assert values["first"] == 5 and values["parts"][0]["name"] == "engine b" and done.exit_code == 1
 
 
 def test_no_run_and_no_record_are_errors_that_say_so(make_run, tmp_path: Path) -> None:

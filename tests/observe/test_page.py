@@ -91,14 +91,6 @@ def test_names_from_outside_cannot_inject_markup(make_snapshot):
         assert "&lt;script&gt;" in html
 
 
-def test_overview_appears_with_the_second_run(make_snapshot):
-    assert overview_html([make_snapshot()], "demo") == ""
-    two = overview_html([make_snapshot(), make_snapshot(run="other", groups=7)], "other")
-    assert two.count("<tr") == 3
-    assert '<tr class="shown"><td>other</td>' in two
-    assert "<td>7</td>" in two
-
-
 def cells(html, name):
     """Text of the cells of one row."""
     (row,) = re.findall(f'<tr data-libra="{name}"[^>]*>(.*?)</tr>', html)
@@ -117,15 +109,6 @@ def cells(html, name):
 def test_a_row_of_roles_says_from_what_to_what_while_a_change_goes_on(changes, stage, under_way):
     shown = cells(workers_html({"roles": [role(**changes)]}), "role-rollout-0")
     assert (shown[2], shown[4]) == (stage, under_way)
-
-
-@pytest.mark.parametrize("number", [None, math.nan, math.inf])
-def test_seconds_that_are_not_known_are_a_dash(number):
-    html = workers_html({"roles": [role(for_s=number, seconds=number)], "not_ready": [UNREADY | {"for_s": number}]})
-    shown = cells(html, "role-rollout-0")
-    assert (shown[3], shown[6]) == ("–", "–")
-    assert cells(html, "not-ready-tool-1")[2] == "–"
-    assert cells(workers_html({"not_ready": [UNREADY | {"again_in_s": None}]}), "not-ready-tool-1")[4] == ""
 
 
 def test_tables_of_roles_and_of_buckets_are_there_only_if_they_say_something(make_snapshot):

@@ -72,16 +72,6 @@ def test_document_holds_the_snapshots_values(make_snapshot):
     assert "version 3 &gt;= 3 - eta 1" in page.decisions.text
 
 
-def test_lag_that_cannot_be_has_no_plot(make_snapshot):
-    runs = [make_snapshot(eta=0, lag=[[0, 0.0], [1, 0.0]])]
-    page = page_document.LibraPage(Feed(lambda: runs, max_age_s=0.0))
-    page.update()
-    assert not page.lag.plot.visible
-    runs[0] = make_snapshot(eta=1, lag=[[0, 0.0], [1, 0.0]])
-    page.update()
-    assert page.lag.plot.visible
-
-
 def test_new_samples_are_added_and_a_thinned_history_replaces_them(make_snapshot):
     runs = [make_snapshot()]
     page = page_document.LibraPage(Feed(lambda: runs, max_age_s=0.0))

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from libra.observe.progress import RunProgress, figure_text, sparkline
+from libra.observe.progress import RunProgress, sparkline
 from libra.observe.start_stages import StartStages
 
 URL = "http://127.0.0.1:8787/libra"
@@ -87,39 +87,6 @@ def test_pipe_has_one_line_a_second_and_always_the_first_and_the_last():
     assert "\x1b" not in console.file.getvalue()
 
 
-def test_what_was_tried_again_and_why_is_said_only_where_there_is_any():
-    console = pipe()
-    calm = {
-        "iteration": 0,
-        "failures": 0,
-        "failures/engine": 0,
-        "failures/policy": 7,
-        "resampled": 0,
-        "resampled/tool": 0,
-    }
-    rough = {
-        "iteration": 1,
-        "failures": 1,
-        "failures/engine": 1,
-        "resampled": 3,
-        "resampled/engine": 1,
-        "resampled/tool": 2,
-    }
-    with RunProgress("demo", 2, URL, console=console) as progress:
-        progress.iteration(calm)
-        progress.iteration(rough)
-    assert console.file.getvalue().splitlines()[1:] == [
-        "iteration 0 (1 of 2): failures 0",
-        "iteration 1 (2 of 2): failures 1, new attempts 3; not the model's: engine 2, tool 2",
-    ]
-    live = terminal()
-    with RunProgress("demo", 2, URL, console=live, refreshes_per_s=0) as progress:
-        progress.iteration(calm)
-        assert "new attempts" not in live.file.getvalue()
-        progress.iteration(rough)
-        assert "new attempts" in live.file.getvalue()
-
-
 def test_pipe_says_the_newest_iteration_when_the_run_breaks_off():
     console = pipe()
 
@@ -132,17 +99,6 @@ def test_pipe_says_the_newest_iteration_when_the_run_breaks_off():
     with pytest.raises(KeyboardInterrupt):
         interrupted()
     assert [line[:11] for line in console.file.getvalue().splitlines()[1:]] == ["iteration 0", "iteration 2"]
-
-
-def test_only_known_figures_are_said():
-    console = pipe()
-    with RunProgress("demo", 1, URL, console=console, clock_s=lambda: 0.0) as progress:
-        progress.iteration({"iteration": 0, "reward": math.nan, "other": 1, "failures": {"tool": 2, "worker": 1}})
-        progress.evaluated("version 1", 0.87654, 2560)
-    assert console.file.getvalue().splitlines()[1:] == [
-        "iteration 0 (1 of 1): reward -, failures 3",
-        "evaluation, version 1: mean reward 0.877 on 2,560 held-out questions",
-    ]
 
 
 def test_disabled_writes_nothing():
@@ -183,8 +139,8 @@ def test_terminal_ends_with_messages_above_and_the_last_rows_below():
 
 def test_no_line_is_wider_than_the_terminal():
     console = terminal(80)
-    with RunProgress("demo", 100, URL, console=console, clock_s=lambda: 0.0, refreshes_per_s=0) as progress:
-        for iteration in range(100):
+    with RunProgress("demo", 12, URL, console=console, clock_s=lambda: 0.0, refreshes_per_s=0) as progress:
+        for iteration in range(12):
             progress.iteration(values(iteration))
     lines = screen(console.file.getvalue())
     assert max(map(len, lines)) <= 80
@@ -206,25 +162,6 @@ def test_log_records_go_above_the_table_and_handlers_are_given_back(monkeypatch)
     assert lines[2].startswith("demo ")
     assert stderr.getvalue() == ""
     assert handler.stream is stderr
-
-
-def test_ctrl_c_while_the_display_starts_is_ctrl_c_and_gives_the_cursor_back(monkeypatch):
-    console = Console(file=io.StringIO(), force_terminal=True, width=100)
-
-    def interrupted(hook):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(console, "push_render_hook", interrupted)
-    with pytest.raises(KeyboardInterrupt), RunProgress("demo", 2, URL, console=console, refreshes_per_s=0):
-        pass
-    assert console.file.getvalue().rindex("\x1b[?25h") > console.file.getvalue().rindex("\x1b[?25l")
-
-
-def test_figure_text():
-    assert figure_text(None, ".1f") == figure_text(math.nan, ".1f") == "-"
-    assert figure_text({"tool": 2, "worker": 3}, ",.0f") == "5"
-    assert figure_text(1234, ".3f") == "1,234"
-    assert figure_text(1234.5, ".3f") == "1234.500"
 
 
 @given(st.lists(st.floats(-10, 10) | st.just(math.nan), max_size=50))
@@ -280,19 +217,6 @@ def test_a_long_iteration_in_a_pipe_has_a_line_every_half_minute():
         "iteration 0: 30 of 100 trajectories have ended, 100 tokens/s, about 2:50 to go",
         "iteration 0: 60 of 100 trajectories have ended, 100 tokens/s, about 2:20 to go",
     ]
-
-
-def test_what_nobody_does_is_said_in_place_of_the_time_to_go():
-    now, live, plain = [0.0], terminal(), pipe()
-    for console in (live, plain):
-        now[0] = 0.0
-        with RunProgress("demo", 2, URL, console=console, clock_s=lambda: now[0], refreshes_per_s=0) as progress:
-            progress.iteration(values(0))
-            progress.part("iteration 1", 100)
-            now[0] = 31.0
-            progress.counted(50, 100, "nobody generates")
-    assert "1 of 2 iterations in 0:31; nobody generates" in live.file.getvalue()
-    assert "iteration 1: 50 of 100 trajectories have ended; nobody generates" in plain.file.getvalue()
 
 
 @pytest.mark.parametrize(

@@ -52,29 +52,6 @@ def test_the_scheduler_serves_the_numbers_of_each_run_beside_dasks(make_snapshot
     assert {name for name, _ in found} == set(EXPOSED)
 
 
-def test_a_malformed_snapshot_leaves_the_others_metrics(make_snapshot, scrape):
-    time = make_snapshot()["time"]
-    rows = [{"worker": None, "kind": 7, "seconds": {"idle": 1.0}}, {"worker": "rollout-0"}]
-    broken = [
-        make_snapshot(run="odd", time=time | {"workers": rows[:1]}),
-        make_snapshot(run="short", time=time | {"workers": rows}),
-        {"run": "empty"},
-        {},
-    ]
-    found = scrape([*broken, make_snapshot()])
-    assert {
-        value for (name, labels), value in found.items() if ("run", "demo") in labels and name == "libra_iteration"
-    } == {3.0}
-    assert {dict(labels)["run"] for name, labels in found if name == "libra_worker_seconds"} == {"demo", "odd"}
-
-
-def test_a_second_scheduler_of_the_process_serves_its_own_runs(make_snapshot, scrape):
-    assert ("libra_iteration", (("run", "first"),)) in scrape([make_snapshot(run="first")])
-    later = scrape([make_snapshot(run="second")])
-    assert ("libra_iteration", (("run", "second"),)) in later
-    assert ("libra_iteration", (("run", "first"),)) not in later
-
-
 def test_names_are_declared_once_and_the_board_uses_no_others(repository):
     assert len({metric.name for metric in METRICS}) == len(METRICS)
     board = json.loads((repository / "configs" / "grafana_board.json").read_text())

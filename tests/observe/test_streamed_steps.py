@@ -64,19 +64,6 @@ def test_the_page_has_the_waves_of_the_open_step_and_what_is_missing():
     assert "4 of 4 groups are trained; the step was taken." in waves_html(facts.snapshot(8.0))
 
 
-def test_groups_of_other_iterations_are_told_on_page_and_report(tmp_path):
-    members = ((0, 2), (1, 0), (1, 3))
-    log = [started(), events.WaveOpened(RUN, 1.0, 0, 0, members, ""), events.WaveTrained(RUN, 2.0, 0, 0, 3, 1, 0.5)]
-    for known in (log[:2], log):
-        assert cells(waves_html(facts_of(*known).snapshot(5.0)))[1][1] == "3 (2 of other iterations)"
-    (tmp_path / "config.resolved.yaml").write_text("run: {name: run, iterations: 9}\n")
-    with EventLog(tmp_path / "events.jsonl") as file:
-        for event in log:
-            file.write(event)
-    write_report([tmp_path], tmp_path / "report.html", load_prices())
-    assert "3 (2 of other iterations)" in (tmp_path / "report.html").read_text()
-
-
 def test_a_start_trains_the_waves_of_the_open_step_again_and_they_count_once():
     log = [*an_open_step(), started(0.0, 1), events.WaveParked(RUN, 0.0, 0, 0), opened(0.5, 0, 2)]
     step = facts_of(*log).streamed.open_step()

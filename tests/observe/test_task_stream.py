@@ -132,31 +132,6 @@ def test_a_failed_trajectory_keeps_dasks_own_row(cluster):
     assert drawn["color"][2] == "black"
 
 
-def test_nothing_is_kept_of_keys_that_are_forgotten_and_workers_that_left(cluster):
-    key = "trajectory-train-0-0-0-e0-demo"
-
-    async def main():
-        async with cluster() as live:
-            future = live.client.submit(trajectory, key, 3, key=key)
-            await future
-            assert live.stream._num_quanta == {key: 3}
-            assert live.stream._lanes
-            forgotten = asyncio.Event()
-
-            class Watch(SchedulerPlugin):
-                def transition(self, key, start, finish, **kwargs):
-                    if finish == "forgotten":
-                        forgotten.set()
-
-            live.scheduler.add_plugin(Watch(), name="watch")
-            future.release()
-            await asyncio.wait_for(forgotten.wait(), 30)
-            await live.scheduler.retire_workers(names=["a", "b"], remove=True)
-            return live.stream._num_quanta, live.stream._lanes
-
-    assert asyncio.run(main()) == ({}, {})
-
-
 def test_buffer_keeps_its_bound_and_its_counter(live_scheduler):
     async def main():
         async with live_scheduler() as scheduler:

@@ -92,12 +92,3 @@ def test_the_file_is_json_compressed_on_request_and_absent_after_an_error(log, t
     with pytest.raises(ConfigError, match="-o "):
         write_trace(log, tmp_path / "trace.json" / "x.json")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["trace.json", "trace.json.gz"]
-
-
-def test_a_loss_that_is_no_number_is_a_text_as_json_has_none():
-    (step,) = [
-        line
-        for line in trace_lines([events.StepFinished("run", 2.0, 0, float("nan"), 1.0)])
-        if line["name"] == "step 0"
-    ]
-    assert json.loads(json.dumps(step, allow_nan=False))["args"] == {"loss": "nan"}

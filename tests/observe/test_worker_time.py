@@ -95,40 +95,9 @@ def test_the_change_of_an_engine_that_turns_its_waves_and_its_return_are_causes_
     assert times.training_split(9.0, 20.0) == pytest.approx({"trajectories": 2, "batch": 1, "training": 7, "moving": 1})
 
 
-def test_an_engine_trains_in_a_wave_that_had_begun_and_in_one_from_which_it_returns():
-    log = a_turn()
-    late = next(n for n, event in enumerate(log) if isinstance(event, events.WaveTrained))
-    log[late] = events.WaveTrained(RUN, 10.0, 0, 0, 1, 1, 4.0, 1)  # begun at 6; its weights came at 9.5
-    end = next(n for n, event in enumerate(log) if event.t_s == 18.0)
-    back = {"a": {"role": "rollout", "tp": 1}}
-    log[end:end] = [
-        events.EngineTurned(RUN, 17.0, "a", "rollout", ""),
-        events.RoleChangeStarted(RUN, 17.0, 2, back, "", None),
-    ]
-    seconds = {worker.worker: worker.seconds for worker in worker_times(log, ("train-0",)).times().workers}["a"]
-    assert seconds["turned"] == pytest.approx((10 - 9.5) + (17 - 13))
-    assert seconds["returning"] == pytest.approx(24 - 17)
-
-
 def test_a_worker_in_an_open_wave_trains_before_its_end_is_known():
     during = [event for event in a_turn() if event.t_s <= 12.0]
     assert worker_times(during, ("train-0",)).states() == {"a": "turned", "b": "version", "train-0": "training"}
-
-
-def test_a_turned_engine_that_is_killed_does_not_train_until_it_is_back():
-    log = [event for event in a_turn() if event.t_s <= 10.0]
-    log += [events.WorkerLost(RUN, 10.25, "tcp://h:1", "a"), events.GateParked(RUN, 10.5, 1)]
-    assert "a" not in worker_times(log, ("train-0",)).states()
-    back = events.RoleChangeStarted(RUN, 14.0, 2, {"a": {"role": "train", "tp": 1}}, "a came back", None)
-    refused = events.EngineTurned(RUN, 12.0, "a", "rollout", ""), events.TurnRefused(RUN, 12.0, "a", "it is gone")
-    log += [events.WorkerJoined(RUN, 11.0, "a", "tcp://h:2"), *refused, back]
-    log += [
-        events.RoleRestored(RUN, 15.0, "a", 2, "train", 1, {}, 1.0),
-        events.WaveOpened(RUN, 15.0, 0, 1, ((0, 1),), ""),
-    ]
-    log += [events.WaveTrained(RUN, 18.0, 0, 1, 1, 0, 3.0, 0)]  # it had no weights yet
-    by_name = {worker.worker: worker.seconds for worker in worker_times(log, ("train-0",)).times().workers}
-    assert by_name["a"] == pytest.approx({"generating": 4, "turning": 5 + 1, "wave": 1.25 + 3, "starting": 3})
 
 
 def test_an_engine_is_idle_because_the_last_trajectories_are_on_another_one():
