@@ -17,14 +17,14 @@ CONFIG = {
 }  # fmt: skip
 
 
-def test_names_of_gpus_are_forgiving_but_not_guessed() -> None:
+def test_names_of_gpus_are_forgiving_but_not_guessed():
     assert load_gpu("a800_80g") is load_gpu("A800-80G") is load_gpu("a800")
     for wrong, suggestion in (("A100", "A100-40G, A100-80G"), ("H1000-80G", "H100-80G")):
         with pytest.raises(ConfigError, match=suggestion):
             load_gpu(wrong)
 
 
-def test_datasheets_are_in_the_units_they_say() -> None:
+def test_datasheets_are_in_the_units_they_say():
     for gpu in known_gpus().values():
         assert 8e9 < gpu.memory_bytes < 3e11 and 5e11 < gpu.memory_bytes_per_s < 1e13, gpu.name
         assert 4e13 < gpu.flops_per_s < 5e15 and 1e9 < gpu.clock_hz < 3e9, gpu.name
@@ -33,7 +33,7 @@ def test_datasheets_are_in_the_units_they_say() -> None:
         assert 400 < gpu.flops_per_s / gpu.num_sms / gpu.clock_hz < 4500, gpu.name
 
 
-def test_a_datasheet_with_an_unknown_field_is_refused(tmp_path: Path) -> None:
+def test_a_datasheet_with_an_unknown_field_is_refused(tmp_path):
     text = Path(__file__).parents[2].joinpath("libra/hardware/gpus/a40_48g.yaml").read_text()
     path = tmp_path / "mine.yaml"
     path.write_text(text.replace("memory_bytes_per_s", "memory_bits_per_s"))
@@ -47,14 +47,14 @@ def test_a_datasheet_with_an_unknown_field_is_refused(tmp_path: Path) -> None:
     ("name", "billions", "kv_bytes"),
     [("Llama-2-7b", 6.738, 524_288), ("Qwen3-4B", 4.022, 147_456), ("Qwen2.5-72B-Instruct", 72.7, 327_680)],
 )
-def test_parameters_and_kv_of_published_models(name: str, billions: float, kv_bytes: int) -> None:
+def test_parameters_and_kv_of_published_models(name, billions, kv_bytes):
     shape = load_shape(name)
     assert shape.num_params / 1e9 == pytest.approx(billions, rel=1e-3)
     assert shape.kv_bytes_per_token(1) == kv_bytes
     assert shape.kv_bytes_per_token(2) == kv_bytes / 2
 
 
-def test_shapes_from_a_directory_a_mapping_and_an_id(tmp_path: Path) -> None:
+def test_shapes_from_a_directory_a_mapping_and_an_id(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     assert load_shape(tmp_path).head_dim == 32  # not hidden / heads
     assert load_shape(CONFIG).num_params == load_shape(tmp_path).num_params
@@ -66,7 +66,7 @@ def test_shapes_from_a_directory_a_mapping_and_an_id(tmp_path: Path) -> None:
             load_shape(wrong)
 
 
-def test_key_value_heads_are_copied_beyond_their_number() -> None:
+def test_key_value_heads_are_copied_beyond_their_number():
     shape = load_shape("Qwen3-14B")  # 40 heads, 8 of them for keys and values
     assert shape.kv_bytes_per_token(8) * 8 == shape.kv_bytes_per_token(1)
     for tp in (3, 16):  # of 40 heads

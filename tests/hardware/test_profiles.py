@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from libra.errors import ConfigError
-from libra.hardware import GPU, load_gpu
 from libra.hardware.profile_audit import audit
 from libra.hardware.profile_calibration import calibrate
 from libra.hardware.profiles import (
@@ -23,7 +20,6 @@ from libra.hardware.profiles import (
     read_directory,
     read_profiles,
 )
-from libra.hardware.shipped import shipped_tables
 
 MLP = """time_stats.mlp_up_proj.median,time_stats.mlp_up_proj.std,n_head,n_kv_head,n_embd,n_expanded_embd,vocab_size,num_tokens,\
 num_tensor_parallel_workers
@@ -34,7 +30,7 @@ num_tensor_parallel_workers
 """
 
 
-def test_the_gpu_stands_in_the_path() -> None:
+def test_the_gpu_stands_in_the_path():
     paths = {
         "compute_a100_meta-llama_Llama-2-7b-hf_mlp.csv": "A100-80G", "compute/a40/a4000-notes/mlp.csv": "A40-48G",
         "A100-40": "A100-40G", "profiles_of_the_a800/run-h100/x.csv": "H100-80G", "data100/mlp.csv": None,
@@ -42,7 +38,7 @@ def test_the_gpu_stands_in_the_path() -> None:
     assert {path: gpu_in_path(path) for path in paths} == paths
 
 
-def test_repeated_points_are_averaged_and_milliseconds_become_seconds(tmp_path: Path) -> None:
+def test_repeated_points_are_averaged_and_milliseconds_become_seconds(tmp_path):
     (tmp_path / "any_name.csv").write_text(MLP)
     (profile,) = read_profiles(tmp_path / "any_name.csv")
     assert isinstance(profile, LinearProfile)
@@ -53,7 +49,7 @@ def test_repeated_points_are_averaged_and_milliseconds_become_seconds(tmp_path: 
     assert (two.tp, two.seconds.tolist()) == (2, [2e-4])
 
 
-def test_what_is_no_profile_is_passed_over(tmp_path: Path) -> None:
+def test_what_is_no_profile_is_passed_over(tmp_path):
     (tmp_path / "a.csv").write_text("when,what\n1,2\n")
     (tmp_path / "empty.csv").write_text("")
     (tmp_path / "b.json").write_text('{"model": {"layers": 3}}')
@@ -65,7 +61,7 @@ def test_what_is_no_profile_is_passed_over(tmp_path: Path) -> None:
         read_directory(tmp_path / "nowhere")
 
 
-def test_attention_of_unequal_sequences_is_left_out(tmp_path: Path) -> None:
+def test_attention_of_unequal_sequences_is_left_out(tmp_path):
     head = "time_stats.attn_prefill.median,time_stats.attn_decode.median,n_embd,n_q_head,n_kv_head,num_tensor_parallel_workers,"
     head += "batch_size,prefill_chunk_size,kv_cache_size,is_prefill,seq_len_cv\n"
     rows = ["0,0.5,4096,32,32,1,8,0,1024,False,0.0", "0,0.9,4096,32,32,1,8,0,1024,False,0.4"]
@@ -78,7 +74,7 @@ def test_attention_of_unequal_sequences_is_left_out(tmp_path: Path) -> None:
     assert profile.uneven == 1
 
 
-def test_training_layers_are_read_per_model_and_gpu(tmp_path: Path) -> None:
+def test_training_layers_are_read_per_model_and_gpu(tmp_path):
     layers = {str(i): [0.01, 0.02, 0.003] for i in range(11)}
     (tmp_path / "t.json").write_text(json.dumps({"M": {"A100-80": {"1": {"2": layers}, "4": {"1": layers}}}}))
     (profile,) = read_profiles(tmp_path / "t.json")
@@ -88,19 +84,14 @@ def test_training_layers_are_read_per_model_and_gpu(tmp_path: Path) -> None:
     assert profile.forward_s.sum(axis=1) == pytest.approx([0.11, 0.11])
 
 
-def test_true_profiles_pass_the_audit(
-    gpu: GPU, linear_profile: Callable[..., LinearProfile], attention_profile: Callable[..., AttentionProfile]
-) -> None:
+def test_true_profiles_pass_the_audit(gpu, linear_profile, attention_profile):
     assert audit(linear_profile(), gpu) == []
     assert audit(attention_profile(), gpu) == []
     assert len(calibrate([linear_profile(), attention_profile()]).errors) == 12
 
 
 @pytest.mark.parametrize(("factor", "text"), [(1 / 8, "impossible"), (8.0, "off by 8"), (1000.0, "off by 1,000")])
-def test_units_that_are_off_are_refused(
-    gpu: GPU, linear_profile: Callable[..., LinearProfile], attention_profile: Callable[..., AttentionProfile],
-    factor: float, text: str,
-) -> None:  # fmt: skip
+def test_units_that_are_off_are_refused(gpu, linear_profile, attention_profile, factor, text):
     for profile in (linear_profile(factor=factor), attention_profile(factor=factor)):
         (finding,) = audit(profile, gpu, [])
         assert text in finding.text
@@ -108,9 +99,7 @@ def test_units_that_are_off_are_refused(
             calibrate([profile])
 
 
-def test_sizes_in_bits_and_an_experts_feed_forward_are_refused(
-    gpu: GPU, linear_profile: Callable[..., LinearProfile]
-) -> None:
+def test_sizes_in_bits_and_an_experts_feed_forward_are_refused(gpu, linear_profile):
     profile = linear_profile()
     (finding,) = audit(replace(profile, shape=replace(profile.shape, ffn=768)), gpu)
     assert "experts" in finding.text
@@ -122,19 +111,7 @@ def test_sizes_in_bits_and_an_experts_feed_forward_are_refused(
     assert "bits" in finding.text
 
 
-def test_a_profile_of_another_gpu_is_recognised(attention_profile: Callable[..., AttentionProfile]) -> None:
-    """The file of this kind that is published for the H100 holds the A800's numbers."""
-    h100, tables = load_gpu("H100-80G"), shipped_tables("A800-80G")
-    assert tables is not None
-    made = attention_profile(load_gpu("A800-80G"))
-    decode = made.decode.copy()
-    decode[:, 2] *= tables.of(made.shape).decode_ratio(decode[:, 0], decode[:, 1], 1)
-    (finding,) = audit(replace(made, decode=decode, gpu="H100-80G"), h100)
-    assert finding.measured_on == "A800-80G"
-    assert audit(replace(attention_profile(h100), gpu="H100-80G"), h100) == []
-
-
-def test_calibration_is_of_one_named_gpu(linear_profile: Callable[..., LinearProfile]) -> None:
+def test_calibration_is_of_one_named_gpu(linear_profile):
     profile = linear_profile()
     for wrong in ([replace(profile, gpu=None)], [profile, replace(profile, gpu="H100-80G")], []):
         with pytest.raises(ConfigError):

@@ -25,7 +25,7 @@ def generations(num: int, worker: str, *, fixed: float, token: float, beside: fl
     return events
 
 
-def test_two_workers_of_different_speed_are_told_apart() -> None:
+def test_two_workers_of_different_speed_are_told_apart():
     events = generations(400, "rollout-0", fixed=0.02, token=0.004, beside=0.0005)
     events += generations(400, "rollout-1", fixed=0.02, token=0.008, beside=0.001)
     events.append(events[0] | {"phase": "TOOL", "worker": "tool-0"})
@@ -37,7 +37,7 @@ def test_two_workers_of_different_speed_are_told_apart() -> None:
     assert max(fast.error_frac, slow.error_frac) < 0.02
 
 
-def test_the_error_is_of_what_was_not_fitted_and_too_little_is_refused() -> None:
+def test_the_error_is_of_what_was_not_fitted_and_too_little_is_refused():
     for few in ([], generations(16, "w", fixed=0.1, token=0.1, beside=0.0)[:16]):
         with pytest.raises(ConfigError, match="generations"):
             fit_engines(few)
@@ -49,7 +49,7 @@ def test_the_error_is_of_what_was_not_fitted_and_too_little_is_refused() -> None
     assert fit_engines(events)["w"].error_frac > 0.1
 
 
-def test_a_trainer_from_its_steps() -> None:
+def test_a_trainer_from_its_steps():
     tokens = np.linspace(1000, 4000, 12)
     trainer = fit_trainer(0.2 + 1e-3 * tokens, tokens)
     assert trainer is not None
@@ -59,6 +59,6 @@ def test_a_trainer_from_its_steps() -> None:
         fit_trainer([1.0, 0.0, 1.0, 1.0], [1.0] * 4)
 
 
-def test_how_many_run_beside() -> None:
+def test_how_many_run_beside():
     beside = running_beside(np.array([0.0, 1.0, 5.0]), np.array([4.0, 3.0, 6.0]))
     assert beside == pytest.approx([1.5, 2.0, 1.0])

@@ -15,7 +15,7 @@ from libra.policy.role_messages import Assignment, ChangeRequested, MemberAnnoun
 
 
 def seat(name: str, host: str = "node", **more: object) -> Seat:
-    return Seat(name, host, "vllm", "vllm-tp1-threads1", 1, 4, **{"may_change": True, **more})  # type: ignore[arg-type]
+    return Seat(name, host, "vllm", "vllm-tp1-threads1", 1, 4, **{"may_change": True, **more})
 
 
 def anything(engine: str, tp: int) -> str:
@@ -27,36 +27,31 @@ def no_tp(engine: str, tp: int) -> str:
 
 
 def shown(option: object) -> tuple[tuple[tuple[str, ...], ...], tuple[str, ...]]:
-    return tuple(e.workers for e in option.engines), tuple(sorted(option.training))  # type: ignore[attr-defined]
+    return tuple(e.workers for e in option.engines), tuple(sorted(option.training))
 
 
-def test_two_hybrids_roll_out_alone_or_together_or_train() -> None:
+def test_two_hybrids_roll_out_alone_or_together_or_train():
     seats = [seat("rollout-0"), seat("rollout-1"), seat("rollout-2", may_change=False)]
     assert [shown(option) for option in arrangements(seats, anything)] == [
-        ((("rollout-0",), ("rollout-1",), ("rollout-2",)), ()),
-        ((("rollout-0", "rollout-1"), ("rollout-2",)), ()),
-        ((("rollout-1",), ("rollout-2",)), ("rollout-0",)),
-        ((("rollout-2",),), ("rollout-0", "rollout-1")),
-    ]
+        ((("rollout-0",), ("rollout-1",), ("rollout-2",)), ()), ((("rollout-0", "rollout-1"), ("rollout-2",)), ()),
+        ((("rollout-1",), ("rollout-2",)), ("rollout-0",)), ((("rollout-2",),), ("rollout-0", "rollout-1")),
+    ]  # fmt: skip
     assert len(arrangements(seats, no_tp)) == 3
     assert len(arrangements([seat("a"), seat("b", host="other")], anything)) == 2, "no engine spans two nodes"
     assert all(option.engines for option in arrangements([seat("a"), seat("b")], anything)), "some engine stays"
 
 
-def test_the_fewest_workers_are_moved_and_those_with_the_least_to_lose() -> None:
+def test_the_fewest_workers_are_moved_and_those_with_the_least_to_lose():
     seats = [
-        seat("a", residents=3),
-        seat("b", role="train", residents=9),
-        seat("c", residents=1),
-        seat("d", residents=1),
-    ]
+        seat("a", residents=3), seat("b", role="train", residents=9), seat("c", residents=1), seat("d", residents=1),
+    ]  # fmt: skip
     by_count = {len(option.training): option.training for option in arrangements(seats, no_tp)}
     assert by_count[1] == {"b"}
     assert by_count[2] == {"b", "c"}
     assert by_count[3] == {"b", "c", "d"}
 
 
-def test_an_engine_of_two_is_one_engine_with_all_their_slots_and_its_own_limit() -> None:
+def test_an_engine_of_two_is_one_engine_with_all_their_slots_and_its_own_limit():
     seats = [
         seat("a", bond=frozenset({"b"}), limits={1: 3, 2: 5}),
         seat("b", role="lent", bond=frozenset({"a"})),
@@ -81,14 +76,14 @@ HALF = [seat("rollout-0"), seat("rollout-1", may_change=False)]
         ([seat("rollout-0")], anything, "rollout.slots=8"),
     ],
 )
-def test_what_cannot_be_had_names_what_is_missing(seats: list[Seat], may_have: object, missing: str) -> None:
-    said = [option.missing for option in blocked(seats, may_have)]  # type: ignore[arg-type]
+def test_what_cannot_be_had_names_what_is_missing(seats, may_have, missing):
+    said = [option.missing for option in blocked(seats, may_have)]
     assert any(missing in text for text in said), said
     can = [option.missing for option in blocked([seat("rollout-0"), seat("rollout-1")], anything)]
     assert not [text for text in can if "TP" in text or "trains" in text]
 
 
-def test_kinds_and_limits_of_a_change() -> None:
+def test_kinds_and_limits_of_a_change():
     seats = [seat("a"), seat("b"), seat("c", may_change=False)]
     now, joined, one, _ = arrangements(seats, anything)
     assert kinds_of_change(now, now) == ()
@@ -119,7 +114,7 @@ NAMES = ("a", "b", "c", "d")
 
 
 @given(st.lists(st.integers(0, 100), min_size=1, max_size=6))
-def test_the_steps_lead_there_by_changes_that_the_scheduler_takes(choices: list[int]) -> None:
+def test_the_steps_lead_there_by_changes_that_the_scheduler_takes(choices):
     roles = Roles()
     for name in NAMES:
         roles.handle(MemberAnnounced(name, Assignment(Role.ROLLOUT, 1), "node"))

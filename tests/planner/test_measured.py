@@ -35,7 +35,7 @@ def expected(forecast: StepForecast, lengths: Sequence[float] | None, *, overlap
     return found
 
 
-def test_one_iteration_is_enough_for_the_next_of_its_kind_and_nothing_is_not() -> None:
+def test_one_iteration_is_enough_for_the_next_of_its_kind_and_nothing_is_not():
     assert StepForecast().expected(KINDS, [100.0], overlap=False) is None
     for wrong in ((0.0, 1.0), (1.0, float("nan"))):
         with pytest.raises(PlanError):
@@ -49,7 +49,7 @@ def test_one_iteration_is_enough_for_the_next_of_its_kind_and_nothing_is_not() -
     assert forecast.tokens_per_s() == pytest.approx(SPEED)
 
 
-def test_longer_questions_are_expected_to_take_longer() -> None:
+def test_longer_questions_are_expected_to_take_longer():
     rng = np.random.default_rng(0)
     forecast = StepForecast()
     for _ in range(10):
@@ -60,7 +60,7 @@ def test_longer_questions_are_expected_to_take_longer() -> None:
         assert expected(forecast, lengths).tokens == pytest.approx(10 * sum(lengths), rel=0.15)
 
 
-def test_an_engine_less_is_slower_by_its_own_speed() -> None:
+def test_an_engine_less_is_slower_by_its_own_speed():
     forecast = StepForecast().after(took([100.0] * 16), KINDS)
     for kinds, rollout_s in (({"fast": 1}, 16.0 * 1000 / 800), ({"fast": 2, "slow": 2}, 8.0)):
         found = forecast.expected(kinds, [100.0] * 16, overlap=False)
@@ -68,7 +68,7 @@ def test_an_engine_less_is_slower_by_its_own_speed() -> None:
     assert forecast.expected({"unheard of": 3}, [100.0], overlap=False) is None
 
 
-def test_the_first_iteration_counts_less_and_a_slower_machine_is_learned() -> None:
+def test_the_first_iteration_counts_less_and_a_slower_machine_is_learned():
     lengths = [100.0] * 16
     forecast = StepForecast().after(took(lengths, factor=3.0), KINDS).after(took(lengths), KINDS)
     assert expected(forecast, lengths).step_s < 1.5 * took(lengths).step_s  # the mean of the two would be twice as long
@@ -81,7 +81,7 @@ def test_the_first_iteration_counts_less_and_a_slower_machine_is_learned() -> No
     st.lists(st.lists(st.floats(1, 1e4), min_size=1, max_size=8), min_size=1, max_size=6),
     st.lists(st.floats(0, 1e5), min_size=1, max_size=8),
 )
-def test_whatever_came_the_forecast_is_finite_and_positive(seen: list[list[float]], asked: list[float]) -> None:
+def test_whatever_came_the_forecast_is_finite_and_positive(seen, asked):
     forecast = StepForecast()
     for lengths in seen:
         forecast = forecast.after(took(lengths), KINDS)
@@ -91,13 +91,13 @@ def test_whatever_came_the_forecast_is_finite_and_positive(seen: list[list[float
 
 
 @given(st.floats(1.0, 1e4), st.floats(1.1, 50.0))
-def test_more_of_the_same_questions_never_take_less(length: float, factor: float) -> None:
+def test_more_of_the_same_questions_never_take_less(length, factor):
     forecast = StepForecast().after(took([length, 2 * length]), KINDS)
     few, many = expected(forecast, [length] * 4), expected(forecast, [length] * round(4 * factor))
     assert many.rollout_s >= few.rollout_s * (1 - 1e-9)
 
 
-def test_training_follows_the_tokens_that_the_questions_are_expected_to_have_a_gradient_on() -> None:
+def test_training_follows_the_tokens_that_the_questions_are_expected_to_have_a_gradient_on():
     """Short questions are answered right by all samples, and have none; training takes 0.2 s and 1 ms a token."""
 
     def step(lengths: Sequence[float]) -> Taken:

@@ -31,7 +31,7 @@ def snapshot(num_gpus: int = 32, **changes: object) -> PlanningSnapshot:
     tokens = np.random.default_rng(0).lognormal(8.5, 0.7, 96).clip(200, 30_000)
     workload = TrajectoryTotals.of(1000.0, tokens, observation_tokens=3000.0, num_turns=8.0, tool_wait_s=4.0)
     settings = {"training": Layout(), "update_s": 5.0, **changes}
-    return PlanningSnapshot(load_gpu("A800-80G"), load_shape("Qwen3-8B"), num_gpus, workload, **settings)  # type: ignore[arg-type]
+    return PlanningSnapshot(load_gpu("A800-80G"), load_shape("Qwen3-8B"), num_gpus, workload, **settings)
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def made() -> Plan:
     return plan(snapshot())
 
 
-def test_the_parts_agree(made: Plan) -> None:
+def test_the_parts_agree(made):
     assert made.training.gpus + made.rollout_gpus + made.spare_gpus == made.num_gpus
     assert sum(made.idle_frac.values()) == pytest.approx(1.0)
     assert made.low_s <= made.step_s <= made.high_s
@@ -57,13 +57,13 @@ def test_the_parts_agree(made: Plan) -> None:
     assert held == sum(made.engines.values())
 
 
-def test_synchronous_steps_add_up() -> None:
+def test_synchronous_steps_add_up():
     made = plan(snapshot(eta=0))
     assert made.step_s == pytest.approx(made.rollout_s + made.train_s + made.update_s)
     assert made.idle_frac["engines wait for the trainer"] > 0
 
 
-def test_a_plan_with_one_trainer_publishes_beside_the_next_step() -> None:
+def test_a_plan_with_one_trainer_publishes_beside_the_next_step():
     given = snapshot(fixed_train_gpus=1, update_s=5.0, beside_s=5.0)
     made = plan(dataclasses.replace(given, shape=load_shape("Qwen3-0.6B")))
     assert made.beside_s == 5.0 and made.step_s < max(made.rollout_s, made.train_s) + made.update_s
@@ -73,7 +73,7 @@ def test_a_plan_with_one_trainer_publishes_beside_the_next_step() -> None:
 
 
 @pytest.mark.parametrize("eta", [0, 1])
-def test_a_teacher_has_a_gpu_of_its_own_and_no_step_is_over_before_it_has_scored(eta: int) -> None:
+def test_a_teacher_has_a_gpu_of_its_own_and_no_step_is_over_before_it_has_scored(eta):
     without, small = plan(snapshot(31, eta=eta)), Teacher(load_shape("Qwen3-0.6B"))
     made = plan(snapshot(eta=eta, teacher=small))  # which is done before the engines are
     assert (made.teacher_gpus, made.num_gpus) == (1, 32)
@@ -96,7 +96,7 @@ def test_a_teacher_has_a_gpu_of_its_own_and_no_step_is_over_before_it_has_scored
     assert dropped.step_s == made.step_s and dropped.teacher_s == slow.teacher_s
 
 
-def test_a_teacher_that_fits_nowhere_is_refused() -> None:
+def test_a_teacher_that_fits_nowhere_is_refused():
     small = dataclasses.replace(SERVICE, room_bytes=2.0**30)
     for num_gpus, teacher, field in (
         (2, Teacher(load_shape("Qwen3-0.6B")), "planner.num_gpus"),
@@ -110,24 +110,10 @@ def test_a_teacher_that_fits_nowhere_is_refused() -> None:
 SERVICE = Teacher(load_shape("Qwen3-0.6B"), service="oracle", beside=("judge",))
 
 
-def test_a_teacher_that_is_a_service_is_planned_where_it_runs() -> None:
-    own = plan(snapshot(fixed_train_gpus=16, teacher=dataclasses.replace(SERVICE, service="", beside=())))
-    # the first tool worker has a GPU, as a worker of its own would
-    tools = plan(snapshot(fixed_train_gpus=16, teacher=SERVICE))
-    assert (tools.teacher_gpus, tools.engines, tools.step_s) == (1, own.engines, own.step_s)
-    cores, without = (
-        plan(snapshot(fixed_train_gpus=16, teacher=dataclasses.replace(SERVICE, on_cores=True))),
-        plan(snapshot(fixed_train_gpus=16)),
-    )
-    assert (cores.teacher_gpus, cores.engines, cores.step_s) == (0, without.engines, without.step_s)
-    assert cores.training.gpus + cores.rollout_gpus + cores.spare_gpus == 32 and cores.teacher_s == tools.teacher_s
-    assert sum(cores.idle_frac.values()) == pytest.approx(1.0) and "the teacher waits for groups" not in cores.idle_frac
-
-
 JUDGE = ServiceModel("judge", load_shape("Qwen3-0.6B"), passes=2)
 
 
-def test_services_that_rewards_ask_have_a_gpu_and_no_step_is_over_before_they_have_answered() -> None:
+def test_services_that_rewards_ask_have_a_gpu_and_no_step_is_over_before_they_have_answered():
     def judged(*models: ServiceModel, **more: Any) -> Plan:
         return plan(snapshot(8, services=ServiceModels(models), fixed_train_gpus=4, **more))
 
@@ -142,7 +128,7 @@ def test_services_that_rewards_ask_have_a_gpu_and_no_step_is_over_before_they_ha
     assert judged(dataclasses.replace(JUDGE, answer_s=10.0, waits=False)).step_s == made.step_s
 
 
-def test_services_are_planned_as_a_configuration_has_them() -> None:
+def test_services_are_planned_as_a_configuration_has_them():
     reward = [{"service": "late", "late": True}, {"service": "judge"}]
     given = {
         "environment": {"args": {"reward": reward}},
@@ -167,35 +153,8 @@ def test_services_are_planned_as_a_configuration_has_them() -> None:
         services_of(config_from_dict({"services": {"named": {"judge": {"model": "no/where"}}}}))
 
 
-def test_services_on_the_gpu_of_a_training_worker_take_its_seconds_and_memory_or_are_refused() -> None:
-    small = dataclasses.replace(snapshot(2, eta=1, training=Layout(offload=True)), shape=load_shape("Qwen3-1.7B"))
-    alone, num_bytes = plan(small), JUDGE.num_bytes
-
-    def shared(*models: ServiceModel, **more: Any) -> Plan:
-        return plan(dataclasses.replace(small, services=ServiceModels(models, **more)))
-
-    one = shared(JUDGE)
-    assert (one.services_gpus, one.engines) == (0, alone.engines)
-    assert one.train_s == pytest.approx(alone.train_s + one.services_s)
-    taken = {"one": one, "two workers": shared(JUDGE, workers=2), "bounded": shared(JUDGE, JUDGE, room_bytes=num_bytes)}
-    more = {
-        name: (made.training.memory_bytes - alone.training.memory_bytes) / num_bytes for name, made in taken.items()
-    }
-    assert more == pytest.approx({"one": 1.0, "two workers": 2.0, "bounded": 1.0})
-    large = ServiceModel("judge", load_shape("Qwen2.5-32B"))
-    with pytest.raises(PlanError, match=r"planner.num_gpus=3"):
-        shared(large)
-    for models, more, field in (
-        ((large,), {"workers": 2}, "cluster.tool_workers"),
-        ((JUDGE,), {"room_bytes": 2.0**30}, "services.device_gib"),
-        ((large, large), {"room_bytes": 2.0**30 * 62, "workers": 2}, "device_gib"),
-    ):
-        with pytest.raises(PlanError, match=field):
-            plan(snapshot(services=ServiceModels(models, **more)))
-
-
 @pytest.mark.parametrize("eta", [0, 1])
-def test_a_teacher_that_no_gpu_is_left_for_takes_seconds_and_memory_of_a_training_worker(eta: int) -> None:
+def test_a_teacher_that_no_gpu_is_left_for_takes_seconds_and_memory_of_a_training_worker(eta):
     small = dataclasses.replace(snapshot(2, eta=eta, training=Layout(offload=True)), shape=load_shape("Qwen3-1.7B"))
     alone, shared = plan(small), plan(dataclasses.replace(small, teacher=SERVICE))
     assert SERVICE.place(2) is Place.TRAINING and SERVICE.place(3) is Place.TOOLS
@@ -209,7 +168,7 @@ def test_a_teacher_that_no_gpu_is_left_for_takes_seconds_and_memory_of_a_trainin
         plan(dataclasses.replace(small, teacher=large))
 
 
-def test_alternatives_are_other_plans_and_say_why_they_lost(made: Plan) -> None:
+def test_alternatives_are_other_plans_and_say_why_they_lost(made):
     assert 1 <= len(made.alternatives) <= 3
     for other in made.alternatives:
         assert (other.train_gpus, dict(other.engines)) != (made.training.gpus, made.engines)
@@ -219,14 +178,14 @@ def test_alternatives_are_other_plans_and_say_why_they_lost(made: Plan) -> None:
     assert [o.step_s for o in made.alternatives] == sorted(o.step_s for o in made.alternatives)
 
 
-def test_a_fixed_choice_is_compared_and_never_better_in_the_model(made: Plan) -> None:
+def test_a_fixed_choice_is_compared_and_never_better_in_the_model(made):
     other = compare(snapshot(), dataclasses.replace(snapshot(), fixed_train_gpus=24), "train=24")
     assert other.train_gpus == 24
     assert other.slower_frac > -0.05
     assert sum(tp * number for tp, number in other.engines.items()) <= 8
 
 
-def test_it_is_json_and_text(made: Plan) -> None:
+def test_it_is_json_and_text(made):
     values = json.loads(json.dumps(made.to_dict(), allow_nan=False))
     assert values["training"]["gpus"] == made.training.gpus
     assert values["rollout_gpus"] == made.rollout_gpus
@@ -234,7 +193,7 @@ def test_it_is_json_and_text(made: Plan) -> None:
     assert "bottleneck" in words and f"{made.training.gpus:>6} GPUs" in words
 
 
-def test_what_holds_no_engine_is_left_out_with_its_reason() -> None:
+def test_what_holds_no_engine_is_left_out_with_its_reason():
     big = dataclasses.replace(snapshot(64), shape=load_shape("Qwen2.5-72B-Instruct"), tp=(1, 2, 4, 8))
     posed = formulate(big)
     assert 1 in posed.left_out and "weights" in posed.left_out[1]
@@ -242,7 +201,7 @@ def test_what_holds_no_engine_is_left_out_with_its_reason() -> None:
         formulate(dataclasses.replace(big, tp=(1,)))
 
 
-def test_an_engine_with_one_trajectory_takes_its_time_alone() -> None:
+def test_an_engine_with_one_trajectory_takes_its_time_alone():
     workload = TrajectoryTotals.of(500.0, np.array([3000.0, 100.0]), tool_wait_s=np.array([7.0, 1.0]))
     engine = engine_seconds("A800-80G", "Qwen3-8B", 1)
     alone_s = rollout_cost(workload, engine, concurrency=1).alone_s
@@ -253,7 +212,7 @@ def test_an_engine_with_one_trajectory_takes_its_time_alone() -> None:
     assert alone_s[0] <= both_s < alone_s.sum()
 
 
-def test_longest_first_drains_sooner_and_the_best_concurrency_is_the_quickest() -> None:
+def test_longest_first_drains_sooner_and_the_best_concurrency_is_the_quickest():
     tokens = np.array([400.0] * 60 + [4000.0] * 4)
     workload = TrajectoryTotals.of(200.0, tokens)
     engine = engine_seconds("A800-80G", "Qwen3-8B", 1)
@@ -271,7 +230,7 @@ b,0,0,50,5,
 """
 
 
-def test_a_trace_becomes_a_workload() -> None:
+def test_a_trace_becomes_a_workload():
     workload = totals_of_trace(agent_turns(io.StringIO(TRACE), TRACE_COLUMNS, "planner.trace"), tool_s=9.0)
     assert workload.prompt_tokens.tolist() == [100, 50]
     assert workload.generated_tokens.tolist() == [50, 5]

@@ -16,7 +16,7 @@ from libra.hardware import load_gpu, load_shape
 from libra.planner.build_plan import plan
 from libra.planner.cost import TrajectoryTotals
 from libra.planner.plan import Plan
-from libra.planner.replan import Considered, Deployed, Proposal, Rebucket, Replanner, Rules, SetConcurrency, SetRole
+from libra.planner.replan import Deployed, Proposal, Rebucket, Replanner, Rules, SetConcurrency, SetRole
 from libra.planner.snapshot import Corrections, PlanningSnapshot
 
 
@@ -36,19 +36,15 @@ def other_than(plan: Plan) -> Deployed:
     return Deployed(plan.training.gpus + 1, {1: 1}, {1: 8})
 
 
-def consider(
-    replanner: Replanner, iteration: int, current_s: float, plan: Plan, remaining: int, noise_frac: float = 0.0
-) -> Considered:
+def consider(replanner, iteration, current_s, plan, remaining, noise_frac=0.0):
     return replanner.weigh(iteration, current_s, Proposal(Deployed.of(plan), plan.step_s), remaining, noise_frac)
 
 
 @given(
-    noise=st.lists(st.floats(-0.2, 0.2), min_size=30, max_size=60),
-    drift=st.floats(-0.01, 0.01),
-    confirmations=st.integers(1, 4),
-    rest=st.integers(0, 6),
-)
-def test_drifting_noise_never_flaps_beyond_the_bound(noise, drift, confirmations, rest, some_plan) -> None:
+    noise=st.lists(st.floats(-0.2, 0.2), min_size=30, max_size=60), drift=st.floats(-0.01, 0.01),
+    confirmations=st.integers(1, 4), rest=st.integers(0, 6),
+)  # fmt: skip
+def test_drifting_noise_never_flaps_beyond_the_bound(noise, drift, confirmations, rest, some_plan):
     rules = Rules(confirmations=confirmations, rest_iterations=rest, first_cost_s=0.0)
     replanner = Replanner(other_than(some_plan), rules)
     plans = [dataclasses.replace(some_plan, training=dataclasses.replace(some_plan.training, gpus=g)) for g in (1, 2)]
@@ -65,13 +61,13 @@ def test_drifting_noise_never_flaps_beyond_the_bound(noise, drift, confirmations
 
 
 @given(noise=st.lists(st.floats(-0.04, 0.04), min_size=20, max_size=50))
-def test_noise_below_the_least_gain_changes_nothing(noise, some_plan) -> None:
+def test_noise_below_the_least_gain_changes_nothing(noise, some_plan):
     replanner = Replanner(other_than(some_plan), Rules(first_cost_s=0.0))
     for iteration, value in enumerate(noise):
         assert not consider(replanner, iteration, some_plan.step_s * (1 + value), some_plan, 10**6).accepted
 
 
-def test_a_gain_is_weighed_against_what_changes_cost_over_the_iterations_that_remain(some_plan) -> None:
+def test_a_gain_is_weighed_against_what_changes_cost_over_the_iterations_that_remain(some_plan):
     rules = Rules(confirmations=1, cost_factor=1.0)
     current_s = some_plan.step_s * 1.5
     gain_s = current_s - some_plan.step_s
@@ -87,13 +83,13 @@ def test_a_gain_is_weighed_against_what_changes_cost_over_the_iterations_that_re
         assert bool(considered.commands) is accepted
 
 
-def test_what_predictions_are_off_by_is_no_gain(some_plan) -> None:
+def test_what_predictions_are_off_by_is_no_gain(some_plan):
     replanner = Replanner(other_than(some_plan), Rules(confirmations=1, first_cost_s=0.0))
     assert not consider(replanner, 0, some_plan.step_s * 1.2, some_plan, 100, noise_frac=0.15).accepted
     assert consider(replanner, 1, some_plan.step_s * 1.2, some_plan, 100, noise_frac=0.02).accepted
 
 
-def test_commands_turn_what_runs_into_the_plan_and_nothing_else(some_plan) -> None:
+def test_commands_turn_what_runs_into_the_plan_and_nothing_else(some_plan):
     wanted = Deployed.of(some_plan)
     replanner = Replanner(Deployed(wanted.train_gpus + 2, {1: 1}, {1: 3}), Rules(confirmations=1, first_cost_s=0.0))
     considered = consider(replanner, 0, some_plan.step_s * 2, some_plan, 10)
@@ -105,6 +101,6 @@ def test_commands_turn_what_runs_into_the_plan_and_nothing_else(some_plan) -> No
     assert consider(replanner, 1, some_plan.step_s * 2, some_plan, 10).reason == "this is what runs"
 
 
-def test_corrections_scale_the_plan() -> None:
+def test_corrections_scale_the_plan():
     slow = plan(dataclasses.replace(small_snapshot(), corrections=Corrections(2.0, 1.0)))
     assert slow.rollout_s == pytest.approx(2 * plan(small_snapshot()).rollout_s, rel=0.2)

@@ -40,7 +40,7 @@ def modelled(gpu: str) -> float:
     return two / one
 
 
-def test_a_calibration_is_asked_before_the_tables_of_a_gpu(tmp_path: Path) -> None:
+def test_a_calibration_is_asked_before_the_tables_of_a_gpu(tmp_path):
     path = calibration(tmp_path / "c.json", {1: 0.02, 2: 0.05})
     ratio = ratio_of(config(calibration=str(path), gpu="H100-80G"), "A100-80G")
     assert ratio(1, 2, 4.0, 100.0) == (pytest.approx(2.5), f"what {path} measured")
@@ -52,18 +52,18 @@ def test_a_calibration_is_asked_before_the_tables_of_a_gpu(tmp_path: Path) -> No
     ("named", "workers", "used"),
     [("H100-80G", "A100-80G", "H100-80G"), (None, "H100-80G", "H100-80G"), (None, "cpu", "A800-80G")],
 )
-def test_the_configured_gpu_is_asked_before_the_workers_own(named: str | None, workers: str, used: str) -> None:
+def test_the_configured_gpu_is_asked_before_the_workers_own(named, workers, used):
     found = ratio_of(config(gpu=named), workers)(1, 2, 4.0, 100.0)
     assert found == (pytest.approx(modelled(used)), f"the cost model of {used}")
 
 
-def test_a_calibration_of_another_model_is_refused(tmp_path: Path) -> None:
+def test_a_calibration_of_another_model_is_refused(tmp_path):
     path = calibration(tmp_path / "c.json", {1: 0.02}, model="another")
     with pytest.raises(ConfigError):
         ratio_of(config(calibration=str(path)))
 
 
-def test_degrees_that_cannot_be_are_named_with_the_setting() -> None:
+def test_degrees_that_cannot_be_are_named_with_the_setting():
     facts = run_facts(config(tp=[1, 2]))
     assert facts.may_have("vllm", 2) == ""
     assert "rollout.engine=vllm" in facts.may_have("transformers", 2)

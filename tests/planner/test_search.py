@@ -97,7 +97,7 @@ def check_found(problem: Problem, found: Found) -> None:
 
 
 @pytest.mark.parametrize("block", range(5))
-def test_the_plan_is_the_best_of_all_whole_assignments(block: int) -> None:
+def test_the_plan_is_the_best_of_all_whole_assignments(block):
     for seed in range(8 * block, 8 * block + 8):
         problem = random_problem(seed)
         best_s = best_by_trying(problem)
@@ -112,7 +112,7 @@ def test_the_plan_is_the_best_of_all_whole_assignments(block: int) -> None:
 
 
 @given(st.integers(1000, 10**6), st.sampled_from([64, 300]), st.sampled_from([12, 40, 96]))
-def test_the_bound_holds_and_is_met_for_many_trajectories(seed: int, num: int, num_gpus: int) -> None:
+def test_the_bound_holds_and_is_met_for_many_trajectories(seed, num, num_gpus):
     rng = np.random.default_rng(seed)
     size = rng.lognormal(0, 0.8, num)
     load_s = np.stack([size, size**0.9 * 0.6, size**0.8 * 0.4])
@@ -127,7 +127,7 @@ def test_the_bound_holds_and_is_met_for_many_trajectories(seed: int, num: int, n
     assert found.gap_frac <= 0.02  # few trajectories per engine need not fit evenly
 
 
-def test_the_closed_form_is_the_linear_relaxation() -> None:
+def test_the_closed_form_is_the_linear_relaxation():
     for seed in range(40):
         problem = random_problem(seed)
         if not np.isfinite(problem.least_s).any(axis=0).all():
@@ -139,7 +139,7 @@ def test_the_closed_form_is_the_linear_relaxation() -> None:
             assert bound.at(lower_s * (1 - 1e-9)) > gpus * lower_s * (1 - 1e-8) or lower_s <= bound.at_s[0]
 
 
-def test_fixed_parts_are_kept() -> None:
+def test_fixed_parts_are_kept():
     size = np.linspace(1, 4, 12)
     problem = Problem(
         12, 4, [(1, 8), (2, 8), (4, 8)], np.stack([size, size / 1.5, size / 2]), np.stack([size, size, size]),
@@ -152,7 +152,7 @@ def test_fixed_parts_are_kept() -> None:
     assert search(problem.having(fixed_engines={}, fixed_train_gpus=None)).step_s <= found.step_s + 1e-9
 
 
-def test_layouts_of_the_same_workload_are_remembered() -> None:
+def test_layouts_of_the_same_workload_are_remembered():
     problem = random_problem(7).having(beside_s=0.0)
     planner = Planner(gap_frac=0.0)
     first = planner.search(problem)
@@ -161,7 +161,7 @@ def test_layouts_of_the_same_workload_are_remembered() -> None:
     assert again.step_s == pytest.approx(first.step_s - problem.update_s + 5.0)
 
 
-def test_a_single_trainer_publishes_beside_its_next_step() -> None:
+def test_a_single_trainer_publishes_beside_its_next_step():
     problem = random_problem(7).having(
         eta=2, update_s=3.0, beside_s=2.0, train_gpus=[1, 2], train_s=[4.0, 2.5], num_gpus=4
     )
@@ -195,7 +195,7 @@ def test_a_single_trainer_publishes_beside_its_next_step() -> None:
         ({"gpus_per_node": 6}, "nest"),
     ],
 )
-def test_what_cannot_be_names_the_constraint_and_the_change(changes: dict[str, object], names: str) -> None:
+def test_what_cannot_be_names_the_constraint_and_the_change(changes, names):
     one = np.ones((2, 3))
     problem = Problem(12, 4, [(1, 8), (4, 8)], one, one, [2, 4, 6, 8], [4.0, 3.0, 2.0, 1.0])
     with pytest.raises(PlanError, match=names):
@@ -203,12 +203,10 @@ def test_what_cannot_be_names_the_constraint_and_the_change(changes: dict[str, o
 
 
 @given(
-    st.integers(1, 60),
-    st.sampled_from([4, 8, 16]),
-    st.integers(0, 60),
+    st.integers(1, 60), st.sampled_from([4, 8, 16]), st.integers(0, 60),
     st.lists(st.sampled_from([1, 2, 4, 8]), max_size=30),
-)
-def test_engines_that_fit_in_number_find_their_nodes(num_gpus: int, node: int, train: int, degrees: list[int]) -> None:
+)  # fmt: skip
+def test_engines_that_fit_in_number_find_their_nodes(num_gpus, node, train, degrees):
     train = min(train, num_gpus)
     left, engines = num_gpus - train, dict[int, int]()
     for tp in degrees:
@@ -224,6 +222,6 @@ def test_engines_that_fit_in_number_find_their_nodes(num_gpus: int, node: int, t
         assert used in (node, num_gpus % node)
 
 
-def test_more_than_fits_nodes_is_refused() -> None:
+def test_more_than_fits_nodes_is_refused():
     with pytest.raises(PlanError):
         placed(16, 8, 2, {8: 2})

@@ -27,7 +27,7 @@ def train_s(batch: Batch, replicas: int) -> float:
 LONG, HEAVY = Batch(3000.0, 3500.0), Batch(300.0, 30000.0)
 
 
-def test_a_step_is_predicted_for_other_splits_from_what_this_one_took() -> None:
+def test_a_step_is_predicted_for_other_splits_from_what_this_one_took():
     loop, forecast = SplitForecast(), StepForecast()
     for k in range(8):
         batch = LONG if k % 2 else HEAVY
@@ -46,7 +46,7 @@ def test_a_step_is_predicted_for_other_splits_from_what_this_one_took() -> None:
     assert other.train_s == pytest.approx(train_s(LONG, 3), rel=0.25)
 
 
-def test_training_is_proportional_until_the_run_says_otherwise() -> None:
+def test_training_is_proportional_until_the_run_says_otherwise():
     first = TrainingForecast().after(1000.0, 1, 10.0)
     assert first.expected_s(1000.0, 2) == pytest.approx(5.0)
     known = first
@@ -75,31 +75,31 @@ def judged(slower: list[tuple[float, float]], batches: list[Batch] | None = None
     return loop
 
 
-def test_the_start_of_a_run_is_no_noise() -> None:
+def test_the_start_of_a_run_is_no_noise():
     """What its first, slow iteration makes the second one be mispredicted by would forbid every change for long."""
     assert judged([(3.0, 3.0), (1.0, 1.0)]).errors == []
     assert len(judged([(3.0, 3.0), (1.0, 1.0), (1.0, 1.0)]).errors) == 1
 
 
 @given(st.lists(SECONDS, min_size=4, max_size=12))
-def test_a_machine_that_is_slower_in_all_it_does_is_no_noise(slower: list[float]) -> None:
+def test_a_machine_that_is_slower_in_all_it_does_is_no_noise(slower):
     """Both phases take so many times as long: how much is gained by another split stays what it was."""
     assert judged([(each, each) for each in slower]).noise_frac < 0.03
 
 
-def test_phases_that_vary_apart_are_noise() -> None:
+def test_phases_that_vary_apart_are_noise():
     by_turns = [(1.0, 1.0), (1.0, 1.0), *[(1.6, 0.7), (0.7, 1.6)] * 5]
     assert judged(by_turns).noise_frac > 0.2 > 0.01 > judged([(1.0, 1.0)] * 12).noise_frac
 
 
-def test_one_iteration_that_is_judged_wrong_is_no_noise_and_many_are() -> None:
+def test_one_iteration_that_is_judged_wrong_is_no_noise_and_many_are():
     once = judged([*[(1.0, 1.0)] * 8, (3.0, 1.0), (1.0, 1.0)])
     assert max(once.errors) > 0.1 > 0.01 > once.noise_frac
     often = judged([*[(1.0, 1.0)] * 4, *[(3.0, 1.0), (1.0, 1.0)] * 3])
     assert often.noise_frac > 0.1
 
 
-def test_where_steps_overlap_the_error_of_the_step_is_the_noise() -> None:
+def test_where_steps_overlap_the_error_of_the_step_is_the_noise():
     loop, forecast = SplitForecast(), StepForecast()
     for step_s in (10.0, 10.0, 10.0, 12.5):
         loop.learn(forecast, THREE, LONG, 1, 3.7, step_s, overlap=True)

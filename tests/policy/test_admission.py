@@ -23,15 +23,7 @@ class Run:
     ``waves`` are the numbers of a streamed run, None for whole batches; ``beside``: versions are published beside steps.
     """
 
-    def __init__(
-        self,
-        eta: int,
-        groups: int,
-        waves: tuple[int, int, int] | None,
-        *,
-        first_come: bool = False,
-        beside: bool = True,
-    ) -> None:
+    def __init__(self, eta, groups, waves, *, first_come=False, beside=True):
         self.eta, self.groups, self.numbers, self.first_come, self.beside = eta, groups, waves, first_come, beside
         self.admission = Admission(eta, groups, self.fresh_waves(), first_come=first_come)
         self.version = -1
@@ -188,9 +180,7 @@ WAVES = st.none() | st.tuples(st.integers(1, 6), st.integers(1, 3), st.integers(
 
 
 @given(st.integers(0, 3), st.integers(1, 5), WAVES, st.booleans(), st.booleans(), st.integers(0, 10**6))
-def test_every_group_is_consumed_once_and_in_time_whatever_is_killed(
-    eta: int, groups: int, waves: tuple[int, int, int] | None, first_come: bool, beside: bool, seed: int
-) -> None:
+def test_every_group_is_consumed_once_and_in_time_whatever_is_killed(eta, groups, waves, first_come, beside, seed):
     for number in range(4):
         run = Run(eta, groups, waves, first_come=bool(waves and eta and first_come), beside=beside)
         run.play(6, 3, random.Random(seed + number))
@@ -219,9 +209,7 @@ POLICIES = st.builds(
 
 
 @given(policy=POLICIES, groups=st.integers(1, 3), before=CALLS, after=CALLS)
-def test_it_goes_on_from_its_snapshot(
-    policy: StalenessPolicy, groups: int, before: list[Any], after: list[Any]
-) -> None:
+def test_it_goes_on_from_its_snapshot(policy, groups, before, after):
     original, restored = Admission(policy, groups), Admission(9, 9)
     for name, *arguments in before:
         getattr(original, name)(*arguments)
@@ -234,7 +222,7 @@ def test_it_goes_on_from_its_snapshot(
         restored.restore({"eta": 0, "groups_per_batch": 1})
 
 
-def test_gates_admit_as_many_groups_as_areals_capacity_rule() -> None:
+def test_gates_admit_as_many_groups_as_areals_capacity_rule():
     """arXiv:2505.24298: at version v, (eta + v + 1) * B groups may have begun."""
     for eta in range(4):
         admission = Admission(eta, 3)
@@ -244,18 +232,7 @@ def test_gates_admit_as_many_groups_as_areals_capacity_rule() -> None:
             assert sum(isinstance(command, OpenGate) for command in commands) == eta + version + 1
 
 
-def test_synchronous_batches_are_their_own_iteration() -> None:
-    admission = Admission(0, 2)
-    admission.version_published(0)
-    assert isinstance(admission.gate_parked(0)[0], OpenGate)
-    assert admission.gate_parked(1) == admission.batch_parked(0) == ()
-    admission.generation_started(0, 1, 0)
-    assert admission.group_committed(CommittedGroup(0, 1, 0)) == ()
-    (opened,) = admission.group_committed(CommittedGroup(0, 0, 0))
-    assert opened == OpenBatch(0, ((0, 0), (0, 1)), "2 groups committed, 0 carried over")
-
-
-def test_a_group_told_twice_is_counted_once_and_a_batch_asked_twice_gets_the_same_members() -> None:
+def test_a_group_told_twice_is_counted_once_and_a_batch_asked_twice_gets_the_same_members():
     admission = Admission(0, 2)
     admission.version_published(0)
     admission.batch_parked(0)
@@ -281,7 +258,7 @@ def every_batch(number: int) -> dict[int, tuple[Group, ...]]:
     return {batch: tuple((batch, group) for group in range(3)) for batch in range(number)}
 
 
-def test_its_size_does_not_grow_with_the_run_and_what_it_forgot_is_still_consumed() -> None:
+def test_its_size_does_not_grow_with_the_run_and_what_it_forgot_is_still_consumed():
     short, long = Admission(1, 3), Admission(1, 3)
     train(short, range(KEPT_BATCHES + 50))
     train(long, range(KEPT_BATCHES + 2000))
@@ -296,7 +273,7 @@ def test_its_size_does_not_grow_with_the_run_and_what_it_forgot_is_still_consume
         assert admission.snapshot() == before
 
 
-def test_with_one_batch_in_flight_the_next_begins_when_it_is_taken() -> None:
+def test_with_one_batch_in_flight_the_next_begins_when_it_is_taken():
     admission = Admission(StalenessPolicy(2, in_flight=1), 1)
     commands = [*admission.version_published(0)]
     for iteration in range(3):
@@ -307,9 +284,7 @@ def test_with_one_batch_in_flight_the_next_begins_when_it_is_taken() -> None:
 
 
 @pytest.mark.parametrize("over_age", [Verdict.WAIT, Verdict.DROP])
-def test_a_batch_waits_for_a_late_group_only_where_the_policy_does_and_says_who_came_too_late(
-    over_age: Verdict,
-) -> None:
+def test_a_batch_waits_for_a_late_group_only_where_the_policy_does_and_says_who_came_too_late(over_age):
     admission = Admission(StalenessPolicy(1, over_age), 1)
     admission.generation_started(0, 0, 0)
     opened: list[Any] = []
@@ -322,23 +297,3 @@ def test_a_batch_waits_for_a_late_group_only_where_the_policy_does_and_says_who_
     late = admission.group_committed(CommittedGroup(0, 0, 0))[0]
     assert isinstance(late, OpenBatch) and late.members == ((0, 0),)
     assert ("1 over age: drop" in late.reason) == (over_age is Verdict.DROP)
-
-
-def test_a_wave_takes_what_is_complete_first_and_keeps_a_place_for_one_at_its_deadline() -> None:
-    admission = Admission(1, 2, Waves(2), first_come=True)
-    admission.version_published(0)
-    for k in (0, 1):
-        for group in range(2):
-            admission.wave_parked(k, group)
-            admission.generation_started(k, group, 0)
-    (opened,) = admission.group_committed(CommittedGroup(1, 0, 0))
-    assert isinstance(opened, OpenWave) and (opened.batch, opened.wave, opened.members) == (0, 0, ((1, 0),))
-    admission.wave_trained(0, 0)
-    (opened,) = admission.group_committed(CommittedGroup(1, 1, 0))
-    assert isinstance(opened, OpenWave) and opened.members == ((1, 1),)
-    assert isinstance(admission.batch_parked(0)[0], OpenBatch)
-    assert admission.version_published(1) == ()
-    admission.generation_started(2, 0, 1)
-    assert admission.group_committed(CommittedGroup(2, 0, 1)) == ()  # both places are for iteration 0, at its deadline
-    (opened,) = admission.group_committed(CommittedGroup(0, 1, 0))
-    assert isinstance(opened, OpenWave) and opened.members == ((0, 1),)

@@ -30,10 +30,9 @@ from libra.policy import (
     WorkerJoined,
     WorkerLeft,
     make_ordering,
-    starvation_guard,
 )
 from libra.policy.attained_service import PATIENCE as DEFAULT
-from libra.policy.calibration_log import FOLLOWED, KEPT, CalibrationLog
+from libra.policy.calibration_log import CalibrationLog
 from libra.policy.forecast import Forecast
 from libra.policy.oracle_lengths import KnownLengths
 from libra.policy.ordering import Inspectable
@@ -64,7 +63,7 @@ EVENTS = st.lists(
 
 @pytest.mark.parametrize("kind", ORDERINGS.values(), ids=ORDERINGS)
 @given(before=EVENTS, after=EVENTS)
-def test_it_goes_on_from_its_snapshot(kind: type, before: list[Any], after: list[Any]) -> None:
+def test_it_goes_on_from_its_snapshot(kind, before, after):
     original, restored = kind(), kind()
     for event in before:
         original.handle(event)
@@ -82,7 +81,7 @@ def test_it_goes_on_from_its_snapshot(kind: type, before: list[Any], after: list
 
 @pytest.mark.parametrize("kind", ORDERINGS.values(), ids=ORDERINGS)
 @given(events=st.lists(st.one_of(PARKED, FINISHED), max_size=40))
-def test_an_earlier_iteration_goes_before_a_later_one(kind: type, events: list[Any]) -> None:
+def test_an_earlier_iteration_goes_before_a_later_one(kind, events):
     ordering, places = kind(), dict[str, tuple[int, Priority]]()
     for event in events:
         for answer in ordering.handle(event):
@@ -97,11 +96,9 @@ def test_an_earlier_iteration_goes_before_a_later_one(kind: type, events: list[A
 PATIENCE = 32
 LENGTHS = {f"long-{i}": 10_000 * (i + 1) for i in range(40)} | {"short": 10}
 BOUNDED = {
-    "oracle": lambda: Oracle(LENGTHS, patience=PATIENCE),
-    "mlfq": lambda: Mlfq(patience=PATIENCE),
-    "completed_calls": lambda: CompletedCalls(patience=PATIENCE),
-    "cmlfq": lambda: CMLFQ(patience=PATIENCE),
-}
+    "oracle": lambda: Oracle(LENGTHS, patience=PATIENCE), "mlfq": lambda: Mlfq(patience=PATIENCE),
+    "completed_calls": lambda: CompletedCalls(patience=PATIENCE), "cmlfq": lambda: CMLFQ(patience=PATIENCE),
+}  # fmt: skip
 
 
 class Queue:
@@ -136,7 +133,7 @@ class Queue:
 
 @pytest.mark.parametrize("name", BOUNDED)
 @given(num=st.integers(2, 40), order=st.randoms(use_true_random=False))
-def test_nobody_is_passed_over_more_often_than_the_bound(name: str, num: int, order: Any) -> None:
+def test_nobody_is_passed_over_more_often_than_the_bound(name, num, order):
     queue = Queue(BOUNDED[name]())
     keys = ["short", *(f"long-{i}" for i in range(num))]
     order.shuffle(keys)
@@ -147,7 +144,7 @@ def test_nobody_is_passed_over_more_often_than_the_bound(name: str, num: int, or
     assert queue.most_over <= 0
 
 
-def test_without_patience_the_short_one_would_starve() -> None:
+def test_without_patience_the_short_one_would_starve():
     """The bound is what moves it: with endless patience it never runs."""
     for patience, runs in ((PATIENCE, True), (10**9, False)):
         queue = Queue(Oracle(LENGTHS, patience=patience))
@@ -160,7 +157,7 @@ def test_without_patience_the_short_one_would_starve() -> None:
         assert ("short" in ran) is runs
 
 
-def test_phases_are_counted_apart() -> None:
+def test_phases_are_counted_apart():
     patience = StarvationGuard(5)
     assert patience.parked("a", ROLLOUT) == []
     for i in range(20):
@@ -168,26 +165,13 @@ def test_phases_are_counted_apart() -> None:
     assert [told for i in range(5) for told in patience.parked(f"r{i}", ROLLOUT)] == [("a", 1)]
 
 
-def test_by_default_nobody_is_overdue_within_one_large_iteration() -> None:
+def test_by_default_nobody_is_overdue_within_one_large_iteration():
     """3,000 trajectories of 42 turns; those that have not begun wait while the others park again and again."""
     patience = StarvationGuard(DEFAULT)
     patience.parked("unbegun", ROLLOUT)
     for turn in range(3_000 * 42):
         assert not patience.parked(f"k{turn % 3_000}", ROLLOUT)
     assert PolicySection().patience == DEFAULT
-
-
-def test_forgetting_those_that_left_changes_nobodys_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = []
-    for fewest in (4, 10**9):
-        monkeypatch.setattr(starvation_guard, "FEWEST_SORTED", fewest)
-        guard, found = StarvationGuard(300), []
-        for number in range(5_000):
-            found += guard.parked(f"k{number}", ROLLOUT)
-            if number % 50:  # every fiftieth waits until it is overdue
-                guard.left(f"k{number}")
-        told.append(found)
-    assert told[0] == told[1] and len(told[0]) > 80
 
 
 # ---------------------------------------------------------------- levels
@@ -211,22 +195,20 @@ def priority_of(ordering: CMLFQ, key: str, tokens: int) -> Priority:
 
 
 @pytest.mark.parametrize("token_bytes", [0, 1000])
-def test_who_has_begun_goes_first_only_where_a_pause_costs_its_context(token_bytes: int) -> None:
+def test_who_has_begun_goes_first_only_where_a_pause_costs_its_context(token_bytes):
     ordering = CMLFQ()  # without data: no skill
     ordering.handle(engine(token_bytes))
     begun, new = priority_of(ordering, "begun", 500), priority_of(ordering, "new", 0)
     assert (new < begun) == (token_bytes > 0)
 
 
-def test_of_those_that_have_not_begun_the_longest_goes_first() -> None:
+def test_of_those_that_have_not_begun_the_longest_goes_first():
     ordering = CMLFQ(KnownLengths({"long": 9000, "short": 400}))
     begun, short, long = (priority_of(ordering, key, tokens) for key, tokens in (("x", 5), ("short", 0), ("long", 0)))
     assert begun < long < short
 
 
-def test_where_engines_exchange_kv_those_with_most_left_go_first_and_within_an_octave_those_with_fewest_tokens() -> (
-    None
-):
+def test_where_engines_exchange_kv_those_with_most_left_go_first_and_within_an_octave_those_with_fewest_tokens():
     ordering = CMLFQ(KnownLengths({"long": 9000, "half": 9100, "short": 400}))
     ordering.handle(engine())
     long, half, short = (
@@ -239,7 +221,7 @@ def test_where_engines_exchange_kv_those_with_most_left_go_first_and_within_an_o
     assert again.handle(parked) == ordering.handle(parked)
 
 
-def test_whoever_waits_is_looked_at_anew_when_boundaries_are_set_and_it_survives_a_snapshot() -> None:
+def test_whoever_waits_is_looked_at_anew_when_boundaries_are_set_and_it_survives_a_snapshot():
     policy, plain = CMLFQ(), CMLFQ()
     keys = [f"trajectory-train-0-0-{k}-e0-demo" for k in range(3)]
     for key in keys:
@@ -261,7 +243,7 @@ def test_whoever_waits_is_looked_at_anew_when_boundaries_are_set_and_it_survives
     assert plain.handle(late)[0] == CMLFQ().handle(late)[0], "the order of service does not heed them"
 
 
-def test_it_shows_what_it_believed_and_what_came() -> None:
+def test_it_shows_what_it_believed_and_what_came():
     ordering = CMLFQ()
     for number in range(3):
         key = f"t{number}"
@@ -276,35 +258,12 @@ def test_it_shows_what_it_believed_and_what_came() -> None:
     assert isinstance(make_ordering("oracle"), Inspectable) and not isinstance(make_ordering("fifo"), Inspectable)
 
 
-def test_half_way_is_the_last_belief_before_half_of_the_tokens() -> None:
+def test_half_way_is_the_last_belief_before_half_of_the_tokens():
     seen = CalibrationLog()
     for generated, total in ((0, 700.0), (100, 650.0), (250, 600.0), (300, 520.0), (450, 505.0)):
         seen.forecast("a", generated, total)
     seen.ended("a", 500, completed=True)
     assert [tuple(row) for row in seen.outcomes] == [(700.0, 600.0, 500)]
-
-
-def test_what_failed_or_was_met_in_the_middle_says_nothing() -> None:
-    seen = CalibrationLog()
-    seen.forecast("failed", 0, 100.0)
-    seen.ended("failed", 50, completed=False)
-    seen.forecast("late", 10, 100.0)
-    seen.ended("late", 50, completed=True)
-    seen.ended("unknown", 50, completed=True)
-    assert not seen.outcomes
-
-
-def test_it_stays_bounded() -> None:
-    seen = CalibrationLog()
-    for number in range(3 * FOLLOWED):
-        seen.forecast(str(number), 0, 10.0)
-    for number in range(3 * FOLLOWED):
-        seen.ended(str(number), 10, completed=True)
-    assert len(seen.outcomes) == KEPT
-    assert seen.outcomes[-1].tokens == 10
-    seen.forecast("again", 0, 10.0)
-    seen.ended("again", 7, completed=True)
-    assert seen.outcomes[-1].tokens == 7  # there is room again
 
 
 class Given:
@@ -319,7 +278,7 @@ class Given:
 
 
 @pytest.mark.parametrize(("tokens", "goes"), [(10.0, "later"), (1000.0, "sooner")])
-def test_one_that_waits_to_begin_changes_its_level_with_its_forecast_up_and_down(tokens: float, goes: str) -> None:
+def test_one_that_waits_to_begin_changes_its_level_with_its_forecast_up_and_down(tokens, goes):
     forecaster: Any = Given()
     ordering = CMLFQ(forecaster)
     (begun, *_), _ = (ordering.handle(TrajectoryParked(key, 0, ROLLOUT, 0, "g")) for key in ("waits", "ends"))

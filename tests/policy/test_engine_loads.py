@@ -72,7 +72,7 @@ class Watched:
 
 
 @given(steps=STEPS)
-def test_sums_are_those_of_all_members_after_any_events(steps: list[tuple[Any, ...]]) -> None:
+def test_sums_are_those_of_all_members_after_any_events(steps):
     watched = Watched()
     watched.loads.set_forecast("new", 100.0, 300.0)
     for step in steps:
@@ -82,23 +82,7 @@ def test_sums_are_those_of_all_members_after_any_events(steps: list[tuple[Any, .
             assert watched.loads.finish_s("new", worker) == pytest.approx(expected, rel=1e-3)
 
 
-def test_one_long_trajectory_is_the_end_and_many_short_ones_are_later_than_one() -> None:
-    fleet, loads = engines()
-    for key in KEYS[:5]:
-        fleet.handle(TrajectoryParked(key, 0, Phase.ROLLOUT, 0))
-        fleet.handle(QuantumStarted(key, Phase.ROLLOUT, "a"))
-        loads.set_forecast(key, 1000.0, 1000.0)
-        loads.settle(key, "a")
-    work_s = 0.02 / 100_000 * 5 * 1000.0 * 0.5 * 1000.0
-    assert loads.finish_s(KEYS[0], "a") - work_s == pytest.approx(0.01 * 1000 * 5 ** (1 / UNSURE))
-    loads.set_forecast("long", 50_000.0, 50_000.0)
-    alone_s = loads.finish_s("long", "b")
-    beside_s = loads.finish_s("long", "a")
-    assert alone_s < beside_s
-    assert beside_s - alone_s == pytest.approx(work_s, rel=0.02)  # the others do not make the longest any longer
-
-
-def test_an_end_is_seconds_of_steps_of_those_beside_and_of_contexts_and_slots_that_are_too_few_add_steps() -> None:
+def test_an_end_is_seconds_of_steps_of_those_beside_and_of_contexts_and_slots_that_are_too_few_add_steps():
     fleet = Fleet()
     steps = StepSeconds(0.01, 0.002, 1e-6, 0.0, 100, 0.0)
     fleet.handle(joined_of("a", "tp1", EngineCapacity(8192, 0, 0, 2, 1, steps)))
@@ -113,7 +97,7 @@ def test_an_end_is_seconds_of_steps_of_those_beside_and_of_contexts_and_slots_th
     assert loads.pace_s_per_token("x", "a") == pytest.approx(0.01 + 2 * 0.002 + 1e-6 * 210, rel=1e-6)  # room: 70 each
 
 
-def test_no_trajectory_is_better_off_on_an_engine_that_told_nothing_nor_moved_from_one() -> None:
+def test_no_trajectory_is_better_off_on_an_engine_that_told_nothing_nor_moved_from_one():
     """Seconds per token, compared with seconds until an engine is over, had every engine of unknown capacity seem over at once."""
     told = {"kv_tokens": 10**6, "full_s_per_token": 0.02}
     alone = {"a": 0.01, "b": 0.003}
@@ -145,9 +129,7 @@ def test_no_trajectory_is_better_off_on_an_engine_that_told_nothing_nor_moved_fr
         (True, 1, 0.0, False),  # lengths are known: only ends count
     ],
 )
-def test_a_trajectory_goes_where_it_wins_more_time_than_others_lose(
-    sure: bool, residents: int, beside_s: float, goes: bool
-) -> None:
+def test_a_trajectory_goes_where_it_wins_more_time_than_others_lose(sure, residents, beside_s, goes):
     fleet = Fleet()
     for name, alone_s in (("slow", 0.03), ("fast", 0.01)):
         steps = StepSeconds(alone_s, beside_s if name == "fast" else 0.0, 0.0, 1e-6, 100, 0.0)
@@ -168,7 +150,7 @@ def test_a_trajectory_goes_where_it_wins_more_time_than_others_lose(
 
 
 @given(rows=st.lists(st.tuples(st.integers(1, 30), st.integers(0, 100), st.integers(0, 200)), min_size=1, max_size=8))
-def test_the_peak_is_that_of_a_walk_over_all_steps(rows: list[tuple[int, int, int]]) -> None:
+def test_the_peak_is_that_of_a_walk_over_all_steps(rows):
     demands = [Demand(left, context, context + growth) for left, context, growth in rows]
     walked = max(
         sum(d.context + (d.final - d.context) * step / d.left for d in demands if step <= d.left) for step in range(31)
@@ -176,6 +158,6 @@ def test_the_peak_is_that_of_a_walk_over_all_steps(rows: list[tuple[int, int, in
     assert peak_tokens(demands) == pytest.approx(walked)
 
 
-def test_one_that_never_ends_is_held_beside_all_others() -> None:
+def test_one_that_never_ends_is_held_beside_all_others():
     assert peak_tokens([Demand(1e12, 70.0, 70.0), Demand(10.0, 20.0, 40.0)]) == pytest.approx(110.0)
     assert peak_tokens([]) == 0.0

@@ -28,10 +28,8 @@ def live(posterior: Posterior, iteration: int, prompts: list[str], means: list[f
     rng = np.random.default_rng([seed, iteration])
     groups = begin(posterior, iteration, prompts)
     lengths = {
-        key: float(m * np.exp(0.3 * rng.standard_normal()))
-        for m, keys in zip(means, groups, strict=True)
-        for key in keys
-    }
+        key: float(m * np.exp(0.3 * rng.standard_normal())) for m, keys in zip(means, groups, strict=True) for key in keys
+    }  # fmt: skip
     for number, key in enumerate(sorted(lengths, key=lengths.__getitem__)):
         for _ in range(5):
             posterior.handle(
@@ -53,7 +51,7 @@ def prompts_and_means(seed: int) -> tuple[list[str], list[float]]:
     return [f"p{k}" for k in range(PROMPTS)], [float(x) for x in np.exp(6.0 + 0.9 * rng.standard_normal(PROMPTS))]
 
 
-def test_who_was_long_is_believed_long_before_anything_of_it_has_run() -> None:
+def test_who_was_long_is_believed_long_before_anything_of_it_has_run():
     prompts, means = prompts_and_means(0)
     posterior = Posterior()
     live(posterior, 0, prompts, means, seed=0)
@@ -67,7 +65,7 @@ def test_who_was_long_is_believed_long_before_anything_of_it_has_run() -> None:
     assert len(set(said(without, 1, prompts))) == 1
 
 
-def test_nobody_probes_for_a_prompt_that_is_known() -> None:
+def test_nobody_probes_for_a_prompt_that_is_known():
     prompts, means = prompts_and_means(0)
     posterior = Posterior()
     live(posterior, 0, prompts, means, seed=0)
@@ -76,7 +74,7 @@ def test_nobody_probes_for_a_prompt_that_is_known() -> None:
     assert [posterior.is_probe(key) for key in unknown] == [True, False, False, False]
 
 
-def test_lengths_may_drift_together() -> None:
+def test_lengths_may_drift_together():
     """All trajectories of the second pass are a quarter as long; who is longer than the others is still known."""
     prompts, means = prompts_and_means(3)
     posterior = Posterior()
@@ -87,7 +85,7 @@ def test_lengths_may_drift_together() -> None:
 
 
 @pytest.mark.parametrize(("survives", "low", "high"), [(1.0, 0.8, 1.0), (0.0, 0.0, 0.25)])
-def test_as_much_is_believed_as_has_survived(survives: float, low: float, high: float) -> None:
+def test_as_much_is_believed_as_has_survived(survives, low, high):
     prompts, means = prompts_and_means(5)
     posterior = Posterior()
     assert History().persistence == FIRST_PERSISTENCE
@@ -99,7 +97,7 @@ def test_as_much_is_believed_as_has_survived(survives: float, low: float, high: 
     assert low <= posterior.weights["history"] <= high
 
 
-def test_what_is_kept_is_bounded() -> None:
+def test_what_is_kept_is_bounded():
     history = History()
     for k in range(KEPT + 5):
         history.ended(f"p{k}", 5.0 + k % 3, 4.0, None)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from libra.policy.late import GuessWorth, Place, WaitingGroup, age_weight, correction, guessed_share, settle
 
 
-def test_the_weight_of_age_is_that_of_the_paper() -> None:
+def test_the_weight_of_age_is_that_of_the_paper():
     assert age_weight(0, 50.0) == 1.0
     assert age_weight(50, 50.0) == pytest.approx(1 / math.e)
     assert [age_weight(delay, 1000.0) for delay in (5, 20)] == [math.exp(-0.005), math.exp(-0.02)]
@@ -27,9 +27,7 @@ ARRIVALS = st.dictionaries(
 
 
 @given(ARRIVALS, st.integers(1, 4))
-def test_every_reward_counts_once_or_is_dropped_and_no_group_waits_longer(
-    comes: dict[tuple[int, int], int], versions: int
-) -> None:
+def test_every_reward_counts_once_or_is_dropped_and_no_group_waits_longer(comes, versions):
     waiting: tuple[WaitingGroup, ...] = ()
     counted: dict[Place, int] = {}
     dropped: set[Place] = set()
@@ -56,13 +54,13 @@ def test_every_reward_counts_once_or_is_dropped_and_no_group_waits_longer(
 
 
 @given(st.lists(st.lists(st.floats(-2, 2), min_size=4, max_size=4), min_size=2, max_size=5), st.floats(1, 100))
-def test_corrections_of_one_age_add_up_to_the_whole_difference(advantages: list[list[float]], tau: float) -> None:
+def test_corrections_of_one_age_add_up_to_the_whole_difference(advantages, tau):
     steps = [np.array(each) for each in advantages]
     parts = [correction(before, after, delay=3, tau=tau) for before, after in pairwise(steps)]
     np.testing.assert_allclose(sum(parts), age_weight(3, tau) * (steps[-1] - steps[0]), atol=1e-12)
 
 
-def test_a_guess_counts_for_what_guesses_were_worth_and_costs_no_noise() -> None:
+def test_a_guess_counts_for_what_guesses_were_worth_and_costs_no_noise():
     draw = np.random.default_rng(0)
     worth, final = GuessWorth(), draw.normal(size=(400, 50, 8))
     guessed = 0.3 * final + draw.normal(size=final.shape)  # slope of final on guessed 0.3 / 1.09
@@ -74,7 +72,7 @@ def test_a_guess_counts_for_what_guesses_were_worth_and_costs_no_noise() -> None
     assert noise[1.0] > 2.5 * final.var()
 
 
-def test_what_guesses_are_worth_is_a_weight_and_stands_without_evidence() -> None:
+def test_what_guesses_are_worth_is_a_weight_and_stands_without_evidence():
     guessed, none = np.array([1.0, -1.0]), np.zeros(2)
     assert GuessWorth().slope == GuessWorth().after([]).slope == GuessWorth().after([(none, guessed)]).slope == 1.0
     assert GuessWorth().after([(guessed, -3 * guessed)]).slope == 0.0

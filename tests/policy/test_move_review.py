@@ -39,14 +39,14 @@ def _log(short: tuple[str, str], *, long: bool) -> list[tuple[int, events.Event]
     return list(enumerate(happened))
 
 
-def test_a_move_beside_a_longer_trajectory_makes_no_difference() -> None:
+def test_a_move_beside_a_longer_trajectory_makes_no_difference():
     (moved,), dispatched = moves(_log(("slow", "fast"), long=True))
     assert dispatched == 3
     assert moved.stayed_s == pytest.approx(100 * FAST_S)  # not the 10 tokens that are left at home
     assert not moved.useless and not moved.worth
 
 
-def test_a_move_to_a_slower_engine_is_useless_and_one_to_a_faster_engine_is_worth_it() -> None:
+def test_a_move_to_a_slower_engine_is_useless_and_one_to_a_faster_engine_is_worth_it():
     (away,), _ = moves(_log(("fast", "slow"), long=False))
     (back,), _ = moves(_log(("slow", "fast"), long=False))
     assert (away.useless, away.worth) == (True, False)

@@ -29,11 +29,9 @@ from libra.policy.version_shares import version_shares
 from libra.types import Phase
 
 MOVES = st.lists(
-    st.tuples(
-        st.sampled_from(["new", "start", "park", "end", "fail", "publish", "join", "leave", "mute"]), st.integers(0, 9)
-    ),
+    st.tuples(st.sampled_from(["new", "start", "park", "end", "fail", "publish", "join", "leave", "mute"]), st.integers(0, 9)),
     max_size=120,
-)
+)  # fmt: skip
 SLOTS, KV = 4, 100
 
 
@@ -121,7 +119,7 @@ class Played:
 
 
 @given(MOVES, st.booleans())
-def test_no_engine_changes_under_a_trajectory_and_all_get_the_newest_at_last(moves, rounded) -> None:
+def test_no_engine_changes_under_a_trajectory_and_all_get_the_newest_at_last(moves, rounded):
     run = Played(rounded)
     for move, number in moves:
         run.move(move, number)
@@ -153,7 +151,7 @@ def shared(one: OneVersion, waiting: int) -> list[Vacate | LoadVersion]:
     return found
 
 
-def test_an_old_version_keeps_its_share_of_the_engines_by_rounding() -> None:
+def test_an_old_version_keeps_its_share_of_the_engines_by_rounding():
     one = with_versions({"a": 2, "b": 1, "c": 3, "d": 2})
     found = shared(one, waiting=9)
     vacated = [command.worker for command in found if isinstance(command, Vacate)]
@@ -168,14 +166,14 @@ def test_an_old_version_keeps_its_share_of_the_engines_by_rounding() -> None:
 
 
 @pytest.mark.parametrize("kept", [{"slots": 3}, {"context": 40}])
-def test_an_engine_keeps_what_others_of_its_version_have_no_room_for(kept) -> None:
+def test_an_engine_keeps_what_others_of_its_version_have_no_room_for(kept):
     one = with_versions({"a": 2, "b": 2}, **kept)
     assert shared(one, waiting=40) == []
     found = [each for key in ("b-1", "b-0") for each in one.handle(TrajectoryEnded(key))]
     assert found[0] == Vacate("b", ("b-0",), found[0].reason) if kept == {"slots": 3} else found[-1].worker == "b"
 
 
-def test_what_is_given_away_waits_for_another_engine_with_the_price_of_its_kv() -> None:
+def test_what_is_given_away_waits_for_another_engine_with_the_price_of_its_kv():
     dispatcher = Dispatcher()
     for worker in ("a", "b"):
         dispatcher.handle(WorkerJoined(worker, "tp1", 1, 0, 10_000, 0.01, 0.02, 1e-1, kv_token_bytes=1000))
@@ -191,7 +189,7 @@ def test_what_is_given_away_waits_for_another_engine_with_the_price_of_its_kv() 
     assert place.move is not None and place.move.home == first.worker and place.move.sends
 
 
-def test_shares_are_rounded_and_the_newest_version_has_the_rest() -> None:
+def test_shares_are_rounded_and_the_newest_version_has_the_rest():
     assert version_shares(16, {3: 40, 4: 120, 5: 352}) == {3: 1, 4: 4, 5: 11}
     assert version_shares(4, {1: 1, 2: 999}) == {1: 1, 2: 3}  # it has work, and so an engine
     assert version_shares(4, {1: 0, 2: 7}) == {2: 4}
@@ -199,7 +197,7 @@ def test_shares_are_rounded_and_the_newest_version_has_the_rest() -> None:
 
 
 @given(st.integers(1, 40), st.dictionaries(st.integers(0, 5), st.integers(0, 500), max_size=4))
-def test_all_engines_have_a_version_with_trajectories(engines: int, under_way: dict[int, int]) -> None:
+def test_all_engines_have_a_version_with_trajectories(engines, under_way):
     live = {version for version, count in under_way.items() if count}
     shares = version_shares(engines, under_way)
     assert set(shares) == live and all(share >= 1 for share in shares.values())

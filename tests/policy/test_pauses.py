@@ -41,7 +41,7 @@ def begin(dispatcher: Dispatcher, key: str, final: int) -> tuple[Place, ...]:
 
 
 @pytest.mark.parametrize("token_bytes", [0, 1000])
-def test_memory_is_kept_for_growth_only_where_a_pause_costs_the_context(token_bytes: int) -> None:
+def test_memory_is_kept_for_growth_only_where_a_pause_costs_the_context(token_bytes):
     dispatcher = Dispatcher()
     dispatcher.handle(engine(token_bytes=token_bytes))
     begun = sum(bool(begin(dispatcher, f"t{k}", 4000)) for k in range(6))
@@ -53,7 +53,7 @@ def test_memory_is_kept_for_growth_only_where_a_pause_costs_the_context(token_by
 
 
 @pytest.mark.parametrize("token_bytes", [0, 1000])
-def test_slots_are_released_while_engines_that_exchange_kv_are_full(token_bytes: int) -> None:
+def test_slots_are_released_while_engines_that_exchange_kv_are_full(token_bytes):
     dispatcher = Dispatcher()
     dispatcher.handle(engine(token_bytes=token_bytes))
     begin(dispatcher, "t", 9900)
@@ -82,9 +82,7 @@ def full(token_bytes: int = 1000, tools_s: float = 0.0, *, inline: bool = True) 
 
 @pytest.mark.parametrize(("token_bytes", "tools_s", "placed"), [(1000, 0.0, []), (1000, 1.0, ["a"]), (0, 1.0, [])])
 @pytest.mark.parametrize("inline", [True, False])
-def test_contexts_need_no_memory_while_their_tools_run(
-    token_bytes: int, tools_s: float, placed: list[str], *, inline: bool
-) -> None:
+def test_contexts_need_no_memory_while_their_tools_run(token_bytes, tools_s, placed, *, inline):
     dispatcher = full(token_bytes, tools_s, inline=inline)
     for key, context in (("a", 4_900), ("b", 200)):  # 19,900 tokens with the first, 20,100 with both
         dispatcher.handle(parked(key, 1, context))
@@ -92,7 +90,7 @@ def test_contexts_need_no_memory_while_their_tools_run(
     assert [place.key for place in dispatcher.dispatch(Phase.ROLLOUT)] == placed
 
 
-def test_waits_for_memory_make_no_more_room_and_tools_however_long_eight_times() -> None:
+def test_waits_for_memory_make_no_more_room_and_tools_however_long_eight_times():
     host = Fleet()
     host.handle(engine())
     for key, latency_s, tools_s in (("a", 60.0, 1.0), ("b", 60.0, 1.0)):
@@ -117,7 +115,7 @@ def loaded(*engines: tuple[float, Sequence[int]]) -> Dispatcher:
     return dispatcher
 
 
-def test_slots_are_released_while_engines_that_exchange_kv_end_at_different_times() -> None:
+def test_slots_are_released_while_engines_that_exchange_kv_end_at_different_times():
     assert not loaded((1.0, [1000, 1000]), (1.0, [1000, 900])).contended()
     assert loaded((1.0, [1000, 1000]), (1.0, [500, 500])).contended()
     assert not loaded((1.0, [2000, 2000]), (2.0, [1000, 1000])).contended()  # half the speed, half the tokens

@@ -7,7 +7,6 @@ import math
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,6 @@ from hypothesis import strategies as st
 
 from libra.policy import GroupsNamed, KnownLengths, QuantumFinished, TrajectoryEnded, TrajectoryParked, VersionPublished
 from libra.policy.forecast import Forecaster
-from libra.policy.ordering import LEARNS_EVERY, LEARNS_RARELY, learns_after
 from libra.policy.posterior import SIGNALS, Posterior, PosteriorConfig
 from libra.types import NO_TOOL, Phase, ToolStatus
 
@@ -77,9 +75,7 @@ def run(forecaster: Forecaster, key: str, turns: list[tuple[int, str]], *, group
 
 
 @given(signals=st.sampled_from(CHOICES), before=STEPS, after=STEPS)
-def test_a_snapshot_changes_no_later_answer_and_every_forecast_is_a_length(
-    signals: tuple[str, ...], before: list[Any], after: list[Any]
-) -> None:
+def test_a_snapshot_changes_no_later_answer_and_every_forecast_is_a_length(signals, before, after):
     one, other = (Posterior(PosteriorConfig(signals=signals)) for _ in range(2))
     said = [take(one, step) for step in before]
     other.restore(through_json(one))
@@ -92,7 +88,7 @@ def test_a_snapshot_changes_no_later_answer_and_every_forecast_is_a_length(
         assert forecast.mean_tokens >= 0 and forecast.order_tokens >= 0 and forecast.skill <= 1
 
 
-def test_without_anything_measured_the_least_served_goes_first_and_skill_is_zero() -> None:
+def test_without_anything_measured_the_least_served_goes_first_and_skill_is_zero():
     posterior = Posterior()
     for key, tokens in (("short", 10), ("long", 1000)):
         posterior.handle(parked(key))
@@ -112,7 +108,7 @@ def worlds(rng: np.random.Generator, count: int) -> list[tuple[str, list[tuple[i
     return made
 
 
-def test_a_tool_that_tells_the_length_earns_weight_and_skill() -> None:
+def test_a_tool_that_tells_the_length_earns_weight_and_skill():
     posterior = Posterior()
     for key, turns in worlds(np.random.default_rng(0), 120):
         run(posterior, key, turns)
@@ -125,7 +121,7 @@ def test_a_tool_that_tells_the_length_earns_weight_and_skill() -> None:
     assert posterior.remaining("b").mean_tokens > 2 * posterior.remaining("a").mean_tokens
 
 
-def test_tools_that_tell_nothing_earn_next_to_nothing() -> None:
+def test_tools_that_tell_nothing_earn_next_to_nothing():
     rng = np.random.default_rng(1)
     posterior = Posterior()
     for number in range(120):
@@ -136,7 +132,7 @@ def test_tools_that_tell_nothing_earn_next_to_nothing() -> None:
     assert posterior.skill < 0.05
 
 
-def test_finished_siblings_tell() -> None:
+def test_finished_siblings_tell():
     rng = np.random.default_rng(2)
     posterior = Posterior()
     for group in range(40):
@@ -151,7 +147,7 @@ def test_finished_siblings_tell() -> None:
     assert posterior.remaining("long").order_tokens > 3 * posterior.remaining("short").order_tokens
 
 
-def test_a_sibling_that_runs_on_makes_a_group_a_long_one() -> None:
+def test_a_sibling_that_runs_on_makes_a_group_a_long_one():
     """One sibling ended early; where two others are far beyond that, the fourth is believed longer than where there are none."""
     posterior = Posterior()
     rng = np.random.default_rng(3)
@@ -174,7 +170,7 @@ def test_a_sibling_that_runs_on_makes_a_group_a_long_one() -> None:
     assert said[0] > 1.2 * said[1]
 
 
-def test_learning_from_running_ones_undoes_that_the_first_to_finish_are_short() -> None:
+def test_learning_from_running_ones_undoes_that_the_first_to_finish_are_short():
     rng = np.random.default_rng(4)
     lengths = np.exp(rng.normal(3.0, 0.8, 64)).astype(int) + 2
     means = []
@@ -196,7 +192,7 @@ def test_learning_from_running_ones_undoes_that_the_first_to_finish_are_short() 
     assert means[1] < 0.7 * truth
 
 
-def test_one_member_of_a_group_is_the_probe_until_something_is_known() -> None:
+def test_one_member_of_a_group_is_the_probe_until_something_is_known():
     posterior = Posterior()
     for sample in range(3):
         posterior.handle(parked(f"s-{sample}", "g"))
@@ -207,7 +203,7 @@ def test_one_member_of_a_group_is_the_probe_until_something_is_known() -> None:
     assert not posterior.is_probe("s-1")
 
 
-def test_a_new_version_makes_what_was_learned_count_less() -> None:
+def test_a_new_version_makes_what_was_learned_count_less():
     kept, forgot = Posterior(PosteriorConfig(version_forget=1.0)), Posterior(PosteriorConfig(version_forget=0.1))
     for posterior in (kept, forgot):
         for number in range(60):
@@ -242,7 +238,7 @@ print(json.dumps(posterior.snapshot()))
 
 
 @pytest.mark.live
-def test_the_same_events_give_the_same_bytes_under_another_hash_seed(repository: Path) -> None:
+def test_the_same_events_give_the_same_bytes_under_another_hash_seed(repository):
     said = []
     for seed in ("0", "1"):
         env = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(repository)}
@@ -251,13 +247,13 @@ def test_the_same_events_give_the_same_bytes_under_another_hash_seed(repository:
     assert said[0] == said[1] and len(said[0]) > 10_000
 
 
-def test_a_snapshot_of_another_schema_is_refused() -> None:
+def test_a_snapshot_of_another_schema_is_refused():
     for schema in (2, 99):
         with pytest.raises(ValueError, match="schema"):
             Posterior().restore(Posterior().snapshot() | {"schema": schema})
 
 
-def test_a_turn_that_parks_before_its_end_is_forecast_again_from_what_it_has() -> None:
+def test_a_turn_that_parks_before_its_end_is_forecast_again_from_what_it_has():
     forecaster = Posterior()
     for number in range(64):
         key = f"short-{number}"
@@ -292,7 +288,7 @@ def with_siblings(lengths: list[int], groups: int) -> Posterior:
 
 
 @given(st.lists(st.integers(1, 5000), min_size=0, max_size=20), st.integers(1, 3))
-def test_siblings_that_have_not_begun_share_the_forecast_that_each_gets_alone(lengths: list[int], groups: int) -> None:
+def test_siblings_that_have_not_begun_share_the_forecast_that_each_gets_alone(lengths, groups):
     together = with_siblings(lengths, groups)
     keys = [f"{group}-{sample}" for group in range(groups) for sample in range(3)]
     forecasts = {key: together.reconsidered(key) for key in keys}
@@ -300,7 +296,7 @@ def test_siblings_that_have_not_begun_share_the_forecast_that_each_gets_alone(le
         assert with_siblings(lengths, groups).reconsidered(key) == forecasts[key]
 
 
-def test_a_forecast_follows_what_is_learned_between_two_siblings() -> None:
+def test_a_forecast_follows_what_is_learned_between_two_siblings():
     posterior = with_siblings([100, 4000, 200, 3000] * 8, 2)
     for number in range(4):
         key = f"more-{number}"
@@ -312,13 +308,7 @@ def test_a_forecast_follows_what_is_learned_between_two_siblings() -> None:
     assert posterior.reconsidered("0-1") != before
 
 
-def test_learning_is_seldomer_the_more_is_known() -> None:
-    assert learns_after(0) == LEARNS_EVERY
-    assert learns_after(1024) == 32
-    assert learns_after(1_000_000) == LEARNS_RARELY
-
-
-def test_the_oracle_gives_the_truth_and_a_predictor_guesses_of_its_accuracy() -> None:
+def test_the_oracle_gives_the_truth_and_a_predictor_guesses_of_its_accuracy():
     rng = np.random.default_rng(0)
     truth = {f"t-{i}": int(tokens) for i, tokens in enumerate(np.exp(rng.normal(8, 1, 4000)))}
     oracle, predictor = KnownLengths(truth), KnownLengths(truth, accuracy=0.7)

@@ -227,7 +227,7 @@ STEPS = st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 10_000)), max_
 
 
 @given(STEPS)
-def test_every_interleaving_ends_in_the_old_or_the_new_assignments(steps: list[tuple[str, int]]) -> None:
+def test_every_interleaving_ends_in_the_old_or_the_new_assignments(steps):
     world = World()
     for what, number in steps:
         world.step(what, number)
@@ -266,7 +266,7 @@ def everybody(world: World) -> list[tuple[str, Stage]]:
     return told
 
 
-def test_a_change_goes_through_its_stages_and_withdraws_first() -> None:
+def test_a_change_goes_through_its_stages_and_withdraws_first():
     world = World()
     commands = world.handle(ChangeRequested({"a": TRAIN}))
     kinds = [type(command) for command in commands]
@@ -280,7 +280,7 @@ def test_a_change_goes_through_its_stages_and_withdraws_first() -> None:
     }  # fmt: skip
 
 
-def test_members_of_a_rebucket_wait_for_each_other_at_every_stage() -> None:
+def test_members_of_a_rebucket_wait_for_each_other_at_every_stage():
     world = World()
     world.handle(ChangeRequested({"a": LEADS_2, "b": LENT}))
     for stage in (Stage.DRAINING, Stage.SLEEPING, Stage.TAKING_UP):
@@ -301,7 +301,7 @@ def test_members_of_a_rebucket_wait_for_each_other_at_every_stage() -> None:
 
 @pytest.mark.parametrize("stage", [Stage.DRAINING, Stage.SLEEPING, Stage.TAKING_UP])
 @pytest.mark.parametrize("how", ["cancel", "fail", "lose"])
-def test_what_ends_early_takes_everybody_back(stage: Stage, how: str) -> None:
+def test_what_ends_early_takes_everybody_back(stage, how):
     world = World()
     world.handle(ChangeRequested({"a": LEADS_2, "b": LENT}))
     while world.processes["a"].told[0].stage is not stage:
@@ -322,7 +322,7 @@ def test_what_ends_early_takes_everybody_back(stage: Stage, how: str) -> None:
     assert 2 in world.ended
 
 
-def test_who_fails_on_the_way_back_holds_what_it_has_until_it_is_gone() -> None:
+def test_who_fails_on_the_way_back_holds_what_it_has_until_it_is_gone():
     world = World()
     world.handle(ChangeRequested({"a": LEADS_2, "b": LENT}))
     for _ in range(3):
@@ -347,7 +347,7 @@ def test_who_fails_on_the_way_back_holds_what_it_has_until_it_is_gone() -> None:
     assert (world.processes["a"].supplied, world.processes["b"].supplied) == (LEADS_2, LENT)
 
 
-def test_a_role_that_cannot_go_on_is_left_for_what_the_worker_was_started_for() -> None:
+def test_a_role_that_cannot_go_on_is_left_for_what_the_worker_was_started_for():
     world = World()
     world.handle(ChangeRequested({"a": TRAIN}))
     world.settle()
@@ -357,7 +357,7 @@ def test_a_role_that_cannot_go_on_is_left_for_what_the_worker_was_started_for() 
     assert world.processes["a"].supplied == ROLLOUT
 
 
-def test_who_cannot_go_back_is_restarted_once_and_then_given_up() -> None:
+def test_who_cannot_go_back_is_restarted_once_and_then_given_up():
     world = World()
     world.handle(ChangeRequested({"a": TRAIN}))
     world.handle(CancelRequested(1))
@@ -387,13 +387,13 @@ def test_who_cannot_go_back_is_restarted_once_and_then_given_up() -> None:
         ({"a": LEADS_3, "b": LENT}, "tp=2"),
     ],
 )
-def test_what_cannot_be_is_refused_and_nothing_happens(targets: dict[str, Assignment], reason: str) -> None:
+def test_what_cannot_be_is_refused_and_nothing_happens(targets, reason):
     world = World()
     assert len(world.handle(ChangeRequested(targets))) == 1
     assert reason in world.refused[0] and world.roles.changes == {}
 
 
-def test_a_change_in_progress_refuses_another_one_of_its_members() -> None:
+def test_a_change_in_progress_refuses_another_one_of_its_members():
     world = World()
     world.handle(ChangeRequested({"a": TRAIN}))
     world.handle(ChangeRequested({"a": ROLLOUT}))

@@ -21,9 +21,7 @@ class Begun(NamedTuple):
     fire: Fire
 
 
-def driven(
-    schedule: ServiceSchedule, arrivals: list[tuple[float, str]], batch_s: list[float], restore_s: float = 0.0
-) -> list[Begun]:
+def driven(schedule, arrivals, batch_s, restore_s=0.0):
     """Every batch of these arrivals; the n-th takes the n-th of ``batch_s``, again from the first when they are used up."""
     agenda: list[tuple[float, int, str, Fire | None]] = [
         (at_s, number, service, None) for number, (at_s, service) in enumerate(arrivals)
@@ -64,9 +62,7 @@ def at_times(waits: list[float]) -> list[float]:
 
 
 @given(gaps, lengths, st.integers(1, 5), st.sampled_from([0.0, 0.05, 0.3]))
-def test_alone_on_its_device_a_request_waits_for_others_and_one_batch(
-    waits: list[float], batch_s: list[float], max_batch: int, max_wait_s: float
-) -> None:
+def test_alone_on_its_device_a_request_waits_for_others_and_one_batch(waits, batch_s, max_batch, max_wait_s):
     schedule = ServiceSchedule({"gpu": 4 * GIB})
     schedule.declare(ServiceFacts("judge", max_batch, max_wait_s, GIB))
     arrivals = [(at_s, "judge") for at_s in at_times(waits)]
@@ -81,9 +77,7 @@ def test_alone_on_its_device_a_request_waits_for_others_and_one_batch(
 
 
 @given(gaps, lengths, st.data())
-def test_on_one_device_services_run_in_the_order_in_which_they_were_ripe(
-    waits: list[float], batch_s: list[float], data: st.DataObject
-) -> None:
+def test_on_one_device_services_run_in_the_order_in_which_they_were_ripe(waits, batch_s, data):
     schedule = ServiceSchedule({"gpu": 2 * GIB})
     for name in "abc":
         facts = ServiceFacts(name, data.draw(st.integers(1, 3)), data.draw(st.sampled_from([0.0, 0.2])), GIB)
@@ -105,7 +99,7 @@ def test_on_one_device_services_run_in_the_order_in_which_they_were_ripe(
 
 
 @given(gaps, lengths)
-def test_a_device_runs_one_batch_at_a_time(waits: list[float], batch_s: list[float]) -> None:
+def test_a_device_runs_one_batch_at_a_time(waits, batch_s):
     schedule = ServiceSchedule({"a": GIB, "b": GIB})
     for name in ("x", "y", "z"):
         schedule.declare(ServiceFacts(name, 2, 0.1, GIB, restore_s=0.3))
@@ -121,7 +115,7 @@ def test_a_device_runs_one_batch_at_a_time(waits: list[float], batch_s: list[flo
         assert bool(each.fire.device) == (each.fire.service != "plain")
 
 
-def test_a_service_waits_for_its_weights_where_restoring_them_elsewhere_takes_longer() -> None:
+def test_a_service_waits_for_its_weights_where_restoring_them_elsewhere_takes_longer():
     for restore_s, second in ((5.0, None), (0.1, "b")):
         schedule = ServiceSchedule({"a": GIB, "b": GIB})
         schedule.declare(ServiceFacts("judge", 1, 0.0, GIB, restore_s))
@@ -138,7 +132,7 @@ def test_a_service_waits_for_its_weights_where_restoring_them_elsewhere_takes_lo
         assert [fire.device for fire in schedule.fire(11.0)] == (["a"] if second is None else [])
 
 
-def test_weights_that_could_not_be_restored_are_not_on_the_device() -> None:
+def test_weights_that_could_not_be_restored_are_not_on_the_device():
     schedule = ServiceSchedule({"gpu": GIB})
     schedule.declare(ServiceFacts("judge", 1, 0.0, GIB))
     schedule.asked("judge", 0, 0.0)
@@ -149,24 +143,7 @@ def test_weights_that_could_not_be_restored_are_not_on_the_device() -> None:
     assert schedule.fire(2.0)[0].restores
 
 
-def test_a_batch_of_a_service_that_is_withdrawn_keeps_its_device_until_it_has_ended() -> None:
-    schedule = ServiceSchedule({"gpu": GIB})
-    for name in ("judge", "other"):
-        schedule.declare(ServiceFacts(name, 1, 0.0, GIB))
-    schedule.asked("judge", 0, 0.0)
-    (fire,) = schedule.fire(0.0)
-    schedule.asked("judge", 1, 0.5)
-    assert schedule.withdraw("judge") == (1,)
-    schedule.declare(ServiceFacts("judge", 1, 0.0, GIB))  # of another run, alike
-    schedule.asked("other", 2, 1.0)
-    schedule.asked("judge", 3, 1.0)
-    assert schedule.fire(1.0) == ()
-    schedule.ended(fire, 2.0)
-    assert schedule.resident("gpu") == ()  # what it restored went with it
-    assert [(each.service, each.restores) for each in schedule.fire(2.0)] == [("judge", True)]
-
-
-def test_a_service_that_fits_no_device_is_refused_with_what_to_type() -> None:
+def test_a_service_that_fits_no_device_is_refused_with_what_to_type():
     schedule = ServiceSchedule({"gpu": GIB})
     with pytest.raises(ConfigError, match="device_gib"):
         schedule.declare(ServiceFacts("judge", 1, 0.0, 2 * GIB))

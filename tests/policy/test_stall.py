@@ -27,14 +27,14 @@ def not_looked() -> Picture:
     raise AssertionError("nothing was due, so nobody had to look")
 
 
-def test_nobody_looks_before_the_time_is_up() -> None:
+def test_nobody_looks_before_the_time_is_up():
     watchdog = Watchdog(10.0, 0.0)
     assert watchdog.check(9.9, not_looked) is None
     watchdog.progressed(9.9)
     assert watchdog.check(19.8, not_looked) is None
 
 
-def test_the_culprit_gave_no_sign_the_longest() -> None:
+def test_the_culprit_gave_no_sign_the_longest():
     watchdog = Watchdog(10.0, 0.0)
     watchdog.progressed(5.0)
     tasks = (running("b", 4.0), running("a", 3.0), running("c", 4.5), SLOT)
@@ -44,19 +44,19 @@ def test_the_culprit_gave_no_sign_the_longest() -> None:
     assert "tool-0 at tcp://127.0.0.1:1" in stall.detail
 
 
-def test_a_stall_is_told_again_after_as_long_again_and_not_before() -> None:
+def test_a_stall_is_told_again_after_as_long_again_and_not_before():
     watchdog = Watchdog(10.0, 0.0)
     look = lambda: picture(running("a", 0.0))  # noqa: E731
     told = [t_s for t_s in range(60) if watchdog.check(float(t_s), look) is not None]
     assert told == [10, 20, 30, 40, 50]
-    assert watchdog.check(60.0, look).idle_s == 60.0  # type: ignore[union-attr]
+    assert watchdog.check(60.0, look).idle_s == 60.0
     assert not watchdog.moved_since(50.0)
     watchdog.progressed(61.0)
     assert watchdog.moved_since(60.0)
     assert watchdog.check(70.9, not_looked) is None
 
 
-def test_what_was_done_about_a_stall_gets_as_long_again() -> None:
+def test_what_was_done_about_a_stall_gets_as_long_again():
     watchdog = Watchdog(10.0, 0.0)
     assert watchdog.check(10.0, lambda: picture(running("a", 0.0))) is not None
     watchdog.granted(14.0)
@@ -65,7 +65,7 @@ def test_what_was_done_about_a_stall_gets_as_long_again() -> None:
     assert stall is not None and stall.idle_s == 24.0
 
 
-def test_where_nothing_runs_the_missing_resource_is_named() -> None:
+def test_where_nothing_runs_the_missing_resource_is_named():
     gate = Waiting("gate-train-3-e0-demo", "version 3 (published is 2)", "")
     stall = Watchdog(10.0, 0.0).check(10.0, lambda: picture(SLOT, SLOT, gate, TOOL=4))
     assert stall is not None and stall.culprit is None
@@ -75,7 +75,7 @@ def test_where_nothing_runs_the_missing_resource_is_named() -> None:
     assert declared is not None and declared.missing == ()
 
 
-def test_a_run_that_was_asked_for_nothing_is_idle() -> None:
+def test_a_run_that_was_asked_for_nothing_is_idle():
     watchdog = Watchdog(10.0, 0.0)
     assert watchdog.check(50.0, picture) is None
     assert watchdog.check(59.0, not_looked) is None  # idle until 50, so not yet due
@@ -83,7 +83,7 @@ def test_a_run_that_was_asked_for_nothing_is_idle() -> None:
 
 
 @given(st.lists(st.tuples(st.booleans(), st.floats(0.0, 7.0)), max_size=60))
-def test_a_stall_is_never_told_within_the_timeout_of_an_edge(steps: list[tuple[bool, float]]) -> None:
+def test_a_stall_is_never_told_within_the_timeout_of_an_edge(steps):
     watchdog, t_s, edge_s, told_s = Watchdog(10.0, 0.0), 0.0, 0.0, 0.0
     for moves, passed_s in steps:
         t_s += passed_s
@@ -106,7 +106,7 @@ def measured(**seconds: float) -> StepLengths:
     return lengths
 
 
-def test_a_limit_follows_what_tasks_of_its_kind_take_above_a_floor() -> None:
+def test_a_limit_follows_what_tasks_of_its_kind_take_above_a_floor():
     lengths = measured(step=20.0, generate=0.5, tool=1.0)
     assert [lengths.limit_s(kind) for kind in ("step", "generate", "tool", "batch")] == [200.0, FLOOR_S, 90.0, START_S]
     assert lengths.longest_s() == 200.0 and StepLengths().longest_s() == START_S
@@ -120,7 +120,7 @@ def test_a_limit_follows_what_tasks_of_its_kind_take_above_a_floor() -> None:
     assert lengths.limit_s("batch") == START_S  # the first ones load and connect
 
 
-def test_what_takes_its_usual_time_is_no_stall_and_what_exceeds_it_most_is_to_blame() -> None:
+def test_what_takes_its_usual_time_is_no_stall_and_what_exceeds_it_most_is_to_blame():
     watchdog = Watchdog(measured(step=20.0, generate=0.5), 0.0)
     step, generation = running("step", 0.0, "step"), running("generation", 10.0, "generate")
     assert watchdog.check(59.0, not_looked) is None

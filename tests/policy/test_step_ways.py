@@ -26,7 +26,7 @@ MADE = StepParts(16, 8, 0, ROLLOUT_S, TRAIN_S, UPDATE_S, throughput_s=280.0, lon
 WORK_S = (280.0 * 8 + TRAIN_S * 8) / 16
 
 
-def test_the_forms_of_a_synchronous_step() -> None:
+def test_the_forms_of_a_synchronous_step():
     found = forms(MADE, 18.8)
     assert found == pytest.approx(
         {
@@ -41,7 +41,7 @@ def test_the_forms_of_a_synchronous_step() -> None:
     assert measured[STREAMING] == pytest.approx(ROLLOUT_S + 10.0 + UPDATE_S) and measured[SPLIT] == found[SPLIT]
 
 
-def test_the_forms_of_steps_that_overlap() -> None:
+def test_the_forms_of_steps_that_overlap():
     later = forms(replace(MADE, eta=1, throughput_s=100.0), 18.8)
     assert later == pytest.approx(
         {
@@ -54,7 +54,7 @@ def test_the_forms_of_steps_that_overlap() -> None:
     assert bound[SPLIT] == bound[STREAMING] == 280.0 and bound[TURNING] > 280.0
 
 
-def test_a_publication_beside_the_next_step_counts_only_where_it_is_longer() -> None:
+def test_a_publication_beside_the_next_step_counts_only_where_it_is_longer():
     busy = replace(MADE, eta=3, throughput_s=50.0, rollout_s=100.0)
     assert forms(busy, 60.0)[SPLIT] == TRAIN_S + UPDATE_S
     assert forms(replace(busy, beside_s=UPDATE_S), 60.0)[SPLIT] == TRAIN_S
@@ -62,14 +62,14 @@ def test_a_publication_beside_the_next_step_counts_only_where_it_is_longer() -> 
     assert forms(replace(busy, update_s=200.0, beside_s=200.0), 60.0)[SPLIT] == 200.0
 
 
-def test_roles_change_only_where_that_is_short_against_a_step() -> None:
+def test_roles_change_only_where_that_is_short_against_a_step():
     assert set(forms(MADE, 60.0)) == {SPLIT, STREAMING}
     assert set(forms(replace(MADE, eta=1), 60.0)) == {SPLIT, STREAMING}
     found = regime(MADE, obstacles={STREAMING: "the batch is whole", TURNING: "the batch is whole"})
     assert set(found.step_s) == {SPLIT, COLOCATED} and found.choice == SPLIT
 
 
-def test_the_fastest_way_that_the_configuration_can_take_is_chosen() -> None:
+def test_the_fastest_way_that_the_configuration_can_take_is_chosen():
     few = replace(MADE, train_gpus=2, train_s=640.0, throughput_s=200.0)  # too few trainers: engines have to help
     found = regime(few)
     assert found.choice == TURNING and found.decided_by == "closed forms" and not found.simulated
@@ -77,7 +77,7 @@ def test_the_fastest_way_that_the_configuration_can_take_is_chosen() -> None:
     assert barred.choice == STREAMING and barred.obstacles[TURNING].startswith("an engine of 2 GPUs")
 
 
-def test_a_user_is_told_what_helps_and_by_how_much() -> None:
+def test_a_user_is_told_what_helps_and_by_how_much():
     made = regime(MADE, changes_s=30.0)
     assert made.choice == STREAMING  # turning saves less than 5 % of that
     assert min(made.step_s, key=lambda way: made.step_s[way]) == COLOCATED
@@ -90,20 +90,18 @@ def test_a_user_is_told_what_helps_and_by_how_much() -> None:
     found = regime(slow)
     assert found.path_over_work == pytest.approx(910.0 / WORK_S) and found.words.startswith("latency-bound")
     assert (
-        "fewer GPUs (5" in found.words
-        and "larger run.eta (at 4" in found.words
-        and "faster tools (600 s" in found.words
-    )
+        "fewer GPUs (5" in found.words and "larger run.eta (at 4" in found.words and "faster tools (600 s" in found.words
+    )  # fmt: skip
     assert regime(replace(slow, eta=4)).path_over_work == pytest.approx(found.path_over_work / 5)
 
 
-def test_roles_stay_where_one_trajectory_is_the_limit() -> None:
+def test_roles_stay_where_one_trajectory_is_the_limit():
     seconds = {SPLIT: 100.0, STREAMING: 99.0, TURNING: 50.0}
     assert chosen(3.1, seconds, (SPLIT, STREAMING, TURNING)) == SPLIT
     assert chosen(2.9, seconds, (SPLIT, STREAMING, TURNING)) == TURNING
 
 
-def test_a_way_stays_taken_until_it_is_worth_next_to_nothing() -> None:
+def test_a_way_stays_taken_until_it_is_worth_next_to_nothing():
     ways = (SPLIT, STREAMING)
     between = {SPLIT: 100.0, STREAMING: 100.0 * (1 - (WORTH_FRAC + STAYS_FRAC) / 2)}
     assert chosen(1.0, between, ways, SPLIT) == SPLIT and chosen(1.0, between, ways) == SPLIT
@@ -112,7 +110,7 @@ def test_a_way_stays_taken_until_it_is_worth_next_to_nothing() -> None:
     assert chosen(1.0, {SPLIT: 100.0}, ways, STREAMING) == SPLIT  # no seconds of it
 
 
-def test_a_simulation_decides_where_the_forms_are_near_and_only_there() -> None:
+def test_a_simulation_decides_where_the_forms_are_near_and_only_there():
     asked: list[Sequence[str]] = []
 
     def simulate(ways: Sequence[str]) -> dict[str, float]:
@@ -132,7 +130,7 @@ def test_a_simulation_decides_where_the_forms_are_near_and_only_there() -> None:
     assert len(asked) == 2
 
 
-def test_a_simulation_that_is_not_finished_leaves_the_choice_to_the_forms() -> None:
+def test_a_simulation_that_is_not_finished_leaves_the_choice_to_the_forms():
     near = replace(MADE, train_s=70.0)
     found = regime(near, simulate=lambda ways: {SPLIT: 1.0})
     assert (found.choice, found.decided_by, found.simulated) == (STREAMING, "closed forms", ())

@@ -57,15 +57,10 @@ def train(eta: int, groups: int, steps: int, own: bool, seed: int) -> dict[int, 
 
 
 @given(
-    eta=st.integers(0, 4),
-    groups=st.integers(1, 5),
-    steps=st.integers(1, 8),
-    own=st.booleans(),
+    eta=st.integers(0, 4), groups=st.integers(1, 5), steps=st.integers(1, 8), own=st.booleans(),
     seed=st.integers(0, 2**32),
-)
-def test_any_schedule_fills_every_batch_within_the_bound(
-    eta: int, groups: int, steps: int, own: bool, seed: int
-) -> None:
+)  # fmt: skip
+def test_any_schedule_fills_every_batch_within_the_bound(eta, groups, steps, own, seed):
     taken = train(eta, groups, steps, own, seed)
     assert all(len(members) == groups for members in taken.values())
     assert set(Counter(place for members in taken.values() for place, _ in members).values()) == {1}
@@ -74,7 +69,7 @@ def test_any_schedule_fills_every_batch_within_the_bound(
         assert all(place[0] == batch for batch, members in taken.items() for place, _ in members)
 
 
-def test_a_place_is_kept_for_a_group_at_its_deadline() -> None:
+def test_a_place_is_kept_for_a_group_at_its_deadline():
     batches = StreamedBatches(1, 2, own=False)
     assert batches.version_published(0) == ()
     for place in ((0, 0), (0, 1), (1, 0), (1, 1)):

@@ -73,7 +73,7 @@ class Run:
         self.tail.handle(RoleTaken(worker, role, seconds))
 
 
-def test_it_counts_what_is_open_and_what_is_left_in_gpu_seconds() -> None:
+def test_it_counts_what_is_open_and_what_is_left_in_gpu_seconds():
     run = Run()
     assert run.tail.num_open == GROUPS * SIZE
     assert run.tail.step() is None, "nothing is known of the price of a gradient"
@@ -86,13 +86,13 @@ def test_it_counts_what_is_open_and_what_is_left_in_gpu_seconds() -> None:
     run.end(2)
     assert run.tail.step() == OpenStep(pytest.approx(200 * (3.0 * 0.8 + 6.0) / (200 * 0.8 + 600)), 1, False, True)
     run.end(3)
-    assert run.tail.step() is not None and run.tail.step().is_full  # type: ignore[union-attr]
+    assert run.tail.step() is not None and run.tail.step().is_full
     run.train(2, 1.0)
     run.train(3, 1.0)
     assert run.tail.step() is None, "its weights are being published"
 
 
-def test_the_thinnest_turns_once_and_returns_for_the_next_rollout() -> None:
+def test_the_thinnest_turns_once_and_returns_for_the_next_rollout():
     run = Run(hybrids=1)
     run.end(0)
     run.train(0, 5.0)
@@ -120,7 +120,7 @@ def test_the_thinnest_turns_once_and_returns_for_the_next_rollout() -> None:
     assert (back.worker, back.to) == ("e0", Turned.ROLLOUT)
 
 
-def test_where_the_run_takes_its_steps_without_turning_engines_only_return() -> None:
+def test_where_the_run_takes_its_steps_without_turning_engines_only_return():
     turns = []
     for way in ("streaming", "turning"):
         run = Run(hybrids=1)
@@ -139,7 +139,7 @@ def test_where_the_run_takes_its_steps_without_turning_engines_only_return() -> 
     assert [turn.to for turn in run.tail.look()] == [Turned.ROLLOUT]
 
 
-def test_whoever_was_refused_or_failed_rests_until_the_next_version() -> None:
+def test_whoever_was_refused_or_failed_rests_until_the_next_version():
     run = Run(hybrids=1)
     run.end(0)
     run.train(0, 5.0)
@@ -152,10 +152,10 @@ def test_whoever_was_refused_or_failed_rests_until_the_next_version() -> None:
     assert member.may_turn
     run.turn("e0", "train", None)  # asked for by somebody else
     assert [engine.name for engine in run.tail.engines()] == ["e1", "e2"], "it stays where it was put"
-    assert run.tail.step() is not None and run.tail.step().core_gpus == 2  # type: ignore[union-attr]
+    assert run.tail.step() is not None and run.tail.step().core_gpus == 2
 
 
-def test_one_engine_keeps_generating_though_nothing_is_open() -> None:
+def test_one_engine_keeps_generating_though_nothing_is_open():
     run = Run(change_s=0.0, hybrids=2, engines=2)
     for group in range(GROUPS):
         run.end(group)
@@ -163,7 +163,7 @@ def test_one_engine_keeps_generating_though_nothing_is_open() -> None:
     assert len(run.tail.look()) == 1
 
 
-def test_engines_should_have_as_many_as_slow_each_by_half() -> None:
+def test_engines_should_have_as_many_as_slow_each_by_half():
     run = Run()
     assert run.tail.trajectories_per_gpu() == SLOTS, "without a speed, its slots"
     fast = {"kv_tokens": 1000, "alone_s_per_token": 0.01, "beside_s_per_token": 0.001}
@@ -172,7 +172,7 @@ def test_engines_should_have_as_many_as_slow_each_by_half() -> None:
 
 
 @given(st.integers(0, 10**6))
-def test_a_snapshot_changes_no_later_answer(seed: int) -> None:
+def test_a_snapshot_changes_no_later_answer(seed):
     rng, run, wave, committed = random.Random(seed), Run(change_s=0.1), 0, list(range(GROUPS))
     for _ in range(20):
         move = rng.choice(["end", "train", "role", "left", "joined", "refused"])
@@ -196,10 +196,3 @@ def test_a_snapshot_changes_no_later_answer(seed: int) -> None:
         assert again.look() == run.tail.look()
         generating = [e for e in run.tail.engines() if e.doing in (Turned.ROLLOUT, Turned.TO_ROLLOUT)]
         assert generating, "e2 never turns"
-
-
-def test_without_settings_it_follows_nothing() -> None:
-    tail = Tail(Admission(0, 1))
-    tail.handle(WorkerJoined("e0", "tp1", rollout_slots=4))
-    tail.group_committed()
-    assert tail.snapshot() == {} and tail.look() == ()

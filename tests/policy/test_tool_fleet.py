@@ -13,7 +13,7 @@ from libra.policy.tool_fleet import HOLD, IDLE_S, FleetFacts, FleetOrder, ToolFl
 BUSY = FleetFacts(1, 4, 1, 0, 2, 20, 200.0, 60.0, 15.0)
 
 
-def test_more_workers_where_many_actions_wait_for_long() -> None:
+def test_more_workers_where_many_actions_wait_for_long():
     order = ordered(BUSY)
     assert order is not None and 1 < order.wanted <= 4 and order.give_up == ""
     assert "20 actions wait, for 60 s now" in order.reason
@@ -30,12 +30,12 @@ def test_more_workers_where_many_actions_wait_for_long() -> None:
         {"start_s": 120.0},  # starting takes longer than waiting
     ],
 )
-def test_no_more_workers_otherwise(change: dict[str, float]) -> None:
+def test_no_more_workers_otherwise(change):
     facts = FleetFacts(**{name: change.get(name, getattr(BUSY, name)) for name in BUSY.__struct_fields__})
     assert ordered(facts) is None
 
 
-def test_an_idle_worker_is_given_up_after_a_while_and_only_if_nothing_waits() -> None:
+def test_an_idle_worker_is_given_up_after_a_while_and_only_if_nothing_waits():
     idle = FleetFacts(1, 4, 3, 0, 6, 0, 0.0, 0.0, 15.0, (("tool-1", IDLE_S - 1), ("tool-2", IDLE_S)))
     assert ordered(idle) == FleetOrder(2, "tool-2", "tool-2 has had nothing to do for 60 s")
     for change in ({"waiting": 1, "waiting_s": 1.0}, {"starting": 1}, {"wanted": 1}, {"start_s": 31.0}):
@@ -83,12 +83,10 @@ class Cluster:
 
 
 @given(
-    st.lists(st.integers(0, 12), min_size=1, max_size=8),
-    st.sampled_from([2.0, 15.0, 40.0]),
-    st.integers(1, 3),
+    st.lists(st.integers(0, 12), min_size=1, max_size=8), st.sampled_from([2.0, 15.0, 40.0]), st.integers(1, 3),
     st.integers(0, 6),
-)
-def test_bounds_hold_and_a_constant_load_settles(loads: list[int], start_s: float, least: int, extra: int) -> None:
+)  # fmt: skip
+def test_bounds_hold_and_a_constant_load_settles(loads, start_s, least, extra):
     """Each load lasts five minutes; then it does not change for half an hour."""
     cluster = Cluster(ToolFleet(least, least + extra), start_s, [f"tool-{n}" for n in range(least)])
     at = 0

@@ -11,7 +11,7 @@ from libra.policy import OpenWave, Waves
 from libra.policy.first_come import first_come
 
 
-def test_a_wave_takes_all_that_is_complete_and_the_last_is_small() -> None:
+def test_a_wave_takes_all_that_is_complete_and_the_last_is_small():
     """Eight groups in four waves at most: two of them, then what came meanwhile, then one by one."""
     waves, wave = Waves(4), 0
     for number in range(4):
@@ -27,7 +27,7 @@ def test_a_wave_takes_all_that_is_complete_and_the_last_is_small() -> None:
     assert sizes == [0, 2, 4, 1, 1]
 
 
-def test_waves_that_are_left_over_open_at_once_without_members() -> None:
+def test_waves_that_are_left_over_open_at_once_without_members():
     waves, everything = Waves(3), tuple((0, g) for g in range(4))
     for number in range(3):
         assert waves.parked(0, number) is None
@@ -40,7 +40,7 @@ def test_waves_that_are_left_over_open_at_once_without_members() -> None:
     assert waves.parked(0, 0) == OpenWave(0, 0, everything, "opened before; same members")
 
 
-def test_where_engines_turn_a_wave_takes_only_some_of_what_is_complete() -> None:
+def test_where_engines_turn_a_wave_takes_only_some_of_what_is_complete():
     ready = [(0, g) for g in range(16)]
     for most, taken in ((8, 3), (2, 8)):  # two waves must be enough
         waves = Waves(most, 1, 3)
@@ -64,8 +64,8 @@ def meets(batch: int, places: int, groups: int, left: list[int]) -> bool:
     st.integers(1, 3), st.integers(1, 4), st.lists(st.integers(0, 3), max_size=7), st.lists(st.integers(0, 3), max_size=4)
 )  # fmt: skip
 def test_what_is_taken_first_come_leaves_the_others_their_places_and_no_choice_takes_more(
-    eta: int, groups: int, complete: list[int], in_flight: list[int]
-) -> None:
+    eta, groups, complete, in_flight
+):
     """Against every choice, where the deadlines can be met at all."""
     batch, places = 5, groups
     deadlines = {(4, number): batch + min(later, eta) for number, later in enumerate(complete)}

@@ -32,10 +32,10 @@ def choice(ways: tuple[str, ...] = WAYS, way: str = "streaming", train_gpus: int
 def step(complete_s: tuple[float, ...] = LATE, **given: object) -> MeasuredStep:
     values = {"step": 0, "complete_s": complete_s, "waves": ((1, 1.0), (3, 3.0)), "update_s": 0.5, "longest_s": 0.0}
     values |= {"rollout_gpus": 2.0, "rollout_gpu_s": 12.0, "change_s": 0.0}
-    return MeasuredStep(**(values | given))  # type: ignore[arg-type]
+    return MeasuredStep(**(values | given))
 
 
-def test_a_long_tail_is_streamed_and_groups_that_end_together_are_not() -> None:
+def test_a_long_tail_is_streamed_and_groups_that_end_together_are_not():
     made = choice()
     told = made.measured(step())
     assert told is not None and told.way == made.way == "streaming" and made.streams and not made.turns
@@ -46,7 +46,7 @@ def test_a_long_tail_is_streamed_and_groups_that_end_together_are_not() -> None:
     assert made.measured(step(ALIKE)) is None
 
 
-def test_engines_may_turn_where_that_is_worth_two_changes_and_no_trajectory_is_the_limit() -> None:
+def test_engines_may_turn_where_that_is_worth_two_changes_and_no_trajectory_is_the_limit():
     busy = {"waves": ((4, 40.0),), "rollout_gpu_s": 18.0}
     made = choice()
     told = made.measured(step(change_s=0.5, **busy))
@@ -56,16 +56,10 @@ def test_engines_may_turn_where_that_is_worth_two_changes_and_no_trajectory_is_t
     alone = choice()
     told = alone.measured(step(rollout_gpus=30.0, rollout_gpu_s=30.0, change_s=0.1))
     assert told is not None and told.way == "streaming" and told.reason.endswith("; latency-bound, so roles stay")
-    assert choice(WAYS[:2]).measured(step(change_s=0.5, **busy)).way == "streaming"  # type: ignore[union-attr]
+    assert choice(WAYS[:2]).measured(step(change_s=0.5, **busy)).way == "streaming"
 
 
-def test_where_nothing_is_left_to_choose_steps_are_streamed_and_engines_turn() -> None:
-    free = WayChoice()
-    assert free.streams and free.turns and free.measured(step()) is None and free.snapshot() == {}
-    assert choice().measured(step(complete_s=())) is None and choice().measured(step(waves=())) is None
-
-
-def test_a_wave_has_a_price_of_its_own() -> None:
+def test_a_wave_has_a_price_of_its_own():
     assert wave_price(((1, 1.5), (3, 3.5))) == pytest.approx((0.5, 1.0))
     assert wave_price(((4, 4.0),)) == pytest.approx((0.0, 1.0)) == wave_price(((2, 2.0), (2, 2.0)))
     assert wave_price(((4, 4.5),), 0.5) == pytest.approx((0.5, 1.0))  # known from steps before
@@ -76,14 +70,10 @@ def test_a_wave_has_a_price_of_its_own() -> None:
 
 
 @given(
-    complete_s=st.lists(st.floats(0.0, 100.0), min_size=1, max_size=20).map(sorted),
-    fixed_s=st.floats(0.0, 5.0),
-    each_s=st.floats(0.0, 10.0),
-    most=st.integers(1, 16),
-)
-def test_a_streamed_batch_never_ends_before_its_work_nor_long_after_one_that_waited(
-    complete_s: list[float], fixed_s: float, each_s: float, most: int
-) -> None:
+    complete_s=st.lists(st.floats(0.0, 100.0), min_size=1, max_size=20).map(sorted), fixed_s=st.floats(0.0, 5.0),
+    each_s=st.floats(0.0, 10.0), most=st.integers(1, 16),
+)  # fmt: skip
+def test_a_streamed_batch_never_ends_before_its_work_nor_long_after_one_that_waited(complete_s, fixed_s, each_s, most):
     groups, most = len(complete_s), min(most, len(complete_s))
     end_s = streamed_end_s(complete_s, fixed_s, each_s, most)
     held_s = complete_s[-1] + fixed_s + each_s * groups
@@ -93,7 +83,7 @@ def test_a_streamed_batch_never_ends_before_its_work_nor_long_after_one_that_wai
         assert end_s == pytest.approx(held_s)
 
 
-def test_the_state_survives_json() -> None:
+def test_the_state_survives_json():
     made = choice()
     made.measured(step())
     again = WayChoice.restored(json.loads(json.dumps(made.snapshot())))
@@ -116,7 +106,7 @@ def held(way: str) -> tuple[Admission, list[object]]:
     return admission, commands
 
 
-def test_waves_are_held_back_until_the_batch_is_complete_and_open_at_once_when_the_choice_changes() -> None:
+def test_waves_are_held_back_until_the_batch_is_complete_and_open_at_once_when_the_choice_changes():
     admission, commands = held("split")
     assert commands == []
     whole = admission.group_committed(CommittedGroup(0, 3, 0))
@@ -127,11 +117,11 @@ def test_waves_are_held_back_until_the_batch_is_complete_and_open_at_once_when_t
     admission, _ = held("split")
     told = admission.steps_measured(step())
     assert [type(each) for each in told] == [TakeSteps, OpenWave]
-    assert told[1].members == ((0, 0), (0, 1), (0, 2))  # type: ignore[union-attr]
+    assert told[1].members == ((0, 0), (0, 1), (0, 2))
 
     admission, commands = held("streaming")
     assert [type(each) for each in commands] == [OpenWave]
-    assert admission.steps_measured(step(ALIKE))[0].way == "split"  # type: ignore[union-attr]
+    assert admission.steps_measured(step(ALIKE))[0].way == "split"
     assert admission.wave_trained(0, 0) == ()
     last = admission.group_committed(CommittedGroup(0, 3, 0))
     assert isinstance(last[0], OpenWave) and last[0].members == ((0, 1), (0, 2), (0, 3))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -16,7 +14,6 @@ from libra.hardware.virtual_engine import Request
 from libra.sim import EngineTables, VirtualEngine
 
 NOISE = Residuals((-0.1, 0.0, 0.2), (-0.1, 0.1))
-Tables = Callable[..., EngineTables]
 
 
 def engine_of(tables: EngineTables, residuals: Residuals | None = None) -> VirtualEngine:
@@ -32,7 +29,7 @@ def run_dry(engine: VirtualEngine) -> dict[str, float]:
     return ends
 
 
-def test_one_request_takes_its_prefill_and_its_steps(tables: Tables) -> None:
+def test_one_request_takes_its_prefill_and_its_steps(tables):
     engine = engine_of(tables())
     engine.submit(0.0, Request("a", "g", 1000, 0, 100), ())
     (end,) = run_dry(engine).values()
@@ -40,7 +37,7 @@ def test_one_request_takes_its_prefill_and_its_steps(tables: Tables) -> None:
     assert engine.counters.prefilled_tokens == 1000 and engine.counters.generated_tokens == 100
 
 
-def test_a_batch_shares_its_steps_and_a_short_one_leaves_first(tables: Tables) -> None:
+def test_a_batch_shares_its_steps_and_a_short_one_leaves_first(tables):
     engine = engine_of(tables())
     engine.submit(0.0, Request("short", "g", 10, 0, 10), ())
     engine.submit(0.0, Request("long", "g", 10, 0, 100), ())
@@ -49,7 +46,7 @@ def test_a_batch_shares_its_steps_and_a_short_one_leaves_first(tables: Tables) -
     assert ends["long"] == pytest.approx(0.02 + 100 * 0.0102, rel=0.05)
 
 
-def test_kept_context_is_not_computed_again_and_is_pushed_out_oldest_first(tables: Tables) -> None:
+def test_kept_context_is_not_computed_again_and_is_pushed_out_oldest_first(tables):
     engine = engine_of(tables(kv=300))
     for key in ("a", "b"):
         engine.submit(0.0, Request(key, key, 90, 0, 10), ())
@@ -66,7 +63,7 @@ def test_kept_context_is_not_computed_again_and_is_pushed_out_oldest_first(table
     assert engine.counters.peak_kv_tokens <= 300
 
 
-def test_samples_of_a_group_share_the_seconds_of_their_prompt(tables: Tables) -> None:
+def test_samples_of_a_group_share_the_seconds_of_their_prompt(tables):
     engine = engine_of(tables())
     engine.submit(0.0, Request("a", "g", 500, 500, 10), ())
     engine.submit(0.0, Request("b", "g", 500, 500, 10), ())
@@ -75,7 +72,7 @@ def test_samples_of_a_group_share_the_seconds_of_their_prompt(tables: Tables) ->
     assert engine.counters.prefilled_tokens == 1000 and engine.counters.cached_tokens == 500
 
 
-def test_new_weights_compute_running_contexts_again_and_drop_kept_ones(tables: Tables) -> None:
+def test_new_weights_compute_running_contexts_again_and_drop_kept_ones(tables):
     engine = engine_of(tables())
     engine.submit(0.0, Request("kept", "k", 100, 0, 1), ())
     run_dry(engine)
@@ -90,12 +87,12 @@ def test_new_weights_compute_running_contexts_again_and_drop_kept_ones(tables: T
     assert engine.kv_tokens == 1100
 
 
-def test_a_request_that_never_fits_is_refused_with_what_to_do(tables: Tables) -> None:
+def test_a_request_that_never_fits_is_refused_with_what_to_do(tables):
     with pytest.raises(ConfigError):
         engine_of(tables()).submit(0.0, Request("a", "g", 10_000, 0, 1), ())
 
 
-def test_a_lost_engine_hands_back_what_it_had(tables: Tables) -> None:
+def test_a_lost_engine_hands_back_what_it_had(tables):
     engine = engine_of(tables(kv=150))
     for key in ("a", "b"):
         engine.submit(0.0, Request(key, key, 90, 0, 10), ())
@@ -110,9 +107,7 @@ REQUESTS = st.lists(
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(requests=REQUESTS, kind=st.sampled_from(["plain", "noisy", "preempts", "host"]))
-def test_every_request_ends_once_and_kv_never_overflows(
-    tables: Tables, requests: list[tuple[int, int, float, int]], kind: str
-) -> None:
+def test_every_request_ends_once_and_kv_never_overflows(tables, requests, kind):
     host = HostKv(HostPool(10_000, 0.01, 1e-5)) if kind == "host" else None
     engine = VirtualEngine(
         "e", tables(kv=700), residuals=NOISE if kind == "noisy" else None, rng=np.random.default_rng(0),
@@ -141,7 +136,7 @@ def test_every_request_ends_once_and_kv_never_overflows(
     assert engine.counters.generated_tokens == sum(new for _, new, _, _ in requests)
 
 
-def test_an_engine_that_preempts_starts_more_and_computes_a_context_again(tables: Tables) -> None:
+def test_an_engine_that_preempts_starts_more_and_computes_a_context_again(tables):
     whole, grows = (
         VirtualEngine("e", tables(kv=1100), residuals=None, rng=np.random.default_rng(0), preempts=preempts)
         for preempts in (False, True)
@@ -160,7 +155,7 @@ def test_an_engine_that_preempts_starts_more_and_computes_a_context_again(tables
     assert grows.counters.recomputed_tokens == pytest.approx(550, abs=1)
 
 
-def test_kv_comes_from_host_memory_where_that_is_sooner(tables: Tables) -> None:
+def test_kv_comes_from_host_memory_where_that_is_sooner(tables):
     host = HostKv(HostPool(2_000, 0.1, 1e-5))
     engine = VirtualEngine("e", tables(), residuals=None, rng=np.random.default_rng(0), host=host)
     host.put("far", 1000)

@@ -39,23 +39,20 @@ def stored(run_dir: Path, *turns: tuple[str, str]) -> Path:
     return run_dir
 
 
-def test_a_malformed_call_that_names_no_tool_ends_nothing_and_a_call_not_made_is_none(tmp_path: Path) -> None:
+def test_a_malformed_call_that_names_no_tool_ends_nothing_and_a_call_not_made_is_none(tmp_path):
     run_dir = stored(tmp_path / "run", ("add", "ok"), ("", "malformed"), ("add", "truncated"), ("add", ""))
     work = workload_of_run(run_dir)
     (plan,) = work.trajectories
     assert [(turn.tool, turn.status) for turn in plan.turns] == [
-        ("add", ToolStatus.OK),
-        ("", ToolStatus.MALFORMED),
-        ("add", ToolStatus.TRUNCATED),
-        ("", NO_TOOL),
-    ]
+        ("add", ToolStatus.OK), ("", ToolStatus.MALFORMED), ("add", ToolStatus.TRUNCATED), ("", NO_TOOL),
+    ]  # fmt: skip
     tables = {1: EngineTables(engine_seconds("A800-80G", "Qwen3-14B", 1))}
     outcome = Simulator(work, fleet({1: 1}, tables, {1: 2}), Fifo()).run()
     generated = [dispatch for dispatch in outcome.dispatched if dispatch.phase == "ROLLOUT"]
     assert len(generated) == 4
 
 
-def test_a_stored_word_that_is_no_outcome_is_named_with_its_row(tmp_path: Path) -> None:
+def test_a_stored_word_that_is_no_outcome_is_named_with_its_row(tmp_path):
     run_dir = stored(tmp_path / "run", ("add", "ok"), ("add", "error"))
     zarr.open_group(run_dir / "trajectories.zarr", mode="r+")["turn/status"][1] = (
         "failure"  # as another Libra may have it
@@ -64,31 +61,8 @@ def test_a_stored_word_that_is_no_outcome_is_named_with_its_row(tmp_path: Path) 
         workload_of_run(run_dir)
 
 
-def test_an_engine_that_ran_too_little_is_as_fast_as_its_bucket() -> None:
-    seconds = {"fixed_s": 0.01, "sequence_s": 0.001, "context_token_s": 1e-6, "prefill_token_s": 1e-5}
-    unknown = {**dict.fromkeys(seconds), "num_steps": 0, "error_frac": None}
-
-    def declared(worker: str, bucket: str, tp: int, **measured: object) -> dict[str, object]:
-        return {"name": "engine_declared", "worker": worker, "bucket": bucket, "tp": tp, "slots": 4, **measured}
-
-    known = {**seconds, "num_steps": 90, "error_frac": 0.1}
-    events = (
-        declared("a", "one", 1, **known),
-        declared("b", "one", 1, **unknown),
-        declared("c", "two", 1, **known | {"fixed_s": 0.5, "num_steps": 40}),
-        declared("d", "three", 1, **unknown),
-        declared("e", "four", 2, **unknown),
-    )
-    found = RunRecord(Path("run"), config_from_dict({}), events, (), 1).declared()
-    assert {worker: event["fixed_s"] for worker, event in found.items()} == {"a": 0.01, "b": 0.01, "c": 0.5, "d": 0.01}
-    assert found["b"]["num_steps"] == 90
-    assert found["b"]["worker"] == "b"
-
-
 @pytest.mark.parametrize(("eta", "steps_s", "publish_s"), [(0, (5.0, 6.0), 0.0), (1, (4.0, 5.0), 1.0)])
-def test_a_publication_beside_the_next_step_is_no_part_of_its_own(
-    eta: int, steps_s: tuple[float, ...], publish_s: float
-) -> None:
+def test_a_publication_beside_the_next_step_is_no_part_of_its_own(eta, steps_s, publish_s):
     def at(t_s: float, name: str, **fields: object) -> dict[str, object]:
         return {"name": name, "t_s": t_s, **fields}
 

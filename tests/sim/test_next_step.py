@@ -43,7 +43,7 @@ def snapshot(**given: Any) -> PlanningSnapshot:
 
 
 @pytest.mark.parametrize(("eta", "train_gpus"), [(0, 4), (0, 3), (1, 4)])
-def test_the_forms_and_the_simulator_agree(eta: int, train_gpus: int) -> None:
+def test_the_forms_and_the_simulator_agree(eta, train_gpus):
     given = snapshot(eta=eta, fixed_train_gpus=train_gpus)
     made = plan(given)
     found = simulated_ways(CONFIG, made, given, WAYS)
@@ -55,7 +55,7 @@ def test_the_forms_and_the_simulator_agree(eta: int, train_gpus: int) -> None:
     assert eta or simulated_ways(CONFIG, made, given, WAYS) == found
 
 
-def test_the_simulated_ways_wait_for_the_teacher() -> None:
+def test_the_simulated_ways_wait_for_the_teacher():
     teacher = Teacher(load_shape("Qwen2.5-32B"))
     short = TrajectoryTotals.of(1000.0, np.linspace(500, 2000, 96), observation_tokens=1400.0, num_turns=3.0)
     given = replace(snapshot(teacher=teacher), num_gpus=13, workload=short)
@@ -68,7 +68,7 @@ def test_the_simulated_ways_wait_for_the_teacher() -> None:
     assert max(simulated_ways(CONFIG, plan(dropped), dropped, WAYS[:2]).values()) < made.teacher_s
 
 
-def test_a_plan_is_decided_by_the_simulation_where_the_forms_do_not_settle_it() -> None:
+def test_a_plan_is_decided_by_the_simulation_where_the_forms_do_not_settle_it():
     given = snapshot(fixed_train_gpus=3)
     made = plan(given)
     config = config_from_dict({
@@ -88,14 +88,14 @@ def test_a_plan_is_decided_by_the_simulation_where_the_forms_do_not_settle_it() 
     assert planned_regime(config, made, given, none).decided_by == "closed forms" and asked == [list(WAYS[:2])]
 
 
-def test_a_way_that_is_not_finished_in_time_has_no_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_way_that_is_not_finished_in_time_has_no_seconds(monkeypatch):
     monkeypatch.setattr(next_step, "LIMIT_S", 5.0)
     given = snapshot()
     ticks = count()
     assert simulated_ways(CONFIG, plan(given), given, WAYS, clock=lambda: 0.01 * next(ticks)) == {}
 
 
-def test_of_a_large_plan_a_part_with_the_same_load_is_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_a_large_plan_a_part_with_the_same_load_is_simulated(monkeypatch):
     given = snapshot()
     made = plan(given)
     assert part_of(made, given.workload, 1, 8) == Part({2: 4}, 4, 12)
@@ -111,7 +111,7 @@ def test_of_a_large_plan_a_part_with_the_same_load_is_simulated(monkeypatch: pyt
     assert sum(each.gpu_s for each in work.values()) == pytest.approx(200.0)
 
 
-def test_groups_without_a_gradient_are_generated_and_cost_no_training() -> None:
+def test_groups_without_a_gradient_are_generated_and_cost_no_training():
     given, half = snapshot(), snapshot(trained_frac=0.5)
     part = part_of(plan(given), given.workload, 1, 8)
     workload = planned_workload(given.workload, 4, part, 8, 0)

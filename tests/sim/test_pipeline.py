@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -14,19 +14,15 @@ from libra.errors import ConfigError
 from libra.hardware.host_kv import HostPool
 from libra.policy import Fifo
 from libra.policy.turning import Turned, TurningRule
-from libra.sim import EngineSpec, Workload, synthetic
-from libra.sim.against import compare, race
+from libra.sim import synthetic
+from libra.sim.against import compare
 from libra.sim.disciplines import DISCIPLINES, disciplines
 from libra.sim.gpu_seconds import Cause
 from libra.sim.pipeline import Pipeline
 from libra.sim.pipeline_options import PipelineOptions, WavePrices
-from libra.sim.pipeline_result import PipelineResult
 from libra.sim.training_gpus import GroupWork
 from libra.sim.tuning import Cell, Setting, lower_bound_s, play, step_s
 from libra.sim.workload import Trace
-
-Engines = Callable[..., tuple[EngineSpec, ...]]
-Workloads = Callable[..., Workload]
 
 QUICK = TurningRule(trajectories_per_gpu=2.0, min_gain_s=1.0, to_training_s=0.5, to_rollout_s=0.5)
 OPTIONS = PipelineOptions(core_gpus=1, update_s=1.0, close_s=0.0, merge_s=0.5, load_s=0.0, rule=QUICK)
@@ -34,16 +30,14 @@ OPTIONS = PipelineOptions(core_gpus=1, update_s=1.0, close_s=0.0, merge_s=0.5, l
 HOST = HostPool(100_000, 0.01, 1e-6)
 
 
-def trained(
-    workload: Workload, engines: tuple[EngineSpec, ...], name: str, group_s: float, options: PipelineOptions = OPTIONS
-) -> tuple[Pipeline, PipelineResult]:
+def trained(workload, engines, name, group_s, options=OPTIONS):
     """A run in which every group takes ``group_s`` GPU-seconds, half of it its longest sequence."""
     work = {(plan.iteration, plan.group): GroupWork(group_s, group_s / 2) for plan in workload.trajectories}
     pipeline = Pipeline(workload, engines, Fifo(), DISCIPLINES[name], work, options)
     return pipeline, pipeline.train()
 
 
-def test_a_split_step_is_rollout_then_gradients_then_update(engines: Engines, workload: Workloads) -> None:
+def test_a_split_step_is_rollout_then_gradients_then_update(engines, workload):
     two = workload([(100, 0.0)], [(300, 0.0)])
     pipeline, found = trained(two, engines(2, slots=1), "split", 4.0)
     rollout_s = max(pipeline.record.ended_s.values())
@@ -53,9 +47,7 @@ def test_a_split_step_is_rollout_then_gradients_then_update(engines: Engines, wo
 
 @pytest.mark.parametrize("name", ["one_step_off", "streaming"])
 @pytest.mark.parametrize("update_s", [1.0, 30.0])
-def test_a_single_trainer_publishes_beside_its_next_step(
-    engines: Engines, workload: Workloads, name: str, update_s: float
-) -> None:
+def test_a_single_trainer_publishes_beside_its_next_step(engines, workload, name, update_s):
     short = workload([(10, 0.0)], [(10, 0.0)], iterations=5)
     before = replace(OPTIONS, eta=1, update_s=update_s, close_s=0.5)
     beside = replace(before, beside_s=update_s)
@@ -71,22 +63,12 @@ def test_a_single_trainer_publishes_beside_its_next_step(
         trained(short, engines(2), name, 4.0, replace(before, beside_s=update_s + 1.0))
 
 
-def test_streaming_trains_on_a_group_while_the_other_is_generated(engines: Engines, workload: Workloads) -> None:
-    two = workload([(100, 0.0)], [(1000, 0.0)])
-    pipeline, found = trained(two, engines(2, slots=1), "streaming", 4.0)
-    first_s, last_s = sorted(pipeline.record.ended_s.values())
-    assert last_s - first_s > 4.0
-    assert found.published_s == pytest.approx([last_s + 4.0 + 1.0])
-
-
 @pytest.mark.parametrize(
     ("name", "waves"),
     [("split", None), ("streaming", None), ("streaming", WavePrices(3))],
     ids=["split", "fluid", "waves"],
 )
-def test_no_gradient_of_a_group_is_computed_before_the_teacher_has_scored_it(
-    engines: Engines, workload: Workloads, name: str, waves: WavePrices | None
-) -> None:
+def test_no_gradient_of_a_group_is_computed_before_the_teacher_has_scored_it(engines, workload, name, waves):
     options = replace(OPTIONS, waves=waves, teacher_token_s=0.05)
     pipeline, found = trained(workload([(100, 0.0)], [(300, 0.0)]), engines(2, slots=1), name, 4.0, options)
     scored_s = min(pipeline.record.ended_s.values()) + (200 + 400) * 0.05  # one after the other, prompts included
@@ -95,9 +77,7 @@ def test_no_gradient_of_a_group_is_computed_before_the_teacher_has_scored_it(
     assert found.published_s == pytest.approx([scored_s + left_s + 1.0])
 
 
-def test_in_waves_a_group_waits_for_the_wave_before_and_each_costs_its_own_seconds(
-    engines: Engines, workload: Workloads
-) -> None:
+def test_in_waves_a_group_waits_for_the_wave_before_and_each_costs_its_own_seconds(engines, workload):
     three = workload([(100, 0.0)], [(200, 0.0)], [(300, 0.0)])
     options = replace(OPTIONS, waves=WavePrices(3, alone_s=0.25))
     pipeline, found = trained(three, engines(3, slots=1), "streaming", 40.0, options)
@@ -112,7 +92,7 @@ def test_in_waves_a_group_waits_for_the_wave_before_and_each_costs_its_own_secon
     assert split.published_s == pytest.approx([last_s + 120.0 + 1.0])
 
 
-def test_an_engine_that_turns_trains_from_the_next_wave_on(engines: Engines, workload: Workloads) -> None:
+def test_an_engine_that_turns_trains_from_the_next_wave_on(engines, workload):
     groups = workload(*([[(100, 0.0)]] * 4), [(900, 0.0)])
     options = replace(OPTIONS, drain_s=0.25, waves=WavePrices(5, 1, 2, alone_s=0.5, shared_s=0.75))
     pipeline, found = trained(groups, engines(2, slots=5), "turning", 30.0, options)
@@ -123,7 +103,7 @@ def test_an_engine_that_turns_trains_from_the_next_wave_on(engines: Engines, wor
     assert found.published_s == pytest.approx([first_s + 2 * two_of_three_s + 0.5 + 1.0])
 
 
-def test_the_thin_end_turns_hands_over_what_it_has_and_returns(engines: Engines, workload: Workloads) -> None:
+def test_the_thin_end_turns_hands_over_what_it_has_and_returns(engines, workload):
     turns = [[(100, 0.0)], [(100, 0.0)], [(900, 0.0)], [(1000, 0.0)]]
     work = workload(*turns, iterations=2)
     pipeline, found = trained(work, engines(2, slots=2), "turning", 30.0)
@@ -134,16 +114,6 @@ def test_the_thin_end_turns_hands_over_what_it_has_and_returns(engines: Engines,
     assert len(pipeline.record.ended_s) == len(split.record.ended_s) == 8
     generated = sum(counters.generated_tokens for _, counters in pipeline._all_counters())
     assert generated == sum(plan.new_tokens for plan in work.trajectories)  # nothing was generated twice
-
-
-def test_a_trajectory_that_is_handed_over_takes_its_kv_along(engines: Engines, workload: Workloads) -> None:
-    work = workload([(100, 0.0)], [(100, 0.0)], [(900, 0.0)], [(1000, 0.0)])
-    options = replace(OPTIONS, host=HostPool(10_000, 0.01, 1e-6))
-    moved, found = trained(work, engines(2, slots=2), "turning_kv", 30.0, options)
-    still, computed = trained(work, engines(2, slots=2), "turning", 30.0, options)
-    again = [sum(each.recomputed_tokens for _, each in pipeline._all_counters()) for pipeline in (moved, still)]
-    assert again[0] == 0 < again[1]
-    assert found.published_s[-1] < computed.published_s[-1] and len(found.turns) == len(computed.turns) > 0
 
 
 @given(
@@ -160,9 +130,8 @@ def test_a_trajectory_that_is_handed_over_takes_its_kv_along(engines: Engines, w
 )  # fmt: skip
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_every_group_is_trained_on_once_and_gpu_seconds_add_up(
-    engines: Engines, name: str, eta: int, seed: int, count: int, slots: int, core: int, group_s: float, per_gpu: float,
-    waves: WavePrices | None,
-) -> None:  # fmt: skip
+    engines, name, eta, seed, count, slots, core, group_s, per_gpu, waves
+):
     discipline = DISCIPLINES[name]
     if eta not in discipline.etas:
         return
@@ -183,7 +152,7 @@ def test_every_group_is_trained_on_once_and_gpu_seconds_add_up(
 TRACES = tuple(Trace(str(plan.sample), 1000, plan.turns) for plan in synthetic(32, turns=4, seed=3).trajectories)
 
 
-def test_systems_are_tuned_on_a_seed_that_is_not_scored_and_no_one_beats_the_bound() -> None:
+def test_systems_are_tuned_on_a_seed_that_is_not_scored_and_no_one_beats_the_bound():
     cell, seen = Cell(TRACES, 4, 0.5, 6, 8, 0), dict[str, set[int]]()
 
     def seconds(system: str, tried: Sequence[tuple[Setting, int]], limit_s: float) -> list[float]:
@@ -203,29 +172,7 @@ def test_systems_are_tuned_on_a_seed_that_is_not_scored_and_no_one_beats_the_bou
         compare(cell, ["turning"], 2, seconds)
 
 
-def test_a_race_tunes_what_may_be_best_and_scores_two_systems() -> None:
-    cell, run = Cell(TRACES, 4, 0.5, 3, 4, 1), set[tuple[str, int]]()
-
-    def seconds(system: str, tried: Sequence[tuple[Setting, int]], limit_s: float) -> list[float]:
-        run.update((system, seed) for _, seed in tried)
-        return [step_s(cell, play(cell, DISCIPLINES[system], setting, seed, limit_s)) for setting, seed in tried]
-
-    names = ["one_step_off", "bounded", "partial", "turning_kv", "turning_oracle"]
-    found = race(cell, names, 2, seconds)
-    tuned = {one.system: one for one in found.scored}
-    assert list(tuned) == ["one_step_off", "bounded", "turning_kv", "partial"], "no true lengths"
-    assert tuned["partial"].tuning_s == math.inf and "left out: slower by more than 2%" in found.lines()[4]
-    assert {(name, seed) for name, seed in run if seed != 101} == {
-        (one.system, seed) for one in (found.static, found.ours) for seed in (0, 1)
-    }
-    assert len(found.lines()) == 5 and [row["system"] for row in found.rows()] == [
-        name for name, one in tuned.items() if one.step_s
-    ]
-    with pytest.raises(ConfigError, match="yardstick"):
-        race(cell, ["turning_kv"], 2, seconds)
-
-
-def test_a_simulation_is_given_up_once_its_step_must_take_longer() -> None:
+def test_a_simulation_is_given_up_once_its_step_must_take_longer():
     cell, split, setting = Cell(TRACES, 4, 0.5, 6, 8, 0), DISCIPLINES["split"], Setting(2, 2, 4.0)
     whole = play(cell, split, setting, 0)
     limit_s = step_s(cell, whole)
@@ -240,7 +187,7 @@ def test_a_simulation_is_given_up_once_its_step_must_take_longer() -> None:
     )
 
 
-def test_idle_time_has_its_cause(engines: Engines, workload: Workloads) -> None:
+def test_idle_time_has_its_cause(engines, workload):
     two = workload([(100, 7.0), (100, 0.0)], [(1000, 0.0)], iterations=2)
     _, found = trained(two, engines(2, slots=1), "split", 4.0, replace(OPTIONS, load_s=0.25))
     whole_s = found.published_s[-1]

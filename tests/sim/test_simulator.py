@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from libra.errors import ConfigError
 from libra.hardware import Residuals
 from libra.hardware.host_kv import HostPool
 from libra.policy import (
@@ -28,14 +26,11 @@ from libra.policy import (
     WorkerJoined,
 )
 from libra.policy.move_price import PRIOR_BYTES_PER_S
-from libra.sim import EngineSpec, Loss, SimulationOptions, Simulator, Workload, synthetic
+from libra.sim import Loss, SimulationOptions, Simulator, synthetic
 from libra.types import Phase
 
-Engines = Callable[..., tuple[EngineSpec, ...]]
-Workloads = Callable[..., Workload]
 
-
-def test_two_turns_with_a_tool_in_between_take_what_they_take(engines: Engines, workload: Workloads) -> None:
+def test_two_turns_with_a_tool_in_between_take_what_they_take(engines, workload):
     outcome = Simulator(workload([(100, 5.0), (50, 0.0)]), engines(1), Fifo()).run()
     expected = 0.1 + 100 * 0.01015 + 5.0 + 0.010 + 50 * 0.010235
     assert outcome.makespan_s == pytest.approx(expected, rel=0.01)
@@ -45,9 +40,7 @@ def test_two_turns_with_a_tool_in_between_take_what_they_take(engines: Engines, 
 
 @pytest.mark.parametrize("publish_s", [1.0, 30.0])
 @pytest.mark.parametrize("eta", [0, 1, 2])
-def test_a_version_is_published_beside_the_next_step_where_steps_overlap(
-    engines: Engines, workload: Workloads, eta: int, publish_s: float
-) -> None:
+def test_a_version_is_published_beside_the_next_step_where_steps_overlap(engines, workload, eta, publish_s):
     work = workload([(10, 0.0)], iterations=6)
     options = SimulationOptions(eta=eta, train_s=8.0, publish_s=publish_s)
     simulator = Simulator(work, engines(1), Fifo(), options=options)
@@ -62,9 +55,7 @@ def test_a_version_is_published_beside_the_next_step_where_steps_overlap(
         assert last_s > 8.0 + publish_s
 
 
-def test_a_step_waits_for_the_teacher_which_scores_one_group_after_the_other(
-    engines: Engines, workload: Workloads
-) -> None:
+def test_a_step_waits_for_the_teacher_which_scores_one_group_after_the_other(engines, workload):
     work, fleet = workload([(100, 0.0)], [(100, 0.0)], [(400, 0.0)]), engines(1, slots=3)
 
     def step_s(token_s: float) -> float:
@@ -76,7 +67,7 @@ def test_a_step_waits_for_the_teacher_which_scores_one_group_after_the_other(
     assert step_s(0.1) == pytest.approx(short_s + (200 + 200 + 500) * 0.1 + 1.0, rel=0.01)  # it is never idle
 
 
-def test_a_quantum_is_at_most_a_chunk_and_nothing_is_computed_twice(engines: Engines, workload: Workloads) -> None:
+def test_a_quantum_is_at_most_a_chunk_and_nothing_is_computed_twice(engines, workload):
     work, fleet = workload([(100, 5.0), (50, 0.0)]), engines(1)
     whole = Simulator(work, fleet, Fifo()).run()
     parts = Simulator(work, fleet, Fifo(), options=SimulationOptions(chunk_tokens=30)).run()
@@ -98,7 +89,7 @@ def test_a_quantum_is_at_most_a_chunk_and_nothing_is_computed_twice(engines: Eng
     assert all(each.status == "" for each in finished if each.phase is Phase.ROLLOUT)
 
 
-def test_a_simulated_fetch_is_a_measured_transfer_for_the_price_of_moves(engines: Engines, workload: Workloads) -> None:
+def test_a_simulated_fetch_is_a_measured_transfer_for_the_price_of_moves(engines, workload):
     """Short trajectories end first, and some of the long ones move to where they ran: with their KV."""
     told: list[KVTransferred] = []
     exchanging: set[bool] = set()
@@ -124,7 +115,7 @@ def test_a_simulated_fetch_is_a_measured_transfer_for_the_price_of_moves(engines
     assert all(each.seconds == pytest.approx(0.01 + each.num_bytes / PRIOR_BYTES_PER_S) for each in told)
 
 
-def test_a_later_iteration_waits_for_its_gate(engines: Engines, workload: Workloads) -> None:
+def test_a_later_iteration_waits_for_its_gate(engines, workload):
     two = workload([(100, 0.0)], [(200, 0.0)], iterations=2)
     sync = Simulator(two, engines(1), Fifo(), options=SimulationOptions(train_s=7.0)).run()
     overlapped = Simulator(two, engines(1, slots=4), Fifo(), options=SimulationOptions(eta=1, train_s=7.0)).run()
@@ -134,7 +125,7 @@ def test_a_later_iteration_waits_for_its_gate(engines: Engines, workload: Worklo
     assert [d.at_s for d in overlapped.dispatched if d.key.startswith("trajectory-train-1")] == [0.0, 0.0]
 
 
-def test_a_lost_engine_costs_the_turns_in_flight_and_nothing_else(engines: Engines, workload: Workloads) -> None:
+def test_a_lost_engine_costs_the_turns_in_flight_and_nothing_else(engines, workload):
     work = workload(*[[(100, 1.0), (100, 0.0)]] * 4)
     loss = SimulationOptions(losses=(Loss("tp1-0", 0.5, 20.0),))
     outcome = Simulator(work, engines(2), Fifo(), options=loss).run()
@@ -145,14 +136,8 @@ def test_a_lost_engine_costs_the_turns_in_flight_and_nothing_else(engines: Engin
     assert all(d.worker == "tp1-1" for d in outcome.dispatched if d.key in lost and d.at_s > 0)
 
 
-def test_when_all_engines_are_gone_it_says_so(engines: Engines, workload: Workloads) -> None:
-    around = SimulationOptions(losses=(Loss("tp1-0", 0.5),))
-    with pytest.raises(ConfigError):
-        Simulator(workload([(100, 0.0)]), engines(1), Fifo(), options=around).run()
-
-
 @pytest.mark.parametrize("name", ORDERINGS)
-def test_the_same_seed_gives_the_same_bytes(name: str, engines: Engines) -> None:
+def test_the_same_seed_gives_the_same_bytes(name, engines):
     work = synthetic(24, turns=6, seed=3, group_size=4)
     around = SimulationOptions(residuals=Residuals((-0.1, 0.2), (-0.1, 0.1)), tool_slots=3)
 
@@ -198,25 +183,13 @@ TURNS = st.lists(st.tuples(st.integers(1, 300), st.sampled_from([0.0, 0.1, 3.0])
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    name=st.sampled_from(sorted(ORDERINGS)),
-    trajectories=st.lists(TURNS, min_size=1, max_size=12),
-    slots=st.integers(1, 3),
-    count=st.integers(1, 3),
-    tool_slots=st.sampled_from([None, 1, 3]),
-    lost=st.lists(st.tuples(st.integers(0, 2), st.floats(0, 20)), max_size=3),
-    chunk=st.sampled_from([None, 9, 70, 1000]),
-)
+    name=st.sampled_from(sorted(ORDERINGS)), trajectories=st.lists(TURNS, min_size=1, max_size=12),
+    slots=st.integers(1, 3), count=st.integers(1, 3), tool_slots=st.sampled_from([None, 1, 3]),
+    lost=st.lists(st.tuples(st.integers(0, 2), st.floats(0, 20)), max_size=3), chunk=st.sampled_from([None, 9, 70, 1000]),
+)  # fmt: skip
 def test_every_turn_runs_once_and_slots_are_never_exceeded(
-    engines: Engines,
-    workload: Workloads,
-    name: str,
-    trajectories: list[list[tuple[int, float]]],
-    slots: int,
-    count: int,
-    tool_slots: int | None,
-    lost: list[tuple[int, float]],
-    chunk: int | None,
-) -> None:
+    engines, workload, name, trajectories, slots, count, tool_slots, lost, chunk
+):
     work = workload(*trajectories, iterations=2)
     losses = tuple(Loss(f"tp1-{i}", at, 1.0) for i, at in lost if i < count)
     ordering = Watched(ORDERINGS[name]())
@@ -236,13 +209,6 @@ def test_every_turn_runs_once_and_slots_are_never_exceeded(
     assert len(ordering.quanta) >= work.num_turns
 
 
-def test_longest_first_is_over_sooner_than_first_come(engines: Engines, workload: Workloads) -> None:
-    work = workload(*[[(100, 0.0)]] * 6, [(600, 0.0)])
-    fifo = Simulator(work, engines(2, slots=1), Fifo()).run()
-    oracle = Simulator(work, engines(2, slots=1), Oracle(work.totals())).run()
-    assert oracle.makespan_s < 0.75 * fifo.makespan_s
-
-
 class Counting(KnownLengths):
     """A forecaster that counts how often it is asked to learn."""
 
@@ -252,7 +218,22 @@ class Counting(KnownLengths):
         self.learned += 1
 
 
-def test_a_forecaster_is_asked_to_learn_while_trajectories_end(engines: Engines, workload: Workloads) -> None:
+def test_a_forecaster_is_asked_to_learn_while_trajectories_end(engines, workload):
     forecaster = Counting()
     Simulator(workload(*[[(10, 0.0)]] * 40), engines(2), CMLFQ(forecaster)).run()
     assert forecaster.learned == 40 // LEARNS_EVERY
+
+
+def test_contexts_that_outgrow_every_forecast_do_not_push_each_other_out(engines, workload):
+    """Every trajectory holds a slot's share of memory twice, which no forecast of generated tokens knows."""
+    work = workload(*([(10, 0.05)] * (4 + 7 * k % 16) + [(10, 0.0)] for k in range(120)))
+    plans = [  # their tools add nine times what they generate
+        plan._replace(turns=tuple(turn._replace(payload_tokens=9 * turn.payload_tokens) for turn in plan.turns))
+        for plan in work.trajectories
+    ]
+    work = work._replace(trajectories=tuple(plans))
+    fifo, oracle = (
+        Simulator(work, engines(2, slots=24, kv=15_000), ordering).run() for ordering in (Fifo(), Oracle(work.totals()))
+    )
+    assert oracle.makespan_s <= 1.1 * fifo.makespan_s
+    assert oracle.recomputed_tokens <= 2 * sum(plan.final_tokens for plan in work.trajectories)

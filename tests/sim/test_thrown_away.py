@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -10,23 +9,18 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from libra.errors import ConfigError
 from libra.hardware.host_kv import HostPool
-from libra.hardware.virtual_engine import EngineTables, Request, VirtualEngine
+from libra.hardware.virtual_engine import Request, VirtualEngine
 from libra.policy import CommittedGroup, Fifo
 from libra.policy.turning import TurningRule
-from libra.sim import EngineSpec, Workload, synthetic
-from libra.sim.disciplines import DISCIPLINES, Discipline, OverAge, Unfinished
+from libra.sim import synthetic
+from libra.sim.disciplines import DISCIPLINES, OverAge, Unfinished
 from libra.sim.gpu_seconds import Cause
 from libra.sim.open_groups import OpenGroups
 from libra.sim.pipeline import Pipeline
 from libra.sim.pipeline_options import PipelineOptions
-from libra.sim.pipeline_result import PipelineResult
 from libra.sim.repacking_pipeline import RepackingPipeline
-from libra.sim.training_gpus import GroupWork, group_work
-
-Engines = Callable[..., tuple[EngineSpec, ...]]
-Workloads = Callable[..., Workload]
+from libra.sim.training_gpus import group_work
 
 QUICK = TurningRule(trajectories_per_gpu=2.0, min_gain_s=1.0, to_training_s=0.5, to_rollout_s=0.5)
 OPTIONS = PipelineOptions(
@@ -35,13 +29,7 @@ OPTIONS = PipelineOptions(
 BY_GROUP = sorted(name for name, each in DISCIPLINES.items() if each.by_group)
 
 
-def trained(
-    workload: Workload,
-    engines: tuple[EngineSpec, ...],
-    discipline: Discipline,
-    sample_s: float,
-    options: PipelineOptions,
-) -> tuple[Pipeline, PipelineResult]:
+def trained(workload, engines, discipline, sample_s, options):
     """A run in which the gradients of each trajectory take ``sample_s`` GPU-seconds."""
     each_s = {plan[:3]: sample_s for plan in workload.trajectories}
     kept = {place: seconds for place, seconds in each_s.items() if place[2] < (options.samples or 1 << 30)}
@@ -50,7 +38,7 @@ def trained(
     return pipeline, pipeline.train()
 
 
-def test_groups_over_age_are_dropped_and_others_begin() -> None:
+def test_groups_over_age_are_dropped_and_others_begin():
     groups = OpenGroups([(0, i) for i in range(6)], 2, most_open=4, eta=1, over_age=OverAge.DROPPED)
     groups.version_published(0)
     assert groups.begins() == ((0, 0), (0, 1), (0, 2), (0, 3))
@@ -68,7 +56,7 @@ def test_groups_over_age_are_dropped_and_others_begin() -> None:
     assert groups.begins() == ((0, 0), (0, 3))  # no other prompts are left
 
 
-def test_what_is_abandoned_costs_the_seconds_that_it_took(engines: Engines, workload: Workloads) -> None:
+def test_what_is_abandoned_costs_the_seconds_that_it_took(engines, workload):
     work = workload([(100, 0.0)], [(1000, 0.0)], iterations=3)
     _, found = trained(
         work, engines(4, slots=1), DISCIPLINES["abandoning"], 1.0, replace(OPTIONS, samples=1, num_steps=1)
@@ -85,9 +73,7 @@ def test_what_is_abandoned_costs_the_seconds_that_it_took(engines: Engines, work
     slots=st.integers(1, 4), core=st.integers(1, 3), sample_s=st.one_of(st.just(0.0), st.floats(0.01, 30.0)),
 )  # fmt: skip
 @settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_batches_are_full_and_gpu_seconds_add_up(
-    engines: Engines, name: str, eta: int, seed: int, count: int, slots: int, core: int, sample_s: float
-) -> None:
+def test_batches_are_full_and_gpu_seconds_add_up(engines, name, eta, seed, count, slots, core, sample_s):
     discipline = DISCIPLINES[name]
     eta = eta if eta in discipline.etas else discipline.etas[0]
     samples = 4 if discipline.samples == 1.0 else 3
@@ -108,9 +94,7 @@ def test_batches_are_full_and_gpu_seconds_add_up(
     assert same == found and again.record.ended_s == pipeline.record.ended_s
 
 
-def test_a_cancelled_request_leaves_the_seconds_and_the_memory_of_the_others(
-    tables: Callable[..., EngineTables],
-) -> None:
+def test_a_cancelled_request_leaves_the_seconds_and_the_memory_of_the_others(tables):
     engine = VirtualEngine("e", tables(kv=1000), residuals=None, rng=np.random.default_rng(0))
     engine.own_gpu_s = {}
     for key in ("stays", "goes"):
@@ -126,16 +110,3 @@ def test_a_cancelled_request_leaves_the_seconds_and_the_memory_of_the_others(
     engine.submit(end_s, Request("early", "early", 500, 500, 10), ())
     assert engine.next_finish_s() is not None and engine.cancel(end_s + 0.2, "early")  # of 0.5 s for its prompt
     assert engine.own_gpu_s["early"] == pytest.approx(0.2)
-
-
-def test_rules_that_do_not_go_together_are_refused(engines: Engines, workload: Workloads) -> None:
-    for wrong in (
-        {"over_age": OverAge.DROPPED}, {"by_group": True, "unfinished": Unfinished.ABANDONED}, {"by_group": True},
-    ):  # fmt: skip
-        with pytest.raises(ConfigError):
-            Discipline("", (1,), **wrong)
-    with pytest.raises(ConfigError, match="own_versions"):
-        replace(DISCIPLINES["dropping"], own_versions=True)
-    work = workload([(10, 0.0)])
-    with pytest.raises(ConfigError):
-        Pipeline(work, engines(1), Fifo(), DISCIPLINES["long_rounds"], {(0, 0): GroupWork(1.0, 1.0)}, OPTIONS)

@@ -30,7 +30,7 @@ def traces_in(tmp_path: Path) -> Path:
     return path
 
 
-def test_traces_have_the_tokens_and_seconds_of_their_rows(tmp_path: Path) -> None:
+def test_traces_have_the_tokens_and_seconds_of_their_rows(tmp_path):
     first, second, third = load_traces(traces_in(tmp_path))
     assert agent_turn_files(tmp_path) == [tmp_path / "agent_turns" / "set.csv"]
     assert (first.task, first.prompt_tokens, first.family) == ("m/t1", 100, "s")
@@ -40,7 +40,7 @@ def test_traces_have_the_tokens_and_seconds_of_their_rows(tmp_path: Path) -> Non
     assert third.turns[0].new_tokens == 1
 
 
-def test_a_draw_is_the_same_for_a_seed_and_keeps_samples_of_a_task_together(tmp_path: Path) -> None:
+def test_a_draw_is_the_same_for_a_seed_and_keeps_samples_of_a_task_together(tmp_path):
     traces = load_traces(traces_in(tmp_path))
     work = draw(traces, num_groups=3, group_size=2, seed=5, iterations=2)
     assert work == draw(traces, num_groups=3, group_size=2, seed=5, iterations=2)
@@ -49,7 +49,7 @@ def test_a_draw_is_the_same_for_a_seed_and_keeps_samples_of_a_task_together(tmp_
         assert plan.prompt_tokens in (100, 90)
 
 
-def test_kin_have_lengths_like_each_other() -> None:
+def test_kin_have_lengths_like_each_other():
     traces = [Trace(f"t{i}", 10, (TurnPlan(i + 1, "", "", 0, 0.0),)) for i in range(1000)]
 
     def spread(kinship: float) -> float:
@@ -60,7 +60,7 @@ def test_kin_have_lengths_like_each_other() -> None:
     assert spread(0.9) < 0.6 * spread(0.3) < 0.6 * spread(0.0)
 
 
-def test_a_workload_file_reads_back(tmp_path: Path) -> None:
+def test_a_workload_file_reads_back(tmp_path):
     work = synthetic(12, turns=4, seed=1, iterations=2)
     plans = (plan._replace(prompt=f"p{plan.group}" if plan.group else "") for plan in work.trajectories)
     (tmp_path / "named.json").write_text(work._replace(trajectories=tuple(plans)).to_json())
@@ -86,13 +86,13 @@ HEAD = '{"schema":1,"name":"x","trajectories":[[0,0,0,5,"",'
         HEAD + '[[1,"","",0,0]]],[0,0,0,5,"",[[1,"","",0,0]]]]}',
     ],
 )
-def test_what_is_no_workload_is_refused(tmp_path: Path, text: str) -> None:
+def test_what_is_no_workload_is_refused(tmp_path, text):
     (tmp_path / "w.json").write_text(text)
     with pytest.raises(ConfigError, match=r"w\.json|schema|trajector"):
         load_workload(tmp_path / "w.json")
 
 
-def test_missing_files_and_columns_are_named(tmp_path: Path) -> None:
+def test_missing_files_and_columns_are_named(tmp_path):
     (tmp_path / "bad.csv").write_text("task,turn\nx,0\n")
     with pytest.raises(ConfigError, match="tool, status, completion_tokens"):
         load_traces(tmp_path / "bad.csv")
@@ -102,18 +102,14 @@ def test_missing_files_and_columns_are_named(tmp_path: Path) -> None:
         draw([], num_groups=1, group_size=1, seed=0)
     with pytest.raises(ConfigError, match="earlier"):
         draw(
-            [Trace("t", 10, (TurnPlan(1, "", "", 0, 0.0),))],
-            num_groups=1,
-            group_size=2,
-            seed=0,
-            kinship=0.0,
+            [Trace("t", 10, (TurnPlan(1, "", "", 0, 0.0),))], num_groups=1, group_size=2, seed=0, kinship=0.0,
             earlier=0.8,
-        )
+        )  # fmt: skip
     with pytest.raises(RunDirectoryError):
         workload_of_run(tmp_path)
 
 
-def test_totals_are_the_generated_tokens_by_key() -> None:
+def test_totals_are_the_generated_tokens_by_key():
     work = Workload.from_json(
         '{"schema":1,"name":"x","trajectories":[[0,1,2,5,"",[[7,"t","ok",3,1.5],[4,"","",0,0]]]]}'
     )

@@ -6,8 +6,7 @@ Event log, store, metrics and configuration are of the form of a real run's, and
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -15,19 +14,9 @@ import numpy as np
 from libra.config import config_from_dict, dump_config
 from libra.events import SCHEMA
 from libra.hardware.virtual_engine import VirtualEngine
-from libra.policy import (
-    Event,
-    Ordering,
-    QuantumFinished,
-    QuantumStarted,
-    TrajectoryEnded,
-    TrajectoryParked,
-    WorkerJoined,
-)
-from libra.sim import EngineSpec, SimulationResult, Simulator, Workload
+from libra.policy import Event, QuantumFinished, QuantumStarted, TrajectoryEnded, TrajectoryParked, WorkerJoined
+from libra.sim import Simulator
 from libra.sim.simulated_trajectory import SimulatedTrajectory
-from libra.sim.simulation_options import SimulationOptions
-from libra.sim.workload import TrajectoryPlan
 from libra.store.trajectories import TrajectoryStore
 from libra.types import NO_TOOL, EndReason, Phase, Prompt, StepSeconds, Trajectory, TrajectoryId
 
@@ -58,17 +47,7 @@ class RecordedSimulator(Simulator):
         return engine
 
 
-def write_simulated_run(
-    directory: Path,
-    workload: Workload,
-    engines: Sequence[EngineSpec],
-    steps: Mapping[str, StepSeconds],
-    ordering: Ordering,
-    options: SimulationOptions,
-    *,
-    config: Mapping[str, Any],
-    declares: bool = True,
-) -> SimulationResult:
+def write_simulated_run(directory, workload, engines, steps, ordering, options, *, config, declares=True):
     """Simulate, and write the run down in ``directory``, which is made; what came of it.
 
     Parameters
@@ -99,9 +78,7 @@ def _line(rank: int, name: str, t_s: float, **fields: Any) -> Line:
     return {"name": name, "t_s": t_s, **fields, "_rank": rank}
 
 
-def _events(
-    simulator: RecordedSimulator, engines: Sequence[EngineSpec], steps: Mapping[str, StepSeconds]
-) -> Iterator[Line]:
+def _events(simulator, engines, steps):
     """The log of what a simulation did."""
     record, commit_s = simulator.record, simulator.options.commit_s
     yield _line(0, "run_started", 0.0, epoch=0, eta=0, family="")
@@ -163,13 +140,7 @@ def _told(simulator: RecordedSimulator) -> Iterator[Line]:
                 yield _line(4, "trajectory_ended", at_s, key=key, completed=True)
 
 
-def _store(
-    directory: Path,
-    workload: Workload,
-    lines: Sequence[Mapping[str, Any]],
-    simulator: RecordedSimulator,
-    engines: Mapping[str, EngineSpec],
-) -> None:
+def _store(directory, workload, lines, simulator, engines):
     """The trajectories, with the seconds that engines and tools took of each turn."""
     taken: dict[str, list[tuple[float, str]]] = {}
     for line in lines:
@@ -184,13 +155,7 @@ def _store(
             store.append(rows, batch=iteration)
 
 
-def _trajectory(
-    plan: TrajectoryPlan,
-    taken: Sequence[tuple[float, str]],
-    cached: Sequence[int],
-    engines: Mapping[str, EngineSpec],
-    around: SimulationOptions,
-) -> Trajectory:
+def _trajectory(plan, taken, cached, engines, around):
     rows, context = [], plan.prompt_tokens
     for index, (turn, (latency_s, worker), there) in enumerate(zip(plan.turns, taken, cached, strict=True)):
         inline_s = turn.tool_s if turn.status != NO_TOOL and turn.tool in around.inline_tools else 0.0

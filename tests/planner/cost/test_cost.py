@@ -23,7 +23,7 @@ def workload(num: int = 64, *, wait_s: float = 60.0) -> TrajectoryTotals:
     return TrajectoryTotals.of(prompts, generated, observation_tokens=observed, num_turns=20, tool_wait_s=wait_s)
 
 
-def test_totals_broadcast_and_refuse_what_cannot_be() -> None:
+def test_totals_broadcast_and_refuse_what_cannot_be():
     totals = TrajectoryTotals.of([10, 20], [12, 1], observation_tokens=[3, 0], num_turns=2)
     assert totals.num_turns.tolist() == [2, 2] and totals.tool_wait_s.tolist() == [0, 0]
     assert totals.final_context_tokens.tolist() == [25, 21]
@@ -32,7 +32,7 @@ def test_totals_broadcast_and_refuse_what_cannot_be() -> None:
             TrajectoryTotals.of([10], [12], **wrong)
 
 
-def test_alone_is_the_sum_of_its_parts() -> None:
+def test_alone_is_the_sum_of_its_parts():
     """The published planner gives 30,000 tokens 0.91 s on TP8; their own steps take thirty times as long."""
     one = TrajectoryTotals.of(1000, 30_000, num_turns=1, tool_wait_s=5.0)
     cost = rollout_cost(one, ENGINES[8])
@@ -42,7 +42,7 @@ def test_alone_is_the_sum_of_its_parts() -> None:
 
 
 @given(st.integers(0, 63), st.floats(0.0, 500.0))
-def test_waiting_for_tools_lengthens_the_path_and_not_the_load(index: int, more_s: float) -> None:
+def test_waiting_for_tools_lengthens_the_path_and_not_the_load(index, more_s):
     base = workload()
     wait = base.tool_wait_s.copy()
     wait[index] += more_s
@@ -53,7 +53,7 @@ def test_waiting_for_tools_lengthens_the_path_and_not_the_load(index: int, more_
     assert np.allclose(after.engine_s, before.engine_s)
 
 
-def test_loads_add_up_to_what_the_engine_does() -> None:
+def test_loads_add_up_to_what_the_engine_does():
     """Equal trajectories at a concurrency: the engine needs as long as its steps take, and nothing twice."""
     same = TrajectoryTotals.of(np.full(32, 500.0), 1000.0)
     cost = rollout_cost(same, ENGINES[2], concurrency=16.0)
@@ -62,7 +62,7 @@ def test_loads_add_up_to_what_the_engine_does() -> None:
     assert cost.engine_s.sum() < cost.alone_s.sum()
 
 
-def test_concurrency_ends_where_kv_does() -> None:
+def test_concurrency_ends_where_kv_does():
     long = TrajectoryTotals.of(np.full(256, 30_000.0), 8000.0)
     costs = {tp: rollout_cost(long, engine) for tp, engine in ENGINES.items()}
     for tp, cost in costs.items():
@@ -73,13 +73,13 @@ def test_concurrency_ends_where_kv_does() -> None:
     assert not rollout_cost(TrajectoryTotals.of(10_000_000, 10), ENGINES[1]).fits.any()
 
 
-def test_those_that_wait_hold_kv() -> None:
+def test_those_that_wait_hold_kv():
     busy, idle = (rollout_cost(workload(512, wait_s=wait), ENGINES[1]) for wait in (0.0, 2000.0))
     assert idle.concurrency < 0.5 * busy.concurrency
     assert idle.engine_s.sum() > 1.5 * busy.engine_s.sum()
 
 
-def test_training_flops_are_within_the_peak_and_near_it() -> None:
+def test_training_flops_are_within_the_peak_and_near_it():
     """The published planner implies 5 to 10 times the peak."""
     lengths = np.full(256, 8192.0)
     cost = training_cost(GPU, SHAPE, lengths, 32, Layout(gradient_checkpointing=False, padding_frac=0.0))
@@ -87,7 +87,7 @@ def test_training_flops_are_within_the_peak_and_near_it() -> None:
     assert 0.3 < flops / cost.forward_backward_s / (32 * GPU.flops_per_s) < 0.8
 
 
-def test_states_are_sharded_once_and_copied_without_fsdp() -> None:
+def test_states_are_sharded_once_and_copied_without_fsdp():
     """Weights and AdamW's states with their float32 copy of the weights are 2 + 12 bytes, a summed gradient 4."""
     lengths = np.full(64, 4096.0)
     for num in (8, 32):
@@ -100,7 +100,7 @@ def test_states_are_sharded_once_and_copied_without_fsdp() -> None:
     assert not copied.fits and copied.headroom_bytes < 0
 
 
-def test_the_longest_sequence_is_never_cut() -> None:
+def test_the_longest_sequence_is_never_cut():
     lengths = np.full(64, 1000.0)
     lengths[0] = 60_000.0
     table = training_table(GPU, SHAPE, lengths, [1, 64, 512])

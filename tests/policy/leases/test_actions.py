@@ -42,7 +42,7 @@ def dispatcher() -> Dispatcher:
     return made
 
 
-def test_an_action_is_stopped_once_and_is_then_run_to_its_end(dispatcher: Dispatcher) -> None:
+def test_an_action_is_stopped_once_and_is_then_run_to_its_end(dispatcher):
     park(dispatcher, "x", "long")
     assert at(dispatcher, 10.0) == (["x"], ())
     park(dispatcher, "y", "short", level=3)
@@ -68,7 +68,7 @@ def test_an_action_is_stopped_once_and_is_then_run_to_its_end(dispatcher: Dispat
 
 
 @pytest.mark.parametrize("tools", [("kept",), ("long", "kept"), ("long", "long"), ("long", "plain")])
-def test_only_a_single_call_of_a_revocable_tool_is_stopped(dispatcher: Dispatcher, tools: tuple[str, ...]) -> None:
+def test_only_a_single_call_of_a_revocable_tool_is_stopped(dispatcher, tools):
     dispatcher.handle(ToolCapacity("a", sum(name in TOOLS for name in tools), 0, 0))
     park(dispatcher, "x", *tools)
     assert at(dispatcher, 10.0) == (["x"], ())
@@ -77,9 +77,7 @@ def test_only_a_single_call_of_a_revocable_tool_is_stopped(dispatcher: Dispatche
 
 
 @pytest.mark.parametrize("status", [ToolStatus.TIMEOUT, ToolStatus.ERROR, ToolStatus.TRUNCATED, NO_TOOL])
-def test_a_tool_that_is_cut_off_or_fails_is_expected_to_take_as_long_again(
-    dispatcher: Dispatcher, status: ToolOutcome
-) -> None:
+def test_a_tool_that_is_cut_off_or_fails_is_expected_to_take_as_long_again(dispatcher, status):
     """A short tool that hangs as often as not is no reason to stop a long one."""
     assert dispatcher.leases is not None
     table, start_s = dispatcher.leases.table, 100.0
@@ -97,7 +95,7 @@ def test_a_tool_that_is_cut_off_or_fails_is_expected_to_take_as_long_again(
     assert at(dispatcher, start_s + 2.0) == ([], ())
 
 
-def test_a_malformed_call_says_nothing_of_its_tool(dispatcher: Dispatcher) -> None:
+def test_a_malformed_call_says_nothing_of_its_tool(dispatcher):
     assert dispatcher.leases is not None
     park(dispatcher, "m", "long")
     assert at(dispatcher, 1.0)[0] == ["m"]

@@ -13,9 +13,7 @@ from libra.policy.leases import LeaseRequest, LeaseTable, Quota, Resources, read
 
 
 @given(st.integers(1, 5), st.lists(st.tuples(st.sampled_from([0.0, 0.05, 0.3, 1.1]), st.integers(1, 3)), max_size=60))
-def test_a_rate_holds_in_every_window_and_nothing_waits_longer_than_it_must(
-    units: int, arrivals: list[tuple[float, int]]
-) -> None:
+def test_a_rate_holds_in_every_window_and_nothing_waits_longer_than_it_must(units, arrivals):
     quota, at_s, granted = Quota(units, 1.0), 0.0, list[tuple[float, int]]()
     for wait_s, wanted in arrivals:
         at_s += wait_s
@@ -29,7 +27,7 @@ def test_a_rate_holds_in_every_window_and_nothing_waits_longer_than_it_must(
             granted.append((at_s, wanted))
 
 
-def test_ten_a_second_is_never_exceeded_over_random_arrivals() -> None:
+def test_ten_a_second_is_never_exceeded_over_random_arrivals():
     rng, num = np.random.default_rng(7), 2_000
     table = LeaseTable()
     table.supply("a", Resources(slots=2 * num))
@@ -58,11 +56,11 @@ def test_ten_a_second_is_never_exceeded_over_random_arrivals() -> None:
     ("text", "units", "per_s"),
     [("10/s", 10, 1.0), (" 300 / min", 300, 60.0), ("5000/h", 5000, 3600.0), (4, 4, None), ("4", 4, None)],
 )
-def test_what_a_configuration_writes(text: str | int, units: int, per_s: float | None) -> None:
+def test_what_a_configuration_writes(text, units, per_s):
     assert read_quota("search", text).limits(Quota(units, per_s))
 
 
 @pytest.mark.parametrize("text", [0, "0/s", "-1/s", "ten/s", "10/day", True, "1.5/s"])
-def test_what_is_no_quota_is_refused_with_what_to_type(text: str | int) -> None:
+def test_what_is_no_quota_is_refused_with_what_to_type(text):
     with pytest.raises(ConfigError, match="search"):
         read_quota("search", text)

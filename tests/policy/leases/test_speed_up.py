@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,7 +10,7 @@ from libra.errors import ConfigError
 from libra.policy.leases import SpeedUp
 
 
-def test_speeds_are_relative_to_the_least_and_sizes_between_have_that_of_the_smaller() -> None:
+def test_speeds_are_relative_to_the_least_and_sizes_between_have_that_of_the_smaller():
     curve = SpeedUp(2, 8, {2: 2.0, 4: 3.0, 8: 4.0})
     assert curve.sizes == (2, 4, 8)
     assert [curve.speed(cores) for cores in (2, 3, 4, 7, 8)] == [1.0, 1.0, 1.5, 1.5, 2.0]
@@ -23,13 +21,13 @@ def test_speeds_are_relative_to_the_least_and_sizes_between_have_that_of_the_sma
     "declared",
     [[1, -2, 3, 4], [1, 2, 1.5, 4], [1, 2], {2: 1.0}, {1: 1.0, 9: 2.0}, {1: 1.0, 2: float("nan")}, "measured"],
 )
-def test_a_curve_that_makes_no_sense_is_refused(declared: Any) -> None:
+def test_a_curve_that_makes_no_sense_is_refused(declared):
     with pytest.raises(ConfigError, match="tool 'tests'"):
         SpeedUp(1, 4, declared, "tool 'tests'")
 
 
 @given(st.lists(st.tuples(st.sampled_from([1, 2, 4, 8]), st.floats(0.0, 100.0)), max_size=100))
-def test_a_measured_curve_never_falls_and_begins_at_one(samples: list[tuple[int, float]]) -> None:
+def test_a_measured_curve_never_falls_and_begins_at_one(samples):
     curve = SpeedUp(1, 8, "measure")
     for cores, seconds in samples:
         curve.ended(cores, seconds)
