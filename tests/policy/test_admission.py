@@ -254,17 +254,14 @@ def train(admission: Admission, iterations: range) -> None:
             admission.group_committed(CommittedGroup(k, g, k))
 
 
-def every_batch(number: int) -> dict[int, tuple[Group, ...]]:
-    return {batch: tuple((batch, group) for group in range(3)) for batch in range(number)}
-
-
 def test_its_size_does_not_grow_with_the_run_and_what_it_forgot_is_still_consumed():
     short, long = Admission(1, 3), Admission(1, 3)
     train(short, range(KEPT_BATCHES + 50))
     train(long, range(KEPT_BATCHES + 2000))
     assert len(long.opened) == len(short.opened) == KEPT_BATCHES + 1
     assert len(json.dumps(long.snapshot())) < 1.3 * len(json.dumps(short.snapshot()))
-    resumed = Admission.resumed(1, 3, version=-1, opened=every_batch(500), committed=(), started={})
+    opened = {batch: tuple((batch, group) for group in range(3)) for batch in range(500)}
+    resumed = Admission.resumed(1, 3, version=-1, opened=opened, committed=(), started={})
     for admission in (long, resumed):
         before = admission.snapshot()
         assert admission.batch_parked(7) == (OpenBatch(7, (), "opened long before; its members are in its file"),)

@@ -29,13 +29,11 @@ from libra.policy import (
     VersionPublished,
     WorkerJoined,
     WorkerLeft,
-    make_ordering,
 )
 from libra.policy.attained_service import PATIENCE as DEFAULT
 from libra.policy.calibration_log import CalibrationLog
 from libra.policy.forecast import Forecast
 from libra.policy.oracle_lengths import KnownLengths
-from libra.policy.ordering import Inspectable
 from libra.policy.starvation_guard import StarvationGuard
 from libra.types import Phase
 
@@ -241,21 +239,6 @@ def test_whoever_waits_is_looked_at_anew_when_boundaries_are_set_and_it_survives
     assert "boundaries" not in policy.snapshot()
     plain.handle(BoundariesSet(((1, 10.0),)))
     assert plain.handle(late)[0] == CMLFQ().handle(late)[0], "the order of service does not heed them"
-
-
-def test_it_shows_what_it_believed_and_what_came():
-    ordering = CMLFQ()
-    for number in range(3):
-        key = f"t{number}"
-        ordering.handle(TrajectoryParked(key, 0, ROLLOUT, 0, "g", "f"))
-        ordering.handle(QuantumFinished(key, ROLLOUT, 100, "", "", 1.0))
-        ordering.handle(TrajectoryEnded(key))
-    shown = ordering.dashboard_row()
-    assert [row[2] for row in shown["outcomes"]] == [100, 100, 100]
-    assert set(shown) == {"objective", "skill", "weights", "outcomes"}
-    ordering.restore(ordering.snapshot())
-    assert ordering.dashboard_row()["outcomes"] == []
-    assert isinstance(make_ordering("oracle"), Inspectable) and not isinstance(make_ordering("fifo"), Inspectable)
 
 
 def test_half_way_is_the_last_belief_before_half_of_the_tokens():

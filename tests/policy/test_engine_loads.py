@@ -16,14 +16,11 @@ from libra.types import EngineCapacity, Phase, StepSeconds
 
 KEYS = [f"t{k}" for k in range(6)]
 WORKERS = ["a", "b"]
-STEPS = st.lists(
-    st.one_of(
-        st.tuples(st.just("believe"), st.sampled_from(KEYS), st.integers(0, 10**6), st.integers(1, 10**6)),
-        st.tuples(st.just("generated"), st.sampled_from(KEYS), st.integers(0, 10**5)),
-        st.tuples(st.just("settle"), st.sampled_from(KEYS), st.sampled_from([*WORKERS, None])),
-        st.tuples(st.just("end"), st.sampled_from(KEYS)),
-    ),
-    max_size=60,
+STEP = st.one_of(
+    st.tuples(st.just("believe"), st.sampled_from(KEYS), st.integers(0, 10**6), st.integers(1, 10**6)),
+    st.tuples(st.just("generated"), st.sampled_from(KEYS), st.integers(0, 10**5)),
+    st.tuples(st.just("settle"), st.sampled_from(KEYS), st.sampled_from([*WORKERS, None])),
+    st.tuples(st.just("end"), st.sampled_from(KEYS)),
 )
 
 
@@ -71,7 +68,7 @@ class Watched:
         return 0.01 * peak + 0.02 / 100_000 * work
 
 
-@given(steps=STEPS)
+@given(steps=st.lists(STEP, max_size=60))
 def test_sums_are_those_of_all_members_after_any_events(steps):
     watched = Watched()
     watched.loads.set_forecast("new", 100.0, 300.0)

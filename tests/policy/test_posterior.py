@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
 from typing import Any
 
 import numpy as np
@@ -21,19 +18,14 @@ from libra.types import NO_TOOL, Phase, ToolStatus
 
 CHOICES = [(), *((signal,) for signal in SIGNALS), SIGNALS]
 KEYS = st.sampled_from([f"t-{group}-{sample}" for group in range(3) for sample in range(4)])
-STEPS = st.lists(
-    st.one_of(
-        st.tuples(
-            st.just("turn"), KEYS, st.integers(1, 70_000), st.sampled_from(["ls", "cat", "pytest"]), st.booleans()
-        ),
-        st.tuples(st.just("turn"), KEYS, st.integers(1, 400), st.sampled_from(["ls", "edit", ""]), st.booleans()),
-        st.tuples(st.just("end"), KEYS, st.booleans()),
-        st.tuples(st.just("learn")),
-        st.tuples(st.just("version")),
-        st.tuples(st.just("named"), st.sampled_from(["p", "q"])),
-    ),
-    max_size=80,
-)
+TOOLS = st.sampled_from(["ls", "cat", "pytest"])
+STEP = st.one_of(
+    st.tuples(st.just("turn"), KEYS, st.integers(1, 70_000), TOOLS, st.booleans()),
+    st.tuples(st.just("turn"), KEYS, st.integers(1, 400), st.sampled_from(["ls", "edit", ""]), st.booleans()),
+    st.tuples(st.just("end"), KEYS, st.booleans()), st.tuples(st.just("named"), st.sampled_from(["p", "q"])),
+    st.tuples(st.sampled_from(["learn", "version"])),
+)  # fmt: skip
+STEPS = st.lists(STEP, max_size=80)
 
 
 def parked(key: str, group: str = "", family: str = "") -> TrajectoryParked:
@@ -215,59 +207,10 @@ def test_a_new_version_makes_what_was_learned_count_less():
     assert forgot.remaining("t").order_tokens < 0.7 * kept.remaining("t").order_tokens
 
 
-SCRIPT = """
-import json, numpy as np
-from libra.policy import QuantumFinished, TrajectoryEnded, TrajectoryParked, VersionPublished
-from libra.policy.posterior import Posterior
-rng, posterior = np.random.default_rng(0), Posterior()
-for wave in range(6):
-    keys = [f"t-{wave}-{i}" for i in range(12)]
-    for key in keys:
-        posterior.handle(TrajectoryParked(key, 0, "ROLLOUT", 0, key[:-1], f"f{len(key)}"))
-    for turn in range(12):
-        for key in keys:
-            posterior.handle(QuantumFinished(key, "ROLLOUT", int(rng.integers(1, 900)), "", "", 1.0))
-            tool = ["ls", "cat", "sed", "pytest"][int(rng.integers(4))]
-            posterior.handle(QuantumFinished(key, "TOOL", 0, tool, "ok", 1.0, int(rng.integers(3000))))
-        if turn > 5:
-            posterior.handle(TrajectoryEnded(keys.pop()))
-            posterior.learn()
-    posterior.handle(VersionPublished(wave))
-print(json.dumps(posterior.snapshot()))
-"""
-
-
-@pytest.mark.live
-def test_the_same_events_give_the_same_bytes_under_another_hash_seed(repository):
-    said = []
-    for seed in ("0", "1"):
-        env = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(repository)}
-        done = subprocess.run([sys.executable, "-c", SCRIPT], env=env, capture_output=True, check=True, text=True)
-        said.append(done.stdout)
-    assert said[0] == said[1] and len(said[0]) > 10_000
-
-
 def test_a_snapshot_of_another_schema_is_refused():
     for schema in (2, 99):
         with pytest.raises(ValueError, match="schema"):
             Posterior().restore(Posterior().snapshot() | {"schema": schema})
-
-
-def test_a_turn_that_parks_before_its_end_is_forecast_again_from_what_it_has():
-    forecaster = Posterior()
-    for number in range(64):
-        key = f"short-{number}"
-        forecaster.handle(TrajectoryParked(key, 0, Phase.ROLLOUT, 0, f"g{number // 4}"))
-        forecaster.handle(QuantumFinished(key, Phase.ROLLOUT, 100, "", NO_TOOL, 1.0))
-        forecaster.handle(TrajectoryEnded(key))
-    forecaster.learn()
-    for key in ("parks", "runs"):
-        forecaster.handle(TrajectoryParked(key, 0, Phase.ROLLOUT, 0, "g"))
-        forecaster.handle(QuantumFinished(key, Phase.ROLLOUT, 5000, "", NO_TOOL, 1.0))
-    before = forecaster.remaining("runs")
-    forecaster.handle(TrajectoryParked("parks", 0, Phase.ROLLOUT, 1, "g"))
-    assert forecaster.remaining("parks").mean_tokens > 10 * before.mean_tokens  # it has outrun all others
-    assert forecaster.remaining("runs") == before
 
 
 def with_siblings(lengths: list[int], groups: int) -> Posterior:

@@ -11,28 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from libra.policy import role_messages as say
 from libra.policy.role_changes import Roles
-from libra.policy.role_messages import (
-    Assignment,
-    CancelRequested,
-    ChangeRequested,
-    GiveUp,
-    MemberAnnounced,
-    MemberFailed,
-    MemberLost,
-    Perform,
-    Refuse,
-    ReportEnded,
-    ReportStarted,
-    ReportUndone,
-    RestartMember,
-    Role,
-    RoleEvent,
-    Stage,
-    StageDone,
-    Supply,
-    Withdraw,
-)
+from libra.policy.role_messages import Assignment, Role, Stage
 
 ROLLOUT, TRAIN, LENT = Assignment(Role.ROLLOUT), Assignment(Role.TRAIN), Assignment(Role.LENT)
 LEADS_2, LEADS_3 = Assignment(Role.ROLLOUT, 2), Assignment(Role.ROLLOUT, 3)
@@ -45,7 +26,7 @@ class Process:
 
     holds: Assignment | None
     supplied: Assignment | None
-    told: deque[Perform] = field(default_factory=deque)
+    told: deque[say.Perform] = field(default_factory=deque)
     alive: bool = True
 
 
@@ -55,20 +36,20 @@ class World:
     def __init__(self) -> None:
         self.roles = Roles()
         self.processes = {name: Process(ROLLOUT, ROLLOUT) for name in NODES}
-        self.mail: deque[RoleEvent] = deque()
-        self.sent: list[RoleEvent] = []
+        self.mail: deque[say.RoleEvent] = deque()
+        self.sent: list[say.RoleEvent] = []
         self.restarts: list[str] = []
-        self.begun: dict[int, ReportStarted] = {}
+        self.begun: dict[int, say.ReportStarted] = {}
         self.undone: set[int] = set()
-        self.ended: dict[int, ReportEnded] = {}
+        self.ended: dict[int, say.ReportEnded] = {}
         self.refused: list[str] = []
         for name in NODES:
             self.announce(name)
 
     def announce(self, name: str) -> None:
-        self.handle(MemberAnnounced(name, ROLLOUT, NODES[name]))
+        self.handle(say.MemberAnnounced(name, ROLLOUT, NODES[name]))
 
-    def handle(self, event: RoleEvent) -> tuple[Any, ...]:
+    def handle(self, event: say.RoleEvent) -> tuple[Any, ...]:
         commands = self.roles.handle(event)
         for command in commands:
             self.obey(command)
@@ -79,29 +60,29 @@ class World:
     def obey(self, command: Any) -> None:
         process = self.processes.get(getattr(command, "worker", ""))
         match command:
-            case Withdraw():
+            case say.Withdraw():
                 process.supplied = None
-            case Perform():
+            case say.Perform():
                 assert process.alive and process.supplied is None
                 process.told.append(command)
-            case Supply(assignment=assignment):
+            case say.Supply(assignment=assignment):
                 assert process.alive and process.supplied is None
                 assert process.holds == assignment, "it is given work of the role it is in"
                 process.supplied = assignment
-            case RestartMember(worker=worker) | GiveUp(worker=worker):
-                if isinstance(command, RestartMember):
+            case say.RestartMember(worker=worker) | say.GiveUp(worker=worker):
+                if isinstance(command, say.RestartMember):
                     self.restarts.append(worker)
                 assert process.supplied is None
-            case ReportStarted(generation=generation):
+            case say.ReportStarted(generation=generation):
                 assert generation > max(self.begun, default=0)
                 self.begun[generation] = command
-            case ReportUndone(generation=generation):
+            case say.ReportUndone(generation=generation):
                 assert generation in self.begun and generation not in self.ended
                 self.undone.add(generation)
-            case ReportEnded(generation=generation):
+            case say.ReportEnded(generation=generation):
                 assert generation not in self.undone
                 self.ended[generation] = command
-            case Refuse(reason=reason):
+            case say.Refuse(reason=reason):
                 self.refused.append(reason)
 
     def work(self, name: str, *, fails: bool = False, skips: bool = False) -> None:
@@ -114,7 +95,7 @@ class World:
         told = process.told.popleft()
         assert process.supplied is None
         if fails:
-            self.say(MemberFailed(name, told.generation, "no room"))
+            self.tell(say.MemberFailed(name, told.generation, "no room"))
             return
         if told.stage is Stage.SLEEPING:
             process.holds = None
@@ -128,9 +109,9 @@ class World:
                     if NODES[worker] == node and other.holds is not None and other.holds.role is not Role.LENT
                 ]
                 assert sum(held) <= list(NODES.values()).count(node), "no GPU is in two hands"
-        self.say(StageDone(name, told.generation, told.stage))
+        self.tell(say.StageDone(name, told.generation, told.stage))
 
-    def say(self, event: RoleEvent) -> None:
+    def tell(self, event: say.RoleEvent) -> None:
         self.mail.append(event)
         self.sent.append(event)
 
@@ -143,10 +124,10 @@ class World:
         if not self.sent:
             return
         event = self.sent[index % len(self.sent)]
-        assert isinstance(event, StageDone | MemberFailed)
+        assert isinstance(event, say.StageDone | say.MemberFailed)
         change = self.roles.changes.get(event.generation)
         current = change is not None and event.worker not in change.broken and self.roles.members[event.worker].present
-        if isinstance(event, StageDone):
+        if isinstance(event, say.StageDone):
             current = current and change is not None and event.stage is change.stage and event.worker not in change.done
         elif change is None:
             current = event.generation == self.roles.members[event.worker].generation
@@ -161,7 +142,7 @@ class World:
             process.alive, process.holds, process.supplied = False, None, None
             process.told.clear()
             self.restarts = [worker for worker in self.restarts if worker != name]
-            self.handle(MemberLost(name))
+            self.handle(say.MemberLost(name))
 
     def come_back(self, name: str) -> None:
         if not self.processes[name].alive:
@@ -175,17 +156,17 @@ class World:
         going = sorted(self.roles.changes) or [number]
         match what:
             case "request":
-                self.handle(ChangeRequested(targets_of(number)))
+                self.handle(say.ChangeRequested(targets_of(number)))
             case "work" | "skip" | "fail":
                 self.work(name, fails=what == "fail", skips=what == "skip")
             case "late":
                 change = self.roles.change_of(name)
                 if change is not None and self.processes[name].alive and not self.processes[name].told:
-                    self.say(MemberFailed(name, change.generation, "no room after all"))
+                    self.tell(say.MemberFailed(name, change.generation, "no room after all"))
             case "deliver":
                 self.deliver()
             case "cancel":
-                self.handle(CancelRequested(going[number % len(going)]))
+                self.handle(say.CancelRequested(going[number % len(going)]))
             case "lose":
                 self.lose(name)
             case "back":
@@ -268,9 +249,9 @@ def everybody(world: World) -> list[tuple[str, Stage]]:
 
 def test_a_change_goes_through_its_stages_and_withdraws_first():
     world = World()
-    commands = world.handle(ChangeRequested({"a": TRAIN}))
+    commands = world.handle(say.ChangeRequested({"a": TRAIN}))
     kinds = [type(command) for command in commands]
-    assert kinds == [ReportStarted, Withdraw, Perform]
+    assert kinds == [say.ReportStarted, say.Withdraw, say.Perform]
     stages = [everybody(world) for _ in range(3)]
     assert stages == [[("a", Stage.DRAINING)], [("a", Stage.SLEEPING)], [("a", Stage.TAKING_UP)]]
     assert world.processes["a"].supplied == TRAIN
@@ -282,7 +263,7 @@ def test_a_change_goes_through_its_stages_and_withdraws_first():
 
 def test_members_of_a_rebucket_wait_for_each_other_at_every_stage():
     world = World()
-    world.handle(ChangeRequested({"a": LEADS_2, "b": LENT}))
+    world.handle(say.ChangeRequested({"a": LEADS_2, "b": LENT}))
     for stage in (Stage.DRAINING, Stage.SLEEPING, Stage.TAKING_UP):
         assert {world.processes[name].told[0].stage for name in "ab"} == {stage}
         world.work("a")
@@ -291,9 +272,9 @@ def test_members_of_a_rebucket_wait_for_each_other_at_every_stage():
         world.work("b")
         world.deliver()
     assert (world.processes["a"].supplied, world.processes["b"].supplied) == (LEADS_2, LENT)
-    world.handle(ChangeRequested({"b": ROLLOUT}))
+    world.handle(say.ChangeRequested({"b": ROLLOUT}))
     assert "shares one engine's GPUs with a" in world.refused[-1]
-    world.handle(ChangeRequested({"a": ROLLOUT, "b": ROLLOUT}))
+    world.handle(say.ChangeRequested({"a": ROLLOUT, "b": ROLLOUT}))
     for _ in range(3):
         everybody(world)
     assert world.processes["a"].supplied == world.processes["b"].supplied == ROLLOUT
@@ -303,11 +284,11 @@ def test_members_of_a_rebucket_wait_for_each_other_at_every_stage():
 @pytest.mark.parametrize("how", ["cancel", "fail", "lose"])
 def test_what_ends_early_takes_everybody_back(stage, how):
     world = World()
-    world.handle(ChangeRequested({"a": LEADS_2, "b": LENT}))
+    world.handle(say.ChangeRequested({"a": LEADS_2, "b": LENT}))
     while world.processes["a"].told[0].stage is not stage:
         everybody(world)
     if how == "cancel":
-        world.handle(CancelRequested(1))
+        world.handle(say.CancelRequested(1))
     elif how == "fail":
         world.work("b", fails=True)
         world.deliver()
@@ -324,20 +305,20 @@ def test_what_ends_early_takes_everybody_back(stage, how):
 
 def test_who_fails_on_the_way_back_holds_what_it_has_until_it_is_gone():
     world = World()
-    world.handle(ChangeRequested({"a": LEADS_2, "b": LENT}))
+    world.handle(say.ChangeRequested({"a": LEADS_2, "b": LENT}))
     for _ in range(3):
         everybody(world)
-    world.handle(ChangeRequested({"a": ROLLOUT, "b": ROLLOUT}))
+    world.handle(say.ChangeRequested({"a": ROLLOUT, "b": ROLLOUT}))
     everybody(world), everybody(world)
-    world.handle(CancelRequested(2))  # while both take their own up again
+    world.handle(say.CancelRequested(2))  # while both take their own up again
     for process in world.processes.values():
         process.told = deque(told for told in process.told if told.generation == 3)
     world.work("a", fails=True), world.work("b")
     while world.mail:
         world.deliver()
     assert world.restarts == ["a"]
-    world.handle(MemberFailed("a", 3, "said twice"))
-    world.handle(StageDone("a", 3, Stage.SLEEPING))
+    world.handle(say.MemberFailed("a", 3, "said twice"))
+    world.handle(say.StageDone("a", 3, Stage.SLEEPING))
     assert world.restarts == ["a"] and not world.processes["b"].told  # which would take up GPUs that a may hold
     world.lose("a")
     assert world.processes["b"].told[0].stage is Stage.TAKING_UP
@@ -349,9 +330,9 @@ def test_who_fails_on_the_way_back_holds_what_it_has_until_it_is_gone():
 
 def test_a_role_that_cannot_go_on_is_left_for_what_the_worker_was_started_for():
     world = World()
-    world.handle(ChangeRequested({"a": TRAIN}))
+    world.handle(say.ChangeRequested({"a": TRAIN}))
     world.settle()
-    world.handle(MemberFailed("a", 1, "the core refuses it"))
+    world.handle(say.MemberFailed("a", 1, "the core refuses it"))
     assert world.processes["a"].supplied is None
     world.settle()
     assert world.processes["a"].supplied == ROLLOUT
@@ -359,8 +340,8 @@ def test_a_role_that_cannot_go_on_is_left_for_what_the_worker_was_started_for():
 
 def test_who_cannot_go_back_is_restarted_once_and_then_given_up():
     world = World()
-    world.handle(ChangeRequested({"a": TRAIN}))
-    world.handle(CancelRequested(1))
+    world.handle(say.ChangeRequested({"a": TRAIN}))
+    world.handle(say.CancelRequested(1))
     for _ in range(2):
         world.processes["a"].told = deque(list(world.processes["a"].told)[-1:])
         world.work("a", fails=True)
@@ -389,15 +370,15 @@ def test_who_cannot_go_back_is_restarted_once_and_then_given_up():
 )
 def test_what_cannot_be_is_refused_and_nothing_happens(targets, reason):
     world = World()
-    assert len(world.handle(ChangeRequested(targets))) == 1
+    assert len(world.handle(say.ChangeRequested(targets))) == 1
     assert reason in world.refused[0] and world.roles.changes == {}
 
 
 def test_a_change_in_progress_refuses_another_one_of_its_members():
     world = World()
-    world.handle(ChangeRequested({"a": TRAIN}))
-    world.handle(ChangeRequested({"a": ROLLOUT}))
+    world.handle(say.ChangeRequested({"a": TRAIN}))
+    world.handle(say.ChangeRequested({"a": ROLLOUT}))
     world.lose("b")
-    world.handle(ChangeRequested({"b": TRAIN}))
-    world.handle(CancelRequested(7))
+    world.handle(say.ChangeRequested({"b": TRAIN}))
+    world.handle(say.CancelRequested(7))
     assert len(world.refused) == 3 and set(world.roles.changes) == {1}

@@ -67,16 +67,3 @@ def test_any_schedule_fills_every_batch_within_the_bound(eta, groups, steps, own
     assert all(0 <= lag <= eta for members in taken.values() for _, lag in members)
     if own or not eta:
         assert all(place[0] == batch for batch, members in taken.items() for place, _ in members)
-
-
-def test_a_place_is_kept_for_a_group_at_its_deadline():
-    batches = StreamedBatches(1, 2, own=False)
-    assert batches.version_published(0) == ()
-    for place in ((0, 0), (0, 1), (1, 0), (1, 1)):
-        batches.generation_started(*place, 0)
-    assert batches.group_committed(CommittedGroup(1, 0, 0)) == ((1, 0),)
-    assert batches.group_committed(CommittedGroup(1, 1, 0)) == ((1, 1),)
-    assert batches.is_full and batches.version_published(1) == ()
-    batches.generation_started(2, 0, 1)
-    assert batches.group_committed(CommittedGroup(2, 0, 1)) == ()  # both places are for iteration 0, at its deadline
-    assert batches.group_committed(CommittedGroup(0, 1, 0)) == ((0, 1),)

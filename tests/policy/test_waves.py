@@ -27,19 +27,6 @@ def test_a_wave_takes_all_that_is_complete_and_the_last_is_small():
     assert sizes == [0, 2, 4, 1, 1]
 
 
-def test_waves_that_are_left_over_open_at_once_without_members():
-    waves, everything = Waves(3), tuple((0, g) for g in range(4))
-    for number in range(3):
-        assert waves.parked(0, number) is None
-    first = waves.next(0, 4, list(everything))
-    assert isinstance(first, OpenWave) and first.members == everything
-    for number in (1, 2):
-        left = waves.next(0, 4, [])
-        assert isinstance(left, OpenWave) and (left.wave, left.members) == (number, ())
-    assert waves.next(0, 4, []) is None
-    assert waves.parked(0, 0) == OpenWave(0, 0, everything, "opened before; same members")
-
-
 def test_where_engines_turn_a_wave_takes_only_some_of_what_is_complete():
     ready = [(0, g) for g in range(16)]
     for most, taken in ((8, 3), (2, 8)):  # two waves must be enough

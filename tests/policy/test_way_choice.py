@@ -118,10 +118,3 @@ def test_waves_are_held_back_until_the_batch_is_complete_and_open_at_once_when_t
     told = admission.steps_measured(step())
     assert [type(each) for each in told] == [TakeSteps, OpenWave]
     assert told[1].members == ((0, 0), (0, 1), (0, 2))
-
-    admission, commands = held("streaming")
-    assert [type(each) for each in commands] == [OpenWave]
-    assert admission.steps_measured(step(ALIKE))[0].way == "split"
-    assert admission.wave_trained(0, 0) == ()
-    last = admission.group_committed(CommittedGroup(0, 3, 0))
-    assert isinstance(last[0], OpenWave) and last[0].members == ((0, 1), (0, 2), (0, 3))
