@@ -40,8 +40,6 @@ for _name, _value in {
 
 platform.processor()  # the first call starts `uname`, which Dask would do within a test
 
-os.environ.pop("PYTEST_ADDOPTS", None)  # read already; not for a pytest that a test starts
-
 # A shell starts background jobs with Ctrl-C ignored, and processes of tests that are ended by it would inherit that.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -92,6 +90,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_runtest_setup() -> Iterator[None]:
     """Forget the processes of the test before."""
     _started.clear()
+    os.environ.pop("PYTEST_ADDOPTS", None)  # read already; not for a pytest that a test starts
     return (yield)
 
 
