@@ -70,9 +70,9 @@ def _note_processes(event: str, arguments: tuple[Any, ...]) -> None:
 sys.addaudithook(_note_processes)
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Complete the marks, tie tests to processes of xdist, and bring forward what takes longest."""
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
+    """Complete the marks, tie tests to processes of xdist, and bring forward what takes longest; before xdist reads the groups."""
     for item in items:
         shared = next((name for name in SHARED_CLUSTERS if name in getattr(item, "fixturenames", ())), None)
         if shared or any(item.get_closest_marker(name) for name in NEEDS):
@@ -84,6 +84,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return next((place for place, name in enumerate(NEEDS) if item.get_closest_marker(name)), len(NEEDS))
 
     items.sort(key=order)
+    return (yield)
 
 
 @pytest.hookimpl(wrapper=True)
