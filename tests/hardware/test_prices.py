@@ -15,12 +15,9 @@ GOOD = "currency: EUR\ngpu_hour:\n  H100-80G: {price: 2.5, source: invoice, date
 
 def test_the_shipped_prices_name_known_gpus_sources_and_dates():
     prices = load_prices()
-    assert prices.currency == "USD"
-    assert set(prices.gpu_hour) <= set(known_gpus())
+    assert prices.currency == "USD" and set(prices.gpu_hour) <= set(known_gpus())
     for price in (prices.core_hour, *prices.gpu_hour.values()):
-        assert price.price > 0
-        assert price.source
-        assert isinstance(price.date, date)
+        assert price.price > 0 and price.source and isinstance(price.date, date)
 
 
 def test_a_file_of_the_user_replaces_them(tmp_path):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from libra.errors import ConfigError
-from libra.hardware.run_step_fit import fit_engines, fit_trainer, running_beside
+from libra.hardware.run_step_fit import fit_engines, fit_trainer
 
 
 def generations(num: int, worker: str, *, fixed: float, token: float, beside: float) -> list[dict[str, Any]]:
@@ -57,8 +57,3 @@ def test_a_trainer_from_its_steps():
     assert fit_trainer([1.0], [1.0]) is None
     with pytest.raises(ConfigError):
         fit_trainer([1.0, 0.0, 1.0, 1.0], [1.0] * 4)
-
-
-def test_how_many_run_beside():
-    beside = running_beside(np.array([0.0, 1.0, 5.0]), np.array([4.0, 3.0, 6.0]))
-    assert beside == pytest.approx([1.5, 2.0, 1.0])

@@ -110,24 +110,19 @@ def measured(seats: list[Seat], tokens: float = 2000.0, rollout_s: float = 4.0) 
     return forecast
 
 
-def weighed_after(loop, seats, contexts, first=0, forecast=None):
-    found = []
-    forecast = measured(seats) if forecast is None else forecast
-    for k, context in enumerate(contexts, first):
+def weighed_after(loop, seats, contexts):
+    found, forecast = [], measured(seats)
+    for k, context in enumerate(contexts):
         loop.learn_contexts(k, lengths(context))
-        weighed = loop.weigh(
-            forecast, EndedIteration(k, seats, Batch(2000.0, 2000.0), lengths(context), 5.0, 20, False)
-        )
+        ended = EndedIteration(k, seats, Batch(2000.0, 2000.0), lengths(context), 5.0, 20, False)
+        weighed = loop.weigh(forecast, ended)
         assert weighed is not None
         found.append(weighed)
     return found
 
 
 def test_fewer_slots_are_taken_before_the_iteration_that_would_run_out():
-    seats = [
-        seat("rollout-0", kv=1000, steps=STEPS, may_change=False),
-        seat("rollout-1", kv=1000, steps=STEPS, may_change=False),
-    ]
+    seats = [seat(f"rollout-{k}", kv=1000, steps=STEPS, may_change=False) for k in range(2)]
     loop = ArrangementLoop(run(batch_trajectories=64), Rules(first_cost_s=1e9))
     contexts = [60.0, 75.0, 90.0, 105.0, 120.0]
     found = weighed_after(loop, seats, contexts)

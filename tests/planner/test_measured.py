@@ -90,13 +90,6 @@ def test_whatever_came_the_forecast_is_finite_and_positive(seen, asked):
         assert all(math.isfinite(value) and value > 0 for value in dataclasses.astuple(step))
 
 
-@given(st.floats(1.0, 1e4), st.floats(1.1, 50.0))
-def test_more_of_the_same_questions_never_take_less(length, factor):
-    forecast = StepForecast().after(took([length, 2 * length]), KINDS)
-    few, many = expected(forecast, [length] * 4), expected(forecast, [length] * round(4 * factor))
-    assert many.rollout_s >= few.rollout_s * (1 - 1e-9)
-
-
 def test_training_follows_the_tokens_that_the_questions_are_expected_to_have_a_gradient_on():
     """Short questions are answered right by all samples, and have none; training takes 0.2 s and 1 ms a token."""
 

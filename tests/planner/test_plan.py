@@ -63,15 +63,6 @@ def test_synchronous_steps_add_up():
     assert made.idle_frac["engines wait for the trainer"] > 0
 
 
-def test_a_plan_with_one_trainer_publishes_beside_the_next_step():
-    given = snapshot(fixed_train_gpus=1, update_s=5.0, beside_s=5.0)
-    made = plan(dataclasses.replace(given, shape=load_shape("Qwen3-0.6B")))
-    assert made.beside_s == 5.0 and made.step_s < max(made.rollout_s, made.train_s) + made.update_s
-    assert sum(made.idle_frac.values()) == pytest.approx(1.0) and made.bounds.step_s <= made.low_s * (1 + 1e-9)
-    several = plan(snapshot(beside_s=5.0))
-    assert several.training.gpus > 1 and several.beside_s == 0.0
-
-
 @pytest.mark.parametrize("eta", [0, 1])
 def test_a_teacher_has_a_gpu_of_its_own_and_no_step_is_over_before_it_has_scored(eta):
     without, small = plan(snapshot(31, eta=eta)), Teacher(load_shape("Qwen3-0.6B"))
@@ -108,8 +99,6 @@ def test_a_teacher_that_fits_nowhere_is_refused():
 
 
 SERVICE = Teacher(load_shape("Qwen3-0.6B"), service="oracle", beside=("judge",))
-
-
 JUDGE = ServiceModel("judge", load_shape("Qwen3-0.6B"), passes=2)
 
 
@@ -130,20 +119,14 @@ def test_services_that_rewards_ask_have_a_gpu_and_no_step_is_over_before_they_ha
 
 def test_services_are_planned_as_a_configuration_has_them():
     reward = [{"service": "late", "late": True}, {"service": "judge"}]
+    named = {
+        "judge": {"model": "Qwen3-4B", "answer_s": 0.5}, "counts": {"function": "math:sqrt"},
+        "late": {"model": "Qwen3-0.6B", "function": "logprob"}, "mine": {"model": "Qwen3-0.6B", "function": "math:sqrt"},
+    }  # fmt: skip
     given = {
-        "environment": {"args": {"reward": reward}},
-        "trainer": {"late": "correct"},
-        "cluster": {"tool_workers": 3},
-        "services": {
-            "named": {
-                "judge": {"model": "Qwen3-4B", "answer_s": 0.5},
-                "late": {"model": "Qwen3-0.6B", "function": "logprob"},
-                "mine": {"model": "Qwen3-0.6B", "function": "math:sqrt"},
-                "counts": {"function": "math:sqrt"},
-            },
-            "device_gib": 20,
-        },
-    }
+        "environment": {"args": {"reward": reward}}, "trainer": {"late": "correct"}, "cluster": {"tool_workers": 3},
+        "services": {"named": named, "device_gib": 20},
+    }  # fmt: skip
     services = services_of(config_from_dict(given))
     assert services is not None
     found = [(each.name, each.passes, each.answer_s, each.waits) for each in services.models]

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from libra.config import RunConfig, config_from_dict
-from libra.errors import ConfigError
 from libra.hardware import engine_seconds
 from libra.hardware.run_calibration import EngineOfRun, RunCalibration
 from libra.planner.run_facts import ratio_of, run_facts
@@ -55,12 +54,6 @@ def test_a_calibration_is_asked_before_the_tables_of_a_gpu(tmp_path):
 def test_the_configured_gpu_is_asked_before_the_workers_own(named, workers, used):
     found = ratio_of(config(gpu=named), workers)(1, 2, 4.0, 100.0)
     assert found == (pytest.approx(modelled(used)), f"the cost model of {used}")
-
-
-def test_a_calibration_of_another_model_is_refused(tmp_path):
-    path = calibration(tmp_path / "c.json", {1: 0.02}, model="another")
-    with pytest.raises(ConfigError):
-        ratio_of(config(calibration=str(path)))
 
 
 def test_degrees_that_cannot_be_are_named_with_the_setting():

@@ -98,13 +98,8 @@ def test_a_plan_of_another_model_or_other_hardware_is_refused_naming_both():
 
 @pytest.mark.parametrize(
     ("section", "change"),
-    [
-        ("cluster", {"train_workers": 3}),
-        ("cluster", {"engines": [{"tp": 1, "count": 3, "slots": 48}]}),
-        ("policy", {"boundaries_tokens": {"tp1": 5.0}}),
-        ("trainer", {"micro_batch_tokens": 4096}),
-    ],
-)
+    [("cluster", {"train_workers": 3}), ("policy", {"boundaries_tokens": {"tp1": 5.0}}), ("trainer", {"micro_batch_tokens": 1})],
+)  # fmt: skip
 def test_what_was_planned_is_not_changed_by_hand(section, change):
     values = with_plan(_config(), _layout()).model_dump()
     values[section] |= change
@@ -114,16 +109,7 @@ def test_what_was_planned_is_not_changed_by_hand(section, change):
     config_from_dict(values)
 
 
-def test_a_plan_that_contradicts_itself_is_refused():
-    for wrong in ({"num_gpus": 7}, {"boundaries_tokens": []}):
-        with pytest.raises(ConfigError):
-            with_plan(_config(), _layout(**wrong))
-
-
-@pytest.mark.parametrize(
-    "cluster",
-    [{"engines": [{"tp": 1}]}, {"rollout_workers": 2}, {"train_workers": 2}, {"scheduler": "tcp://there:8786"}],
-)
+@pytest.mark.parametrize("cluster", [{"engines": [{"tp": 1}]}, {"train_workers": 2}, {"scheduler": "tcp://there:8786"}])
 def test_what_is_to_be_planned_is_not_also_given(cluster):
     _config(cluster=cluster)
     with pytest.raises(ConfigError, match="layout"):

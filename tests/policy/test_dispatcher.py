@@ -218,19 +218,6 @@ def test_where_the_kv_of_those_is_whose_engine_dropped_it_or_was_put_to_sleep_is
     assert (place.move.home, place.move.tokens) == ("a", 400)
 
 
-def test_among_many_engines_a_sample_is_weighed_and_the_load_still_spreads():
-    dispatcher = Dispatcher()
-    for i in range(200):
-        dispatcher.handle(
-            WorkerJoined(f"w{i}", rollout_slots=4, kv_tokens=10_000, alone_s_per_token=0.01, full_s_per_token=0.05)
-        )
-    for i in range(200):
-        park(dispatcher, f"k{i}", i, context=1000)
-    homes = [place.worker for place in dispatcher.dispatch(ROLLOUT)]
-    assert len(homes) == 200 and len(set(homes)) > 150
-    assert max(homes.count(worker) for worker in homes) <= 2
-
-
 def test_the_only_engine_with_room_is_found_among_many():
     dispatcher = Dispatcher()
     for i in range(200):

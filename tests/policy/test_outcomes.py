@@ -14,7 +14,7 @@ from libra.envs.actions import run_action
 from libra.policy import QuantumFinished, TrajectoryParked, make_ordering
 from libra.policy.posterior.forecast_columns import ADDS, OUTCOMES, state_of, tool_of
 from libra.testing import FixedTurns
-from libra.types import NO_TOOL, Phase, Prompt, ToolCall, ToolReturn, ToolStatus, tool_outcome, turn_outcome
+from libra.types import NO_TOOL, Phase, Prompt, ToolCall, ToolReturn, ToolStatus, tool_outcome
 
 BEHAVIOURS = ("returns", "raises", "hangs", "floods", "no such tool", "no such argument", "unreadable")
 
@@ -58,13 +58,6 @@ def test_words_that_are_no_outcome_are_refused_where_they_are_read():
         for read in (tool_outcome, lambda word: ToolReturn("ls", word, ""), lambda word: state_of(0, word, 10)):
             with pytest.raises(ValueError, match=f"'{word}'"):
                 read(word)
-
-
-def test_a_turn_of_several_calls_is_as_its_first_that_went_wrong():
-    ok, late, bad = ToolStatus.OK, ToolStatus.TIMEOUT, ToolStatus.MALFORMED
-    assert turn_outcome([ok, late, bad]) is late
-    assert turn_outcome([ok, ok]) is ok
-    assert turn_outcome([]) == NO_TOOL
 
 
 def test_the_papers_rule_counts_what_came_back_by_its_outcome():

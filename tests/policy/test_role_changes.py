@@ -255,10 +255,6 @@ def test_a_change_goes_through_its_stages_and_withdraws_first():
     stages = [everybody(world) for _ in range(3)]
     assert stages == [[("a", Stage.DRAINING)], [("a", Stage.SLEEPING)], [("a", Stage.TAKING_UP)]]
     assert world.processes["a"].supplied == TRAIN
-    assert world.roles.rows()[0] == {
-        "worker": "a", "role": "train", "tp": 1, "stage": "resupplied", "generation": 1, "from_role": "train", "from_tp": 1,
-        "shares_with": [],
-    }  # fmt: skip
 
 
 def test_members_of_a_rebucket_wait_for_each_other_at_every_stage():

@@ -36,7 +36,6 @@ from libra.policy import (
     Waves,
     WorkerJoined,
     judge,
-    staleness_of,
 )
 from libra.policy.late import WaitingGroup, settle
 from libra.types import EndReason, Phase, Prompt, Trajectory, TrajectoryId
@@ -72,12 +71,6 @@ def test_verdicts_of_evolving_prompts_are_for_callers_that_allow_them():
 def test_a_policy_that_could_not_work_is_refused(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         StalenessPolicy(**{"eta": 1} | wrong)
-
-
-def test_a_configuration_is_read_as_it_is():
-    assert staleness_of(config_from_dict({})) == StalenessPolicy(0)
-    given = {"staleness": {"eta": 3, "window": 2, "in_flight": 4, "over_age": "mask"}}
-    assert staleness_of(config_from_dict(given)) == StalenessPolicy(3, Verdict.MASK, 2, 4)
 
 
 @dataclass(frozen=True)

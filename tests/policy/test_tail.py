@@ -120,7 +120,7 @@ def test_the_thinnest_turns_once_and_returns_for_the_next_rollout():
     assert (back.worker, back.to) == ("e0", Turned.ROLLOUT)
 
 
-def test_where_the_run_takes_its_steps_without_turning_engines_only_return():
+def test_where_the_run_takes_its_steps_without_turning_no_engine_turns():
     turns = []
     for way in ("streaming", "turning"):
         run = Run(hybrids=1)
@@ -130,13 +130,6 @@ def test_where_the_run_takes_its_steps_without_turning_engines_only_return():
         run.end(1)
         turns.append([turn.to for turn in run.tail.look()])
     assert turns == [[], [Turned.TRAINING]]
-    run.turn("e0", "train", 0.5)
-    run.tail.handle(WorkerLeft("e0"))
-    run.tail.handle(WorkerLeft("e1"))
-    run.admission.ways = WayChoice(WaySettings(("split", "streaming", "turning"), "split", "measured", 1), 0, GROUPS)
-    run.publish(1)
-    run.begin(1)
-    assert [turn.to for turn in run.tail.look()] == [Turned.ROLLOUT]
 
 
 def test_whoever_was_refused_or_failed_rests_until_the_next_version():

@@ -93,10 +93,10 @@ def test_the_state_survives_json():
         WayChoice.restored({"way": "split"})
 
 
-def held(way: str) -> tuple[Admission, list[object]]:
+def held() -> tuple[Admission, list[object]]:
     """A run of four groups a batch, whose first three are complete."""
     admission = Admission(0, 4, Waves(4))
-    admission.ways = choice(("split", "streaming"), way)
+    admission.ways = choice(("split", "streaming"), "split")
     commands: list[object] = []
     for wave in range(4):
         commands += admission.wave_parked(0, wave)
@@ -107,14 +107,14 @@ def held(way: str) -> tuple[Admission, list[object]]:
 
 
 def test_waves_are_held_back_until_the_batch_is_complete_and_open_at_once_when_the_choice_changes():
-    admission, commands = held("split")
+    admission, commands = held()
     assert commands == []
     whole = admission.group_committed(CommittedGroup(0, 3, 0))
     assert isinstance(whole[0], OpenWave) and len(whole[0].members) == 4
     assert [len(each.members) for each in whole[1:4] if isinstance(each, OpenWave)] == [0, 0, 0]
     assert isinstance(whole[4], OpenBatch)
 
-    admission, _ = held("split")
+    admission, _ = held()
     told = admission.steps_measured(step())
     assert [type(each) for each in told] == [TakeSteps, OpenWave]
     assert told[1].members == ((0, 0), (0, 1), (0, 2))

@@ -92,14 +92,6 @@ def test_a_request_that_never_fits_is_refused_with_what_to_do(tables):
         engine_of(tables()).submit(0.0, Request("a", "g", 10_000, 0, 1), ())
 
 
-def test_a_lost_engine_hands_back_what_it_had(tables):
-    engine = engine_of(tables(kv=150))
-    for key in ("a", "b"):
-        engine.submit(0.0, Request(key, key, 90, 0, 10), ())
-    assert engine.lost() == ["b", "a"]  # b waited for KV
-    assert engine.next_finish_s() is None
-
-
 REQUESTS = st.lists(
     st.tuples(st.integers(1, 400), st.integers(1, 200), st.floats(0, 5), st.integers(0, 2)), min_size=1, max_size=25
 )

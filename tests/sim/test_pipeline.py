@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -170,21 +169,6 @@ def test_systems_are_tuned_on_a_seed_that_is_not_scored_and_no_one_beats_the_bou
     assert len(found.lines()) == 4 and found.static.system in found.lines()[0]
     with pytest.raises(ConfigError, match="yardstick"):
         compare(cell, ["turning"], 2, seconds)
-
-
-def test_a_simulation_is_given_up_once_its_step_must_take_longer():
-    cell, split, setting = Cell(TRACES, 4, 0.5, 6, 8, 0), DISCIPLINES["split"], Setting(2, 2, 4.0)
-    whole = play(cell, split, setting, 0)
-    limit_s = step_s(cell, whole)
-    assert play(cell, split, setting, 0, limit_s) == whole
-    assert play(cell, split, setting, 0, causes=False) == whole._replace(gpu_s={}), (
-        "nothing else depends on what is counted"
-    )
-    early = play(cell, split, setting, 0, 0.5 * limit_s)
-    assert early.gave_up and step_s(cell, early) == math.inf
-    assert early.published_s == whole.published_s[: len(early.published_s)] and len(early.published_s) < len(
-        whole.published_s
-    )
 
 
 def test_idle_time_has_its_cause(engines, workload):

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from libra.cli.main import main
-from libra.errors import RunDirectoryError
 from libra.hardware.measured_engine import MeasuredEngine
 from libra.hardware.run_calibration import read_calibration
 from libra.hardware.run_quanta import binned
 from libra.hardware.virtual_engine import EngineTables
 from libra.policy import make_ordering
-from libra.sim import EngineSpec, SimulationResult, Simulator, TrajectoryPlan, TurnPlan, Workload
+from libra.sim import EngineSpec, SimulationResult, TrajectoryPlan, TurnPlan, Workload
 from libra.sim.engines import QuantumOverhead
 from libra.sim.from_run import run_setting, simulator_of_run
 from libra.sim.simulation_options import SimulationOptions
@@ -134,20 +132,6 @@ def test_everything_between_engines_is_read_from_the_log(run):
     assert around.tool_slots == 64
 
 
-def test_the_teacher_of_a_run_is_as_quick_as_it_was_and_no_part_of_its_steps(run):
-    teaches = {"trainer": {"algorithm": "opd"}, "distil": {"teacher": "libra/tiny-arithmetic"}}
-    directory, was = run(around=replace(AROUND, teacher_token_s=0.002), **teaches)
-    setting = run_setting(directory)
-    assert setting.options.teacher_token_s == pytest.approx(0.002)
-    assert setting.options.steps_s == pytest.approx((1.5, 1.5))
-    predicted, without = (
-        Simulator(setting.workload, setting.engines, setting.ordering(), options=options).run().iteration_s
-        for options in (setting.options, replace(setting.options, teacher_token_s=0.0))
-    )
-    assert predicted == pytest.approx(was.iteration_s, rel=0.05)
-    assert predicted[1] > without[1] + 2.0  # the teacher is what the run waited for
-
-
 def test_a_log_without_declarations_is_fitted_and_says_so(run, libra):
     directory, was = run(declares=False)
     assert not any(engine.declared for engine in run_setting(directory).calibration.engines)
@@ -182,11 +166,6 @@ def test_a_calibration_of_something_else_is_refused_with_both_sides(run, libra, 
     old.write_text(json.dumps({**json.loads(file.read_text()), "schema": 0}))
     code, _, err = libra(command, "libra/quickstart", f"{field}.calibration={old}")
     assert code == 2 and "schema 0, and this Libra reads 1" in err
-
-
-def test_a_directory_that_is_no_run_is_refused(tmp_path):
-    with pytest.raises(RunDirectoryError, match=r"holds no config\.resolved\.yaml"):
-        simulator_of_run(tmp_path)
 
 
 def test_bins_keep_the_mean_and_the_spread():

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from libra.hardware.host_kv import HostPool
-from libra.hardware.virtual_engine import Request, VirtualEngine
-from libra.policy import CommittedGroup, Fifo
+from libra.policy import Fifo
 from libra.policy.turning import TurningRule
 from libra.sim import synthetic
 from libra.sim.disciplines import DISCIPLINES, OverAge, Unfinished
 from libra.sim.gpu_seconds import Cause
-from libra.sim.open_groups import OpenGroups
 from libra.sim.pipeline import Pipeline
 from libra.sim.pipeline_options import PipelineOptions
 from libra.sim.repacking_pipeline import RepackingPipeline
@@ -36,24 +33,6 @@ def trained(workload, engines, discipline, sample_s, options):
     kind = RepackingPipeline if discipline.own_versions else Pipeline
     pipeline = kind(workload, engines, Fifo(), discipline, group_work(kept), options, sample_s=each_s)
     return pipeline, pipeline.train()
-
-
-def test_groups_over_age_are_dropped_and_others_begin():
-    groups = OpenGroups([(0, i) for i in range(6)], 2, most_open=4, eta=1, over_age=OverAge.DROPPED)
-    groups.version_published(0)
-    assert groups.begins() == ((0, 0), (0, 1), (0, 2), (0, 3))
-    for index in range(4):
-        groups.generation_started(0, index, 0)
-    assert groups.group_committed(CommittedGroup(0, 1, 0)) == ((0, 1),)
-    assert groups.group_committed(CommittedGroup(0, 2, 0)) == ((0, 2),)
-    assert groups.too_old(1) == () and groups.version_published(1) == ()
-    assert groups.begins() == ((0, 4), (0, 5))
-    for index in (4, 5):
-        groups.generation_started(0, index, 1)
-        assert groups.group_committed(CommittedGroup(0, index, 1)) == ((0, index),)
-    assert groups.too_old(2) == ((0, 0), (0, 3))  # begun with version 0, they can be in batch 1 at the latest
-    groups.version_published(2)
-    assert groups.begins() == ((0, 0), (0, 3))  # no other prompts are left
 
 
 def test_what_is_abandoned_costs_the_seconds_that_it_took(engines, workload):
@@ -92,21 +71,3 @@ def test_batches_are_full_and_gpu_seconds_add_up(engines, name, eta, seed, count
         assert found.gpu_s[Cause.THROWN_AWAY] > 0.0
     again, same = trained(work, engines(count, slots=slots, kv=60_000), discipline, sample_s, options)
     assert same == found and again.record.ended_s == pipeline.record.ended_s
-
-
-def test_a_cancelled_request_leaves_the_seconds_and_the_memory_of_the_others(tables):
-    engine = VirtualEngine("e", tables(kv=1000), residuals=None, rng=np.random.default_rng(0))
-    engine.own_gpu_s = {}
-    for key in ("stays", "goes"):
-        engine.submit(0.0, Request(key, key, 100, 100, 200), ())
-    assert engine.next_finish_s() is not None
-    assert engine.cancel(1.2, "goes") and not engine.cancel(1.2, "goes")
-    assert engine.own_gpu_s["goes"] == pytest.approx(0.1 + 1.0 / 2)  # its prompt, and half of a second for two
-    assert engine.kv_tokens == 300 and engine.is_running
-    end_s = engine.next_finish_s()
-    assert end_s is not None and [request.key for request in engine.finished(end_s)] == ["stays"]
-    assert engine.own_gpu_s["stays"] == pytest.approx(0.1 + 1.0 / 2 + (end_s - 1.2))
-    assert sum(engine.own_gpu_s.values()) == pytest.approx(engine.counters.busy_s)
-    engine.submit(end_s, Request("early", "early", 500, 500, 10), ())
-    assert engine.next_finish_s() is not None and engine.cancel(end_s + 0.2, "early")  # of 0.5 s for its prompt
-    assert engine.own_gpu_s["early"] == pytest.approx(0.2)

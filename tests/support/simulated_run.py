@@ -29,12 +29,6 @@ class RecordedSimulator(Simulator):
         self.told: list[tuple[float, Event]] = []
         self.cached: dict[str, list[int]] = {}  # of each turn's context, what was in its engine
 
-    @property
-    def scored(self) -> dict[tuple[int, int], tuple[float, float]]:
-        """When the teacher had scored each group, and in how many seconds; empty without one."""
-        teacher = self._teacher
-        return {place: (at_s, teacher._group_s[place]) for place, at_s in teacher._scored_s.items() if teacher._group_s}
-
     def notify(self, event: Event) -> None:
         self.told.append((self.agenda.now_s, event))
         super().notify(event)
@@ -48,15 +42,7 @@ class RecordedSimulator(Simulator):
 
 
 def write_simulated_run(directory, workload, engines, steps, ordering, options, *, config, declares=True):
-    """Simulate, and write the run down in ``directory``, which is made; what came of it.
-
-    Parameters
-    ----------
-    steps : mapping of engine name to StepSeconds
-        What each engine declares; ``declares`` false: none does.
-    config : mapping
-        Of the run, as `config_from_dict` takes it.
-    """
+    """Simulate, and write the run down in ``directory``, which is made; ``steps`` is what each engine declares."""
     simulator = RecordedSimulator(workload, engines, ordering, options=options)
     outcome = simulator.run()
     directory.mkdir(parents=True)
@@ -101,8 +87,6 @@ def _events(simulator, engines, steps):
         yield _line(3, "version_published", at_s, version=batch + 1)
     for (iteration, group), at_s in record.group_s.items():
         yield _line(3, "group_committed", at_s + commit_s, split="train", iteration=iteration, group=group)
-    for (iteration, group), (at_s, score_s) in simulator.scored.items():
-        yield _line(4, "group_scored", at_s, iteration=iteration, group=group, score_s=score_s)
     for given in record.dispatched:
         where = {"key": given.key, "phase": str(given.phase), "quantum": given.quantum, "worker": given.worker}
         yield _line(6, "quantum_dispatched", given.at_s, **where)
