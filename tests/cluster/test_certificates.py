@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 
 import dask.config
 import pytest
@@ -15,9 +14,7 @@ from libra.cli.main import main
 from libra.cluster.certificates import new_security
 
 
-def test_what_is_started_with_these_settings_requires_the_key(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_started_with_these_settings_requires_the_key(tmp_path, capsys):
     keys = tmp_path / "keys"
     with pytest.raises(SystemExit):
         main(["cluster", "tls", str(keys)])
@@ -48,7 +45,7 @@ def test_what_is_started_with_these_settings_requires_the_key(
         asyncio.run(tried())
 
 
-def test_a_key_is_not_replaced_unasked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_key_is_not_replaced_unasked(tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(["cluster", "tls", str(tmp_path)])
     before = (tmp_path / "key.pem").read_text()

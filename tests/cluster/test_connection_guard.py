@@ -7,7 +7,6 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-import pytest
 from distributed import Scheduler
 from distributed.core import rpc
 from tornado.httpclient import AsyncHTTPClient
@@ -57,9 +56,7 @@ async def ended(connection: Connection) -> None:
     connection[1].close()
 
 
-def test_a_handshake_in_single_bytes_has_one_deadline(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_handshake_in_single_bytes_has_one_deadline(monkeypatch, caplog):
     monkeypatch.setattr(connection_guard, "HANDSHAKE_S", 0.05)
 
     async def scenario(scheduler: Scheduler, served: Callable[[], Awaitable[None]]) -> None:
@@ -72,9 +69,7 @@ def test_a_handshake_in_single_bytes_has_one_deadline(
     assert caplog.text.count("without its key was closed: no proof within 0.05 s") == 1, "one warning, not three"
 
 
-def test_a_connection_that_its_own_peer_closes_is_no_warning(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_connection_that_its_own_peer_closes_is_no_warning(monkeypatch, caplog):
     logger: logging.Logger | None = connection_guard.of_dask
     while logger is not None:  # what others of this process have set up does not count
         monkeypatch.setattr(logger, "propagate", True)
@@ -98,7 +93,7 @@ def test_a_connection_that_its_own_peer_closes_is_no_warning(
     assert "without its key was closed: [SSL: HTTP_REQUEST]" in warned.getMessage()  # the first that was refused
 
 
-def test_silent_connections_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_connections_keep_nobody_out(monkeypatch):
     monkeypatch.setattr(connection_guard, "MAX_UNPROVEN", 3)
 
     async def scenario(scheduler: Scheduler, served: Callable[[], Awaitable[None]]) -> None:
@@ -111,7 +106,7 @@ def test_silent_connections_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) -> 
     with_scheduler(scenario)
 
 
-def test_pages_are_served_while_others_ask_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_are_served_while_others_ask_for_nothing(monkeypatch):
     monkeypatch.setattr(connection_guard, "MAX_PAGES", 3)
 
     async def scenario(scheduler: Scheduler, served: Callable[[], Awaitable[None]]) -> None:
@@ -130,7 +125,7 @@ def test_pages_are_served_while_others_ask_for_nothing(monkeypatch: pytest.Monke
     with_scheduler(scenario)
 
 
-def test_a_request_has_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_has_one_deadline(monkeypatch):
     monkeypatch.setattr(connection_guard, "REQUEST_S", 0.05)
 
     async def scenario(scheduler: Scheduler, served: Callable[[], Awaitable[None]]) -> None:

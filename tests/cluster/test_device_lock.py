@@ -56,7 +56,7 @@ def process(code: str, *arguments: object) -> subprocess.Popen[str]:
 
 
 @pytest.mark.live
-def test_processes_have_a_device_one_after_the_other_in_the_order_in_which_they_asked(tmp_path: Path) -> None:
+def test_processes_have_a_device_one_after_the_other_in_the_order_in_which_they_asked(tmp_path):
     count = 25
     started = [process(TAKES_TURNS, tmp_path, name, count) for name in "abc"]
     for each in started:  # all of them want it at once
@@ -73,7 +73,7 @@ def test_processes_have_a_device_one_after_the_other_in_the_order_in_which_they_
 
 
 @pytest.mark.live
-def test_a_killed_holder_has_nothing_though_its_child_lives(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_killed_holder_has_nothing_though_its_child_lives(tmp_path, caplog):
     caplog.set_level("INFO")
     holder = process(HOLDS, tmp_path)
     assert holder.stdout is not None
@@ -105,7 +105,7 @@ def test_a_killed_holder_has_nothing_though_its_child_lives(tmp_path: Path, capl
         holder.wait()
 
 
-def test_who_no_longer_waits_holds_nobody_up(tmp_path: Path) -> None:
+def test_who_no_longer_waits_holds_nobody_up(tmp_path):
     async def turns() -> None:
         lock = DeviceLock("GPU-1", tmp_path)
         first = await lock.taken("one", 1.0)
@@ -126,7 +126,7 @@ def test_who_no_longer_waits_holds_nobody_up(tmp_path: Path) -> None:
     asyncio.run(turns())
 
 
-def test_calls_with_gpus_have_different_ones_and_wait_where_others_have_them(tmp_path: Path) -> None:
+def test_calls_with_gpus_have_different_ones_and_wait_where_others_have_them(tmp_path):
     gpus = visible_gpus("3,5", ())
 
     async def calls() -> None:
@@ -144,7 +144,7 @@ def test_calls_with_gpus_have_different_ones_and_wait_where_others_have_them(tmp
     asyncio.run(calls())
 
 
-def test_a_gpu_has_one_name_however_a_process_sees_it(tmp_path: Path) -> None:
+def test_a_gpu_has_one_name_however_a_process_sees_it(tmp_path):
     machine = ("GPU-aa11", "GPU-bb22", "GPU-bb33")
     seen = {
         None: machine, "1": machine[1:2], "2,0": (machine[2], machine[0]), "GPU-aa": machine[:1], "1,-1,0": machine[1:2], "": (),
@@ -166,7 +166,7 @@ def test_a_gpu_has_one_name_however_a_process_sees_it(tmp_path: Path) -> None:
     assert [gpu.entry for index in range(3) for gpu in tool_gpus(config, index, seen)] == ["0", "1", "0"]
 
 
-def test_a_directory_that_others_can_write_to_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_that_others_can_write_to_is_refused(tmp_path, monkeypatch):
     monkeypatch.delenv(DIRECTORY_VARIABLE, raising=False)
     monkeypatch.setattr("libra.cluster.device_lock.os.geteuid", lambda: 10**8)  # the directory is another user's
     place = Path("/tmp/libra-devices-100000000")

@@ -43,7 +43,7 @@ def as_it_is() -> dict[str, Any]:
 
 @pytest.mark.live  # clusters of their own: the fork server is what is tested
 @pytest.mark.skipif(sys.platform != "linux" or fork_server.may_have_gpu(), reason="workers are not forked here")
-def test_a_forked_worker_is_like_one_that_was_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forked_worker_is_like_one_that_was_started(tmp_path, monkeypatch):
     monkeypatch.setenv("A_USERS_OWN", "before the fork server")
     config = make()
     if not fork_server.begin(config, inherited_environment(config)):
@@ -76,9 +76,7 @@ def the_server() -> int:
 
 @pytest.mark.live  # clusters of their own: the fork server is what is tested
 @pytest.mark.skipif(sys.platform != "linux" or fork_server.may_have_gpu(), reason="workers are not forked here")
-def test_a_worker_comes_back_after_the_fork_server_is_killed_and_while_it_is_stopped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_worker_comes_back_after_the_fork_server_is_killed_and_while_it_is_stopped(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(fork_server, "ANSWER_S", 0.5)
     config = make()
     if not fork_server.begin(config, inherited_environment(config)):
@@ -126,16 +124,14 @@ def test_a_worker_comes_back_after_the_fork_server_is_killed_and_while_it_is_sto
         ({}, {"HF_HOME": "/models"}, False),
     ],
 )
-def test_only_an_environment_that_can_be_given_later_is_forked(
-    had: dict[str, str], wanted: dict[str, str], fits: bool
-) -> None:
+def test_only_an_environment_that_can_be_given_later_is_forked(had, wanted, fits):
     assert fork_server._fits(had, wanted) is fits
 
 
 @pytest.mark.parametrize(
     "sections", [{"rollout": {"engine": "vllm"}}, {"cluster": {"scheduler": "tcp://127.0.0.1:1", "dashboard_port": 0}}]
 )
-def test_what_cannot_be_forked_is_not(sections: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_forked_is_not(sections, monkeypatch):
     config = make(**sections)
     assert not fork_server.begin(config, inherited_environment(config))
     monkeypatch.setenv(fork_server.SWITCH, "0")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import SimpleNamespace
 
 import dask.config
@@ -28,7 +27,7 @@ MACHINE, ADDED = frozenset({"localhost", "node7", "node7.cluster"}), frozenset({
         ("127.0.0.1:8787", "https://gateway.example"),  # a proxy that changes Host
     ],
 )
-def test_a_page_of_this_machine_is_allowed(host: str, origin: str | None) -> None:
+def test_a_page_of_this_machine_is_allowed(host, origin):
     assert refusal(host, origin, MACHINE, ADDED) is None
 
 
@@ -47,12 +46,12 @@ def test_a_page_of_this_machine_is_allowed(host: str, origin: str | None) -> Non
         ("127.0.0.1:8787", "http://127.0.0.1:8787.evil.example"),
     ],
 )
-def test_another_page_is_refused(host: str, origin: str | None) -> None:
+def test_another_page_is_refused(host, origin):
     assert refusal(host, origin, MACHINE, ADDED) is not None
 
 
 @pytest.fixture
-def answers() -> Callable[[Application, str, str], bool]:
+def answers():
     """Whether an application answers a request for a path under a name."""
 
     def ask(pages: Application, path: str, host: str) -> bool:
@@ -71,7 +70,7 @@ def dashboard() -> Application:
     return Application([(r"/(.*)", RequestHandler)])
 
 
-def test_of_a_scheduler_of_others_only_libras_pages_are_checked(answers: Callable[..., bool]) -> None:
+def test_of_a_scheduler_of_others_only_libras_pages_are_checked(answers):
     shared, own = dashboard(), dashboard()
     with dask.config.set({SETTING: None}):  # a local cluster of another test sets it in this process
         check_names(shared, shared=True)
@@ -84,7 +83,7 @@ def test_of_a_scheduler_of_others_only_libras_pages_are_checked(answers: Callabl
         assert answers(shared, path, "proxy.example") and not answers(own, path, "proxy.example")
 
 
-def test_names_in_the_configuration_of_dask_are_for_all_pages(answers: Callable[..., bool]) -> None:
+def test_names_in_the_configuration_of_dask_are_for_all_pages(answers):
     pages = dashboard()
     with dask.config.set({SETTING: ["proxy.example"]}):
         check_names(pages, shared=True)

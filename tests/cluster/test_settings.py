@@ -44,7 +44,7 @@ def keys(process: Any, in_force: Any) -> set[str]:
     return {problem.setting.key.removeprefix("distributed.") for problem in check_settings(in_force, process)}
 
 
-def test_stock_settings_are_found_wanting_and_libras_are_not() -> None:
+def test_stock_settings_are_found_wanting_and_libras_are_not():
     assert "scheduler.work-stealing" in keys("scheduler", stock())
     assert {"worker.daemon", "worker.memory.spill", "worker.memory.pause"} <= keys("worker", stock())
     assert keys("scheduler", tree()) | keys("worker", tree()) == set()
@@ -58,7 +58,7 @@ def test_stock_settings_are_found_wanting_and_libras_are_not() -> None:
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.key)
-def test_every_setting_is_checked_in_its_process_and_explained(setting: Any) -> None:
+def test_every_setting_is_checked_in_its_process_and_explained(setting):
     wrongs = {False: True, None: "10s", "120s": "5s", 1.0: 1.5, 3: 1, 10_000: 10_001, 100: None, 600: 601}
     wrongs |= {"100ms": "20ms", "1s": "500ms"}
     changed = tree()
@@ -71,13 +71,13 @@ def test_every_setting_is_checked_in_its_process_and_explained(setting: Any) -> 
     assert check_settings(changed, other) == ()
 
 
-def test_dask_reads_the_file_as_the_settings() -> None:
+def test_dask_reads_the_file_as_the_settings():
     from_file: dict[str, Any] = {}
     dask.config.update(from_file, yaml.safe_load(settings_yaml()))
     assert {key: dask.config.get(key, config=from_file) for key in DASK_SETTINGS} == DASK_SETTINGS
 
 
-def test_a_running_cluster_is_asked_for_what_is_in_force_there() -> None:
+def test_a_running_cluster_is_asked_for_what_is_in_force_there():
     with (
         dask.config.set(DASK_SETTINGS),
         LocalCluster(n_workers=2, processes=False, threads_per_worker=1, dashboard_address=":0") as cluster,
@@ -92,12 +92,12 @@ def test_a_running_cluster_is_asked_for_what_is_in_force_there() -> None:
 @pytest.mark.parametrize(
     ("configured", "expected"), [([], []), ("mine.py", ["mine.py"]), (["mine.py", GUARD], ["mine.py"])]
 )
-def test_preloads_of_the_users_settings_are_loaded_beside_ours(configured: object, expected: list[str]) -> None:
+def test_preloads_of_the_users_settings_are_loaded_beside_ours(configured, expected):
     with dask.config.set({"distributed.worker.preload": configured}):
         assert preloads("worker") == [GUARD, *expected]
 
 
-def test_the_cache_that_scheduler_and_workers_fill_is_emptied_when_it_is_large() -> None:
+def test_the_cache_that_scheduler_and_workers_fill_is_emptied_when_it_is_large():
     assert distributed.scheduler.key_split is distributed.worker_state_machine.key_split is key_cache.key_split
     key_cache.key_split.cache_clear()
     for number in range(key_cache.KEPT_KEYS):

@@ -6,7 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import zarr
 from distributed import Client
-from live_runs import address_of
+from whole_run import address_of
 
 import factories
 from benchmarks.late_runs import killed_in_step
@@ -42,7 +42,7 @@ Config = Callable[..., RunConfig]
 
 
 @pytest.fixture(scope="module")
-def teacher(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def teacher(random_model, tmp_path_factory):
     """A model with the tokenizer of the random one, other weights, and clear opinions."""
     directory = tmp_path_factory.mktemp("teacher")
     return factories.save_chat_model(directory, seed=7, matrix_std=0.2)
@@ -54,7 +54,7 @@ def distilling(make_config: Config, teacher: Path, distil: dict[str, Any], **sec
 
 
 @pytest.fixture(scope="module")
-def teacher_client(random_model: Path, teacher: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+def teacher_client(random_model, teacher, tmp_path_factory):
     """A client of a cluster with a worker for a teacher, which the shared ones have not."""
     settings = factories.run_settings(tmp_path_factory.mktemp("cluster"), random_model)
     config = config_from_dict(settings | {"trainer": {"algorithm": "opd"}, "distil": {"teacher": str(teacher)}})
@@ -96,9 +96,7 @@ def check_scored(session: Session, rows: list[dict[str, Any]], width: int) -> li
 
 
 @pytest.mark.live
-def test_the_student_comes_nearer_to_a_teacher_on_a_worker_of_its_own(
-    make_config: Config, teacher: Path, teacher_client: Client
-) -> None:
+def test_the_student_comes_nearer_to_a_teacher_on_a_worker_of_its_own(make_config, teacher, teacher_client):
     trainer = {"streaming": "on", "dispatch": "peer"}
     run, every = {"iterations": 8, "eta": 1}, {"every": 3}
     config = distilling(make_config, teacher, {"top_k": 16}, run=run, trainer=trainer, checkpoint=every)
@@ -110,7 +108,7 @@ def test_the_student_comes_nearer_to_a_teacher_on_a_worker_of_its_own(
 
 
 @pytest.mark.live
-def test_the_student_comes_nearer_to_a_teacher_that_is_a_service(make_config: Config, teacher: Path) -> None:
+def test_the_student_comes_nearer_to_a_teacher_that_is_a_service(make_config, teacher):
     distil = {"estimator": "sampled", "samples": 32, "divergence": "reverse", "teacher": {"service": "oracle"}}
     services = {"named": {"oracle": {"model": str(teacher), "function": "teach", "max_batch": 2}}}
     trainer, run, every = {"group_size": 8}, {"iterations": 8, "eta": 1}, {"every": 3}
@@ -128,8 +126,8 @@ def test_the_student_comes_nearer_to_a_teacher_that_is_a_service(make_config: Co
 
 @pytest.mark.live
 def test_a_killed_run_goes_on_with_the_same_scores_and_damaged_ones_are_made_again(
-    make_config: Config, teacher: Path, tmp_path: Path, repository: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    make_config, teacher, tmp_path, repository, monkeypatch
+):
     monkeypatch.setattr("libra.driver.damage.RECHECK_S", 0.0)
     config = distilling(make_config, teacher, {"top_k": 8}, run={"iterations": 3}, checkpoint={"every": 2})
     file, run = tmp_path / "config.yaml", tmp_path / "demo"
@@ -199,9 +197,7 @@ def _assert_stored(run: Path, trajectory: TrajectoryId, taught: Taught | None) -
 
 
 @pytest.mark.live
-def test_a_batch_trains_without_scores_that_come_late_and_so_does_its_repetition(
-    make_config: Config, teacher: Path, teacher_client: Client
-) -> None:
+def test_a_batch_trains_without_scores_that_come_late_and_so_does_its_repetition(make_config, teacher, teacher_client):
     """The teacher is stopped until the first batch is trained, which waits for its time; later batches have their scores."""
     distil = {"top_k": 8, "reward_coef": 1.0, "wait_s": 3.0}
     config = distilling(make_config, teacher, distil, run={"iterations": 3}, checkpoint={"every": 0})
@@ -236,9 +232,7 @@ def _goes_on(run: str, dask_worker: Any) -> None:
     dask_worker.plugins[f"libra-{run}"].teacher.gate.set()
 
 
-def test_a_teacher_that_does_not_fit_is_refused_with_what_to_type(
-    make_config: Config, random_model: Path, teacher: Path, tmp_path: Path
-) -> None:
+def test_a_teacher_that_does_not_fit_is_refused_with_what_to_type(make_config, random_model, teacher, tmp_path):
     student, another = checked_model(str(random_model)), Path(shutil.copytree(teacher, tmp_path / "another"))
 
     def check(distil: dict[str, Any], **sections: Any) -> None:

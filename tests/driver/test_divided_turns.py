@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 import signal
 from collections import Counter
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from distributed import Client
-from live_runs import WIDE, address_of, events_of, named
+from whole_run import WIDE, address_of, events_of, named
 
 from libra.config import RunConfig
 from libra.driver.session import Session
@@ -69,8 +67,8 @@ def turns_of(one: Trajectory) -> list[tuple[Any, ...]]:
 
 
 def test_a_run_in_parts_of_turns_has_the_trajectories_of_the_run_without_and_two_killed_workers_cost_parts(
-    make_config: Callable[..., RunConfig], client_wide: Client, tmp_path: Path
-) -> None:
+    make_config, client_wide, tmp_path
+):
     """Of the workers one is killed before the record of a part, the other after it and before its report."""
 
     def configured(name: str, chunk_tokens: int | None) -> RunConfig:

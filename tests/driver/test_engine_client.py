@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from distributed import Client, Scheduler
-from live_runs import WIDE, Events, events_of, kill, named
+from distributed import Scheduler
+from whole_run import WIDE, Events, events_of, kill, named
 
 from libra.cli.replay import replay_run
 from libra.cluster.present_workers import present_workers
-from libra.config import RunConfig
 from libra.driver.session import Session
 from libra.errors import ClusterError
 
@@ -31,9 +30,7 @@ def most_at_once(events: Events, worker: str) -> int:
     return most
 
 
-def test_limits_of_slots_hold_at_once_and_outlive_a_change_of_roles_and_a_death(
-    make_config: Callable[..., RunConfig], client_wide: Client, until: Callable[..., None]
-) -> None:
+def test_limits_of_slots_hold_at_once_and_outlive_a_change_of_roles_and_a_death(make_config, client_wide, until):
     def supplied(name: str, slots: int) -> Callable[[Scheduler], bool]:
         return lambda it: [ws.resources.get("ROLLOUT") for ws in it.workers.values() if ws.name == name] == [slots]
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from libra import keys
@@ -14,7 +12,7 @@ from libra.worker import engine_factory
 from libra.worker.engine_factory import EngineKind, check_engine, make_engine
 
 
-def test_a_worker_says_what_its_engine_is_like_and_the_configuration_says_the_rest() -> None:
+def test_a_worker_says_what_its_engine_is_like_and_the_configuration_says_the_rest():
     config = config_from_dict({"rollout": {"engine": "vllm", "tp": 2, "slots": 9}, "cluster": {"threads": 4}})
     plain = EngineKind.of(config, {keys.ROLLOUT: 9})
     assert (plain.slots, plain.tp, plain.threads, plain.bucket) == (9, 2, 4, "vllm-tp2-threads4")
@@ -25,7 +23,7 @@ def test_a_worker_says_what_its_engine_is_like_and_the_configuration_says_the_re
         EngineKind.of(config_from_dict({}), {keys.ROLLOUT: 1, keys.TP: 2})
 
 
-def test_groups_of_engines_become_workers_with_annotations_and_cores_of_their_own() -> None:
+def test_groups_of_engines_become_workers_with_annotations_and_cores_of_their_own():
     groups = [{"tp": 2, "threads": 1, "count": 2}, {"slots": 7}]
     config = config_from_dict({"rollout": {"engine": "vllm", "slots": 4}, "cluster": {"engines": groups}})
     alike = {keys.ROLLOUT: 4, keys.TP: 2, keys.THREADS: 1}
@@ -39,9 +37,7 @@ def test_groups_of_engines_become_workers_with_annotations_and_cores_of_their_ow
     assert thread_bindings(config_from_dict({"rollout": {"engine": "vllm"}}), [0, 1]) == {}
 
 
-def test_an_engine_that_cannot_be_started_is_refused_before_a_worker_starts(
-    monkeypatch: pytest.MonkeyPatch, random_model: Path
-) -> None:
+def test_an_engine_that_cannot_be_started_is_refused_before_a_worker_starts(monkeypatch, random_model):
     for name in ("kv_cache_gib", "kv_host_gib"):
         with pytest.raises(ConfigError, match=f"rollout.{name}"):  # it holds no context
             check_engine(config_from_dict({"rollout": {name: 1e-4}}))

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
-from distributed import Client
-from live_runs import WIDE, address_of, events_of, keep_groups, named
+from whole_run import WIDE, address_of, dies_in_a_wave, events_of, keep_groups, named
 
-from libra.config import RunConfig
 from libra.driver.session import Session
 from libra.weights import WeightStore
 
 pytestmark = pytest.mark.timeout(600)
 
-Config = Callable[..., RunConfig]
 TRAINER = {"group_size": 3, "normalize_std": False}
 SAME = ("loss", "grad_norm", "action_tokens", "entropy", "ratio_mean")
 
@@ -47,43 +44,22 @@ def dies_in_the_reduction(run: str, dask_worker: Any) -> None:
     group.sum_ = lambda tensors: os.kill(os.getpid(), signal.SIGKILL)
 
 
-def dies_in_the_second_wave(run: str, dask_worker: Any) -> None:
-    """From now on this rank is killed in the midst of the second wave of a step that is not the first."""
-    replica = dask_worker.plugins[f"libra-{run}"].trainer.replica
-    loss = replica.gradient.micro_batch_loss
-
-    def deadly(*arguments: Any) -> Any:
-        if replica.open_step.step >= 1 and replica.open_step.waves == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return loss(*arguments)
-
-    replica.gradient.micro_batch_loss = deadly
-
-
 @pytest.mark.parametrize(
     ("trainer", "victim", "dies"),
     [
         ({"layout": "ddp"}, "train-0", dies_in_the_reduction),
-        ({"layout": "fsdp2", "streaming": "on"}, "train-1", dies_in_the_second_wave),
+        ({"layout": "fsdp2", "streaming": "on"}, "train-1", partial(dies_in_a_wave, wave=1, step=1)),
     ],
     ids=["ddp, in the reduction", "fsdp2, in a wave"],
 )
 def test_two_workers_take_the_steps_of_one_and_a_killed_rank_costs_a_step_at_most(
-    make_config: Config,
-    client_wide: Client,
-    monkeypatch: pytest.MonkeyPatch,
-    trainer: dict[str, Any],
-    victim: str,
-    dies: Callable[..., None],
-) -> None:
+    make_config, client_wide, monkeypatch, trainer, victim, dies
+):
     keep_groups(monkeypatch)
     config = make_config(
-        run={"iterations": 3},
-        trainer=TRAINER | trainer,
-        cluster=WIDE,
-        checkpoint={"every": 1},
+        run={"iterations": 3}, trainer=TRAINER | trainer, cluster=WIDE, checkpoint={"every": 1},
         rollout={"max_turns": 2},
-    )
+    )  # fmt: skip
     with Session(config, client=client_wide) as session:
         iterations = session.iterations()
         rows = [next(iterations)]

@@ -6,7 +6,6 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -34,9 +33,7 @@ def train():
         ("try: train()\nexcept KeyboardInterrupt: pass\nsignal.raise_signal(2)", True, -2, "KeyboardInterrupt"),
     ],
 )
-def test_the_end_of_a_program_that_ctrl_c_reaches(
-    program: str, begun: bool, status: int, last: str, tmp_path: Path
-) -> None:
+def test_the_end_of_a_program_that_ctrl_c_reaches(program, begun, status, last, tmp_path):
     if begun:
         (tmp_path / "runs/demo").mkdir(parents=True)
         (tmp_path / "runs/demo/starts.jsonl").touch()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -12,12 +11,12 @@ from typing import Any
 import dask
 import pytest
 from distributed import Client, Scheduler
-from live_runs import address_of, events_of, kill, named, once_each
+from whole_run import address_of, events_of, kill, named, once_each
 
 from libra.cluster.local import local_cluster
 from libra.cluster.present_workers import present_workers
 from libra.cluster.readiness import check_cluster
-from libra.config import RunConfig, config_from_dict
+from libra.config import config_from_dict
 from libra.driver.session import Session
 from libra.errors import ClusterError
 from libra.scheduler import LibraPlugin
@@ -26,12 +25,9 @@ from libra.types import Phase
 
 pytestmark = pytest.mark.timeout(600)
 
-Config = Callable[..., RunConfig]
-Until = Callable[[Any, Callable[[Scheduler], bool]], None]
-
 
 @pytest.fixture(scope="module")
-def growing() -> Iterator[Client]:
+def growing():
     """A client of a cluster to which tests add workers."""
     config = config_from_dict({"cluster": {"threads": 1, "dashboard_port": 0}, "rollout": {"slots": 2}})
     with local_cluster(config) as started, Client(started) as connected:
@@ -115,8 +111,8 @@ for _sent in (Patient, note_sends, sends, stand_still, NotEverywhere):
 
 @pytest.mark.live
 def test_a_worker_joins_with_weights_of_another_holds_up_nobody_and_takes_nothing_along_when_it_leaves(
-    make_config: Config, growing: Client, tmp_path: Path, until: Until
-) -> None:
+    make_config, growing, tmp_path, until
+):
     config = make_config(run={"iterations": 8}, weights={"transfer": "peer"}, store={"keep_journals": True})
     half, go = tmp_path / "half", tmp_path / "go"
     os.mkfifo(half)
@@ -161,13 +157,8 @@ def test_a_worker_joins_with_weights_of_another_holds_up_nobody_and_takes_nothin
 
 @pytest.mark.live
 def test_a_joiner_that_cannot_be_set_up_is_left_out_and_takes_part_once_it_is_mended(
-    make_config: Config,
-    growing: Client,
-    until: Until,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    make_config, growing, until, tmp_path, caplog, monkeypatch
+):
     monkeypatch.setattr("libra.scheduler.unready_workers.RETRY_AFTER_S", (3600.0,))
     broken, joiner = tmp_path / "scratch", "tool-1"
     broken.touch()
@@ -199,8 +190,8 @@ def process(scheduler: Scheduler, name: str) -> int | None:
 
 
 def test_a_lost_worker_comes_back_however_long_dask_waits_and_a_run_that_starts_waits_for_it(
-    make_config: Config, client: Client, until: Until, caplog: pytest.LogCaptureFixture
-) -> None:
+    make_config, client, until, caplog
+):
     client.register_plugin(LibraPlugin())
     before = {worker["name"]: address for address, worker in present_workers(client).items()}
     with dask.config.set({"distributed.deploy.lost-worker-timeout": "1ms"}):
@@ -216,9 +207,7 @@ def test_a_lost_worker_comes_back_however_long_dask_waits_and_a_run_that_starts_
     assert asked == {after["rollout-0"]: process(client.cluster.scheduler, "rollout-0")}
 
 
-def test_a_nanny_that_ends_is_replaced_and_the_run_goes_on(
-    make_config: Config, client: Client, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_nanny_that_ends_is_replaced_and_the_run_goes_on(make_config, client, caplog):
     """Its worker ends with it; the step that it had is taken by the next one."""
     cluster: Any = client.cluster
     with Session(make_config(run={"iterations": 3}), client=client) as session:

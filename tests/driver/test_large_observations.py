@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from click.testing import CliRunner
-from distributed import Client
 
 import libra
 from libra.cli.main import cli
-from libra.config import RunConfig
 from libra.driver.damage import check_run
 from libra.driver.session import run
 from libra.store.observations import read_observation
@@ -44,7 +41,7 @@ class LargeReturns(FixedTurns):
 LargeReturns.__module__ = "__main__"  # by value to the workers, which cannot import this file
 
 
-def test_large_returns_are_files_and_not_in_the_journal(make_config: Callable[..., RunConfig], client: Client) -> None:
+def test_large_returns_are_files_and_not_in_the_journal(make_config, client):
     summary = run(make_config(run={"iterations": 2}), environment=LargeReturns(), client=client)
     assert [row["reward"] for row in summary.iterations] == [1.0, 1.0] and not summary.iterations[0]["failures/reward"]
     files = sorted((summary.directory / "observations").glob("*/*.txt"))

@@ -6,20 +6,17 @@ import os
 import shutil
 import signal
 from collections import Counter
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from distributed import Client
-from live_runs import address_of
+from whole_run import address_of
 
 import libra
 from libra import Late
 from libra.cli.main import cli
-from libra.config import RunConfig, dump_config
+from libra.config import dump_config
 from libra.driver.session import Session
 from libra.errors import LateRefused, RunDirectoryError
 from libra.events import LateRewardsTaken, from_dict
@@ -33,8 +30,6 @@ from libra.weights import WeightStore
 from libra.worker.checkpoint_writer import CheckpointWriter
 from libra.worker.replica_factory import make_replica
 from libra.worker.trainer import recover
-
-Config = Callable[..., RunConfig]
 
 
 class Judged(FixedTurns):
@@ -51,7 +46,7 @@ def late_of(session: Session, batches: int) -> list[dict[str, Any]]:
     return [read_batch_facts(session.spec.batches_dir, batch)["late"] for batch in range(batches)]
 
 
-def test_a_reward_counts_in_the_next_batch_as_what_it_changes(make_config: Config, client: Client) -> None:
+def test_a_reward_counts_in_the_next_batch_as_what_it_changes(make_config, client):
     import torch
 
     from libra.train import grpo
@@ -118,13 +113,9 @@ def dies_in_a_step(run: str, first: int, dask_worker: Any) -> None:
     replica.gradient.accumulate = deadly
 
 
-def test_a_run_that_was_stopped_and_whose_trainer_is_killed_takes_each_of_twenty_rewards_once(
-    make_config: Config, client: Client
-) -> None:
+def test_a_run_that_was_stopped_and_whose_trainer_is_killed_takes_each_of_twenty_rewards_once(make_config, client):
     config = make_config(
-        run={"iterations": 4},
-        trainer={"late": "correct", "prompts": 5, "group_size": 4},
-        checkpoint={"every": 2},
+        run={"iterations": 4}, trainer={"late": "correct", "prompts": 5, "group_size": 4}, checkpoint={"every": 2}
     )
     with Session(config, environment=Judged(), client=client) as session:
         directory, iterations = session.directory, session.iterations()
@@ -151,9 +142,7 @@ def test_a_run_that_was_stopped_and_whose_trainer_is_killed_takes_each_of_twenty
         ("train-0-0-0", 2e9),
     ],
 )
-def test_what_cannot_be_a_late_reward_is_refused(
-    trajectory: str, value: float, make_config: Config, tmp_path: Path
-) -> None:
+def test_what_cannot_be_a_late_reward_is_refused(trajectory, value, make_config, tmp_path):
     directory = tmp_path / "demo"
     directory.mkdir()
     (directory / "config.resolved.yaml").write_text(dump_config(make_config(trainer={"late": "wait"})))
@@ -162,7 +151,7 @@ def test_what_cannot_be_a_late_reward_is_refused(
     assert not (directory / "late").exists()
 
 
-def test_the_command_line_delivers_and_the_second_delivery_is_refused(make_config: Config, tmp_path: Path) -> None:
+def test_the_command_line_delivers_and_the_second_delivery_is_refused(make_config, tmp_path):
     directory = tmp_path / "demo"
     directory.mkdir()
     (directory / "config.resolved.yaml").write_text(dump_config(make_config(trainer={"late": "drop"})))
@@ -177,7 +166,7 @@ def test_the_command_line_delivers_and_the_second_delivery_is_refused(make_confi
 
 
 @pytest.mark.parametrize("late", ["off", "drop"])
-def test_a_reward_that_is_not_waited_for_is_refused(make_config: Config, client: Client, late: str) -> None:
+def test_a_reward_that_is_not_waited_for_is_refused(make_config, client, late):
     config = make_config(run={"iterations": 1}, trainer={"late": late})
     with Session(config, environment=Judged(), client=client) as session:
         (row,) = session.iterations()

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import pairwise
-from pathlib import Path
-from typing import Any
 
 import pytest
 from distributed import Client, Scheduler
 
 from libra import events
-from libra.cluster import elastic_tools, local
+from libra.cluster import local
 from libra.cluster.local import local_cluster
-from libra.config import RunConfig
 from libra.driver.session import Session
 from libra.envs import session as session_of
 from libra.envs import tool
@@ -26,7 +22,6 @@ from libra.testing import FixedTurns
 from libra.types import ToolCall
 
 MIB = 2**20
-Config = Callable[..., RunConfig]
 Log = list[tuple[int, events.Event]]
 
 
@@ -71,7 +66,7 @@ def differences(log: Log, changed: dict[int, events.Event] | None = None) -> lis
 
 @pytest.mark.live
 @pytest.mark.timeout(300)
-def test_limits_of_memory_cores_and_quotas_hold(make_config: Config) -> None:
+def test_limits_of_memory_cores_and_quotas_hold(make_config):
     environment = {"name": f"{__name__}:Leased", "quotas": {"search": "20/s"}}
     config = make_config(environment=environment, trainer={"group_size": 4}, cluster={"tool_cores": 1})
     with Session(config) as run:  # tool workers of the shared clusters have no cores to lease
@@ -99,9 +94,7 @@ def test_limits_of_memory_cores_and_quotas_hold(make_config: Config) -> None:
 
 @pytest.mark.live
 @pytest.mark.timeout(300)
-def test_a_worker_comes_where_actions_wait_and_goes_where_it_idles(
-    make_config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, until: Callable[..., None]
-) -> None:
+def test_a_worker_comes_where_actions_wait_and_goes_where_it_idles(make_config, tmp_path, monkeypatch, until):
     monkeypatch.setattr(tool_fleet, "START_S", 0.01)  # as if workers had always started at once
     monkeypatch.setattr(tool_fleet, "IDLE_S", 0.2)
     monkeypatch.setattr(local, "LOOK_S", 0.05)
@@ -139,17 +132,9 @@ def test_a_worker_comes_where_actions_wait_and_goes_where_it_idles(
         ({"name": f"{__name__}:WithSession"}, {"tool_workers_most": 2}, "sessions"),
     ],
 )
-def test_what_can_never_run_is_refused_before_anything_does(
-    make_config: Config, tmp_path: Path, environment: dict[str, Any], cluster: dict[str, Any], word: str
-) -> None:
+def test_what_can_never_run_is_refused_before_anything_does(make_config, tmp_path, environment, cluster, word):
     named = {"name": f"{__name__}:Leased"} | environment
     config = make_config(environment=named, cluster={"tool_cores": 1} | cluster)
     with pytest.raises(ConfigError, match=word):
         Session(config).__enter__()
     assert not (tmp_path / "demo").exists()
-
-
-def test_descriptions_of_workers_are_split_by_number() -> None:
-    specs = {"tool-0": 0, "rollout-0": 1, "tool-1": 2, "tool-10": 3}
-    assert elastic_tools.split_off(specs, 1) == {"tool-1": 2, "tool-10": 3}
-    assert specs == {"tool-0": 0, "rollout-0": 1}

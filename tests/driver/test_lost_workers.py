@@ -8,19 +8,17 @@ import select
 import signal
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import whole_run
-from distributed import Client, Nanny, Scheduler
+from distributed import Nanny, Scheduler
 from distributed.core import Status
 
 from libra import keys
 from libra.cluster.present_workers import present_workers
-from libra.config import RunConfig
 from libra.driver.session import Session
 from libra.envs import tool
 from libra.store.trajectory_journal import Journal
@@ -29,31 +27,20 @@ from libra.types import ToolCall
 
 pytestmark = pytest.mark.live
 
-Config = Callable[..., RunConfig]
 
+@pytest.fixture
+def pipe(tmp_path):
+    """Maker of named pipes: opening one end waits for the other, so nobody polls."""
 
-class Pipe:
-    """A named pipe between this process and a worker: opening one end waits for the other, so nobody polls."""
+    def make(name):
+        os.mkfifo(tmp_path / name)
+        return tmp_path / name
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        os.mkfifo(path)
-
-    def send(self, text: str) -> None:
-        self.path.write_text(text)
-
-    def receive(self) -> str:
-        return self.path.read_text()
+    return make
 
 
 @pytest.fixture
-def pipe(tmp_path: Path) -> Callable[[str], Pipe]:
-    """Maker of named pipes."""
-    return lambda name: Pipe(tmp_path / name)
-
-
-@pytest.fixture
-def to_continue() -> Iterator[list[int]]:
+def to_continue():
     """Processes that get SIGCONT at the end, however the test ends: a stopped one could not be closed."""
     processes: list[int] = []
     yield processes
@@ -64,7 +51,7 @@ def to_continue() -> Iterator[list[int]]:
             continue
 
 
-def stop_once(run: str, first: Path, stopped: Pipe, go: Pipe, outcome: Pipe, dask_worker: Any) -> None:
+def stop_once(run: str, first: Path, stopped: Path, go: Path, outcome: Path, dask_worker: Any) -> None:
     """Hold up one generation, on whichever worker is first, between its tokens and its record; tell how the record went."""
     host = dask_worker.plugins[f"libra-{run}"]
     engine, journal = host.engine.serving.engine, host.context.journal
@@ -78,8 +65,8 @@ def stop_once(run: str, first: Path, stopped: Pipe, go: Pipe, outcome: Pipe, das
         except FileExistsError:
             return output
         mine.set()
-        stopped.send(f"{os.getpid()} {dask_worker.address} {request.trajectory_id}")
-        go.receive()  # stands still here; nothing else of this worker runs before the record is written
+        stopped.write_text(f"{os.getpid()} {dask_worker.address} {request.trajectory_id}")  # noqa: ASYNC240
+        go.read_text()  # noqa: ASYNC240  nothing else of this worker runs before the record is written
         return output
 
     def told(name: str, quantum: int, record: Any) -> None:
@@ -92,14 +79,14 @@ def stop_once(run: str, first: Path, stopped: Pipe, go: Pipe, outcome: Pipe, das
         finally:
             if mine.is_set():
                 mine.clear()
-                outcome.send(f"{how} {name} {quantum}")
+                outcome.write_text(f"{how} {name} {quantum}")
 
     engine.generate, journal.append = held_up, told
 
 
 def test_a_worker_that_comes_back_after_its_trajectory_went_elsewhere_writes_nothing(
-    make_config: Config, pipe: Callable[[str], Pipe], tmp_path: Path, to_continue: list[int]
-) -> None:
+    make_config, pipe, tmp_path, to_continue
+):
     # Its own cluster: a worker is taken from its scheduler, and ends by itself.
     config = make_config(
         run={"iterations": 3},
@@ -109,7 +96,7 @@ def test_a_worker_that_comes_back_after_its_trajectory_went_elsewhere_writes_not
     stopped, go, outcome = pipe("stopped"), pipe("go"), pipe("outcome")
 
     def stop_and_remove() -> tuple[int, int, str, str]:
-        process, address, trajectory = stopped.receive().split()
+        process, address, trajectory = stopped.read_text().split()
         to_continue.append(int(process))
         watch = os.pidfd_open(int(process))
         os.kill(int(process), signal.SIGSTOP)
@@ -130,8 +117,8 @@ def test_a_worker_that_comes_back_after_its_trajectory_went_elsewhere_writes_not
         next(iterations)  # the trajectory went on elsewhere: its group is in the batch of this step
         process, watch, address, trajectory = removal.result()
         os.kill(process, signal.SIGCONT)
-        go.send("go")
-        assert outcome.receive() == f"RecordExists {trajectory} 0"
+        go.write_text("go")
+        assert outcome.read_text() == f"RecordExists {trajectory} 0"
         select.select([watch], [], [])  # it ends by itself
         os.close(watch)
         assert len(list(iterations)) == 2
@@ -175,15 +162,11 @@ class Asks(FixedTurns):
 Asks.__module__ = "__main__"
 
 
-def test_a_trajectory_survives_five_worker_kills_at_five_quanta(
-    make_config: Config, client: Client, pipe: Callable[[str], Pipe], tmp_path: Path
-) -> None:
+def test_a_trajectory_survives_five_worker_kills_at_five_quanta(make_config, client, pipe, tmp_path):
     config = make_config(
-        run={"iterations": 1},
-        rollout={"max_turns": KILLS + 1},
-        trainer={"prompts": 1, "group_size": 1, "normalize_std": False, "resample": 0},
-        store={"keep_journals": True},
-    )
+        run={"iterations": 1}, rollout={"max_turns": KILLS + 1}, trainer={"prompts": 1, "group_size": 1,
+        "normalize_std": False, "resample": 0}, store={"keep_journals": True},
+    )  # fmt: skip
     running, _ = pipe("running"), pipe("go")  # nobody ever says go: the worker is killed there
     killed: list[str] = []
 
@@ -198,7 +181,7 @@ def test_a_trajectory_survives_five_worker_kills_at_five_quanta(
 
         def kill() -> None:
             for _ in range(KILLS):
-                process, action = running.receive().split()
+                process, action = running.read_text().split()
                 cluster.sync(heard)
                 killed.append(action)
                 os.kill(int(process), signal.SIGKILL)

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
-from distributed import Client
-from live_runs import named, once_each
+from whole_run import named, once_each
 
 from libra.cli.replay import replay_run
-from libra.config import RunConfig
 from libra.config.resume_changes import load_resumed
 from libra.driver.session import Session
 
@@ -20,19 +16,14 @@ PROMPTS, GROUP, ITERATIONS = 2, 4, 7
 
 
 @pytest.mark.timeout(900)
-def test_slots_are_fewer_before_the_iteration_that_would_not_fit_also_after_a_stop(
-    make_config: Callable[..., RunConfig], client: Client
-) -> None:
+def test_slots_are_fewer_before_the_iteration_that_would_not_fit_also_after_a_stop(make_config, client):
     growing = {"stretch": 2, "first_chars": 40, "more_chars": 20}
     config = make_config(
-        run={"iterations": ITERATIONS},
-        environment={"name": "libra.testing:GrowingPrompts", "args": growing},
-        rollout={"max_turns": 2, "kv_cache_gib": KV_TOKENS * TOKEN_BYTES / 2**30},
-        trainer={"prompts": PROMPTS, "group_size": GROUP},
-        planner={"replan": True, "apply": True},
-        policy={"boundaries_tokens": {"tp1": 50.0}},
+        run={"iterations": ITERATIONS}, environment={"name": "libra.testing:GrowingPrompts", "args": growing},
+        rollout={"max_turns": 2, "kv_cache_gib": KV_TOKENS * TOKEN_BYTES / 2**30}, trainer={"prompts": PROMPTS,
+        "group_size": GROUP}, planner={"replan": True, "apply": True}, policy={"boundaries_tokens": {"tp1": 50.0}},
         checkpoint={"every": 1},
-    )
+    )  # fmt: skip
     with Session(config, client=client) as session:
         iterations = session.iterations()
         rows = [next(iterations) for _ in range(5)]

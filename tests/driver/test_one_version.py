@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from distributed import Client
-from live_runs import WIDE, events_of, kill, named
+from whole_run import WIDE, events_of, kill, named
 
 from libra import events
-from libra.config import RunConfig
 from libra.driver.session import Session
 from libra.events import from_dict
 from libra.observe.invariants import check_invariants
@@ -24,8 +21,6 @@ from libra.store.trajectory_journal import Journal
 from libra.weights import WeightStore
 
 pytestmark = pytest.mark.timeout(300)
-
-Config = Callable[..., RunConfig]
 
 
 def mixed(directory: Path) -> int:
@@ -41,47 +36,34 @@ def restarts(directory: Path) -> int:
     return sum(r["kind"] == "restart" for name in names for r in Journal(directory / "journal").read(name))
 
 
-@pytest.mark.parametrize("killed", [False, True])
-def test_a_trajectory_keeps_the_weights_that_it_began_with(
-    killed: bool, make_config: Config, client: Client, until: Callable[..., None]
-) -> None:
+def test_a_trajectory_keeps_the_weights_that_it_began_with_also_when_its_engine_is_killed(make_config, client, until):
     config = make_config(
-        run={"iterations": 5, "eta": 2},
-        staleness={"versions": "one"},
-        rollout={"max_turns": 6, "max_new_tokens": 8},
-        trainer={"prompts": 3},
-        store={"keep_journals": True},
-    )
+        run={"iterations": 5, "eta": 2}, staleness={"versions": "one"}, rollout={"max_turns": 6, "max_new_tokens": 8},
+        trainer={"prompts": 3}, store={"keep_journals": True},
+    )  # fmt: skip
     with Session(config, client=client) as session:
         iterations = session.iterations()
         rows = [next(iterations)]
-        if killed:
-            kill(client, "rollout-0", until)
+        kill(client, "rollout-0", until)
         rows += iterations
         directory = session.directory
     assert len(rows) == 5 and max(row["lag_max"] for row in rows) <= 2 and mixed(directory) == 0
     assert {promise.verdict for promise in check_invariants(directory)} == {"holds"}
     loads = [event["version"] for event in named(events_of(directory), "version_served")]
     assert max(loads) >= 3 and loads == sorted(loads)
-    assert killed or restarts(directory) == 0  # engines wait for what is under way
 
 
-def test_versions_share_the_engines_out_by_rounding_and_stay_while_they_are_used(
-    make_config: Config, client_wide: Client, tmp_path: Path
-) -> None:
+def test_versions_share_the_engines_out_by_rounding_and_stay_while_they_are_used(make_config, client_wide, tmp_path):
     """Both engines have a trajectory of version 0 in an action; one of them gives it to the other, and takes newer weights."""
     gate = tmp_path / "gate"
     os.mkfifo(gate)
     config = make_config(
-        run={"iterations": 5, "eta": 2},
-        staleness={"versions": "one", "engines": "rounded"},
+        run={"iterations": 5, "eta": 2}, staleness={"versions": "one", "engines": "rounded"},
         environment={"name": "held_tool:Held", "args": {"gate": str(gate), "held": "train-0-0-"}},
-        trainer={"old_logp": "version", "correction": "truncate"},
-        rollout={"max_new_tokens": 8},
-        cluster=WIDE | {"hybrid_workers": 0},
-        checkpoint={"every": 1},
-        store={"keep_journals": True, "keep_versions": 1},
-    )
+        trainer={"old_logp": "version", "correction": "truncate"}, rollout={"max_new_tokens": 8},
+        cluster=WIDE | {"hybrid_workers": 0}, checkpoint={"every": 1}, store={"keep_journals": True,
+        "keep_versions": 1},
+    )  # fmt: skip
     with Session(config, client=client_wide) as session:
         versions, iterations = WeightStore(session.spec.weights_dir), session.iterations()
         rows = [next(iterations), next(iterations)]

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 import pytest
-from distributed import Client
-from live_runs import events_of, named
+from whole_run import events_of, named
 
-from libra.config import RunConfig
 from libra.driver.planning import realised_seconds, taken, workload_of
 from libra.driver.session import Session
 from libra.driver.upcoming_prompts import UpcomingPrompts
@@ -20,12 +17,8 @@ from libra.observe.metrics import read_metrics
 from libra.policy.log_replay import replay
 from libra.sim.from_run import workload_of_run
 
-Config = Callable[..., RunConfig]
 
-
-def test_each_iteration_is_predicted_before_it_compared_after_it_and_changed_by_neither(
-    make_config: Config, client: Client
-) -> None:
+def test_each_iteration_is_predicted_before_it_compared_after_it_and_changed_by_neither(make_config, client):
     config = make_config(run={"iterations": 4}, planner={"replan": True}, evaluation={"prompts": 2, "every": 2})
     predictions, values = [], []
     with Session(config, client=client) as session:
@@ -74,7 +67,7 @@ def test_each_iteration_is_predicted_before_it_compared_after_it_and_changed_by_
     assert all(told.difference == "" for told in replay(enumerate(map(from_dict, events))))
 
 
-def test_what_is_no_training_is_rollout_unless_steps_overlap(make_config: Config) -> None:
+def test_what_is_no_training_is_rollout_unless_steps_overlap(make_config):
     values: dict[str, Any] = {"iteration_s": 11.0, "evaluation_s": 0.5, "train_s": 4.0, "publish_s": 0.5}
     assert realised_seconds(values, make_config()).rollout_s == pytest.approx(6.0)
     assert realised_seconds(values, make_config()).step_s == pytest.approx(10.5)
@@ -103,7 +96,7 @@ class Elsewhere:
     prompt_id = prompt
 
 
-def test_a_run_names_the_prompts_of_each_iteration_before_it_begins(make_config: Any, client: Client) -> None:
+def test_a_run_names_the_prompts_of_each_iteration_before_it_begins(make_config, client):
     environment = FunctionEnvironment(prompts=["a", "b", "c"], eval_prompts=["d"], reward=lambda completion: 1.0)
     with Session(make_config(run={"iterations": 3}), environment=environment, client=client) as session:
         list(session.iterations())
@@ -122,7 +115,7 @@ def test_a_run_names_the_prompts_of_each_iteration_before_it_begins(make_config:
         assert order.index("prompts_named") < order.index("gate_parked")
 
 
-def test_an_environment_that_fails_here_is_asked_once_and_done_without() -> None:
+def test_an_environment_that_fails_here_is_asked_once_and_done_without():
     for name in ("lengths", "names"):
         environment = Elsewhere()
         read = getattr(UpcomingPrompts(environment, 2), name)  # type: ignore[arg-type]

@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from distributed import Client
-from live_runs import address_of, keep_groups
 from streamed_runs import check_taken_again, events_of, replayed_differences
+from whole_run import address_of, keep_groups
 
 from libra.config import RunConfig
 from libra.driver.session import Session
@@ -74,8 +73,8 @@ def let_go() -> None:
 
 @pytest.mark.parametrize(("streaming", "dies"), [("on", False), ("off", True)])
 def test_the_next_step_begins_while_a_version_is_published_and_a_kill_then_changes_no_bit(
-    streaming: str, dies: bool, make_config: Callable[..., RunConfig], client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    streaming, dies, make_config, client, monkeypatch
+):
     keep_groups(monkeypatch)
     trainer = {"prompts": 3, "lr": 1e-3, "streaming": streaming}
     run = {"iterations": 4, "eta": 1}

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from distributed import Client
-from live_runs import address_of, kill, named, once_each
+from whole_run import address_of, kill, named, once_each
 
 from libra.cluster.local import local_cluster
-from libra.config import RunConfig, config_from_dict
+from libra.config import config_from_dict
 from libra.driver.session import Session
 from libra.rollout.vllm_settings import is_installed
 from libra.worker.engine_factory import Share
 
-Config = Callable[..., RunConfig]
 ONE = {"rollout-0": {"role": "rollout", "tp": 2}, "rollout-1": "lent"}
 TWO = {"rollout-0": {"role": "rollout", "tp": 1}, "rollout-1": {"role": "rollout", "tp": 1}}
 
 
-def test_an_engine_of_several_workers_has_all_their_cores_and_gpus() -> None:
+def test_an_engine_of_several_workers_has_all_their_cores_and_gpus():
     joined = Share.joined([Share("4-7", "1"), Share("0-3", "0")])
     assert joined == Share("4-7|0-3", "1,0"), "the ranks of the worker that leads come first"
     assert Share.joined([Share("0-3", ""), Share("", "")]) == Share("nobind", "")
@@ -31,14 +29,12 @@ def test_an_engine_of_several_workers_has_all_their_cores_and_gpus() -> None:
 @pytest.mark.vllm
 @pytest.mark.skipif(not is_installed(), reason="vllm is not installed here: make setup-vllm")
 @pytest.mark.timeout(900)
-def test_two_vllm_engines_become_one_of_two_ranks_and_two_again(make_config: Config) -> None:
+def test_two_vllm_engines_become_one_of_two_ranks_and_two_again(make_config):
     config = make_config(
-        run={"iterations": 6, "eta": 1},
-        model={"path": "libra/tiny-arithmetic"},
-        rollout={"engine": "vllm", "max_new_tokens": 16, "slots": 3},
-        trainer={"prompts": 2, "group_size": 4, "lr": 1e-3},
+        run={"iterations": 6, "eta": 1}, model={"path": "libra/tiny-arithmetic"}, rollout={"engine": "vllm",
+        "max_new_tokens": 16, "slots": 3}, trainer={"prompts": 2, "group_size": 4, "lr": 1e-3},
         cluster={"rollout_workers": 2, "hybrid_workers": 2},
-    )
+    )  # fmt: skip
     with Session(config) as session:
         iterations = session.iterations()
         rows = [next(iterations)]
@@ -69,7 +65,7 @@ def test_two_vllm_engines_become_one_of_two_ranks_and_two_again(make_config: Con
 
 
 @pytest.fixture(scope="module")
-def two_hybrids() -> Iterator[Client]:
+def two_hybrids():
     """A client of rollout-0 and rollout-1, which can both change roles (of the shared ones one can), tool-0 and train-0."""
     cluster = {"rollout_workers": 2, "hybrid_workers": 2, "threads": 1, "dashboard_port": 0}
     config = config_from_dict({"cluster": cluster, "rollout": {"slots": 3}})
@@ -89,9 +85,7 @@ emulate_tensor_parallelism.__module__ = "__main__"
 
 @pytest.mark.live
 @pytest.mark.timeout(600)
-def test_an_engine_of_two_workers_is_refused_or_outlives_the_death_of_either(
-    make_config: Config, two_hybrids: Client, until: Callable[..., None]
-) -> None:
+def test_an_engine_of_two_workers_is_refused_or_outlives_the_death_of_either(make_config, two_hybrids, until):
     cluster = {"rollout_workers": 2, "hybrid_workers": 2}
     with Session(make_config(run={"iterations": 7}, cluster=cluster), client=two_hybrids) as session:
         iterations = session.iterations()

@@ -25,9 +25,7 @@ FATES = st.one_of(
 
 
 @given(st.lists(st.lists(FATES, min_size=1, max_size=2), max_size=3), st.booleans())
-def test_each_group_is_consumed_or_committed_or_started_or_none(
-    fates: list[list[str | list[list[int]]]], leftovers: bool
-) -> None:
+def test_each_group_is_consumed_or_committed_or_started_or_none(fates, leftovers):
     with tempfile.TemporaryDirectory() as name:
         spec = RunSpec("run", 0, Path(name), "none", config_from_dict({}))
         journal = Journal(spec.journal_dir)
@@ -68,7 +66,7 @@ def test_each_group_is_consumed_or_committed_or_started_or_none(
             assert point.left(k, len(iteration)) == expected
 
 
-def test_the_oldest_version_of_all_samples_counts(tmp_path: Path) -> None:
+def test_the_oldest_version_of_all_samples_counts(tmp_path):
     spec = RunSpec("run", 0, tmp_path, "none", config_from_dict({}))
     point = read_point(spec)
     assert (point.batches, point.members, point.committed, point.started) == (0, [], frozenset(), {})

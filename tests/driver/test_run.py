@@ -4,27 +4,22 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import whole_run
-from distributed import Client
 
-from libra.config import RunConfig
 from libra.driver.session import Session, run
-from libra.errors import RunDirectoryError
+from libra.errors import MismatchAlarm, RunDirectoryError
+from libra.weights import WeightStore
 
 pytestmark = pytest.mark.live
 
-Config = Callable[..., RunConfig]
 INLINE = {"name": "libra.testing:FixedTurns", "args": {"inline": True}}
 
 
-def test_with_an_inline_tool_and_free_slots_a_trajectory_is_dispatched_once(
-    make_config: Config, client: Client
-) -> None:
+def test_with_an_inline_tool_and_free_slots_a_trajectory_is_dispatched_once(make_config, client):
     directory = run(make_config(environment=INLINE, run={"iterations": 1}), client=client).directory
     events = whole_run.events_of(directory)
     names = Counter(event["name"] for event in events)
@@ -36,20 +31,7 @@ def test_with_an_inline_tool_and_free_slots_a_trajectory_is_dispatched_once(
     assert len(whole_run.columns(directory, "turn")["generated_tokens"]) == 4 * 3
 
 
-def test_with_more_trajectories_than_slots_each_turn_is_dispatched_in_order(
-    make_config: Config, client: Client
-) -> None:
-    config = make_config(environment=INLINE, run={"iterations": 1}, trainer={"prompts": 16, "group_size": 2})
-    directory = run(config, client=client).directory
-    names = Counter(event["name"] for event in whole_run.events_of(directory))
-    assert names["quantum_finished"] == names["quantum_dispatched"] + names["quantum_continued"] == 32 * 3
-    assert names["quantum_dispatched"] > 32  # 32 trajectories, 8 slots: those that run give way to those that wait
-    assert whole_run.unexplained(directory) == []
-
-
-def test_the_scheduler_holds_as_many_tasks_after_twenty_iterations_as_after_five(
-    make_config: Config, client: Client
-) -> None:
+def test_the_scheduler_holds_as_many_tasks_after_twenty_iterations_as_after_five(make_config, client):
     config = make_config(run={"iterations": 24}, trainer={"prompts": 1}, rollout={"max_turns": 1, "max_new_tokens": 1})
     counts = {}
     with Session(config, client=client) as session:
@@ -68,9 +50,22 @@ async def settled_tasks(wanted: list[str], dask_scheduler: Any) -> int:
     return len(dask_scheduler.tasks)
 
 
-def test_the_same_seed_gives_the_same_trajectories(make_config: Config, client: Client) -> None:
+def test_the_same_seed_gives_the_same_trajectories(make_config, client):
     first, again = (run(make_config(run={"name": n, "iterations": 1}), client=client) for n in ("first", "again"))
     assert np.array_equal(*(whole_run.tokens(summary.directory)["token_ids"] for summary in (first, again)))
     with pytest.raises(RunDirectoryError):
         run(make_config(run={"name": "first"}), client=client)  # whose directory is left alone
     assert len(whole_run.columns(first.directory)["reward"]) == 4
+
+
+@pytest.mark.parametrize(("action", "published"), [("pause", 1), ("stop", 0)])
+def test_an_alarm_takes_no_further_step_until_the_run_is_resumed(action, published, make_config, client):
+    alarm = {"mismatch_alarm": 1e-12, "mismatch_action": action}
+    with pytest.raises(MismatchAlarm):
+        run(make_config(run={"iterations": 3, "eta": 1}, trainer=alarm), client=client)
+    again = make_config(run={"iterations": 3, "eta": 1})
+    weights = WeightStore(again.run.dir / "demo" / "weights")
+    assert weights.numbers()[-1] == published
+    if action == "pause":
+        assert run(again, client=client, resume=True).iterations[-1]["iteration"] == 2
+        assert weights.numbers()[-1] == 3

@@ -4,29 +4,19 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from distributed import Client
 
-from libra.config import RunConfig
-from libra.driver import run_directory
 from libra.driver.run_logs import FOREIGN, RunLogs, ShownFormatter
 from libra.driver.run_summary import RunSummary
 from libra.driver.session import Session
-from libra.errors import RunDirectoryError
 from libra.observe.metrics import MetricsLog
 from libra.testing import FixedTurns
 
-Config = Callable[..., RunConfig]
 
-
-def test_an_error_at_the_end_of_a_run_leaves_all_that_it_committed(
-    make_config: Config, client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_at_the_end_of_a_run_leaves_all_that_it_committed(make_config, client, monkeypatch):
     session = Session(make_config(run={"iterations": 1}), environment=FixedTurns(), client=client)
     close = MetricsLog.close
 
@@ -40,9 +30,7 @@ def test_an_error_at_the_end_of_a_run_leaves_all_that_it_committed(
     assert (session.directory / "batches" / "batch-000000.json").is_file()
 
 
-def test_a_start_that_fails_leaves_nothing(
-    make_config: Config, client: Client, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_start_that_fails_leaves_nothing(make_config, client, monkeypatch, tmp_path):
     def refused(*given: Any) -> None:
         raise OSError("refused")
 
@@ -54,25 +42,6 @@ def test_a_start_that_fails_leaves_nothing(
     assert set(tmp_path.iterdir()) == there
 
 
-def test_of_two_starts_at_once_the_second_leaves_the_first_ones_directory_alone(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    directory = tmp_path / "run"
-
-    def there_in_a_moment(path: Path) -> bool:
-        if path == directory:
-            directory.mkdir()
-            (directory / "config.resolved.yaml").write_text("of the first")
-            return False
-        return path.exists()
-
-    monkeypatch.setattr(run_directory, "_there", there_in_a_moment)
-    spec: Any = SimpleNamespace(directory=directory)
-    with pytest.raises(RunDirectoryError, match="already has files"):
-        run_directory.make_directory(spec, "of the second", {"environment": False, "score": False})
-    assert (directory / "config.resolved.yaml").read_text() == "of the first"
-
-
 def log_with_traceback(name: str, text: str) -> None:
     try:
         raise ConnectionError("a browser left")
@@ -80,9 +49,7 @@ def log_with_traceback(name: str, text: str) -> None:
         logging.getLogger(name).exception(text)
 
 
-def test_a_traceback_of_a_library_is_in_the_file_and_not_on_the_terminal(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_traceback_of_a_library_is_in_the_file_and_not_on_the_terminal(tmp_path, capsys):
     dask = logging.getLogger("distributed.core")
     handler, propagate = logging.StreamHandler(sys.stderr), dask.propagate
     dask.addHandler(handler)
@@ -105,9 +72,7 @@ def test_a_traceback_of_a_library_is_in_the_file_and_not_on_the_terminal(
     assert capsys.readouterr().err.count("Traceback") == 1, "only what was logged after the run"
 
 
-def test_what_libra_says_is_a_line_on_the_terminal_and_has_its_traceback_in_the_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_libra_says_is_a_line_on_the_terminal_and_has_its_traceback_in_the_file(tmp_path, capsys):
     libra, handler = logging.getLogger("libra"), logging.StreamHandler(sys.stderr)
     handler.setFormatter(ShownFormatter("%(message)s", brief=True))
     libra.addHandler(handler)
@@ -126,18 +91,14 @@ def test_what_libra_says_is_a_line_on_the_terminal_and_has_its_traceback_in_the_
 
 def summary(**changes: object) -> RunSummary:
     values = {
-        "iterations": [
-            {"reward": 0.125, "generated_tokens": 1000, "left_out": 0},
-            {"reward": 0.5, "generated_tokens": 2500, "left_out": 2},
-        ],
-        "evaluations": [{"reward": 0.25, "num": 64}, {"reward": 0.75, "num": 64}],
-        "checkpoint": Path("runs/demo/checkpoints/2"),
-        "wall_s": 12.4,
-    }
+        "iterations": [{"reward": 0.125, "generated_tokens": 1000, "left_out": 0}, {"reward": 0.5,
+        "generated_tokens": 2500, "left_out": 2}], "evaluations": [{"reward": 0.25, "num": 64}, {"reward": 0.75,
+        "num": 64}], "checkpoint": Path("runs/demo/checkpoints/2"), "wall_s": 12.4,
+    }  # fmt: skip
     return RunSummary("demo", Path("runs/demo"), **{**values, **changes})  # type: ignore[arg-type]
 
 
-def test_a_summary_is_a_short_table_of_what_there_is_also_in_a_notebook() -> None:
+def test_a_summary_is_a_short_table_of_what_there_is_also_in_a_notebook():
     text, page = str(summary()), summary(checkpoint=Path("<b>x</b>"))._repr_html_()
     assert len(text.splitlines()) == len(summary().rows()) == page.count("<tr>") == 8
     for words in ("0.250 before, 0.750 after, 64", "0.125 in the first iteration, 0.500", "3,500", "checkpoints/2"):

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import asked_services
 import numpy as np
 import pytest
-from distributed import Client
 
 import factories
 from libra import events
-from libra.config import RunConfig
 from libra.driver.service_needs import check_services
 from libra.driver.session import Session
 from libra.envs import FunctionEnvironment
@@ -24,7 +20,6 @@ from libra.store.trajectories import TrajectoryStore
 from libra.worker.service_functions import FUNCTIONS
 from libra.worker.service_models import HostModel
 
-Config = Callable[..., RunConfig]
 HERE = "asked_services"
 
 
@@ -33,20 +28,17 @@ def prompts() -> list[dict[str, Any]]:
 
 
 def test_three_models_on_a_device_for_one_answer_bit_for_bit_alike_however_often_they_are_restored(
-    make_config: Config, client: Client, tmp_path: Path
-) -> None:
+    make_config, client, tmp_path
+):
     answers = tmp_path / "answers.txt"
     models = {n: factories.save_chat_model(tmp_path / n, seed=ord(n), matrix_std=0.1) for n in "abc"}
     hosts = {name: HostModel(path) for name, path in models.items()}
     one = max(host.num_bytes for host in hosts.values()) / 2**30
     config = make_config(
-        run={"iterations": 1},
-        environment={"name": f"{HERE}:ThreeAsked", "args": {"path": str(answers)}},
-        services={
-            "named": {name: {"model": str(path), "function": "logprob"} for name, path in models.items()},
-            "device_gib": 1.5 * one,
-        },
-    )
+        run={"iterations": 1}, environment={"name": f"{HERE}:ThreeAsked", "args": {"path": str(answers)}},
+        services={"named": {name: {"model": str(path), "function": "logprob"} for name, path in models.items()},
+        "device_gib": 1.5 * one},
+    )  # fmt: skip
     with Session(config, client=client) as session:
         list(session.iterations())
     told = Counter(tuple(line.split()) for line in answers.read_text().splitlines())
@@ -63,14 +55,12 @@ def test_three_models_on_a_device_for_one_answer_bit_for_bit_alike_however_often
     assert all(event.evicted == 1 for event in batches if event.restored and event is not batches[0])
 
 
-def test_a_slow_judge_is_waited_for_by_no_step(make_config: Config, client: Client, tmp_path: Path) -> None:
+def test_a_slow_judge_is_waited_for_by_no_step(make_config, client, tmp_path):
     gate = tmp_path / "gate"
     config = make_config(
-        run={"iterations": 3},
-        rollout={"max_turns": 1},
-        trainer={"late": "correct"},
+        run={"iterations": 3}, rollout={"max_turns": 1}, trainer={"late": "correct"},
         services={"named": {"judge": {"function": f"{HERE}:gated", "args": {"gate": str(gate)}, "max_wait_s": 0.0}}},
-    )
+    )  # fmt: skip
     reward = {"service": "judge", "late": True, "fast": 0.0}
     environment = FunctionEnvironment(prompts=prompts(), reward=reward)
     with Session(config, environment=environment, client=client) as session:
@@ -84,13 +74,11 @@ def test_a_slow_judge_is_waited_for_by_no_step(make_config: Config, client: Clie
     assert {path.read_text().count('"value": 0.5') for path in session.spec.late_dir.iterdir()} == {1}
 
 
-def test_a_service_that_fails_is_a_failure_of_the_reward_and_no_reward(make_config: Config, client: Client) -> None:
+def test_a_service_that_fails_is_a_failure_of_the_reward_and_no_reward(make_config, client):
     config = make_config(
-        run={"iterations": 1},
-        rollout={"max_turns": 1},
-        trainer={"resample": 0},
+        run={"iterations": 1}, rollout={"max_turns": 1}, trainer={"resample": 0},
         services={"named": {"short": {"function": f"{HERE}:short"}}},
-    )
+    )  # fmt: skip
     environment = FunctionEnvironment(prompts=prompts(), reward={"service": "short"})
     with Session(config, environment=environment, client=client) as session:
         (row,) = session.iterations()
@@ -111,14 +99,8 @@ def test_a_service_that_fails_is_a_failure_of_the_reward_and_no_reward(make_conf
     ],
 )
 def test_what_can_never_be_asked_is_refused_before_anything_runs(
-    make_config: Config,
-    random_model: Path,
-    tmp_path: Path,
-    reward: dict[str, Any],
-    judge: dict[str, Any],
-    kind: type[Exception],
-    word: str,
-) -> None:
+    make_config, random_model, tmp_path, reward, judge, kind, word
+):
     entry = judge or {"model": "MODEL"}
     if entry.get("model") == "MODEL":
         entry = entry | {"model": str(random_model)}
@@ -128,9 +110,7 @@ def test_what_can_never_be_asked_is_refused_before_anything_runs(
     assert not (tmp_path / "demo").exists()
 
 
-def test_a_late_answer_needs_a_worker_that_stays_and_a_model_somebody_who_asks_it(
-    make_config: Config, random_model: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_late_answer_needs_a_worker_that_stays_and_a_model_somebody_who_asks_it(make_config, random_model, caplog):
     named: dict[str, Any] = {"judge": {"model": str(random_model)}}
     made = make_config(services={"named": named}, trainer={"late": "correct"}, cluster={"tool_workers_most": 4})
     asks, late = (

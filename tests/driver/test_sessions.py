@@ -105,8 +105,8 @@ def read_notes(notes: Path) -> dict[str, list[list[str]]]:
 
 @pytest.mark.live
 def test_a_trajectory_keeps_one_session_hands_it_on_reset_and_begins_again_with_another_when_its_worker_dies(
-    make_config: Callable[..., RunConfig], tmp_path: Path
-) -> None:
+    make_config, tmp_path
+):
     config = configured(make_config)
     with local_cluster(config) as cluster, Client(cluster) as client:  # the shared ones have one tool worker
         directory = run(config, environment=Shells(tmp_path / "notes", "worker"), client=client).directory
@@ -123,7 +123,7 @@ def test_a_trajectory_keeps_one_session_hands_it_on_reset_and_begins_again_with_
     check_begins_again(directory, notes)
 
 
-def test_a_session_that_dies_is_replaced(make_config: Callable[..., RunConfig], client: Client, tmp_path: Path) -> None:
+def test_a_session_that_dies_is_replaced(make_config, client, tmp_path):
     environment = Shells(tmp_path / "notes", "session")
     directory = run(configured(make_config), environment=environment, client=client).directory
     notes = read_notes(tmp_path / "notes")
@@ -134,7 +134,7 @@ def test_a_session_that_dies_is_replaced(make_config: Callable[..., RunConfig], 
     assert last["sessions_reused"] <= last["sessions_resets"]
 
 
-def test_functions_as_tools_have_a_session_if_one_takes_it_and_only_then(random_model: Path, tmp_path: Path) -> None:
+def test_functions_as_tools_have_a_session_if_one_takes_it_and_only_then(random_model, tmp_path):
     def asked(session: list[int]) -> str:
         """Ask the session."""
         return str(session)

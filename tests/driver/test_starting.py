@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
-from distributed import Client
-from live_runs import events_of, named
+from whole_run import events_of, named
 
 from libra.cli.main import main
 from libra.cli.roles import roles_command
@@ -29,7 +26,6 @@ from libra.planner.from_config import shape_of, snapshot_of
 from libra.planner.plan_settings import configured_deployment, shape_digest, with_plan
 from libra.planner.replan import Deployed
 
-Config = Callable[..., RunConfig]
 LAPTOP, NODE = Machine(CPU, 0, 8), Machine("H100-80G", 4, 64)
 
 
@@ -40,7 +36,7 @@ def _config(**sections: dict[str, object]) -> RunConfig:
     return config_from_dict(given)
 
 
-def test_the_machines_own_gpus_are_planned_for() -> None:
+def test_the_machines_own_gpus_are_planned_for():
     made = laid_out(_config(), NODE)
     layout = made.planner.planned
     assert layout is not None
@@ -52,7 +48,7 @@ def test_the_machines_own_gpus_are_planned_for() -> None:
 
 
 @pytest.mark.parametrize("teacher", ["none", "own", "service"])
-def test_a_judge_and_a_teacher_have_the_devices_that_they_were_planned_for(teacher: str) -> None:
+def test_a_judge_and_a_teacher_have_the_devices_that_they_were_planned_for(teacher):
     judge = {"model": "Qwen3-0.6B"} | ({"function": "teach"} if teacher == "service" else {})
     judged: dict[str, Any] = {
         "model": {"path": "Qwen3-1.7B"},
@@ -76,7 +72,7 @@ def test_a_judge_and_a_teacher_have_the_devices_that_they_were_planned_for(teach
         assert (bound["tool-0"] == bound[f"train-{deployed.train_gpus - 1}"]) == (bound["tool-0"] in others) == shares
 
 
-def test_without_a_gpu_seconds_are_measured_ones_or_of_a_gpu_that_was_named() -> None:
+def test_without_a_gpu_seconds_are_measured_ones_or_of_a_gpu_that_was_named():
     with pytest.raises(PlanError, match=r"planner\.calibration=FILE"):
         laid_out(_config(), LAPTOP)
     layout = laid_out(_config(planner={"layout": "auto", "gpu": "A800-80G"}), LAPTOP).planner.planned
@@ -99,15 +95,13 @@ def test_without_a_gpu_seconds_are_measured_ones_or_of_a_gpu_that_was_named() ->
         ({"model": {"path": "Llama-2-70b"}}, NODE, "planner.tp"),
     ],
 )
-def test_a_plan_that_cannot_be_started_here_names_the_setting_to_change(
-    sections: dict[str, dict[str, object]], machine: Machine, setting: str
-) -> None:
+def test_a_plan_that_cannot_be_started_here_names_the_setting_to_change(sections, machine, setting):
     given = {**sections, "planner": {"layout": "auto", **sections.get("planner", {})}}
     with pytest.raises((PlanError, ConfigError), match=re.escape(setting)):
         laid_out(_config(**given), machine)
 
 
-def test_engines_that_the_model_or_the_machine_cannot_have_are_refused() -> None:
+def test_engines_that_the_model_or_the_machine_cannot_have_are_refused():
     def listed(*engines: dict[str, int]) -> RunConfig:
         return _config(planner={"layout": "configured"}, rollout={"engine": "vllm"}, cluster={"engines": list(engines)})
 
@@ -120,7 +114,7 @@ def test_engines_that_the_model_or_the_machine_cannot_have_are_refused() -> None
         laid_out(_config(), NODE, started_here=False)
 
 
-def test_every_worker_has_gpus_of_its_own_where_there_are_enough() -> None:
+def test_every_worker_has_gpus_of_its_own_where_there_are_enough():
     config = _config(
         planner={"layout": "configured"}, rollout={"engine": "vllm"}, cluster={"engines": [{"tp": 2}, {"tp": 1}]}
     )
@@ -138,9 +132,7 @@ def test_every_worker_has_gpus_of_its_own_where_there_are_enough() -> None:
 
 @pytest.mark.live
 @pytest.mark.timeout(600)
-def test_a_run_starts_what_was_planned_and_answers_for_its_roles(
-    make_config: Config, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_starts_what_was_planned_and_answers_for_its_roles(make_config, capsys):
     def typed(*arguments: str) -> tuple[int, str, str]:
         with pytest.raises(SystemExit) as stopped:
             main(list(arguments))
@@ -178,9 +170,7 @@ def test_a_run_starts_what_was_planned_and_answers_for_its_roles(
     assert (told["gpu"], told["num_gpus"]) == ("cpu", 3)
 
 
-def test_a_cluster_with_other_engines_than_are_listed_or_planned_is_refused(
-    make_config: Config, client: Client, tmp_path: Path
-) -> None:
+def test_a_cluster_with_other_engines_than_are_listed_or_planned_is_refused(make_config, client, tmp_path):
     config = make_config(cluster={"engines": [{"slots": 8}, {"slots": 4, "count": 2}]})
     with pytest.raises(ClusterError, match="ROLLOUT=4,TP=1"):
         run(config, client=client)

@@ -6,48 +6,21 @@ That a streamed step is the whole step is in tests/core/test_scheduling.py.
 from __future__ import annotations
 
 import os
-import signal
-from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from distributed import Client
 from streamed_runs import check_taken_again, check_whole, events_of, waves_of
+from whole_run import address_of, dies_in_a_wave, keep_groups
 
-from libra.cluster.present_workers import present_workers
-from libra.config import RunConfig
-from libra.driver import run_checkpoints
 from libra.driver.session import Session
 from libra.envs import tool
-from libra.events import WaveOpened, WaveTrained, WorkerLost
+from libra.events import WaveOpened, WorkerLost
 from libra.testing import FixedTurns
 from libra.types import ToolCall
 
-Config = Callable[..., RunConfig]
 PROMPTS = 6
 
 pytestmark = pytest.mark.live
-
-
-@pytest.fixture
-def kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Group records stay, so that every step can be taken again."""
-    monkeypatch.setattr(run_checkpoints, "prune_groups", lambda spec, first, before: before)
-
-
-def dies_in_a_wave(run: str, wave: int, dask_worker: Any, step: int = 2) -> None:
-    """From now on this worker is killed in the midst of that wave of a step that is not an earlier one."""
-    replica = dask_worker.plugins[f"libra-{run}"].trainer.replica
-    loss = replica.gradient.micro_batch_loss
-
-    def deadly(*arguments: Any) -> Any:
-        if replica.open_step.step >= step and replica.open_step.waves == wave:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return loss(*arguments)
-
-    replica.gradient.micro_batch_loss = deadly
 
 
 STREAMED = {"prompts": PROMPTS, "group_size": 2, "lr": 1e-3, "streaming": "on"}
@@ -83,8 +56,9 @@ class LateFirst(FixedTurns):
 
 
 def test_a_batch_takes_what_is_complete_first_and_a_killed_trainer_adds_the_same_groups_again(
-    make_config: Config, client: Client, kept: None, tmp_path: Path
-) -> None:
+    make_config, client, tmp_path, monkeypatch
+):
+    keep_groups(monkeypatch)
     config = make_config(
         run={"iterations": 4, "eta": 1}, trainer={**STREAMED, "batches": "first_come"}, store={"keep_versions": 9},
         checkpoint={"every": 0},
@@ -92,8 +66,7 @@ def test_a_batch_takes_what_is_complete_first_and_a_killed_trainer_adds_the_same
     os.mkfifo(tmp_path / "pipe")
     pipe = os.open(tmp_path / "pipe", os.O_RDWR)
     with Session(config, environment=LateFirst(tmp_path / "pipe"), client=client) as session:
-        workers = present_workers(session.client)
-        (address,) = (address for address, worker in workers.items() if worker["name"] == "train-0")
+        address = address_of(client, "train-0")
         iterations = session.iterations()
         next(iterations)  # its batch does not wait for the group
         session.client.run(dies_in_a_wave, run="demo", wave=0, step=1, workers=[address])
@@ -109,22 +82,3 @@ def test_a_batch_takes_what_is_complete_first_and_a_killed_trainer_adds_the_same
     assert any("of other iterations" in reason for reason in opened)
     check_whole(directory, 4, config)
     check_taken_again(directory, config, 4)
-
-
-def test_a_trainer_that_is_killed_in_the_midst_of_a_wave_adds_the_committed_waves_again(
-    make_config: Config, client: Client, kept: None
-) -> None:
-    config = make_config(run={"iterations": 4}, trainer=STREAMED, store={"keep_versions": 9}, checkpoint={"every": 0})
-    with Session(config, client=client) as session:
-        iterations = session.iterations()
-        next(iterations)
-        workers = present_workers(session.client)
-        (address,) = (address for address, worker in workers.items() if worker["name"] == "train-0")
-        session.client.run(dies_in_a_wave, run="demo", wave=1, workers=[address])
-        list(iterations)
-    events = events_of(session.directory)
-    assert [event.address for event in events if isinstance(event, WorkerLost)] == [address]
-    trained = Counter((e.batch, e.wave) for e in events if isinstance(e, WaveTrained))
-    assert trained[2, 0] == 2 and trained[2, 1] >= 1  # the first wave was lost with its trainer
-    check_whole(session.directory, 4, config)
-    check_taken_again(session.directory, config, 4)

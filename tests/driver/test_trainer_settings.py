@@ -5,22 +5,17 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from distributed import Client
-from live_runs import address_of
+from whole_run import address_of
 
-from libra.config import RunConfig
 from libra.driver.session import Session, run
 from libra.store.batch_membership import read_batch_facts
 from libra.store.trajectories import TrajectoryStore
 from libra.weights import WeightStore
-
-Config = Callable[..., RunConfig]
 
 
 def dies_after_the_old_policies(run: str, dask_worker: Any) -> None:
@@ -29,19 +24,15 @@ def dies_after_the_old_policies(run: str, dask_worker: Any) -> None:
     gradient.accumulate = lambda *arguments: os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_old_policies_are_exact_for_every_token_and_a_killed_trainer_takes_the_same_steps_again(
-    make_config: Config, client: Client
-) -> None:
+def test_old_policies_are_exact_for_every_token_and_a_killed_trainer_takes_the_same_steps_again(make_config, client):
     from libra.worker.checkpoint_writer import CheckpointWriter
     from libra.worker.replica_factory import make_replica
     from libra.worker.trainer import recover
 
     config = make_config(
-        run={"iterations": 6, "eta": 3},
-        trainer={"old_logp": "version", "correction": "truncate", "lr": 1e-3},
-        checkpoint={"every": 4},
-        store={"keep_versions": 1},
-    )
+        run={"iterations": 6, "eta": 3}, trainer={"old_logp": "version", "correction": "truncate", "lr": 1e-3},
+        checkpoint={"every": 4}, store={"keep_versions": 1},
+    )  # fmt: skip
     with Session(config, client=client) as session:
         iterations = session.iterations()
         rows = [next(iterations) for _ in range(5)]
@@ -59,7 +50,7 @@ def test_old_policies_are_exact_for_every_token_and_a_killed_trainer_takes_the_s
     assert [(step["step"], step["digest"]) for step in again] == [(n - 1, store.get(n).digest) for n in (5, 6)]
 
 
-def test_routes_of_experts_go_from_engine_to_trainer(make_config: Config, random_moe: Path, client: Client) -> None:
+def test_routes_of_experts_go_from_engine_to_trainer(make_config, random_moe, client):
     config = make_config(
         run={"iterations": 3, "eta": 1},
         model={"path": str(random_moe)},
@@ -71,9 +62,7 @@ def test_routes_of_experts_go_from_engine_to_trainer(make_config: Config, random
     assert all(row["mismatch_max_abs"] < 1e-3 for row in rows)
 
 
-def test_of_remax_the_first_sample_is_greedy_and_the_baseline_of_the_others(
-    make_config: Config, client: Client, random_model: Path
-) -> None:
+def test_of_remax_the_first_sample_is_greedy_and_the_baseline_of_the_others(make_config, client, random_model):
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -103,21 +92,11 @@ def test_of_remax_the_first_sample_is_greedy_and_the_baseline_of_the_others(
     assert values["sequences"] == 4  # the greedy ones have no part in the step
 
 
-KL = {"kl_coef": 0.1, "kl_in_reward": True, "kl_target": 1e-9, "kl_horizon": 10.0, "lr": 1e-3}
-
-
-@pytest.mark.parametrize(
-    "trainer",
-    [
-        {"algorithm": "reinforce_pp", **KL, "gamma": 0.9, "dispatch": "peer"},
-        {"algorithm": "reinforce_pp", "gamma": 0.9, "minibatches": 2, "m2po_threshold": 1e-9},
-    ],
-)
-def test_a_run_learns_from_rewards_per_token(make_config: Config, client: Client, trainer: dict[str, Any]) -> None:
+def test_a_run_learns_from_rewards_per_token(make_config, client):
+    kl = {"kl_coef": 0.1, "kl_in_reward": True, "kl_target": 1e-9, "kl_horizon": 10.0, "lr": 1e-3}
+    trainer = {"algorithm": "reinforce_pp", **kl, "gamma": 0.9, "dispatch": "peer"}
     rows = run(make_config(run={"iterations": 3}, trainer=trainer), client=client).iterations
-    assert [row["optimizer_steps"] for row in rows] == [trainer.get("minibatches", 1)] * 3
-    if "kl_coef" in trainer:  # the engine has the reference's weights at first, and then others
-        assert rows[0]["kl_reference"] < 1e-6 < rows[2]["kl_reference"]
-        assert rows[1]["kl_coef"] != rows[2]["kl_coef"] > 0
-    else:
-        assert {row["kl_coef"] for row in rows} == {0.0} and rows[0]["rejected_frac"] > 0
+    assert [row["optimizer_steps"] for row in rows] == [1] * 3
+    # The engine has the reference's weights at first, and then others.
+    assert rows[0]["kl_reference"] < 1e-6 < rows[2]["kl_reference"]
+    assert rows[1]["kl_coef"] != rows[2]["kl_coef"] > 0

@@ -17,13 +17,13 @@ from typing import Any
 
 import pytest
 from distributed import Client, Scheduler
-from live_runs import address_of, keep_groups
 from streamed_runs import check_taken_again, check_whole, events_of
+from whole_run import address_of, keep_groups
 
 from libra import events
 from libra.cli.replay import replay_run
 from libra.cluster.local import local_cluster
-from libra.config import RunConfig, config_from_dict
+from libra.config import config_from_dict
 from libra.driver.session import Session
 from libra.envs import tool
 from libra.policy import replayed_objects
@@ -68,7 +68,7 @@ HeldTail.__module__ = "__main__"
 
 
 @pytest.fixture(scope="module")
-def slow_client() -> Iterator[Client]:
+def slow_client():
     """A client of rollout-0, which can change its role, rollout-1, tool-0 and train-0."""
     workers = {"threads": 1, "dashboard_port": 0}
     config = config_from_dict({"cluster": ENGINES | workers, "rollout": {"slots": 8}})
@@ -117,12 +117,8 @@ dies_in_a_slice.__module__ = "__main__"
 
 
 def test_the_engine_that_the_tail_does_not_need_trains_and_returns_and_loses_nothing_when_it_is_killed(
-    make_config: Callable[..., RunConfig],
-    slow_client: Client,
-    tmp_path: Path,
-    until: Any,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    make_config, slow_client, tmp_path, until, monkeypatch
+):
     """With parts of turns, a pool of KV, and another old policy; in the second tail it is killed, and the core has its slice."""
     for module in (role_plugin, replayed_objects):  # changes count as free, so that engines turn whatever the backlog
         monkeypatch.setattr(module, "price_s", lambda stage_s: 0.0)

@@ -33,7 +33,7 @@ Log = list[tuple[int, Event]]
 
 
 @pytest.fixture(scope="module")
-def slow_model(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def slow_model(random_model, tmp_path_factory):
     """A random model with little KV and much to compute: it pays to send KV."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -62,7 +62,7 @@ def config_of(model: Path, directory: Path, name: str, **rollout: Any) -> RunCon
 
 
 @pytest.fixture(scope="module")
-def runs(slow_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Log, dict[str, Any]]]:
+def runs(slow_model, tmp_path_factory):
     """Log and trajectories of a run whose KV stays, and of one whose KV moves; one of the engines has a speed of its own."""
     directory, found = tmp_path_factory.mktemp("runs"), {}
     plain = config_of(slow_model, directory, "plain")
@@ -77,7 +77,7 @@ def runs(slow_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     return found
 
 
-def test_engines_declare_their_budget_and_seconds_and_the_policy_is_told_both(runs: Any) -> None:
+def test_engines_declare_their_budget_and_seconds_and_the_policy_is_told_both(runs):
     log, _ = runs["plain"]
     for worker in ("rollout-0", "rollout-1"):
         mine = [event for _, event in log if getattr(event, "worker", None) == worker]
@@ -94,7 +94,7 @@ def test_engines_declare_their_budget_and_seconds_and_the_policy_is_told_both(ru
     assert last.steps.step_s(SLOTS, SLOTS * 100) >= 0.9 * SLOW_S, "no pass takes less"
 
 
-def test_moved_trajectories_take_their_kv_along_and_generate_the_same_tokens(runs: Any) -> None:
+def test_moved_trajectories_take_their_kv_along_and_generate_the_same_tokens(runs):
     (without, expected), (log, found) = runs["plain"], runs["kv"]
     assert not [event for _, event in without if event.name == "home_changed"]
     changed = [event for _, event in log if event.name == "home_changed"]

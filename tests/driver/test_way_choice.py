@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from distributed import Client
 from msgspec.structs import replace
 from streamed_runs import check_whole, events_of, waves_of
 
 from libra import events
 from libra.cli.main import cli
 from libra.cli.plan import lengths_of_run
-from libra.config import RunConfig
 from libra.driver.session import Session
 from libra.policy import MeasuredStep
 from libra.scheduler.step_clock import StepClock
@@ -27,9 +24,7 @@ TAKES_LONG = {"waves": ((1, 1.0), (PROMPTS - 1, 5.0)), "update_s": 0.5}
 
 
 @pytest.mark.timeout(300)
-def test_steps_are_streamed_while_that_is_the_choice(
-    make_config: Callable[..., RunConfig], client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_are_streamed_while_that_is_the_choice(make_config, client, monkeypatch):
     """The scheduler is told that groups of step 1 were complete at once, those of others not, on trainers that take long."""
     measured, published = [], StepClock.published
 
@@ -42,11 +37,9 @@ def test_steps_are_streamed_while_that_is_the_choice(
 
     monkeypatch.setattr(StepClock, "published", told)
     config = make_config(
-        run={"iterations": 4},
-        trainer={"prompts": PROMPTS, "group_size": 3, "lr": 1e-4, "streaming": "auto"},
-        store={"keep_versions": 9},
-        checkpoint={"every": 0},
-    )
+        run={"iterations": 4}, trainer={"prompts": PROMPTS, "group_size": 3, "lr": 1e-4, "streaming": "auto"},
+        store={"keep_versions": 9}, checkpoint={"every": 0},
+    )  # fmt: skip
     with Session(config, client=client) as session:
         rows = list(session.iterations())
     directory = session.directory

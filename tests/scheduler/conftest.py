@@ -102,7 +102,7 @@ def submit(live: SimpleNamespace, run: str, lengths: list[int], iteration: int =
 
 
 @pytest.fixture(scope="session")
-def emulation() -> SimpleNamespace:
+def emulation():
     """The functions of this file, for tests."""
     functions = (cluster, register, publish, submit, quantum, report, until)
     return SimpleNamespace(**{each.__name__: each for each in functions})

@@ -63,7 +63,7 @@ class HeldBack(SchedulerPlugin):
         self.held[worker] = dask_internals.hold_back(scheduler, worker, [keys.GRADE, keys.TRAIN, keys.COMMIT])
 
 
-async def test_a_worker_that_joins_is_sent_nothing_that_asks_for_what_is_held_back_not_even_for_none_of_it() -> None:
+async def test_a_worker_that_joins_is_sent_nothing_that_asks_for_what_is_held_back_not_even_for_none_of_it():
     async with two_workers() as dask:
         asked = {"one": {keys.GRADE: 1}, "none": {keys.TRAIN: 0}}
         futures = [dask.client.submit(str, 1, key=key, resources=wants) for key, wants in asked.items()]
@@ -88,7 +88,7 @@ async def test_a_worker_that_joins_is_sent_nothing_that_asks_for_what_is_held_ba
         assert not dask.scheduler.resources[keys.TRAIN]
 
 
-async def test_a_task_that_asks_for_what_nobody_supplies_waits_and_is_released_where_it_is_sent() -> None:
+async def test_a_task_that_asks_for_what_nobody_supplies_waits_and_is_released_where_it_is_sent():
     async with two_workers() as dask:
         future = dask.client.submit(str, 1, key="parked", resources={keys.PARK: 1})
         await state_of(dask.scheduler, "parked", "no-worker")
@@ -106,7 +106,7 @@ async def test_a_task_that_asks_for_what_nobody_supplies_waits_and_is_released_w
         del future
 
 
-async def test_restrictions_must_be_put_back_when_a_task_leaves_processing() -> None:
+async def test_restrictions_must_be_put_back_when_a_task_leaves_processing():
     RUNS.clear()
     async with two_workers() as dask:
         future = dask.client.submit(once_more, key="again", resources={keys.PARK: 1})
@@ -121,7 +121,7 @@ async def test_restrictions_must_be_put_back_when_a_task_leaves_processing() -> 
     assert RUNS == ["a", "b"]
 
 
-async def test_supplies_names_priorities_and_handlers() -> None:
+async def test_supplies_names_priorities_and_handlers():
     async with two_workers() as dask:
         assert dask_internals.supply(dask.scheduler, keys.ROLLOUT) == {dask.a.address: 2, dask.b.address: 1}
         assert dask_internals.supply(dask.scheduler, keys.TRAIN) == {}
@@ -140,7 +140,7 @@ async def test_supplies_names_priorities_and_handlers() -> None:
         assert dask_internals.supply(dask.scheduler, keys.TOOL) == {}
 
 
-async def test_a_supply_that_is_zeroed_is_none_and_one_that_is_raised_takes_more() -> None:
+async def test_a_supply_that_is_zeroed_is_none_and_one_that_is_raised_takes_more():
     async with two_workers() as dask:
         address = dask.a.address
         dask_internals.set_supply(dask.scheduler, address, keys.ROLLOUT, 0)

@@ -6,7 +6,6 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-import pytest
 from distributed import Client, Worker, WorkerPlugin
 
 from libra import events
@@ -19,8 +18,8 @@ from libra.store.log_segments import segments_of
 
 
 async def test_a_run_whose_driver_leaves_makes_room_for_the_next_and_one_that_was_resumed_meanwhile_goes_on(
-    emulation: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+    emulation, tmp_path, caplog
+):
     caplog.set_level("WARNING", "libra.scheduler.plugin")
     async with emulation.cluster() as live:
         await live.client.register_plugin(GangPlugin())
@@ -69,8 +68,8 @@ def registration(directory: Path, client: Client, epoch: int) -> dict[str, Any]:
 
 
 async def test_a_killed_drivers_run_leaves_its_workers_before_its_next_start_comes_to_them(
-    emulation: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    emulation, tmp_path, monkeypatch
+):
     order: list[str] = []
     monkeypatch.setattr(Part, "order", order, raising=False)
     monkeypatch.setattr(Part, "gate", asyncio.Event(), raising=False)
@@ -96,7 +95,7 @@ async def test_a_killed_drivers_run_leaves_its_workers_before_its_next_start_com
         assert sorted(order[at : at + 2]) == [f"{what} on rollout-0", f"{what} on tool-0"]
 
 
-async def test_a_driver_that_has_gone_before_its_log_was_open_leaves_no_run(emulation: Any, tmp_path: Path) -> None:
+async def test_a_driver_that_has_gone_before_its_log_was_open_leaves_no_run(emulation, tmp_path):
     async with emulation.cluster() as live:
         async with Client(live.scheduler.address, asynchronous=True, set_as_default=False) as driver:
             message = registration(tmp_path, driver, 0)
@@ -106,7 +105,7 @@ async def test_a_driver_that_has_gone_before_its_log_was_open_leaves_no_run(emul
         assert answer == {"error": "the driver of run 'demo' has left"} and not live.plugin.runs
 
 
-def test_the_log_of_an_ended_run_is_compressed_to_its_last_line_and_goes_on_in_a_resumed_run(tmp_path: Path) -> None:
+def test_the_log_of_an_ended_run_is_compressed_to_its_last_line_and_goes_on_in_a_resumed_run(tmp_path):
     path = tmp_path / "events.jsonl"
 
     def part(first: int, last: int) -> None:

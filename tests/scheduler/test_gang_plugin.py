@@ -83,7 +83,7 @@ class Stage:
         return {key: task.worker_restrictions for key, task in self.tasks.items() if task.state == "processing"}
 
 
-def test_a_gang_is_placed_when_the_group_is_ready_and_every_rank_is_here() -> None:
+def test_a_gang_is_placed_when_the_group_is_ready_and_every_rank_is_here():
     stage = Stage("b", "a")
     first = stage.park("step", 0, 0)
     assert not stage.running()
@@ -96,7 +96,7 @@ def test_a_gang_is_placed_when_the_group_is_ready_and_every_rank_is_here() -> No
     assert stage.tasks[first].resource_restrictions == {keys.TRAIN: 1}
 
 
-def test_two_gangs_never_run_at_once_and_a_checkpoint_is_rank_0s_alone() -> None:
+def test_two_gangs_never_run_at_once_and_a_checkpoint_is_rank_0s_alone():
     stage = Stage("a", "b")
     stage.form(0)
     steps = [stage.park("step", 0, rank) for rank in range(2)]
@@ -115,7 +115,7 @@ def test_two_gangs_never_run_at_once_and_a_checkpoint_is_rank_0s_alone() -> None
 
 
 @pytest.mark.parametrize("spare", [True, False])
-def test_a_member_that_leaves_is_named_and_its_gang_placed_again_on_the_next_group(spare: bool) -> None:
+def test_a_member_that_leaves_is_named_and_its_gang_placed_again_on_the_next_group(spare):
     stage = Stage("a", "b", *(["c"] if spare else []))
     stage.form(0)
     stage.park("step", 0, 0), stage.park("step", 0, 1)
@@ -139,7 +139,7 @@ def test_a_member_that_leaves_is_named_and_its_gang_placed_again_on_the_next_gro
     assert list(stage.running().values()) == [{stage.address(name)} for name in members]
 
 
-def test_a_rank_done_before_is_not_waited_for() -> None:
+def test_a_rank_done_before_is_not_waited_for():
     stage = Stage("a", "b")
     stage.form(0)
     first, second = (stage.park("step", 0, rank) for rank in range(2))
@@ -151,7 +151,7 @@ def test_a_rank_done_before_is_not_waited_for() -> None:
     assert stage.running() == {second: {stage.address("b")}}
 
 
-def test_a_group_that_cannot_form_is_tried_again() -> None:
+def test_a_group_that_cannot_form_is_tried_again():
     stage = Stage("a", "b")
     stage.say("gang_failed", gang=0, rank=1, detail="nobody answers")
     assert not stage.events
@@ -163,7 +163,7 @@ def test_a_group_that_cannot_form_is_tried_again() -> None:
     assert not any(name == "gang_formed" for name, _ in stage.events)
 
 
-def test_who_cannot_reach_the_others_is_not_blamed_when_one_of_them_left() -> None:
+def test_who_cannot_reach_the_others_is_not_blamed_when_one_of_them_left():
     stage = Stage("a", "b", "c")
     stage.form(0)
     stage.say("gang_failed", gang=0, rank=1, detail="connection closed")

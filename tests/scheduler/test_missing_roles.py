@@ -2,31 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
-
-import pytest
 from distributed import Worker
 
 from libra import keys
-from libra.scheduler import lost_workers
-from libra.scheduler.lost_workers import LostWorkers
 from libra.scheduler.missing_roles import REMIND_S, START_S, TELL_AFTER_S, MissingRoles
 
 
-def test_the_names_of_lost_workers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lost_workers, "KEPT", 3)
-    lost = LostWorkers(SimpleNamespace(workers={}))  # type: ignore[arg-type]
-    for name in ("a", "b", "a", "c", "d"):
-        lost.joined(name, f"tcp://{name}")
-        lost.left(f"tcp://{name}")
-    assert lost.gone() == ["a", "c", "d"]  # b left before a did for the second time
-    lost.joined("c", "tcp://c2")
-    assert lost.gone() == ["a", "d"]
-
-
-async def test_missing_roles_are_reported_with_cause_and_advice(emulation: Any, tmp_path: Path) -> None:
+async def test_missing_roles_are_reported_with_cause_and_advice(emulation, tmp_path):
     async with emulation.cluster() as live:
         live.scheduler.periodic_callbacks["libra-sample"].stop()  # which looks by the true time
         emulation.register(live, tmp_path)

@@ -45,7 +45,7 @@ OTHERS = [pytest.param(*each, marks=pytest.mark.live) for each in (("mlfq", "thr
 
 
 @pytest.mark.parametrize(("name", "layout"), [("cmlfq", "three_kinds"), *OTHERS])
-def test_live_dispatch_is_the_simulators(name: str, layout: str, tmp_path: Path) -> None:
+def test_live_dispatch_is_the_simulators(name, layout, tmp_path):
     workload = without_ties(synthetic(24, turns=4, seed=3, group_size=6, name="parity"))
     specs = fleet(LAYOUTS[layout], TABLES, dict.fromkeys(TABLES, 4))
     policy = {"name": name, "objective": "makespan", "patience": 4}

@@ -63,7 +63,7 @@ async def record(emulation: SimpleNamespace, directory: Path, **changes: Any) ->
 
 
 @pytest.fixture(scope="module")
-def recorded(emulation: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def recorded(emulation, tmp_path_factory):
     """Events of a run; a test leaves them alone."""
     directory = tmp_path_factory.mktemp("recorded")
     asyncio.run(record(emulation, directory))
@@ -82,7 +82,7 @@ def commands(steps: list[Told]) -> list[Any]:
     return [entry.command for step in steps for entry in step.logged]
 
 
-def test_a_log_recorded_live_is_replayed_to_the_same_commands(recorded: Path) -> None:
+def test_a_log_recorded_live_is_replayed_to_the_same_commands(recorded):
     events = lines_of(recorded)
     steps = told(events)
     assert [step.difference for step in steps if step.difference] == []
@@ -96,7 +96,7 @@ def test_a_log_recorded_live_is_replayed_to_the_same_commands(recorded: Path) ->
     assert [now for step in steps for now in step.now] == commands(steps)
 
 
-def test_what_was_learned_is_replayed_and_restored(emulation: SimpleNamespace, tmp_path: Path) -> None:
+def test_what_was_learned_is_replayed_and_restored(emulation, tmp_path):
     policy = {"name": "cmlfq", "objective": "makespan", "patience": 100}
     asyncio.run(record(emulation, tmp_path, policy=policy))
     events = lines_of(tmp_path / "events.jsonl")
@@ -122,9 +122,7 @@ def test_what_was_learned_is_replayed_and_restored(emulation: SimpleNamespace, t
     assert learned([(1, msgspec.structs.replace(whole[0][1], policy="fifo"))]) is None is learned([])
 
 
-def test_what_was_applied_is_what_was_logged(
-    emulation: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_applied_is_what_was_logged(emulation, tmp_path, monkeypatch):
     priorities: list[tuple[str, tuple[int, ...]]] = []
     opened: list[str] = []
     real_set, real_release = dask_internals.set_priority, dask_internals.release
@@ -148,7 +146,7 @@ def test_what_was_applied_is_what_was_logged(
     ]  # fmt: skip
 
 
-def test_a_replay_begins_at_the_last_snapshot_and_reads_the_tail_only(recorded: Path, tmp_path: Path) -> None:
+def test_a_replay_begins_at_the_last_snapshot_and_reads_the_tail_only(recorded, tmp_path):
     events = lines_of(recorded)
     start = max(i for i, event in enumerate(events) if event["name"] == "policy_snapshot")
     whole = [step for step in told(events) if step.line > start + 1]
@@ -165,7 +163,7 @@ def test_a_replay_begins_at_the_last_snapshot_and_reads_the_tail_only(recorded: 
 
 
 @pytest.mark.live
-def test_another_hash_seed_changes_no_command(recorded: Path) -> None:
+def test_another_hash_seed_changes_no_command(recorded):
     code = "import sys; from libra.cli.main import main; main(['replay', sys.argv[1], '--json'])"
     command, environment = [sys.executable, "-c", code, str(recorded.parent)], os.environ | {"PYTHONHASHSEED": "12345"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
@@ -182,7 +180,7 @@ def index_of(events: list[dict[str, Any]], name: str, nth: int = 0) -> int:
     return [i for i, event in enumerate(events) if event["name"] == name][nth]
 
 
-def test_every_kind_of_tampering_is_found_and_named(recorded: Path) -> None:
+def test_every_kind_of_tampering_is_found_and_named(recorded):
     events = lines_of(recorded)
     parked = next(i for i, event in enumerate(events) if event.get("quanta", 0) > 0)  # a trajectory that has its place
     gate, batch = index_of(events, "gate_opened", 2), index_of(events, "batch_opened", 1)
@@ -203,7 +201,7 @@ def test_every_kind_of_tampering_is_found_and_named(recorded: Path) -> None:
     assert first_difference([*events[: gate + 1], events[gate], *events[gate + 1 :]])[1]
 
 
-def test_a_log_whose_writer_died_is_replayed_up_to_where_it_breaks_off(recorded: Path) -> None:
+def test_a_log_whose_writer_died_is_replayed_up_to_where_it_breaks_off(recorded):
     events = lines_of(recorded)
     batch = index_of(events, "batch_opened", 2)
     steps = told(events[:batch])
@@ -212,7 +210,7 @@ def test_a_log_whose_writer_died_is_replayed_up_to_where_it_breaks_off(recorded:
     assert first_difference(resumed) == (0, "")
 
 
-def test_an_unknown_schema_or_a_headless_log_is_refused(recorded: Path) -> None:
+def test_an_unknown_schema_or_a_headless_log_is_refused(recorded):
     events = lines_of(recorded)
     for refused in (
         [*events[:5], events[5] | {"schema": SCHEMA + 1}],
@@ -224,7 +222,7 @@ def test_an_unknown_schema_or_a_headless_log_is_refused(recorded: Path) -> None:
             told(refused)
 
 
-async def test_a_resumed_epoch_goes_on_from_what_it_was_given(emulation: SimpleNamespace, tmp_path: Path) -> None:
+async def test_a_resumed_epoch_goes_on_from_what_it_was_given(emulation, tmp_path):
     restored = Admission.resumed(
         1,
         GROUPS,

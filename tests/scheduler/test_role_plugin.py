@@ -101,7 +101,7 @@ def change(stage: Stage, **assignments: dict[str, Any]) -> int:
     return int(answer["generation"])
 
 
-def test_slots_are_zeroed_before_the_drain_and_come_back_with_the_role() -> None:
+def test_slots_are_zeroed_before_the_drain_and_come_back_with_the_role():
     stage = Stage()
     generation = change(stage, a={"role": "train"})
     assert stage.slots("a") == 0 and keys.ROLLOUT in stage.workers[stage.address("a")].resources
@@ -121,7 +121,7 @@ def test_slots_are_zeroed_before_the_drain_and_come_back_with_the_role() -> None
 
 
 @pytest.mark.parametrize("tp", [0, 1])
-def test_a_leader_supplies_the_slots_of_all_whose_gpus_it_has(tp: int) -> None:
+def test_a_leader_supplies_the_slots_of_all_whose_gpus_it_has(tp):
     stage = Stage(tp)
     change(stage, a={"role": "rollout", "tp": 2}, b={"role": "lent"})
     for _ in range(3):
@@ -138,7 +138,7 @@ def test_a_leader_supplies_the_slots_of_all_whose_gpus_it_has(tp: int) -> None:
     assert stage.workers[stage.address("a")].resources[keys.TP] == tp
 
 
-def test_a_worker_that_comes_back_supplies_nothing_until_its_role_is_settled() -> None:
+def test_a_worker_that_comes_back_supplies_nothing_until_its_role_is_settled():
     stage = Stage()
     change(stage, a={"role": "train"})
     for _ in range(3):
@@ -154,7 +154,7 @@ def test_a_worker_that_comes_back_supplies_nothing_until_its_role_is_settled() -
     assert stage.plugin.roles("demo", 0)[0]["role"] == "train"
 
 
-def test_cancelling_is_written_down_and_waited_for() -> None:
+def test_cancelling_is_written_down_and_waited_for():
     stage = Stage()
     generation = change(stage, a={"role": "train"})
     stage.done("a")
@@ -178,7 +178,7 @@ def test_cancelling_is_written_down_and_waited_for() -> None:
     assert "error" in asyncio.run(stage.plugin.wait_roles("demo", 0, 99))
 
 
-def test_the_pool_of_the_core_is_told_to_members_old_and_new_and_forgotten_with_its_worker() -> None:
+def test_the_pool_of_the_core_is_told_to_members_old_and_new_and_forgotten_with_its_worker():
     stage = Stage()
     stage.say("hybrid_pool", gang=3, host="h", port=7, worker=stage.address("plain"))
     assert stage.told("a")["pool"] == (3, "h", 7) and stage.told("a")["stage"] is None
@@ -189,7 +189,7 @@ def test_the_pool_of_the_core_is_told_to_members_old_and_new_and_forgotten_with_
     assert stage.plugin._runs["demo"].pool is None
 
 
-def test_workers_supply_what_they_were_started_with_when_the_run_ends() -> None:
+def test_workers_supply_what_they_were_started_with_when_the_run_ends():
     stage = Stage()
     change(stage, a={"role": "rollout", "tp": 2}, b={"role": "lent"})
     for _ in range(3):
@@ -208,7 +208,7 @@ def row(stage: Stage, name: str) -> dict[str, Any]:
     return found
 
 
-def test_who_is_there_and_can_do_nothing_is_failed_until_it_is_gone_or_back() -> None:
+def test_who_is_there_and_can_do_nothing_is_failed_until_it_is_gone_or_back():
     stage = Stage()
     stage.leave("a")
     assert row(stage, "a")["stage"] == "lost"
@@ -224,7 +224,7 @@ def test_who_is_there_and_can_do_nothing_is_failed_until_it_is_gone_or_back() ->
     assert [row["worker"] for row in stage.plugin.roles("demo", 0)] == ["a", "b"]
 
 
-def test_who_cannot_go_back_is_restarted_and_then_failed() -> None:
+def test_who_cannot_go_back_is_restarted_and_then_failed():
     stage = Stage()
     generation = change(stage, a={"role": "train"})
     stage.plugin.cancel_roles("demo", 0, generation)
@@ -240,7 +240,7 @@ def test_who_cannot_go_back_is_restarted_and_then_failed() -> None:
     assert stage.slots("a") == 0
 
 
-def test_assignments_that_make_no_sense_and_stale_messages_change_nothing() -> None:
+def test_assignments_that_make_no_sense_and_stale_messages_change_nothing():
     stage = Stage()
     for assignments in (
         {"a": {"role": "rolout"}},
@@ -262,7 +262,7 @@ def test_assignments_that_make_no_sense_and_stale_messages_change_nothing() -> N
     assert row(stage, "b")["role"] == "rollout"
 
 
-def test_an_engine_of_two_workers_has_a_limit_of_its_own_that_may_be_set_before_it_is_there() -> None:
+def test_an_engine_of_two_workers_has_a_limit_of_its_own_that_may_be_set_before_it_is_there():
     stage = Stage(tp=1)
     libra = stage.plugins["libra"]
     state = SimpleNamespace(run="demo", workers=SimpleNamespace(engines={}), log=libra.runs["demo"].log)

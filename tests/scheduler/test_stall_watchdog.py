@@ -103,9 +103,7 @@ def stalls(directory: Path) -> list[dict[str, Any]]:
         ("process", r"it is stopped; kill -CONT \d+"),
     ],
 )
-async def test_a_hanging_worker_is_named_and_restarted_and_the_trajectory_ends(
-    blocks: str, seen: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_hanging_worker_is_named_and_restarted_and_the_trajectory_ends(blocks, seen, tmp_path, caplog):
     caplog.set_level(logging.WARNING, "libra.scheduler.stall_watchdog")
     async with processes() as live:
         register(live, tmp_path, restart=True)
@@ -123,9 +121,7 @@ async def test_a_hanging_worker_is_named_and_restarted_and_the_trajectory_ends(
     assert KEY in warnings[0] and "run demo: worker rollout-0 was restarted: OK" in warnings
 
 
-async def test_without_restart_a_task_that_hangs_is_named_and_left_alone(
-    emulation: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_without_restart_a_task_that_hangs_is_named_and_left_alone(emulation, tmp_path, caplog):
     caplog.set_level(logging.WARNING, "libra.scheduler.stall_watchdog")
     async with emulation.cluster() as live:
         emulation.register(live, tmp_path, watchdog_s=1.0)
@@ -138,7 +134,7 @@ async def test_without_restart_a_task_that_hangs_is_named_and_left_alone(
     assert "watchdog.restart=true" in caplog.text
 
 
-async def test_limits_follow_what_the_runs_own_tasks_take(emulation: Any, tmp_path: Path) -> None:
+async def test_limits_follow_what_the_runs_own_tasks_take(emulation, tmp_path):
     async with emulation.cluster() as live:
         emulation.register(live, tmp_path, watchdog_s="auto", watchdog_floors_s={"trajectory, TOOL": 95.0})
         limits = live.plugin.guards["demo"].watchdog.limits
@@ -151,9 +147,7 @@ async def test_limits_follow_what_the_runs_own_tasks_take(emulation: Any, tmp_pa
         assert live.plugin.guards["demo"].watchdog.limits.limit_s("step") == 7.0
 
 
-async def test_where_nothing_runs_the_line_says_which_worker_to_start(
-    emulation: SimpleNamespace, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_where_nothing_runs_the_line_says_which_worker_to_start(emulation, tmp_path, caplog):
     caplog.set_level(logging.WARNING, "libra.scheduler.stall_watchdog")
     async with emulation.cluster(rollout=0) as live:
         emulation.register(live, tmp_path, watchdog_s=1.0)
@@ -171,7 +165,7 @@ async def test_where_nothing_runs_the_line_says_which_worker_to_start(
     assert (event["key"], event["worker"], event["parked"], event["stacks"]) == ("", "", 3, "")
 
 
-def test_a_signal_is_never_sent_to_a_process_that_does_not_hold_the_file_open(tmp_path: Path) -> None:
+def test_a_signal_is_never_sent_to_a_process_that_does_not_hold_the_file_open(tmp_path):
     (tmp_path / worker_stacks.FILE).touch()
     assert not worker_stacks._holds_open(os.getpid(), tmp_path / worker_stacks.FILE)
     with (tmp_path / worker_stacks.FILE).open():

@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 from distributed import Worker
 from distributed.diagnostics.plugin import WorkerPlugin
 
@@ -77,7 +75,7 @@ def supplied(live: SimpleNamespace, address: str) -> set[str]:
     return {name for name, by in live.scheduler.resources.items() if address in by and name != keys.TOOL}
 
 
-async def test_a_joiner_is_asked_for_nothing_until_it_is_ready(emulation: Any, tmp_path: Path) -> None:
+async def test_a_joiner_is_asked_for_nothing_until_it_is_ready(emulation, tmp_path):
     async with emulation.cluster() as live:
         emulation.register(live, tmp_path)
         async with joining(emulation, live, "demo") as address:
@@ -93,9 +91,7 @@ async def test_a_joiner_is_asked_for_nothing_until_it_is_ready(emulation: Any, t
             assert rows(live) == [] and supplied(live, address) == {keys.GRADE, keys.TRAIN}
 
 
-async def test_a_failure_is_an_event_and_a_line_that_says_what_to_do(
-    emulation: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_failure_is_an_event_and_a_line_that_says_what_to_do(emulation, tmp_path, caplog):
     caplog.set_level("ERROR", "libra.scheduler.unready_workers")
     async with emulation.cluster() as live:
         emulation.register(live, tmp_path)
@@ -112,9 +108,7 @@ async def test_a_failure_is_an_event_and_a_line_that_says_what_to_do(
     assert (event["worker"], event["address"], event["detail"]) == ("late", address, "OSError: no space left")
 
 
-async def test_a_worker_with_a_nanny_is_started_anew_so_often_and_then_left_to_people(
-    emulation: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_worker_with_a_nanny_is_started_anew_so_often_and_then_left_to_people(emulation, tmp_path, monkeypatch):
     restarted: list[str] = []
 
     async def restart(scheduler: Any, address: str, stimulus_id: str) -> str:
@@ -148,8 +142,8 @@ async def test_a_worker_with_a_nanny_is_started_anew_so_often_and_then_left_to_p
 
 
 async def test_a_worker_that_failed_for_one_run_is_asked_for_nothing_by_another_until_that_run_is_over(
-    emulation: Any, tmp_path: Path
-) -> None:
+    emulation, tmp_path
+):
     async with emulation.cluster() as live:
         for run in ("demo", "other"):
             emulation.register(live, tmp_path / run, run)
@@ -164,9 +158,7 @@ async def test_a_worker_that_failed_for_one_run_is_asked_for_nothing_by_another_
             assert supplied(live, address) == {keys.GRADE, keys.TRAIN}
 
 
-async def test_a_failure_where_the_run_is_only_starting_takes_nothing_from_anybody(
-    emulation: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_failure_where_the_run_is_only_starting_takes_nothing_from_anybody(emulation, tmp_path, caplog):
     async with emulation.cluster() as live:
         emulation.register(live, tmp_path)
         address = live.workers[0].address

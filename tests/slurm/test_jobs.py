@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from libra.cluster.local import worker_resources
@@ -23,7 +21,7 @@ def config(**more: object) -> RunConfig:
     )  # fmt: skip
 
 
-def test_every_worker_has_the_resources_of_its_role_and_one_commits() -> None:
+def test_every_worker_has_the_resources_of_its_role_and_one_commits():
     workers = worker_resources(config(), number_of_jobs(config()))
     assert set(workers) == {"rollout-0", "rollout-1", "train-0", "tool-0"}
     assert workers["rollout-1"] == {"ROLLOUT": 32}
@@ -31,7 +29,7 @@ def test_every_worker_has_the_resources_of_its_role_and_one_commits() -> None:
     assert sum(resources.get("COMMIT", 0) for resources in workers.values()) == 1
 
 
-def test_a_script_asks_slurm_for_what_the_section_says(tmp_path: Path) -> None:
+def test_a_script_asks_slurm_for_what_the_section_says(tmp_path):
     made = scripts(config(), tmp_path)
     rollout = made["rollout-0"].splitlines()
     for line in ("-p gpu", "-A lab", "--cpus-per-task=16", "--mem=64G", "-t 04:00:00", "--gres=gpu:4"):
@@ -46,18 +44,18 @@ def test_a_script_asks_slurm_for_what_the_section_says(tmp_path: Path) -> None:
     assert "gres" not in made["train-0"]
 
 
-def test_a_role_without_jobs_is_refused(tmp_path: Path) -> None:
+def test_a_role_without_jobs_is_refused(tmp_path):
     with pytest.raises(ClusterError, match=r"slurm_train\.jobs=1"):
         scripts(config(slurm_train={"jobs": 0}), tmp_path)
 
 
 @pytest.mark.parametrize(("field", "value"), [("walltime", "4h"), ("memory", "64"), ("gpus", -1), ("partitions", "x")])
-def test_a_wrong_value_names_the_field(field: str, value: object) -> None:
+def test_a_wrong_value_names_the_field(field, value):
     with pytest.raises(ConfigError, match=rf"slurm_rollout\.{field}"):
         config(slurm_rollout={field: value})
 
 
-def test_a_job_that_ended_or_is_unknown_is_lost() -> None:
+def test_a_job_that_ended_or_is_unknown_is_lost():
     states = {"1": ("RUNNING", "n1"), "2": ("PENDING", "(Resources)"), "3": ("TIMEOUT", ""), "4": ("CANCELLED", "")}
     assert lost(states, ["1", "2", "3", "4", "5"]) == ["3", "4", "5"]
 
@@ -65,7 +63,7 @@ def test_a_job_that_ended_or_is_unknown_is_lost() -> None:
 ENGINES = [{"tp": 1, "count": 2, "slots": 48}, {"tp": 2, "threads": 3, "slots": 8}]
 
 
-def test_each_kind_of_engine_is_a_kind_of_job_with_as_many_gpus_as_its_degree(tmp_path: Path) -> None:
+def test_each_kind_of_engine_is_a_kind_of_job_with_as_many_gpus_as_its_degree(tmp_path):
     kinds = config(
         rollout={"engine": "vllm", "slots": 32},
         cluster={"engines": ENGINES, "train_workers": 2, "hybrid_workers": 1},
@@ -87,7 +85,7 @@ def test_each_kind_of_engine_is_a_kind_of_job_with_as_many_gpus_as_its_degree(tm
     assert "gres" not in scripts(kinds.model_copy(update={"slurm_rollout": SlurmRolloutJobs()}), tmp_path)["rollout-2"]
 
 
-def test_jobs_that_are_not_the_workers_of_the_cluster_are_refused(tmp_path: Path) -> None:
+def test_jobs_that_are_not_the_workers_of_the_cluster_are_refused(tmp_path):
     given = {"cluster": {"engines": ENGINES, "train_workers": 2}, "rollout": {"engine": "vllm"}, "slurm_rollout": {}}
     for section, jobs in (("slurm_rollout", 2), ("slurm_train", 1)):
         with pytest.raises(ClusterError, match=rf"{section}\.jobs: {jobs} jobs"):

@@ -54,7 +54,7 @@ class Slurm:
 
 
 @pytest.fixture(scope="module")
-def slurm() -> Iterator[Slurm]:
+def slurm():
     with (
         tempfile.TemporaryDirectory(prefix="libra-slurm-") as name,
         single_node.single_node_slurm(Path(name)) as environment,
@@ -81,7 +81,7 @@ def until(condition: Callable[[], bool], what: str, step: Callable[[], object]) 
 
 
 @pytest.fixture(scope="module")
-def mine(slurm: Slurm) -> Iterator[Path]:
+def mine(slurm):
     """``my.yaml`` is up; its contact file. The last test that uses it takes it down."""
     up = slurm.libra("cluster", "slurm", "my.yaml", "up")
     assert up.returncode == 0, up.stderr
@@ -91,7 +91,7 @@ def mine(slurm: Slurm) -> Iterator[Path]:
         slurm.libra("cluster", "slurm", "my.yaml", "down")
 
 
-def test_nobody_without_the_key_gets_in(slurm: Slurm, mine: Path) -> None:
+def test_nobody_without_the_key_gets_in(slurm, mine):
     contact = Contact.read(mine)
     assert Path(contact.key_file).stat().st_mode & 0o077 == mine.stat().st_mode & 0o077 == 0
     with pytest.raises(ClusterError):
@@ -106,7 +106,7 @@ def test_nobody_without_the_key_gets_in(slurm: Slurm, mine: Path) -> None:
     assert again.returncode == 2 and "already up" in again.stderr
 
 
-def test_the_quick_start_runs_through_slurm_and_survives_scancel(slurm: Slurm, mine: Path) -> None:
+def test_the_quick_start_runs_through_slurm_and_survives_scancel(slurm, mine):
     with _client(mine) as client:
         client.wait_for_workers(4, timeout=120)
         visible = client.run(lambda: os.environ.get("CUDA_VISIBLE_DEVICES"))
@@ -150,9 +150,7 @@ def test_the_quick_start_runs_through_slurm_and_survives_scancel(slurm: Slurm, m
     assert slurm.libra("cluster", "slurm", "my.yaml", "status").returncode == 2
 
 
-def test_each_kind_of_engine_has_jobs_of_its_own_and_a_run_is_told_where_they_are_not_what_it_lists(
-    slurm: Slurm,
-) -> None:
+def test_each_kind_of_engine_has_jobs_of_its_own_and_a_run_is_told_where_they_are_not_what_it_lists(slurm):
     kinds = {
         "extends": "my.yaml",
         "rollout": {"engine": "vllm"},
@@ -185,9 +183,7 @@ def test_each_kind_of_engine_has_jobs_of_its_own_and_a_run_is_told_where_they_ar
         slurm.libra("cluster", "slurm", "kinds.yaml", "down")
 
 
-def test_tool_workers_come_as_jobs_where_actions_wait_and_leave_the_queue_where_they_idle(
-    slurm: Slurm, random_model: Path
-) -> None:
+def test_tool_workers_come_as_jobs_where_actions_wait_and_leave_the_queue_where_they_idle(slurm, random_model):
     workers = slurm.directory / "workers"
     workers.mkdir()
     elastic = {

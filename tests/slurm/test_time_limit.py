@@ -12,7 +12,7 @@ from libra.cluster.settings import DASK_SETTINGS
 from libra.cluster.time_limit import end_of_job_s, leave_in_time
 
 
-def test_a_job_without_a_limit_never_leaves() -> None:
+def test_a_job_without_a_limit_never_leaves():
     assert [end_of_job_s({"LIBRA_JOB_END_S": text}) for text in ("", "0", "99")] == [None, None, 99.0]
     assert end_of_job_s({}) is None
 
@@ -23,7 +23,7 @@ async def _held(name: str) -> str:
     return name
 
 
-def test_what_runs_ends_and_nothing_new_comes() -> None:
+def test_what_runs_ends_and_nothing_new_comes():
     async def body() -> None:
         async with (
             Scheduler(port=0, dashboard_address=":0") as scheduler,

@@ -34,7 +34,6 @@ from typing import Any
 
 import numpy as np
 import yaml
-import zarr
 from processes import Cluster, may_mount, place_of_a_run, why_no_small_disk
 from replaying import Replayer, check_published
 
@@ -42,11 +41,11 @@ from faults import STAGES, STRUCK, TURNS, WORKERS
 from libra.config import RunConfig, load_config, resolve_model
 from libra.driver import damage
 from libra.policy import replayed_objects
-from libra.store.event_log import read_events
 from libra.store.trajectory_journal import Journal
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "support"))
 import streamed_runs
+import whole_run
 
 ITERATIONS, PROMPTS, GROUP_SIZE, MAX_TURNS = 4, 2, 2, 3
 WIDE = 6
@@ -241,35 +240,22 @@ class Soak:
 
 def check_run(case: Case, directory: Path) -> dict[str, Any]:
     """What plain zarr and the logs say of a finished run; AssertionError where something was lost or done twice."""
-    group: Any = zarr.open_group(directory / "trajectories.zarr", mode="r")
-    committed = group.attrs["committed"]["trajectories"]
-    columns = {name: array[:committed] for name, array in group["trajectory"].arrays()}
-    ids = list(zip(columns["iteration"].tolist(), columns["group"].tolist(), columns["sample"].tolist(), strict=True))
-    expected = {(k, g, s) for k in range(case.iterations) for g in range(case.prompts) for s in range(GROUP_SIZE)}
-    assert len(ids) == len(set(ids)), f"stored twice: {[i for i, n in Counter(ids).items() if n > 1]}"
-    consumed = {i for i, batch in zip(ids, columns["batch"].tolist(), strict=True) if batch >= 0}
-    assert consumed == expected, f"lost: {sorted(expected - consumed)}, unknown: {sorted(consumed - expected)}"
-    assert Counter(columns["batch"].tolist()) == dict.fromkeys(range(case.iterations), case.prompts * GROUP_SIZE)
+    whole_run.check_stored_once(directory, case.iterations, case.prompts, GROUP_SIZE)
+    columns, num = whole_run.columns(directory), case.iterations * case.prompts * GROUP_SIZE
+    assert len(columns["batch"]) == num, "stored, and in no batch"
     assert (columns["length"] > 0).all() and np.isfinite(columns["reward"]).all()
     assert (columns["num_turns"] == MAX_TURNS).all()
 
     rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     steps = [row["step"] for row in rows if "reward" in row]
     assert steps == list(range(case.iterations)), f"the reward curve has steps {steps}"
-    quanta = Counter(
-        (event["key"].split("-e")[0], event["quantum"])
-        for event in _events(directory)
-        if event["name"] == "quantum_finished"
-    )
-    twice = [quantum for quantum, count in quanta.items() if count > 1]
-    assert not twice, f"done twice: {twice}"
     left = Journal(directory / "journal").trajectories()
     assert not left, f"records of quanta that nothing will remove: {left}"
     damages = damage.check_run(directory).damages
     assert not damages, f"files are damaged: {damages}"
     checkpoint = sorted((directory / "checkpoints").glob("step-*"))[-1]
     assert checkpoint.name == f"step-{case.iterations:06d}"
-    return {"epochs": len(list((directory / "epochs").iterdir())), "trajectories": len(ids)}
+    return {"epochs": len(list((directory / "epochs").iterdir())), "trajectories": num}
 
 
 def check_turned(case: Case, directory: Path) -> dict[str, Any]:
@@ -280,14 +266,10 @@ def check_turned(case: Case, directory: Path) -> dict[str, Any]:
     replayed_objects.price_s = lambda stage_s: 0.0  # type: ignore[assignment]
     streamed_runs.check_whole(directory, case.iterations, config)
     streamed_runs.check_taken_again(directory, config, case.iterations, alone=False)
-    turns = Counter(event["to"] for event in _events(directory) if event["name"] == "engine_turned")
-    hybrids = sum(event["hybrids"] for event in _events(directory) if event["name"] == "wave_trained")
+    turns = Counter(event["to"] for event in whole_run.events_of(directory, "engine_turned"))
+    hybrids = sum(event["hybrids"] for event in whole_run.events_of(directory, "wave_trained"))
     assert turns["training"] and turns["rollout"], f"turns: {turns}"
     return {"turns": dict(turns), "slices": hybrids}
-
-
-def _events(directory: Path) -> list[dict[str, Any]]:
-    return list(read_events(directory / "events.jsonl").events)
 
 
 def _tail(cluster: Cluster) -> str:

@@ -5,9 +5,7 @@
 * ``core``: a rank of the training group in the middle of the sum of gradients;
 * ``engine``: a rollout worker in the middle of a turn;
 * ``fetch``: a rollout worker that has a part of new weights;
-* ``hybrid``: a hybrid replica in the middle of its gradient (processes of their own, no run);
-
-and, where a real Slurm is installed, ``scancel``: by `scancel` the job of a worker while quanta are finished.
+* ``hybrid``: a hybrid replica in the middle of its gradient (processes of their own, no run).
 
 After each the run goes on to its end by itself, and then: every (iteration, group, sample) is in the store once and in one
 batch; and the committed batches, replayed by undisturbed replicas from the first weights on, give the digest, loss and gradient
@@ -20,7 +18,6 @@ import argparse
 import contextlib
 import importlib.util
 import json
-import os
 import random
 import sys
 import tempfile
@@ -31,24 +28,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "slurm")]
+sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "support")]
 import deaths
 import numpy as np
-import zarr
+import whole_run
 from distributed import Client
-from replaying import SAID, Replayer, check_published
+from replaying import SAID, Replayer
 
 import factories
-import single_node
 from libra.cluster.local import local_cluster
 from libra.cluster.present_workers import present_workers
-from libra.config import RunConfig, config_from_dict, load_config
+from libra.config import RunConfig, config_from_dict
 from libra.driver import run_checkpoints
 from libra.driver.session import Session
 from libra.store.event_log import read_events
 
-KINDS = ("core", "engine", "fetch", "hybrid", "scancel")
-ITERATIONS = 4
+KINDS = ("core", "engine", "fetch", "hybrid")
+ITERATIONS, PROMPTS, GROUP_SIZE = 4, 2, 3
 TRAIN_WORKERS = 2
 HYBRID_STEPS = 9
 
@@ -77,21 +73,15 @@ class Kill:
 
 def make_config(kill: Kill, directory: Path) -> RunConfig:
     """The run that is disturbed: two training ranks, two engines, weights and rows from peer to peer."""
-    run = {
-        "dir": str(directory),
-        "name": f"kill{kill.seed}",
-        "iterations": ITERATIONS,
-        "seed": kill.seed,
-        "eta": kill.eta,
-    }
+    run = {"dir": str(directory), "name": f"kill{kill.seed}", "iterations": ITERATIONS}
     # Of the entropy there is a gradient in every step, whatever the rewards are.
-    loss = {"prompts": 2, "group_size": 3, "lr": 1e-3, "normalize_std": False, "entropy_coef": 0.01}
+    loss = {"prompts": PROMPTS, "group_size": GROUP_SIZE, "lr": 1e-3, "normalize_std": False, "entropy_coef": 0.01}
     return config_from_dict(
         {
-            "run": run,
+            "run": run | {"seed": kill.seed, "eta": kill.eta},
             "environment": {"name": "libra.testing:FixedTurns"},
             "rollout": {"max_new_tokens": 6, "max_turns": 3, "ignore_eos": True, "slots": 8},
-            "trainer": {**loss, "dispatch": ("peer", "storage")[kill.seed // 5 % 2]},
+            "trainer": {**loss, "dispatch": ("peer", "storage")[kill.seed // len(KINDS) % 2]},
             "checkpoint": {"every": 2, "keep": 1},
             "weights": {"transfer": "peer"},
             "cluster": {"threads": 1, "dashboard_port": 0, "rollout_workers": 2, "train_workers": TRAIN_WORKERS},
@@ -132,13 +122,6 @@ class Stage:
         replayer: Replayer = self._once(f"replayer {size}", lambda: Replayer(size))
         return replayer
 
-    @property
-    def slurm(self) -> Any:
-        """A real Slurm with a cluster of Libra's on it."""
-        from slurm_kills import slurm_cluster
-
-        return self._once("slurm", slurm_cluster)
-
 
 def run_killed(kill: Kill, stage: Stage, directory: Path) -> dict[str, Any]:
     """A run, one worker of which is killed; what the checks found."""
@@ -154,11 +137,8 @@ def run_killed(kill: Kill, stage: Stage, directory: Path) -> dict[str, Any]:
     lost = [event["name"] for event in events if event["name"] in ("worker_lost", "gang_lost")]
     assert "worker_lost" in lost and ("gang_lost" in lost) == (kill.kind == "core"), lost
     steps = [json.loads(path.read_text()) for path in sorted((session.directory / "steps").glob("step-*.json"))]
-    return {
-        "killed": where,
-        **check_store(session.directory),
-        **check_steps(steps, stage.replayer(TRAIN_WORKERS).steps(session.directory)),
-    }
+    whole_run.check_stored_once(session.directory, ITERATIONS, PROMPTS, GROUP_SIZE)
+    return {"killed": where, **check_steps(steps, stage.replayer(TRAIN_WORKERS).steps(session.directory))}
 
 
 def arm(kill: Kill, client: Client, run: str, marker: Path) -> None:
@@ -173,28 +153,6 @@ def arm(kill: Kill, client: Client, run: str, marker: Path) -> None:
         client.run(deaths.in_turn, **told, nth=kill.nth, workers=engines)
     else:
         client.run(deaths.in_fetch, **told, fraction=kill.fraction, workers=engines)
-
-
-def check_store(directory: Path) -> dict[str, Any]:
-    """Plain zarr: each trajectory stored once, and consumed by one batch of the right size."""
-    config = load_config(str(directory / "config.resolved.yaml"))
-    iterations, prompts, group_size = config.run.iterations, config.trainer.prompts, config.trainer.group_size
-    group = zarr.open_group(directory / "trajectories.zarr", mode="r")
-    committed = group.attrs["committed"]["trajectories"]  # type: ignore[index, call-overload]
-    columns = {name: array[:committed] for name, array in group["trajectory"].arrays()}  # type: ignore[union-attr]
-    train = columns["batch"] >= 0
-    names = ("iteration", "group", "sample", "batch")
-    rows = list(zip(*(columns[name][train].tolist() for name in names), strict=True))
-    ids = [row[:3] for row in rows]
-    expected = {(k, g, s) for k in range(iterations) for g in range(prompts) for s in range(group_size)}
-    assert len(ids) == len(set(ids)), f"stored twice: {[i for i, n in Counter(ids).items() if n > 1]}"
-    assert set(ids) == expected, f"lost: {sorted(expected - set(ids))}, unknown: {sorted(set(ids) - expected)}"
-    batches: dict[tuple[int, int], set[int]] = {}
-    for iteration, number, _, batch in rows:
-        batches.setdefault((iteration, number), set()).add(batch)
-    assert all(len(found) == 1 for found in batches.values()), "a group was consumed by two batches"
-    assert Counter(row[3] for row in rows) == dict.fromkeys(range(iterations), prompts * group_size)
-    return {"trajectories": len(ids)}
 
 
 def check_steps(steps: list[dict[str, Any]], again: list[dict[str, Any]]) -> dict[str, Any]:
@@ -256,13 +214,7 @@ def _group_process() -> Any:
 
 def run_case(kill: Kill, stage: Stage, directory: Path) -> dict[str, Any]:
     """Carry out one kill; AssertionError where something went wrong after it."""
-    if kill.kind == "hybrid":
-        return hybrid_killed(kill, directory)
-    if kill.kind == "scancel":
-        found: dict[str, Any] = stage.slurm.run_cancelled(kill)
-        run = found.pop("directory")
-        return {**found, **check_store(run), **check_published(run, stage.replayer(1).steps(run))}
-    return run_killed(kill, stage, directory)
+    return hybrid_killed(kill, directory) if kill.kind == "hybrid" else run_killed(kill, stage, directory)
 
 
 def main() -> int:
@@ -274,9 +226,6 @@ def main() -> int:
     kills = [Kill.of_seed(seed) for seed in options.seed or range(options.seeds)]
     failed: list[int] = []
     counts: Counter[str] = Counter()
-    if any(kill.kind == "scancel" for kill in kills) and (lacking := single_node.missing()):
-        print(f"scancel is left out: {lacking}", flush=True)
-        kills = [kill for kill in kills if kill.kind != "scancel"]
     with Stage() as stage:
         for kill in kills:
             began_s = time.monotonic()
@@ -294,7 +243,6 @@ def main() -> int:
 
 # Records of groups are kept, whatever checkpoints there are: they are what is replayed.
 run_checkpoints.prune_groups = lambda spec, first, before: before
-os.environ["PATH"] = os.pathsep.join((os.environ["PATH"], "/usr/sbin", "/sbin"))  # where Debian puts Slurm's daemons
 
 if __name__ == "__main__":
     sys.exit(main())
