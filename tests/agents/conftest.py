@@ -1,11 +1,7 @@
 """A tokenizer that splits by merges, and a template that shows the reasoning of the last turn only, as Qwen3's does."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import pytest
+from coroutine_tests import pytest_pyfunc_call  # noqa: F401
 
 TEMPLATE = """{% if tools %}<|im_start|>system
 {% if messages[0].role=='system' %}{{ messages[0].content }}
@@ -34,7 +30,7 @@ TEMPLATE = """{% if tools %}<|im_start|>system
 
 
 @pytest.fixture(scope="session")
-def tokenizer() -> Any:
+def tokenizer():
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -53,7 +49,7 @@ def tokenizer() -> Any:
 
 
 @pytest.fixture(scope="session")
-def conversation_format(tokenizer: Any) -> Any:
+def conversation_format(tokenizer):
     from libra.rollout.chat_format import ChatFormat
     from libra.rollout.conversation_format import ConversationFormat
 
@@ -61,11 +57,11 @@ def conversation_format(tokenizer: Any) -> Any:
 
 
 @pytest.fixture(scope="session")
-def odd_ids(tokenizer: Any) -> Callable[[str, int], list[int]]:
+def odd_ids(tokenizer):
     """Token ids of a text as a sampler may write them and no encoder does: split at random places."""
     import random
 
-    def split(text: str, seed: int) -> list[int]:
+    def split(text, seed):
         draw, ids, at = random.Random(seed), [], 0
         while at < len(text):
             size = draw.choice([1, 2, 3, 7])

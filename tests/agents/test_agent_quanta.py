@@ -1,7 +1,5 @@
 """Agents as real processes on a worker: their environment, time limits, number, crashes and restarts, and what then is trained."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import itertools
@@ -9,10 +7,8 @@ import os
 import select
 import sys
 import venv
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -24,42 +20,40 @@ from libra.types import EndReason, FailureClass, TrajectoryId
 pytest.importorskip("starlette", reason="the extra `agents` is not installed")
 pytest.importorskip("uvicorn", reason="the extra `agents` is not installed")
 
-from agent_worker import TID, AgentWorker, Scripted, agent_worker, check_one_sequence, check_tokens, reasons, turns_of
+from agent_worker import TID, Scripted, agent_worker, check_one_sequence, check_tokens, reasons, turns_of
 from marked import Marked
 
 pytestmark = pytest.mark.live
 
 SUPPORT = Path(__file__).parents[1] / "support"
-Start = Callable[..., AbstractAsyncContextManager[AgentWorker]]
 
 
 @pytest.fixture
-def start(conversation_format: Any, odd_ids: Any, tmp_path: Path) -> Start:
+def start(conversation_format, odd_ids, tmp_path):
     """``start(agent, **sections)``: a worker whose agent is that function of `http_agents`, or has those settings. The model
     numbers its answers."""
     chat = conversation_format.chat
 
     @asynccontextmanager
-    async def begin(agent: str | dict[str, Any], **sections: Any) -> AsyncIterator[AgentWorker]:
+    async def begin(agent, **sections):
         given = {"function": f"http_agents:{agent}"} if isinstance(agent, str) else agent
         engine = sections.pop("engine", None) or Scripted(chat, odd_ids, lambda text, request: f"turn {request.turn}")
-        async with agent_worker(
-            tmp_path, chat, engine, given, environment=Marked(mark=str(tmp_path)), **sections
-        ) as worker:
+        marked = Marked(mark=str(tmp_path))
+        async with agent_worker(tmp_path, chat, engine, given, environment=marked, **sections) as worker:
             yield worker
 
     return begin
 
 
 @pytest.fixture(scope="session")
-def bare_venv(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def bare_venv(tmp_path_factory):
     """A virtual environment without a single package."""
     place = tmp_path_factory.mktemp("venv") / "bare"
     venv.create(place, symlinks=True, with_pip=False)
     return place
 
 
-async def ended(pid: int) -> None:
+async def ended(pid):
     """Wait until a process, of whatever parent, has ended."""
     with contextlib.suppress(ProcessLookupError):
         descriptor = os.pidfd_open(pid)
@@ -70,21 +64,15 @@ async def ended(pid: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["command", "function"])
-def test_an_agent_has_a_virtual_environment_of_its_own(start: Start, bare_venv: Path, kind: str) -> None:
-    agent = (
-        {"command": f"python {SUPPORT / 'stdlib_agent.py'}"} if kind == "command" else {"function": "stdlib_agent:run"}
-    )
-
-    async def test() -> None:
-        async with start(agent | {"venv": str(bare_venv)}) as worker:
-            state = await worker.play()
-        episode = state.episode()
-        assert episode.result == {"text": "turn 0", "prefix": str(bare_venv), "venv": str(bare_venv), "reward": 0.5}
-        assert episode.own_reward == 0.5 and state.failure is FailureClass.NONE
-        check_one_sequence(state, worker.engine)
-
+async def test_an_agent_has_a_virtual_environment_of_its_own(start, bare_venv, kind):
+    agent = {kind: {"command": f"python {SUPPORT / 'stdlib_agent.py'}", "function": "stdlib_agent:run"}[kind]}
     assert sys.prefix != str(bare_venv)
-    asyncio.run(test())
+    async with start(agent | {"venv": str(bare_venv)}) as worker:
+        state = await worker.play()
+    episode = state.episode()
+    assert episode.result == {"text": "turn 0", "prefix": str(bare_venv), "venv": str(bare_venv), "reward": 0.5}
+    assert episode.own_reward == 0.5 and state.failure is FailureClass.NONE
+    check_one_sequence(state, worker.engine)
 
 
 @pytest.mark.parametrize(
@@ -94,159 +82,105 @@ def test_an_agent_has_a_virtual_environment_of_its_own(start: Start, bare_venv: 
         ({"function": "stdlib_agent:walk"}, r"agent\.function"),
     ],
 )
-def test_an_agent_that_cannot_be_loaded_stops_the_worker_with_its_setting(
-    start: Start, agent: dict[str, Any], setting: str
-) -> None:
-    async def test() -> None:
+async def test_an_agent_that_cannot_be_loaded_stops_the_worker_with_its_setting(start, agent, setting):
+    with pytest.raises(EnvironmentFault, match=setting):
         async with start(agent):
             pass
-
-    with pytest.raises(EnvironmentFault, match=setting):
-        asyncio.run(test())
 
 
 @pytest.mark.parametrize(
     ("limits", "passed"),
     [({"timeout_s": 1.5, "idle_s": 1.5}, "timeout_s"), ({"timeout_s": 60.0, "idle_s": 1.0}, "idle_s")],
 )
-def test_an_agent_that_hangs_is_killed_and_its_trajectory_is_a_timeout(
-    start: Start, tmp_path: Path, limits: dict[str, float], passed: str
-) -> None:
-    async def test() -> None:
-        async with start({"function": "http_agents:hanging"} | limits) as worker:
-            state = await worker.play()
-            await ended(int((tmp_path / "pid").read_text()))
-            assert state.failure is FailureClass.TIMEOUT and not state.failure.trains
-            assert passed in state.detail
-
-    asyncio.run(test())
+async def test_an_agent_that_hangs_is_killed_and_its_trajectory_is_a_timeout(start, tmp_path, limits, passed):
+    async with start({"function": "http_agents:hanging"} | limits) as worker:
+        state = await worker.play()
+        await ended(int((tmp_path / "pid").read_text()))
+        assert state.failure is FailureClass.TIMEOUT and not state.failure.trains
+        assert passed in state.detail
 
 
-def test_no_more_agents_exist_than_concurrency_allows_and_all_have_their_turn(start: Start, tmp_path: Path) -> None:
-    async def test() -> None:
-        async with start({"function": "http_agents:counting", "concurrency": 2}) as worker:
-            states = await asyncio.gather(*(worker.play(TrajectoryId(0, 0, i)) for i in range(6)))
-            for state in states:
-                assert state.failure is FailureClass.NONE
-                check_one_sequence(state, worker.engine)
-            assert worker.given_back, "some found no place"
-
-    asyncio.run(test())
+async def test_no_more_agents_exist_than_concurrency_allows_and_all_have_their_turn(start, tmp_path):
+    async with start({"function": "http_agents:counting", "concurrency": 2}) as worker:
+        states = await asyncio.gather(*(worker.play(TrajectoryId(0, 0, i)) for i in range(6)))
+        for state in states:
+            assert state.failure is FailureClass.NONE
+            check_one_sequence(state, worker.engine)
+        assert worker.given_back, "some found no place"
     there = list(itertools.accumulate(1 if sign == "+" else -1 for sign in (tmp_path / "agents").read_text()))
     assert len(there) == 12 and max(there) == 2 and there[-1] == 0
 
 
-def test_an_agent_that_is_killed_fails_as_a_tool_and_is_tried_again_from_the_prompt(start: Start) -> None:
-    async def test() -> None:
-        async with start("dying", trainer={"resample": 1}) as worker:
-            state = await worker.play()
-        assert state.retried == [FailureClass.TOOL] and state.failure is FailureClass.NONE
-        assert len(turns_of(state)) == 1 and len(worker.engine.requests) == 2
-
-    asyncio.run(test())
+async def test_an_agent_that_is_killed_fails_as_a_tool_and_is_tried_again_from_the_prompt(start):
+    async with start("dying", trainer={"resample": 1}) as worker:
+        state = await worker.play()
+    assert state.retried == [FailureClass.TOOL] and state.failure is FailureClass.NONE
+    assert len(turns_of(state)) == 1 and len(worker.engine.requests) == 2
 
 
-def test_agents_go_on_from_the_journal_when_the_program_that_runs_them_is_killed(start: Start, tmp_path: Path) -> None:
-    async def test() -> None:
-        async with start("named") as worker:
-            prompt = worker.environment.prompt("train", 0)
-            for _ in range(2):
-                assert await worker.quantum(TID, prompt)
-            pid = int((tmp_path / "pid").read_text())
-            psutil.Process(pid).parents()[1].kill()  # above its keeper
-            await ended(pid)  # agents end with it
-            state = await worker.play()
-        assert state.failure is FailureClass.NONE and state.draw == 0
-        check_one_sequence(state, worker.engine)
-        assert [request.turn for request in worker.engine.requests] == [0, 1], "no turn was generated twice"
-
-    asyncio.run(test())
+async def test_agents_go_on_from_the_journal_when_the_program_that_runs_them_is_killed(start, tmp_path):
+    async with start("named") as worker:
+        prompt = worker.environment.prompt("train", 0)
+        for _ in range(2):
+            assert await worker.quantum(TID, prompt)
+        pid = int((tmp_path / "pid").read_text())
+        psutil.Process(pid).parents()[1].kill()  # above its keeper
+        await ended(pid)  # agents end with it
+        state = await worker.play()
+    assert state.failure is FailureClass.NONE and state.draw == 0
+    check_one_sequence(state, worker.engine)
+    assert [request.turn for request in worker.engine.requests] == [0, 1], "no turn was generated twice"
 
 
-def test_another_worker_replays_what_is_recorded(start: Start) -> None:
-    async def test() -> None:
-        async with start("asking") as worker:
-            prompt, engine = worker.environment.prompt("train", 0), worker.engine
-            for _ in range(2):
-                assert await worker.quantum(TID, prompt)
-        async with start("asking", engine=engine) as worker:
-            state = await worker.play()
-        assert state.failure is FailureClass.NONE and state.draw == 0
-        check_one_sequence(state, engine)
-        assert [request.turn for request in engine.requests] == list(range(state.turns))
-
-    asyncio.run(test())
-
-
-def test_an_agent_that_asks_something_else_after_a_restart_begins_a_fresh_draw(
-    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_agent_that_asks_something_else_after_a_restart_begins_a_fresh_draw(start, tmp_path, monkeypatch):
     monkeypatch.setattr("libra.worker.agent_quanta.REPLAY_S", 0.2)
 
-    async def test() -> None:
-        async with start("other") as worker:
-            prompt, engine = worker.environment.prompt("train", 0), worker.engine
-            for _ in range(2):
-                assert await worker.quantum(TID, prompt)
-        (tmp_path / "again").touch()
-        async with start("other", engine=engine) as worker:
-            state = await worker.play()
-        assert state.draw == 1 and state.failure is FailureClass.NONE
-        assert len(turns_of(state)) == 2 and reasons(state) == ["first", "continued"]
-        assert [request.turn for request in engine.requests] == [0, 0, 1]
-
-    asyncio.run(test())
+    async with start("other") as worker:
+        prompt, engine = worker.environment.prompt("train", 0), worker.engine
+        for _ in range(2):
+            assert await worker.quantum(TID, prompt)
+    (tmp_path / "again").touch()
+    async with start("other", engine=engine) as worker:
+        state = await worker.play()
+    assert state.draw == 1 and state.failure is FailureClass.NONE
+    assert len(turns_of(state)) == 2 and reasons(state) == ["first", "continued"]
+    assert [request.turn for request in engine.requests] == [0, 0, 1]
 
 
 @pytest.mark.parametrize("fault", [EngineAsleep("it sleeps"), EngineError("it was killed")])
-def test_an_agent_waits_while_engines_sleep_or_die(start: Start, fault: Exception, tmp_path: Path) -> None:
-    async def test() -> None:
-        async with start("counting", trainer={"resample": 3}) as worker:
-            worker.engine.faults = [fault, fault]
-            state = await worker.play()
-        assert state.failure is FailureClass.NONE and state.draw == 0
-        assert len(state.retried) == (0 if isinstance(fault, EngineAsleep) else 2)
-        check_one_sequence(state, worker.engine)
-        assert (tmp_path / "agents").read_text() == "+-", "it was started once"
-
-    asyncio.run(test())
+async def test_an_agent_waits_while_engines_sleep_or_die(start, fault, tmp_path):
+    async with start("counting", trainer={"resample": 3}) as worker:
+        worker.engine.faults = [fault, fault]
+        state = await worker.play()
+    assert state.failure is FailureClass.NONE and state.draw == 0
+    assert len(state.retried) == (0 if isinstance(fault, EngineAsleep) else 2)
+    check_one_sequence(state, worker.engine)
+    assert (tmp_path / "agents").read_text() == "+-", "it was started once"
 
 
-def test_new_weights_in_the_middle_of_a_turn_are_in_its_tokens(
-    start: Start, conversation_format: Any, odd_ids: Any
-) -> None:
-    async def test() -> None:
-        engine = Scripted(conversation_format.chat, odd_ids, lambda text, request: f"a long turn {request.turn}")
-        async with start("asking", engine=engine, rollout={"chunk_tokens": 3}) as worker:
-            state = await worker.play()
-        check_tokens(state, engine)
-        versions = [of_turn for _, _, of_turn in turns_of(state)]
-        assert all(len(set(each)) > 1 and each == sorted(each) for each in versions), "each part has its version"
-        assert state.trajectory(0).starts == ()
-
-    asyncio.run(test())
+async def test_new_weights_in_the_middle_of_a_turn_are_in_its_tokens(start, conversation_format, odd_ids):
+    engine = Scripted(conversation_format.chat, odd_ids, lambda text, request: f"a long turn {request.turn}")
+    async with start("asking", engine=engine, rollout={"chunk_tokens": 3}) as worker:
+        state = await worker.play()
+    check_tokens(state, engine)
+    versions = [of_turn for _, _, of_turn in turns_of(state)]
+    assert all(len(set(each)) > 1 and each == sorted(each) for each in versions), "each part has its version"
+    assert state.trajectory(0).starts == ()
 
 
-def test_parallel_sub_agents_are_sequences_of_one_trajectory(start: Start) -> None:
-    async def test() -> None:
-        async with start("parallel") as worker:
-            state = await worker.play()
-        assert state.failure is FailureClass.NONE and sorted(reasons(state)) == sorted(
-            ["first", "continued"] + ["new", "continued"] * 3
-        )
-        assert len(state.trajectory(0).starts) == 3
-        check_tokens(state, worker.engine)
-        assert sorted(state.episode().result) == sorted(ids for ids, _, _ in turns_of(state))
-
-    asyncio.run(test())
+async def test_parallel_sub_agents_are_sequences_of_one_trajectory(start):
+    async with start("parallel") as worker:
+        state = await worker.play()
+    assert state.failure is FailureClass.NONE
+    assert sorted(reasons(state)) == sorted(["first", "continued"] + ["new", "continued"] * 3)
+    assert len(state.trajectory(0).starts) == 3
+    check_tokens(state, worker.engine)
+    assert sorted(state.episode().result) == sorted(ids for ids, _, _ in turns_of(state))
 
 
-def test_an_agent_that_fails_at_an_answer_that_was_cut_is_no_failure_of_a_tool(start: Start) -> None:
-    async def test() -> None:
-        async with start("wants_the_end") as worker:
-            state = await worker.play()
-        assert (state.failure, state.end) == (FailureClass.POLICY, EndReason.LENGTH)
-        assert "ValueError: length" in state.detail
-        assert own_reward(state.episode()) == 0.0, "it could give itself none"
-
-    asyncio.run(test())
+async def test_an_agent_that_fails_at_an_answer_that_was_cut_is_no_failure_of_a_tool(start):
+    async with start("wants_the_end") as worker:
+        state = await worker.play()
+    assert (state.failure, state.end) == (FailureClass.POLICY, EndReason.LENGTH)
+    assert "ValueError: length" in state.detail
+    assert own_reward(state.episode()) == 0.0, "it could give itself none"

@@ -44,7 +44,7 @@ class Engine:
     generated: list[list[int]] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
 
-    def request(self, agent: Agent, text: str, *, cut: bool) -> str:
+    def request(self, agent, text, *, cut):
         asked = self.conversation.prompt(agent.messages, agent.tools)
         turn = self.conversation.ask(asked.parent, asked.tail, asked.tools)
         ids = self.encode(text, turn) + ([] if cut else [self.end_id])
@@ -79,7 +79,7 @@ ACTIONS = st.lists(
 )
 
 
-def play(engine: Engine, actions: list[tuple[str, int, int, bool]]) -> list[str]:
+def play(engine, actions):
     agents = [Agent([Message("system", "Be brief."), Message("user", "6*7?")], list(TOOLS), True)]
     expected = []
     for index, (action, writes, says, flag) in enumerate(actions):
@@ -108,9 +108,7 @@ def play(engine: Engine, actions: list[tuple[str, int, int, bool]]) -> list[str]
 
 
 @given(actions=ACTIONS)
-def test_no_generated_token_is_ever_tokenised_again(
-    actions: Any, conversation_format: Any, odd_ids: Any, tokenizer: Any
-) -> None:
+def test_no_generated_token_is_ever_tokenised_again(actions, conversation_format, odd_ids, tokenizer):
     begin, end = tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
     engine = Engine(Conversation(conversation_format), odd_ids, end)
     expected = play(engine, actions)
@@ -122,12 +120,10 @@ def test_no_generated_token_is_ever_tokenised_again(
 
     trained = []
     for path in paths(engine.parents):
-        ids: list[int] = []
+        ids = []
         for step in path:
             ids += [int(i) for i in engine.prompts[step.turn]]
-            ids += engine.generated[
-                step.turn
-            ]  # what the engine wrote, at its place, whatever a tokenizer would make of it
+            ids += engine.generated[step.turn]  # whatever a tokenizer would make of it
             trained += [step.turn] * step.trained
         marks = [i for i in ids if i in (begin, end)]
         assert marks == [begin if n % 2 == 0 else end for n in range(len(marks))], "a text forged a special token"
@@ -135,8 +131,8 @@ def test_no_generated_token_is_ever_tokenised_again(
     assert sorted(trained) == list(range(len(engine.parents))), "every turn is trained in exactly one sequence"
 
 
-def test_reasons_of_new_sequences(conversation_format: Any, odd_ids: Any, tokenizer: Any) -> None:
-    def asked(change: Callable[[Agent], None]) -> str:
+def test_reasons_of_new_sequences(conversation_format, odd_ids, tokenizer):
+    def asked(change):
         engine = Engine(Conversation(conversation_format), odd_ids, tokenizer.convert_tokens_to_ids("<|im_end|>"))
         agent = Agent([Message("system", "s"), Message("user", "q")], list(TOOLS), True)
         engine.request(agent, WRITES[1], cut=False)
@@ -145,18 +141,18 @@ def test_reasons_of_new_sequences(conversation_format: Any, odd_ids: Any, tokeni
         change(agent)
         return engine.request(agent, WRITES[0], cut=False)
 
-    def edits(agent: Agent) -> None:
+    def edits(agent):
         agent.messages[2] = replace(agent.messages[2], calls=(Call("call_0_0", "calc", '{"expression":"1"}'),))
         agent.messages.append(Message("user", "go on"))
 
-    def compacts(agent: Agent) -> None:
+    def compacts(agent):
         agent.messages = [agent.messages[0], Message("user", "in short")]
 
-    def changes_tools(agent: Agent) -> None:
+    def changes_tools(agent):
         agent.tools = []
         agent.messages.append(Message("user", "go on"))
 
-    def goes_back(agent: Agent) -> None:
+    def goes_back(agent):
         agent.messages = [*agent.messages[:3], Message("tool", "43", (), "x")]
 
     assert [asked(change) for change in (edits, compacts, changes_tools, goes_back)] == [
@@ -164,7 +160,7 @@ def test_reasons_of_new_sequences(conversation_format: Any, odd_ids: Any, tokeni
     ]  # fmt: skip
 
 
-def test_reasoning_counts_only_if_it_is_sent(conversation_format: Any, odd_ids: Any, tokenizer: Any) -> None:
+def test_reasoning_counts_only_if_it_is_sent(conversation_format, odd_ids, tokenizer):
     for sends, changed, reason in ((True, False, "continued"), (False, False, "continued"), (True, True, "edited")):
         engine = Engine(Conversation(conversation_format), odd_ids, tokenizer.convert_tokens_to_ids("<|im_end|>"))
         agent = Agent([Message("user", "q")], [], not sends)
@@ -176,7 +172,7 @@ def test_reasoning_counts_only_if_it_is_sent(conversation_format: Any, odd_ids: 
 
 
 @pytest.mark.parametrize("shows_ids", [False, True])
-def test_what_tools_return_is_shown_as_the_template_renders_it_every_time(tokenizer: Any, shows_ids: bool) -> None:
+def test_what_tools_return_is_shown_as_the_template_renders_it_every_time(tokenizer, shows_ids):
     from libra.rollout.chat_format import ChatFormat
     from libra.rollout.conversation_format import ConversationFormat
 
@@ -184,7 +180,7 @@ def test_what_tools_return_is_shown_as_the_template_renders_it_every_time(tokeni
     if shows_ids:
         mine.chat_template = mine.chat_template.replace("<tool_response>", "<tool_response {{ m.tool_call_id }}>")
 
-    def tail(form: ConversationFormat, call: str, *texts: str) -> list[int]:
+    def tail(form, call, *texts):
         said = [{"role": "tool", "name": "tool", "tool_call_id": call, "content": text} for text in texts]
         return form.tail_ids(said, TOOLS, ended=False).tolist()
 
@@ -196,9 +192,9 @@ def test_what_tools_return_is_shown_as_the_template_renders_it_every_time(tokeni
 
 
 @pytest.mark.parametrize("raised", [RecursionError("too deep"), KeyError("x"), OverflowError("large")])
-def test_whatever_a_template_raises_refuses_the_request(raised: Exception) -> None:
+def test_whatever_a_template_raises_refuses_the_request(raised):
     class Raising:
-        def prompt_ids(self, messages: Any, tools: Any = (), **args: Any) -> Any:
+        def prompt_ids(self, messages, tools=(), **args):
             raise raised
 
         tail_ids = prompt_ids

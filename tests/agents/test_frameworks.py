@@ -4,27 +4,22 @@
 the template does not show again; all between its tokens and the store's rows is real.
 """
 
-from __future__ import annotations
-
 import asyncio
 import importlib.util
+import json
 import os
+import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 pytest.importorskip("starlette", reason="the extra `agents` is not installed")
 pytest.importorskip("uvicorn", reason="the extra `agents` is not installed")
 
-import json
-import subprocess
-
 from agent_worker import Scripted, agent_worker, check_one_sequence, check_tokens, reasons
 
 from libra.types import FailureClass, Prompt, TrajectoryId
-from libra.worker.trajectory_state import TrajectoryState
 
 pytestmark = pytest.mark.agents
 
@@ -33,7 +28,7 @@ VENVS = Path(os.environ.get("LIBRA_AGENT_VENVS", "~/.cache/libra/agents")).expan
 THINKS = "<think>\nlet me see\n</think>\n\n"
 
 
-def calls(name: str, **arguments: str) -> str:
+def calls(name, **arguments):
     """A turn that thinks, and calls a tool."""
     inside = ", ".join(f'"{key}": "{value}"' for key, value in arguments.items())
     return f'{THINKS}<tool_call>\n{{"name": "{name}", "arguments": {{{inside}}}}}\n</tool_call>'
@@ -52,7 +47,7 @@ CONVERSATIONS = [
 ]
 
 
-def environment_of(framework: str) -> str | None:
+def environment_of(framework):
     """Where a framework is installed; None: beside Libra. Skips where it is nowhere."""
     if framework == "anthropic":
         if importlib.util.find_spec("anthropic") is None:
@@ -63,16 +58,14 @@ def environment_of(framework: str) -> str | None:
     return str(VENVS / framework)
 
 
-def played(
-    framework: str, mode: str, texts: list[str], chat: Any, odd_ids: Any, place: Path
-) -> tuple[TrajectoryState, Scripted]:
+def played(framework, mode, texts, chat, odd_ids, place):
     """One trajectory of a framework's agent."""
     venv = environment_of(framework)
     python = sys.executable if venv is None else "python"
     command = f"{python} {AGENTS}/with_{framework.replace('-', '_')}.py {mode}"
     engine = Scripted(chat, odd_ids, texts)
 
-    async def play() -> TrajectoryState:
+    async def play():
         async with agent_worker(place, chat, engine, {"command": command, "venv": venv, "idle_s": 120.0}) as worker:
             return await worker.play()
 
@@ -81,8 +74,8 @@ def played(
 
 @pytest.mark.parametrize(("framework", "mode", "texts", "result"), CONVERSATIONS)
 def test_a_conversation_is_one_sequence_of_the_engines_own_tokens(
-    framework: str, mode: str, texts: list[str], result: str, conversation_format: Any, odd_ids: Any, tmp_path: Path
-) -> None:
+    framework, mode, texts, result, conversation_format, odd_ids, tmp_path
+):
     state, engine = played(framework, mode, texts, conversation_format.chat, odd_ids, tmp_path)
     assert state.failure is FailureClass.NONE, state.detail
     assert result in str(state.episode().result)
@@ -90,9 +83,7 @@ def test_a_conversation_is_one_sequence_of_the_engines_own_tokens(
     check_one_sequence(state, engine)
 
 
-def test_an_agent_that_rewrites_the_models_turns_has_a_sequence_for_each(
-    conversation_format: Any, odd_ids: Any, tmp_path: Path
-) -> None:
+def test_an_agent_that_rewrites_the_models_turns_has_a_sequence_for_each(conversation_format, odd_ids, tmp_path):
     texts = [CALC, calls("final_answer", answer="42")]
     state, engine = played("smolagents", "", texts, conversation_format.chat, odd_ids, tmp_path)
     assert state.failure is FailureClass.NONE, state.detail
@@ -116,26 +107,18 @@ KINDS = [
 ]
 
 
-def rows(kind: str) -> list[dict[str, Any]]:
+def rows(kind):
     """What the workflow reads in verifiers' environment."""
-    command = [
-        f"{environment_of('verifiers')}/bin/python",
-        f"{FOLDERS[0]}/verifiers_agent.py",
-        "rows",
-        "verifiers_four",
-    ]
+    program = [f"{environment_of('verifiers')}/bin/python", f"{FOLDERS[0]}/verifiers_agent.py"]
+    command = [*program, "rows", "verifiers_four", json.dumps({"kind": kind}), "2"]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(FOLDERS)}
-    done = subprocess.run(
-        [*command, json.dumps({"kind": kind}), "2"], check=True, stdout=subprocess.PIPE, text=True, env=env
-    )
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    return [json.loads(line) for line in subprocess.check_output(command, text=True, env=env).splitlines()]
 
 
 @pytest.mark.parametrize(("kind", "texts", "reward", "shown"), KINDS)
 def test_a_rollout_is_one_sequence_with_the_rubrics_reward(
-    kind: str, texts: list[str], reward: float, shown: str | None, conversation_format: Any, odd_ids: Any, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    kind, texts, reward, shown, conversation_format, odd_ids, tmp_path, monkeypatch
+):
     monkeypatch.setattr(sys, "path", [*FOLDERS, *sys.path])
     example = rows(kind)[0]
     facts = {"environment": "verifiers_four", "args": json.dumps({"kind": kind}), "example": example}
@@ -143,7 +126,7 @@ def test_a_rollout_is_one_sequence_with_the_rubrics_reward(
     engine = Scripted(conversation_format.chat, odd_ids, texts)
     agent = {"function": "verifiers_agent:agent", "venv": environment_of("verifiers"), "idle_s": 120.0}
 
-    async def play() -> TrajectoryState:
+    async def play():
         async with agent_worker(tmp_path, conversation_format.chat, engine, agent) as worker:
             return await worker.play(TrajectoryId(0, 0, 0), prompt)
 

@@ -1,18 +1,12 @@
 """Runs of real workers whose trajectories are run by agents: what is trained is what the engine generated."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import http_agents
 import numpy as np
 import pytest
 
 import libra
-from libra.config import RunConfig
 from libra.driver.session import run
 from libra.store.trajectories import TrajectoryStore
 
@@ -20,7 +14,7 @@ pytest.importorskip("starlette", reason="type pip install 'libra-rl[agents]'")
 pytest.importorskip("uvicorn", reason="type pip install 'libra-rl[agents]'")
 
 
-def config_of(make_config: Callable[..., RunConfig], mark: Path, agent: str, **more: Any) -> RunConfig:
+def config_of(make_config, mark, agent, **more):
     return make_config(
         environment={"name": "marked:Marked", "args": {"mark": str(mark)}},
         agent={"function": f"http_agents:{agent}"},
@@ -29,12 +23,12 @@ def config_of(make_config: Callable[..., RunConfig], mark: Path, agent: str, **m
     )
 
 
-def trajectories_of(directory: Path) -> list[Any]:
+def trajectories_of(directory):
     with TrajectoryStore.open(directory / "trajectories.zarr") as store:
         return [store.trajectory(index) for index in range(store.num_trajectories)]
 
 
-def check_seen(trajectory: Any, mark: Path) -> list[list[int]]:
+def check_seen(trajectory, mark):
     """The tokens of each turn are those that the agent was given, and no others are trained."""
     turns = []
     for row in trajectory.turns:
@@ -49,9 +43,7 @@ def check_seen(trajectory: Any, mark: Path) -> list[list[int]]:
 
 
 @pytest.mark.core
-def test_branches_are_sequences_and_exactly_the_generated_tokens_are_trained(
-    make_config: Callable[..., RunConfig], client: Any, tmp_path: Path
-) -> None:
+def test_branches_are_sequences_and_exactly_the_generated_tokens_are_trained(make_config, client, tmp_path):
     summary = run(config_of(make_config, tmp_path, "branching", run={"iterations": 1}), client=client)
     assert [(row["trajectories"], row["agent_sequences"]) for row in summary.iterations] == [(4, 12)]
     assert np.isfinite([row["loss"] for row in summary.iterations]).all()
@@ -61,18 +53,15 @@ def test_branches_are_sequences_and_exactly_the_generated_tokens_are_trained(
         turns = check_seen(trajectory, tmp_path)
         assert len(turns) == 5 and len(turns[4]) <= 2
         assert len(trajectory.starts) == 2, "the path to the last turn, the second sample, the other conversation"
-        first = trajectory.turns[0]["sequence_start"]
-        own = trajectory.token_ids[
-            first : first + trajectory.turns[0]["prompt_tokens"] + trajectory.turns[0]["generated_tokens"]
-        ]
-        assert any(
-            start != first and np.array_equal(trajectory.token_ids[start : start + len(own)], own)
-            for start in (0, *trajectory.starts)
-        ), "the branch has the same tokens before it, and no others"
+        row, ids = trajectory.turns[0], trajectory.token_ids
+        first = row["sequence_start"]
+        own = ids[first : first + row["prompt_tokens"] + row["generated_tokens"]]
+        others = {0, *trajectory.starts} - {first}  # the branch has the same tokens before it, and no others
+        assert any(np.array_equal(ids[start : start + len(own)], own) for start in others)
 
 
 @pytest.mark.live
-def test_a_lost_worker_is_replayed_from_the_journal(make_config: Callable[..., RunConfig], tmp_path: Path) -> None:
+def test_a_lost_worker_is_replayed_from_the_journal(make_config, tmp_path):
     """On a cluster of its own: an agent kills its worker."""
     sections = {"run": {"iterations": 1}, "cluster": {"dashboard_port": 0, "threads": 1}}
     summary = run(config_of(make_config, tmp_path, "killer", **sections))
@@ -81,7 +70,7 @@ def test_a_lost_worker_is_replayed_from_the_journal(make_config: Callable[..., R
         assert len(check_seen(trajectory, tmp_path)) == 2 and trajectory.retried == ""
 
 
-def test_libra_train_takes_an_agent_that_rewards_itself(random_model: Path, client: Any, tmp_path: Path) -> None:
+def test_libra_train_takes_an_agent_that_rewards_itself(random_model, client, tmp_path):
     summary = libra.train(
         random_model, [f"question {i}" for i in range(10)], agent=http_agents.rewarding, client=client,
         run__iterations=1, run__dir=tmp_path, run__name="own", trainer__prompts=2, trainer__group_size=2, rollout__slots=8,
@@ -91,9 +80,7 @@ def test_libra_train_takes_an_agent_that_rewards_itself(random_model: Path, clie
     assert [row["reward"] for row in summary.iterations] == [0.25]
 
 
-def test_an_agent_that_fails_is_a_failure_of_its_trajectory(
-    make_config: Callable[..., RunConfig], client: Any, tmp_path: Path
-) -> None:
+def test_an_agent_that_fails_is_a_failure_of_its_trajectory(make_config, client, tmp_path):
     config = config_of(make_config, tmp_path, "failing", run={"iterations": 1}, trainer={"resample": 0})
     with TrajectoryStore.open(run(config, client=client).directory / "trajectories.zarr") as store:
         columns = store.columns()

@@ -6,15 +6,12 @@ import asyncio
 import os
 import stat
 import sys
-from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from libra.agents.gateway import Gateway
 from libra.agents.processes import AgentProcesses
-from libra.agents.session import Ended
 from libra.config import config_from_dict
 from libra.config.agent_checks import GATEWAY_VARIABLES
 from libra.errors import ConfigError
@@ -46,8 +43,8 @@ ctypes.CDLL(None).prctl(1, 0)
 """An agent that leaves a process in a session of its own; that has the pipe at MARK open as long as it lives."""
 
 
-def with_agents(test: Callable[[AgentProcesses], Awaitable[None]], **options: Any) -> None:
-    async def run() -> None:
+def with_agents(test, **options):
+    async def run():
         processes = AgentProcesses(**({"function": None, "command": AGENT, "venv": None} | options))
         try:
             await test(processes)
@@ -57,8 +54,8 @@ def with_agents(test: Callable[[AgentProcesses], Awaitable[None]], **options: An
     asyncio.run(run())
 
 
-async def end_of(processes: AgentProcesses, what: str) -> Ended:
-    ended: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
+async def end_of(processes, what):
+    ended = asyncio.get_running_loop().create_future()
     env = {"WHAT": what, "OPENAI_BASE_URL": "", "OPENAI_API_KEY": ""}
     await processes.start(env, TASK, ended.set_result)
     return await asyncio.wait_for(ended, 60)
@@ -68,8 +65,8 @@ async def end_of(processes: AgentProcesses, what: str) -> Ended:
     ("what", "begins", "length"),
     [("print('[' * 100_000)", "[[", 100_000), ("os.write(1, b'\\xff' * 1_000_000)", "\ufffd\ufffd", 1_000_000)],
 )
-def test_a_result_that_cannot_be_told_as_json_is_text(what: str, begins: str, length: int) -> None:
-    async def test(processes: AgentProcesses) -> None:
+def test_a_result_that_cannot_be_told_as_json_is_text(what, begins, length):
+    async def test(processes):
         ended = await end_of(processes, what)
         assert (ended.error, ended.lost) == (None, False)
         assert ended.result.startswith(begins) and len(ended.result) == length
@@ -78,12 +75,12 @@ def test_a_result_that_cannot_be_told_as_json_is_text(what: str, begins: str, le
 
 
 @pytest.mark.parametrize("number", [1, 2])
-def test_endless_output_takes_no_disk_and_stops_no_other_agent(number: int) -> None:
-    async def test(processes: AgentProcesses) -> None:
+def test_endless_output_takes_no_disk_and_stops_no_other_agent(number):
+    async def test(processes):
         kind = (await end_of(processes, f"print(os.fstat({number}).st_mode)")).result
         assert stat.S_ISFIFO(kind), "what is written to a file fills the disk"
         endless = f"while True: os.write({number}, b'x' * 65536)"
-        told: list[Ended] = []
+        told = []
         flood = await processes.start({"WHAT": endless}, TASK, told.append)
         assert (await end_of(processes, "print(7)")).result == 7
         processes.stop(flood)
@@ -94,12 +91,12 @@ def test_endless_output_takes_no_disk_and_stops_no_other_agent(number: int) -> N
     with_agents(test)
 
 
-def test_an_agent_has_variables_by_name_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_agent_has_variables_by_name_and_no_others(monkeypatch):
     secret = ["HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "SLURM_JOB_ID", "LIBRA_ANYTHING"]
     for name in [*secret, "SEARCH_API_KEY", "LC_ALL", "https_proxy"]:
         monkeypatch.setenv(name, "C")
 
-    async def test(processes: AgentProcesses) -> None:
+    async def test(processes):
         seen = (await end_of(processes, "import json; print(json.dumps(dict(os.environ)))")).result
         assert not seen.keys() & set(secret)
         assert {"SEARCH_API_KEY", "LC_ALL", "https_proxy", "PATH", "OPENAI_BASE_URL"} <= seen.keys()
@@ -107,8 +104,8 @@ def test_an_agent_has_variables_by_name_and_no_others(monkeypatch: pytest.Monkey
     with_agents(test, env=["SEARCH_API_KEY"])
 
 
-def test_a_variable_that_is_not_set_is_told_before_anything_runs() -> None:
-    async def test(processes: AgentProcesses) -> None:
+def test_a_variable_that_is_not_set_is_told_before_anything_runs():
+    async def test(processes):
         with pytest.raises(ConfigError, match=r"agent\.env"):
             await processes.prepare()
 
@@ -118,12 +115,10 @@ def test_a_variable_that_is_not_set_is_told_before_anything_runs() -> None:
     assert Gateway().environ("token").keys() == GATEWAY_VARIABLES
 
 
-async def left_at(
-    processes: AgentProcesses, mark: Path, first: str, then: str
-) -> tuple[int, asyncio.Future[Ended], int]:
+async def left_at(processes, mark, first, then):
     """Start an agent that leaves a process; its number, its end, and the pipe that ends with that process."""
     os.mkfifo(mark)
-    ended: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
+    ended = asyncio.get_running_loop().create_future()
     what = LEAVES.format(first=first, then=then)
     number = await processes.start({"WHAT": what, "MARK": str(mark)}, TASK, ended.set_result)
     pipe = await asyncio.to_thread(os.open, mark, os.O_RDONLY)
@@ -132,7 +127,7 @@ async def left_at(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere what leaves its session leaves its agent")
-def test_what_an_agent_leaves_ends_with_it_and_not_with_another_one(tmp_path: Path) -> None:
+def test_what_an_agent_leaves_ends_with_it_and_not_with_another_one(tmp_path):
     stops, pauses = "os.kill(os.getppid(), signal.SIGSTOP)", "signal.pause()"
     ways = {  # what it does first and last, and whether that ends it
         "it ends": ("", "", True),
@@ -142,7 +137,7 @@ def test_what_an_agent_leaves_ends_with_it_and_not_with_another_one(tmp_path: Pa
         "it kills its keeper": ("", f"os.kill(os.getppid(), signal.SIGKILL); {pauses}", True),
     }
 
-    async def test(processes: AgentProcesses) -> None:
+    async def test(processes):
         _, others_end, other = await left_at(processes, tmp_path / "other", "", pauses)
         os.set_blocking(other, False)
         for way, (first, then, ends) in ways.items():

@@ -1,17 +1,16 @@
-from __future__ import annotations
-
 import json
 
 import pytest
+from coroutine_tests import pytest_pyfunc_call  # noqa: F401
 
-from libra.types import EndReason, Episode, Prompt, Turn
+from libra.types import EndReason, Episode, Turn
 
 
 @pytest.fixture
 def make_episode():
     """Episode of one answering turn, or of the given turns."""
 
-    def make(prompt: Prompt, answer: str = "", turns: tuple[Turn, ...] | None = None) -> Episode:
+    def make(prompt, answer="", turns=None):
         return Episode("train-0-0-0", prompt, turns if turns is not None else (Turn(answer),), EndReason.ANSWERED)
 
     return make
@@ -21,7 +20,7 @@ def make_episode():
 def call_text():
     """A call as a model writes it."""
 
-    def make(name: str, **arguments: object) -> str:
+    def make(name, **arguments):
         return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
     return make

@@ -60,7 +60,7 @@ def unspeakable() -> object:
     """Returns what cannot be written down."""
 
     class Mute:
-        def __str__(self) -> str:
+        def __str__(self):
             raise RuntimeError("mute")
 
     return Mute()
@@ -72,7 +72,7 @@ def act():
     short = [tool(function, timeout_s=0.01) for function in (hang, hang_async)]
     environment = FunctionEnvironment(prompts=["hi"], reward=lambda completion: 0.0, tools=[*tools, *short])
 
-    def run(name: str, error: str | None = None, **arguments: object):
+    def run(name, error=None, **arguments):
         call = ToolCall(name, arguments, error)
         return asyncio.run(run_action(environment, environment.prompt("train", 0), call, action_id="train-0-0-0/1/0"))
 
@@ -127,7 +127,6 @@ def test_a_hung_thread_is_cut_off_counted_and_named_in_the_log(act, caplog):
         ({"name": "ech"}, "no tool 'ech'"),
         ({"name": "echo"}, "argument 'text' is missing"),
         ({"name": "echo", "text": "x", "tims": 2}, "no argument 'tims'"),
-        ({"name": "echo", "text": 3}, "'text' must be string"),
         ({"name": "echo", "text": "x", "times": True}, "'times' must be integer"),
         ({"name": "echo", "text": "x", "action_id": "forged"}, "no argument 'action_id'"),
         ({"name": "rows_of", "rows": "1, 2"}, "'rows' must be array"),
@@ -153,7 +152,7 @@ def test_what_a_tool_calls_fatal_is_no_observation():
     ]
     environment = FunctionEnvironment(prompts=["hi"], reward=lambda completion: 0.0, tools=tools)
 
-    def run(name: str):
+    def run(name):
         call = ToolCall(name, {})
         return asyncio.run(run_action(environment, environment.prompt("train", 0), call, action_id="train-0-0-0/1/0"))
 

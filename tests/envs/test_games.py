@@ -1,8 +1,7 @@
 """Games of gymnasium and textarena: played, moved to another process in mid-game, and graded."""
 
-from __future__ import annotations
-
 import asyncio
+import importlib.util
 import random
 
 import pytest
@@ -78,17 +77,13 @@ def test_a_step_that_fails_leaves_no_game_that_has_seen_it():
 LAKE = {"id": "FrozenLake-v1", "args": {"is_slippery": False}, "actions": ["left", "down", "right", "up"]}
 
 
-@pytest.fixture
-def gymnasium():
-    pytest.importorskip("gymnasium", reason="pip install 'libra-rl[games]'")
+needs_gymnasium, needs_textarena = (
+    pytest.mark.skipif(importlib.util.find_spec(name) is None, reason=f"{name}: pip install 'libra-rl[games]'")
+    for name in ("gymnasium", "textarena")
+)
 
 
-@pytest.fixture
-def textarena():
-    pytest.importorskip("textarena", reason="pip install 'libra-rl[games]'")
-
-
-@pytest.mark.usefixtures("gymnasium")
+@needs_gymnasium
 def test_frozen_lake_is_read_and_won():
     world = GymnasiumText(**LAKE)
     prompt = world.prompt("train", 0)
@@ -97,16 +92,14 @@ def test_frozen_lake_is_read_and_won():
     state = world.reset(prompt)
     assert world.step("I do not know", state).startswith("No action.")
     steps = ["down", "go down.", "Right!", "right", "down", "left or rather: right"]
-    said = [
-        GymnasiumText(**LAKE).step(step, state) if number == 3 else world.step(step, state)
-        for number, step in enumerate(steps)
-    ]
+    worlds = [world, world, world, GymnasiumText(**LAKE), world, world]
+    said = [each.step(step, state) for each, step in zip(worlds, steps, strict=True)]
     assert "[F]" in said[0]
     assert said[-1] is None
     assert state["reward"] == 1.0
 
 
-@pytest.mark.usefixtures("gymnasium")
+@needs_gymnasium
 @pytest.mark.parametrize(
     "args", [{"id": "FrozenLak-v1"}, {"id": "FrozenLake-v1", "actions": ["left"]}, {"id": "Pendulum-v1"}]
 )
@@ -115,7 +108,7 @@ def test_what_gymnasium_cannot_give_is_named(args):
         GymnasiumText(**args)
 
 
-@pytest.mark.usefixtures("gymnasium")
+@needs_gymnasium
 class TestFrozenLake(EnvironmentContract):
     turns = ("down", "down", "right", "right", "down", "right")
 
@@ -123,7 +116,7 @@ class TestFrozenLake(EnvironmentContract):
         return GymnasiumText(**LAKE)
 
 
-@pytest.mark.usefixtures("textarena")
+@needs_textarena
 def test_a_number_is_guessed_and_the_global_generator_is_left_alone():
     world, elsewhere = TextArenaGame(id="GuessTheNumber-v0"), TextArenaGame(id="GuessTheNumber-v0")
     random.seed(5)
@@ -141,14 +134,14 @@ def test_a_number_is_guessed_and_the_global_generator_is_left_alone():
     assert random.getstate() == outside
 
 
-@pytest.mark.usefixtures("textarena")
+@needs_textarena
 def test_games_that_are_not_for_one_player_are_named():
     for name in ("NoSuchGame-v0", "TicTacToe-v0"):
         with pytest.raises(ConfigError, match=name):
             TextArenaGame(id=name)
 
 
-@pytest.mark.usefixtures("textarena")
+@needs_textarena
 class TestTextArena(EnvironmentContract):
     turns = ("[3]", "[17]", "no number")
 

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import asyncio
 import threading
 
@@ -13,13 +11,13 @@ from libra.types import Late
 gate = threading.Event()
 
 
-def graded(reward, make_episode, timeout_s: float = 10.0) -> float:
+def graded(reward, make_episode, timeout_s=10.0):
     environment = FunctionEnvironment(prompts=["hi"], reward=reward)
     episode = make_episode(environment.prompt("train", 0), "four")
     return asyncio.run(run_grader(environment, episode, timeout_s))
 
 
-async def waits(completion: str) -> float:
+async def waits(completion):
     return len(completion) / 2
 
 

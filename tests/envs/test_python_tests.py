@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import asyncio
 import json
 
@@ -28,7 +26,7 @@ SOLUTIONS = (
 DIGITS = "def digits(n):\n    return (digits(n // K) if n >= K else '') + str(n % K)\n"
 
 
-def answer_for(prompt) -> str:
+def answer_for(prompt):
     body = SOLUTIONS[prompt.facts["task"]]
     return f"Here it is:\n```python\nK = {prompt.facts['k']}\n{DIGITS}\nprint('noise')\ndef solve(v):\n    return {body}\n```\n"
 
@@ -57,11 +55,8 @@ def test_a_right_function_earns_one_for_every_family(make_episode):
 )
 def test_a_wrong_function_earns_nothing(answer, make_episode):
     environment = PythonTests(timeout_s=1.0, num_tests=3, isolation="best", key="k")
-    prompt = next(
-        p
-        for p in (environment.prompt("eval", i) for i in range(99))
-        if any(right for _, right in environment.hidden_tests(p))
-    )
+    prompts = (environment.prompt("eval", i) for i in range(99))
+    prompt = next(p for p in prompts if any(right for _, right in environment.hidden_tests(p)))
     assert environment.grade(make_episode(prompt, answer)) == 0.0
 
 
@@ -93,13 +88,10 @@ def solve(v):
 """
 
 
-@pytest.mark.parametrize("answer", [SEARCH, "def solve(v): return v"])
-def test_one_answer_to_all_questions_earns_what_chance_gives(answer, make_episode):
-    """An answer that looked its results up in the grader once scored in all."""
+def test_a_program_that_looks_for_the_answers_in_its_process_earns_nothing(make_episode):
     environment = PythonTests(isolation="best")
-    prompts = [environment.prompt("train", index) for index in range(12)]
-    right = sum(environment.grade(make_episode(prompt, f"```python\n{answer}\n```")) for prompt in prompts)
-    assert right == 0.0
+    for prompt in (environment.prompt("train", index) for index in range(12)):
+        assert environment.grade(make_episode(prompt, f"```python\n{SEARCH}\n```")) == 0.0
 
 
 def test_one_hidden_test_is_seen_at_a_time_and_none_is_in_the_prompt(make_episode):
@@ -138,21 +130,13 @@ def test_the_tool_shows_what_a_program_prints_and_how_it_ended(code, content):
     assert (given.status, given.content) == (ToolStatus.OK, content)
 
 
-# ---------------------------------------------------------------- problems of a file
-
-
 @pytest.fixture
 def problems(tmp_path):
     path = tmp_path / "problems.jsonl"
-    rows = [
-        {
-            "prompt": f"Write times{n}(x): x times {n}.",
-            "function": f"times{n}",
-            "tests": [[[2], 2 * n], [[0], 0], [[1], n]],
-        }
-        for n in range(2, 42)
-    ]
-    path.write_text("\n".join(map(json.dumps, rows)))
+    for n in range(2, 42):
+        row = {"prompt": f"Write times{n}(x): x times {n}.", "function": f"times{n}"}
+        with path.open("a") as file:
+            print(json.dumps(row | {"tests": [[[2], 2 * n], [[0], 0], [[1], n]]}), file=file)
     return str(path)
 
 

@@ -1,7 +1,5 @@
 """Questions, splits, examples and grades of reasoning-gym's datasets."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 
@@ -16,11 +14,11 @@ pytest.importorskip("reasoning_gym", reason="pip install 'libra-rl[reasoning-gym
 SMALL = {"chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}}
 
 
-def made(seed: int = 0, **args):
+def made(seed=0, **args):
     return make_environment("reasoning_gym", {"dataset": "gsm_symbolic", **args}, seed)
 
 
-def question(prompt: Prompt) -> str:
+def question(prompt):
     return prompt.messages[-1]["content"]
 
 
@@ -56,13 +54,6 @@ def test_the_dataset_grades_what_is_read_from_the_last_turn(answer, text, reward
     assert asyncio.run(run_grader(environment, episode)) == reward
 
 
-def test_partial_credit_is_the_datasets_own(make_episode):
-    environment = made(dataset="basic_arithmetic", answer="text")
-    prompt = environment.prompt("train", 0)
-    right = prompt.facts["answer"]
-    assert environment.grade(make_episode(prompt, f"{right} it is")) == len(right) / len(f"{right} it is")
-
-
 def test_a_turn_that_ends_in_a_call_is_no_answer(make_episode):
     environment = made()
     prompt = environment.prompt("train", 0)
@@ -96,12 +87,9 @@ def test_worked_examples_are_calls_the_parser_reads_and_answers_that_are_right(d
     ("args", "named"),
     [
         ({"dataset": "gsm_symbolc"}, "gsm_symbolic"),
-        ({"dataset": []}, "dataset"),
         ({"dataset": {"chain_sum": {"min_terms": 5, "max_terms": 2}}}, "chain_sum"),
         ({"dataset": {"chain_sum": {"seed": 2}}}, "seed"),
         ({"answer": "last"}, "answer"),
-        ({"size": 0}, "size"),
-        ({"examples": -1}, "examples"),
     ],
 )
 def test_arguments_that_cannot_be_are_told(args, named):

@@ -1,11 +1,8 @@
 """Sandboxes: limits, deadlines, files, users, and what is left of a program. Attacks are in tests/hostile."""
 
-from __future__ import annotations
-
 import json
 import os
 import tempfile
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -19,22 +16,22 @@ pytestmark = pytest.mark.live
 
 
 @pytest.fixture(name="session")
-def _session(sandbox_level: Level) -> Iterator[Session]:
+def _session(sandbox_level):
     with Session(sandbox_level, Limits(memory_bytes=256 * MEGABYTE)) as session:
         yield session
 
 
-def test_a_program_that_never_ends_is_cut_off(session: Session) -> None:
+def test_a_program_that_never_ends_is_cut_off(session):
     finished = session.run("print('begun', flush=True)\nwhile True: pass", timeout_s=1.0)
     assert (finished.exit_code, finished.output) == (None, "begun\n")
 
 
-def test_output_is_bounded_however_much_is_written(session: Session) -> None:
+def test_output_is_bounded_however_much_is_written(session):
     finished = session.run("while True: print('x' * 1000)", timeout_s=2.0, output_bytes=50)
     assert (finished.exit_code, finished.output) == (None, "x" * 50)
 
 
-def test_children_in_sessions_of_their_own_die_with_the_program(session: Session) -> None:
+def test_children_in_sessions_of_their_own_die_with_the_program(session):
     source = "import os, time\nif os.fork() == 0:\n    os.setsid(); open('alive', 'w').close(); time.sleep(600)\ntime.sleep(0.2)"
     assert session.run(source, timeout_s=20.0).exit_code == 0
     if session.level is Level.BUBBLEWRAP:  # in /proc: the supervisor, and the one that counts
@@ -46,7 +43,7 @@ def test_children_in_sessions_of_their_own_die_with_the_program(session: Session
         assert owners.count(uid) <= 1, "the supervisor alone"
 
 
-def test_no_two_sandboxes_have_one_user(sandbox_level: Level) -> None:
+def test_no_two_sandboxes_have_one_user(sandbox_level):
     if os.geteuid() != 0:
         pytest.skip("Libra does not run as root here")
     sessions = [Session(sandbox_level, Limits()) for _ in range(2)]
@@ -58,7 +55,7 @@ def test_no_two_sandboxes_have_one_user(sandbox_level: Level) -> None:
     assert len(set(users)) == 2
 
 
-def test_files_are_kept_between_programs_and_gone_with_the_sandbox(sandbox_level: Level) -> None:
+def test_files_are_kept_between_programs_and_gone_with_the_sandbox(sandbox_level):
     with ThreadPoolExecutor(1) as pool:
         session = pool.submit(Session, sandbox_level, Limits()).result()  # it outlives the thread that made it
     with session:
@@ -68,14 +65,12 @@ def test_files_are_kept_between_programs_and_gone_with_the_sandbox(sandbox_level
         assert session.run("import os; print(os.listdir())", timeout_s=20.0).output == "[]\n"
 
 
-def test_sandboxes_that_are_closed_leave_nothing(
-    sandbox_level: Level, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sandboxes_that_are_closed_leave_nothing(sandbox_level, tmp_path, monkeypatch):
     """No file, descriptor, process or control group, whatever the program left behind."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     source = "import os, time\nopen('kept', 'w').close()\nif os.fork() == 0:\n    os.setsid(); time.sleep(600)"
 
-    def held() -> tuple[int, set[str], list[str]]:
+    def held():
         tasks = Path("/proc/self/task").glob("*/children")
         groups = sorted(str(path) for path in Path("/sys/fs/cgroup").glob(f"**/libra-{os.getpid()}-*"))
         return (
@@ -96,7 +91,7 @@ def test_sandboxes_that_are_closed_leave_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_call_returns_json_and_a_forged_one_is_no_more_than_an_answer(session: Session) -> None:
+def test_a_call_returns_json_and_a_forged_one_is_no_more_than_an_answer(session):
     called = session.call("def solve(a, b):\n    print('noise')\n    return [a, b]", "solve", [1, "x"], timeout_s=20.0)
     assert (json.loads(called.result or ""), called.exit_code) == ([1, "x"], 0)
     forged = session.call("import os\nos.write(3, b'[9]')\nos._exit(0)", "solve", [1], timeout_s=20.0)
@@ -105,14 +100,14 @@ def test_a_call_returns_json_and_a_forged_one_is_no_more_than_an_answer(session:
     assert (nothing.result, nothing.exit_code) == (None, 1)
 
 
-def test_programs_run_as_a_user_of_their_own(session: Session) -> None:
+def test_programs_run_as_a_user_of_their_own(session):
     assert session.run("import os; print(os.getuid(), os.geteuid())", timeout_s=20.0).output != "0 0\n"
     if os.geteuid() == 0:
         assert session.run("import os; print(os.getgroups())", timeout_s=20.0).output == "[]\n"
 
 
 @pytest.mark.parametrize("level", [Level.LANDLOCK, Level.RLIMITS])
-def test_no_program_runs_as_root(level: Level, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_program_runs_as_root(level, monkeypatch):
     """Without namespaces it could kill every process of the machine."""
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setattr(levels, "readable_by_others", lambda path: False)
@@ -122,7 +117,7 @@ def test_no_program_runs_as_root(level: Level, monkeypatch: pytest.MonkeyPatch) 
         Session(level, Limits())
 
 
-def test_a_machine_that_has_limits_alone_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_that_has_limits_alone_is_refused(monkeypatch):
     monkeypatch.setattr(isolation, "available", lambda: (Level.RLIMITS, {"bubblewrap": "bwrap is not installed"}))
     with pytest.raises(ConfigError, match="bwrap is not installed"):
         sandbox.level_for("require")

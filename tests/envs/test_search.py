@@ -1,7 +1,5 @@
 """Questions over a corpus: they can be answered by searching, and only by the right names."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -48,11 +46,9 @@ def test_partial_answers_have_the_f1_of_their_words(make_episode):
 
 
 def test_splits_and_worlds(make_episode):
-    worlds = [CorpusSearch(seed=seed, examples=2) for seed in (0, 1)]
-    texts = {
-        split: {world.prompt(split, i).messages[-1]["content"] for world in worlds for i in range(200)}
-        for split in ("train", "eval")
-    }
+    worlds, texts = [CorpusSearch(seed=seed, examples=2) for seed in (0, 1)], {}
+    for split in ("train", "eval"):
+        texts[split] = {world.prompt(split, i).messages[-1]["content"] for world in worlds for i in range(200)}
     assert not texts["train"] & texts["eval"]
     assert not set(worlds[0].passages) & set(worlds[1].passages) or worlds[0].passages != worlds[1].passages
     assert [worlds[0].prompt("eval", i).facts["hops"] for i in range(4)] == [1, 2, 1, 2]
@@ -63,18 +59,11 @@ def test_splits_and_worlds(make_episode):
 
 def test_a_corpus_of_ones_own(tmp_path):
     path = tmp_path / "corpus.jsonl"
-    rows = [
-        {
-            "title": f"Book {i}",
-            "text": f"Book {i} was written by Writer {i % 3}.",
-            "facts": {"author": f"Writer {i % 3}"},
-        }
-        for i in range(40)
+    books = [
+        (f"Book {i}", f"Book {i} was written by Writer {i % 3}.", {"author": f"Writer {i % 3}"}) for i in range(40)
     ]
-    rows += [
-        {"title": f"Writer {i}", "text": f"Writer {i} was born in Town {i}.", "facts": {"birthplace": f"Town {i}"}}
-        for i in range(3)
-    ]
+    writers = [(f"Writer {i}", f"Writer {i} was born in Town {i}.", {"birthplace": f"Town {i}"}) for i in range(3)]
+    rows = [{"title": title, "text": text, "facts": facts} for title, text, facts in (*books, *writers)]
     path.write_text("\n".join(map(json.dumps, rows)))
     world = make_environment("search", {"corpus": str(path), "hops": [2]}, 0)
     prompt = world.prompt("train", 0)

@@ -1,7 +1,5 @@
 """The model that ships: its files, its tokenizer and template, and the script that makes them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

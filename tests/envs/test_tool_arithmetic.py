@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import asyncio
 import re
 from collections import Counter
@@ -17,7 +15,7 @@ def text_of(environment, split, index):
     return environment.prompt(split, index).messages[-1]["content"]
 
 
-def worked_out(prompt) -> tuple[int, int]:
+def worked_out(prompt):
     """The value of ans, found by following the lines, and how many lines were not needed."""
     start, *lines = prompt.messages[-1]["content"].splitlines()
     name, number = start.split(" = ")
@@ -80,7 +78,7 @@ def test_the_stated_share_of_calls_hangs_and_which_ones_depends_on_the_action_id
     environment = ToolArithmetic(timeout_rate=0.25, timeout_s=0.001)
     prompt, call = environment.prompt("train", 0), ToolCall("calculator", {"line": "k -> d: * 2", "value": 3})
 
-    async def run() -> list[ToolStatus]:
+    async def run():
         actions = (run_action(environment, prompt, call, action_id=f"train-0-0-{i}/0/0") for i in range(400))
         return [given.status for given in await asyncio.gather(*actions)]
 

@@ -1,9 +1,5 @@
 """The configurations of the workloads: each makes its environment, and the one for GPUs is of the same task."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from libra.config import load_config
@@ -23,9 +19,7 @@ WORKLOADS = [
 
 
 @pytest.mark.parametrize("workload", WORKLOADS)
-def test_two_cores_and_gpus_have_a_configuration_each(
-    workload: str, repository: Path, request: pytest.FixtureRequest
-) -> None:
+def test_two_cores_and_gpus_have_a_configuration_each(workload, repository, request):
     if workload in SANDBOXED:
         request.getfixturevalue("sandbox_level")
     small, large = (load_config(repository / "configs" / f"{workload}{end}.yaml") for end in ("", "_qwen3_4b"))

@@ -1,11 +1,7 @@
 """A small run that finished, the same run stopped before its last step, and copies of that to damage; both are made once."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -16,12 +12,9 @@ from libra.config import config_from_dict
 from libra.driver.damage import check_run
 from libra.driver.session import run as run_graphs
 
-if TYPE_CHECKING:
-    from distributed import Client
-
 
 @pytest.fixture(scope="session")
-def finished(tmp_path_factory: pytest.TempPathFactory, random_model: Path, client: Client) -> Path:
+def finished(tmp_path_factory, random_model, client):
     """A finished run that kept its journals and every group record."""
     directory = tmp_path_factory.mktemp("damage")
     sections = {
@@ -38,7 +31,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, random_model: Path, clien
 
 
 @pytest.fixture(scope="session")
-def stopped(finished: Path) -> Path:
+def stopped(finished):
     """The run when batch 3 was committed, its step not taken, and nothing of it stored."""
     run = copy_of(finished, finished.parent.parent / "stopped" / "demo")
     last = ITERATIONS - 1
@@ -60,7 +53,7 @@ def stopped(finished: Path) -> Path:
 
 
 @pytest.fixture
-def run(stopped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def run(stopped, tmp_path, monkeypatch):
     """A copy of the stopped run, to damage; no worker changes it, so that it is read again at once."""
     monkeypatch.setattr("libra.driver.damage.RECHECK_S", 0.0)
     return copy_of(stopped, tmp_path / "demo")

@@ -21,12 +21,12 @@ from libra.store.trajectory_journal import Journal
 FLIPS = 6
 
 
-def journal(run: Path) -> list[Any]:
+def journal(run):
     names = sorted({path.name.split(".")[0] for path in (run / "journal").glob("*.rec")})
     return [Journal(run / "journal").read(name) for name in names]
 
 
-def rows(run: Path) -> list[Any]:
+def rows(run):
     return [(name, values.tolist()) for name, values in sorted(columns(run).items())]
 
 
@@ -48,7 +48,7 @@ KINDS: dict[str, Callable[[Path], Any]] = {
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_a_flipped_byte_is_found_or_changes_nothing(name: str, run: Path) -> None:
+def test_a_flipped_byte_is_found_or_changes_nothing(name, run):
     path, rng, read = run / name, random.Random(name), KINDS[name]
     whole, before = path.read_bytes(), repr(read(run))
     found = 0

@@ -5,24 +5,19 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from distributed import Client
 
 from hostile_input import Tools
-from libra.config import RunConfig
 from libra.driver.session import run
 from libra.envs import Environment
 from libra.observe.metrics import read_metrics
 from libra.store.event_log import read_events
 from libra.store.trajectories import TrajectoryStore
 from libra.testing.hostile_text import hostile_texts
-from libra.types import Episode, ToolCall
+from libra.types import Episode
 
 ENDS_A_RUN = [  # each of these alone ended a run for good, before what enters a record was made storable
     *(json.dumps({"name": f"{chr(0xD800 + i)}", "arguments": {}}) for i in range(8)),
@@ -36,7 +31,7 @@ ENDS_A_RUN = [  # each of these alone ended a run for good, before what enters a
 class Hostile(Tools):
     """Its reward raises hostile text for one sample of each group, and is too large for another."""
 
-    def parse(self, text: str) -> tuple[ToolCall, ...]:
+    def parse(self, text):
         return Environment.parse(self, text)
 
     def grade(self, episode: Episode) -> float:
@@ -48,7 +43,7 @@ class Hostile(Tools):
 
 
 @pytest.fixture(scope="module")
-def hostile_model(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def hostile_model(random_model, tmp_path_factory):
     """The random model with hostile calls as words: it writes about one every second token."""
     from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
@@ -65,10 +60,8 @@ def hostile_model(random_model: Path, tmp_path_factory: pytest.TempPathFactory) 
     return directory
 
 
-def test_a_hostile_model_does_not_end_its_run_and_a_resume_goes_on(
-    hostile_model: Path, make_config: Callable[..., RunConfig], client: Client
-) -> None:
-    sections: dict[str, dict[str, Any]] = {
+def test_a_hostile_model_does_not_end_its_run_and_a_resume_goes_on(hostile_model, make_config, client):
+    sections = {
         "model": {"path": str(hostile_model)},
         "rollout": {"max_new_tokens": 3, "max_turns": 3},
         "trainer": {"prompts": 2, "group_size": 8},
@@ -87,9 +80,8 @@ def test_a_hostile_model_does_not_end_its_run_and_a_resume_goes_on(
     assert failures["reward"] == 8, "four samples whose reward raises, four with a reward that no gradient survives"
     assert failures["policy"] + failures["none"] + failures["tool"] == 24
     assert np.isfinite(columns["advantage"]).all()
-    events = [
-        event for event in read_events(first.directory / "events.jsonl").events if event["name"] == "quantum_finished"
-    ]
+    events = read_events(first.directory / "events.jsonl").events
+    events = [event for event in events if event["name"] == "quantum_finished"]
     tools, statuses = Counter(event["tool"] for event in events), Counter(event["status"] for event in events)
     assert set(tools) <= {"", "echo", "raises", "faults"}, "a tool that the model made up is counted as one"
     assert statuses.keys() >= {"ok", "error", "malformed"}, statuses

@@ -6,8 +6,6 @@ import asyncio
 import importlib.util
 import json
 import math
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -30,16 +28,15 @@ from hostile_input import (
 from libra import events
 from libra.cli.replay_text import event_text
 from libra.config import resolve_model
-from libra.envs import Environment, run_action, run_grader
+from libra.envs import run_action, run_grader
 from libra.envs.reasoning_gym import ReasoningGym
 from libra.envs.rewards import make_reward
 from libra.envs.tool_arithmetic import ToolArithmetic
 from libra.errors import RewardFault, ToolFault
-from libra.rollout.chat_format import ChatFormat, load_chat_format
+from libra.rollout.chat_format import load_chat_format
 from libra.rollout.special_tokens import SpecialTokens
 from libra.store.event_log import EventLog, read_events
 from libra.store.group_records import read_group, write_group
-from libra.store.record_codec import pack, unpack
 from libra.store.trajectories import TrajectoryStore
 from libra.store.trajectory_journal import Journal
 from libra.testing import FixedTurns
@@ -50,7 +47,6 @@ from libra.types import (
     ToolCall,
     ToolReturn,
     ToolStatus,
-    Trajectory,
     TrajectoryId,
     Turn,
 )
@@ -61,16 +57,11 @@ pytestmark = pytest.mark.timeout(60)
 
 
 @pytest.mark.parametrize("parser", PARSERS)
-def test_every_parser_reads_every_text(parser: str) -> None:
+def test_every_parser_reads_every_text(parser):
     assert sum(len(PARSERS[parser](text)) for text in TEXTS) > 100
 
 
-@given(HOSTILE_TEXT, st.sampled_from(sorted(PARSERS)))
-def test_any_text_is_read(text: str, parser: str) -> None:
-    assert bool(PARSERS[parser](text)) == ("<tool_call>" in text)
-
-
-def check_call(call: ToolCall) -> None:
+def check_call(call):
     assert is_storable(call.name) and len(call.name) <= 256
     text = json.dumps(dict(call.arguments))
     assert is_storable(json.dumps(dict(call.arguments), ensure_ascii=False))
@@ -79,7 +70,7 @@ def check_call(call: ToolCall) -> None:
     assert call.error is None or (is_storable(call.error) and not call.name and not call.arguments)
 
 
-def test_every_call_is_storable_and_no_text_is_changed_more_than_needed() -> None:
+def test_every_call_is_storable_and_no_text_is_changed_more_than_needed():
     for text in TEXTS:
         clean = storable(text)
         assert is_storable(clean) and len(clean) == len(text) and storable(clean) is clean
@@ -94,27 +85,27 @@ JSON_VALUES = st.recursive(
 )
 
 
-def test_a_turn_has_a_bounded_number_of_calls() -> None:
+def test_a_turn_has_a_bounded_number_of_calls():
     kept = storable_calls([ToolCall("echo", {})] * (MAX_CALLS + 7))
     assert len(kept) == MAX_CALLS + 1 and kept[-1].error is not None
     assert len(storable_calls([ToolCall("echo", {})] * MAX_CALLS)) == MAX_CALLS
 
 
 @given(HOSTILE_TEXT, st.dictionaries(HOSTILE_TEXT, JSON_VALUES, max_size=4))
-def test_any_call_becomes_storable(name: str, arguments: dict[str, Any]) -> None:
+def test_any_call_becomes_storable(name, arguments):
     check_call(storable_call(ToolCall(name, arguments)))
 
 
 @given(st.integers(1, 3 * MAX_DEPTH), st.booleans())
-def test_depth_is_limited_whoever_reads_it(depth: int, lists: bool) -> None:
-    value: Any = 1
+def test_depth_is_limited_whoever_reads_it(depth, lists):
+    value = 1
     for _ in range(depth):
         value = [value] if lists else {"x": value}
     call = storable_call(ToolCall("echo", {"text": value}))
     assert (call.error is None) == (depth < MAX_DEPTH)
 
 
-async def returns_of(calls: list[ToolCall]) -> list[ToolReturn]:
+async def returns_of(calls):
     found = []
     for call in calls:
         try:
@@ -125,7 +116,7 @@ async def returns_of(calls: list[ToolCall]) -> list[ToolReturn]:
 
 
 @pytest.fixture(scope="module")
-def returned() -> list[ToolReturn]:
+def returned():
     """What the tools return for every call in the texts, and for each text as an argument."""
     calls = [call for text in TEXTS for call in calls_of(text)[:8]]
     calls += [
@@ -134,33 +125,16 @@ def returned() -> list[ToolReturn]:
     return asyncio.run(returns_of(calls))
 
 
-def test_every_return_is_storable_text_of_a_known_tool(returned: list[ToolReturn]) -> None:
+def test_every_return_is_storable_text_of_a_known_tool(returned):
     assert {each.tool for each in returned} == {"", "echo", "raises", "faults"}, (
-        "names that the model made up are no tools"
+        "names made up by the model are no tools"
     )
     assert {each.status for each in returned} == {*ToolStatus} - {ToolStatus.TIMEOUT}
     for each in returned:
         assert is_storable(each.content) and len(each.content) < 9000
 
 
-KEPT = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers(-(2**63), 2**64 - 1)
-    | st.floats(allow_nan=False)
-    | HOSTILE_TEXT
-    | st.binary(max_size=20),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(HOSTILE_TEXT, inner, max_size=4),
-    max_leaves=12,
-)
-
-
-@given(st.dictionaries(HOSTILE_TEXT, KEPT, max_size=5))
-def test_a_record_comes_back_as_it_was(record: dict[str, Any]) -> None:
-    assert unpack(pack(record, source="here"), source="here") == record
-
-
-def test_every_text_goes_through_journal_state_group_and_store(tmp_path: Path, returned: list[ToolReturn]) -> None:
+def test_every_text_goes_through_journal_state_group_and_store(tmp_path, returned):
     journal, reader = Journal(tmp_path / "journal"), Journal(tmp_path / "journal")
     trajectories = []
     for sample, text in enumerate(TEXTS[::5]):
@@ -184,7 +158,7 @@ def test_every_text_goes_through_journal_state_group_and_store(tmp_path: Path, r
     check_group_and_store(tmp_path, trajectories)
 
 
-def check_group_and_store(directory: Path, trajectories: list[Trajectory]) -> None:
+def check_group_and_store(directory, trajectories):
     path = write_group(directory, 0, 0, trajectories)
     for before, after in zip(trajectories, read_group(path), strict=True):
         assert (before.failure_detail, before.turns) == (after.failure_detail, after.turns)
@@ -197,7 +171,7 @@ def check_group_and_store(directory: Path, trajectories: list[Trajectory]) -> No
         assert [turn["tool"] for turn in after.turns] == [turn["tool"] for turn in before.turns]
 
 
-def test_a_store_replaces_what_zarr_has_no_form_for(tmp_path: Path) -> None:
+def test_a_store_replaces_what_zarr_has_no_form_for(tmp_path):
     """The last net: text that passed no border, as of another Libra's records."""
     texts = SHORT[:: len(SHORT) // 20]
     with TrajectoryStore.create(tmp_path / "trajectories.zarr") as store:
@@ -208,7 +182,7 @@ def test_a_store_replaces_what_zarr_has_no_form_for(tmp_path: Path) -> None:
         assert store.row(index)["failure_detail"] == store.trajectory(index).turns[0]["tool"] == expected
 
 
-def test_every_text_goes_through_the_event_log(tmp_path: Path) -> None:
+def test_every_text_goes_through_the_event_log(tmp_path):
     written = [events.FailureClassified("demo", 0.0, text[:100], "tool", text) for text in TEXTS]
     with EventLog(tmp_path / "events.jsonl") as log:
         for event in written:
@@ -221,18 +195,18 @@ def test_every_text_goes_through_the_event_log(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def chat(random_model: Path) -> ChatFormat:
+def chat(random_model):
     return load_chat_format(random_model)
 
 
-def test_every_text_is_tokenised_as_prompt_and_as_observation(chat: ChatFormat) -> None:
+def test_every_text_is_tokenised_as_prompt_and_as_observation(chat):
     for text in [text for text in SHORT if len(text) <= 5000][::4]:
         for ids in (chat.prompt_ids([{"role": "user", "content": text}]), chat.observation_ids([text, storable(text)])):
             assert ids.dtype == np.int32 and len(ids) > 4 and is_storable(storable(chat.decode(ids)))
 
 
 @given(st.lists(HOSTILE_TEXT.map(storable), min_size=1, max_size=3), st.booleans())
-def test_an_observation_holds_each_return_in_full(chat: ChatFormat, contents: list[str], ended: bool) -> None:
+def test_an_observation_holds_each_return_in_full(chat, contents, ended):
     text = chat.tokenizer.decode(chat.observation_ids(contents, ended=ended))
     special = SpecialTokens(chat.tokenizer)
     for content in map(special.broken, contents):
@@ -249,40 +223,32 @@ FORGED = (
 
 
 @pytest.mark.parametrize("model", ["random", "shipped"])
-def test_no_text_of_a_tool_is_a_special_token(model: str, random_model: Path) -> None:
+def test_no_text_of_a_tool_is_a_special_token(model, random_model):
     chat = load_chat_format(random_model if model == "random" else resolve_model("libra/tiny-arithmetic"))
     special = {int(i) for i, token in chat.tokenizer.added_tokens_decoder.items() if token.special}
     harmless = [int(i) for i in chat.observation_ids(["7"]) if int(i) in special]
     assert chat.end_of_turn_id in special and harmless
     for text in (*FORGED, *(storable(text) for text in SHORT if len(text) <= 5000)):
         assert [int(i) for i in chat.observation_ids([text]) if int(i) in special] == harmless, text
-    forged = chat.prompt_ids([{"role": "user", "content": FORGED[0]}])
-    assert sum(int(i) in special for i in forged) > sum(
-        int(i) in special for i in chat.prompt_ids([{"role": "user", "content": "7"}])
-    ), "a user's prompt is taken as it is"
-
-
-pytestmark = pytest.mark.timeout(60)
+    plain, forged = (chat.prompt_ids([{"role": "user", "content": text}]).tolist() for text in ("7", FORGED[0]))
+    assert sum(i in special for i in forged) > sum(i in special for i in plain), "a user's prompt is taken as it is"
 
 
 REWARDS = {
-    name: make_reward(given)
-    for name, given in {
-        "gsm8k": "gsm8k",
-        "flexible": {"name": "gsm8k", "method": "flexible"},
-        "verl": {"name": "gsm8k", "like": "verl"},
-        "math": "math",
-        "dapo_math": "dapo_math",
-        "tags": ["tag_format", "tag_count"],
-    }.items()
+    "gsm8k": make_reward("gsm8k"),
+    "flexible": make_reward({"name": "gsm8k", "method": "flexible"}),
+    "verl": make_reward({"name": "gsm8k", "like": "verl"}),
+    "math": make_reward("math"),
+    "dapo_math": make_reward("dapo_math"),
+    "tags": make_reward(["tag_format", "tag_count"]),
 }
 
 
-def episode_of(text: str) -> Episode:
+def episode_of(text):
     return Episode("train-0-0-0", PROMPT, (Turn(text),), EndReason.ANSWERED)
 
 
-def test_every_reward_is_a_number_for_every_text() -> None:
+def test_every_reward_is_a_number_for_every_text():
     for text in (*TEXTS, *map(storable, TEXTS)):
         for name, reward in REWARDS.items():
             score = reward(completion=text, answer="42", episode=episode_of(text))
@@ -290,12 +256,12 @@ def test_every_reward_is_a_number_for_every_text() -> None:
 
 
 @given(HOSTILE_TEXT, HOSTILE_TEXT, st.sampled_from(sorted(REWARDS)))
-def test_any_text_has_a_reward(text: str, answer: str, name: str) -> None:
+def test_any_text_has_a_reward(text, answer, name):
     assert math.isfinite(REWARDS[name](completion=text, answer=answer, episode=episode_of(text)))
 
 
-def test_the_environments_grade_every_text() -> None:
-    graders: list[Environment] = [ToolArithmetic(), FixedTurns()]
+def test_the_environments_grade_every_text():
+    graders = [ToolArithmetic(), FixedTurns()]
     if importlib.util.find_spec("reasoning_gym"):
         graders += [ReasoningGym(dataset="chain_sum", answer=answer) for answer in ("number", "tags")]
     for environment in graders:
@@ -306,10 +272,10 @@ def test_the_environments_grade_every_text() -> None:
 
 
 @pytest.mark.parametrize("reward", [1e308, 2e9, -math.inf, math.nan, 10**400, "1", None, 1j, np.float64("nan")])
-def test_a_reward_that_no_gradient_survives_is_refused(reward: Any) -> None:
+def test_a_reward_that_no_gradient_survives_is_refused(reward):
     class Odd(FixedTurns):
         def grade(self, episode: Episode) -> float:
-            return reward  # type: ignore[no-any-return]
+            return reward
 
     with pytest.raises(RewardFault):
         asyncio.run(run_grader(Odd(), episode_of("x")))

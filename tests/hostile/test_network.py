@@ -22,7 +22,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -31,11 +31,11 @@ from distributed import Client
 
 import factories
 from libra.cluster.present_workers import present_workers
-from libra.config import RunConfig, config_from_dict
+from libra.config import config_from_dict
 from libra.driver.session import Session
 from libra.scheduler.plugin import LibraPlugin
 from libra.store.event_log import read_events
-from libra.transport import Channel, Server
+from libra.transport import Server
 from libra.weights import WeightStore
 from libra.weights.transfer import PURPOSE
 
@@ -44,7 +44,7 @@ ITERATIONS = 2
 OTHER_UID = 61_234
 
 
-def client_hello() -> bytes:
+def client_hello():
     """How a TLS connection begins."""
     outgoing = ssl.MemoryBIO()
     wrapped = ssl.create_default_context().wrap_bio(ssl.MemoryBIO(), outgoing, server_hostname="libra")
@@ -67,14 +67,14 @@ ATTACKS = (
 )
 
 
-def listening(pids: set[int]) -> dict[int, str]:
+def listening(pids):
     """Ports on which these processes listen, and the address of each."""
     inodes = set()
     for pid in pids:
         for link in Path(f"/proc/{pid}/fd").iterdir():
             with contextlib.suppress(OSError):
                 inodes.add(str(link.readlink()).removeprefix("socket:[").removesuffix("]"))
-    found: dict[int, str] = {}
+    found = {}
     for line in itertools.chain(*(Path(f"/proc/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6"))):
         columns = line.split()
         if columns[3] == "0A" and columns[9] in inodes:
@@ -90,7 +90,7 @@ class Attacker:
     ports: list[int]
     made: int = 0
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         self._held: list[socket.socket] = []
         self._stop = threading.Event()
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -99,20 +99,20 @@ class Attacker:
         self._number = min(CONNECTIONS, max(0, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 800))
         self._said = itertools.cycle(itertools.product(ATTACKS, self.ports))
 
-    def __enter__(self) -> Attacker:
+    def __enter__(self):
         while len(self._held) < self._number:
             self._one()
         self._thread = threading.Thread(target=self._on_and_on)
         self._thread.start()
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, *error):
         self._stop.set()
         self._thread.join()
         for each in self._held:
             each.close()
 
-    def _one(self) -> None:
+    def _one(self):
         what, port = next(self._said)
         with contextlib.suppress(ConnectionError):  # closed at once
             connection = socket.create_connection(("127.0.0.1", port), timeout=30)
@@ -120,7 +120,7 @@ class Attacker:
             connection.sendall(what)
         self.made += 1
 
-    def _on_and_on(self) -> None:
+    def _on_and_on(self):
         while not self._stop.wait(0.01):
             self._held.pop(0).close()
             self._one()
@@ -129,15 +129,15 @@ class Attacker:
 Lie = Callable[[str, bytes], tuple[int, bytes]]
 
 
-def altered(name: str, content: bytes) -> tuple[int, bytes]:
+def altered(name, content):
     return len(content), (content[:-8] + bytes(8) if name.endswith(".safetensors") else content)
 
 
-def oversize(name: str, content: bytes) -> tuple[int, bytes]:
+def oversize(name, content):
     return (2**50 if name.endswith(".safetensors") else len(content)), content
 
 
-def of_another_version(name: str, content: bytes) -> tuple[int, bytes]:
+def of_another_version(name, content):
     if name == "version.json":
         content = json.dumps({**json.loads(content), "number": 77}).encode()
     return len(content), content
@@ -149,7 +149,7 @@ LIES: tuple[Lie, ...] = (altered, oversize, of_another_version)
 class RogueHolders:
     """Weight servers that know the run's secret, and that the scheduler names first; each tells another lie."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session):
         self.asked: set[tuple[str, int]] = set()
         self._directory = session.spec.weights_dir
         self._servers = [
@@ -163,14 +163,11 @@ class RogueHolders:
             for version in range(1, ITERATIONS + 1):
                 holders.has(f"tls://127.0.0.1:{number}", version)
 
-    def __enter__(self) -> RogueHolders:
-        return self
-
-    def __exit__(self, *error: object) -> None:
+    def close(self):
         for server in self._servers:
             server.close()
 
-    def _serve(self, lie: Lie, channel: Channel, client: str) -> None:
+    def _serve(self, lie, channel, client):
         while (request := channel.recv_frame()) is not None:
             version, name = request["version"], request["file"]
             try:
@@ -184,7 +181,7 @@ class RogueHolders:
             channel.send_bytes([memoryview(sent)[request["offset"] :]])
 
 
-def digest_of(directory: Path) -> str:
+def digest_of(directory):
     """Of all tokens and rewards of a run, and of the version that each token is of.
 
     Tokens of the second iteration follow from the weights after the first. Log-probabilities are left out: their last bit, and with
@@ -203,12 +200,12 @@ def digest_of(directory: Path) -> str:
     return found.hexdigest()
 
 
-def published(directory: Path) -> list[str]:
+def published(directory):
     """Digest of each version that the trainer published."""
     return [e["digest"] for e in read_events(directory / "events.jsonl").events if e["name"] == "version_published"]
 
 
-def config_of(directory: Path, model: Path, name: str) -> RunConfig:
+def config_of(directory, model, name):
     sections = {
         "run": {"name": name, "iterations": ITERATIONS},
         "trainer": {"dispatch": "peer"},
@@ -218,20 +215,7 @@ def config_of(directory: Path, model: Path, name: str) -> RunConfig:
     return config_from_dict(factories.run_settings(directory, model, **sections))
 
 
-@dataclass
-class Undergone:
-    """A run that was attacked, as its test found it."""
-
-    directory: Path
-    undisturbed: str
-    connections: int
-    addresses: dict[int, str]
-    asked_rogues: set[tuple[str, int]]
-    kept: dict[str, list[str]]
-    seen_by_another: dict[str, bool]
-
-
-def stores(run: str, dask_worker: Any) -> list[str]:
+def stores(run, dask_worker):
     """Digests of the versions that a worker keeps for itself; runs on a worker."""
     from libra.weights import WeightStore
 
@@ -244,7 +228,7 @@ def stores(run: str, dask_worker: Any) -> list[str]:
 
 
 @pytest.fixture(name="undergone", scope="module")
-def _undergone(client: Client, random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Undergone:
+def _undergone(client, random_model, tmp_path_factory):
     runs = tmp_path_factory.mktemp("network")
     with Session(config_of(runs, random_model, "alone"), client=client) as alone:
         list(alone.iterations())
@@ -253,19 +237,21 @@ def _undergone(client: Client, random_model: Path, tmp_path_factory: pytest.Temp
         workers = present_workers(client)
         pids = set(client.run(os.getpid).values())
         addresses = listening({os.getpid(), *pids})
-        assert len(addresses) >= 2 + 3 * len(workers) + 2, (
-            "scheduler and page; nanny, worker, page each; rows and weights"
-        )
+        # The scheduler and its page; a nanny, a worker and a page each; rows and weights.
+        assert len(addresses) >= 2 + 3 * len(workers) + 2
         seen = seen_by_another(session, {os.getpid(), *pids}, workers)
-        with RogueHolders(session) as rogues, Attacker(sorted(addresses)) as attacker:
+        with contextlib.closing(RogueHolders(session)) as rogues, Attacker(sorted(addresses)) as attacker:
             for _ in session.iterations():
                 with Client(client.cluster, set_as_default=False) as other:
                     assert other.submit(lambda: "still served", pure=False).result() == "still served"
         kept = client.run(stores, "attacked")
-    return Undergone(session.directory, undisturbed, attacker.made, addresses, rogues.asked, kept, seen)
+    return SimpleNamespace(
+        directory=session.directory, undisturbed=undisturbed, connections=attacker.made, addresses=addresses,
+        asked_rogues=rogues.asked, kept=kept, seen_by_another=seen,
+    )  # fmt: skip
 
 
-def test_nobody_changes_a_run_without_its_key(undergone: Undergone) -> None:
+def test_nobody_changes_a_run_without_its_key(undergone):
     assert digest_of(undergone.directory) == undergone.undisturbed
     assert undergone.connections >= min(CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 800)
     assert set(undergone.addresses.values()) == {"0100007F"}, "every server of a local run is on 127.0.0.1 alone"
@@ -277,7 +263,7 @@ def test_nobody_changes_a_run_without_its_key(undergone: Undergone) -> None:
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="type sudo: only root may start a process of another user")
-def test_another_user_of_the_machine_reads_no_secret(undergone: Undergone) -> None:
+def test_another_user_of_the_machine_reads_no_secret(undergone):
     assert undergone.seen_by_another, "command lines are open to all"
     assert [path for path, has_secret in undergone.seen_by_another.items() if has_secret] == []
 
@@ -302,7 +288,7 @@ print(json.dumps(read))
 """
 
 
-def seen_by_another(session: Session, pids: set[int], workers: dict[str, dict[str, Any]]) -> dict[str, bool]:
+def seen_by_another(session, pids, workers):
     """The files that a process of another user can read, and whether a secret is in one; none where no test may start it."""
     if os.getuid() != 0:
         return {}

@@ -1,12 +1,9 @@
 """Programs that attack their sandbox, at every level that is to be had here: what each comes to, and that the next program runs."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -30,7 +27,7 @@ STRONGEST = ("reads it through /proc", "listens", "makes a user namespace", "for
 
 
 @pytest.fixture(name="secret", scope="module")
-def _secret(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def _secret(tmp_path_factory):
     path = tmp_path_factory.mktemp("host") / "secret"
     path.write_text("what no program may read")
     path.chmod(0o600)
@@ -39,18 +36,18 @@ def _secret(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.core
 @pytest.mark.parametrize("name", STRONGEST)
-def test_the_strongest_attack_of_each_kind_is_contained(name: str, sandbox_level: Level, secret: Path) -> None:
+def test_the_strongest_attack_of_each_kind_is_contained(name, sandbox_level, secret):
     with Session(sandbox_level, LIMITS) as session:
         assert why_not_contained(session, ATTACKS[name], secret) is None
 
 
-def test_the_best_level_here_contains_what_it_has_to(sandbox_level: Level, secret: Path) -> None:
+def test_the_best_level_here_contains_what_it_has_to(sandbox_level, secret):
     found = attack_each(sandbox_level, secret)
     assert found and {attack: why for attack, why in found.items() if why is not None} == {}
 
 
 @pytest.fixture(name="elsewhere", scope="module")
-def _elsewhere() -> Iterator[dict[str, subprocess.Popen[str]]]:
+def _elsewhere():
     """Begun at once, since most of their time is waiting."""
     if os.geteuid() != 0:
         pytest.skip("type sudo: only root gives programs a user of their own, and can be another user itself")
@@ -66,7 +63,7 @@ def _elsewhere() -> Iterator[dict[str, subprocess.Popen[str]]]:
 
 
 @pytest.mark.parametrize("name", ELSEWHERE)
-def test_each_level_contains_what_it_has_to(elsewhere: dict[str, subprocess.Popen[str]], name: str) -> None:
+def test_each_level_contains_what_it_has_to(elsewhere, name):
     output, _ = elsewhere[name].communicate(timeout=300)
     assert elsewhere[name].returncode == 0
     found = json.loads(output)
@@ -75,12 +72,12 @@ def test_each_level_contains_what_it_has_to(elsewhere: dict[str, subprocess.Pope
     assert found and {attack: why for attack, why in found.items() if why is not None} == {}
 
 
-def test_an_attack_that_succeeds_is_seen(sandbox_level: Level, secret: Path) -> None:
+def test_an_attack_that_succeeds_is_seen(sandbox_level, secret):
     with Session(sandbox_level, LIMITS) as session:
         assert "it succeeded" in (why_not_contained(session, Attack("print('BREACH')", "ended"), secret) or "")
         assert "it was ended" in (why_not_contained(session, Attack("pass", "refused"), secret) or "")
 
 
-def test_a_better_level_contains_all_that_a_worse_one_does_and_more() -> None:
+def test_a_better_level_contains_all_that_a_worse_one_does_and_more():
     rlimits, landlock, bubblewrap = (set(contained_at(level, groups=True)) for level in sorted(Level))
     assert rlimits < landlock < bubblewrap == set(ATTACKS)

@@ -7,8 +7,6 @@ import json
 import logging
 import unicodedata
 from html.parser import HTMLParser
-from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -27,7 +25,7 @@ pytestmark = pytest.mark.timeout(60)
 
 
 @given(HOSTILE_TEXT)
-def test_what_is_shown_does_not_act(text: str) -> None:
+def test_what_is_shown_does_not_act(text):
     assert not acts(shown(text))
     assert not acts(shown_line(text, 80)) and "\n" not in shown_line(text, 80) and len(shown_line(text, 80)) <= 80
     line = json.dumps({"x": text}, ensure_ascii=False)
@@ -35,24 +33,24 @@ def test_what_is_shown_does_not_act(text: str) -> None:
         assert json.loads(shown_json(line)) == {"x": text} and not acts(shown_json(line))
 
 
-def test_every_text_is_shown_without_effect_in_linear_time() -> None:
+def test_every_text_is_shown_without_effect_in_linear_time():
     for text in TEXTS:
         assert not acts(shown(text))
 
 
-def test_what_is_harmless_is_shown_as_it_is() -> None:
+def test_what_is_harmless_is_shown_as_it_is():
     text = "Zeile 1\n\tnaïve 日本語 עברית 🙂👩‍👩‍👧 [red]x[/red] <b> \\x1b[31m"
     assert shown(text) == storable(text) == text
 
 
 @pytest.fixture(scope="module")
-def shown_texts() -> list[str]:
+def shown_texts():
     """Texts that the word list of a tokenizer can hold."""
     return [text for text in TEXTS if len(text) <= 5000 and text == text.encode(errors="replace").decode()][::40]
 
 
 @pytest.fixture
-def hostile_run(tmp_path: Path, shown_texts: list[str]) -> Path:
+def hostile_run(tmp_path, shown_texts):
     """A run whose prompts, turns, tools and failures are hostile texts, and the words of its tokenizer too."""
     from tokenizers import Tokenizer, decoders, models
 
@@ -68,7 +66,7 @@ def hostile_run(tmp_path: Path, shown_texts: list[str]) -> Path:
     return tmp_path
 
 
-def test_inspect_prints_every_text_without_effect(hostile_run: Path, shown_texts: list[str]) -> None:
+def test_inspect_prints_every_text_without_effect(hostile_run, shown_texts):
     for options in ({}, {"tokens": True}):
         page = io.StringIO()
         inspect_run(hostile_run, limit=NUM_TEXTS, console=Console(file=page, width=200), **options)
@@ -81,17 +79,17 @@ def test_inspect_prints_every_text_without_effect(hostile_run: Path, shown_texts
 
 
 class Tags(HTMLParser):
-    def __init__(self, text: str) -> None:
+    def __init__(self, text):
         super().__init__()
         self.found: list[str] = []
         self.feed(text)
 
-    def handle_starttag(self, tag: str, attrs: Any) -> None:
+    def handle_starttag(self, tag, attrs):
         self.found.append(tag)
 
 
-def test_the_page_shows_every_text_and_no_markup_of_it() -> None:
-    def snapshot(text: str) -> dict[str, Any]:
+def test_the_page_shows_every_text_and_no_markup_of_it():
+    def snapshot(text):
         return {
             "roles": [
                 {"worker": text, "role": "rollout", "tp": 1, "stage": "ready", "for_s": 1.0, "from_role": "train", "from_tp": 1,
@@ -107,7 +105,7 @@ def test_the_page_shows_every_text_and_no_markup_of_it() -> None:
         assert Tags(page).found == plain and not acts(page)
 
 
-def test_progress_and_logs_show_every_text_without_effect(caplog: pytest.LogCaptureFixture) -> None:
+def test_progress_and_logs_show_every_text_without_effect(caplog):
     page = io.StringIO()
     progress = RunProgress("demo", 1, "http://localhost", console=Console(file=page, width=200))
     formatter = ShownFormatter("%(levelname)s: %(message)s")

@@ -1,10 +1,6 @@
 """The parts in ``workflows/own_*.py`` fulfil their contracts, and parts that do not are refused in one line."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -49,23 +45,23 @@ class TestPolicy(PolicyContract):
 
 @pytest.mark.live
 class TestEngine(EngineContract):
-    def make_engine(self, model_dir: Path, *, slots: int, max_context_tokens: int) -> Any:
+    def make_engine(self, model_dir, *, slots, max_context_tokens):
         return named_part("rollout.engine", "own_engine:RemembersGreedy")(
             model_dir, slots=slots, max_context_tokens=max_context_tokens, version=0, threads=1
         )
 
 
-def test_an_engine_has_the_degrees_that_it_declares(random_model: Path) -> None:
+def test_an_engine_has_the_degrees_that_it_declares(random_model):
     name = "ranked_engine:RankedEngine"
 
-    def configured(engine: str, tp: int, **cluster: Any) -> Any:
+    def configured(engine, tp, **cluster):
         rollout = {"engine": engine, "tp": tp}
         return config_from_dict({"model": {"path": str(random_model)}, "rollout": rollout, "cluster": cluster})
 
     config = configured(name, 2)
     check_engine(config)
     kind = EngineKind.of(config, {"ROLLOUT": 4})
-    made: Any = make_engine(config, kind, random_model)
+    made = make_engine(config, kind, random_model)
     assert (kind.tp, kind.bucket, made.tp) == (2, f"{name}-tp2", 2)
     with pytest.raises(EngineError):
         EngineKind.of(config, {"ROLLOUT": 4, "TP": 4})
@@ -140,7 +136,7 @@ THIS = __name__
 
 
 @pytest.fixture(autouse=True)
-def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+def importable(monkeypatch):
     """pytest imports this file under a name of its own."""
     import sys
 
@@ -166,14 +162,14 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
         (check_own_engine, "faulty:HalfAnEngine", "abort"),
     ],
 )
-def test_what_does_not_fit_is_refused_in_one_line(check: Any, name: str, said: str) -> None:
+def test_what_does_not_fit_is_refused_in_one_line(check, name, said):
     with pytest.raises(ConfigError) as caught:
         check(name)
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_trainer_engine_and_tokenizer_come_from_the_loader_and_its_fault_is_named(random_model: Path) -> None:
+def test_trainer_engine_and_tokenizer_come_from_the_loader_and_its_fault_is_named(random_model):
     name = "faulty:Fails"
     for build in (
         lambda: load_model(random_model, torch.float32, name),
@@ -185,13 +181,13 @@ def test_trainer_engine_and_tokenizer_come_from_the_loader_and_its_fault_is_name
         load_chat_format(random_model, loader=name)
     for engine in ("transformers", "own_engine:RemembersGreedy"):
         config = config_from_dict({"model": {"path": str(random_model), "loader": name}, "rollout": {"engine": engine}})
-        made: Any = make_engine(config, EngineKind(engine, 2), random_model)
+        made = make_engine(config, EngineKind(engine, 2), random_model)
         assert made.settings.loader == name
     with pytest.raises(ConfigError, match=r"model\.loader"):
         config_from_dict({"model": {"loader": name}, "rollout": {"engine": "vllm"}})
 
 
-def test_a_loss_that_mixes_sequences_and_a_policy_that_forgets_fail_their_contracts() -> None:
+def test_a_loss_that_mixes_sequences_and_a_policy_that_forgets_fail_their_contracts():
     loss, policy = LossContract(), PolicyContract()
     loss.name, policy.name = "faulty:mixing", "faulty:Forgets"
     loss.test_it_is_accepted_before_a_run()
@@ -202,7 +198,7 @@ def test_a_loss_that_mixes_sequences_and_a_policy_that_forgets_fail_their_contra
         policy.test_it_goes_on_from_its_snapshot()
 
 
-def test_a_policy_that_raises_is_replaced_by_the_order_of_arrival_and_its_snapshot_says_so() -> None:
+def test_a_policy_that_raises_is_replaced_by_the_order_of_arrival_and_its_snapshot_says_so():
     policy = ordering_of("faulty:FailsLater", patience=3)
     parked = [TrajectoryParked(key, 0, Phase.ROLLOUT, quanta) for quanta in (0, 3, 4) for key in "ab"]
     answers = [policy.handle(event)[0] for event in parked[:3]]
@@ -217,7 +213,7 @@ def test_a_policy_that_raises_is_replaced_by_the_order_of_arrival_and_its_snapsh
     assert [policy.handle(event)[0].priority.order for event in parked[4:]] == [0, 1]
 
 
-def test_a_function_is_given_as_it_is_if_workers_can_import_it(tmp_path: Path) -> None:
+def test_a_function_is_given_as_it_is_if_workers_can_import_it(tmp_path):
     assert name_of("trainer.loss", TestLoss) == f"{THIS}:TestLoss"
     assert name_of("trainer.loss", "gspo") == "gspo"
     with pytest.raises(ConfigError, match="trainer__loss"):

@@ -1,17 +1,11 @@
 """A text game whose state travels with its trajectories: over several workers, and through a call that ran twice."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-
 import zarr
 from click.testing import CliRunner
-from distributed import Client
 from text_game import GuessDigit
 
-from libra.config import RunConfig
 from libra.driver.session import run
-from libra.envs import Environment, decode_state
+from libra.envs import decode_state
 from libra.store.trajectory_journal import Journal
 from libra.testing.parts import EnvironmentContract
 
@@ -19,13 +13,11 @@ from libra.testing.parts import EnvironmentContract
 class TestGuessDigit(EnvironmentContract):
     turns = ("5", "no digit", "7 or 8")
 
-    def make_environment(self) -> Environment:
+    def make_environment(self):
         return GuessDigit()
 
 
-def test_a_game_is_played_to_its_end_and_its_state_is_in_the_records(
-    make_config: Callable[..., RunConfig], client: Client
-) -> None:
+def test_a_game_is_played_to_its_end_and_its_state_is_in_the_records(make_config, client):
     from libra.cli.main import cli
 
     config = make_config(

@@ -1,11 +1,6 @@
 """Trajectories to store, made from a seed."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
 from dataclasses import fields
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +9,7 @@ from libra.store.trajectories import TrajectoryStore
 from libra.types import EndReason, FailureClass, Prompt, StopReason, Taught, Trajectory, TrajectoryId
 
 
-def _turn(rng: np.random.Generator, turn: int) -> dict[str, Any]:
+def _turn(rng, turn):
     return {
         "turn": turn, "tool": str(rng.choice(["calculator", "python", ""])),
         "status": str(rng.choice(["ok", "error", ""])), "num_calls": int(rng.integers(3)),
@@ -27,18 +22,18 @@ def _turn(rng: np.random.Generator, turn: int) -> dict[str, Any]:
 
 
 def _make(
-    iteration: int = 0,
-    group: int = 0,
-    sample: int = 0,
-    split: str = "train",
+    iteration=0,
+    group=0,
+    sample=0,
+    split="train",
     *,
-    seed: int = 0,
-    num_tokens: int = 20,
-    num_turns: int = 2,
-    scored: str | None = None,
-    experts: tuple[int, int] | None = None,
-    **changes: Any,
-) -> Trajectory:
+    seed=0,
+    num_tokens=20,
+    num_turns=2,
+    scored=None,
+    experts=None,
+    **changes,
+):
     rng = np.random.default_rng([seed, iteration, group, sample])
     action = rng.random(num_tokens) < 0.5
     values = {
@@ -60,7 +55,7 @@ def _make(
     return made
 
 
-def _taught(rng: np.random.Generator, num_tokens: int, kind: str, columns: int = 3) -> Taught:
+def _taught(rng, num_tokens, kind, columns=3):
     """Scores of ``kind``: top_k, or drawn by the teacher or by the student."""
     full = rng.dirichlet(np.ones(columns + 1), num_tokens)
     logp = np.log(full).astype(np.float32)
@@ -71,7 +66,7 @@ def _taught(rng: np.random.Generator, num_tokens: int, kind: str, columns: int =
     )  # fmt: skip
 
 
-def _assert_same(got: Trajectory, expected: Trajectory) -> None:
+def _assert_same(got, expected):
     for field in fields(Trajectory):
         one, other = getattr(got, field.name), getattr(expected, field.name)
         if isinstance(other, Taught):
@@ -88,19 +83,19 @@ def _assert_same(got: Trajectory, expected: Trajectory) -> None:
 
 
 @pytest.fixture(scope="session")
-def make_trajectory() -> Callable[..., Trajectory]:
+def make_trajectory():
     """Makes a trajectory of a position; ``changes`` replace fields."""
     return _make
 
 
 @pytest.fixture(scope="session")
-def assert_same() -> Callable[[Trajectory, Trajectory], None]:
+def assert_same():
     """Asserts that two trajectories are equal in every field, arrays and NaN included."""
     return _assert_same
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[TrajectoryStore]:
+def store(tmp_path):
     """An empty store, open for its committer."""
     with TrajectoryStore.create(tmp_path / "trajectories.zarr", {"run": "demo"}) as made:
         yield made

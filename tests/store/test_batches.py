@@ -1,7 +1,5 @@
 """Membership of a batch is decided once."""
 
-from __future__ import annotations
-
 import pytest
 
 from libra.errors import RecordExists, StoreError

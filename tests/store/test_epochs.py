@@ -1,10 +1,7 @@
 """Epochs: taken once each, by however many starts at once; an older holder is fenced off and told why."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -22,7 +19,7 @@ print(*(take_epoch(Path(sys.argv[1])).number for _ in range({EACH})))
 """
 
 
-def test_epochs_count_from_0_and_each_start_takes_the_next(tmp_path: Path) -> None:
+def test_epochs_count_from_0_and_each_start_takes_the_next(tmp_path):
     directory = tmp_path / "run" / "epochs"
     assert newest_epoch(directory) == -1
     directory.mkdir(parents=True)
@@ -35,7 +32,7 @@ def test_epochs_count_from_0_and_each_start_takes_the_next(tmp_path: Path) -> No
         take_epoch(tmp_path / "epochs")
 
 
-def test_only_the_newest_holder_may_go_on_and_an_older_one_is_told_by_whom_it_was_replaced(tmp_path: Path) -> None:
+def test_only_the_newest_holder_may_go_on_and_an_older_one_is_told_by_whom_it_was_replaced(tmp_path):
     directory = tmp_path / "my_run" / "epochs"
     first = take_epoch(directory)
     first.check()
@@ -50,7 +47,7 @@ def test_only_the_newest_holder_may_go_on_and_an_older_one_is_told_by_whom_it_wa
 
 
 @pytest.mark.live
-def test_two_processes_at_once_never_take_the_same(tmp_path: Path) -> None:
+def test_two_processes_at_once_never_take_the_same(tmp_path):
     command = [sys.executable, "-c", TAKER, str(tmp_path / "epochs")]
     takers = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     for taker in takers:

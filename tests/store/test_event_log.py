@@ -1,7 +1,5 @@
 """Lines arrive whole and in order; a torn last line is left out and said."""
 
-from __future__ import annotations
-
 import errno
 import os
 
@@ -12,7 +10,7 @@ from libra.events import GateOpened, WorkerLost, from_dict
 from libra.store.event_log import EventLog, read_events
 
 
-def _gate(iteration: int) -> GateOpened:
+def _gate(iteration):
     return GateOpened(run="demo", t_s=float(iteration), iteration=iteration, reason="because")
 
 
@@ -63,7 +61,7 @@ def test_a_full_disk_is_named_and_the_lines_wait_for_space(tmp_path, monkeypatch
     log.write(_gate(0))
     real = os.write
 
-    def half(fd: int, data: memoryview) -> int:
+    def half(fd, data):
         if len(data) < 20:
             raise OSError(errno.ENOSPC, "No space left on device")
         return real(fd, data[: len(data) // 2])

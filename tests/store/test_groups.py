@@ -1,7 +1,5 @@
 """Groups are written once and come back whole."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """One record per quantum, whole or absent, whoever writes and whatever dies."""
 
-from __future__ import annotations
-
 import errno
 import os
 import threading
@@ -21,12 +19,12 @@ from libra.store.trajectory_journal import LOG_PREFIX, Journal, sweep_logs
 ID = "train-0-1-2"
 
 
-def names(directory: Path) -> list[str]:
+def names(directory):
     """Records that a directory shows; the logs that hold them are hidden."""
     return [path.name for path in directory.iterdir() if not path.name.startswith(LOG_PREFIX)]
 
 
-def open_logs(directory: Path) -> int:
+def open_logs(directory):
     """Files in a directory that this process has open."""
     held = (str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.is_symlink())
     return sum(path.startswith(f"{directory}/") for path in held)
@@ -68,7 +66,7 @@ def test_of_records_appended_together_all_are_read_or_none(cut):
 def test_of_writers_at_once_exactly_one_wins_and_its_record_is_the_one_read(tmp_path):
     start, results = threading.Barrier(8), {}
 
-    def write(writer: int) -> None:
+    def write(writer):
         start.wait()
         try:
             Journal(tmp_path).append(ID, 0, {"writer": writer, "load": np.full(5000, writer)})
@@ -90,7 +88,7 @@ def test_of_writers_at_once_exactly_one_wins_and_its_record_is_the_one_read(tmp_
 
 
 def test_a_link_whose_answer_was_lost_counts_as_won(tmp_path, monkeypatch):
-    def link_then_complain(source: str, target: str) -> None:
+    def link_then_complain(source, target):
         real_link(source, target)
         raise FileExistsError(errno.EEXIST, "File exists")  # what an NFS client sees when the server's answer was lost
 
@@ -214,12 +212,12 @@ def test_writers_and_readers_in_any_order_agree_with_a_dict(tmp_path_factory, st
         agree_with_a_dict(tmp_path_factory.mktemp("journal"), steps)
 
 
-def agree_with_a_dict(root: Path, steps: list[tuple[int, int, int]]) -> None:
+def agree_with_a_dict(root, steps):
     writers, readers = (
         [Journal(root, one_machine=n > 0) for n in range(3)],
         [Journal(root, one_machine=n > 0) for n in range(2)],
     )
-    model: dict[str, list[tuple[int, int]]] = {}
+    model = {}
     for writer, sample, size in steps:
         name = f"train-0-0-{sample}"
         done = model.setdefault(name, [])

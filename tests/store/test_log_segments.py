@@ -1,7 +1,5 @@
 """A log in parts reads as one file: in order, from any line, while it is written, and after a kill at any step."""
 
-from __future__ import annotations
-
 import gzip
 import os
 import signal
@@ -19,11 +17,11 @@ from libra.store.event_log import EventLog, EventReader, from_last_snapshot, lin
 from libra.store.log_segments import segments_of
 
 
-def _gate(number: int) -> GateOpened:
+def _gate(number):
     return GateOpened(run="demo", t_s=float(number), iteration=number, reason="because")
 
 
-def _snapshot(number: int) -> PolicySnapshot:
+def _snapshot(number):
     return PolicySnapshot("demo", float(number), "fifo", "", {"arrivals": number}, {})
 
 
@@ -32,7 +30,7 @@ def _small_segments(monkeypatch):
     monkeypatch.setattr(event_log, "SEGMENT_BYTES", 200)
 
 
-def _write(path: Path, parts: int) -> int:
+def _write(path, parts):
     """Parts of nine gates behind a snapshot each; returns the number of lines."""
     with EventLog(path) as log:
         for part in range(parts):
@@ -43,7 +41,7 @@ def _write(path: Path, parts: int) -> int:
     return 10 * parts
 
 
-def _as_user(path: Path) -> list[bytes]:
+def _as_user(path):
     """What the documentation has a user type."""
     command = f"zcat -f '{log_segments.segments_directory(path)}'/* '{path}'"
     return subprocess.run(command, shell=True, check=True, capture_output=True).stdout.splitlines(keepends=True)
@@ -156,7 +154,7 @@ def test_a_reader_sees_each_line_once_while_parts_are_closed_and_compressed(tmp_
     with EventLog(path) as log:
         log.write(_gate(0))
 
-    def write() -> None:
+    def write():
         with EventLog(path) as log:
             for number in range(1, 400):
                 log.write(_gate(number))

@@ -1,7 +1,5 @@
 """What is packed comes back, and nothing else does."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -33,7 +31,7 @@ def test_arrays_come_back_with_dtype_shape_and_bytes(array):
     assert got.flags.writeable
 
 
-def test_text_that_is_no_unicode_and_another_schema() -> None:
+def test_text_that_is_no_unicode_and_another_schema():
     for text in ("file \udcff", "é \ufffd 𝄞"):
         record = {"texts": [text], text: np.arange(3, dtype=np.int32), "kept": b"\xff", "deep": {"number": 2**63}}
         got = unpack(pack(record, source="here"), source="here")

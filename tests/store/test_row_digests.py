@@ -1,10 +1,7 @@
 """A store that is not what its committer wrote is noticed, by column and append; one that was killed is not."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,7 +15,7 @@ from libra.store.trajectories import COUNTS, TrajectoryStore
 
 
 @pytest.fixture
-def store(tmp_path: Path, make_trajectory) -> Path:
+def store(tmp_path, make_trajectory):
     """Two appends of two trajectories each."""
     path = tmp_path / "trajectories.zarr"
     with TrajectoryStore.create(path, {"run": "demo"}) as made:
@@ -27,7 +24,7 @@ def store(tmp_path: Path, make_trajectory) -> Path:
     return path
 
 
-def test_a_whole_store_has_no_faults_and_a_line_for_each_append(store: Path) -> None:
+def test_a_whole_store_has_no_faults_and_a_line_for_each_append(store):
     assert store_faults(store) == []
     record = read_record(store)
     assert [append.batch for append in record.appends] == [0, 1]
@@ -40,7 +37,7 @@ def test_a_whole_store_has_no_faults_and_a_line_for_each_append(store: Path) -> 
     assert column_digest(np.array(["ab", "c"], texts)) != column_digest(np.array(["a", "bc"], texts))
 
 
-def test_an_append_that_was_not_committed_is_no_fault_and_is_cut_off(store: Path, make_trajectory) -> None:
+def test_an_append_that_was_not_committed_is_no_fault_and_is_cut_off(store, make_trajectory):
     copy = store.with_name("copy.zarr")
     shutil.copytree(store, copy)
     shutil.copy(digests_path(store), digests_path(copy))
@@ -55,17 +52,17 @@ def test_an_append_that_was_not_committed_is_no_fault_and_is_cut_off(store: Path
     assert store_faults(copy) == [] and len(read_record(copy).appends) == 2
 
 
-def test_a_changed_value_is_found_by_column_and_append(store: Path) -> None:
+def test_a_changed_value_is_found_by_column_and_append(store):
     zarr.open_array(store / "trajectory" / "advantage", mode="r+")[3] = 0.125
     assert [fault.name for fault in store_faults(store)] == ["trajectories.zarr/trajectory/advantage/c/0"]
 
 
-def test_a_chunk_that_is_gone_is_found_though_zarr_reads_fill_values(store: Path) -> None:
+def test_a_chunk_that_is_gone_is_found_though_zarr_reads_fill_values(store):
     (store / "token_ids" / "c" / "0").unlink()
     assert {fault.name for fault in store_faults(store)} == {"trajectories.zarr/token_ids/c/0"}
 
 
-def test_digests_that_are_torn_or_gone_are_named_and_no_append_follows(store: Path) -> None:
+def test_digests_that_are_torn_or_gone_are_named_and_no_append_follows(store):
     path = digests_path(store)
     whole = path.read_bytes()
     path.write_bytes(whole.replace(b'"batch": 0', b'"batch": 7'))
@@ -76,7 +73,7 @@ def test_digests_that_are_torn_or_gone_are_named_and_no_append_follows(store: Pa
     assert store_faults(store)[0].name == "trajectories.zarr.digests"
 
 
-def test_a_seal_notices_a_value_a_key_and_a_cut() -> None:
+def test_a_seal_notices_a_value_a_key_and_a_cut():
     text = sealed_text({"a": 1, "b": [0.1, None], "3": {"x": "y"}})
     assert unseal(text) == {"a": 1, "b": [0.1, None], "3": {"x": "y"}}
     assert unseal(text.replace(" ", "  ")) == unseal(text)

@@ -1,7 +1,5 @@
 """A compact set of ids answers as a plain one."""
 
-from __future__ import annotations
-
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,9 +14,7 @@ IDS = st.builds(
 
 
 @given(st.sets(IDS), st.lists(st.sets(IDS), max_size=3), st.lists(IDS))
-def test_it_has_what_was_added_and_nothing_else(
-    first: set[TrajectoryId], later: list[set[TrajectoryId]], asked: list[TrajectoryId]
-) -> None:
+def test_it_has_what_was_added_and_nothing_else(first, later, asked):
     ids, known = StoredIds(), set(first)
     rows = sorted(first)
     ids.add_columns(

@@ -288,25 +288,25 @@ class StoreAgainstList(RuleBasedStateMachine):
     same = staticmethod(lambda *_: None)
 
     @initialize()
-    def create(self) -> None:
+    def create(self):
         self.directory = tempfile.mkdtemp()
         self.store = TrajectoryStore.create(Path(self.directory) / "s.zarr")
         self.model: list[tuple[TrajectoryId, int, int]] = []
 
-    def teardown(self) -> None:
+    def teardown(self):
         self.store.close()
         shutil.rmtree(self.directory)
 
-    def _built(self, identity: TrajectoryId, num_tokens: int):
+    def _built(self, identity, num_tokens):
         further = {"scored": "top_k" if num_tokens % 3 == 1 else None, "experts": (2, 2) if num_tokens % 2 else None}
         return self.make(*identity, num_tokens=num_tokens, num_turns=num_tokens % 4, **further)
 
-    def _new(self, sizes: list[int]) -> list[tuple[TrajectoryId, int]]:
+    def _new(self, sizes):
         ids = [TrajectoryId(len(self.model) + n, 0, n, "eval" if n % 3 == 2 else "train") for n in range(len(sizes))]
         return list(zip(ids, sizes, strict=True))
 
     @rule(sizes=st.lists(st.integers(0, 40), max_size=5), batch=st.none() | st.integers(0, 9))
-    def append(self, sizes: list[int], batch: int | None) -> None:
+    def append(self, sizes, batch):
         new = self._new(sizes)
         got = self.store.append([self._built(*one) for one in new], batch=batch)
         assert got == range(len(self.model), len(self.model) + len(new))
@@ -314,14 +314,14 @@ class StoreAgainstList(RuleBasedStateMachine):
 
     @precondition(lambda self: self.model)
     @rule(data=st.data())
-    def append_again(self, data: st.DataObject) -> None:
+    def append_again(self, data):
         identity, size, _ = data.draw(st.sampled_from(self.model))
         with pytest.raises(StoreError, match="stored once"):
             self.store.append([*(self._built(*one) for one in self._new([3])), self._built(identity, size)])
 
     @rule(sizes=st.lists(st.integers(0, 40), min_size=1, max_size=5))
-    def append_and_fail_before_the_marker(self, sizes: list[int]) -> None:
-        def fail(_: object) -> None:
+    def append_and_fail_before_the_marker(self, sizes):
+        def fail(_):
             raise OSError(errno.ENOSPC, "No space left on device")
 
         self.store._commit = fail
@@ -330,12 +330,12 @@ class StoreAgainstList(RuleBasedStateMachine):
         del self.store._commit
 
     @rule()
-    def reopen(self) -> None:
+    def reopen(self):
         self.store.close()
         self.store = TrajectoryStore.open(self.store.path, "a")
 
     @invariant()
-    def reads_like_the_list(self) -> None:
+    def reads_like_the_list(self):
         assert (self.store.num_trajectories, self.store.num_tokens) == (len(self.model), sum(m[1] for m in self.model))
         reader = TrajectoryStore.open(self.store.path)
         columns = reader.columns()

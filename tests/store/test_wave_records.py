@@ -1,21 +1,16 @@
 """Records of waves: once, in order, whole or refused."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from libra.errors import RecordExists, StoreError
 from libra.store.wave_records import commit_wave, groups_of, in_waves, read_waves, wave_path
 
 
-def rows(*groups: int) -> list[dict[str, Any]]:
+def rows(*groups):
     return [{"iteration": 3, "group": g, "path": f"{g}.group", "advantages": [0.5, -0.5]} for g in groups]
 
 
-def test_the_waves_of_a_batch_come_back_in_order_and_end_at_a_gap(tmp_path: Path) -> None:
+def test_the_waves_of_a_batch_come_back_in_order_and_end_at_a_gap(tmp_path):
     for wave, groups in ((0, (2,)), (1, (0, 3)), (3, (1,))):
         commit_wave(tmp_path, 3, wave, rows(*groups))
     commit_wave(tmp_path, 4, 0, rows(9))
@@ -27,7 +22,7 @@ def test_the_waves_of_a_batch_come_back_in_order_and_end_at_a_gap(tmp_path: Path
     assert read_waves(tmp_path, 7) == read_waves(tmp_path / "none", 3) == []
 
 
-def test_a_second_writer_gets_the_first_ones_wave_and_an_altered_one_is_refused(tmp_path: Path) -> None:
+def test_a_second_writer_gets_the_first_ones_wave_and_an_altered_one_is_refused(tmp_path):
     commit_wave(tmp_path, 3, 0, rows(2))
     with pytest.raises(RecordExists):
         commit_wave(tmp_path, 3, 0, rows(1))

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable
 from contextlib import asynccontextmanager
 from itertools import pairwise
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,10 +15,9 @@ from libra.config import config_from_dict
 from libra.errors import EngineAsleep
 from libra.store.trajectory_journal import Journal
 from libra.testing import FixedTurns
-from libra.types import Prompt, StopReason, TrajectoryId, TurnOutput, TurnRequest
+from libra.types import StopReason, TrajectoryId, TurnOutput, TurnRequest
 from libra.worker.agent_quanta import Agents
 from libra.worker.quanta import QuantumRunner
-from libra.worker.trajectory_state import TrajectoryState
 
 TID = TrajectoryId(0, 0, 0)
 Script = Callable[[str, TurnRequest], str]
@@ -38,20 +36,20 @@ class Scripted:
         Raised before an answer, one each.
     """
 
-    def __init__(self, chat: Any, split: Callable[[str, int], list[int]], script: Script | Sequence[str]) -> None:
+    def __init__(self, chat, split, script):
         self._chat, self._split = chat, split
         texts = script
-        self._script: Script = script if callable(script) else lambda text, request: texts[request.turn]  # type: ignore[index]
+        self._script: Script = script if callable(script) else lambda text, request: texts[request.turn]
         self.requests = list[TurnRequest]()
         self.written = dict[tuple[str, int], list[int]]()
         self.faults = list[Exception]()
         self.version = 0
 
-    async def pull(self) -> None: ...
+    async def pull(self): ...
 
-    def forget(self, trajectory_id: str) -> None: ...
+    def forget(self, trajectory_id): ...
 
-    async def generate(self, request: TurnRequest) -> TurnOutput:
+    async def generate(self, request):
         """The next part of a turn. Log-probabilities are those of `logprobs_of`; each part has a version of its own."""
         if self.faults:
             raise self.faults.pop(0)
@@ -69,7 +67,7 @@ class Scripted:
         return TurnOutput(ids, logprobs_of(ids), versions, versions.copy(), reason)
 
 
-def logprobs_of(ids: Any) -> Any:
+def logprobs_of(ids):
     """A log-probability for each token, by which it is known."""
     return (-(np.asarray(ids) + 1) / 1000).astype(np.float32)
 
@@ -77,11 +75,11 @@ def logprobs_of(ids: Any) -> Any:
 class AgentWorker:
     """One worker of a run; see `agent_worker`."""
 
-    def __init__(self, runner: QuantumRunner, agents: Agents, engine: Any, environment: Any) -> None:
+    def __init__(self, runner, agents, engine, environment):
         self.runner, self.agents, self.engine, self.environment = runner, agents, engine, environment
         self.given_back = 0
 
-    async def quantum(self, tid: TrajectoryId, prompt: Prompt) -> bool:
+    async def quantum(self, tid, prompt):
         """One quantum, or none if it is given back; whether the trajectory goes on."""
         try:
             return (await self.runner.run(str(tid), tid, prompt)).phase is not None
@@ -89,7 +87,7 @@ class AgentWorker:
             self.given_back += 1
             return True
 
-    async def play(self, tid: TrajectoryId = TID, prompt: Prompt | None = None) -> TrajectoryState:
+    async def play(self, tid=TID, prompt=None):
         """A trajectory from where its journal ends to its own end."""
         prompt = prompt or self.environment.prompt("train", tid.group)
         while await self.quantum(tid, prompt):
@@ -98,22 +96,15 @@ class AgentWorker:
 
 
 @asynccontextmanager
-async def agent_worker(
-    directory: Path, chat: Any, engine: Any, agent: dict[str, Any], *, environment: Any = None, **sections: dict[str, Any],
-) -> AsyncIterator[AgentWorker]:  # fmt: skip
+async def agent_worker(directory, chat, engine, agent, *, environment=None, **sections):
     """A worker with these settings; another one with the same directory continues its trajectories.
 
     Contexts are long, because frameworks' prompts are.
     """
     rollout = {"max_context_tokens": 1 << 16, "max_new_tokens": 1 << 10, "max_turns": 32, "slots": 8}
     trainer = {"micro_batch_tokens": 1 << 20, "resample": 0}
-    config = config_from_dict(
-        {
-            "rollout": rollout | sections.get("rollout", {}),
-            "trainer": trainer | sections.get("trainer", {}),
-            "agent": agent,
-        }
-    )
+    given = {"rollout": rollout | sections.get("rollout", {}), "trainer": trainer | sections.get("trainer", {})}
+    config = config_from_dict(given | {"agent": agent})
     environment = environment or FixedTurns()
     environment.tools = ()
     reports = list[Any]()
@@ -121,17 +112,15 @@ async def agent_worker(
         config=config, epoch=0, run="agents", directory=directory, groups_dir=directory / "groups",
         turn_seed=lambda *where: int.from_bytes(hashlib.blake2b(repr(where).encode(), digest_size=4).digest()),
     )  # fmt: skip
-    context: Any = SimpleNamespace(
+    context = SimpleNamespace(
         environment=environment, spec=spec, journal=Journal(directory / "journal"), epoch=SimpleNamespace(check=lambda: None),
         report=reports.append, name="tool-0", worker=SimpleNamespace(state=SimpleNamespace(tasks={})),
     )  # fmt: skip
-    serving: Any = SimpleNamespace(
+    serving = SimpleNamespace(
         serving=engine, generate=lambda key, request: engine.generate(request), contended=True, turn_ended=lambda: None
     )
-    runner = QuantumRunner(context, serving)
-    runner.chat = chat
-    agents = Agents(context, lambda: chat)
-    runner.agents = agents
+    runner, agents = QuantumRunner(context, serving), Agents(context, lambda: chat)
+    runner.chat, runner.agents = chat, agents
     try:
         await agents.start()
         yield AgentWorker(runner, agents, engine, environment)
@@ -139,7 +128,7 @@ async def agent_worker(
         await agents.close()
 
 
-def turns_of(state: TrajectoryState) -> list[tuple[list[int], list[float], list[int]]]:
+def turns_of(state):
     """Token ids, log-probabilities and versions of each turn, where the store's rows say that they are trained."""
     trajectory, found = state.trajectory(0), []
     for row in trajectory.turns:
@@ -148,10 +137,10 @@ def turns_of(state: TrajectoryState) -> list[tuple[list[int], list[float], list[
         assert trajectory.is_action[span].all()
         columns = (trajectory.token_ids, trajectory.behaviour_logprob, trajectory.weight_version)
         found.append(tuple(column[span].tolist() for column in columns))
-    return found  # type: ignore[return-value]
+    return found
 
 
-def check_tokens(state: TrajectoryState, engine: Scripted) -> None:
+def check_tokens(state, engine):
     """Every token that the engine wrote is trained once, with its log-probability and version, and no other one is."""
     name = str(state.tid)
     written = [ids for (trajectory, _), ids in engine.written.items() if trajectory == name]
@@ -162,7 +151,7 @@ def check_tokens(state: TrajectoryState, engine: Scripted) -> None:
     assert state.trajectory(0).num_action_tokens == sum(map(len, written))
 
 
-def check_one_sequence(state: TrajectoryState, engine: Scripted) -> None:
+def check_one_sequence(state, engine):
     """As `check_tokens`; and the conversation is one sequence, in which each context begins with all tokens before it."""
     check_tokens(state, engine)
     assert state.trajectory(0).starts == (), [record.get("asked", {}).get("reason") for record in state.records]
@@ -172,6 +161,6 @@ def check_one_sequence(state: TrajectoryState, engine: Scripted) -> None:
         assert after.context_ids[: len(known)].tolist() == known, "what was generated is never rendered again"
 
 
-def reasons(state: TrajectoryState) -> list[str]:
+def reasons(state):
     """Of each request, what it continues or why it does not."""
     return [record["asked"]["reason"] for record in state.records[state.first :] if "asked" in record]

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import libra
 from libra.envs import tool
@@ -15,24 +13,24 @@ from libra.types import Episode, ToolCall
 ASKED = {"prompt": "What is it?", "completion": "It is so."}
 
 
-def gated(inputs: Sequence[Any], *, gate: str) -> list[float]:
+def gated(inputs, *, gate):
     """0.5 for each, once the file ``gate`` is there: a judge that is as slow as a test wants."""
     while not Path(gate).exists():
         threading.Event().wait(0.01)
     return [0.5] * len(inputs)
 
 
-def gated_model(model: Any, tokenizer: Any, inputs: Sequence[Any], *, gate: str) -> list[float]:
+def gated_model(model, tokenizer, inputs, *, gate):
     """The same, of a model."""
     return gated(inputs, gate=gate)
 
 
-def short(inputs: Sequence[Any]) -> list[float]:
+def short(inputs):
     """Not one value for each input."""
     return []
 
 
-def lengths(inputs: Sequence[Any], *, more: int = 0) -> list[float]:
+def lengths(inputs, *, more=0):
     """The length of each completion."""
     return [float(len(each["completion"]) + more) for each in inputs]
 
@@ -42,12 +40,12 @@ class ThreeAsked(FixedTurns):
 
     services = ("a", "b", "c")
 
-    def __init__(self, *, path: str, seed: int = 0) -> None:
+    def __init__(self, *, path, seed=0):
         super().__init__(seed=seed)
         self.path = path
         self.tools = (tool(self.ask_all, services=("a", "b", "c")),)
 
-    def parse(self, text: str) -> tuple[ToolCall, ...]:
+    def parse(self, text):
         return (ToolCall("ask_all", {"text": "y"}),)
 
     def ask_all(self, text: str) -> str:

@@ -4,8 +4,6 @@
 (null: it was), or ``{"skip": reason}`` where the level is not to be had.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -22,7 +20,7 @@ LIMITS = Limits(memory_bytes=256 * MEGABYTE)
 AT_ONCE = 6
 
 
-def use_system_python(level: Level, folder: Path, supervisor: bytes) -> str | None:
+def use_system_python(level, folder, supervisor):
     """Let sandboxes run the Python of the distribution, and a supervisor that every user may read; why that cannot be, or None."""
     python = SYSTEM_PYTHON.resolve()
     stdlib = Path("/usr/lib", python.name)
@@ -35,11 +33,11 @@ def use_system_python(level: Level, folder: Path, supervisor: bytes) -> str | No
     return isolation.why_not(level)
 
 
-def attack_each(level: Level, secret: Path) -> dict[str, str | None]:
+def attack_each(level, secret):
     """Why each attack that ``level`` has to contain was not, None where it was; side by side, since most of the time is waiting."""
     names = contained_at(level, groups=can_make_groups())
 
-    def attack(name: str) -> str | None:
+    def attack(name):
         with Session(level, LIMITS) as session:
             return why_not_contained(session, ATTACKS[name], secret)
 
@@ -47,7 +45,7 @@ def attack_each(level: Level, secret: Path) -> dict[str, str | None]:
         return dict(zip(names, pool.map(attack, names), strict=True))
 
 
-def main() -> None:
+def main():
     level, user = Level[sys.argv[1].upper()], int(sys.argv[2])
     supervisor = levels.SUPERVISOR.read_bytes()
     if user:

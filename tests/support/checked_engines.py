@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from pathlib import Path
+from collections.abc import Callable
 
 import msgspec
 import numpy as np
@@ -23,11 +22,11 @@ CONTEXT = 96
 class Counted(TransformersEngine):
     """Notes the versions that it was given after it had started."""
 
-    def __init__(self, *args, **options) -> None:
+    def __init__(self, *args, **options):
         super().__init__(*args, **options)
         self.loaded: list[int] = []
 
-    def _load(self, version: int, directory: Path) -> None:
+    def _load(self, version, directory):
         self.loaded.append(version)
         super()._load(version, directory)
 
@@ -37,7 +36,7 @@ class Faulty(Counted):
 
     fault: Callable[..., None]
 
-    def _load(self, version: int, directory: Path) -> None:
+    def _load(self, version, directory):
         before = {name: tensor.clone() for name, tensor in self._batch.model.state_dict().items()}
         super()._load(version, directory)
         self.fault(self._batch, before, directory)
@@ -46,7 +45,7 @@ class Faulty(Counted):
 class Trainer:
     """A replica whose steps are random changes of a given size, and the versions it publishes."""
 
-    def __init__(self, model_dir: Path, root: Path, dtype: str) -> None:
+    def __init__(self, model_dir, root, dtype):
         self.replica = Replica(model_dir, TrainSettings(), dtype=dtype, threads=1)
         self.store = WeightStore(root)
         self.publish()
@@ -67,30 +66,27 @@ class Trainer:
 class Worker:
     """A Serving, and what it reported."""
 
-    def __init__(self, trainer: Trainer, model_dir: Path, build) -> None:
+    def __init__(self, trainer, model_dir, build):
         self.reports: list[tuple[str, dict]] = []
         self.trainer = trainer
-        self.serving = Serving(
-            model_dir,
-            build=build,
-            newest=self.newest,
-            report=lambda report: self.reports.append((report.__struct_config__.tag, msgspec.to_builtins(report))),
-            store=trainer.store,
-        )
+        self.serving = Serving(model_dir, build=build, newest=self.newest, report=self.report, store=trainer.store)
+
+    def report(self, report):
+        self.reports.append((report.__struct_config__.tag, msgspec.to_builtins(report)))
 
     async def newest(self):
         return self.trainer.store.latest()
 
-    def of(self, kind: str) -> list[dict]:
+    def of(self, kind):
         return [fields for told, fields in self.reports if told == kind]
 
-    async def pull(self) -> None:
+    async def pull(self):
         self.serving.announced = self.trainer.replica.steps_done
         await self.serving.pull()
 
 
-def use(worker: Worker, body) -> None:
-    async def run() -> None:
+def use(worker, body):
+    async def run():
         await worker.serving.start()
         try:
             await asyncio.wait_for(body(), 300)
@@ -100,17 +96,17 @@ def use(worker: Worker, body) -> None:
     asyncio.run(run())
 
 
-def serving(*faults: Callable[..., None], behind: int = 0):
+def serving(*faults, behind=0):
     """Run a coroutine ``test(trainer, worker)`` on a worker that serves version ``behind`` already, in float32."""
 
-    def wrap(body: Callable[[Trainer, Worker], Awaitable[None]]) -> Callable[..., None]:
-        def test(trainer: Callable[[str], Trainer], worker: Callable[..., Worker]) -> None:
+    def wrap(body):
+        def test(trainer, worker):
             one = trainer("float32")
             for _ in range(behind):
                 one.step(1e-3)
             of_it = worker(one, *faults)
 
-            async def pulled() -> None:
+            async def pulled():
                 await of_it.pull()
                 await body(one, of_it)
 
@@ -122,25 +118,25 @@ def serving(*faults: Callable[..., None], behind: int = 0):
     return wrap
 
 
-def request(name: str = "t", new: int = 4, seed: int = 0) -> TurnRequest:
+def request(name="t", new=4, seed=0):
     return TurnRequest(name, 0, np.arange(3, 12, dtype=np.int32), new, seed=seed)
 
 
-def stale_head(batch, before, directory) -> None:
+def stale_head(batch, before, directory):
     """The output head, tied to the embedding, keeps the old weights: what a server that packs its matrices may do."""
     head = torch.nn.Linear(*reversed(before["lm_head.weight"].shape), bias=False, dtype=batch.kv.dtype)
     head.weight.data = before["lm_head.weight"].clone()
     batch.forward.head = head.requires_grad_(False)
 
 
-def layer_left_out(name: str) -> Callable[..., None]:
-    def fault(batch, before, directory) -> None:
+def layer_left_out(name):
+    def fault(batch, before, directory):
         batch.model.get_parameter(name).copy_(before[name])
 
     return fault
 
 
-def version_skipped(batch, before, directory) -> None:
+def version_skipped(batch, before, directory):
     """The file of the version before is loaded, and called by the new number."""
     batch.load(batch.version, directory.parent / f"{batch.version - 1:08d}")
 
@@ -163,7 +159,7 @@ def always_wrong(build):
     return wrong
 
 
-def held(engine, loop, at: int = 3) -> asyncio.Event:
+def held(engine, loop, at=3):
     """Have the engine pause itself before its ``at``-th step from now; the event is set once it has."""
     reached, step, count = asyncio.Event(), engine._batch.step, iter(range(10**6))
 

@@ -8,7 +8,6 @@ import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +20,6 @@ from libra.store.batch_membership import read_batch, read_batch_facts
 from libra.store.group_records import read_group
 from libra.store.row_digests import COMMITTED, read_record
 from libra.store.trajectories import COUNTS, TrajectoryStore
-from libra.types import Trajectory
 from libra.worker.run_spec import RunDirectory
 
 ITERATIONS = 4
@@ -29,7 +27,7 @@ MEASURED = {"generate_s", "queued_s", "tool_s", "worker", "epoch", "cached_token
 """Columns of what is generated again that need not be the same."""
 
 
-def columns(run: Path) -> dict[str, np.ndarray[Any, Any]]:
+def columns(run):
     """Every column of the store by path, committed rows only, by plain zarr."""
     group = zarr.open_group(run / "trajectories.zarr", mode="r")
     counts = group.attrs["committed"]
@@ -41,7 +39,7 @@ def columns(run: Path) -> dict[str, np.ndarray[Any, Any]]:
     return found
 
 
-def assert_same_rows(got: Path, expected: Path, generated_again: int = 0) -> None:
+def assert_same_rows(got, expected, generated_again=0):
     """The stores have the same rows.
 
     The last ``generated_again`` trajectories may have taken other times, and log-probabilities of another rounding: who is
@@ -64,14 +62,14 @@ def assert_same_rows(got: Path, expected: Path, generated_again: int = 0) -> Non
         np.testing.assert_array_equal(now, values, err_msg=name)
 
 
-def copy_of(run: Path, target: Path) -> Path:
+def copy_of(run, target):
     """A copy with the hard links that a journal is made of."""
     target.parent.mkdir(parents=True, exist_ok=True)
     subprocess.run(["cp", "-a", str(run), str(target)], check=True)
     return target
 
 
-def set_committed(run: Path, batch: int) -> None:
+def set_committed(run, batch):
     """Take the commits after the append of ``batch`` back, as if the committer had been killed before them."""
     root = json.loads((run / "trajectories.zarr" / "zarr.json").read_bytes())
     stop = next(each.stop for each in read_record(run / "trajectories.zarr").appends if each.batch == batch)
@@ -80,16 +78,16 @@ def set_committed(run: Path, batch: int) -> None:
     TrajectoryStore.open(run / "trajectories.zarr", mode="a").close()  # which cuts off what was not committed
 
 
-def cut(name: str) -> Callable[[Path], None]:
-    def damage(run: Path) -> None:
+def cut(name):
+    def damage(run):
         path = run / name
         path.write_bytes(path.read_bytes()[: path.stat().st_size * 2 // 3])
 
     return damage
 
 
-def flip(name: str, at: float = 0.6) -> Callable[[Path], None]:
-    def damage(run: Path) -> None:
+def flip(name, at=0.6):
+    def damage(run):
         data = bytearray((run / name).read_bytes())
         data[int(len(data) * at)] ^= 0x55
         (run / name).write_bytes(data)
@@ -97,15 +95,15 @@ def flip(name: str, at: float = 0.6) -> Callable[[Path], None]:
     return damage
 
 
-def gone(name: str) -> Callable[[Path], None]:
-    def damage(run: Path) -> None:
+def gone(name):
+    def damage(run):
         shutil.rmtree(run / name) if (run / name).is_dir() else (run / name).unlink()
 
     return damage
 
 
-def replace(name: str, old: str, new: str) -> Callable[[Path], None]:
-    def damage(run: Path) -> None:
+def replace(name, old, new):
+    def damage(run):
         text = (run / name).read_text()
         assert old in text, text
         (run / name).write_text(text.replace(old, new, 1))
@@ -113,7 +111,7 @@ def replace(name: str, old: str, new: str) -> Callable[[Path], None]:
     return damage
 
 
-def cut_record(run: Path) -> None:
+def cut_record(run):
     """Cut one record of a journal: its log, which is the same file under the names of all records before it."""
     path = run / "journal" / "train-3-1-0.0002.rec"
     data = path.read_bytes()
@@ -122,7 +120,7 @@ def cut_record(run: Path) -> None:
     path.write_bytes(data[: at + len(path.name) + 20])
 
 
-def flip_record(run: Path) -> None:
+def flip_record(run):
     path = run / "journal" / "train-3-1-0.0002.rec"
     data = bytearray(path.read_bytes())
     data[data.index(path.name.encode()) + len(path.name) + 60] ^= 1
@@ -140,7 +138,7 @@ class Case:
     cure: str = "repair"
     rebuilt: bool = True
 
-    def __str__(self) -> str:
+    def __str__(self):
         return self.name
 
 
@@ -167,9 +165,7 @@ CASES = [
     Case("config_edited", replace("config.resolved.yaml", "lr: 0.001", "lr: 0.01"), "config.resolved.yaml"),
     Case("starts_altered", replace("starts.jsonl", '"epoch": 0', '"epoch": 7'), "starts.jsonl"),
     Case("batch_altered", replace(BATCH, "true", "false"), BATCH),
-    Case(
-        "evaluation_altered", replace("evaluations/version-000002.json", '"num": 2', '"num": 3'), "evaluations/version-"
-    ),
+    Case("evaluation_altered", replace("evaluations/version-000002.json", '"num": 2', '"num": 3'), "evaluations/"),
     Case("evaluation_group_gone", gone("groups/eval-000002-000001.group"), "groups/eval-000002-000001.group"),
     Case("scores_altered", flip("checkpoints/scores.json"), "checkpoints/scores.json"),
     Case("step_altered", flip("steps/step-000001.json"), "steps/step-000001.json", rebuilt=False),
@@ -177,21 +173,17 @@ CASES = [
 ]
 
 
-def said_of(member: Trajectory) -> list[Any]:
+def said_of(member):
     """What a group record says of a trajectory."""
     facts = ("trajectory_id", "reward", "epoch", "retried", "end_reason", "failure", "prompt")
     arrays = ("token_ids", "behaviour_logprob", "weight_version", "kv_version", "is_action")
     return [getattr(member, name) for name in facts] + [getattr(member, name).tolist() for name in arrays]
 
 
-def content(run: Path) -> dict[str, str]:
+def content(run):
     """What the files of a run say, without times of their own, by kind; a file that is to be rebuilt comes to the same."""
     files = RunDirectory(run)
-    said: dict[str, Any] = {
-        "given": read_given(run),
-        "starts": read_starts(run),
-        "config": (run / "config.resolved.yaml").read_text(),
-    }
+    said = {"given": read_given(run), "starts": read_starts(run), "config": (run / "config.resolved.yaml").read_text()}
     said["epochs"] = sorted(path.name for path in files.epochs_dir.iterdir())
     for path in sorted(files.groups_dir.glob("*.group")):
         said[path.name] = [said_of(member) for member in read_group(path)]
@@ -200,13 +192,12 @@ def content(run: Path) -> dict[str, str]:
         said[f"batch {number}"] = read_batch(files.batches_dir, number), [row | {"path": ""} for row in facts]
     for path in sorted(files.evaluations_dir.iterdir()):
         said[path.name] = unseal(path.read_bytes())
-    said["scores"] = {
-        k: v for k, v in unseal((files.checkpoints_dir / "scores.json").read_bytes()).items() if k < "step-000004"
-    }
+    scores = unseal((files.checkpoints_dir / "scores.json").read_bytes())
+    said["scores"] = {name: score for name, score in scores.items() if name < "step-000004"}
     return {name: repr(value) for name, value in said.items()}
 
 
-def typed(capfd: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+def typed(capfd, *arguments):
     """Exit code, standard output and standard error of a command in this process."""
     capfd.readouterr()
     with pytest.raises(SystemExit) as ended:

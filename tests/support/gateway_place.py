@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any
 
 import httpx2
 import numpy as np
 
 from libra.agents.gateway import Gateway
-from libra.agents.messages import Message
 from libra.agents.replies import reply
 from libra.agents.requests import ModelRequest, Reply
 from libra.agents.session import Ended, Pending, Session
@@ -22,13 +19,13 @@ TOOLS = [{"type": "function", "function": {"name": "calc", "parameters": {"type"
 CALLS = '<think>\nhm\n</think>\n\n<tool_call>\n{"name": "calc", "arguments": {"expression": "6*7"}}\n</tool_call>'
 
 
-def made(message: Message, number: int = 0) -> Reply:
+def made(message, number=0):
     ids = np.arange(3, dtype=np.int32) + 10
     finish = "tool_calls" if message.calls else "stop"
     return Reply(message, finish, 7, ids, np.full(3, -0.5, np.float32), np.full(3, 4, np.int32), f"t-{number}")
 
 
-async def scripted(session: Session, seen: list[ModelRequest]) -> None:
+async def scripted(session, seen):
     """Answer with a call, then with the answer."""
     while True:
         pending = await session.next(60)
@@ -47,11 +44,11 @@ async def scripted(session: Session, seen: list[ModelRequest]) -> None:
 class Watched(Session):
     """A session that tells of every request that is taken or left."""
 
-    def __init__(self, name: str, max_model_len: int) -> None:
+    def __init__(self, name, max_model_len):
         super().__init__(name, max_model_len)
         self.news = asyncio.Queue[Pending]()
 
-    def take(self, request: ModelRequest, *, retry: bool) -> Pending:
+    def take(self, request, *, retry):
         pending = super().take(request, retry=retry)
         self.news.put_nowait(pending)
         return pending
@@ -64,7 +61,7 @@ class Watched(Session):
 class Place:
     """A gateway with one session, and a client of it."""
 
-    def __init__(self, gateway: Gateway) -> None:
+    def __init__(self, gateway):
         self.gateway = gateway
         self.token, _ = gateway.open("train-0-0-0", 512)
         self.session = Watched("train-0-0-0", 512)
@@ -74,12 +71,12 @@ class Place:
         self.seen: list[ModelRequest] = []
         self.client = httpx2.AsyncClient(timeout=30)
 
-    async def post(self, path: str, body: Any, **headers: str) -> Any:
+    async def post(self, path, body, **headers):
         return await self.client.post(self.url + path, json=body, headers=headers)
 
 
 @asynccontextmanager
-async def place(*, script: bool = True, **options: Any) -> AsyncIterator[Place]:
+async def place(*, script=True, **options):
     gateway = Gateway(**options)
     await gateway.start()
     here = Place(gateway)
@@ -93,8 +90,8 @@ async def place(*, script: bool = True, **options: Any) -> AsyncIterator[Place]:
         await gateway.close()
 
 
-def run(test: Callable[..., Any], **options: Any) -> None:
-    async def inside() -> None:
+def run(test, **options):
+    async def inside():
         async with place(**options) as here:
             await test(here)
 
@@ -104,7 +101,7 @@ def run(test: Callable[..., Any], **options: Any) -> None:
 CHAT = {"model": "policy", "messages": [{"role": "user", "content": "6*7?"}], "tools": TOOLS}
 
 
-async def taken(here: Place) -> Pending:
+async def taken(here):
     pending = await here.session.next(30)
     assert isinstance(pending, Pending)
     return pending

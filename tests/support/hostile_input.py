@@ -12,7 +12,7 @@ from libra.envs import TOOL_FORMATS, tool
 from libra.errors import ToolFault
 from libra.testing import FixedTurns
 from libra.testing.hostile_text import hostile_texts
-from libra.types import EndReason, FailureClass, Prompt, StopReason, ToolCall, Trajectory, TrajectoryId, TurnOutput
+from libra.types import EndReason, FailureClass, Prompt, StopReason, Trajectory, TrajectoryId, TurnOutput
 from libra.untrusted import storable_call
 
 TEXTS = hostile_texts(largest_chars=200_000)
@@ -55,17 +55,17 @@ TOOLS = (tool(echo), tool(raises), tool(faults))
 
 
 class Tools(FixedTurns):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.tools = TOOLS
 
 
-def is_storable(text: str) -> bool:
+def is_storable(text):
     """By Unicode's categories: no control character but three, no surrogate."""
     return all(unicodedata.category(char) not in ("Cc", "Cs") or char in "\n\r\t" for char in set(text))
 
 
-def acts(text: str) -> list[str]:
+def acts(text):
     """Characters that act on a terminal, or reorder or hide text, by Unicode's own properties."""
     bidi = {"LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"}
     return sorted(
@@ -78,16 +78,16 @@ def acts(text: str) -> list[str]:
     )
 
 
-def calls_of(text: str) -> list[ToolCall]:
+def calls_of(text):
     return [storable_call(call) for made in TOOL_FORMATS.values() for call in made.parse(text, TOOLS)]
 
 
-def output_of(num_tokens: int = 3) -> TurnOutput:
+def output_of(num_tokens=3):
     ids = np.arange(num_tokens, dtype=np.int32)
     return TurnOutput(ids, np.zeros(num_tokens, np.float32), ids * 0, ids * 0, StopReason.STOP)
 
 
-def hostile_trajectory(sample: int, text: str) -> Trajectory:
+def hostile_trajectory(sample, text):
     """A trajectory with this text wherever a text can be."""
     ids = np.array([3 * sample, 3 * sample + 1, 3 * sample + 2], np.int32)
     turn = {"turn": 0, "tool": text, "status": "ok", "worker": "w", "stop_reason": "stop"}

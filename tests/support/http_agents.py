@@ -1,7 +1,5 @@
 """Agents of tests, which need the standard library only."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -10,10 +8,9 @@ import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 
-def ask(base_url: str, messages: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+def ask(base_url, messages, **more):
     """The choice of one request, added to ``messages``."""
     body = json.dumps({"model": "policy", "messages": messages, "return_token_ids": True, **more}).encode()
     request = urllib.request.Request(f"{base_url}/chat/completions", body, {"content-type": "application/json"})
@@ -23,28 +20,24 @@ def ask(base_url: str, messages: list[dict[str, Any]], **more: Any) -> dict[str,
     return choice
 
 
-def branching(messages: list[dict[str, Any]], base_url: str) -> list[list[int]]:
+def branching(messages, base_url):
     """Three turns, the second once more, and a conversation of its own; the token ids of all, in order."""
     root = list(messages)
     made = [ask(base_url, root)["token_ids"]]
     root.append({"role": "user", "content": "more"})
-    again = list(root)
-    made.append(ask(base_url, root)["token_ids"])
-    made.append(ask(base_url, again)["token_ids"])
-    made.append(
-        ask(base_url, [{"role": "system", "content": "another"}, {"role": "user", "content": "go"}])["token_ids"]
-    )
+    again, another = list(root), [{"role": "system", "content": "another"}, {"role": "user", "content": "go"}]
+    made += [ask(base_url, said)["token_ids"] for said in (root, again, another)]
     root.append({"role": "user", "content": "end"})
     made.append(ask(base_url, root, max_tokens=2)["token_ids"])
     return made
 
 
-def wants_the_end(messages: list[dict[str, Any]], base_url: str) -> None:
+def wants_the_end(messages, base_url):
     """It fails at an answer that was cut, as openai-agents does."""
     raise ValueError(ask(base_url, list(messages), max_tokens=2)["finish_reason"])
 
 
-def killer(messages: list[dict[str, Any]], base_url: str, mark: str) -> list[list[int]]:
+def killer(messages, base_url, mark):
     """Two turns; the first agent of all kills its worker after its first turn."""
     said = list(messages)
     made = [ask(base_url, said)["token_ids"]]
@@ -57,11 +50,11 @@ def killer(messages: list[dict[str, Any]], base_url: str, mark: str) -> list[lis
     return made
 
 
-def _parent(pid: int) -> int:
+def _parent(pid):
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
-def rewarding(messages: list[dict[str, Any]], base_url: str) -> dict[str, float]:
+def rewarding(messages, base_url):
     """One turn, and a reward of its own; a prompt that does not fit is refused."""
     ask(base_url, list(messages))
     try:
@@ -71,12 +64,12 @@ def rewarding(messages: list[dict[str, Any]], base_url: str) -> dict[str, float]
     return {"reward": 0.25 if told == "context_length_exceeded" else 0.0}
 
 
-def failing(base_url: str) -> None:
+def failing(base_url):
     """An agent with an error of its own."""
     raise ValueError(f"no agent at {base_url}")
 
 
-def asking(messages: list[dict[str, Any]], base_url: str, turns: int = 2) -> list[list[int]]:
+def asking(messages, base_url, turns=2):
     """So many turns; the token ids of each."""
     said, made = list(messages), []
     for turn in range(turns):
@@ -85,20 +78,20 @@ def asking(messages: list[dict[str, Any]], base_url: str, turns: int = 2) -> lis
     return made
 
 
-def hanging(messages: list[dict[str, Any]], base_url: str, mark: str) -> None:
+def hanging(messages, base_url, mark):
     """One turn, and then nothing more; its process is named in the file ``pid``."""
     Path(mark, "pid").write_text(str(os.getpid()))
     ask(base_url, list(messages))
     signal.pause()
 
 
-def named(messages: list[dict[str, Any]], base_url: str, mark: str) -> list[list[int]]:
+def named(messages, base_url, mark):
     """As `asking`; its process is named in the file ``pid``."""
     Path(mark, "pid").write_text(str(os.getpid()))
     return asking(messages, base_url)
 
 
-def dying(messages: list[dict[str, Any]], base_url: str, mark: str) -> list[list[int]]:
+def dying(messages, base_url, mark):
     """Its process is killed after its first turn, once; then it ends well."""
     said = list(messages)
     made = [ask(base_url, said)["token_ids"]]
@@ -108,7 +101,7 @@ def dying(messages: list[dict[str, Any]], base_url: str, mark: str) -> list[list
     return made
 
 
-def counting(messages: list[dict[str, Any]], base_url: str, mark: str) -> list[list[int]]:
+def counting(messages, base_url, mark):
     """Two turns; a line of the file ``agents`` says when it is there and when it is not any more."""
     with Path(mark, "agents").open("a") as log:
         log.write("+")
@@ -118,7 +111,7 @@ def counting(messages: list[dict[str, Any]], base_url: str, mark: str) -> list[l
     return made
 
 
-def parallel(messages: list[dict[str, Any]], base_url: str) -> list[list[int]]:
+def parallel(messages, base_url):
     """A root of two turns, and between them three sub-agents of two turns each, at once; token ids of the root, then of each."""
     root, made = list(messages), []
     made.append(ask(base_url, root)["token_ids"])
@@ -130,7 +123,7 @@ def parallel(messages: list[dict[str, Any]], base_url: str) -> list[list[int]]:
     return [*made, *(ids for each in answers for ids in each)]
 
 
-def other(messages: list[dict[str, Any]], base_url: str, mark: str) -> list[list[int]]:
+def other(messages, base_url, mark):
     """Two turns; started again, it asks something else."""
     text = "something else" if Path(mark, "again").exists() else "something"
     return asking([*messages, {"role": "user", "content": text}], base_url)

@@ -1,32 +1,29 @@
 """A process that gives KV objects badly: ``python kv_sender.py SECRET HOW``; prints its port."""
 
-from __future__ import annotations
-
 import signal
 import sys
 import threading
-from typing import Any
 
 import numpy as np
 
 from libra.rollout.kv_object import KVObject
-from libra.transport import Channel, Server
+from libra.transport import Server
 from libra.worker.kv_transfer import PURPOSE, give
 
 KV = KVObject.of("a", 0, np.arange(8), "layout", np.arange(2**20, dtype=np.uint32).view(np.uint8))
 
 
-def say(what: object) -> None:
+def say(what):
     """A line for the test."""
     sys.stdout.write(f"{what}\n")
     sys.stdout.flush()
 
 
-def main(secret: str, how: str) -> None:
+def main(secret, how):
     """Serve until the process is killed."""
 
-    def serve(channel: Channel, client: str) -> None:
-        request: dict[str, Any] = channel.recv_frame() or {}
+    def serve(channel, client):
+        request = channel.recv_frame() or {}
         if how == "good":
             say("kept" if give(channel, request, KV) else "not kept")
             return

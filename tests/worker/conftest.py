@@ -1,50 +1,24 @@
 """Makers of a trainer and of workers that serve its versions."""
 
-from __future__ import annotations
-
-import asyncio
-import inspect
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
+from coroutine_tests import pytest_pyfunc_call  # noqa: F401
 
 from checked_engines import CONTEXT, Counted, Faulty, Trainer, Worker
-from libra.rollout import TransformersEngine
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run tests that are coroutines, and close their fixtures that have `aclose`."""
-    if not inspect.iscoroutinefunction(pyfuncitem.obj):
-        return None
-    given = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}
-
-    async def run() -> None:
-        try:
-            await pyfuncitem.obj(**given)
-        finally:
-            for each in given.values():
-                if hasattr(each, "aclose"):
-                    await each.aclose()
-
-    asyncio.run(run())
-    return True
 
 
 @pytest.fixture
-def trainer(random_model, tmp_path) -> Callable[[str], Trainer]:
+def trainer(random_model, tmp_path):
     return lambda dtype: Trainer(random_model, tmp_path / "weights", dtype)
 
 
 @pytest.fixture
-def worker(random_model) -> Callable[..., Worker]:
+def worker(random_model):
     """``worker(trainer, *faults)``: its n-th engine has the n-th fault, None or no entry: it has none."""
 
-    def make(trainer: Trainer, *faults: Callable[..., None] | None) -> Worker:
+    def make(trainer, *faults):
         built = iter([*faults])
 
-        def build(directory: Path, version: int) -> TransformersEngine:
+        def build(directory, version):
             fault = next(built, None)
             dtype = str(trainer.replica.dtype).removeprefix("torch.")
             kind = Counted if fault is None else Faulty

@@ -1,28 +1,20 @@
 """Rows of a batch from the workers that graded them, and from the run directory where those are gone."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
-from distributed import Client
 
 from factories import trajectory
-from libra.config import RunConfig
 from libra.driver.session import Session
 from libra.errors import TransferError
 from libra.store.group_records import group_path, write_group
-from libra.types import FailureClass, Trajectory, TrajectoryId
+from libra.types import FailureClass, TrajectoryId
 from libra.worker.batch_rows import FETCHED, RowKeeper, SliceFetcher, lazy_batch, lengths, num_kept
 from libra.worker.run_spec import RunSpec
 
-Config = Callable[..., RunConfig]
 
-
-def test_training_ranks_fetch_their_slices_and_read_no_record(make_config: Config, client_wide: Client) -> None:
+def test_training_ranks_fetch_their_slices_and_read_no_record(make_config, client_wide):
     cluster = {"rollout_workers": 2, "hybrid_workers": 1, "train_workers": 2}
     config = make_config(trainer={"group_size": 3, "dispatch": "peer"}, cluster=cluster)
     with Session(config, client=client_wide) as session:
@@ -34,14 +26,14 @@ def test_training_ranks_fetch_their_slices_and_read_no_record(make_config: Confi
 
 
 @pytest.fixture
-def spec(make_config: Config, tmp_path: Path) -> RunSpec:
+def spec(make_config, tmp_path):
     config = make_config(trainer={"group_size": 3, "dispatch": "peer"})
     made = RunSpec("demo", 0, tmp_path, "model", config, secret="known here")
     made.groups_dir.mkdir()
     return made
 
 
-def group_of(iteration: int, group: int, num: int = 3) -> list[Trajectory]:
+def group_of(iteration, group, num=3):
     """Of a prompt of one token and an observation between actions; the last one failed."""
     ids = [TrajectoryId(iteration, group, sample) for sample in range(num)]
     made = [trajectory(tid, lengths=(1, 2, 1, tid.sample), advantage=1.0) for tid in ids]
@@ -49,7 +41,7 @@ def group_of(iteration: int, group: int, num: int = 3) -> list[Trajectory]:
     return made
 
 
-def facts_of(members: list[Trajectory], path: Path, block: dict[str, Any] | None) -> dict[str, Any]:
+def facts_of(members, path, block):
     return {
         "path": str(path), "advantages": [1.0] * len(members),
         "trains": [bool(member.failure.trains) for member in members],
@@ -57,12 +49,12 @@ def facts_of(members: list[Trajectory], path: Path, block: dict[str, Any] | None
     }  # fmt: skip
 
 
-def keeper(spec: RunSpec) -> RowKeeper:
-    worker: Any = SimpleNamespace(address="tcp://127.0.0.1:7")
+def keeper(spec):
+    worker = SimpleNamespace(address="tcp://127.0.0.1:7")
     return RowKeeper(worker, spec)
 
 
-def test_what_a_lost_holder_had_is_read_from_the_run_directory(spec: RunSpec) -> None:
+def test_what_a_lost_holder_had_is_read_from_the_run_directory(spec):
     first, second = group_of(0, 0), group_of(0, 1)
     kept = keeper(spec)
     rows = []
@@ -84,7 +76,7 @@ def test_what_a_lost_holder_had_is_read_from_the_run_directory(spec: RunSpec) ->
         fetcher(names)
 
 
-def test_old_groups_are_let_go(spec: RunSpec) -> None:
+def test_old_groups_are_let_go(spec):
     kept = keeper(spec)
     for group in range(num_kept(spec.config) + 1):
         kept.keep(0, group, group_of(0, group))
@@ -94,11 +86,11 @@ def test_old_groups_are_let_go(spec: RunSpec) -> None:
     assert held == [f"0-{group}" for group in range(1, num_kept(spec.config) + 1)]
 
 
-def test_failures_and_what_a_filter_took_out_are_not_fetched() -> None:
+def test_failures_and_what_a_filter_took_out_are_not_fetched():
     members = group_of(0, 0, num=4)
     row = facts_of(members, Path("g"), None)
     row["trains"][0] = False
-    batch = lazy_batch({"members": [row]}, None)  # type: ignore[arg-type]
+    batch = lazy_batch({"members": [row]}, None)
     assert [fact.row for fact in batch.facts] == row["rows"][1:3]
     assert [(fact.num_tokens, fact.num_actions) for fact in batch.facts] == [(4, 3), (5, 4)]
     assert len(batch) == 3  # the failure is counted, what the filter took out is not

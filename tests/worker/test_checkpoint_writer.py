@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import shutil
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from distributed import Client
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from libra.config import RunConfig, config_from_dict
+from libra.config import config_from_dict
 from libra.driver.session import run
 from libra.errors import CheckpointError, ConfigError
 from libra.testing import FixedTurns
@@ -24,10 +22,8 @@ from libra.types import Episode
 from libra.weights import WeightStore
 from libra.worker.checkpoint_writer import CheckpointWriter, checkpoint_is_due
 
-Config = Callable[..., RunConfig]
 
-
-def test_when_a_checkpoint_is_due() -> None:
+def test_when_a_checkpoint_is_due():
     evaluation = {"every": 8, "prompts": 1}
     for checkpoint, asked, expected in (
         ({}, {}, [10, 20, 25]),
@@ -45,10 +41,10 @@ def test_when_a_checkpoint_is_due() -> None:
 class FakeReplica:
     """Counts steps; its snapshot is its step count, its steps can be watched."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.steps_done = 0
 
-    def snapshot(self) -> int:
+    def snapshot(self):
         return self.steps_done
 
     def step(self, trajectories: list, step: int) -> Any:
@@ -58,11 +54,11 @@ class FakeReplica:
 
 
 @pytest.fixture
-def disk(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+def disk(monkeypatch):
     """A disk that holds what was written, and writes only when ``gate`` is open."""
     disk = SimpleNamespace(gate=threading.Event(), writing=threading.Event(), held={})
 
-    def save(directory: Path, snapshot: int) -> None:
+    def save(directory, snapshot):
         disk.writing.set()
         assert disk.gate.wait(60)
         disk.held[directory.name] = snapshot
@@ -71,14 +67,12 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return disk
 
 
-def writer(replica: FakeReplica, tmp_path: Path) -> CheckpointWriter:
+def writer(replica, tmp_path):
     config = config_from_dict({"run": {"iterations": 4}, "checkpoint": {"every": 1}})
-    return CheckpointWriter(replica, tmp_path, config)  # type: ignore[arg-type]
+    return CheckpointWriter(replica, tmp_path, config)
 
 
-def test_steps_go_on_while_the_disk_is_slow_and_what_is_written_is_the_version_named(
-    tmp_path: Path, disk: SimpleNamespace
-) -> None:
+def test_steps_go_on_while_the_disk_is_slow_and_what_is_written_is_the_version_named(tmp_path, disk):
     replica = FakeReplica()
     checkpoints = writer(replica, tmp_path)
     checkpoints.step([], 0)
@@ -97,7 +91,7 @@ def test_steps_go_on_while_the_disk_is_slow_and_what_is_written_is_the_version_n
     assert disk.held["step-000002"] == 2
 
 
-def test_a_version_that_nobody_copied_is_an_error_and_never_another_one(tmp_path: Path, disk: SimpleNamespace) -> None:
+def test_a_version_that_nobody_copied_is_an_error_and_never_another_one(tmp_path, disk):
     replica = FakeReplica()
     replica.steps_done = 3
     with pytest.raises(CheckpointError, match="after 2 steps"):
@@ -115,11 +109,11 @@ class Scored(FixedTurns):
         return self.rewards[int(iteration) - (split == "eval")]
 
 
-def digest_of(version: int, directory: Path) -> str:
+def digest_of(version, directory):
     return WeightStore(directory / "weights").get(version).digest
 
 
-def test_the_last_and_the_best_are_kept_and_hold_the_weights_they_name(make_config: Config, client: Client) -> None:
+def test_the_last_and_the_best_are_kept_and_hold_the_weights_they_name(make_config, client):
     config = make_config(run={"iterations": 6}, checkpoint={"every": 1, "keep": 2}, store={"keep_versions": 10})
     summary = run(config, environment=Scored(), client=client)
     directory = summary.directory / "checkpoints"
@@ -134,7 +128,7 @@ def test_the_last_and_the_best_are_kept_and_hold_the_weights_they_name(make_conf
         AutoModelForCausalLM.from_pretrained(path)
 
 
-def test_where_questions_are_asked_their_reward_decides_what_is_best(make_config: Config, client: Client) -> None:
+def test_where_questions_are_asked_their_reward_decides_what_is_best(make_config, client):
     config = make_config(run={"iterations": 5}, checkpoint={"keep": 1}, evaluation={"prompts": 1, "every": 1})
 
     class Otherwise(Scored):
@@ -147,9 +141,7 @@ def test_where_questions_are_asked_their_reward_decides_what_is_best(make_config
     assert [path.name for path in complete(summary.directory / "checkpoints")] == ["step-000002", "step-000005"]
 
 
-def test_a_run_from_a_checkpoint_serves_and_trains_its_weights(
-    make_config: Config, client: Client, tmp_path: Path
-) -> None:
+def test_a_run_from_a_checkpoint_serves_and_trains_its_weights(make_config, client, tmp_path):
     first = run(make_config(run={"iterations": 2, "name": "first"}), client=client)
     assert first.checkpoint is not None
     start = {"name": "second", "iterations": 1, "from_checkpoint": str(first.checkpoint)}
@@ -165,11 +157,11 @@ def test_a_run_from_a_checkpoint_serves_and_trains_its_weights(
         (only_weights / name).unlink()
     start = {"name": "third", "iterations": 1, "from_checkpoint": str(only_weights)}
     third = run(make_config(run=start), client=client)
-    steps = load_file(third.checkpoint / "optimizer.safetensors")  # type: ignore[operator]
+    steps = load_file(third.checkpoint / "optimizer.safetensors")
     assert {float(value) for name, value in steps.items() if name.endswith(".step")} == {1.0}
 
 
-def test_a_bad_start_is_told_before_anything_is_made(make_config: Config, tmp_path: Path) -> None:
+def test_a_bad_start_is_told_before_anything_is_made(make_config, tmp_path):
     with pytest.raises(CheckpointError, match=r"run\.from_checkpoint"):
         run(make_config(run={"from_checkpoint": str(tmp_path / "nowhere")}))
     assert not (tmp_path / "demo").exists()

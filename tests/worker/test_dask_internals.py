@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,7 +31,7 @@ STATE: dict[str, Any] = {}
 
 
 @contextlib.asynccontextmanager
-async def cluster(**resources: int) -> AsyncIterator[SimpleNamespace]:
+async def cluster(**resources):
     """A scheduler, a worker with these resources, and a client."""
     async with (
         Scheduler(host="127.0.0.1", port=0, dashboard_address="127.0.0.1:0") as scheduler,
@@ -43,28 +42,28 @@ async def cluster(**resources: int) -> AsyncIterator[SimpleNamespace]:
         yield SimpleNamespace(scheduler=scheduler, worker=worker, client=client)
 
 
-async def until(condition: Any) -> None:
+async def until(condition):
     while not condition():  # noqa: ASYNC110  Dask has no events for these
         await asyncio.sleep(0)
 
 
-async def holds() -> None:
+async def holds():
     STATE["began"].set()
     await STATE["go"].wait()
 
 
-async def at_the_third_time() -> int:
+async def at_the_third_time():
     STATE["seen"].append(1)
     if len(STATE["seen"]) < 3:
         raise Reschedule()
     return len(STATE["seen"])
 
 
-async def fails() -> None:
+async def fails():
     raise ValueError("of its own")
 
 
-async def test_dask_reads_only_the_type_of_reschedule_and_a_task_that_fails_still_says_why() -> None:
+async def test_dask_reads_only_the_type_of_reschedule_and_a_task_that_fails_still_says_why():
     cheap_reschedule()
     light = distributed.worker.error_message(Reschedule())
     full = distributed.worker.error_message(ValueError("kept"))
@@ -76,14 +75,14 @@ async def test_dask_reads_only_the_type_of_reschedule_and_a_task_that_fails_stil
         assert repr(error) == "ValueError('of its own')"
 
 
-async def looks_twice() -> None:
+async def looks_twice():
     STATE["seen"].append(still_wanted(get_worker(), "task"))
     await holds()
     STATE["seen"].append(still_wanted(get_worker(), "task"))
     STATE["ended"].set()
 
 
-async def test_a_running_task_is_wanted_until_it_is_cancelled() -> None:
+async def test_a_running_task_is_wanted_until_it_is_cancelled():
     async with cluster() as live:
         future = live.client.submit(looks_twice, key="task")
         await STATE["began"].wait()
@@ -95,7 +94,7 @@ async def test_a_running_task_is_wanted_until_it_is_cancelled() -> None:
         assert not still_wanted(live.worker, "never heard of")
 
 
-async def test_a_task_that_takes_nothing_of_a_resource_runs_beside_one_that_takes_it_all() -> None:
+async def test_a_task_that_takes_nothing_of_a_resource_runs_beside_one_that_takes_it_all():
     """What `libra.graph.iteration.beside` builds on: checkpoints are written where the replica is, while it steps."""
     async with cluster(TRAIN=1) as live, Worker(live.scheduler.address, name="plain", nthreads=4):
         held = live.client.submit(holds, key="holds", resources={"TRAIN": 1})
@@ -107,7 +106,7 @@ async def test_a_task_that_takes_nothing_of_a_resource_runs_beside_one_that_take
         await held
 
 
-async def test_a_worker_says_whether_a_task_takes_a_slot_and_counts_with_a_supply_that_was_set() -> None:
+async def test_a_worker_says_whether_a_task_takes_a_slot_and_counts_with_a_supply_that_was_set():
     async with cluster(SLOT=2) as live:
         assert not takes(live.worker, "SLOT")
         running = live.client.submit(holds, resources={"SLOT": 1}, pure=False)
@@ -127,10 +126,10 @@ async def test_a_worker_says_whether_a_task_takes_a_slot_and_counts_with_a_suppl
 class Slow(WorkerPlugin):
     """Sets up until the scheduler has heard of its worker again, and once more."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name):
         self.name = name
 
-    async def setup(self, worker: Worker) -> None:
+    async def setup(self, worker):
         with heartbeat_during_setup(worker):
             ws = STATE["scheduler"].workers[worker.address]
             for _ in range(2):
@@ -139,7 +138,7 @@ class Slow(WorkerPlugin):
             STATE["running"] = ws.status is Status.running
 
 
-async def test_a_worker_that_joins_is_heard_of_while_it_is_set_up() -> None:
+async def test_a_worker_that_joins_is_heard_of_while_it_is_set_up():
     async with cluster() as live:
         STATE["scheduler"] = live.scheduler
         await live.worker.close()
@@ -151,8 +150,8 @@ async def test_a_worker_that_joins_is_heard_of_while_it_is_set_up() -> None:
                 assert worker.periodic_callbacks["heartbeat"].is_running()
 
 
-async def test_workers_answer_each_other_until_one_stops_or_is_gone() -> None:
-    async def answer(what: str, comm: Any = None) -> dict[str, Any]:
+async def test_workers_answer_each_other_until_one_stops_or_is_gone():
+    async def answer(what, comm=None):
         return {"answered": what, "list": [1, {"nested": b"bytes"}]}
 
     async with cluster() as live:

@@ -1,11 +1,6 @@
 """Updates while turns are under way: every token's log-probability is the trainer's, under the version it names."""
 
-from __future__ import annotations
-
 import asyncio
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,8 +8,8 @@ import pytest
 from checked_engines import held
 from factories import trajectory
 from libra.rollout import TransformersEngine
-from libra.train import Replica, StepReport, TrainSettings
-from libra.types import Trajectory, TurnOutput, TurnRequest
+from libra.train import Replica, TrainSettings
+from libra.types import TurnRequest
 from libra.weights import VersionCheck, WeightStore
 from libra.worker.verified_engine import Serving
 from libra.worker.weight_publishing import publish_checked
@@ -22,11 +17,11 @@ from libra.worker.weight_publishing import publish_checked
 CONTEXT, NEW, UPDATES = 96, 24, 3
 
 
-def trajectory_of(request: TurnRequest, output: TurnOutput, advantage: float) -> Trajectory:
+def trajectory_of(request, output, advantage):
     """What the trainer is given of one turn."""
     prompt, new = len(request.context_ids), len(output.token_ids)
 
-    def column(values: np.ndarray, other: Any) -> np.ndarray:
+    def column(values, other):
         return np.concatenate([np.full(prompt, other, values.dtype), values])
 
     return trajectory(
@@ -36,9 +31,7 @@ def trajectory_of(request: TurnRequest, output: TurnOutput, advantage: float) ->
     )  # fmt: skip
 
 
-async def updated_in_flight(
-    model_dir: Path, root: Path, engine_of: Callable[[Path, int], TransformersEngine], exact: bool
-) -> tuple[list[StepReport], list[TurnOutput], WeightStore, Replica]:
+async def updated_in_flight(model_dir, root, engine_of, exact):
     """Batches generated with one update in the middle of each, and trained on by the step of the version that arrived."""
     replica = Replica(model_dir, TrainSettings(lr=1e-2, exact_logprobs=exact), threads=1)
     store = WeightStore(root)
@@ -51,7 +44,7 @@ async def updated_in_flight(
     await serving.start()
     reports, outputs = [], []
     try:
-        batch: list[Trajectory] = []
+        batch = []
         for update in range(UPDATES + 1):
             requests = [
                 TurnRequest(f"{update}-{n}", 0, np.arange(3 + n, 15 + n, dtype=np.int32), NEW, seed=100 * update + n)
@@ -81,7 +74,7 @@ async def updated_in_flight(
 def test_after_updates_in_flight_engine_and_trainer_agree(random_model, tmp_path, exact):
     engines = []
 
-    def engine_of(directory: Path, version: int) -> TransformersEngine:
+    def engine_of(directory, version):
         limits = {"slots": 8, "max_context_tokens": CONTEXT, "threads": 1}
         engines.append(TransformersEngine(directory, version=version, exact_logprobs=exact, **limits))
         return engines[-1]

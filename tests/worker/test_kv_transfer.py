@@ -8,8 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +18,7 @@ import pytest
 from libra.errors import EngineError, KVRefused, TransportError
 from libra.rollout import TransformersEngine
 from libra.transport import new_secret
-from libra.types import TurnOutput, TurnRequest
+from libra.types import TurnRequest
 from libra.worker import kv_transfer
 from libra.worker.kv_transfer import KVTransfers, ask
 
@@ -29,11 +27,11 @@ LIMIT = 2**26
 
 
 @pytest.fixture
-def sender(repository: Path) -> Iterator[Callable[[str], tuple[subprocess.Popen[str], tuple[str, int]]]]:
+def sender(repository):
     """``sender(how)``: a process that gives KV, and its address."""
-    started: list[subprocess.Popen[str]] = []
+    started = []
 
-    def start(how: str) -> tuple[subprocess.Popen[str], tuple[str, int]]:
+    def start(how):
         command, path = [sys.executable, kv_sender.__file__, SECRET, how], {"PYTHONPATH": str(repository)}
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | path)
         started.append(process)
@@ -76,18 +74,18 @@ def test_kv_of_another_trajectory_or_version_or_that_is_too_large_is_refused(sen
 class Home:
     """One engine with what a worker has around it; ``reports`` are those it sent."""
 
-    def __init__(self, model: Path) -> None:
+    def __init__(self, model):
         self.engine = TransformersEngine(model, slots=2, max_context_tokens=256, threads=1, host_kv_gib=0.1)
         self.asleep, self.out, self.closed = False, None, False
         self.reports: list[Any] = []
 
-    async def generate(self, request: TurnRequest) -> TurnOutput:
+    async def generate(self, request):
         return await self.engine.generate(request)
 
-    def forget(self, trajectory_id: str) -> None:
+    def forget(self, trajectory_id):
         self.engine.forget(trajectory_id)
 
-    async def start(self) -> KVTransfers:
+    async def start(self):
         await self.engine.start()
         context = SimpleNamespace(
             address="tcp://127.0.0.1:1", name="w", spec=SimpleNamespace(secret=SECRET), report=self.reports.append
@@ -95,17 +93,17 @@ class Home:
         return KVTransfers(context, self, LIMIT)
 
 
-def request(turn: int, context: list[int]) -> TurnRequest:
+def request(turn, context):
     return TurnRequest("a", turn, np.array(context, np.int32), 8, seed=turn)
 
 
-def moved(model: Path, home_of: Callable[[KVTransfers], Any], before: Callable[[Home], Any] = lambda home: None) -> Any:
+def moved(model, home_of, before=lambda home: None):
     """Turn 0 at home, turn 1 on another engine; its output, its report, and whether home still has the KV.
 
     ``home_of`` gives the address that is announced for the move.
     """
 
-    async def run() -> Any:
+    async def run():
         home, other = Home(model), Home(model)
         transfers = [await each.start() for each in (home, other)]
         try:
@@ -128,7 +126,7 @@ def moved(model: Path, home_of: Callable[[KVTransfers], Any], before: Callable[[
 
 
 @pytest.fixture(scope="module")
-def anew(random_model: Path) -> Any:
+def anew(random_model):
     """A move where nothing is fetched: the context is computed again."""
     return moved(random_model, lambda home: None)
 
@@ -147,12 +145,12 @@ def test_a_turn_continues_from_what_the_old_home_had(random_model, anew):
 
 
 def test_stale_kv_and_kv_that_is_gone_are_computed_again(random_model, anew):
-    async def newer(home: Home) -> None:
+    async def newer(home):
         await home.engine.load_version(1, random_model)
         home.engine.forget("nobody")
         await home.engine.generate(request(1, list(range(30))))  # KV of version 1
 
-    async def out(home: Home) -> None:
+    async def out(home):
         home.out = EngineError("it disagreed with its version")
 
     for before, why in (
@@ -168,7 +166,7 @@ def test_stale_kv_and_kv_that_is_gone_are_computed_again(random_model, anew):
 
 
 def test_an_engine_that_sleeps_leaves_its_kv_to_others(random_model, anew):
-    async def asleep(home: Home) -> None:
+    async def asleep(home):
         await home.engine.park_kv()
         await home.engine.close()
         home.closed = True
@@ -182,11 +180,11 @@ def test_an_engine_that_sleeps_leaves_its_kv_to_others(random_model, anew):
 def test_a_sender_that_is_killed_in_mid_transfer_costs_a_prefill_and_nothing_else(random_model, anew, sender):
     process, address = sender("half")
 
-    def kill() -> None:
+    def kill():
         process.stdout.readline()  # half of the bytes are sent
         os.kill(process.pid, signal.SIGKILL)
 
-    def home_of(home: KVTransfers) -> Any:
+    def home_of(home):
         asyncio.get_running_loop().run_in_executor(None, kill)
         return address
 
@@ -202,15 +200,15 @@ def test_a_home_that_is_stopped_is_given_up_once_and_holds_up_nobody_else(sender
     """Six trajectories have their KV there at once; those that come later do not wait, and another home's arrives."""
     stopped = socket.create_server(("127.0.0.1", 0))  # the kernel accepts connections, and nobody answers
     stopped.setblocking(False)
-    reports: list[Any] = []
+    reports = []
 
-    async def generate(request: TurnRequest) -> Any:
+    async def generate(request):
         return SimpleNamespace(cached_tokens=kv_sender.KV.num_tokens, prefill_s=0.0)
 
-    async def import_kv(kv: Any) -> bool:
+    async def import_kv(kv):
         return True
 
-    async def run() -> None:
+    async def run():
         context = SimpleNamespace(
             address="tcp://127.0.0.1:1", name="w", spec=SimpleNamespace(secret=SECRET), report=reports.append
         )

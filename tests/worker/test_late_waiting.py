@@ -1,8 +1,5 @@
 """What a batch leaves for the next one: groups that wait for late rewards, and what guesses were worth by then."""
 
-from __future__ import annotations
-
-from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
@@ -13,7 +10,7 @@ from libra.worker.late_waiting import waiting_after, waiting_row, worth_after
 from libra.worker.run_spec import RunFiles
 
 
-def test_groups_and_the_worth_of_guesses_are_read_back_from_the_file_of_a_batch(tmp_path: Path) -> None:
+def test_groups_and_the_worth_of_guesses_are_read_back_from_the_file_of_a_batch(tmp_path):
     files = cast(RunFiles, SimpleNamespace(batches_dir=tmp_path))
     group = WaitingGroup(3, 1, 4, (0, 2), {1: 0.5}, guess_weight=0.25)
     of_an_older_run = [3, 0, 4, [1], {}]

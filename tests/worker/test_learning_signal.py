@@ -1,27 +1,24 @@
 """The spread of rewards within groups, and why nothing can be learned from a batch."""
 
-from __future__ import annotations
-
 import math
-from typing import Any
 
 import pytest
 
 from factories import trajectory
-from libra.types import FailureClass, Trajectory, TrajectoryId
+from libra.types import FailureClass, TrajectoryId
 from libra.worker.learning_signal import MAX_CAUSE_CHARS, signal_numbers
 
 NAN = math.nan
 
 
-def member(group: int, sample: int, reward: float) -> Trajectory:
+def member(group, sample, reward):
     """One that failed where ``reward`` is NaN."""
     failed = math.isnan(reward)
     failure = {"failure": FailureClass.TOOL, "failure_detail": "no  such\nhost " + "x" * 500} if failed else {}
     return trajectory(TrajectoryId(0, group, sample), lengths=(1, 2), reward=reward, **failure)
 
 
-def numbers(*rewards: list[float], advantage: float = 0.0, trains: bool = True) -> dict[str, Any]:
+def numbers(*rewards, advantage=0.0, trains=True):
     members = [member(g, s, reward) for g, group in enumerate(rewards) for s, reward in enumerate(group)]
     rows = [{"advantages": [advantage] * len(group), "trains": [trains] * len(group)} for group in rewards]
     return signal_numbers(members, rows)
@@ -38,9 +35,7 @@ def numbers(*rewards: list[float], advantage: float = 0.0, trains: bool = True) 
         ([], 0, 0.0, "none of 0 trajectories is valid"),
     ],
 )
-def test_groups_without_signal_and_the_cause(
-    rewards: list[list[float]], without: int, equal_frac: float, cause: str
-) -> None:
+def test_groups_without_signal_and_the_cause(rewards, without, equal_frac, cause):
     found = numbers(*rewards)
     assert (found["groups_without_signal"], found["frac_reward_zero_std"]) == (without, equal_frac)
     assert found["no_signal"].startswith(cause) and len(found["no_signal"]) < MAX_CAUSE_CHARS + 100
@@ -48,11 +43,11 @@ def test_groups_without_signal_and_the_cause(
 
 
 @pytest.mark.parametrize(("advantage", "trains", "says"), [(0.5, True, False), (0.5, False, True), (1e-9, True, True)])
-def test_one_advantage_that_trains_is_a_signal(advantage: float, trains: bool, says: bool) -> None:
+def test_one_advantage_that_trains_is_a_signal(advantage, trains, says):
     assert bool(numbers([0.0, 1.0], advantage=advantage, trains=trains)["no_signal"]) == says
 
 
-def test_the_spread_is_a_mean_over_groups_that_can_be_compared() -> None:
+def test_the_spread_is_a_mean_over_groups_that_can_be_compared():
     found = numbers([0.0, 1.0, NAN], [0.25, 0.75], [1.0, NAN])
     assert found["reward_std"] == pytest.approx((0.5 + 0.25) / 2)
     assert (found["reward_group_min"], found["reward_group_max"]) == (0.125, 0.875)

@@ -1,9 +1,5 @@
 """What a worker does with ``model.path``: a directory, an id that can be fetched, and ids that cannot."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import huggingface_hub
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
@@ -13,11 +9,11 @@ from libra.worker.model_files import local_model
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch):
+def hub(monkeypatch):
     """``hub(answer)``: the hub gives this directory, or raises this error."""
 
-    def answers(answer: Path | Exception) -> None:
-        def download(repo: str, **options: object) -> str:
+    def answers(answer):
+        def download(repo, **options):
             if isinstance(answer, Exception):
                 raise answer
             return str(answer)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,13 +13,13 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from libra.config import RunConfig, config_from_dict
+from libra.config import config_from_dict
 from libra.config.effects import ignored_settings
-from libra.envs.environment import Environment
 from libra.envs.retries import NEVER
 from libra.envs.tool_arithmetic import ToolArithmetic
 from libra.errors import ConfigError, EngineError, FencedOff, StoreError, ToolFault, Unstorable
 from libra.events.reports import FoundEndedReport
+from libra.rollout import TransformersEngine
 from libra.rollout.chat_format import load_chat_format
 from libra.store.epochs import take_epoch
 from libra.store.group_records import write_group
@@ -51,19 +50,18 @@ CALL = '<tool_call>{"name": "calculator", "arguments": {"expression": "1 + 2"}}<
 class Scripted:
     """An engine that writes given tokens, from where its request's turn stopped; request n is of ``versions[n]``, or n + 1."""
 
-    def __init__(self, turns: list[list[int]], *, versions: tuple[Any, ...] = (), fails_at: int = -1) -> None:
+    def __init__(self, turns, *, versions=(), fails_at=-1):
         self.turns, self.versions, self.fails_at = turns, versions, fails_at
         self.requests = list[TurnRequest]()
-        self.cached_tokens = 0
 
     @property
-    def engine(self) -> Any:
+    def engine(self):
         at = self.versions[len(self.requests)]
         return SimpleNamespace(version=at[0] if isinstance(at, list) else at)
 
-    async def pull(self) -> None: ...
+    async def pull(self): ...
 
-    async def generate(self, request: TurnRequest) -> TurnOutput:
+    async def generate(self, request):
         self.requests.append(request)
         number, done = len(self.requests) - 1, request.generated
         if number == self.fails_at:
@@ -74,46 +72,41 @@ class Scripted:
         made = np.resize(self.versions[number] if self.versions else number + 1, len(ids)).astype(np.int32)
         reason = StopReason.STOP if done + len(ids) == len(whole) else StopReason.LENGTH
         logprobs = -np.arange(done, done + len(ids)).astype(np.float32)
-        return TurnOutput(ids, logprobs, made, ids * 0, reason, cached_tokens=self.cached_tokens)
+        return TurnOutput(ids, logprobs, made, ids * 0, reason)
 
-    def forget(self, trajectory_id: str) -> None: ...
+    def forget(self, trajectory_id): ...
 
 
 @pytest.fixture(scope="module")
-def chat(random_model: Path) -> Any:
+def chat(random_model):
     return load_chat_format(random_model, ToolArithmetic().tool_schemas)
 
 
 @pytest.fixture(autouse=True)
-def _no_dask(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_dask(monkeypatch):
     monkeypatch.setattr(quanta, "priority_here", lambda worker, key: (0,))
     monkeypatch.setattr(quanta, "still_wanted", lambda worker, key: True)
 
 
-def scripted(chat: Any, *texts: str, **more: Any) -> Scripted:
+def scripted(chat, *texts, **more):
     end = next(iter(chat.stop_ids))
     return Scripted([[*chat.tokenizer.encode(text, add_special_tokens=False), end] for text in texts], **more)
 
 
-def runner_of(
-    directory: Path, chat: Any, serving: Any, environment: Environment, *, config: RunConfig, contended: bool = True
-) -> QuantumRunner:
+def runner_of(directory, chat, serving, environment, *, config, contended=True):
     """A runner without a cluster; those of one directory share a journal. ``context.report`` appends to ``context.reports``."""
     spec = SimpleNamespace(
         back_off=NEVER, config=config, epoch=0, directory=directory, groups_dir=directory,
         turn_seed=lambda tid, turn, draw: 100 * draw + turn,
     )  # fmt: skip
-    reports: list[Any] = []
-    context: Any = SimpleNamespace(
+    reports = []
+    context = SimpleNamespace(
         environment=environment, spec=spec, journal=Journal(directory / "journal"), epoch=SimpleNamespace(check=lambda: None),
         report=reports.append, reports=reports, name="w", worker=None,
     )  # fmt: skip
-    engine: Any = SimpleNamespace(
-        serving=serving,
-        generate=lambda key, request: serving.generate(request),
-        contended=contended,
-        turn_ended=lambda: None,
-    )
+    engine = SimpleNamespace(
+        serving=serving, generate=lambda key, request: serving.generate(request), contended=contended, turn_ended=lambda: None
+    )  # fmt: skip
     runner = QuantumRunner(context, engine)
     runner.chat = chat
     return runner
@@ -122,15 +115,15 @@ def runner_of(
 class Played:
     """One trajectory, run to its end, each quantum in a process that knows only the journal."""
 
-    def __init__(self, chat: Any, serving: Scripted, *, contended: bool = True, **sections: Any) -> None:
+    def __init__(self, chat, serving, *, contended=True, **sections):
         environment, how = ToolArithmetic(), {"config": config_from_dict(sections), "contended": contended}
         self.serving, self.rounds, self.reports = serving, 0, list[Any]()
         with tempfile.TemporaryDirectory() as directory:
 
-            def fresh() -> QuantumRunner:
+            def fresh():
                 return runner_of(Path(directory), chat, serving, environment, **how)
 
-            phase: Any = ""
+            phase = ""
             while phase is not None:
                 runner = fresh()
                 phase = asyncio.run(runner.run("key", TID, QUESTION)).phase
@@ -139,7 +132,7 @@ class Played:
             self.state: TrajectoryState = fresh().state(TID, QUESTION)
         self.trajectory = self.state.trajectory(epoch=0)
 
-    def content(self) -> Any:
+    def content(self):
         """Everything of the trajectory that does not depend on when it ran."""
         t, timed = self.trajectory, ("generate_s", "queued_s", "tool_s", "cached_tokens")
         rows = [{k: v for k, v in row.items() if k not in timed} for row in t.turns]
@@ -148,10 +141,7 @@ class Played:
         return arrays, rows, turns, t.end_reason, t.failure, t.failure_detail
 
 
-# ------------------------------------------------------------------------------------------------ parts of turns
-
-
-def played(chat: Any, *texts: str, fails_at: int = -1, contended: bool = True, **rollout: Any) -> Played:
+def played(chat, *texts, fails_at=-1, contended=True, **rollout):
     serving = scripted(chat, *texts, fails_at=fails_at)
     return Played(chat, serving, contended=contended, rollout=rollout, trainer={"resample": 1})
 
@@ -164,7 +154,7 @@ def played(chat: Any, *texts: str, fails_at: int = -1, contended: bool = True, *
     first=st.sampled_from(["", "let me see ", "x" * 30]),
     answer=st.text("0123456789 <>/{}", max_size=40),
 )
-def test_parts_add_up_to_the_turn(chat: Any, chunk: int, max_new: int, room: int, first: str, answer: str) -> None:
+def test_parts_add_up_to_the_turn(chat, chunk, max_new, room, first, answer):
     texts, prompt = (first + CALL, CALL, answer), len(chat.prompt_ids(list(QUESTION.messages)))
     limits = {"max_new_tokens": max_new, "max_context_tokens": prompt + room, "max_turns": 3}
     whole, parts = played(chat, *texts, **limits), played(chat, *texts, chunk_tokens=chunk, **limits)
@@ -179,7 +169,7 @@ def test_parts_add_up_to_the_turn(chat: Any, chunk: int, max_new: int, room: int
     event(f"{len(parts.state.records)} records, {whole.state.end}")
 
 
-def test_a_call_over_three_parts_is_one_call(chat: Any) -> None:
+def test_a_call_over_three_parts_is_one_call(chat):
     made = played(chat, CALL, "3", chunk_tokens=len(CALL) // 2 - 3, max_new_tokens=200)
     kinds = [(r["kind"], r["turn"], r.get("stop_reason"), len(r.get("calls", ()))) for r in made.state.records]
     assert kinds == [
@@ -194,7 +184,7 @@ def test_a_call_over_three_parts_is_one_call(chat: Any) -> None:
     assert all(report.goes_on for report in kept.reports if report.unfinished)
 
 
-def test_an_engine_that_fails_in_mid_turn_is_asked_for_the_rest(chat: Any) -> None:
+def test_an_engine_that_fails_in_mid_turn_is_asked_for_the_rest(chat):
     whole = played(chat, CALL, "3", max_new_tokens=200)
     failed = played(chat, CALL, "3", max_new_tokens=200, chunk_tokens=20, fails_at=2)
     assert failed.state.retried == [FailureClass.ENGINE]
@@ -202,7 +192,15 @@ def test_an_engine_that_fails_in_mid_turn_is_asked_for_the_rest(chat: Any) -> No
     assert [request.generated for request in failed.serving.requests[:4]] == [0, 20, 40, 40]
 
 
-def test_an_engine_that_would_draw_the_same_noise_again_is_refused() -> None:
+class Forgetful(TransformersEngine):
+    """Does not declare that it continues turns."""
+
+    continues_turns = False
+
+    def __init__(self, *, model_dir, slots, max_context_tokens, version): ...
+
+
+def test_an_engine_that_would_draw_the_same_noise_again_is_refused():
     config = config_from_dict({"rollout": {"engine": f"{__name__}:Forgetful", "chunk_tokens": 8, "max_new_tokens": 64}})
     with pytest.raises(ConfigError, match="continues_turns"):
         check_engine(config)
@@ -210,20 +208,6 @@ def test_an_engine_that_would_draw_the_same_noise_again_is_refused() -> None:
     assert not ignored_settings(config)
     (ignored,) = ignored_settings(config_from_dict({"rollout": {"chunk_tokens": 64, "max_new_tokens": 64}}))
     assert ignored.message.startswith("rollout.chunk_tokens=64")
-
-
-def __getattr__(name: str) -> Any:
-    """``Forgetful``: an engine of one's own that does not declare that it continues turns."""
-    if name != "Forgetful":
-        raise AttributeError(name)
-    from libra.rollout.transformers_engine import TransformersEngine
-
-    def start(self: Any, *, model_dir: Path, slots: int, max_context_tokens: int, version: int) -> None: ...
-
-    return type("Forgetful", (TransformersEngine,), {"continues_turns": False, "__init__": start})
-
-
-# ------------------------------------------------------------------------------------------------ one version
 
 
 @pytest.mark.parametrize(
@@ -236,9 +220,7 @@ def __getattr__(name: str) -> Any:
         ((4, 5), False, {4, 5}, 0),
     ],
 )
-def test_a_trajectory_of_one_version_begins_again_where_its_engine_serves_another(
-    versions: tuple[Any, ...], one: bool, kept: set[int], restarts: int, chat: Any
-) -> None:
+def test_a_trajectory_of_one_version_begins_again_where_its_engine_serves_another(versions, one, kept, restarts, chat):
     sections = {"run": {"eta": 1}, "staleness": {"versions": "one" if one else "many"}}
     made = Played(chat, scripted(chat, CALL, "3", versions=versions), rollout={"max_new_tokens": 200}, **sections)
     t, requests = made.trajectory, made.serving.requests
@@ -250,17 +232,11 @@ def test_a_trajectory_of_one_version_begins_again_where_its_engine_serves_anothe
     assert len(set(seeds)) == len(seeds) and seeds[-1] == 100 * restarts + 1
 
 
-# ------------------------------------------------------------------------------------------------ records and ends
-
-
-Runner = Callable[..., QuantumRunner]
-
-
 @pytest.fixture
-def make_runner(random_model: Path, tmp_path: Path) -> Runner:
+def make_runner(random_model, tmp_path):
     """Runners of a trajectory of three turns; all of one test share a journal."""
 
-    def make(inline: bool = False) -> QuantumRunner:
+    def make(inline=False):
         environment = FixedTurns(inline=inline)
         chat = load_chat_format(random_model, environment.tool_schemas)
         sections = {"rollout": {"ignore_eos": True, "max_turns": 3}, "trainer": {"resample": 1}}
@@ -269,18 +245,16 @@ def make_runner(random_model: Path, tmp_path: Path) -> Runner:
     return make
 
 
-def run(runner: QuantumRunner, tid: TrajectoryId = TID) -> TrajectoryState:
+def run(runner, tid=TID):
     return asyncio.run(runner.run("key", tid, FixedTurns().prompt("train", 0)))
 
 
-def kinds(runner: QuantumRunner) -> list[str]:
+def kinds(runner):
     return [record["kind"] for record in runner.context.journal.read(str(TID))]
 
 
-def test_text_without_a_form_ends_its_trajectory_as_the_models_failure(
-    make_runner: Runner, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(quanta, "storable_calls", lambda calls: (ToolCall({"no", "text"}, {}),))  # type: ignore[arg-type]
+def test_text_without_a_form_ends_its_trajectory_as_the_models_failure(make_runner, monkeypatch):
+    monkeypatch.setattr(quanta, "storable_calls", lambda calls: (ToolCall({"no", "text"}, {}),))
     for found in (run(make_runner()), run(make_runner())):  # the second is what a resume reads
         assert (found.end, found.failure, found.retried) == (EndReason.FAILURE, FailureClass.POLICY, [])
         assert "set" in found.detail and found.quanta == 1
@@ -289,11 +263,9 @@ def test_text_without_a_form_ends_its_trajectory_as_the_models_failure(
         assert found.episode().answer == ""
 
 
-def test_returns_without_a_form_are_the_tools_failure_and_another_draw_follows(
-    make_runner: Runner, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def odd(*_: Any, **__: Any) -> ToolReturn:
-        return ToolReturn("echo", ToolStatus.OK, "x", latency_s=1j)  # type: ignore[arg-type]
+def test_returns_without_a_form_are_the_tools_failure_and_another_draw_follows(make_runner, monkeypatch):
+    async def odd(*_, **__):
+        return ToolReturn("echo", ToolStatus.OK, "x", latency_s=1j)
 
     monkeypatch.setattr(turn_calls, "run_action", odd)
     for quantum, phase in enumerate(("TOOL", "ROLLOUT", "TOOL", None)):  # generation, failure, a fresh draw, failure
@@ -303,7 +275,7 @@ def test_returns_without_a_form_are_the_tools_failure_and_another_draw_follows(
     assert "complex" in state.detail
 
 
-def test_a_generation_and_its_inline_action_are_one_record_and_two_quanta(make_runner: Runner, tmp_path: Path) -> None:
+def test_a_generation_and_its_inline_action_are_one_record_and_two_quanta(make_runner, tmp_path):
     runner = make_runner(inline=True)
     assert run(runner).quanta == 2
     assert [path.name for path in (tmp_path / "journal").glob("*.rec")] == [f"{TID}.0000.rec"]
@@ -311,13 +283,11 @@ def test_a_generation_and_its_inline_action_are_one_record_and_two_quanta(make_r
     assert run(make_runner()).quanta == 3  # another worker goes on where both left off
 
 
-def test_an_inline_tool_that_fails_ends_the_attempt_and_one_that_is_cut_off_leaves_no_record(
-    make_runner: Runner, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_inline_tool_that_fails_ends_the_attempt_and_one_that_is_cut_off_leaves_no_record(make_runner, monkeypatch):
     runner = make_runner(inline=True)
     for error in (asyncio.CancelledError, ToolFault("broken")):
 
-        async def fail(*_: Any, error: Any = error, **__: Any) -> ToolReturn:
+        async def fail(*_, error=error, **__):
             raise error
 
         monkeypatch.setattr(turn_calls, "run_action", fail)
@@ -329,28 +299,7 @@ def test_an_inline_tool_that_fails_ends_the_attempt_and_one_that_is_cut_off_leav
     assert kinds(runner) == ["generation", "failure"]
 
 
-def test_a_template_that_cannot_show_a_return_is_a_failure_of_the_tool(
-    make_runner: Runner, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(contents: Any, *, ended: bool) -> Any:
-        raise UnicodeEncodeError("utf-8", "\ud800", 0, 1, "surrogates not allowed")
-
-    runner = make_runner()
-    monkeypatch.setattr(runner.chat, "observation_ids", refuse)
-    assert run(runner).phase == "TOOL"
-    assert run(runner).retried == [FailureClass.TOOL]
-
-
-def test_numbers_of_the_engine_without_a_form_are_the_engines_failure(make_runner: Runner) -> None:
-    runner = make_runner()
-    runner.engine.serving.cached_tokens = 2**70
-    state = run(runner)
-    assert state.retried == [FailureClass.ENGINE] and state.phase == "ROLLOUT"
-    runner.engine.serving.cached_tokens = 0
-    assert run(runner).turns == 1
-
-
-def test_a_worker_of_an_earlier_start_of_the_run_writes_nothing(make_runner: Runner, tmp_path: Path) -> None:
+def test_a_worker_of_an_earlier_start_of_the_run_writes_nothing(make_runner, tmp_path):
     runner = make_runner()
     runner.context.epoch = take_epoch(tmp_path / "epochs")
     take_epoch(tmp_path / "epochs")  # the run was started again
@@ -359,8 +308,8 @@ def test_a_worker_of_an_earlier_start_of_the_run_writes_nothing(make_runner: Run
     assert runner.context.journal.trajectories() == set() and runner.context.reports == []
 
 
-def test_a_full_disk_still_ends_the_run(make_runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any) -> None:
+def test_a_full_disk_still_ends_the_run(make_runner, monkeypatch):
+    def full(*_):
         raise StoreError("disk full")
 
     runner = make_runner()
@@ -370,9 +319,7 @@ def test_a_full_disk_still_ends_the_run(make_runner: Runner, monkeypatch: pytest
     assert not isinstance(caught.value, Unstorable)
 
 
-def test_a_trajectory_of_a_committed_group_is_not_run_again_by_a_worker_that_does_not_know_it(
-    make_runner: Runner, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_trajectory_of_a_committed_group_is_not_run_again_by_a_worker_that_does_not_know_it(make_runner, monkeypatch):
     first, second, third = (make_runner() for _ in range(3))
     assert run(second).phase == "TOOL"  # has seen its first quantum
     while (state := run(first)).phase is not None:
@@ -390,8 +337,8 @@ def test_a_trajectory_of_a_committed_group_is_not_run_again_by_a_worker_that_doe
 
 
 def test_an_ended_trajectory_leaves_no_tokens_within_a_bound_and_is_still_known_without_its_journal(
-    make_runner: Runner, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    make_runner, monkeypatch
+):
     monkeypatch.setattr(quanta, "KEPT_STATES", 3)
     runner, tids = make_runner(inline=True), [TrajectoryId(0, 0, sample) for sample in range(5)]
     journal = runner.context.journal

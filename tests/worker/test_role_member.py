@@ -26,16 +26,16 @@ SHARE = {"cores": "", "devices": ""}
 class FakeServing:
     """An engine that sleeps and wakes at once, or fails to wake."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.asleep = False
         self.calls: list[Any] = []
         self.fails = False
 
-    async def sleep(self, *, abort: bool = False) -> None:
+    async def sleep(self, *, abort=False):
         self.asleep = True
         self.calls.append("sleep")
 
-    async def wake(self, build: Any = None) -> None:
+    async def wake(self, build=None):
         if self.fails:
             raise EngineError("no memory")
         self.asleep = False
@@ -49,7 +49,7 @@ class FakeHybrid:
     closed: set[tuple[str, int]] = set()
     """Pools at which nobody answers."""
 
-    def __init__(self, replica: Any, address: tuple[str, int], token: str, *, name: str) -> None:
+    def __init__(self, replica, address, token, *, name):
         if address in self.closed:
             raise TransferError(f"nobody answers at {address}")
         self.address, self.token = address, token
@@ -57,7 +57,7 @@ class FakeHybrid:
         self.on_state: Any = None
         self.made.put(self)
 
-    def run(self) -> int:
+    def run(self):
         if isinstance(end := self.ends.get(timeout=60), Exception):
             raise end
         return 0
@@ -71,7 +71,7 @@ class FakeHybrid:
 class Case:
     """A member whose worker and scheduler are a few values; ``told`` is what it has said."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch):
         self.said: list[dict[str, Any]] = []
         self.news = asyncio.Event()
         self.serving = FakeServing()
@@ -81,12 +81,12 @@ class Case:
             log_event=self._heard, loop=SimpleNamespace(add_callback=lambda call, *a, **k: None),
         )  # fmt: skip
         config = config_from_dict({"cluster": {"hybrid_workers": 1}})
-        spec: Any = SimpleNamespace(run="demo", epoch=0, secret="s", config=config)
+        spec = SimpleNamespace(run="demo", epoch=0, secret="s", config=config)
         kind = EngineKind("transformers", 8)
         self.worker: Any = worker
-        nothing: Any = None
+        nothing = None
         context = WorkerContext(self.worker, spec, nothing, nothing, nothing, nothing, nothing)
-        engine: Any = SimpleNamespace(serving=self.serving, kind=kind)
+        engine = SimpleNamespace(serving=self.serving, kind=kind)
         self.member = RoleMember(context, engine)
         monkeypatch.setattr(hybrid_training, "make_replica", lambda *arguments: "a replica")
         monkeypatch.setattr(hybrid_module, "HybridReplica", FakeHybrid)
@@ -94,21 +94,21 @@ class Case:
         monkeypatch.setattr(FakeHybrid, "closed", set())
         self.announced = False
 
-    async def aclose(self) -> None:
+    async def aclose(self):
         self.member.close()
 
-    def _heard(self, topic: str, message: dict[str, Any]) -> None:
+    def _heard(self, topic, message):
         self.said.append(message)
         self.news.set()
 
-    def tell(self, stage: str | None, generation: int = 1, role: str = "train", pool: Any = None) -> None:
+    def tell(self, stage, generation=1, role="train", pool=None):
         if not self.announced:
             self.member.announce()
             self.announced = True
         fields = {"role": role, "tp": 1, "slots": 8, "shares": [SHARE]}
         self.member.heard({"stage": stage, "generation": generation, "pool": pool, **fields})
 
-    async def hears(self, kind: str, **fields: Any) -> dict[str, Any]:
+    async def hears(self, kind, **fields):
         """Wait until it has said this, and forget all before."""
         while True:
             for index, message in enumerate(self.said):
@@ -118,29 +118,29 @@ class Case:
             self.news.clear()
             await self.news.wait()
 
-    async def stages(self, generation: int, role: str) -> None:
+    async def stages(self, generation, role):
         """All stages of a change, each told and done."""
         for stage in ("draining", "sleeping", "taking_up"):
             self.tell(stage, generation, role)
             await self.hears("role_stage", stage=stage, generation=generation)
 
-    async def to_train(self) -> FakeHybrid:
+    async def to_train(self):
         self.tell(None, pool=(0, "core", 1))
         await self.stages(1, "train")
         return FakeHybrid.made.get(timeout=60)
 
-    def slots(self) -> tuple[int, int]:
+    def slots(self):
         state = self.worker.state
         return state.total_resources[keys.ROLLOUT], state.available_resources[keys.ROLLOUT]
 
 
 @pytest.fixture
-def case(monkeypatch: pytest.MonkeyPatch) -> Case:
+def case(monkeypatch):
     """A new member, which announces itself when it is first told something."""
     return Case(monkeypatch)
 
 
-async def test_it_goes_to_training_and_back(case: Case) -> None:
+async def test_it_goes_to_training_and_back(case):
     hybrid = await case.to_train()
     assert hybrid.address == ("core", 1)
     assert case.slots() == (0, 0) and case.serving.asleep
@@ -149,7 +149,7 @@ async def test_it_goes_to_training_and_back(case: Case) -> None:
     assert case.member.has == Assignment(Role.ROLLOUT)
 
 
-async def test_stages_of_an_older_change_are_not_begun(case: Case) -> None:
+async def test_stages_of_an_older_change_are_not_begun(case):
     case.tell("draining", 1)
     case.tell("sleeping", 1)
     case.tell("taking_up", 2, "rollout")  # cancelled before the worker had looked
@@ -161,7 +161,7 @@ async def test_stages_of_an_older_change_are_not_begun(case: Case) -> None:
     assert case.serving.calls == []
 
 
-async def test_what_fails_is_told_and_the_next_stage_is_done(case: Case) -> None:
+async def test_what_fails_is_told_and_the_next_stage_is_done(case):
     case.tell("sleeping")
     case.tell("taking_up")
     await case.hears("role_failed", generation=1)  # there is no core
@@ -175,7 +175,7 @@ async def test_what_fails_is_told_and_the_next_stage_is_done(case: Case) -> None
     assert case.slots() == (8, 8)
 
 
-async def test_a_core_that_is_gone_is_waited_for(case: Case) -> None:
+async def test_a_core_that_is_gone_is_waited_for(case):
     hybrid = await case.to_train()
     FakeHybrid.closed.add(("core", 1))
     hybrid.ends.put("the core is gone")
@@ -189,7 +189,7 @@ async def test_a_core_that_is_gone_is_waited_for(case: Case) -> None:
 
 
 @pytest.mark.parametrize("how", ["refused", "not there"])
-async def test_a_core_that_does_not_want_it_is_told(case: Case, how: str) -> None:
+async def test_a_core_that_does_not_want_it_is_told(case, how):
     hybrid = await case.to_train()
     if how == "refused":
         hybrid.ends.put(TrainError("the core refuses it"))
@@ -200,7 +200,7 @@ async def test_a_core_that_does_not_want_it_is_told(case: Case, how: str) -> Non
     await case.hears("role_failed", generation=1)
 
 
-async def test_what_breaks_while_it_trains_is_told_whatever_it_is(case: Case) -> None:
+async def test_what_breaks_while_it_trains_is_told_whatever_it_is(case):
     hybrid = await case.to_train()
     hybrid.ends.put(RuntimeError("out of memory"))
     assert (await case.hears("role_failed", generation=1))["detail"] == "RuntimeError: out of memory"
@@ -208,7 +208,7 @@ async def test_what_breaks_while_it_trains_is_told_whatever_it_is(case: Case) ->
     assert case.slots() == (8, 8)
 
 
-async def test_it_leaves_while_it_waits_for_a_core(case: Case) -> None:
+async def test_it_leaves_while_it_waits_for_a_core(case):
     hybrid = await case.to_train()
     FakeHybrid.closed.add(("core", 1))
     hybrid.ends.put("the core is gone")

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 from distributed.protocol.pickle import dumps
 
-from libra.config import RunConfig
 from libra.errors import ClusterError
 from libra.worker.host import LibraHost
 from libra.worker.run_secret import FILE, forget, sendable, with_secret
@@ -23,14 +20,12 @@ PEERS: list[dict[str, dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-def spec_of(config: RunConfig, directory: Path) -> RunSpec:
+def spec_of(config, directory):
     return RunSpec("demo", 0, directory, "model", config, secret=SECRET)
 
 
 @pytest.mark.parametrize("sections", PEERS)
-def test_over_an_open_line_it_goes_through_a_file_of_its_owner(
-    make_config: Callable[..., RunConfig], tmp_path: Path, sections: dict[str, dict[str, Any]]
-) -> None:
+def test_over_an_open_line_it_goes_through_a_file_of_its_owner(make_config, tmp_path, sections):
     sent, path = sendable(spec_of(make_config(**sections), tmp_path), "tcp://10.0.0.1:8786")
     assert path == tmp_path / FILE
     assert path.stat().st_mode & 0o777 == 0o600
@@ -44,13 +39,13 @@ def test_over_an_open_line_it_goes_through_a_file_of_its_owner(
         with_secret(host.spec, host.secret_file)
 
 
-def test_a_run_that_needs_none_leaves_none(make_config: Callable[..., RunConfig], tmp_path: Path) -> None:
+def test_a_run_that_needs_none_leaves_none(make_config, tmp_path):
     sent, path = sendable(spec_of(make_config(), tmp_path), "tcp://10.0.0.1:8786")
     assert (sent.secret, path) == ("", None)
     assert not (tmp_path / FILE).exists()
 
 
-def test_over_an_encrypted_line_it_is_sent(make_config: Callable[..., RunConfig], tmp_path: Path) -> None:
+def test_over_an_encrypted_line_it_is_sent(make_config, tmp_path):
     spec = spec_of(make_config(weights={"transfer": "peer"}), tmp_path)
     for scheduler in ("tls://10.0.0.1:8786", "inproc://10.0.0.1/7/1"):
         assert sendable(spec, scheduler) == (spec, None)

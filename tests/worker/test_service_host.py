@@ -1,10 +1,7 @@
 """The services of one worker: shared by runs, verified before they answer, and never a wrong answer."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,7 +27,7 @@ HERE = "asked_services"
 ASKED = {"prompt": "What is it?", "completion": "It is so."}
 
 
-def context(reports: list[Any] | None = None, **services: Any) -> Any:
+def context(reports=None, **services):
     """A run on the worker."""
     config = config_from_dict({"services": services})
     spec = SimpleNamespace(config=config, run="demo", back_off=BackOff(0))
@@ -38,17 +35,17 @@ def context(reports: list[Any] | None = None, **services: Any) -> Any:
 
 
 @pytest.fixture
-def host() -> ServiceHost:
+def host():
     return ServiceHost(torch.device("cpu"))
 
 
-def told(reports: list[Any]) -> list[tuple[str, bool, int]]:
+def told(reports):
     return [(each.service, each.restored, each.evicted) for each in reports]
 
 
-async def test_runs_share_a_service_and_its_batches(random_model: Path, host: ServiceHost, made: list[Any]) -> None:
+async def test_runs_share_a_service_and_its_batches(random_model, host, made):
     entry = ServiceEntry(model=str(random_model), function="logprob", max_wait_s=0.05)
-    reports: list[Any] = []
+    reports = []
     runs = [context(reports, named={name: entry.model_dump()}) for name in ("mine", "yours")]
 
     for run in runs:
@@ -65,11 +62,11 @@ async def test_runs_share_a_service_and_its_batches(random_model: Path, host: Se
 
 
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def made(monkeypatch):
     """Models that hosts have loaded."""
     made, init = [], HostModel.__init__
 
-    def counted(self: Any, *args: Any, **more: Any) -> None:
+    def counted(self, *args, **more):
         made.append(self)
         init(self, *args, **more)
 
@@ -78,13 +75,11 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 @pytest.mark.parametrize("part", ["model.layers.0.mlp.up_proj.weight", "model.norm.weight"])
-async def test_a_copy_with_another_weight_never_answers(
-    random_model: Path, host: ServiceHost, monkeypatch: pytest.MonkeyPatch, part: str
-) -> None:
+async def test_a_copy_with_another_weight_never_answers(random_model, host, monkeypatch, part):
     entry = ServiceEntry(model=str(random_model), function="logprob", max_wait_s=0.0)
     run, whole = context(named={"judge": entry.model_dump()}), copy.deepcopy
 
-    def torn(model: Any, memo: Any = None) -> Any:
+    def torn(model, memo=None):
         made = whole(model, memo)
         if memo is not None:  # a part of the model
             return made
@@ -100,10 +95,10 @@ async def test_a_copy_with_another_weight_never_answers(
     assert np.isfinite(await host.answer(name, ASKED, run))  # it is restored again
 
 
-async def test_batches_are_full_and_wrong_answers_and_a_run_that_ends_are_faults(host: ServiceHost) -> None:
+async def test_batches_are_full_and_wrong_answers_and_a_run_that_ends_are_faults(host):
     short = ServiceEntry(function=f"{HERE}:short", max_wait_s=0.0)
     waits = ServiceEntry(function=f"{HERE}:lengths", max_batch=3, max_wait_s=60.0)
-    reports: list[Any] = []
+    reports = []
     run = context(reports, named={"short": short.model_dump(), "waits": waits.model_dump()})
     with pytest.raises(ServiceFault, match="for 1 inputs"):
         await host.answer(await host.load(short), ASKED, run)
@@ -118,15 +113,13 @@ async def test_batches_are_full_and_wrong_answers_and_a_run_that_ends_are_faults
         await asked
 
 
-async def test_a_teacher_is_restored_when_it_is_asked_evicted_for_others_and_shared_by_runs(
-    random_model: Path, host: ServiceHost, made: list[Any]
-) -> None:
+async def test_a_teacher_is_restored_when_it_is_asked_evicted_for_others_and_shared_by_runs(random_model, host, made):
     """Each run gets its own scores of the same model, those that a teacher on a worker of its own gives."""
     named = {
         "judge": {"model": str(random_model), "function": "logprob", "max_wait_s": 0.0},
         "teacher": {"model": str(random_model), "function": "teach", "max_wait_s": 0.0},
     }
-    reports: list[Any] = []
+    reports = []
     settings = [
         DistilSection(teacher={"service": "teacher"}, top_k=k, estimator=e) for k, e in ((4, "top_k"), (8, "sampled"))
     ]
@@ -156,9 +149,7 @@ async def test_a_teacher_is_restored_when_it_is_asked_evicted_for_others_and_sha
 
 
 @pytest.mark.parametrize("ends", ["its time", "its run"])
-async def test_a_batch_that_is_cut_off_has_the_device_until_its_thread_returns(
-    random_model: Path, host: ServiceHost, tmp_path: Path, ends: str
-) -> None:
+async def test_a_batch_that_is_cut_off_has_the_device_until_its_thread_returns(random_model, host, tmp_path, ends):
     gate = tmp_path / "gate"
     gate.touch()
     made = {"model": str(random_model), "max_wait_s": 0.0}
@@ -186,13 +177,13 @@ async def test_a_batch_that_is_cut_off_has_the_device_until_its_thread_returns(
     assert await host.answer(names[0], ASKED, run) == 0.5
 
 
-def three(model: Path, **limits_s: float) -> dict[str, dict[str, Any]]:
+def three(model, **limits_s):
     """Services a, b and c, which differ."""
     same = {"model": str(model), "function": "logprob", "max_wait_s": 0.0}
     return {x: same | {"max_batch": n, "timeout_s": limits_s.get(x, 60.0)} for n, x in enumerate("abc", start=1)}
 
 
-async def test_a_batch_waits_for_other_processes_and_evicts_in_its_turn(random_model: Path, tmp_path: Path) -> None:
+async def test_a_batch_waits_for_other_processes_and_evicts_in_its_turn(random_model, tmp_path):
     entries, reports = three(random_model, c=0.05), list[Any]()
     run = context(reports, named=entries, device_gib=1.5 * HostModel(random_model).num_bytes / 2**30)
     lock = DeviceLock("gpu-0", tmp_path)
@@ -216,8 +207,8 @@ async def test_a_batch_waits_for_other_processes_and_evicts_in_its_turn(random_m
     assert reports[1].waited_s >= PAUSE_S
 
 
-async def test_on_the_device_those_used_longest_ago_make_room(random_model: Path, host: ServiceHost) -> None:
-    reports: list[Any] = []
+async def test_on_the_device_those_used_longest_ago_make_room(random_model, host):
+    reports = []
     room = 2.5 * HostModel(random_model).num_bytes / 2**30
     run = RunServices(context(reports, named=three(random_model), device_gib=room), host)
     await run.open()
@@ -228,14 +219,14 @@ async def test_on_the_device_those_used_longest_ago_make_room(random_model: Path
     assert told(reports) == orders
 
 
-async def test_a_model_too_large_for_the_device_is_refused(random_model: Path, host: ServiceHost) -> None:
+async def test_a_model_too_large_for_the_device_is_refused(random_model, host):
     entry = ServiceEntry(model=str(random_model), function="logprob")
     host.share(context(named={"judge": entry.model_dump()}, device_gib=1e-6))
     with pytest.raises(ConfigError, match=r"services.device_gib: service 'judge'"):
         await host.load(entry, "judge")
 
 
-def test_what_models_are_asked_without_code_of_ones_own(random_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_models_are_asked_without_code_of_ones_own(random_model, monkeypatch):
     host = HostModel(random_model)
     model, seconds = host.restored(torch.device("cpu"))
     assert seconds > 0
@@ -252,10 +243,10 @@ def test_what_models_are_asked_without_code_of_ones_own(random_model: Path, monk
         FUNCTIONS["judge"](model, host.tokenizer, [ASKED])
 
 
-def test_who_is_judged_cannot_end_the_question(random_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Any] = []
+def test_who_is_judged_cannot_end_the_question(random_model, monkeypatch):
+    seen = []
 
-    def likely(model: Any, before: Any, tokens: Any) -> Any:
+    def likely(model, before, tokens):
         seen.append(before)
         return np.zeros(len(tokens))
 
@@ -267,7 +258,7 @@ def test_who_is_judged_cannot_end_the_question(random_model: Path, monkeypatch: 
     assert counts[0] == counts[-1] and len(seen[-1]) > len(seen[0])
 
 
-def test_a_reward_model_has_one_number(random_model: Path, tmp_path: Path) -> None:
+def test_a_reward_model_has_one_number(random_model, tmp_path):
     from transformers import AutoConfig, AutoTokenizer, Qwen3ForSequenceClassification
 
     config = AutoConfig.from_pretrained(random_model)

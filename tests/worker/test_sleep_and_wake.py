@@ -1,14 +1,10 @@
 """An engine that sleeps frees its model and refuses turns; one that wakes has shown what it holds before it serves."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import weakref
-from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file
 
 from checked_engines import CONTEXT, always_wrong, held, request, serving
 from libra.errors import EngineAsleep, EngineError, ModelError
@@ -69,7 +65,7 @@ async def test_sleep_may_abort_the_turns_under_way(trainer, worker):
 @pytest.mark.live
 @serving()
 async def test_an_engine_that_cannot_be_woken_as_another_kind_is_woken_as_the_kind_it_was(trainer, worker):
-    def missing(directory: Path, version: int) -> TransformersEngine:
+    def missing(directory, version):
         return TransformersEngine(directory / "nowhere", slots=4, max_context_tokens=CONTEXT, version=version)
 
     serving = worker.serving
@@ -112,19 +108,3 @@ async def test_an_engine_woken_with_wrong_weights_is_quarantined_and_one_that_is
     assert set((await serving.generate(request())).weight_versions) == {1}
     # Another kind of engine has tolerances of its own, measured at the version it was woken with.
     assert serving.engine_check.calibration.measured and serving.engine_check.calibration.probe_nats < 1e-4
-
-
-@pytest.mark.live
-@serving()
-async def test_a_woken_engine_has_its_file_after_the_store_has_dropped_it(trainer, worker):
-    await worker.serving.sleep()
-    trainer.step(1e-3)
-    await worker.serving.wake()
-    files = worker.serving.engine.settings.model_dir
-    for _ in range(3):
-        trainer.step(1e-3)
-    trainer.store.drop(1)
-    assert 1 not in trainer.store.numbers()
-    assert load_file(files / "model.safetensors")
-    await worker.serving.sleep()
-    assert not files.exists()

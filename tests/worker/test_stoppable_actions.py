@@ -1,7 +1,5 @@
 """Actions that are stopped: while they run, before they begin, after their end, and not by what ends the task itself."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest
@@ -10,10 +8,10 @@ from libra.errors import ActionRevoked
 from libra.worker.stoppable_actions import KEPT, StoppableActions
 
 
-async def test_a_revoked_action_is_cut_off_and_only_that_one() -> None:
+async def test_a_revoked_action_is_cut_off_and_only_that_one():
     actions, begun, go, ended = StoppableActions(), asyncio.Event(), asyncio.Event(), list[str]()
 
-    async def act(name: str) -> None:
+    async def act(name):
         begun.set()
         try:
             await go.wait()
@@ -36,10 +34,10 @@ async def test_a_revoked_action_is_cut_off_and_only_that_one() -> None:
     assert ended == ["x", "y", "x"]
 
 
-async def test_one_that_is_revoked_before_it_begins_does_not_begin() -> None:
+async def test_one_that_is_revoked_before_it_begins_does_not_begin():
     actions, called = StoppableActions(), list[int]()
 
-    async def act() -> None:
+    async def act():
         called.append(1)
 
     actions.revoke("x", 0)
@@ -53,10 +51,10 @@ async def test_one_that_is_revoked_before_it_begins_does_not_begin() -> None:
     assert called == [1] and len(actions._revoked) == KEPT
 
 
-async def test_a_task_that_is_cancelled_is_no_revocation() -> None:
+async def test_a_task_that_is_cancelled_is_no_revocation():
     actions, begun = StoppableActions(), asyncio.Event()
 
-    async def act() -> None:
+    async def act():
         begun.set()
         await asyncio.Event().wait()
 

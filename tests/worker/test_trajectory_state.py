@@ -1,7 +1,5 @@
 """A trajectory's state from its records: phases, ends, and the arrays the store and the trainer read."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -24,11 +22,11 @@ CALL = ToolCall("calculator", {"expression": "1 + 2"})
 STAMP = {"worker": "w", "start_s": 1.0, "stop_s": 1.5, "epoch": 0}
 
 
-def fresh(**limits: int) -> TrajectoryState:
+def fresh(**limits):
     return TrajectoryState(TrajectoryId(0, 1, 2), PROMPT, **({"max_turns": 3, "max_context_tokens": 100} | limits))
 
 
-def output(ids: list[int], version: int = 0, stop: StopReason = StopReason.STOP) -> TurnOutput:
+def output(ids, version=0, stop=StopReason.STOP):
     n = len(ids)
     return TurnOutput(
         np.array(ids, np.int32), -np.arange(1, n + 1, dtype=np.float32), np.full(n, version, np.int32),
@@ -36,16 +34,16 @@ def output(ids: list[int], version: int = 0, stop: StopReason = StopReason.STOP)
     )  # fmt: skip
 
 
-def generated(turn: int, ids: list[int], calls: tuple = (), first: list[int] | None = None, **kw: object) -> dict:
+def generated(turn, ids, calls=(), first=None, **kw):
     prompt_ids = None if first is None else np.array(first, np.int32)
     return generation_record(turn, prompt_ids, output(ids, **kw), f"text {turn}", calls) | STAMP
 
 
-def acted(turn: int, ids: list[int], status: ToolStatus = ToolStatus.OK) -> dict:
+def acted(turn, ids, status=ToolStatus.OK):
     return action_record(turn, [ToolReturn("calculator", status, "3", 0.25, 1)], np.array(ids, np.int32)) | STAMP
 
 
-def test_phases_alternate_until_a_turn_without_a_call_and_arrays_line_up_with_tokens() -> None:
+def test_phases_alternate_until_a_turn_without_a_call_and_arrays_line_up_with_tokens():
     state = fresh()
     assert state.phase is Phase.ROLLOUT
     state.apply(generated(0, [10, 11], (CALL,), first=[1, 2, 3]))
@@ -80,9 +78,7 @@ def test_phases_alternate_until_a_turn_without_a_call_and_arrays_line_up_with_to
         ([failure_record(FailureClass.ENGINE, "boom") | STAMP], {}, EndReason.FAILURE, FailureClass.ENGINE),
     ],
 )  # fmt: skip
-def test_how_a_trajectory_ends(
-    records: list[dict], limits: dict[str, int], end: EndReason, failure: FailureClass
-) -> None:
+def test_how_a_trajectory_ends(records, limits, end, failure):
     state = fresh(**limits)
     for record in records:
         state.apply(record)
@@ -90,25 +86,12 @@ def test_how_a_trajectory_ends(
     assert failure.trains is (failure is FailureClass.POLICY)
 
 
-def failed(failure: FailureClass) -> dict:
+def failed(failure):
     return failure_record(failure, "boom") | STAMP
 
 
-def test_a_failed_engine_is_asked_again_for_the_same_turn() -> None:
-    state = fresh(resample=1)
-    for record in (generated(0, [10, 11], (CALL,), first=[1, 2, 3]), acted(0, [20]), failed(FailureClass.ENGINE)):
-        state.apply(record)
-    assert (state.phase, state.turns, state.draw, state.quanta) == (Phase.ROLLOUT, 1, 0, 3)
-    assert state.context_ids.tolist() == [1, 2, 3, 10, 11, 20]
-    state.apply(generated(1, [12]))
-    t = state.trajectory(epoch=0)
-    assert (t.failure, t.retried, t.attempt) == (FailureClass.NONE, "engine", 1)
-    assert t.token_ids.tolist() == [1, 2, 3, 10, 11, 20, 12] and len(t.turns) == 2
-    assert [turn.text for turn in state.episode().turns] == ["text 0", "text 1"]
-
-
 @pytest.mark.parametrize("failure", ["tool", "timeout", "worker", "environment"])
-def test_after_any_other_failure_nothing_of_the_draw_is_left(failure: str) -> None:
+def test_after_any_other_failure_nothing_of_the_draw_is_left(failure):
     state = fresh(resample=1)
     state.apply(generated(0, [10, 11], (CALL,), first=[1, 2, 3]))
     state.apply(failed(FailureClass(failure)))
@@ -120,7 +103,7 @@ def test_after_any_other_failure_nothing_of_the_draw_is_left(failure: str) -> No
     assert len(t.turns) == len(state.episode().turns) == 1 and state.quanta == 3
 
 
-def test_the_last_failure_ends_it() -> None:
+def test_the_last_failure_ends_it():
     state = fresh(resample=2)
     for failure in (FailureClass.ENGINE, FailureClass.TOOL, FailureClass.TIMEOUT):
         assert state.phase is Phase.ROLLOUT
@@ -131,19 +114,16 @@ def test_the_last_failure_ends_it() -> None:
     assert np.isnan(t.reward)
 
 
-# -------------------------------------------------------------------- environments that talk back, and states
-
-
-def stepped(turn: int, ids: list[int], state: bytes) -> dict:
+def stepped(turn, ids, state):
     returns = [ToolReturn("step", ToolStatus.OK, "higher", 0.25, 6)]
     return action_record(turn, returns, np.array(ids, np.int32), state) | STAMP
 
 
-def begun(state: bytes, first: list[int]) -> dict:
+def begun(state, first):
     return generation_record(0, np.array(first, np.int32), output([10]), "5", (), state) | STAMP
 
 
-def test_a_turn_without_a_call_waits_for_the_environment_which_may_end_it() -> None:
+def test_a_turn_without_a_call_waits_for_the_environment_which_may_end_it():
     state = fresh(steps=True)
     state.apply(begun(b"0", [1]))
     assert (state.phase, state.answered, state.state) == (Phase.TOOL, True, b"0")
@@ -159,7 +139,7 @@ def test_a_turn_without_a_call_waits_for_the_environment_which_may_end_it() -> N
     assert [(row["tool"], row["status"]) for row in rows] == [("step", "ok"), ("", "")]
 
 
-def test_the_last_turn_is_answered_before_the_limit_of_turns_ends_it() -> None:
+def test_the_last_turn_is_answered_before_the_limit_of_turns_ends_it():
     won, lost = fresh(steps=True, max_turns=1), fresh(steps=True, max_turns=1)
     for state in (won, lost):
         state.apply(begun(b"0", [1]))
@@ -169,7 +149,7 @@ def test_the_last_turn_is_answered_before_the_limit_of_turns_ends_it() -> None:
     assert (won.end, lost.end, lost.failure) == (EndReason.ANSWERED, EndReason.MAX_TURNS, FailureClass.POLICY)
 
 
-def test_a_fresh_draw_begins_without_the_state_of_the_failed_one_and_a_repeated_turn_keeps_it() -> None:
+def test_a_fresh_draw_begins_without_the_state_of_the_failed_one_and_a_repeated_turn_keeps_it():
     for failure, kept in ((FailureClass.ENVIRONMENT, None), (FailureClass.ENGINE, b"1")):
         state = fresh(steps=True, resample=1)
         for record in (begun(b"0", [1]), stepped(0, [20], b"1"), failure_record(failure, "x") | STAMP):

@@ -1,7 +1,5 @@
 """An engine serves only what it has shown to hold: each fault is injected into a real engine, and the run goes on."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 
@@ -11,10 +9,9 @@ from safetensors.torch import load_file
 
 from checked_engines import always_wrong, layer_left_out, request, serving, stale_head, use, version_skipped
 from libra.errors import EngineError
-from libra.weights import WeightStore
 
 
-def changed(store: WeightStore, number: int) -> set[str]:
+def changed(store, number):
     """Matrices of which a bit differs from the version before."""
     now, then = store.read(number), store.read(number - 1)
     return {name for name in now if now[name].ndim == 2 and not torch.equal(now[name], then[name])}

@@ -1,13 +1,9 @@
 """Seeded bugs: each is one small change of the text, and leaves the rest as it was written."""
 
-from __future__ import annotations
-
 import ast
 import difflib
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from libra.envs.repair.bugs import bugs_of
 from libra.envs.repair.tampering import tampering
@@ -31,19 +27,11 @@ def g(x):
 
 def test_every_kind_of_bug_is_found_in_functions_only():
     bugs = bugs_of(SOURCE)
-    changes = {(bug.kind, bug.old, bug.new) for bug in bugs}
-    assert {
-        ("comparison", ">=", ">"),
-        ("comparison", "==", "!="),
-        ("logic", "and", "or"),
-        ("negation", "not ", ""),
-        ("call", "max", "min"),
-        ("arithmetic", "-", "+"),
-        ("arithmetic", "**", "*"),
-        ("arithmetic", "%", "//"),
-        ("number", "10", "11"),
-        ("truth", "True", "False"),
-    } <= changes
+    assert {(bug.kind, bug.old, bug.new) for bug in bugs} >= {
+        ("comparison", ">=", ">"), ("comparison", "==", "!="), ("logic", "and", "or"), ("negation", "not ", ""),
+        ("call", "max", "min"), ("arithmetic", "-", "+"), ("arithmetic", "**", "*"), ("arithmetic", "%", "//"),
+        ("number", "10", "11"), ("truth", "True", "False"),
+    }  # fmt: skip
     assert all(bug.line > 6 for bug in bugs)
 
 
@@ -53,17 +41,6 @@ def test_a_bug_changes_its_place_and_nothing_else():
         changed = [line for line in difflib.ndiff(SOURCE.splitlines(), broken.splitlines()) if line[0] in "+-"]
         assert len(changed) == 2
         assert ast.dump(ast.parse(broken)) != ast.dump(ast.parse(SOURCE))
-
-
-@given(st.text("abc<>=+-*/%() \n:1", max_size=60))
-def test_any_source_that_parses_has_bugs_that_parse(body):
-    source = f"def f(a, b, c):\n    return ({body})\n"
-    try:
-        ast.parse(source)
-    except (SyntaxError, ValueError):
-        return
-    for bug in bugs_of(source):
-        ast.parse(bug.put_in(source))
 
 
 BEFORE = {"a.py": "import math\n\n\ndef f(x):\n    return math.floor(x)\n"}

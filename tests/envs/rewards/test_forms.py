@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import sys
 import types
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 
@@ -19,45 +17,31 @@ TURNS = (
     Turn("let me see", (ToolCall("add", {"a": 1}),), (ToolReturn("add", ToolStatus.OK, "42"),), 3, (5, 6, 7)),
     Turn("It is 42", num_tokens=2, token_ids=(8, 9)),
 )
+CALLS = [{"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}]
 MESSAGES = [
-    {
-        "role": "assistant",
-        "content": "let me see",
-        "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}],
-    },
+    {"role": "assistant", "content": "let me see", "tool_calls": CALLS},
     {"role": "tool", "name": "add", "content": "42"},
     {"role": "assistant", "content": "It is 42"},
 ]
 
 
-def graded(reward: Any, *, prompt: Any = CHAT, turns: tuple[Turn, ...] = TURNS, **columns: Any) -> float:
+def graded(reward, *, prompt=CHAT, turns=TURNS, **columns):
     """The reward as a run grades it, for one prompt with these columns."""
     environment = FunctionEnvironment(prompts=[{"prompt": prompt, **columns}], reward=reward)
     episode = Episode("train-0-0-0", environment.prompt("train", 0), turns, EndReason.ANSWERED)
     return asyncio.run(run_grader(environment, episode))
 
 
-def seen_by(form: Callable[[dict[str, Any]], Callable[..., Any]], **given: Any) -> dict[str, Any]:
-    seen: dict[str, Any] = {}
-    graded(form(seen), **given)
-    return seen
+def test_trl_conversations_are_lists_of_messages():
+    seen = {}
 
-
-def trl_form(seen):
     def reward(prompts, completions, completion_ids, **kwargs):
         seen.update(kwargs, prompts=prompts, completions=completions, completion_ids=completion_ids)
         return [1.0]
 
-    return reward
-
-
-def test_trl_conversations_are_lists_of_messages():
-    seen = seen_by(trl_form, answer=42, level="easy")
-    assert seen["prompts"] == [CHAT]
-    assert seen["completions"] == [MESSAGES]
-    assert seen["completion_ids"] == [[5, 6, 7, 8, 9]]
-    assert seen["answer"] == [42]
-    assert seen["level"] == ["easy"]
+    graded(reward, answer=42, level="easy")
+    assert (seen["prompts"], seen["completions"], seen["completion_ids"]) == ([CHAT], [MESSAGES], [[5, 6, 7, 8, 9]])
+    assert (seen["answer"], seen["level"]) == ([42], ["easy"])
 
 
 def test_trl_rewards_may_take_less_and_be_async():
@@ -74,12 +58,7 @@ def test_trl_rewards_may_take_less_and_be_async():
 
 
 def test_none_leaves_a_function_out_and_only_nones_are_no_reward():
-    def silent(completions, **kwargs):
-        return [None for _ in completions]
-
-    def half(completions, **kwargs):
-        return [0.5 for _ in completions]
-
+    silent, half = (lambda completions: [None], lambda completions: [0.5])
     assert graded([silent, half]) == 0.5
     with pytest.raises(RewardFault):
         graded(silent)
@@ -92,14 +71,13 @@ def test_a_trl_reward_answers_with_one_entry_per_completion(answer):
 
 
 def test_verifiers_rewards_are_given_messages_answer_info_and_state():
-    def form(seen):
-        async def reward(prompt, completion, answer, state, info, task):
-            seen.update(prompt=prompt, completion=completion, answer=answer, state=state, info=info, task=task)
-            return 1.0
+    seen = {}
 
-        return reward
+    async def reward(prompt, completion, answer, state, info, task):
+        seen.update(prompt=prompt, completion=completion, answer=answer, state=state, info=info, task=task)
+        return 1.0
 
-    seen = seen_by(form, answer="42", level=3)
+    graded(reward, answer="42", level=3)
     assert seen["prompt"] == CHAT
     assert seen["completion"] == seen["state"]["completion"] == MESSAGES
     assert (seen["answer"], seen["info"], seen["task"]) == ("42", {}, "default")

@@ -1,7 +1,5 @@
 """Every case of verl's own answers."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 

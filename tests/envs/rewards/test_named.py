@@ -1,8 +1,7 @@
-from __future__ import annotations
-
 import pickle
 from decimal import Decimal
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -29,7 +28,6 @@ OVERLONG = {"name": "overlong", "max_tokens": 100, "buffer_tokens": 20}
     ("reward", "text", "num_tokens", "value"),
     [
         ("gsm8k", "#### 42", 0, 1.0),
-        ("gsm8k", "it is 42", 0, 0.0),
         ({"name": "gsm8k", "method": "flexible"}, "it is 42", 0, 1.0),
         ({"name": "gsm8k", "format_score": 0.1, "weight": 2}, "#### 41", 0, 0.2),
         ("math", "\\boxed{42}", 0, 1.0),
@@ -47,12 +45,9 @@ def test_a_reward_by_name_grades_and_no_column_becomes_an_option(reward, text, n
     ("reward", "named"),
     [
         ("gsm8", "gsm8k"),
-        ({"method": "flexible"}, "None"),
         ({"name": "gsm8k", "metod": "flexible"}, "method"),
-        ({"name": "gsm8k", "method": "lax"}, "lax"),
         ({"name": "gsm8k", "weight": "2"}, "weight"),
         ("overlong", "max_tokens"),
-        ({"name": "math", "x": 1}, "math"),
         ([], "empty"),
     ],
 )
@@ -61,20 +56,15 @@ def test_what_cannot_be_is_told_at_construction(reward, named):
         FunctionEnvironment(prompts=[ROW], reward=reward)
 
 
-# ---------------------------------------------------------------- gsm8k
-
-
 @pytest.mark.parametrize(
     ("text", "method", "answer", "value"),
     [
         ("#### 1,000,000.", "strict", "1000000", 1.0),
         ("The total is 1,234", "flexible", "1234", 1.0),
         ("It costs 3.50.", "flexible", "3.5", 1.0),
-        ("#### 42", "strict", "42.0", 1.0),
         ("#### -0", "strict", "0", 1.0),
         ("#### 42 " + "x" * 1000, "strict", "42", 1.0),
         ("42", "strict", "42", 0.0),
-        ("#### ,", "strict", "42", 0.0),
         ("in 2024, 41", "flexible", "42", 0.1),
         ("1.2.3", "flexible", "3", 0.0),
     ],
@@ -98,9 +88,6 @@ def test_many_characters_are_read_at_once(text, method):
     assert gsm8k.score(text, "1", method) == 0.0
 
 
-# ---------------------------------------------------------------- the form of a completion
-
-
 GOOD = "<think>a\nb</think>\n<answer>7</answer>"
 
 
@@ -110,7 +97,6 @@ GOOD = "<think>a\nb</think>\n<answer>7</answer>"
         (GOOD, 1.0, 1.0),
         (f"\n {GOOD} \n", 1.0, 1.0),
         ("so: " + GOOD, 0.0, 1.0),
-        (GOOD + " done", 0.0, 1.0),
         (GOOD + GOOD, 0.0, 0.0),
         ("<answer>7</answer><think></think>", 0.0, 1.0),
         ("<think>a</think> well <answer>7</answer>", 0.0, 1.0),
@@ -143,18 +129,13 @@ def test_long_text_is_read_at_once(piece):
 
 @given(st.integers(0, 400))
 def test_overlong_is_the_equation_of_the_paper(num_tokens):
-    if num_tokens <= 200:
-        expected = 0.0
-    elif num_tokens <= 300:
-        expected = (200 - num_tokens) / 100
-    else:
-        expected = -1.0
+    expected = np.interp(num_tokens, [200, 300], [0, -1])
     assert overlong(num_tokens, max_tokens=300, buffer_tokens=100) == pytest.approx(expected, abs=1e-15)
     halved = overlong(num_tokens, max_tokens=300, buffer_tokens=100, penalty=0.5)
     assert halved == pytest.approx(expected / 2, abs=1e-15)
 
 
-def test_a_buffer_that_cannot_be_is_refused():
-    for buffer_tokens in (0, 301):
-        with pytest.raises(ConfigError):
-            overlong(1, max_tokens=300, buffer_tokens=buffer_tokens)
+@pytest.mark.parametrize("buffer_tokens", [0, 301])
+def test_a_buffer_that_cannot_be_is_refused(buffer_tokens):
+    with pytest.raises(ConfigError):
+        overlong(1, max_tokens=300, buffer_tokens=buffer_tokens)

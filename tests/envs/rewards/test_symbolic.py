@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import importlib.util
 from concurrent.futures import ThreadPoolExecutor
 
@@ -28,7 +26,7 @@ def test_values_are_compared_from_any_thread():
 def program(monkeypatch, tmp_path):
     """Puts a program of the test's own in the place of the one that compares, and no process of an earlier test."""
 
-    def put(source: str) -> None:
+    def put(source):
         path = tmp_path / "program.py"
         path.write_text(source)
         monkeypatch.setattr(symbolic, "_PROGRAM", path)

@@ -1,7 +1,5 @@
 """Every case of verl's own answers, and where Libra differs."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -19,15 +17,11 @@ def cases(repository):
     return json.loads((repository / "tests" / "golden" / "tool_parsers.json").read_text())["cases"]
 
 
-def test_every_case_is_verls(cases):
+def test_every_case_is_verls_and_libra_reads_the_same_calls(cases):
     assert len(cases) == 9
     for case in cases:
         calls = tuple(VerlCall(call["name"], call["arguments"]) for call in case["calls"])
         assert PARSERS[case["parser"]](case["text"]) == VerlReading(case["content"], calls)
-
-
-def test_libra_reads_the_same_calls_wherever_verl_reads_one(cases):
-    for case in cases:
         expected = [(call["name"], json.loads(call["arguments"])) for call in case["calls"]]
         got = [(call.name, call.arguments) for call in LIBRAS[case["parser"]](case["text"]) if call.error is None]
         assert got == expected

@@ -1,7 +1,5 @@
 """Hostile text of 200,000 characters, on which a quadratic reader would take minutes, where the time-out is one."""
 
-from __future__ import annotations
-
 import pytest
 
 from libra.envs import TOOL_FORMATS
@@ -40,10 +38,3 @@ def test_reading_takes_linear_time(name, monkeypatch):
     for made in TOOL_FORMATS.values():
         assert made.parse(text, ())
     assert decoded <= 16 * len(text) + hermes._WINDOW_CHARS * text.count(tags.OPEN)
-
-
-def test_many_good_calls_are_read_whole():
-    text = '<tool_call>{"name": "f", "arguments": {"x": "</tool_call>"}}</tool_call>' * 2_800
-    calls = hermes.parse_hermes(text)
-    assert len(calls) == 2_800
-    assert {call.error for call in calls} == {None}

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,12 +5,12 @@ from hypothesis import strategies as st
 from libra.envs import Tool, parse_qwen3_coder
 
 
-def written(name: str, arguments: dict[str, str]) -> str:
+def written(name, arguments):
     parameters = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments.items())
     return f"<tool_call>\n<function={name}>\n{parameters}</function>\n</tool_call>"
 
 
-def tool(**types: object) -> Tool:
+def tool(**types):
     properties = {name: kind if isinstance(kind, dict) else {"type": kind} for name, kind in types.items()}
     return Tool("f", print, {"type": "function", "function": {"name": "f", "parameters": {"properties": properties}}})
 
