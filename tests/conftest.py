@@ -3,7 +3,7 @@
 Rules, enforced here and explained in docs/contributing.md:
 
 1. A test without a mark starts no process: it fails if it does. Marks say what a test needs, and each of them implies `live`.
-2. Tests of one file run in one process, and so do all that use the same shared cluster (`--dist loadgroup`).
+2. Tests of one file run in one process (`--dist loadfile`), which starts each shared cluster at most once.
 3. Hypothesis draws the same examples on every machine: 25 each, 200 with ``--hypothesis-profile=ci``.
 """
 
@@ -70,21 +70,18 @@ def _note_processes(event: str, arguments: tuple[Any, ...]) -> None:
 sys.addaudithook(_note_processes)
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
-    """Complete the marks, tie tests to processes of xdist, and bring forward what takes longest; before xdist reads the groups."""
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Complete the marks, and bring forward what takes longest."""
     for item in items:
-        shared = next((name for name in SHARED_CLUSTERS if name in getattr(item, "fixturenames", ())), None)
+        shared = SHARED_CLUSTERS.keys() & set(getattr(item, "fixturenames", ()))
         if shared or any(item.get_closest_marker(name) for name in NEEDS):
             item.add_marker("live")
-        if item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(shared or item.nodeid.partition("::")[0]))
 
     def order(item: pytest.Item) -> int:
         return next((place for place, name in enumerate(NEEDS) if item.get_closest_marker(name)), len(NEEDS))
 
     items.sort(key=order)
-    return (yield)
 
 
 @pytest.hookimpl(wrapper=True)
