@@ -1,7 +1,3 @@
-"""Rows between real processes: whole, also where a server dies or sends wrong bytes, and only to clients with the secret."""
-
-from __future__ import annotations
-
 import contextlib
 import subprocess
 import sys
@@ -11,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from libra.dispatch import Block, DispatchServer, Order, fetch, orders, process_memory_copy, rows_of
+from libra.dispatch import Block, DispatchServer, fetch, orders, process_memory_copy, rows_of
 from libra.dispatch import client as client_module
 from libra.errors import DispatchError, LayoutError
 from libra.transport import connect
@@ -25,34 +21,27 @@ Start = Callable[..., tuple[str, int]]
 
 @pytest.fixture
 def start():
-    """Starts a server process; its address."""
     with contextlib.ExitStack() as stack:
 
-        def started(name: str, rows: list[int], *, fault: str = "none", seed: int = 7) -> tuple[str, int]:
+        def started(name, rows, *, fault="none"):
             script = str(Path(__file__).with_name("server_process.py"))
-            process = stack.enter_context(
-                subprocess.Popen(
-                    [sys.executable, script, name, SECRET, str(seed), fault, *map(str, rows)],
-                    stdout=subprocess.PIPE,
-                    text=True,
-                )
-            )
+            command = [sys.executable, script, name, SECRET, "7", fault, *map(str, rows)]
+            process = stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
             stack.callback(process.kill)
-            assert process.stdout is not None
             return "127.0.0.1", int(process.stdout.readline())
 
         yield started
 
 
-def block(name: str, rows: list[int]) -> Block:
+def block(name, rows):
     return Block(name, "part", tuple(rows), tuple(2**20 + number for number in rows))
 
 
-def order(holders: dict[str, list[int]], wanted: list[int], addresses: dict[str, tuple[str, int]]) -> Order:
+def order(holders, wanted, addresses):
     return orders([block(name, rows) for name, rows in holders.items()], {"me": wanted}, addresses)["me"]
 
 
-def as_made(data: np.ndarray, wanted: list[int]) -> bool:
+def as_made(data, wanted):
     return bytes(data) == b"".join(bytes(row(7, number)) for number in wanted)
 
 
@@ -72,7 +61,7 @@ def test_rows_of_several_processes_arrive_in_the_order_wanted(start, neighbours)
     assert fetched.failed == {}
     views = rows_of(fetched, asked)
     assert list(views) == [5, 6, 1, 2, 7, 3]
-    assert all(views[number] == row(7, number).data for number in (5, 7))  # type: ignore[call-overload]
+    assert all(views[number] == row(7, number).data for number in (5, 7))
 
 
 @pytest.mark.live
@@ -102,8 +91,8 @@ def test_a_neighbour_that_is_somebody_else_is_not_read(start, monkeypatch):
     """A process id of another namespace, or memory that differs from the offer."""
     seen = []
 
-    def wrong(offer: dict[str, object]) -> bool:
-        offer["probe"] = [offer["runs"][0][0], "00" * 32]  # type: ignore[index]
+    def wrong(offer):
+        offer["probe"] = [offer["runs"][0][0], "00" * 32]
         seen.append(process_memory_copy.can_read(offer))
         return seen[-1]
 

@@ -1,36 +1,28 @@
-"""A user's node in the graph really changes the reward; ``workflows/custom_reward.py`` is an example."""
-
-from __future__ import annotations
-
 import runpy
-from collections.abc import Callable
-from pathlib import Path
 
 import dask
 import numpy as np
 import pytest
 import zarr
-from distributed import Client
 
-from libra.config import RunConfig
 from libra.driver.session import run
 from libra.testing import FixedTurns
 from libra.types import EndReason, Episode, Prompt, ToolReturn, ToolStatus, Turn
 
 
-def test_the_judge_docks_each_call_that_did_not_come_back_ok(repository: Path) -> None:
+def test_the_judge_docks_each_call_that_did_not_come_back_ok(repository):
     judge = runpy.run_path(str(repository / "workflows" / "custom_reward.py"))["judge"]
     returns = tuple(ToolReturn("t", status, "") for status in (ToolStatus.OK, ToolStatus.TIMEOUT, ToolStatus.ERROR))
     episode = Episode("x", Prompt("p", ()), (Turn("", (), returns), Turn("")), EndReason.ANSWERED)
     assert judge([episode]) == [pytest.approx(-0.2)]
 
 
-def test_extra_rewards_reach_the_store(make_config: Callable[..., RunConfig], client: Client) -> None:
+def test_extra_rewards_reach_the_store(make_config, client):
     class Constant(FixedTurns):
-        def grade(self, episode: Episode) -> float:
+        def grade(self, episode):
             return 1.0
 
-    def by_position(episodes: list[Episode]) -> list[float]:
+    def by_position(episodes):
         return [10.0 * index for index in range(len(episodes))]
 
     score = lambda episodes: dask.delayed(by_position)(episodes)  # noqa: E731

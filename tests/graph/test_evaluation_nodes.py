@@ -1,9 +1,4 @@
-"""The outcome of an evaluation: what its counts mean, in new files and in those of an older Libra."""
-
-from __future__ import annotations
-
 import math
-from pathlib import Path
 
 import pytest
 
@@ -15,7 +10,7 @@ from libra.types import FailureClass
 from libra.worker.run_spec import RunSpec
 
 
-def test_failures_are_trajectories_that_ended_so_and_left_out_those_without_a_reward() -> None:
+def test_failures_are_trajectories_that_ended_so_and_left_out_those_without_a_reward():
     ended = {FailureClass.NONE: 1.0, FailureClass.POLICY: 0.0, FailureClass.TOOL: math.nan}
     trajectories = [factories.trajectory(failure=failure, reward=reward) for failure, reward in ended.items()]
     outcome = evaluation_outcome(3, trajectories)
@@ -26,9 +21,7 @@ def test_failures_are_trajectories_that_ended_so_and_left_out_those_without_a_re
     ("written", "read"),
     [({"failures": 2, "left_out": 1}, {"failures": 2, "left_out": 1}), ({"failures": 1}, {"left_out": 1})],
 )
-def test_the_count_of_an_older_file_is_read_under_its_name_of_today(
-    tmp_path: Path, written: dict[str, int], read: dict[str, int]
-) -> None:
+def test_the_count_of_an_older_file_is_read_under_its_name_of_today(tmp_path, written, read):
     spec = RunSpec("demo", 0, tmp_path, "", config_from_dict({}))
     path = evaluation_path(spec, 3)
     path.parent.mkdir()

@@ -1,10 +1,6 @@
-"""The shape of an iteration's graph: what depends on what, what is parked, how keys are named."""
-
-from __future__ import annotations
-
 from collections import Counter
+from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pytest
 from dask import delayed
@@ -17,12 +13,12 @@ from libra.types import TrajectoryId
 from libra.worker.run_spec import RunSpec
 
 
-def spec(**trainer: Any) -> RunSpec:
+def spec(**trainer):
     config = config_from_dict({"trainer": {"prompts": 2, "group_size": 3} | trainer, "evaluation": {"prompts": 4}})
     return RunSpec("demo", 7, Path("nowhere"), "model", config)
 
 
-def layers(node: object) -> dict[str, tuple[dict, set[str]]]:
+def layers(node):
     """Annotations and dependencies of every task below a node, by key."""
     graph = node.__dask_graph__()
     found = {}
@@ -35,13 +31,13 @@ def layers(node: object) -> dict[str, tuple[dict, set[str]]]:
 
 @pytest.mark.parametrize("given", [True, False])
 @pytest.mark.parametrize(("tool_format", "expected"), [(None, "hermes"), ("qwen3_coder", "qwen3_coder")])
-def test_the_run_says_how_calls_are_written(given: bool, tool_format: str | None, expected: str) -> None:
+def test_the_run_says_how_calls_are_written(given, tool_format, expected):
     config = config_from_dict({"rollout": {"tool_format": tool_format}})
     environment = ToolArithmetic() if given else None
     assert RunSpec("demo", 7, Path("nowhere"), "m", config, environment).make_environment().tool_format == expected
 
 
-def test_the_nodes_of_an_iteration_and_their_keys() -> None:
+def test_the_nodes_of_an_iteration_and_their_keys():
     graph = iteration_graph(spec(), 5)
     tasks = layers(graph.end)
     for group in graph.groups:
@@ -53,7 +49,7 @@ def test_the_nodes_of_an_iteration_and_their_keys() -> None:
     assert all(keys.parse(key).indices[0] == 5 for key in tasks)
 
 
-def test_a_streamed_step_is_waves_that_wait_for_no_group_and_an_end() -> None:
+def test_a_streamed_step_is_waves_that_wait_for_no_group_and_an_end():
     waves = 3
     streamed = spec(prompts=waves, streaming="on")
     graph = iteration_graph(streamed, 5)
@@ -71,33 +67,27 @@ def test_a_streamed_step_is_waves_that_wait_for_no_group_and_an_end() -> None:
     assert tasks["update-train-5-e7-demo"][1] == {"close-train-5-0-e7-demo"}
 
 
-def test_no_iteration_depends_on_another_and_the_batch_on_no_group() -> None:
+def test_no_iteration_depends_on_another_and_the_batch_on_no_group():
     tasks = layers(iteration_graph(spec(), 5).end)
     assert "batch-train-5-e7-demo" in tasks and tasks["batch-train-5-e7-demo"][1] == set()
     assert not any(key.startswith(("group", "trajectory", "gate")) for key in tasks)
 
 
-@pytest.mark.parametrize(
-    ("node", "resource"),
-    [
-        ("gate-train-5", keys.PARK),
-        ("trajectory-train-5-0-2", keys.PARK),
-        ("batch-train-5", keys.PARK),
-        ("group-train-5-0", "GRADE"),
-        ("step-train-5-0", "TRAIN"),
-        ("store-train-5", "COMMIT"),
-    ],
-)
-def test_gates_trajectories_and_batches_are_parked_and_others_take_a_slot_of_their_kind(
-    node: str, resource: str
-) -> None:
+def test_gates_trajectories_and_batches_are_parked_and_others_take_a_slot_of_their_kind():
     graph = iteration_graph(spec(), 5)
     tasks = layers(graph.end) | layers(graph.groups[0])
-    assert tasks[f"{node}-e7-demo"][0]["resources"] == {resource: 1}
+    parked = dict.fromkeys(("gate-train-5", "trajectory-train-5-0-2", "batch-train-5"), keys.PARK)
+    for node, resource in {
+        **parked,
+        "group-train-5-0": "GRADE",
+        "step-train-5-0": "TRAIN",
+        "store-train-5": "COMMIT",
+    }.items():
+        assert tasks[f"{node}-e7-demo"][0]["resources"] == {resource: 1}
 
 
-def test_a_node_of_the_users_stands_between_trajectories_and_group() -> None:
-    def judge(episodes: list) -> list[float]:
+def test_a_node_of_the_users_stands_between_trajectories_and_group():
+    def judge(episodes):
         return [0.0] * len(episodes)
 
     tasks = layers(iteration_graph(spec(), 0, score=lambda episodes: delayed(judge)(episodes)).groups[0])
@@ -107,17 +97,15 @@ def test_a_node_of_the_users_stands_between_trajectories_and_group() -> None:
     assert {f"trajectory-train-0-0-{s}-e7-demo" for s in range(3)} <= tasks["episodes-train-0-0-e7-demo"][1]
 
 
-def test_an_evaluation_asks_each_question_once_and_steps_nowhere() -> None:
+def test_an_evaluation_asks_each_question_once_and_steps_nowhere():
     tasks = layers(evaluation_graph(spec(), 3).end)
     assert sorted({keys.parse(key).node for key in tasks}) == ["evaluation", "gate", "group", "prompts", "trajectory"]
     assert sum(key.startswith("trajectory-eval-3") for key in tasks) == 4
 
 
-def test_turn_seeds_differ_by_position_and_evaluations_repeat_theirs() -> None:
+def test_turn_seeds_differ_by_position_and_evaluations_repeat_theirs():
     run = spec()
-    seeds = {
-        run.turn_seed(TrajectoryId(k, g, s), t) for k in range(3) for g in range(3) for s in range(3) for t in range(3)
-    }
+    seeds = {run.turn_seed(TrajectoryId(*at), t) for *at, t in product(range(3), repeat=4)}
     assert len(seeds) == 81
     assert run.turn_seed(TrajectoryId(0, 4, 0, "eval"), 2) == run.turn_seed(TrajectoryId(50, 4, 0, "eval"), 2)
     assert run.turn_seed(TrajectoryId(0, 4, 0, "eval"), 2) != run.turn_seed(TrajectoryId(0, 4, 0), 2)
@@ -126,7 +114,7 @@ def test_turn_seeds_differ_by_position_and_evaluations_repeat_theirs() -> None:
 
 
 @pytest.mark.parametrize("key", ["trajectory-eval-3-0-7-e12-a_run.2", "publish-train-e0-demo", "batch-train-10-e1-x"])
-def test_keys_parse_to_what_they_were_made_from(key: str) -> None:
+def test_keys_parse_to_what_they_were_made_from(key):
     parsed = keys.parse(key)
     assert keys.make(parsed.node, parsed.indices, epoch=parsed.epoch, run=parsed.run, split=parsed.split) == key
     for other in ("sum-123", ("x", 0, 0), "trajectory-train-1-2", "gate-other-1-e0-run"):

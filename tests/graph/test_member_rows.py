@@ -1,7 +1,3 @@
-"""Who of a batch takes part in its step: what is left out for its age, failures, filters, and groups that stand by."""
-
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +16,7 @@ from libra.graph.member_rows import member_rows, spare_numbers
 from libra.policy import StalenessPolicy, Verdict
 from libra.train import TrainSettings
 from libra.train.samples import sample_of
-from libra.types import EndReason, FailureClass, Trajectory, TrajectoryId
+from libra.types import EndReason, FailureClass, TrajectoryId
 from libra.worker import batch_rows
 from libra.worker.batch_rows import SliceFetcher, lazy_batch, lengths, without_stale
 
@@ -30,7 +26,7 @@ GROUPS = st.lists(st.lists(st.tuples(VERSIONS, st.booleans()), min_size=2, max_s
 Rows = list[dict[str, Any]]
 
 
-def trajectory(group: int, sample: int, versions: list[int], sound: bool = True, **changes: Any) -> Trajectory:
+def trajectory(group, sample, versions, sound=True, **changes):
     """A prompt of two tokens, and a token of each version; its reward is its sample, unless told otherwise."""
     failure = FailureClass.NONE if sound else FailureClass.ENGINE
     return factories.trajectory(
@@ -38,37 +34,35 @@ def trajectory(group: int, sample: int, versions: list[int], sound: bool = True,
     )
 
 
-def rewarded(index: int, rewards: list[float], version: int = BATCH, sound: bool = True) -> list[Trajectory]:
+def rewarded(index, rewards, version=BATCH, sound=True):
     return [trajectory(index, sample, [version], sound, reward=reward) for sample, reward in enumerate(rewards)]
 
 
-def judged(groups: list[list[Trajectory]], over_age: Verdict = Verdict.WAIT, **trainer: Any) -> Rows:
+def judged(groups, over_age=Verdict.WAIT, **trainer):
     settings = config_from_dict({"trainer": trainer}).trainer
     paths = [Path(str(index)) for index in range(len(groups))]
     return member_rows(settings, groups, paths, BATCH, StalenessPolicy(ETA, over_age))
 
 
-def spared(groups: list[list[Trajectory]], most: int, over_age: Verdict = Verdict.WAIT, **trainer: Any) -> Rows:
+def spared(groups, most, over_age=Verdict.WAIT, **trainer):
     return judged(groups, over_age, train_prompts=most, prompts=16, **trainer)
 
 
-def of_the_step(groups: list[list[Trajectory]], rows: Rows, **options: bool) -> list[Trajectory]:
+def of_the_step(groups, rows, **options):
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(batch_rows, "read_group", lambda path: groups[int(path.name)])
         return batch_rows.members_of({"members": rows}, Path("groups"), **{"of_the_step": True} | options)
 
 
 @given(GROUPS, st.sampled_from([Verdict.DROP, Verdict.MASK, Verdict.CORRECT]))
-def test_exactly_what_the_verdict_says_trains_and_is_counted(
-    drawn: list[list[tuple[list[int], bool]]], over_age: Verdict
-) -> None:
+def test_exactly_what_the_verdict_says_trains_and_is_counted(drawn, over_age):
     groups = [
         [trajectory(index, sample, versions, sound) for sample, (versions, sound) in enumerate(group)]
         for index, group in enumerate(drawn)
     ]
     rows = judged(groups, over_age)
     members = of_the_step(groups, rows)
-    trains: dict[tuple[int, int], list[int]] = {}  # the versions of its tokens in the step
+    trains = {}  # the versions of its tokens in the step
     for index, group in enumerate(drawn):
         late = any(versions and sound and BATCH - versions[0] > ETA for versions, sound in group)
         assert rows[index].get("over_age") == (over_age if late else None)
@@ -77,12 +71,8 @@ def test_exactly_what_the_verdict_says_trains_and_is_counted(
             left_out = late and (over_age is Verdict.DROP or (over_age is Verdict.MASK and not kept))
             if sound and not left_out:
                 trains[index, sample] = kept
-    found = {
-        (t.trajectory_id.group, t.trajectory_id.sample): t.weight_version[t.is_action].tolist()
-        for t in members
-        if t.failure.trains
-    }
-    assert found == trains
+    trained = [(t.trajectory_id, t.weight_version[t.is_action]) for t in members if t.failure.trains]
+    assert {(at.group, at.sample): versions.tolist() for at, versions in trained} == trains
     for member in members:
         if member.num_action_tokens and member.failure.trains:
             assert sample_of(member, BATCH).num_actions == member.num_action_tokens
@@ -93,7 +83,7 @@ def test_exactly_what_the_verdict_says_trains_and_is_counted(
         assert stats["lag_max"] <= ETA
 
 
-def test_the_reward_of_masked_tokens_stays_in_the_baseline_and_that_of_a_dropped_group_leaves_all() -> None:
+def test_the_reward_of_masked_tokens_stays_in_the_baseline_and_that_of_a_dropped_group_leaves_all():
     groups = [[trajectory(0, 0, [0, 0]), trajectory(0, 1, [0, 5])], [trajectory(1, 0, [5]), trajectory(1, 1, [6])]]
     fresh = judged(groups, Verdict.CORRECT)
     masked, dropped = judged(groups, Verdict.MASK), judged(groups, Verdict.DROP)
@@ -103,12 +93,12 @@ def test_the_reward_of_masked_tokens_stays_in_the_baseline_and_that_of_a_dropped
     assert dropped[1] == fresh[1] == masked[1]
 
 
-def test_a_batch_that_should_have_waited_takes_no_step() -> None:
+def test_a_batch_that_should_have_waited_takes_no_step():
     with pytest.raises(TrainError, match="lag 4"):
         judged([[trajectory(0, 0, [2, 6]), trajectory(0, 1, [6])]], Verdict.WAIT)
 
 
-def test_rows_that_come_from_other_workers_are_masked_as_those_that_are_read() -> None:
+def test_rows_that_come_from_other_workers_are_masked_as_those_that_are_read():
     group = [trajectory(0, 0, [0, 0, 6]), trajectory(0, 1, [0])]
     (row,) = judged([group], Verdict.MASK)
     row |= {"rows": [str(t.trajectory_id) for t in group], "block": None}
@@ -116,14 +106,14 @@ def test_rows_that_come_from_other_workers_are_masked_as_those_that_are_read() -
     batch = {"members": [row]}
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(batch_rows, "read_group", lambda path: group)
-        fetcher = SliceFetcher(batch, "me", SimpleNamespace(groups_dir=Path("groups"), run="demo", secret=""))  # type: ignore[arg-type]
+        fetcher = SliceFetcher(batch, "me", SimpleNamespace(groups_dir=Path("groups"), run="demo", secret=""))
         lazy = lazy_batch(batch, fetcher)
         (fetched,) = fetcher([fact.row for fact in lazy.facts])
     assert fetched.is_action.tolist() == [False, False, False, False, True]
     assert [(fact.num_tokens, fact.num_actions) for fact in lazy.facts] == [(4, 1)]
 
 
-def test_filters_leave_members_out_of_the_step_and_nowhere_else() -> None:
+def test_filters_leave_members_out_of_the_step_and_nowhere_else():
     groups = [
         [trajectory(0, 0, [6, 6]), trajectory(0, 1, [6], end_reason=EndReason.LENGTH)],
         rewarded(1, [1.0, 1.0]),
@@ -133,15 +123,13 @@ def test_filters_leave_members_out_of_the_step_and_nowhere_else() -> None:
     every = of_the_step(groups, rows, of_the_step=False)
     assert len(every) == 6 and all(np.isfinite(one.advantage) for one in every)
     kept = of_the_step(groups, rows)
-    assert [(t.trajectory_id.group, t.trajectory_id.sample) for t in kept] == [
-        (0, 0),
-        (2, 0),
-    ]  # a failure is excluded later
+    ids = [(t.trajectory_id.group, t.trajectory_id.sample) for t in kept]
+    assert ids == [(0, 0), (2, 0)]  # a failure is excluded later
     assert len(of_the_step(groups, judged(groups))) == 6
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=8), st.integers(1, 8))
-def test_the_first_groups_with_a_signal_train_and_no_more(signals: list[bool], most: int) -> None:
+def test_the_first_groups_with_a_signal_train_and_no_more(signals, most):
     rows = spared([rewarded(index, [0.0, float(has)]) for index, has in enumerate(signals)], most)
     trained = [index for index, row in enumerate(rows) if all(row["trains"])]
     assert trained == [index for index, has in enumerate(signals) if has][:most]
@@ -155,7 +143,7 @@ def test_the_first_groups_with_a_signal_train_and_no_more(signals: list[bool], m
     assert numbers["groups_spare"] == sum(signals) - len(trained)
 
 
-def test_groups_that_stand_by_are_in_no_statistic_of_the_whole_batch() -> None:
+def test_groups_that_stand_by_are_in_no_statistic_of_the_whole_batch():
     groups = [rewarded(0, [1.0, 1.0]), rewarded(1, [0.0, 1.0]), rewarded(2, [0.0, 9.0], version=BATCH - 1)]
     rows = spared(groups, 1, algorithm="reinforce_pp_baseline")
     alone = spared([groups[1]], 1, algorithm="reinforce_pp_baseline")
@@ -164,14 +152,10 @@ def test_groups_that_stand_by_are_in_no_statistic_of_the_whole_batch() -> None:
     assert spare_numbers(rows, None) == {}
 
 
-def test_what_is_dropped_for_its_age_or_failed_is_replaced_too() -> None:
+def test_what_is_dropped_for_its_age_or_failed_is_replaced_too():
     signal = [0.0, 1.0]
-    groups = [
-        rewarded(0, signal, version=2),
-        rewarded(1, signal, sound=False),
-        rewarded(2, signal),
-        rewarded(3, signal),
-    ]
+    gone = [rewarded(0, signal, version=2), rewarded(1, signal, sound=False)]
+    groups = [*gone, rewarded(2, signal), rewarded(3, signal)]
     rows = spared(groups, 1, Verdict.DROP)
     assert [row.get("spare") for row in rows] == ["no signal", "no signal", None, "not needed"]
     assert rows[0]["over_age"] == "drop" and rows[2]["trains"] == [True, True]
@@ -186,13 +170,13 @@ def test_what_is_dropped_for_its_age_or_failed_is_replaced_too() -> None:
         ({"train_prompts": 2, "late": "correct"}, "trainer.late=wait"),
     ],
 )
-def test_what_cannot_be_chosen_is_refused(trainer: dict[str, Any], fix: str) -> None:
+def test_what_cannot_be_chosen_is_refused(trainer, fix):
     with pytest.raises(ConfigError, match=fix):
         config_from_dict({"trainer": trainer})
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_every_algorithm_of_the_configuration_makes_settings_of_a_replica(name: str) -> None:
+def test_every_algorithm_of_the_configuration_makes_settings_of_a_replica(name):
     teacher = ["distil.teacher=t"] if name == "opd" else []
     settings = TrainSettings.of_run(config_from_dict({}, [f"trainer.algorithm={name}", *teacher]))
     preset = ALGORITHMS[name].preset

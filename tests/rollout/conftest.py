@@ -1,12 +1,7 @@
 """Tiny random models, references computed with plain transformers, and engines that close themselves."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +16,7 @@ from libra.rollout.transformers_engine import TransformersEngine
 from libra.rollout.vllm_engine import VLLMEngine
 from libra.rollout.weight_loading import load_causal_lm
 from libra.testing.models import Models
-from libra.types import TurnOutput, TurnRequest
+from libra.types import TurnRequest
 
 VOCAB = 48
 
@@ -35,9 +30,9 @@ SHAPE = {
 @pytest.fixture(scope="session")
 def make_model(tmp_path_factory):
     """``make_model(family, seed)``: a directory with a random two-layer model, made once per session."""
-    made: dict[tuple[str, int], Path] = {}
+    made = {}
 
-    def make(family: str = "qwen3", seed: int = 0) -> Path:
+    def make(family="qwen3", seed=0):
         if (family, seed) not in made:
             made[family, seed] = factories.save_model(
                 tmp_path_factory.mktemp(f"{family}-{seed}"), family, seed=seed, is_uneven=True, **SHAPE
@@ -50,9 +45,9 @@ def make_model(tmp_path_factory):
 @pytest.fixture(scope="session")
 def reference():
     """``reference(directory)``: the same model in plain transformers with its own sdpa attention."""
-    loaded: dict[Path, torch.nn.Module] = {}
+    loaded = {}
 
-    def load(directory: Path) -> torch.nn.Module:
+    def load(directory):
         if directory not in loaded:
             loaded[directory] = AutoModelForCausalLM.from_pretrained(directory, attn_implementation="sdpa").eval()
         return loaded[directory]
@@ -64,7 +59,7 @@ def reference():
 def reference_logprobs(reference):
     """``reference_logprobs(directory, context, new)``: log-probability of each new token by one full forward pass."""
 
-    def score(directory: Path, context: np.ndarray, new: np.ndarray, temperature: float = 1.0) -> np.ndarray:
+    def score(directory, context, new, temperature=1.0):
         ids = torch.from_numpy(np.concatenate([context, new]).astype(np.int64))[None]
         with torch.no_grad():
             logits = reference(directory)(ids).logits[0, len(context) - 1 : -1]
@@ -78,9 +73,7 @@ def reference_logprobs(reference):
 def make_engine(make_model):
     """``make_engine(slots=...)``: an engine that is not started; tests start and close it in their own event loop."""
 
-    def make(
-        directory: Path | None = None, *, slots: int = 8, max_context_tokens: int = 128, **more: Any
-    ) -> TransformersEngine:
+    def make(directory=None, *, slots=8, max_context_tokens=128, **more):
         return TransformersEngine(
             directory or make_model(), slots=slots, max_context_tokens=max_context_tokens, threads=1, **more
         )
@@ -92,7 +85,7 @@ def make_engine(make_model):
 def make_request():
     """``make_request("a", length=9, new=5)``: a request with a random context, the same for the same name."""
 
-    def make(name: str, *, length: int = 9, new: int = 8, context: np.ndarray | None = None, **fields) -> TurnRequest:
+    def make(name, *, length=9, new=8, context=None, **fields):
         if context is None:
             rng = np.random.default_rng([ord(letter) for letter in name])
             context = rng.integers(0, VOCAB, length).astype(np.int32)
@@ -106,7 +99,7 @@ def serve_all():
     """``serve_all(batch, *requests)``: submit to a `SlotBatch`, step until nothing is left; outputs by trajectory."""
     tickets = itertools.count()
 
-    def serve(batch, *requests: TurnRequest) -> dict[str, TurnOutput]:
+    def serve(batch, *requests):
         for request in requests:
             batch.check(request)
             batch.submit(Job(next(tickets), request, 0.0))
@@ -123,7 +116,7 @@ def make_batch(make_model):
     """``make_batch(family, slots=...)``: a batch of slots by itself, without an engine's thread."""
     kv_slots.register()
 
-    def make(family: str = "qwen3", *, slots: int = 4, max_context_tokens: int = 96, dtype="float32", **more: Any):
+    def make(family="qwen3", *, slots=4, max_context_tokens=96, dtype="float32", **more):
         model = load_causal_lm(make_model(family), dtype, kv_slots.SLOT_ATTENTION)
         return SlotBatch(model, slots=slots, max_context_tokens=max_context_tokens, version=0, **more)
 
@@ -136,7 +129,7 @@ def vllm_engine(tmp_path_factory):
     models = Models(tmp_path_factory.mktemp("vllm"))
     engine = VLLMEngine(models.first, threads=1, slots=16, max_context_tokens=512)
 
-    async def fresh(body: Callable[..., Any]) -> Any:
+    async def fresh(body):
         await engine.load_version(engine.version + 1, models.first)
         return await body(engine, models)
 

@@ -1,7 +1,5 @@
 """Slots of an engine on another device than the host: `pretended_gpu` computes on the CPU and refuses mixtures."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from torch.utils._python_dispatch import _disable_current_modes
@@ -16,9 +14,7 @@ from pretended_gpu import PretendedTensor, pretended_gpu
 def served(make_model, make_request, device, family, fused, exact):
     """Everything a batch on ``device`` answers: turns of several trajectories, probes, and all of it after other weights."""
     slot_cache.register()
-    with (
-        _disable_current_modes()
-    ):  # transformers loads by way of torch's device ``meta``, whose name the pretended GPU has
+    with _disable_current_modes():  # transformers loads by way of the device ``meta``, a name the pretended GPU has
         model = load_causal_lm(make_model(family), "float32", slot_cache.SLOT_ATTENTION)
         others = make_model(family, 1)
     model.to(device)
@@ -36,16 +32,12 @@ def served(make_model, make_request, device, family, fused, exact):
         while batch.has_work:
             turns |= {job.request.trajectory_id: output for job, output in batch.step()}
         assert len(turns) == len(requests)
-        for _, output in sorted(turns.items()):
-            tokens.append(output.token_ids)
-            answers.append(output.logprobs)
+        tokens += [output.token_ids for _, output in sorted(turns.items())]
+        answers += [output.logprobs for _, output in sorted(turns.items())]
         answers.append(batch.score(np.arange(20, dtype=np.int32)))
         answers += [np.array(numbers) for _, numbers in sorted(batch.project(7).items())]
-        wanted = {
-            "model.embed_tokens.weight": (3, 5),
-            "model.layers.0.self_attn.q_proj.weight": (1,),
-            "model.norm.weight": (),
-        }
+        wanted = {"model.embed_tokens.weight": (3, 5), "model.norm.weight": ()}
+        wanted["model.layers.0.self_attn.q_proj.weight"] = (1,)
         answers += [found for _, found in sorted(batch.columns(wanted).items())]
     return batch, tokens, answers
 

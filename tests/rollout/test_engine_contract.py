@@ -1,7 +1,5 @@
 """Every engine of Libra does what `libra.testing.engines` asks of one."""
 
-from __future__ import annotations
-
 import asyncio
 
 import numpy as np
@@ -13,32 +11,27 @@ from libra.rollout.vllm_settings import CPU_BATCHED_TOKENS, is_installed
 from libra.testing.engines import EngineContract
 from libra.testing.models import ask
 
-needs_vllm = pytest.mark.skipif(not is_installed(), reason="vllm is not installed here: type make setup-vllm")
+VLLM = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(not is_installed(), reason="vllm is not installed here: type make setup-vllm"),
+    pytest.mark.timeout(600),
+]
 
 
 class TestTransformersEngine(EngineContract):
-    """In this process, on a thread."""
-
     def make_engine(self, model_dir, **options):
         return TransformersEngine(model_dir, threads=1, **options)
 
 
-@needs_vllm
-@pytest.mark.vllm
-@pytest.mark.timeout(600)
 class TestVLLMEngine(EngineContract):
-    """A process of its own."""
+    pytestmark = VLLM
 
     def make_engine(self, model_dir, **options):
         return VLLMEngine(model_dir, threads=1, **options)
 
 
-@needs_vllm
-@pytest.mark.vllm
-@pytest.mark.timeout(600)
 class TestTensorParallelVLLMEngine(EngineContract):
-    """Two ranks, which keep KV over an update."""
-
+    pytestmark = VLLM
     keeps_kv = True
     # One start less: what follows a death is the same for any number of ranks.
     test_a_killed_engine_process_fails_what_it_had_and_is_replaced = None
@@ -47,12 +40,10 @@ class TestTensorParallelVLLMEngine(EngineContract):
         return VLLMEngine(model_dir, threads=1, tp=2, keep_kv=True, **options)
 
 
-@needs_vllm
 @pytest.mark.vllm
-@pytest.mark.timeout(600)
+@VLLM[1]
+@VLLM[2]
 def test_vllm_survives_more_context_than_one_step_computes(vllm_engine):
-    """Parts of a context would be drawn from and thrown away, of which the engine process dies where requests have seeds."""
-
     async def body(engine, models):
         requests = [ask(f"long{n}", length=500, new=4, seed=n) for n in range(16)]
         assert CPU_BATCHED_TOKENS < 16 * 500

@@ -1,7 +1,3 @@
-"""KV as an object: what one engine exports, another one continues from, to the bit; what does not fit is refused."""
-
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 
@@ -20,8 +16,6 @@ POOL = {"host_kv_gib": 0.25}
 
 
 def use(engines, body):
-    """Run ``await body(*engines)`` with all engines started and, whatever happens, closed."""
-
     async def run():
         try:
             for engine in engines:
@@ -130,17 +124,10 @@ def test_a_damaged_object_is_refused():
         kv.check(3, "layout", np.arange(3))
 
 
-@given(
-    limit=st.integers(0, 60),
-    steps=st.lists(
-        st.tuples(
-            st.sampled_from("abcdef"),
-            st.integers(0, 40),
-            st.integers(0, 3),
-            st.sampled_from(["put", "get", "drop", "load"]),
-        )
-    ),
-)
+ACTS = st.sampled_from(["put", "get", "drop", "load"])
+
+
+@given(st.integers(0, 60), st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(0, 40), st.integers(0, 3), ACTS)))
 def test_the_pool_never_exceeds_its_bound_and_keeps_the_last_object(limit, steps):
     pool, last = HostKV(limit), {}
     for name, size, version, step in steps:

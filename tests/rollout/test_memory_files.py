@@ -1,7 +1,3 @@
-"""Files in memory are removed with the process that made them, also where it was killed."""
-
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path
@@ -15,14 +11,14 @@ pytestmark = pytest.mark.live
 
 @pytest.fixture
 def children():
-    started: list[int] = []
+    started = []
     yield started
     for child in started:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
 
 
-def owner(parent: Path) -> tuple[int, Path]:
+def owner(parent):
     """A process that has made a directory with a file, and its path."""
     read, write = os.pipe()
     child = os.fork()

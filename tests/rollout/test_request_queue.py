@@ -1,7 +1,3 @@
-"""The queue before an engine: order, places, and priorities as one number."""
-
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -17,7 +13,7 @@ PARTS = (st.integers(-1, 2**20 - 3), st.integers(-1, 2**10 - 3), st.integers(-1,
 PRIORITIES = st.tuples(*PARTS).flatmap(lambda whole: st.integers(0, 3).map(lambda size: whole[:size]))
 
 
-def request(name: str = "a", priority: tuple[int, ...] = (0,), **fields) -> TurnRequest:
+def request(name="a", priority=(0,), **fields):
     return TurnRequest(name, 0, np.arange(4, dtype=np.int32), fields.pop("new", 2), priority=priority, **fields)
 
 
@@ -71,18 +67,9 @@ def test_a_trajectory_has_one_job():
     queue.push(QueuedJob(3, request("a"), 0.0))
 
 
-@pytest.mark.parametrize(
-    ("fields", "error"),
-    [
-        ({"new": 0}, EngineError),
-        ({"new": 13}, ContextOverflow),
-        ({"temperature": -1.0}, EngineError),
-        ({"top_p": 0.0}, EngineError),
-        ({"seed": -1}, EngineError),
-    ],
-)
-def test_what_no_engine_serves_is_refused(fields, error):
-    with pytest.raises(error):
+@pytest.mark.parametrize("fields", [{"new": 0}, {"new": 13}, {"temperature": -1.0}, {"top_p": 0.0}, {"seed": -1}])
+def test_what_no_engine_serves_is_refused(fields):
+    with pytest.raises(ContextOverflow if fields == {"new": 13} else EngineError):
         check_request(request(**fields), max_context_tokens=16, vocab_size=10)
     check_request(request(new=12), max_context_tokens=16, vocab_size=10)
     with pytest.raises(EngineError):

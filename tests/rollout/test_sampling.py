@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -88,6 +86,5 @@ def test_draws_follow_the_distribution_and_go_on_in_the_next_part_of_a_turn():
     expected = (logits / 0.5).softmax(-1)[0]
     np.testing.assert_allclose(np.bincount(ids[0], minlength=4) / ids.numel(), expected, atol=0.02)
     assert torch.allclose(logp[0], expected.log()[ids[0]], atol=1e-6)
-    assert (
-        further_uniforms(3, 7, 4).tolist() == further_uniforms(3, 7, 4).tolist() != further_uniforms(3, 8, 4).tolist()
-    )
+    one, again, other = (further_uniforms(3, place, 4).tolist() for place in (7, 7, 8))
+    assert one == again != other

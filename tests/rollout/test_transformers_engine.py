@@ -3,13 +3,11 @@
 Where a test must act while a request runs, it lets the batch's own step call it: the step is the only clock.
 """
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest
 
-from libra.errors import EngineError, ModelError
+from libra.errors import EngineError
 
 
 def use(engine, body):
@@ -96,11 +94,3 @@ def test_close_fails_what_is_pending_joins_the_thread_and_may_be_called_twice(ma
         return thread
 
     assert not asyncio.run(body()).is_alive()
-
-
-def test_a_directory_without_a_model_is_named(make_engine, tmp_path):
-    async def body():
-        with pytest.raises(ModelError):
-            await make_engine(tmp_path).start()
-
-    asyncio.run(body())

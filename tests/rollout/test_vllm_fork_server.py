@@ -1,7 +1,5 @@
 """Engine processes that are forked from one that has imported vLLM: they start, come back, and end with whoever started them."""
 
-from __future__ import annotations
-
 import os
 import select
 import signal
@@ -10,7 +8,6 @@ import sys
 
 import pytest
 
-from libra.rollout import vllm_fork_server
 from libra.rollout.vllm_settings import is_installed
 
 PROGRAM = """
@@ -61,9 +58,11 @@ asyncio.run(main())
 @pytest.mark.timeout(600)
 def test_engines_come_back_by_a_fork_and_outlive_neither_their_server_nor_their_worker(tmp_path):
     """By real kills: of an engine process, of the fork server, of the process that started both."""
-    worker = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    command, pipes = (
+        [sys.executable, "-c", PROGRAM, str(tmp_path)],
+        {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE},
     )
+    worker = subprocess.Popen(command, text=True, **pipes)
     assert worker.stdout is not None
     told = next((line for line in worker.stdout if line.startswith("LEFT")), "")
     watched = []
@@ -78,14 +77,3 @@ def test_engines_come_back_by_a_fork_and_outlive_neither_their_server_nor_their_
     for each in watched:
         select.select([each], [], [])
         os.close(each)
-
-
-def test_an_environment_that_was_read_at_the_import_is_not_handed_over(monkeypatch):
-    server = vllm_fork_server._Server()
-    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
-    assert server.fits() and server.fits()
-    monkeypatch.setattr(server, "_forkserver_pid", 1)
-    monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    assert server.fits()
-    monkeypatch.delenv("TORCHDYNAMO_DISABLE")
-    assert not server.fits()

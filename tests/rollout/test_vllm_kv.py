@@ -1,7 +1,3 @@
-"""KV between two real vLLM engines on this CPU, of different tensor-parallel degrees."""
-
-from __future__ import annotations
-
 import asyncio
 
 import numpy as np
@@ -10,7 +6,6 @@ import pytest
 from libra.rollout import VLLMEngine
 from libra.rollout.kv_object import KVObject
 from libra.rollout.vllm_settings import is_installed
-from libra.types import TurnOutput, TurnRequest
 
 pytestmark = [
     pytest.mark.vllm,
@@ -27,18 +22,18 @@ def model(repository):
 
 
 def test_a_turn_continues_on_another_degree_from_exported_kv(model, make_request):
-    def engine(tp: int) -> VLLMEngine:
+    def engine(tp):
         return VLLMEngine(model, slots=2, max_context_tokens=256, threads=1, tp=tp, host_kv_gib=0.05)
 
-    def following(first: TurnRequest, output: TurnOutput) -> TurnRequest:
+    def following(first, output):
         context = np.concatenate([first.context_ids, output.token_ids, np.array([7, 11, 3], np.int32)])
         return make_request(first.trajectory_id, turn=1, context=context, new=12, seed=2)
 
-    def arrived(kv: KVObject | None) -> KVObject:
+    def arrived(kv):
         assert kv is not None
         return KVObject.received(kv.header(), kv.data.copy())
 
-    async def moved(home: VLLMEngine, other: VLLMEngine, name: str) -> None:
+    async def moved(home, other, name):
         first = make_request(name, length=75, new=9, seed=1)
         second = following(first, await home.generate(first))
         kv = arrived(await home.export_kv(name))
@@ -52,7 +47,7 @@ def test_a_turn_continues_on_another_degree_from_exported_kv(model, make_request
             assert output.token_ids.tolist() == each.token_ids.tolist()
             np.testing.assert_allclose(output.logprobs, each.logprobs, atol=TOLERANCE_NATS)
 
-    async def stale(home: VLLMEngine, other: VLLMEngine) -> None:
+    async def stale(home, other):
         first = make_request("stale", length=75, new=9, seed=1)
         second = following(first, await home.generate(first))
         kv = arrived(await home.export_kv("stale"))
@@ -62,7 +57,7 @@ def test_a_turn_continues_on_another_degree_from_exported_kv(model, make_request
         assert await other.import_kv(kv)  # it was under way while the weights changed
         assert (await other.generate(second)).cached_tokens == 0
 
-    async def run() -> None:
+    async def run():
         engines = [engine(2), engine(1)]
         try:
             for each in engines:

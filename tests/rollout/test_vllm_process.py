@@ -1,10 +1,5 @@
-"""The process of a vLLM engine, and the worker that started it."""
-
-from __future__ import annotations
-
 import asyncio
 import os
-from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
@@ -23,12 +18,12 @@ def test_a_continued_request_skips_what_its_tokens_drew(kernel, fp64):
     """As vLLM's two ways of drawing a token on a CPU do it."""
     vocab, dtype = 300, torch.float64 if fp64 else torch.float32
 
-    def draw(generator: torch.Generator) -> torch.Tensor:
+    def draw(generator):
         if kernel == "forward_cpu" and not fp64:
             return torch.randint(0, 2**31, (1,), generator=generator, dtype=torch.long)
         return torch.empty(vocab, dtype=dtype).exponential_(generator=generator)
 
-    def forward() -> None: ...
+    def forward(): ...
 
     forward.__name__ = kernel
     sampler = SimpleNamespace(topk_topp_sampler=SimpleNamespace(forward=forward, use_fp64_gumbel=fp64))
@@ -44,7 +39,7 @@ def test_a_continued_request_skips_what_its_tokens_drew(kernel, fp64):
 def test_a_closed_engine_leaves_no_process_and_no_shared_memory(tmp_path):
     engine = VLLMEngine(Models(tmp_path).first, threads=1, slots=2, max_context_tokens=128, tp=2)
 
-    async def body() -> tuple[list[psutil.Process], set[Path]]:
+    async def body():
         await engine.start()
         core = psutil.Process(engine.process_ids[0])
         found = [core, *core.children(recursive=True)], shared_memory(engine.process_ids)

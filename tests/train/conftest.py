@@ -1,18 +1,13 @@
 """A random Qwen3 of a few thousand parameters, made once, and trajectories to train it on."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 import factories
-from libra.train import Replica, Sample, TrainSettings, pack
-from libra.types import Trajectory
+from libra.train import Replica, TrainSettings, pack
 
 VOCABULARY = 48
 
@@ -21,7 +16,7 @@ VOCABULARY = 48
 def golden(repository):
     """Cases of one .npz of tests/golden: (parameters, arrays by name); of equal parameters two, whatever their seeds."""
 
-    def cases(name: str) -> list[tuple[dict[str, Any], dict[str, torch.Tensor]]]:
+    def cases(name):
         archive, seen, result = np.load(repository / "tests" / "golden" / f"{name}.npz"), {}, []
         for index, parameters in enumerate(json.loads(str(archive["params_json"]))):
             kind = json.dumps({key: value for key, value in parameters.items() if key not in ("seed", "metrics")})
@@ -47,7 +42,7 @@ def model_dir(tmp_path_factory):
 def trajectory():
     """Maker of one trajectory by its seed and advantage; the rest as `factories.trajectory`."""
 
-    def make(seed: int, advantage: float = 1.0, lengths=(5, 4, 3, 6), **changes: Any) -> Trajectory:
+    def make(seed, advantage=1.0, lengths=(5, 4, 3, 6), **changes):
         given = {"lengths": lengths, "vocabulary": VOCABULARY, "reward": advantage, "advantage": advantage}
         return factories.trajectory(seed=seed, **given | changes)
 
@@ -66,10 +61,10 @@ def batch(trajectory):
 
 
 @pytest.fixture
-def replica(model_dir) -> Callable[..., Replica]:
+def replica(model_dir):
     """Maker of replicas of the model; keyword arguments are those of TrainSettings, ``dtype`` and ``seed``."""
 
-    def make(dtype: torch.dtype = torch.float32, seed: int = 0, **settings: Any) -> Replica:
+    def make(dtype=torch.float32, seed=0, **settings):
         return Replica(model_dir, TrainSettings(**{"lr": 1e-3, **settings}), dtype=dtype, seed=seed)
 
     return make
@@ -79,7 +74,7 @@ def replica(model_dir) -> Callable[..., Replica]:
 def score():
     """Log-probabilities of the actions of each sample, each alone in a forward pass."""
 
-    def logprobs(replica: Replica, samples: list[Sample]) -> list[torch.Tensor]:
+    def logprobs(replica, samples):
         result = []
         for sample in samples:
             (one,) = pack([sample], max_row_tokens=1, micro_batch_tokens=10**6)

@@ -1,9 +1,4 @@
-"""One replica in a process of its own, told what to do by JSON lines; the test is the other end (`Process`).
-
-Also what both ends need: the same batches and the same way to record each merged gradient.
-"""
-
-from __future__ import annotations
+"""One replica in a process of its own that takes commands as JSON lines from the test (`Process`); what both ends need."""
 
 import json
 import os
@@ -12,7 +7,6 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -21,33 +15,29 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import factories
 from libra.errors import LibraError
 from libra.train import Replica, TrainSettings
-from libra.train.hybrid_pool import HybridPool
 from libra.train.hybrid_replica import HybridReplica
 from libra.train.model_layout import whole
 from libra.train.rendezvous import Rendezvous
 from libra.train.replica_group import TrainGroup
-from libra.types import Taught, Trajectory, TrajectoryId
+from libra.types import Taught, TrajectoryId
 
 TOKEN = "of this test"
 
 
-def make_batch(step: int) -> list[Trajectory]:
+def make_batch(step):
     """Nine trajectories of very unequal token counts; one without advantage, which weighs and has no gradient."""
     rng = np.random.default_rng(1000 + step)
     made = []
     for index in range(9):
         lengths = [int(n) for n in rng.integers(1, 4 if index % 3 else 25, 2 * int(rng.integers(1, 3)))]
         advantage = 0.0 if index == 4 else float(rng.normal())
-        made.append(
-            factories.trajectory(
-                TrajectoryId(step, 0, index), lengths=(lengths[0] + 3, *lengths[1:]), version=step,
-                seed=100 * step + index, reward=0.0, advantage=advantage,
-            )
-        )  # fmt: skip
+        facts = {"version": step, "seed": 100 * step + index, "reward": 0.0, "advantage": advantage}
+        sizes = (lengths[0] + 3, *lengths[1:])
+        made.append(factories.trajectory(TrajectoryId(step, 0, index), lengths=sizes, **facts))
     return made
 
 
-def make_taught(rng: np.random.Generator, one: Trajectory, k: int = 5) -> Taught:
+def make_taught(rng, one, k=5):
     """What a teacher might say of a trajectory: five tokens of 48 at each place, and all others together."""
     count = one.num_action_tokens
     columns = rng.random((count, 48)).argsort(axis=1)[:, :k]
@@ -58,16 +48,16 @@ def make_taught(rng: np.random.Generator, one: Trajectory, k: int = 5) -> Taught
 class Recorded:
     """A float64 replica that keeps what it merged, before it is divided by its norm."""
 
-    def __init__(self, model_dir: str, settings: dict[str, Any], group: TrainGroup | None = None) -> None:
+    def __init__(self, model_dir, settings, group=None):
         defaults = {"lr": 1e-3, "max_grad_norm": 0.5, "max_row_tokens": 40, "micro_batch_tokens": 120}
         self.replica = Replica(
             model_dir, TrainSettings(**{**defaults, **settings}), dtype=torch.float64, threads=1, group=group
         )
-        self.gradients: list[np.ndarray] = []
-        self.published: dict[int, dict[str, torch.Tensor]] = {}
+        self.gradients = []
+        self.published = {}
         apply = self.replica.apply_gradient
 
-        def record(step: int, tally: Any) -> None:
+        def record(step, tally):
             grads = [p.grad for p in self.replica.optimized().values()]
             full = [g.full_tensor() if hasattr(g, "full_tensor") else g for g in grads]
             self.gradients.append(torch.cat([g.flatten() for g in full]).numpy().copy())
@@ -75,10 +65,10 @@ class Recorded:
 
         self.replica.apply_gradient = record
 
-    def listen(self, timeout_s: float = 60.0) -> HybridPool:
+    def listen(self, timeout_s=60.0):
         return self.replica.admit_hybrids(TOKEN, timeout_s=timeout_s)
 
-    def step(self, k: int, waves: list[list[int]] | None = None) -> tuple[dict[str, Any], list[np.ndarray]]:
+    def step(self, k, waves=None):
         """Report of step ``k``, whole or in waves of these trajectories, and the gradient of each of its optimizer steps."""
         self.gradients.clear()
         batch = make_batch(k)
@@ -100,33 +90,29 @@ class Recorded:
 class Process:
     """The parent's end of one process."""
 
-    def __init__(self, model_dir: Path, scratch: Path) -> None:
+    def __init__(self, model_dir, scratch):
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-        self.popen = subprocess.Popen(
-            [sys.executable, __file__, str(model_dir), str(scratch)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
+        command = [sys.executable, __file__, str(model_dir), str(scratch)]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        self.popen = subprocess.Popen(command, text=True, env=environment, **pipes)
 
-    def tell(self, what: str, **arguments: Any) -> None:
+    def tell(self, what, **arguments):
         assert self.popen.stdin is not None
         self.popen.stdin.write(json.dumps([what, arguments]) + "\n")
         self.popen.stdin.flush()
 
-    def answer(self) -> Any:
+    def answer(self):
         assert self.popen.stdout is not None
         line = self.popen.stdout.readline()
         if not line:
             return {"dead": self.popen.wait()}
         return json.loads(line)
 
-    def ask(self, what: str, **arguments: Any) -> Any:
+    def ask(self, what, **arguments):
         self.tell(what, **arguments)
         return self.answer()
 
-    def close(self) -> None:
+    def close(self):
         self.popen.kill()
         self.popen.wait()
         for pipe in (self.popen.stdin, self.popen.stdout):
@@ -137,43 +123,43 @@ class Process:
 class Member:
     """The process's end."""
 
-    def __init__(self, model_dir: str, scratch: str) -> None:
+    def __init__(self, model_dir, scratch):
         self.model_dir, self.scratch = model_dir, Path(scratch)
-        self.group: TrainGroup | None = None
-        self.serving: threading.Thread | None = None
+        self.group = None
+        self.serving = None
 
-    def join(self, port: int, rank: int, size: int, epoch: int = 0) -> None:
+    def join(self, port, rank, size, epoch=0):
         if rank == 0:
             self.rendezvous = Rendezvous(TOKEN, "127.0.0.1", port)
         self.group = TrainGroup.join(("127.0.0.1", port), rank, size, token=TOKEN, epoch=epoch, timeout_s=60)
         if hasattr(self, "recorded"):
             self.recorded.replica.group = self.group
 
-    def new(self, settings: dict[str, Any], listen: bool = False) -> list[Any] | None:
+    def new(self, settings, listen=False):
         if hasattr(self, "recorded") and self.recorded.replica.hybrids is not None:
             self.recorded.replica.hybrids.close()
         self.recorded = Recorded(self.model_dir, settings, self.group)
         return list(self.recorded.listen().address) if listen else None
 
-    def load(self, directory: str) -> None:
+    def load(self, directory):
         self.recorded.replica.load(directory)
 
-    def save(self, directory: str) -> None:
+    def save(self, directory):
         self.recorded.replica.save(directory)
 
-    def keep(self, path: str) -> None:
+    def keep(self, path):
         """Write the published weights, and what the optimizer updates."""
         replica = self.recorded.replica
         weights = {f"weights/{name}": tensor for name, tensor in replica.weights().items()}
         optimized = {f"optimized/{name}": whole(tensor.detach()) for name, tensor in replica.optimized().items()}
         torch.save(weights | optimized, path)
 
-    def wait_for(self, members: int, joining: bool = False) -> bool:
+    def wait_for(self, members, joining=False):
         pool = self.recorded.replica.hybrids
         assert pool is not None
         return pool.wait_for(members, joining=joining) if members else pool.wait_empty()
 
-    def step(self, k: int, waves: list[list[int]] | None = None) -> Any:
+    def step(self, k, waves=None):
         try:
             report, gradients = self.recorded.step(k, waves)
         except LibraError as error:
@@ -182,13 +168,13 @@ class Member:
         np.save(path, np.stack(gradients))
         return {"report": report, "gradients": str(path)}
 
-    def serve(self, settings: dict[str, Any], address: list[Any], die_at: int | None = None) -> None:
+    def serve(self, settings, address, die_at=None):
         """Become a hybrid; with ``die_at`` killed in the midst of that slice."""
         replica = Recorded(self.model_dir, settings).replica
         if die_at is not None:
             accumulate, calls = replica.gradient.micro_batch_loss, []
 
-            def deadly(*args: Any) -> Any:
+            def deadly(*args):
                 calls.append(1)
                 if len(calls) > die_at:
                     os.kill(os.getpid(), signal.SIGKILL)
@@ -199,18 +185,18 @@ class Member:
         self.serving = threading.Thread(target=self.hybrid.run)
         self.serving.start()
 
-    def leave(self) -> int:
+    def leave(self):
         assert self.serving is not None
         self.hybrid.leave()
         self.serving.join()
         return self.hybrid.slices_done
 
-    def die_in_reduction(self) -> None:
+    def die_in_reduction(self):
         assert self.group is not None
         self.group.sum_ = lambda tensors: os.kill(os.getpid(), signal.SIGKILL)
 
 
-def main() -> None:
+def main():
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no answer
     torch.set_num_threads(1)

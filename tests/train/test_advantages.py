@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -7,58 +5,47 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libra.errors import TrainError
-from libra.train.advantages import (
-    GroupRewards,
-    batch_advantages,
-    gae,
-    group_advantages,
-    grpo,
-    opo,
-    reinforce_pp,
-    reinforce_pp_baseline,
-    reinforce_pp_outcome,
-    rloo,
-)
+from libra.train import advantages as adv
 
 rewards = st.lists(st.floats(-100, 100, width=32), min_size=2, max_size=16)
 
 
 def test_a_group_by_hand():
     # mean 2, deviations -1 0 1, unbiased standard deviation 1
-    np.testing.assert_allclose(group_advantages([1, 2, 3], [True] * 3, eps=0), [-1, 0, 1])
-    np.testing.assert_allclose(group_advantages([0, 0, 3], [True] * 3, normalize_std=False), [-1, -1, 2])
-    np.testing.assert_allclose(group_advantages([0, 2], [True] * 2, ddof=0, eps=0), [-1, 1])
+    np.testing.assert_allclose(adv.group_advantages([1, 2, 3], [True] * 3, eps=0), [-1, 0, 1])
+    np.testing.assert_allclose(adv.group_advantages([0, 0, 3], [True] * 3, normalize_std=False), [-1, -1, 2])
+    np.testing.assert_allclose(adv.group_advantages([0, 2], [True] * 2, ddof=0, eps=0), [-1, 1])
 
 
 @given(rewards, st.data())
 def test_excluded_samples_are_as_if_absent(values, data):
     valid = np.array(data.draw(st.lists(st.booleans(), min_size=len(values), max_size=len(values))))
     with_nan = np.where(valid, values, np.nan)
-    got = group_advantages(with_nan, valid)
+    got = adv.group_advantages(with_nan, valid)
     assert (got[~valid] == 0).all()
     if valid.sum() > 1:
-        np.testing.assert_allclose(got[valid], group_advantages(np.array(values)[valid], valid[valid]))
+        np.testing.assert_allclose(got[valid], adv.group_advantages(np.array(values)[valid], valid[valid]))
     else:
         assert (got == 0).all()  # one survivor has nobody to be compared with
 
 
 def test_a_group_of_one_keeps_its_reward():
-    assert group_advantages([3.0], [True], normalize_std=False) == [3.0]
-    assert group_advantages([3.0], [True], eps=0) == [3.0]
-    for estimate in (grpo, rloo):
+    assert adv.group_advantages([3.0], [True], normalize_std=False) == [3.0]
+    assert adv.group_advantages([3.0], [True], eps=0) == [3.0]
+    for estimate in (adv.grpo, adv.rloo):
         assert estimate(torch.tensor([3.0]), torch.tensor([7]), singleton="zero") == torch.tensor([0.0])
 
 
 def test_rewards_that_cannot_be_compared_are_refused():
     for reward, valid in (([1.0, float("nan")], [True] * 2), ([1.0, 2.0], [True] * 3)):
         with pytest.raises(TrainError):
-            group_advantages(reward, valid)
+            adv.group_advantages(reward, valid)
     with pytest.raises(TrainError):
-        batch_advantages([group([0.0, 1.0], num_tokens=[1, 2, 3])], "grpo")
-    assert grpo(torch.zeros(0), torch.zeros(0, dtype=torch.int64)).shape == (0,)
+        adv.batch_advantages([group([0.0, 1.0], num_tokens=[1, 2, 3])], "grpo")
+    assert adv.grpo(torch.zeros(0), torch.zeros(0, dtype=torch.int64)).shape == (0,)
 
 
-def groups_of(values: list[float]) -> tuple[torch.Tensor, torch.Tensor]:
+def groups_of(values):
     return torch.tensor(values, dtype=torch.float64), torch.tensor([index % 3 for index in range(len(values))])
 
 
@@ -69,14 +56,14 @@ def test_estimators_shift_and_scale_as_they_should(values, lengths, shift, scale
     sizes = torch.bincount(group)[group]
     paired = sizes > 1  # a lone sample keeps its reward, shift and all
     for estimate in (
-        lambda r: rloo(r, group),
-        lambda r: opo(r, length, group),
-        lambda r: grpo(r, group, normalize_std=False),
+        lambda r: adv.rloo(r, group),
+        lambda r: adv.opo(r, length, group),
+        lambda r: adv.grpo(r, group, normalize_std=False),
     ):
         base = estimate(reward)[paired]
         torch.testing.assert_close(estimate(reward + shift)[paired], base, rtol=1e-9, atol=1e-7)
         torch.testing.assert_close(estimate(reward * scale)[paired], base * scale, rtol=1e-9, atol=1e-7)
-    base = opo(reward, length, group)
+    base = adv.opo(reward, length, group)
     for number in range(3):
         weighted = (base * length)[(group == number) & paired].sum()  # its baseline is the length-weighted mean
         assert abs(float(weighted)) < 1e-6
@@ -86,28 +73,32 @@ def test_estimators_shift_and_scale_as_they_should(values, lengths, shift, scale
 def test_equal_rewards_give_exactly_zero_everywhere(value, size):
     reward, group = torch.full((size,), value, dtype=torch.float64), torch.zeros(size, dtype=torch.int64)
     length = torch.arange(1, size + 1)
-    assert (group_advantages([value] * size, [True] * size) == 0).all()
-    for got in (rloo(reward, group), opo(reward, length, group), reinforce_pp_baseline(reward, length, group)):
+    assert (adv.group_advantages([value] * size, [True] * size) == 0).all()
+    for got in (
+        adv.rloo(reward, group),
+        adv.opo(reward, length, group),
+        adv.reinforce_pp_baseline(reward, length, group),
+    ):
         assert (got == 0).all()
-    assert (reinforce_pp_outcome(reward, length) == 0).all()
+    assert (adv.reinforce_pp_outcome(reward, length) == 0).all()
 
 
 def test_returns_run_over_observations_and_stop_at_padding():
     reward = torch.tensor([[0.0, 0.0, 5.0, 2.0, 9.0]])
     mask = torch.tensor([[1.0, 1.0, 0.0, 1.0, 0.0]])
-    _, returns = reinforce_pp(reward, mask, gamma=0.5)
+    _, returns = adv.reinforce_pp(reward, mask, gamma=0.5)
     assert returns.tolist() == [[0.5, 1.0, 0.0, 2.0, 0.0]]
     value = torch.zeros(1, 5)
-    _, generalised = gae(reward * mask, value, mask, gamma=0.5, lam=1.0, whitened=False)
+    _, generalised = adv.gae(reward * mask, value, mask, gamma=0.5, lam=1.0, whitened=False)
     assert generalised[mask > 0].tolist() == [0.5, 1.0, 2.0]
-    assert reinforce_pp(torch.zeros(2, 0), torch.zeros(2, 0))[0].shape == (2, 0)
-    assert gae(torch.zeros(2, 0), torch.zeros(2, 0), torch.zeros(2, 0))[0].shape == (2, 0)
+    assert adv.reinforce_pp(torch.zeros(2, 0), torch.zeros(2, 0))[0].shape == (2, 0)
+    assert adv.gae(torch.zeros(2, 0), torch.zeros(2, 0), torch.zeros(2, 0))[0].shape == (2, 0)
 
 
-def group(reward: list[float], **changes: list) -> GroupRewards:
+def group(reward, **changes):
     size = len(reward)
     facts = {"valid": [True] * size, "num_tokens": [4] * size, "finished": [True] * size, **changes}
-    return GroupRewards(np.array(reward), **{name: np.array(values) for name, values in facts.items()})
+    return adv.GroupRewards(np.array(reward), **{name: np.array(values) for name, values in facts.items()})
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "rloo", "opo", "reinforce_pp", "reinforce_pp_baseline"])
@@ -118,7 +109,7 @@ def test_a_batch_of_groups_through_each_estimator(estimator):
         group([7.0, np.nan, np.nan], valid=[True, False, False]),
         group([np.nan] * 2, valid=[False] * 2),
     ]
-    advantages, trains = batch_advantages(groups, estimator)
+    advantages, trains = adv.batch_advantages(groups, estimator)
     assert [len(a) for a in advantages] == [3, 3, 3, 2]
     assert all(np.isfinite(a).all() for a in advantages)
     assert advantages[0][0] < advantages[0][1] < advantages[0][2]
@@ -128,21 +119,23 @@ def test_a_batch_of_groups_through_each_estimator(estimator):
     if estimator != "reinforce_pp":
         assert (advantages[2] == 0).all()  # one survivor has nobody to be compared with
     assert [t.tolist() for t in trains] == [g.valid.tolist() for g in groups]
-    _, filtered = batch_advantages(groups, estimator, drop_uniform_groups=True)
+    _, filtered = adv.batch_advantages(groups, estimator, drop_uniform_groups=True)
     assert [t.tolist() for t in filtered] == [[True] * 3, [False] * 3, [False] * 3, [False] * 2]
-    _, filtered = batch_advantages(groups, estimator, drop_truncated=True)
+    _, filtered = adv.batch_advantages(groups, estimator, drop_truncated=True)
     assert filtered[1].tolist() == [True, False, False]
-    assert batch_advantages([], estimator) == ([], [])
+    assert adv.batch_advantages([], estimator) == ([], [])
 
 
 def test_a_group_without_its_greedy_answer_is_left_out_and_a_uniform_one_can_be():
     nan = float("nan")
     groups = [
-        GroupRewards(np.array(rewards), ~np.isnan(rewards), np.full(len(rewards), 5), np.ones(len(rewards), np.bool_))
+        adv.GroupRewards(
+            np.array(rewards), ~np.isnan(rewards), np.full(len(rewards), 5), np.ones(len(rewards), np.bool_)
+        )
         for rewards in ([0.5, 1.0, nan], [nan, 1.0], [1.0, 1.0])
     ]
-    advantages, trains = batch_advantages(groups, "remax")
+    advantages, trains = adv.batch_advantages(groups, "remax")
     assert [one.tolist() for one in advantages] == [[0.0, 0.5, 0.0], [0.0, 0.0], [0.0, 0.0]]
     assert [one.tolist() for one in trains] == [[False, True, False], [False, False], [False, True]]
-    _, trains = batch_advantages(groups, "remax", drop_uniform_groups=True)
+    _, trains = adv.batch_advantages(groups, "remax", drop_uniform_groups=True)
     assert trains[2].tolist() == [False, False]

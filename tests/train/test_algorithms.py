@@ -1,7 +1,5 @@
 """Every algorithm of the configuration, through the replica: the same as the library's functions on padded rows."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -9,30 +7,12 @@ import pytest
 import torch
 
 from libra.config.algorithms import ALGORITHMS
-from libra.train import Aggregation, Padded, Replica, TrainSettings, kl_estimate, pack, sample_of
-from libra.train.corrections import (
-    binary_kl_mask,
-    importance_weights,
-    off_policy_sequence_mask,
-    rejection_mask,
-    two_factors,
-)
-from libra.train.losses import (
-    cispo_loss,
-    dppo_loss,
-    gmpo_loss,
-    gspo_loss,
-    ppo_loss,
-    reinforce_loss,
-    sapo_loss,
-    vespo_loss,
-)
+from libra.train import Aggregation, Padded, TrainSettings, corrections, kl_estimate, losses, pack, sample_of
 from libra.train.step_report import Tally
 
+OTHERS = {"remax", "reinforce_pp_baseline", "opd"}
 VARIANTS = {
-    **{
-        name: (name, {}) for name in ALGORITHMS if name not in ("remax", "reinforce_pp_baseline", "opd")
-    },  # losses of others
+    **{name: (name, {}) for name in sorted(ALGORITHMS.keys() - OTHERS)},
     "entropy": ("dapo", {"entropy_coef": 0.1}),
     "k2": ("gspo", {"kl_coef": 0.1, "kl_estimator": "k2+"}),
     "constant": ("dapo", {"aggregation": "constant", "loss_divisor": 100.0}),
@@ -52,7 +32,7 @@ VARIANTS = {
 }
 
 
-def settings_of(variant: str) -> dict[str, object]:
+def settings_of(variant):
     name, changes = VARIANTS[variant]
     if name == "dr_grpo":
         changes = {"loss_divisor": 64.0, **changes}
@@ -60,30 +40,25 @@ def settings_of(variant: str) -> dict[str, object]:
     return settings.model_dump(exclude={"lr"})
 
 
-def samples_of(batch, rng: np.random.Generator, spread: float = 0.2):
+def samples_of(batch, rng, spread=0.2):
     """Samples whose proximal log-probabilities lie beside the engine's, a third of them of older weights."""
     samples = [sample_of(trajectory, 0) for trajectory in batch]
-    return [
-        replace(
-            sample,
-            proximal_logp=sample.behaviour_logp + spread * rng.normal(size=sample.num_actions),
-            current=rng.random(sample.num_actions) < 0.7,
-        )
-        for sample in samples
-    ]
+    for index, sample in enumerate(samples):
+        proximal = sample.behaviour_logp + spread * rng.normal(size=sample.num_actions)
+        samples[index] = replace(sample, proximal_logp=proximal, current=rng.random(sample.num_actions) < 0.7)
+    return samples
 
 
-def near(model: Replica, batch, score, rng: np.random.Generator) -> None:
+def near(model, batch, score, rng):
     """Give the batch behaviour log-probabilities near the model's, so that losses are not at their clips everywhere."""
     for one, logp in zip(batch, score(model, [sample_of(one, 0) for one in batch]), strict=True):
         one.behaviour_logprob[one.is_action] = logp.numpy() + 0.1 * rng.normal(size=len(logp))
 
 
-def gradient(model: Replica, samples) -> tuple[float, dict[str, torch.Tensor]]:
+def gradient(model, samples):
     """Loss and gradient accumulated over micro-batches."""
-    denominator = model.gradient.objective.aggregation.denominator(
-        num_tokens=sum(sample.num_actions for sample in samples), num_sequences=len(samples)
-    )
+    sizes = {"num_tokens": sum(sample.num_actions for sample in samples), "num_sequences": len(samples)}
+    denominator = model.gradient.objective.aggregation.denominator(**sizes)
     model.optimizer.zero_grad()
     total, batches = 0.0, pack(samples, max_row_tokens=64, micro_batch_tokens=90, logp_dtype=torch.float64)
     assert len(batches) > 1
@@ -94,43 +69,34 @@ def gradient(model: Replica, samples) -> tuple[float, dict[str, torch.Tensor]]:
     return total, {name: parameter.grad.clone() for name, parameter in model.parameters().items()}
 
 
-def padded(columns: list[torch.Tensor]) -> torch.Tensor:
+def padded(columns):
     return torch.nn.utils.rnn.pad_sequence(columns, batch_first=True, padding_value=float("nan"))
 
 
-def written_out(settings: TrainSettings, tokens: dict[str, torch.Tensor], rows: Padded) -> torch.Tensor:
+def written_out(settings, tokens, rows):
     """The loss of padded rows, written with the library's functions and nothing else."""
     logp, engine, advantage = tokens["logp"], tokens["engine"], tokens["advantage"]
     old, weight = engine, torch.ones_like(engine)
     if settings.old_logp != "behaviour":
         exact = tokens["current"] > 0 if settings.old_logp == "exact" else torch.ones_like(rows.mask_N)
-        factors = two_factors(tokens["proximal"], engine, exact)
+        factors = corrections.two_factors(tokens["proximal"], engine, exact)
         old = factors.old_logp_N
         if settings.correction != "none":
-            weight = importance_weights(
-                factors.mismatch_N,
-                rows,
-                level=settings.correction_level,
-                action=settings.correction,
-                low=settings.correction_low,
-                high=settings.correction_high,
-            )
+            bounds = {each: getattr(settings, f"correction_{each}") for each in ("level", "low", "high")}
+            weight = corrections.importance_weights(factors.mismatch_N, rows, action=settings.correction, **bounds)
     clip = {"clip_low": settings.clip_low, "clip_high": settings.clip_high}
+    capped = {"dual_clip": settings.dual_clip, "ratio_max": settings.ratio_max} | clip
+    direct = {"log_ratio_coef": settings.log_ratio_coef, "divergence": settings.dppo_divergence} | clip
+    mismatch = None if settings.correction == "none" else weight
     loss = {
-        "ppo": lambda: ppo_loss(
-            logp, old, advantage, dual_clip=settings.dual_clip, ratio_max=settings.ratio_max, **clip
-        ),
-        "vespo": lambda: vespo_loss(
-            logp, old, advantage, rows, weight_N=None if settings.correction == "none" else weight
-        ),
-        "gspo": lambda: gspo_loss(logp, old, advantage, rows, **clip),
-        "cispo": lambda: cispo_loss(logp, old, advantage, **clip),
-        "sapo": lambda: sapo_loss(logp, old, advantage),
-        "gmpo": lambda: gmpo_loss(logp, old, advantage, rows, **clip),
-        "dppo": lambda: dppo_loss(
-            logp, old, advantage, log_ratio_coef=settings.log_ratio_coef, divergence=settings.dppo_divergence, **clip
-        ),
-        "reinforce": lambda: reinforce_loss(logp, advantage),
+        "ppo": lambda: losses.ppo_loss(logp, old, advantage, **capped),
+        "vespo": lambda: losses.vespo_loss(logp, old, advantage, rows, weight_N=mismatch),
+        "gspo": lambda: losses.gspo_loss(logp, old, advantage, rows, **clip),
+        "cispo": lambda: losses.cispo_loss(logp, old, advantage, **clip),
+        "sapo": lambda: losses.sapo_loss(logp, old, advantage),
+        "gmpo": lambda: losses.gmpo_loss(logp, old, advantage, rows, **clip),
+        "dppo": lambda: losses.dppo_loss(logp, old, advantage, **direct),
+        "reinforce": lambda: losses.reinforce_loss(logp, advantage),
     }[settings.loss]()
     if settings.loss != "vespo":
         loss = loss * weight
@@ -139,27 +105,24 @@ def written_out(settings: TrainSettings, tokens: dict[str, torch.Tensor], rows: 
         kl = kl_estimate(logp, tokens["reference"], settings.kl_estimator, bound=10.0, log_ratio_bound=20.0)
         loss = loss + settings.kl_coef * kl
     loss = loss - settings.entropy_coef * tokens["entropy"]
-    modes = {
-        "constant": {"divisor": settings.loss_divisor},
-        "seq-mean-token-sum-norm": {"horizon_tokens": settings.loss_divisor},
-    }
-    return Aggregation(settings.aggregation, **modes.get(settings.aggregation, {}))(loss, rows)
+    name = {"constant": "divisor", "seq-mean-token-sum-norm": "horizon_tokens"}.get(settings.aggregation)
+    return Aggregation(settings.aggregation, **({name: settings.loss_divisor} if name else {}))(loss, rows)
 
 
-def kept(settings: TrainSettings, tokens: dict[str, torch.Tensor], rows: Padded, old: torch.Tensor) -> torch.Tensor:
+def kept(settings, tokens, rows, old):
     now, engine = tokens["logp"].detach(), tokens["engine"]
     trainer = now if settings.old_logp == "behaviour" else old
     keep = rows.mask_N
     if settings.reject == "binary-kl":
-        keep = keep & binary_kl_mask(trainer, engine, rows, high=settings.reject_high)
+        keep = keep & corrections.binary_kl_mask(trainer, engine, rows, high=settings.reject_high)
     elif settings.reject != "none":
         names = {"metric": settings.reject, "level": settings.reject_level, "reduce": settings.reject_reduce}
-        keep = keep & rejection_mask(
+        keep = keep & corrections.rejection_mask(
             trainer - engine, rows, low=settings.reject_low, high=settings.reject_high, **names
         )
     if settings.off_policy_threshold is not None:
         tokens_of = (now, engine, tokens["advantage"], rows)
-        keep = keep & off_policy_sequence_mask(*tokens_of, threshold=settings.off_policy_threshold)
+        keep = keep & corrections.off_policy_sequence_mask(*tokens_of, threshold=settings.off_policy_threshold)
     return keep
 
 
@@ -173,7 +136,7 @@ def test_the_loss_is_that_of_the_library_on_padded_rows(replica, batch, score, v
     reference = score(model, samples)
     with torch.no_grad():
         model.model.model.norm.weight.add_(0.02)
-    columns: dict[str, list[torch.Tensor]] = {}
+    columns = {}
     for sample, reference_logp in zip(samples, reference, strict=True):
         logits = model.model(input_ids=torch.as_tensor(sample.token_ids)[None]).logits[0][sample.action_at]
         all_logp = logits.log_softmax(-1)

@@ -1,7 +1,3 @@
-"""Which checkpoints stay, whatever the scores and whenever the process dies."""
-
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 
@@ -13,7 +9,7 @@ from libra.train.checkpoint import FACTS_FILE, checkpoint_name, complete
 from libra.train.checkpoint_retention import BEST, KeptCheckpoints
 
 
-def make(directory: Path, step: int) -> Path:
+def make(directory, step):
     """A directory with the name and the last file of a checkpoint: what is kept is decided by these."""
     path = directory / checkpoint_name(step)
     path.mkdir(parents=True)
@@ -21,20 +17,18 @@ def make(directory: Path, step: int) -> Path:
     return path
 
 
-def names(directory: Path) -> list[str]:
+def names(directory):
     return [path.name for path in complete(directory)]
 
 
-@given(
-    scores=st.lists(st.none() | st.sampled_from([0.0, 0.5, 1.0, float("nan")]), min_size=1, max_size=12),
-    keep=st.integers(1, 4),
-    keep_best=st.booleans(),
-    restarts=st.sets(st.integers(0, 11)),
-)
+SCORES = st.lists(st.none() | st.sampled_from([0.0, 0.5, 1.0, float("nan")]), min_size=1, max_size=12)
+
+
+@given(scores=SCORES, keep=st.integers(1, 4), keep_best=st.booleans(), restarts=st.sets(st.integers(0, 11)))
 def test_the_last_and_the_best_stay_and_nothing_else(scores, keep, keep_best, restarts, tmp_path_factory):
     directory = tmp_path_factory.mktemp("run") / "checkpoints"
     kept = KeptCheckpoints(directory, keep=keep, keep_best=keep_best)
-    best: tuple[float, int] | None = None
+    best = None
     for step, reward in enumerate(scores, start=1):
         if step in restarts:
             kept = KeptCheckpoints(directory, keep=keep, keep_best=keep_best)
@@ -49,7 +43,7 @@ def test_the_last_and_the_best_stay_and_nothing_else(scores, keep, keep_best, re
         link = directory / BEST
         assert link.is_symlink() == bool(keep_best and best)
         if link.is_symlink():
-            assert link.readlink() == Path(checkpoint_name(best[1]))  # type: ignore[index]  # relative, not dangling
+            assert link.readlink() == Path(checkpoint_name(best[1]))  # relative, not dangling
         assert kept.tidy() == []
     shutil.rmtree(directory.parent)
 
@@ -59,7 +53,7 @@ def test_what_a_killed_process_left_is_finished_by_the_next(tmp_path, monkeypatc
     class Killed(BaseException):
         """Stands for SIGKILL: nothing catches it, and what comes after does not happen."""
 
-    def die(*_: object, **__: object) -> None:
+    def die(*_, **__):
         raise Killed
 
     kept = KeptCheckpoints(tmp_path, keep=1, keep_best=True)

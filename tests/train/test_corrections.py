@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import math
 
 import numpy as np
@@ -8,30 +6,21 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libra.train import Packed, Padded
-from libra.train.corrections import (
-    effective_sample_frac,
-    importance_weights,
-    m2po_mask,
-    off_policy_sequence_mask,
-    rejection_mask,
-    two_factor_metrics,
-    two_factors,
-)
+from libra.train import Packed, Padded, corrections
 
 log_ratios = st.lists(st.floats(-4, 4), min_size=1, max_size=12)
 
 
-def one_sequence(values: list[float]) -> tuple[torch.Tensor, Packed]:
+def one_sequence(values):
     return torch.tensor(values, dtype=torch.float64), Packed(torch.zeros(len(values), dtype=torch.int64), 1)
 
 
 @given(log_ratios, st.floats(1.01, 9), st.sampled_from(["token", "sequence", "geometric"]))
 def test_truncation_and_cutting_agree_inside_the_bounds(values, high, level):
     log_ratio, sequences = one_sequence(values)
-    free = importance_weights(log_ratio, sequences, level=level, action="none")
-    truncated = importance_weights(log_ratio, sequences, level=level, high=high)
-    cut = importance_weights(log_ratio, sequences, level=level, action="mask", low=1 / high, high=high)
+    free = corrections.importance_weights(log_ratio, sequences, level=level, action="none")
+    truncated = corrections.importance_weights(log_ratio, sequences, level=level, high=high)
+    cut = corrections.importance_weights(log_ratio, sequences, level=level, action="mask", low=1 / high, high=high)
     torch.testing.assert_close(truncated, free.clamp(max=high))
     inside = (free >= 1 / high) & (free <= high)
     assert torch.equal(cut, torch.where(inside, free, torch.zeros_like(free)))
@@ -44,35 +33,36 @@ def test_truncation_and_cutting_agree_inside_the_bounds(values, high, level):
 def test_the_mean_of_weights_counts_as_the_peer_does(level, dtype, expected):
     """verl divides by tokens + 1e-8: two tokens of weight 1 have the mean 1 / 1.000000005."""
     zeros = torch.zeros(1, 2, dtype=dtype)
-    weights = importance_weights(zeros, Padded(torch.ones(1, 2)), level=level, normalize=True)
+    weights = corrections.importance_weights(zeros, Padded(torch.ones(1, 2)), level=level, normalize=True)
     assert weights.tolist() == [[pytest.approx(expected, abs=1e-15)] * 2]
 
 
 @given(log_ratios)
 def test_the_effective_sample_is_between_one_token_and_all(values):
     log_ratio, sequences = one_sequence(values)
-    share = effective_sample_frac(importance_weights(log_ratio, sequences, high=None), sequences)
+    weights = corrections.importance_weights(log_ratio, sequences, high=None)
+    share = corrections.effective_sample_frac(weights, sequences)
     assert 1 / len(values) - 1e-9 <= share <= 1 + 1e-9
-    assert effective_sample_frac(torch.full_like(log_ratio, 0.3), sequences) == pytest.approx(1)
+    assert corrections.effective_sample_frac(torch.full_like(log_ratio, 0.3), sequences) == pytest.approx(1)
 
 
 def test_an_empty_mask_and_extreme_ratios():
     rows = Padded(torch.zeros(2, 3))
     nan = torch.full((2, 3), float("nan"))
     for level in ("token", "sequence", "geometric"):
-        assert (importance_weights(nan, rows, level=level, normalize=True) == 0).all()
-    assert effective_sample_frac(nan, rows) == 0
-    assert not rejection_mask(nan, rows, level="sequence", reduce="max", high=1.0).any()
-    assert not m2po_mask(nan, rows).any()
+        assert (corrections.importance_weights(nan, rows, level=level, normalize=True) == 0).all()
+    assert corrections.effective_sample_frac(nan, rows) == 0
+    assert not corrections.rejection_mask(nan, rows, level="sequence", reduce="max", high=1.0).any()
+    assert not corrections.m2po_mask(nan, rows).any()
     far, sequences = one_sequence([1e4, -1e4])
-    assert torch.isfinite(importance_weights(far, sequences, high=None)).all()
+    assert torch.isfinite(corrections.importance_weights(far, sequences, high=None)).all()
 
 
 @given(log_ratios, st.floats(1e-3, 4), st.booleans())
 def test_m2po_masks_the_fewest_tokens(values, threshold, directed):
     log_ratio, sequences = one_sequence(values)
     advantage = torch.ones_like(log_ratio) if directed else None
-    keep = m2po_mask(log_ratio, sequences, threshold=threshold, advantage_N=advantage)
+    keep = corrections.m2po_mask(log_ratio, sequences, threshold=threshold, advantage_N=advantage)
     square = log_ratio.square()
     candidates = square[log_ratio > 0] if directed else square
     fixed = float(square.sum() - candidates.sum()) if directed else 0.0
@@ -97,13 +87,13 @@ def test_rejection_metrics_by_hand():
         "k3-reverse": [e**-0.5 - 0.5, e**0.5 - 1.5, e**-1],
     }.items():
         middle = float(np.median(values)) + 1e-12
-        got = rejection_mask(d, sequences, metric=metric, high=middle)
+        got = corrections.rejection_mask(d, sequences, metric=metric, high=middle)
         assert got.tolist() == [value <= middle for value in values], metric
-        low = rejection_mask(d, sequences, metric=metric, low=middle)
+        low = corrections.rejection_mask(d, sequences, metric=metric, low=middle)
         assert low.tolist() == [value >= middle for value in values], metric
-    assert rejection_mask(d, sequences, level="sequence", high=math.exp(1 / 3) + 1e-9).all()
-    assert not rejection_mask(d, sequences, level="sequence", reduce="sum", high=2.7).any()
-    assert rejection_mask(d, sequences, level="sequence", reduce="max", high=e + 1e-9).all()
+    assert corrections.rejection_mask(d, sequences, level="sequence", high=math.exp(1 / 3) + 1e-9).all()
+    assert not corrections.rejection_mask(d, sequences, level="sequence", reduce="sum", high=2.7).any()
+    assert corrections.rejection_mask(d, sequences, level="sequence", reduce="max", high=e + 1e-9).all()
 
 
 def test_off_policy_sequences_are_dropped_only_where_the_advantage_is_negative():
@@ -111,20 +101,20 @@ def test_off_policy_sequences_are_dropped_only_where_the_advantage_is_negative()
     sequences = Packed(torch.tensor([0, 0, 1, 1]), 2)
     old = torch.tensor([-1.1, -1.1, -1.0, -1.0])
     for advantage, kept in ((-1.0, [True, True, False, False]), (1.0, [True] * 4)):
-        got = off_policy_sequence_mask(logp, old, torch.full((4,), advantage), sequences, threshold=0.5)
+        got = corrections.off_policy_sequence_mask(logp, old, torch.full((4,), advantage), sequences, threshold=0.5)
         assert got.tolist() == kept
 
 
 def test_both_clip_rates_are_of_their_own_factor():
     logp, engine = torch.tensor([-1.0, -1.0, -1.0]), torch.tensor([-1.0, -3.0, -1.0])
     old = torch.tensor([-2.0, -1.0, float("nan")])
-    factors = two_factors(old, engine, torch.tensor([True, True, False]))
+    factors = corrections.two_factors(old, engine, torch.tensor([True, True, False]))
     sequences = Packed(torch.zeros(3, dtype=torch.int64), 1)
     known = torch.tensor([True, True, False])
     whole = (logp - factors.old_logp_N + factors.mismatch_N)[known]
     torch.testing.assert_close(whole, (logp - engine)[known])  # the two factors multiply to the whole
     assert factors.mismatch_N[2] == 0
-    metrics = two_factor_metrics(logp, factors, sequences, clip_low=0.2, clip_high=0.2, mismatch_high=2.0)
+    metrics = corrections.two_factor_metrics(logp, factors, sequences, clip_low=0.2, clip_high=0.2, mismatch_high=2.0)
     assert metrics["staleness_clip_frac"] == pytest.approx(1 / 3)  # the first: e^1 from its old policy
     assert metrics["mismatch_clip_frac"] == pytest.approx(1 / 3)  # the second: e^2 from its engine
     assert metrics["exact_old_frac"] == pytest.approx(2 / 3)

@@ -1,9 +1,6 @@
 """A replica on another device than the host: `pretended_gpu`, which computes on the CPU and refuses mixtures."""
 
-from __future__ import annotations
-
 import sys
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,25 +13,19 @@ from libra.train import Replica, TrainSettings
 from libra.train.model_loading import load_model
 from pretended_gpu import PretendedTensor, pretended_gpu
 
-SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
+SETTINGS = {
     "dapo": ("bfloat16", {}),
-    "several steps of old weights": (
-        "float32",
-        {"old_logp": "proximal", "minibatches": 2, "correction": "mask", "kl_coef": 0.04},
-    ),
-    "gspo with entropy, checkpointing": (
-        "bfloat16",
-        {"loss": "gspo", "entropy_coef": 0.01, "gradient_checkpointing": True},
-    ),
+    "old weights": ("float32", {"old_logp": "proximal", "minibatches": 2, "correction": "mask", "kl_coef": 0.04}),
+    "gspo with entropy, checkpointing": ("bfloat16", {"loss": "gspo", "entropy_coef": 0.01, "gradient_checkpointing": True}),
     "exact, nothing shared": ("float32", {"exact_logprobs": True, "share_prompts": False}),
-}
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
 def _loads_outside(monkeypatch):
     """transformers loads models by way of torch's device ``meta``, whose name the pretended GPU has."""
 
-    def load(*arguments: Any) -> Any:
+    def load(*arguments):
         with _disable_current_modes():
             return load_model(*arguments)
 
@@ -45,7 +36,7 @@ def _loads_outside(monkeypatch):
 def test_a_step_elsewhere_is_the_step_here(name, model_dir, batch):
     dtype, changes = SETTINGS[name]
 
-    def stepped(device: Any) -> tuple[Replica, Any]:
+    def stepped(device):
         settings = TrainSettings(**{"lr": 1e-3, "max_row_tokens": 64, "micro_batch_tokens": 128} | changes)
         replica = Replica(model_dir, settings, dtype=dtype, master_dtype="float32", device=device)
         reports = [replica.step(batch[:4], step) for step in (0, 1)]
@@ -86,7 +77,6 @@ def test_a_checkpoint_goes_from_one_device_to_the_other(model_dir, batch, tmp_pa
 
 
 def test_a_mixture_of_devices_is_refused(model_dir, batch):
-    """Without which nothing here would show anything."""
     with pretended_gpu() as device:
         with pytest.raises(RuntimeError, match="same device"):
             torch.ones(2, 3).to(device) + torch.ones(2, 3)

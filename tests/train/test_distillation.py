@@ -1,14 +1,6 @@
-"""The divergence from a teacher: values and gradients against the whole vocabulary, without bias, in every layout of tokens."""
-
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from libra.config.distil import DistilSection
 from libra.errors import TrainError
@@ -16,7 +8,7 @@ from libra.train import pack, sample_of
 from libra.train.chunked_logprobs import chunked_columns
 from libra.train.losses import sampled_divergence, top_k_divergence
 from libra.train.teacher_model import Scoring, TeacherModel
-from libra.types import Drawn, Taught, Trajectory
+from libra.types import Drawn, Taught
 
 N, H, V, K = 23, 6, 17, 5
 DOUBLE = torch.float64
@@ -29,10 +21,10 @@ def logits():
     return torch.randn(N, H, dtype=DOUBLE), torch.randn(V, H, dtype=DOUBLE), (2 * torch.randn(N, V)).log_softmax(-1)
 
 
-def dense(hidden_NH: Tensor, head_VH: Tensor, teacher_NV: Tensor, columns_NK: Tensor, direction: str) -> Tensor:
+def dense(hidden_NH, head_VH, teacher_NV, columns_NK, direction):
     """The divergence of K + 1 outcomes from whole distributions (N,)."""
 
-    def outcomes(logp_NV: Tensor) -> Tensor:
+    def outcomes(logp_NV):
         rest_N1 = logp_NV.exp().scatter(1, columns_NK, 0.0).sum(-1, keepdim=True)
         return torch.cat([logp_NV.exp().gather(1, columns_NK), rest_N1], -1)
 
@@ -58,9 +50,8 @@ def test_value_and_gradient_are_those_of_whole_distributions(logits, direction, 
             divergence_N = dense(hidden_NH, head_VH, teacher_NV, columns_NK, direction)
         else:
             own_NK = torch.cat([torch.zeros(N, 1, dtype=torch.int64), columns_NK], -1)
-            logp_NK, _, ours_N = chunked_columns(
-                hidden_NH, head_VH, own_NK, temperature=0.7, chunk_tokens=4, rest_from=1
-            )
+            options = {"temperature": 0.7, "chunk_tokens": 4, "rest_from": 1}
+            logp_NK, _, ours_N = chunked_columns(hidden_NH, head_VH, own_NK, **options)
             divergence_N = top_k_divergence(logp_NK[:, 1:], ours_N, teacher_NV.gather(1, columns_NK), rest_N, direction)
         (divergence_N * slope_N).sum().backward()
         found.append((divergence_N.detach(), hidden_NH.grad, head_VH.grad))
@@ -92,12 +83,12 @@ def test_the_mean_over_all_draws_is_the_gradient_of_the_divergence(logits, case)
         torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
 
 
-def teacher_of(model_dir: Path, vocabulary: int = 48, **distil: Any) -> TeacherModel:
+def teacher_of(model_dir, vocabulary=48, **distil):
     section = DistilSection(teacher="t", **distil)
     return TeacherModel.load(model_dir, Scoring(section, 0.7, vocabulary, chunk_tokens=3), dtype=DOUBLE)
 
 
-def whole_logp(teacher: TeacherModel, one: Trajectory) -> Tensor:
+def whole_logp(teacher, one):
     """The teacher's log-probabilities at each generated token (A, V), from whole logits."""
     where = np.flatnonzero(one.is_action)
     logits = teacher.model(input_ids=torch.from_numpy(one.token_ids.astype(np.int64))[None]).logits[0]
@@ -132,9 +123,8 @@ def test_a_teacher_draws_from_its_own_distribution_and_scores_what_the_student_d
     reverse = teacher_of(model_dir, estimator="sampled", samples=3, divergence="reverse")
     assert reverse.score(one, np.random.default_rng(0)) is None  # nothing was drawn
     count = one.num_action_tokens
-    one.drawn = Drawn(
-        np.arange(2 * count, dtype=np.int32).reshape(count, 2) % 48, np.full((count, 2), -1.5, np.float32)
-    )
+    ids = np.arange(2 * count, dtype=np.int32).reshape(count, 2) % 48
+    one.drawn = Drawn(ids, np.full((count, 2), -1.5, np.float32))
     scored = reverse.score(one, np.random.default_rng(0))
     assert scored is not None and scored.old_logp is not None
     assert scored.token_ids[:, 0].tolist() == one.token_ids[one.is_action].tolist()
@@ -144,7 +134,7 @@ def test_a_teacher_draws_from_its_own_distribution_and_scores_what_the_student_d
     np.testing.assert_allclose(scored.logp, expected, atol=1e-5)
 
 
-DISTIL: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+DISTIL = {
     "reverse": ({"top_k": 6, "divergence": "reverse"}, {}),
     "sampled": ({"estimator": "sampled", "samples": 6}, {}),
     "drawn by the student": ({"estimator": "sampled", "samples": 1, "divergence": "reverse"}, {}),
@@ -165,8 +155,8 @@ def test_a_step_is_that_of_one_sequence_at_a_time_however_it_is_packed(case, mod
     found = []
     for layout in ({"max_row_tokens": 1}, {"max_row_tokens": 60, "micro_batch_tokens": 200, "logit_chunk_tokens": 3}):
         one = replica(DOUBLE, distil=term, **settings, **layout)
-        applied: list[Tensor] = []
-        one.apply_gradient = lambda step, tally, one=one, applied=applied: applied.append(  # type: ignore[method-assign]
+        applied = []
+        one.apply_gradient = lambda step, tally, one=one, applied=applied: applied.append(
             torch.cat([p.grad.flatten().clone() for p in one.optimized().values() if p.grad is not None])
         )
         found.append((one.step(batch, 0), applied[0]))

@@ -1,7 +1,3 @@
-"""Parts of even loads: every item once, no part too large, no dearer than given; as even as can be where that is known."""
-
-from __future__ import annotations
-
 from itertools import product
 
 import numpy as np
@@ -16,10 +12,10 @@ from libra.train.row_packing import fill_rows
 EXPERTS, LAYERS, TOP_K = 4, 2, 2
 
 
-def items_of(sizes: list[int], prompts: list[int], prompt_tokens: int, seed: int) -> Items:
+def items_of(sizes, prompts, prompt_tokens, seed):
     rng = np.random.default_rng(seed)
 
-    def loads(tokens: list[int]) -> np.ndarray:
+    def loads(tokens):
         return loads_of([rng.integers(0, EXPERTS, (each, LAYERS, TOP_K)).astype(np.int16) for each in tokens], EXPERTS)
 
     count = max(prompts) + 1
@@ -29,7 +25,7 @@ def items_of(sizes: list[int], prompts: list[int], prompt_tokens: int, seed: int
     )  # fmt: skip
 
 
-def cost_of(items: Items, parts: list[list[int]]) -> tuple[float, list[int]]:
+def cost_of(items, parts):
     """The cost and the sizes of parts, from the definition."""
     total, tokens = 0.0, []
     for part in parts:
@@ -40,12 +36,10 @@ def cost_of(items: Items, parts: list[list[int]]) -> tuple[float, list[int]]:
     return total, tokens
 
 
-@given(
-    shapes=st.lists(st.tuples(st.integers(1, 30), st.integers(0, 4)), min_size=1, max_size=16),
-    prompt_tokens=st.integers(0, 20),
-    room=st.integers(50, 120),
-    seed=st.integers(0, 5),
-)
+SHAPES = st.lists(st.tuples(st.integers(1, 30), st.integers(0, 4)), min_size=1, max_size=16)
+
+
+@given(shapes=SHAPES, prompt_tokens=st.integers(0, 20), room=st.integers(50, 120), seed=st.integers(0, 5))
 def test_every_item_once_in_parts_that_fit_and_cost_no_more(shapes, prompt_tokens, room, seed):
     items = items_of([size for size, _ in shapes], [prompt for _, prompt in shapes], prompt_tokens, seed)
     start = fill_rows([size + prompt_tokens for size, _ in shapes], room)

@@ -1,10 +1,5 @@
-"""Routes of a mixture of experts: recorded by an engine, replayed by a replica, and used to spread the load over micro-batches."""
-
-from __future__ import annotations
-
 import asyncio
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,36 +14,32 @@ from libra.train import Replica, TrainSettings
 from libra.train.expert_balance import load_ratio, loads_of
 from libra.train.samples import sample_of
 from libra.train.step_report import Tally
-from libra.types import Trajectory, TrajectoryId, TurnRequest
+from libra.types import TrajectoryId, TurnRequest
 
 EXPERTS = 8
 
 
-def turns_of(directory: Path, kinds: int = 12, each: int = 4, slots: int = 48) -> list[Trajectory]:
+def turns_of(directory, slots=48):
     """Trajectories of two turns by an engine that records routes: each kind of prompt has an alphabet and a length of its own."""
 
-    async def generate() -> list[Trajectory]:
+    async def generate():
         engine = TransformersEngine(directory, slots=slots, max_context_tokens=256, threads=1, record_routes=True)
         await engine.start()
         try:
-            return list(
-                await asyncio.gather(*(one(engine, kind, sample) for kind in range(kinds) for sample in range(each)))
-            )
+            samples = [one(engine, kind, sample) for kind in range(12) for sample in range(4)]
+            return list(await asyncio.gather(*samples))
         finally:
             await engine.close()
 
-    async def one(engine: TransformersEngine, kind: int, sample: int) -> Trajectory:
+    async def one(engine, kind, sample):
         rng = np.random.default_rng(kind)
         alphabet = rng.integers(0, 256, 2)
         context = rng.choice(alphabet, 24 + 8 * kind).astype(np.int32)
         parts = [(context, None)]
         routes = np.full((0, 2, 2), -1, np.int16)
         for turn in range(2):
-            output = await engine.generate(
-                TurnRequest(
-                    f"{kind}-{sample}", turn, np.concatenate([ids for ids, _ in parts]), 6, seed=10 * sample + turn
-                )
-            )
+            ids = np.concatenate([ids for ids, _ in parts])
+            output = await engine.generate(TurnRequest(f"{kind}-{sample}", turn, ids, 6, seed=10 * sample + turn))
             assert output.routes is not None and (slots < 48 or output.routes_from == len(routes))
             routes = np.concatenate([routes[: output.routes_from], output.routes])
             parts += [(output.token_ids, output), (rng.choice(alphabet, 4).astype(np.int32), None)]
@@ -74,7 +65,7 @@ def recorded(random_moe):
 
 @pytest.fixture
 def make_replica(random_moe):
-    def make(dtype: str = "float32", **settings: object) -> Replica:
+    def make(dtype="float32", **settings):
         wanted = {"lr": 1e-3, "routes": "replay", "max_row_tokens": 128, "micro_batch_tokens": 512, **settings}
         return Replica(random_moe, TrainSettings(**wanted), dtype=dtype, threads=1)
 
@@ -98,9 +89,7 @@ def test_under_equal_weights_the_trainer_chooses_what_was_recorded(make_replica,
     assert report.mismatch_max_abs < 1e-3
     again = make_replica(routes="recompute").step(recorded, 0)
     assert again.routes_replayed_frac == 0.0
-    assert again.loss == pytest.approx(report.loss, rel=1e-4) and again.grad_norm == pytest.approx(
-        report.grad_norm, rel=1e-4
-    )
+    assert (again.loss, again.grad_norm) == pytest.approx((report.loss, report.grad_norm), rel=1e-4)
 
 
 def test_recorded_routes_are_taken_where_the_router_would_choose_others(make_replica, recorded):
@@ -112,7 +101,7 @@ def test_recorded_routes_are_taken_where_the_router_would_choose_others(make_rep
     assert report.mismatch_mean_abs > 100 * own.mismatch_mean_abs
 
 
-def gradients(replica: Replica, recorded) -> tuple[dict[str, torch.Tensor], float, int]:
+def gradients(replica, recorded):
     """Undivided gradients of a whole batch, the load ratio, and the number of micro-batches."""
     tally = Tally()
     samples = [sample_of(made, 0) for made in recorded]

@@ -1,105 +1,74 @@
 """Every recorded case of a peer's function, to 1e-9 in float64, gradients included (tests/golden/README.md)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
+from libra.train import peers
 from libra.train.losses import clip_sums
-from libra.train.peers import (
-    areal_ppo_actor_loss,
-    areal_rejection,
-    trl_grpo_loss,
-    verl_advantages,
-    verl_agg_loss,
-    verl_kl_penalty,
-    verl_policy_loss,
-    verl_rejection_mask,
-    verl_rollout_weights,
-    verl_value_loss,
-)
 
 Arrays = dict[str, torch.Tensor]
 Call = Callable[[dict[str, Any], Arrays], Arrays]
 """From the parameters and the inputs of a recorded case to the outputs that it holds, by name."""
 
 
-def advantages(estimator: str) -> Call:
-    def call(p: dict[str, Any], a: Arrays) -> Arrays:
-        found = verl_advantages(
-            estimator,
-            a["token_level_rewards"],
-            a["response_mask"],
-            index=a.get("index"),
-            values=a.get("values"),
-            reward_baselines=a.get("reward_baselines"),
-            norm_adv_by_std_in_grpo=p.get("norm_adv_by_std", True),
-            **{key: p[key] for key in ("gamma", "lam", "epsilon") if key in p},
-        )
+def advantages(estimator):
+    def call(p, a):
+        options = {key: a.get(key) for key in ("index", "values", "reward_baselines")}
+        options |= {key: p[key] for key in ("gamma", "lam", "epsilon") if key in p}
+        options["norm_adv_by_std_in_grpo"] = p.get("norm_adv_by_std", True)
+        found = peers.verl_advantages(estimator, a["token_level_rewards"], a["response_mask"], **options)
         return dict(zip(("advantages", "returns"), found, strict=True))
 
     return call
 
 
-def policy_loss(mode: str) -> Call:
-    return lambda p, a: {
-        "loss": verl_policy_loss(
-            mode,
-            a["old_log_prob"],
-            a["log_prob"],
-            a["advantages"],
-            a["response_mask"],
-            loss_agg_mode=p["mode"],
-            clip_ratio_low=p["clip_low"],
-            clip_ratio_high=p["clip_high"],
-            clip_ratio_c=p["clip_c"],
-            rollout_is_weights=a.get("rollout_is_weights"),
-        )
-    }
+def policy_loss(mode):
+    def call(p, a):
+        inputs = [a[name] for name in ("old_log_prob", "log_prob", "advantages", "response_mask")]
+        options = {f"clip_ratio_{each}": p[f"clip_{each}"] for each in ("low", "high", "c")}
+        options |= {"loss_agg_mode": p["mode"], "rollout_is_weights": a.get("rollout_is_weights")}
+        return {"loss": peers.verl_policy_loss(mode, *inputs, **options)}
+
+    return call
 
 
-def agg_loss(p: dict[str, Any], a: Arrays) -> Arrays:
+def agg_loss(p, a):
     sizes = {key: p[key] for key in ("dp_size", "batch_num_tokens", "global_batch_size")}
-    return {"loss": verl_agg_loss(a["loss_mat"], a["loss_mask"], p["mode"], **sizes)}
+    return {"loss": peers.verl_agg_loss(a["loss_mat"], a["loss_mask"], p["mode"], **sizes)}
 
 
-def rollout_weights(p: dict[str, Any], a: Arrays) -> Arrays:
-    options = {
-        "rollout_is": "level",
-        "rollout_is_threshold": "threshold",
-        "rollout_is_batch_normalize": "batch_normalize",
-    }
-    given = {name: p[key] for name, key in options.items()}
-    return {"weights": verl_rollout_weights(a["log_ratio"], a["response_mask"], **given)}
+def rollout_weights(p, a):
+    given = {"rollout_is": p["level"]} | {f"rollout_is_{key}": p[key] for key in ("threshold", "batch_normalize")}
+    return {"weights": peers.verl_rollout_weights(a["log_ratio"], a["response_mask"], **given)}
 
 
-def critic_loss(p: dict[str, Any], a: Arrays) -> Arrays:
+def critic_loss(p, a):
     inputs = (a["vpreds"], a["returns"], a["values"], a["response_mask"])
-    loss, clipped = verl_value_loss(*inputs, cliprange_value=p["cliprange_value"], loss_agg_mode=p["mode"])
+    loss, clipped = peers.verl_value_loss(*inputs, cliprange_value=p["cliprange_value"], loss_agg_mode=p["mode"])
     return {"loss": loss, "clipfrac": clipped}
 
 
 TRL_NAMES = {"level": "importance_sampling_level", "epsilon_low": "epsilon"}
 
 
-def trl(p: dict[str, Any], a: Arrays) -> Arrays:
+def trl(p, a):
     inputs = (a["log_prob"], a["old_log_prob"], a["advantages"], a["completion_mask"])
     options = {TRL_NAMES.get(key, key): value for key, value in p.items() if key != "seed"}
     optional = {name: a[name] for name in ("importance_sampling_ratio", "entropies") if name in a}
-    return {"loss": trl_grpo_loss(*inputs, ref_per_token_logps=a["ref_log_prob"], **options, **optional)}
+    return {"loss": peers.trl_grpo_loss(*inputs, ref_per_token_logps=a["ref_log_prob"], **options, **optional)}
 
 
-def areal(p: dict[str, Any], a: Arrays) -> Arrays:
+def areal(p, a):
     inputs = [a[name] for name in ("logprobs", "proximal_logprobs", "old_logprobs", "advantages", "loss_mask")]
     options = {key: p[key] for key in ("eps_clip", "eps_clip_higher", "c_clip", "rejection")}
-    loss, weights = areal_ppo_actor_loss(*inputs, importance_sampling_level=p["level"], **options)
+    loss, weights = peers.areal_ppo_actor_loss(*inputs, importance_sampling_level=p["level"], **options)
     return {"loss": loss} if weights is None else {"loss": loss, "behave_imp_weight": weights}
 
 
-GOLDEN: dict[str, tuple[str | None, Call]] = {
+GOLDEN = {
     "verl_adv_grpo": (None, advantages("grpo")),
     "verl_adv_rloo": (None, advantages("rloo")),
     "verl_adv_reinforce_pp": (None, advantages("reinforce_plus_plus")),
@@ -111,7 +80,7 @@ GOLDEN: dict[str, tuple[str | None, Call]] = {
     "verl_policy_loss_cispo": ("log_prob", policy_loss("cispo")),
     "verl_agg_loss": (None, agg_loss),
     "verl_kl_penalty": (
-        "logprob", lambda p, a: {"kl": verl_kl_penalty(a["logprob"], a["ref_logprob"], p["kind"])}
+        "logprob", lambda p, a: {"kl": peers.verl_kl_penalty(a["logprob"], a["ref_logprob"], p["kind"])}
     ),
     "verl_truncated_is": (None, rollout_weights),
     "verl_value_loss": (None, critic_loss),
@@ -152,16 +121,20 @@ def test_verl_clip_shares(golden):
 def test_icepop_and_rejection_options_that_have_no_recorded_case_by_hand():
     log_ratio = torch.tensor([[0.1, 2.0, -2.0, 9.0]], dtype=torch.float64)
     mask = torch.tensor([[1.0, 1.0, 1.0, 0.0]])
-    kept = verl_rejection_mask(log_ratio, mask, rollout_rs="token_k1,token_k3", rollout_rs_threshold="0.5_9.0,1.2")
+    kept = peers.verl_rejection_mask(
+        log_ratio, mask, rollout_rs="token_k1,token_k3", rollout_rs_threshold="0.5_9.0,1.2"
+    )
     assert kept.tolist() == [[1.0, 0.0, 1.0, 0.0]]  # k1 bounds p_engine / p_trainer, k3 of d = 2 is 4.4, of -2 is 1.14
-    kept = verl_rejection_mask(log_ratio, mask, rollout_rs="seq_max_k2", rollout_rs_threshold=1.0)
+    kept = peers.verl_rejection_mask(log_ratio, mask, rollout_rs="seq_max_k2", rollout_rs_threshold=1.0)
     assert kept.sum() == 0
-    normalised = verl_rollout_weights(log_ratio, mask, rollout_is_threshold=2.0, rollout_is_batch_normalize=True)
+    normalised = peers.verl_rollout_weights(log_ratio, mask, rollout_is_threshold=2.0, rollout_is_batch_normalize=True)
     assert float(normalised.sum()) == pytest.approx(3)
     proximal, engine = log_ratio, torch.zeros_like(log_ratio)
-    kept, weight = areal_rejection(proximal, engine, mask > 0, metric="kl_k3", upper=1.2)
+    kept, weight = peers.areal_rejection(proximal, engine, mask > 0, metric="kl_k3", upper=1.2)
     assert kept.tolist() == [[True, True, False, False]]  # e^-d - 1 + d: 1.14 for d = 2, 4.4 for -2
     assert weight[0, 1] == pytest.approx(float(torch.tensor(2.0).exp()))
-    kept, weight = areal_rejection(proximal, engine, mask > 0, level="sequence", agg="max", action="clamp", upper=2.0)
+    kept, weight = peers.areal_rejection(
+        proximal, engine, mask > 0, level="sequence", agg="max", action="clamp", upper=2.0
+    )
     assert kept.sum() == 3
     assert weight[0, :3].tolist() == pytest.approx([float(torch.tensor(0.1 / 3).exp())] * 3)  # its own mean is inside

@@ -1,11 +1,8 @@
 """Replicas in real processes: a group of cores, hybrids that come and go, and deaths in the midst of a gradient."""
 
-from __future__ import annotations
-
 import socket
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,14 +16,14 @@ import group_process as process
 
 pytestmark = pytest.mark.live
 STEPS = 9
-CASES: dict[str, dict[str, Any]] = {
+CASES = {
     "constant": {"aggregation": "constant", "loss_divisor": 37.0},
     "two minibatches, proximal, KL": {
         "aggregation": "seq-mean-token-mean", "minibatches": 2, "old_logp": "proximal", "kl_coef": 0.1,
     },
     "teacher, fsdp2": {"distil": {"divergence": "reverse", "reward_coef": 0.5}, "layout": "fsdp2"},
 }  # fmt: skip
-OF_TWO_CORES: dict[str, dict[str, Any]] = {
+OF_TWO_CORES = {
     "old weights, fsdp2": {"old_logp": "version", "layout": "fsdp2"},
     "moving average": {"old_logp": "ewma"},
     "KL in the reward, fsdp2": {
@@ -36,19 +33,19 @@ OF_TWO_CORES: dict[str, dict[str, Any]] = {
 ADAPTERS = {"lora_rank": 2, "lora_alpha": 8.0, "lora_targets": ("q_proj", "down_proj")}
 
 
-def free_port() -> int:
+def free_port():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
-def ask_all(processes, what: str, **arguments: Any) -> list[Any]:
+def ask_all(processes, what, **arguments):
     for each in processes:
         each.tell(what, **arguments)
     return [each.answer() for each in processes]
 
 
-def join(cores, epoch: int = 0) -> None:
+def join(cores, epoch=0):
     port = free_port()
     for rank, core in enumerate(cores):
         core.tell("join", port=port, rank=rank, size=2, epoch=epoch)
@@ -58,9 +55,9 @@ def join(cores, epoch: int = 0) -> None:
 @pytest.fixture(scope="module")
 def start(model_dir, tmp_path_factory):
     """Starts a process; all are killed in the end."""
-    running: list[Any] = []
+    running = []
 
-    def one() -> Any:
+    def one():
         running.append(process.Process(model_dir, tmp_path_factory.mktemp("gradients")))
         return running[-1]
 
@@ -77,7 +74,7 @@ def cast(start):
     return first, second, third
 
 
-def together(cores, k: int, waves: list[list[int]] | None = None) -> Any:
+def together(cores, k, waves=None):
     """Both ranks take a step; their reports agree."""
     mine, other = ask_all(cores, "step", k=k, waves=waves)
     assert "report" in mine, mine
@@ -85,7 +82,7 @@ def together(cores, k: int, waves: list[list[int]] | None = None) -> Any:
     return mine
 
 
-def same(answer: Any, static: tuple[dict[str, Any], list[np.ndarray]]) -> None:
+def same(answer, static):
     """Merged gradient and clip norm are those of the static run, to 1e-12."""
     report, gradients = static
     got = np.load(answer["gradients"])
@@ -122,7 +119,7 @@ def test_adapters_over_shards_are_those_over_whole_models_and_their_checkpoint_g
     cores = cast[:2]
     alone = process.Recorded(str(model_dir), ADAPTERS)
     static = [alone.step(k) for k in range(3)]
-    kept: dict[str, dict[str, torch.Tensor]] = {}
+    kept = {}
     for layout in ("ddp", "fsdp2"):
         ask_all(cores, "new", settings=ADAPTERS | {"layout": layout})
         for k in range(2):

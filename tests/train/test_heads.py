@@ -1,7 +1,3 @@
-"""Scoring from hidden states is scoring by the model: whatever its architecture does after its head, chunk by chunk."""
-
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import CohereConfig, Gemma2Config, GPT2Config, GraniteConfig, Qwen3Config
@@ -14,15 +10,9 @@ from libra.train.chunked_logprobs import chunked_logp
 from libra.train.logprobs import Scorer
 
 SIZES = {
-    "vocab_size": 31,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 8,
-    "pad_token_id": 0,
-}
+    "vocab_size": 31, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 8, "pad_token_id": 0,
+}  # fmt: skip
 CONFIGS = {
     "qwen3": Qwen3Config(**SIZES),
     "qwen3 tied": Qwen3Config(**SIZES, tie_word_embeddings=True),
@@ -34,7 +24,7 @@ CONFIGS = {
 DOES_SOMETHING = {"gemma2 caps", "granite divides", "cohere multiplies"}
 
 
-def model_of(name: str):
+def model_of(name):
     torch.manual_seed(0)
     config = CONFIGS[name]
     model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config).double().eval()

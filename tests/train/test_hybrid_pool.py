@@ -1,9 +1,7 @@
 """The core's side of hybrid replicas by itself: a step never waits for a copy that a joiner asked for."""
 
-from __future__ import annotations
-
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -15,17 +13,17 @@ from libra.train.wire import connect
 class Watched(Mapping[str, Tensor]):
     """Tensors of which the second is handed out only when a step has begun to wait; what was asked for."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.begun, self.step = threading.Event(), threading.Event()
-        self.asked: list[str] = []
+        self.asked = []
 
-    def __iter__(self) -> Iterator[str]:
+    def __iter__(self):
         return map(str, range(10**6))
 
-    def __len__(self) -> int:
+    def __len__(self):
         return 10**6
 
-    def __getitem__(self, name: str) -> Tensor:
+    def __getitem__(self, name):
         self.asked.append(name)
         if name == "1":
             self.begun.set()

@@ -1,41 +1,26 @@
-"""What every loss promises: indifference to order and padding, right gradients, finite numbers at the extremes."""
-
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from libra.train import Aggregation, Packed, Padded, k3, kl_estimate
+from libra.train import Aggregation, Packed, Padded, k3, kl_estimate, losses
 from libra.train.kl import KL_ESTIMATORS
-from libra.train.losses import (
-    cispo_loss,
-    clip_sums,
-    dppo_loss,
-    gmpo_loss,
-    gspo_loss,
-    ppo_loss,
-    reinforce_loss,
-    sapo_loss,
-    vespo_loss,
-)
 
 LOSSES = {
-    "ppo": lambda logp, old, a, s: ppo_loss(logp, old, a),
-    "ppo_dual": lambda logp, old, a, s: ppo_loss(logp, old, a, dual_clip=3.0, ratio_max=4.0),
-    "gspo": lambda logp, old, a, s: gspo_loss(logp, old, a, s, clip_low=0.2, clip_high=0.3),
-    "gspo_sequence": lambda logp, old, a, s: gspo_loss(
+    "ppo": lambda logp, old, a, s: losses.ppo_loss(logp, old, a),
+    "ppo_dual": lambda logp, old, a, s: losses.ppo_loss(logp, old, a, dual_clip=3.0, ratio_max=4.0),
+    "gspo": lambda logp, old, a, s: losses.gspo_loss(logp, old, a, s, clip_low=0.2, clip_high=0.3),
+    "gspo_sequence": lambda logp, old, a, s: losses.gspo_loss(
         logp, old, a, s, clip_low=0.2, clip_high=0.3, gradient="sequence", mean_advantage=True
     ),
-    "cispo": lambda logp, old, a, s: cispo_loss(logp, old, a),
-    "sapo": lambda logp, old, a, s: sapo_loss(logp, old, a),
-    "gmpo": gmpo_loss,
-    "dppo": lambda logp, old, a, s: dppo_loss(logp, old, a, log_ratio_coef=0.1),
-    "dppo_kl": lambda logp, old, a, s: dppo_loss(logp, old, a, divergence="kl", ratio_max=5.0),
-    "reinforce": lambda logp, old, a, s: reinforce_loss(logp, a),
-    "vespo": vespo_loss,
+    "cispo": lambda logp, old, a, s: losses.cispo_loss(logp, old, a),
+    "sapo": lambda logp, old, a, s: losses.sapo_loss(logp, old, a),
+    "gmpo": losses.gmpo_loss,
+    "dppo": lambda logp, old, a, s: losses.dppo_loss(logp, old, a, log_ratio_coef=0.1),
+    "dppo_kl": lambda logp, old, a, s: losses.dppo_loss(logp, old, a, divergence="kl", ratio_max=5.0),
+    "reinforce": lambda logp, old, a, s: losses.reinforce_loss(logp, a),
+    "vespo": losses.vespo_loss,
 }
 MODES = {
     **{mode: Aggregation(mode) for mode in ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")},
@@ -46,7 +31,7 @@ lengths = st.lists(st.integers(1, 6), min_size=1, max_size=5)
 seeds = st.integers(0, 2**32 - 1)
 
 
-def draw(lengths: list[int], seed: int) -> tuple[list[torch.Tensor], Packed]:
+def draw(lengths, seed):
     """Log-probabilities now and old, advantages (N,), and the sequences."""
     rng = np.random.default_rng(seed)
     count = sum(lengths)
@@ -57,7 +42,7 @@ def draw(lengths: list[int], seed: int) -> tuple[list[torch.Tensor], Packed]:
     return [logp, old, advantage], Packed(sequence, len(lengths))
 
 
-def as_rows(columns: list[torch.Tensor], lengths: list[int], extra: int, filler: float) -> tuple[list, Padded]:
+def as_rows(columns, lengths, extra, filler):
     """The same tokens as padded rows, with garbage in ``extra`` more places of each row."""
     width = max(lengths) + extra
     mask = torch.arange(width)[None] < torch.as_tensor(lengths)[:, None]
@@ -69,7 +54,7 @@ def as_rows(columns: list[torch.Tensor], lengths: list[int], extra: int, filler:
     return rows, Padded(mask)
 
 
-def total(name: str, columns: list[torch.Tensor], sequences, aggregation: Aggregation) -> tuple[float, torch.Tensor]:
+def total(name, columns, sequences, aggregation):
     logp = columns[0].clone().requires_grad_()
     loss = aggregation(LOSSES[name](logp, *columns[1:], sequences), sequences)
     loss.backward()
@@ -171,15 +156,15 @@ def test_clipping_by_hand():
     ratio = torch.tensor([1.0, 1.5, 0.5, 1.5, 0.5, 9.0], dtype=torch.float64)
     advantage = torch.tensor([2.0, 2.0, 2.0, -2.0, -2.0, -2.0], dtype=torch.float64)
     logp = ratio.log().requires_grad_()
-    loss = ppo_loss(logp, behaviour, advantage, clip_low=0.2, clip_high=0.28, dual_clip=3.0)
+    loss = losses.ppo_loss(logp, behaviour, advantage, clip_low=0.2, clip_high=0.28, dual_clip=3.0)
     torch.testing.assert_close(loss.detach(), torch.tensor([-2, -2.56, -1, 3, 1.6, 6], dtype=torch.float64))
     loss.sum().backward()
     torch.testing.assert_close(logp.grad, torch.tensor([-2, 0, -1, 3, 0, 0], dtype=torch.float64))
-    sums = clip_sums(logp.detach(), behaviour, advantage, clip_low=0.2, clip_high=0.28)
+    sums = losses.clip_sums(logp.detach(), behaviour, advantage, clip_low=0.2, clip_high=0.28)
     found = [sums[name] for name in ("clipped_low", "clipped_high", "ratio_max", "ratio_sum")]
     assert found == pytest.approx([1, 1, 9, 14])
     none = torch.zeros(0)
-    assert clip_sums(none, none, none, clip_low=0.2, clip_high=0.2)["ratio_sum"] == 0
+    assert losses.clip_sums(none, none, none, clip_low=0.2, clip_high=0.2)["ratio_sum"] == 0
 
 
 @pytest.mark.parametrize("estimator", KL_ESTIMATORS)

@@ -1,9 +1,3 @@
-"""Adapters: their gradient is that of B A, only they change, and the model that is published is the merged one."""
-
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -14,21 +8,20 @@ from libra.errors import ConfigError, TrainError
 from libra.train import Replica, TrainSettings
 from libra.train.low_rank import LowRankWeights
 from libra.train.model_loading import load_model
-from libra.types import Trajectory, TrajectoryId
+from libra.types import TrajectoryId
 
 LORA = {"lora_rank": 2, "lora_alpha": 8.0, "lora_targets": ("q_proj", "down_proj"), "lr": 1e-2}
 
 
-def trajectories(seed: int = 0) -> list[Trajectory]:
+def trajectories(seed=0):
+    shape = {"lengths": (4, 8), "vocabulary": 200}
     return [
-        factories.trajectory(
-            TrajectoryId(0, 0, n), lengths=(4, 8), seed=10 * seed + n, vocabulary=200, advantage=(-1.0) ** n
-        )
+        factories.trajectory(TrajectoryId(0, 0, n), seed=10 * seed + n, advantage=(-1.0) ** n, **shape)
         for n in range(4)
     ]
 
 
-def replica(model: Path, **changes: object) -> Replica:
+def replica(model, **changes):
     return Replica(model, TrainSettings(**{**LORA, **changes}), master_dtype="float32", threads=1)
 
 
@@ -105,9 +98,6 @@ def test_bfloat16_weights_are_the_rounded_sum(random_model):
 def test_what_cannot_have_adapters_is_refused(random_model):
     with pytest.raises(TrainError, match="q_pro"):
         replica(random_model, lora_targets=("q_pro",))
-    for values in (
-        {"trainer": {"lora_rank": 4, "layout": "fsdp2", "offload": True}},
-        {"trainer": {"lora_rank": 4}, "cluster": {"hybrid_workers": 1}},
-    ):
+    for more in ({"trainer": {"lora_rank": 4, "layout": "fsdp2", "offload": True}}, {"cluster": {"hybrid_workers": 1}}):
         with pytest.raises(ConfigError):
-            config_from_dict(values)
+            config_from_dict({"trainer": {"lora_rank": 4}} | more)

@@ -1,7 +1,3 @@
-"""Small learning rates in bfloat16: the optimizer's own float32 weights keep what rounding would lose."""
-
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -15,14 +11,14 @@ LR = 1e-6
 def narrow(model_dir):
     """Maker of a bfloat16 replica, with float32 master weights unless told."""
 
-    def make(master_dtype: str | None = "float32", **settings) -> Replica:
+    def make(master_dtype="float32", **settings):
         settings = {"lr": LR, "weight_decay": 0.0, **settings}
         return Replica(model_dir, TrainSettings(**settings), dtype="bfloat16", master_dtype=master_dtype, threads=1)
 
     return make
 
 
-def wide(replica: Replica) -> dict[str, torch.Tensor]:
+def wide(replica):
     return {name: tensor.detach().double().clone() for name, tensor in replica.optimized().items()}
 
 
@@ -47,9 +43,7 @@ def test_gradients_of_micro_batches_are_summed_in_float32(narrow, batch):
         replica.optimizer.zero_grad()
         replica.gradient.micro_batch_loss(micro, Tally()).backward()
         assert all(parameter.grad is None for parameter in replica.parameters().values())
-        parts.append(
-            {name: tensor.grad.clone() for name, tensor in replica.optimized().items() if tensor.grad is not None}
-        )
+        parts.append({name: p.grad.clone() for name, p in replica.optimized().items() if p.grad is not None})
     replica.optimizer.zero_grad()
     for micro in micro_batches:
         replica.gradient.micro_batch_loss(micro, Tally()).backward()

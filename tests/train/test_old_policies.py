@@ -1,7 +1,3 @@
-"""Old log-probabilities under the weights that sampled a token, and under a moving average of the weights."""
-
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -13,7 +9,7 @@ from libra.train import sample_of
 from libra.train.old_policies import lending
 
 
-def steps(model, batch, score, count: int) -> dict[int, dict[str, torch.Tensor]]:
+def steps(model, batch, score, count):
     """Take ``count`` steps on fresh tokens; copies of the weights of every version, the last included."""
     published = {}
     model.published = published.get
@@ -27,12 +23,12 @@ def steps(model, batch, score, count: int) -> dict[int, dict[str, torch.Tensor]]
     return published
 
 
-def near(model, batch, score, rng) -> None:
+def near(model, batch, score, rng):
     for one, logp in zip(batch, score(model, [sample_of(one, 0) for one in batch]), strict=True):
         one.behaviour_logprob[one.is_action] = logp.numpy() + 0.05 * rng.normal(size=len(logp))
 
 
-def mix(batch, newest: int, rng) -> None:
+def mix(batch, newest, rng):
     """Tokens of versions 0 to ``newest``, which grow along a trajectory, as in partial rollouts."""
     for one in batch:
         count = int(one.is_action.sum())
@@ -135,9 +131,8 @@ def test_a_moving_average_is_the_old_policy_and_continues_from_a_checkpoint(repl
     model.save(tmp_path / "step-000003")
     with lending(model) as put:
         put(by_hand)
-        expected = {
-            s.token_ids.tobytes(): logp.numpy() for s, logp in zip(*scored(model, batch, score, 3), strict=True)
-        }
+        pairs = zip(*scored(model, batch, score, 3), strict=True)
+        expected = {sample.token_ids.tobytes(): logp.numpy() for sample, logp in pairs}
     seen = spied(model)
     report = model.step(batch, 3)
     assert seen and report.exact_old_frac == 0

@@ -1,7 +1,3 @@
-"""Shared prompts change how much is computed, and nothing that comes out."""
-
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -22,9 +18,8 @@ def siblings(trajectory):
     made = [trajectory(n, lengths=(6 + n % 2, 4 + n, 3, 2 + n)) for n in range(9)]
     for group in (made[0:8:2], made[1:8:2]):
         for member in group[1:]:
-            member.token_ids[: np.flatnonzero(member.is_action)[0]] = group[0].token_ids[
-                : np.flatnonzero(group[0].is_action)[0]
-            ]
+            length = np.flatnonzero(member.is_action)[0]
+            member.token_ids[:length] = group[0].token_ids[:length]
     return [sample_of(one, 0) for one in made]
 
 
@@ -38,15 +33,13 @@ def test_log_probabilities_and_gradient_are_those_without_sharing(replica, sibli
     by_behaviour = {float(logp): float(value) for logp, value in zip(behaviour, alone, strict=True)}
     assert len(by_behaviour) == len(alone)
 
-    def gradient(share: bool) -> tuple[dict[str, torch.Tensor], int]:
+    def gradient(share):
         model.optimizer.zero_grad()
         layout = {"max_row_tokens": max_row_tokens, "micro_batch_tokens": 500, "share_prompts": share}
         batches = pack(siblings, logp_dtype=torch.float64, **layout)
         for micro in batches:
             logp_N, _ = model.gradient.scorer.logp(*micro.inputs)
-            expected = torch.tensor(
-                [by_behaviour[float(value)] for value in micro.behaviour_logp_N], dtype=torch.float64
-            )
+            expected = torch.tensor([by_behaviour[float(each)] for each in micro.behaviour_logp_N], dtype=torch.float64)
             torch.testing.assert_close(logp_N.detach(), expected, rtol=0, atol=1e-9)
             model.gradient.micro_batch_loss(micro, Tally()).backward()
         made = {name: parameter.grad.clone() for name, parameter in model.parameters().items()}
@@ -80,18 +73,12 @@ def test_every_sample_is_in_one_row_beside_its_prompts_others(shapes, max_row_to
         assert row_tokens(row) <= max_row_tokens + len(row)  # an empty rest counts as one token
 
 
-@pytest.mark.parametrize(
-    ("config", "able"),
-    [
-        ({}, True),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, False),
-        ({"sliding_window": 4096}, False),
-        ({"sliding_window": 4096, "use_sliding_window": False}, True),
-    ],
-)
-def test_only_full_attention_can_share(config, able):
-    model = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: SimpleNamespace(**config)))
-    assert can_share(model) is able
+def test_only_full_attention_can_share():
+    sliding = {"sliding_window": 4096}
+    mixed = {"layer_types": ["full_attention", "sliding_attention"]}
+    for config, able in (({}, True), (mixed, False), (sliding, False), (sliding | {"use_sliding_window": False}, True)):
+        text = SimpleNamespace(**config)
+        assert can_share(SimpleNamespace(config=SimpleNamespace(get_text_config=lambda text=text: text))) is able
 
 
 @pytest.mark.parametrize("algorithm", ["dapo", "gspo", "ppo_decoupled"])

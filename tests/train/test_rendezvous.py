@@ -1,7 +1,3 @@
-"""Where a training group meets: only its members read and write there, and each proves itself over the group's own connections."""
-
-from __future__ import annotations
-
 import datetime
 import socket
 from concurrent.futures import ThreadPoolExecutor
@@ -58,7 +54,7 @@ def test_a_stranger_neither_reads_nor_writes(rendezvous):
 class Overheard(TrainGroup):
     """A group in which somebody answers as rank 1 who repeats what he reads."""
 
-    def _gather_bytes(self, value: bytes) -> list[bytes]:
+    def _gather_bytes(self, value):
         return [value, value]
 
 

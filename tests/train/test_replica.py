@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 
@@ -13,8 +11,12 @@ from libra.train import Replica, TrainSettings, sample_of
 from libra.types import FailureClass
 
 
-def copies(replica: Replica) -> dict[str, torch.Tensor]:
+def copies(replica):
     return {name: tensor.clone() for name, tensor in replica.weights().items()}
+
+
+def optimizer_state(replica):
+    return [value.clone() for entry in replica.optimizer.state.values() for value in entry.values()]
 
 
 def test_a_step_raises_good_tokens_and_lowers_bad_ones(replica, trajectory, score):
@@ -46,9 +48,7 @@ def test_several_minibatches_and_epochs_move_off_the_behaviour_policy(replica, b
 
 
 def test_same_seed_same_weights(replica, trajectory):
-    equal = [
-        trajectory(index, 1.0 - index) for index in range(6)
-    ]  # of unequal ones the lengths decide what is together
+    equal = [trajectory(index, 1.0 - index) for index in range(6)]  # of unequal ones lengths decide what is together
     first, again, other = (replica(minibatches=3, seed=seed).step(equal, 0).digest for seed in (5, 5, 7))
     assert first == again != other
 
@@ -100,37 +100,33 @@ def test_trajectories_without_advantage_count_but_need_no_forward_pass(replica, 
 def test_a_batch_without_advantage_changes_nothing_and_counts(replica, batch):
     model = replica()
     model.step(batch, 0)
-    state = [value.clone() for entry in model.optimizer.state.values() for value in entry.values()]
-    before = digest(model.weights())
+    state, before = optimizer_state(model), digest(model.weights())
     report = model.step([replace(one, advantage=0.0) for one in batch], 1)
     assert (report.loss, report.optimizer_steps, report.digest) == (0, 0, before)
-    after = [value for entry in model.optimizer.state.values() for value in entry.values()]
-    assert all(torch.equal(old, new) for old, new in zip(state, after, strict=True))
+    assert all(torch.equal(old, new) for old, new in zip(state, optimizer_state(model), strict=True))
     assert model.step([], 2).digest == before
     assert model.steps_done == 3
     json.dumps(report.as_dict(), allow_nan=False)
 
 
 def test_a_gradient_that_is_not_finite_is_refused_and_undone(replica, batch):
-    minibatches = 3
-    model = replica(minibatches=minibatches)
+    model = replica(minibatches=3)
     model.step(batch, 0)
-    before, lowest = copies(model), [value.clone() for e in model.optimizer.state.values() for value in e.values()]
+    before, lowest = copies(model), optimizer_state(model)
     calls = []
 
-    def poison(grad: torch.Tensor) -> torch.Tensor:
+    def poison(grad):
         calls.append(1)
-        return grad * float("nan") if len(calls) >= minibatches else grad
+        return grad * float("nan") if len(calls) >= 3 else grad
 
     handle = model.model.model.norm.weight.register_hook(poison)
     with pytest.raises(TrainError, match="norm"):
         model.step(batch, 1)
     handle.remove()
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.weights().items())
-    after = [value for entry in model.optimizer.state.values() for value in entry.values()]
-    assert all(torch.equal(old, new) for old, new in zip(lowest, after, strict=True))
+    assert all(torch.equal(old, new) for old, new in zip(lowest, optimizer_state(model), strict=True))
     assert model.steps_done == 1
-    assert model.step(batch, 1).optimizer_steps == minibatches
+    assert model.step(batch, 1).optimizer_steps == 3
 
 
 def test_gradients_are_clipped_before_the_optimizer(replica, batch):

@@ -1,7 +1,3 @@
-"""Sequences packed into rows and micro-batches: each once, each alone, and several of one trajectory as one."""
-
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -19,26 +15,21 @@ from libra.train.logprobs import Scorer, check_packing
 from libra.train.minibatch_slices import from_tensors, to_tensors
 from libra.train.mismatch import stretches
 from libra.train.prompt_sharing import share_rows
-from libra.types import Trajectory
 
 
-def made(lengths: list[int]) -> list[Sample]:
+def made(lengths):
     """Samples whose inputs and targets are numbers that occur nowhere else."""
     samples, number = [], 0
     for length in lengths:
         actions = np.arange(length)[:: 1 + number % 3]
-        samples.append(
-            Sample(
-                token_ids=np.arange(number, number + length),
-                action_at=actions,
-                target=10_000 + number + actions,
-                behaviour_logp=-(number + actions).astype(np.float32),
-                current=actions % 2 == 0,
-                advantage=float(number),
-            )
-        )
+        ids, logp = np.arange(number, number + length), -(number + actions).astype(np.float32)
+        samples.append(Sample(ids, actions, 10_000 + number + actions, logp, actions % 2 == 0, float(number)))
         number += length
     return samples
+
+
+def columns_of(sample):
+    return sample.action_at, sample.target, sample.behaviour_logp, sample.current
 
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=30)
@@ -53,14 +44,8 @@ def test_packing_round_trip(fill, lengths, max_row_tokens, micro_batch_tokens):
     for batch in pack(samples, **layout):
         assert batch.num_places <= micro_batch_tokens
         ids, positions = batch.token_ids_RW.flatten(), batch.position_ids_RW.flatten()
-        for at, target, logp, advantage, current in zip(
-            batch.action_at_N.tolist(),
-            batch.target_N.tolist(),
-            batch.behaviour_logp_N.tolist(),
-            batch.advantage_N.tolist(),
-            batch.current_N.tolist(),
-            strict=True,
-        ):
+        columns = batch.action_at_N, batch.target_N, batch.behaviour_logp_N, batch.advantage_N, batch.current_N
+        for at, target, logp, advantage, current in zip(*(each.tolist() for each in columns), strict=True):
             # the whole sequence up to here lies before it in the row, position by position
             position = int(positions[at])
             sequence = ids[at - position : at + 1].tolist()
@@ -70,9 +55,7 @@ def test_packing_round_trip(fill, lengths, max_row_tokens, micro_batch_tokens):
     expected = {
         int(target): (sample.token_ids[: at + 1].tolist(), float(logp), sample.advantage, bool(current))
         for sample in samples
-        for at, target, logp, current in zip(
-            sample.action_at, sample.target, sample.behaviour_logp, sample.current, strict=True
-        )
+        for at, target, logp, current in zip(*columns_of(sample), strict=True)
     }
     assert seen == expected
 
@@ -159,13 +142,13 @@ def test_groups_stay_whole_or_are_refused(method, given, room):
     assert sum(len({groups[index] for index in one}) for one in sets) == len(totals)
 
 
-def alone(ids: list[int], actions: list[int]) -> Sample:
+def alone(ids, actions):
     at = np.array(actions)
     logp = np.zeros(len(at), np.float32)
     return Sample(np.array(ids[:-1]), at - 1, np.array(ids)[at], logp, np.ones(len(at), np.bool_), 1.0)
 
 
-def branched() -> Trajectory:
+def branched():
     """Two sequences: the second has the first turn as context, and a turn of its own."""
     ids = np.array([5, 6, 7, 8, 9, 10, *[5, 6, 7, 8, 11, 12, 13]], np.int32)
     is_action = np.array([0, 0, 1, 1, 0, 1, *[0, 0, 0, 0, 0, 1, 1]], bool)
@@ -184,7 +167,7 @@ def scorer(random_model):
     return Scorer(AutoModelForCausalLM.from_pretrained(random_model).eval())
 
 
-def scored(scorer: Scorer, samples: list[Sample]) -> torch.Tensor:
+def scored(scorer, samples):
     parts = []
     for batch in pack(samples, max_row_tokens=64, micro_batch_tokens=64):
         assert batch.packed == (len(batch.samples) > len(batch.token_ids_RW) or any(s.starts for s in batch.samples))

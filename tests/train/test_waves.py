@@ -1,9 +1,4 @@
-"""A step in waves is the step on the whole batch: gradients and weights in float64, for every algorithm that may be streamed."""
-
-from __future__ import annotations
-
 from dataclasses import replace as changed
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,13 +7,12 @@ import torch
 from libra.config.algorithms import ALGORITHMS
 from libra.config.streaming import GROUP_ADVANTAGES
 from libra.errors import TrainError
-from libra.train import Replica
 from libra.train.advantages import GroupRewards, batch_advantages
-from libra.types import FailureClass, Trajectory
+from libra.types import FailureClass
 
 STREAMED = [name for name, algorithm in ALGORITHMS.items() if algorithm.preset.advantage in GROUP_ADVANTAGES]
 WAVES = [[7, 2], [4], [], [0, 1, 3], [6, 5]]
-SETTINGS: dict[str, dict[str, Any]] = {
+SETTINGS = {
     **{name: {"algorithm": name} for name in STREAMED},
     "dr_grpo": {"algorithm": "dr_grpo", "loss_divisor": 64.0},
     "entropy, LoRA": {"entropy_coef": 0.1, "lora_rank": 2},
@@ -30,16 +24,16 @@ SETTINGS: dict[str, dict[str, Any]] = {
 def double(replica):
     """Maker of float64 replicas, each with the list of the gradients it applied, before they are clipped."""
 
-    def make(**settings: Any) -> tuple[Replica, list[torch.Tensor]]:
+    def make(**settings):
         one = replica(torch.float64, **settings)
-        applied: list[torch.Tensor] = []
+        applied = []
         apply = one.apply_gradient
 
-        def record(step: int, tally: Any) -> None:
+        def record(step, tally):
             applied.append(torch.cat([p.grad.flatten() for p in one.optimized().values() if p.grad is not None]))
             apply(step, tally)
 
-        one.apply_gradient = record  # type: ignore[method-assign]
+        one.apply_gradient = record
         return one, applied
 
     return make
@@ -53,7 +47,7 @@ def mixed(batch):
     return batch
 
 
-def in_waves(replica: Replica, batch: list[Trajectory], waves: list[list[int]], step: int = 0) -> Any:
+def in_waves(replica, batch, waves, step=0):
     for number, wave in enumerate(waves):
         assert replica.accumulate([batch[index] for index in wave], step) == number + 1
     return replica.close(step)
@@ -70,15 +64,9 @@ def test_waves_give_the_gradient_and_the_weights_of_the_whole_batch(double, mixe
     for key, weight in whole.weights().items():
         assert torch.allclose(streamed.weights()[key], weight, rtol=1e-9, atol=1e-9)  # AdamW divides by small numbers
     ours, theirs = of_waves.as_dict(), report.as_dict()
-    counts = (
-        "sequences",
-        "excluded_sequences",
-        "action_tokens",
-        "forwarded_sequences",
-        "mismatch_tokens",
-        "optimizer_steps",
-    )
-    assert [ours[key] for key in counts] == [theirs[key] for key in counts]
+    for key in ("sequences", "excluded_sequences", "action_tokens", "forwarded_sequences", "mismatch_tokens"):
+        assert ours[key] == theirs[key]
+    assert ours["optimizer_steps"] == theirs["optimizer_steps"]
     for key in ("loss", "grad_norm", "lr", "entropy", "ratio_mean", "mismatch_mean_abs", "kl_reference"):
         assert ours[key] == pytest.approx(theirs[key], rel=1e-11, abs=1e-13), key
 
@@ -122,10 +110,10 @@ def test_the_advantages_of_a_group_alone_are_those_within_its_batch(estimator):
     rng = np.random.default_rng(3)
     groups = [
         GroupRewards(
-            reward=np.round(rng.normal(size=size), 1),
-            valid=rng.random(size) < 0.8,
-            num_tokens=rng.integers(1, 90, size),
-            finished=rng.random(size) < 0.7,
+            np.round(rng.normal(size=size), 1),
+            rng.random(size) < 0.8,
+            rng.integers(1, 90, size),
+            rng.random(size) < 0.7,
         )
         for size in (1, 4, 7, 4, 2, 8)
     ]

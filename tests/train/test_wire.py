@@ -1,7 +1,3 @@
-"""Messages between two replicas arrive as they were sent, or not at all."""
-
-from __future__ import annotations
-
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -15,7 +11,7 @@ from libra.errors import TransferError
 from libra.train import Sample, sample_of
 from libra.train.minibatch_slices import from_tensors, split, to_tensors
 from libra.train.wire import DTYPES, PURPOSE, Wire, connect
-from libra.transport import Channel, Server
+from libra.transport import Server
 from libra.transport.channel import WINDOW_BYTES
 from libra.types import Taught
 
@@ -23,10 +19,10 @@ from libra.types import Taught
 @pytest.fixture
 def wires():
     """Both ends of a connection: the core's, and a hybrid's."""
-    accepted: SimpleQueue[Channel] = SimpleQueue()
+    accepted = SimpleQueue()
     ended = threading.Event()
 
-    def handle(channel: Channel, client: str) -> None:
+    def handle(channel, client):
         accepted.put(channel)
         ended.wait()
 
@@ -90,9 +86,7 @@ def test_a_slice_comes_back_as_it_was(batch, trajectory):
                 mine, theirs = getattr(one, name), getattr(other, name)
                 assert (mine is None) == (theirs is None)
                 if name == "taught" and mine is not None:
-                    mine, theirs = (
-                        [None if each is None else each.tolist() for each in taught] for taught in (mine, theirs)
-                    )
+                    mine, theirs = ([each if each is None else each.tolist() for each in t] for t in (mine, theirs))
                 if isinstance(mine, np.ndarray):
                     mine, theirs = (mine.dtype, mine.tolist()), (theirs.dtype, theirs.tolist())
                 assert mine == theirs, name

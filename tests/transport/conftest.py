@@ -1,15 +1,11 @@
-from __future__ import annotations
-
-from collections.abc import Callable
-
 import pytest
 
-from libra.transport import Channel, Server
+from libra.transport import Server
 
 SECRET = "known to the processes of one run"
 
 
-def echo(channel: Channel, client: str) -> None:
+def echo(channel, client):
     """Send every frame back; {"quit": ...} ends the connection, {"raise": ...} fails."""
     while (frame := channel.recv_frame()) is not None:
         if "quit" in frame:
@@ -22,9 +18,9 @@ def echo(channel: Channel, client: str) -> None:
 @pytest.fixture
 def serve():
     """Starts a server on this machine; all are closed in the end."""
-    started: list[Server] = []
+    started = []
 
-    def start(handle: Callable[[Channel, str], None] = echo, *, purpose: str = "test") -> Server:
+    def start(handle=echo, *, purpose="test"):
         started.append(Server(handle, secret=SECRET, purpose=purpose, host="127.0.0.1"))
         return started[-1]
 

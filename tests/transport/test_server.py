@@ -1,7 +1,3 @@
-"""A server stays reachable for clients that know its secret, whatever other connections do."""
-
-from __future__ import annotations
-
 import contextlib
 import logging
 import os
@@ -14,33 +10,29 @@ from collections.abc import Callable
 import pytest
 
 from libra.errors import TransportError
-from libra.transport import Address, Channel, Server, connect
+from libra.transport import Server, connect
 from libra.transport import server as server_module
 
 SECRET = "known to the processes of one run"
 Serve = Callable[..., Server]
 
 
-def proven(address: Address) -> Channel:
-    """A channel whose server has seen the proof and answers."""
+def proven(address):
     channel = connect(address, SECRET, purpose="test")
     channel.send_frame(hello=1)
     assert channel.recv_frame() == {"hello": 1}
     return channel
 
 
-def check_serves(address: Address) -> None:
+def check_serves(address):
     proven(address).close()
 
 
-def ends(connection: socket.socket) -> bool:
-    """Wait until the server has ended the connection."""
+def ends(connection):
     connection.settimeout(60)
-    try:
+    with contextlib.suppress(ConnectionResetError):
         while connection.recv(4096):
             pass
-    except ConnectionResetError:
-        pass
     return True
 
 
@@ -95,7 +87,7 @@ def test_a_handler_that_fails_ends_its_own_connection(serve, caplog):
 def test_closing_ends_connections_and_listening():
     served = threading.Event()
 
-    def handle(channel: Channel, client: str) -> None:
+    def handle(channel, client):
         served.set()
         channel.recv_frame()
 
@@ -132,14 +124,12 @@ sys.stdin.read()
 
 @pytest.mark.live
 def test_a_process_without_file_descriptors_serves_again_when_it_has_some(repository):
-    process = subprocess.Popen(
-        [sys.executable, "-c", FEW_FILES, SECRET],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(repository)},
-    )
-    assert process.stdin is not None and process.stdout is not None
+    options = {
+        "env": {**os.environ, "PYTHONPATH": str(repository)},
+        "stdin": subprocess.PIPE,
+        "stdout": subprocess.PIPE,
+    }
+    process = subprocess.Popen([sys.executable, "-c", FEW_FILES, SECRET], text=True, **options)
     try:
         address = ("127.0.0.1", int(process.stdout.readline()))
         channels = [proven(address) for _ in range(3)]

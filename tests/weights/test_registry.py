@@ -1,11 +1,10 @@
-from __future__ import annotations
-
 import json
 import os
 import signal
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,7 @@ from libra.tensors import digest, untied
 from libra.weights import WeightStore, WeightVersion
 
 
-def tensors(seed: int = 0, tied: bool = False) -> dict[str, torch.Tensor]:
+def tensors(seed=0, tied=False):
     generator = torch.Generator().manual_seed(seed)
     made = {
         "embed.weight": torch.randn(16, 4, generator=generator),
@@ -30,7 +29,7 @@ def tensors(seed: int = 0, tied: bool = False) -> dict[str, torch.Tensor]:
     return {**made, "lm_head.weight": made["embed.weight"]} if tied else made
 
 
-def check_invariants(store: WeightStore) -> None:
+def check_invariants(store):
     """Every version under the root is whole, and has the content its facts announce."""
     for number in store.numbers():
         version = store.get(number)
@@ -126,11 +125,8 @@ registry.WeightStore(sys.argv[1]).publish(7, {"w": torch.arange(1000.0)})
 @pytest.mark.live
 @pytest.mark.parametrize("survived", [1, 3])
 def test_killing_a_publisher_leaves_a_whole_version_or_none(tmp_path, survived, repository):
-    child = subprocess.run(
-        [sys.executable, "-c", PUBLISH_AND_DIE, str(tmp_path), str(survived)],
-        env={**os.environ, "PYTHONPATH": str(repository)},
-        check=False,
-    )
+    command = [sys.executable, "-c", PUBLISH_AND_DIE, str(tmp_path), str(survived)]
+    child = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(repository)}, check=False)
     assert child.returncode == -signal.SIGKILL
     store = WeightStore(tmp_path)
     check_invariants(store)
@@ -147,28 +143,23 @@ def test_killing_a_publisher_leaves_a_whole_version_or_none(tmp_path, survived, 
 def test_of_racing_publishers_one_creates_the_version(tmp_path, monkeypatch, contents):
     store = WeightStore(tmp_path)
     barrier = threading.Barrier(len(contents))
-    results: list[WeightVersion | WeightsError] = []
     rename = Path.rename
 
-    def together(path: Path, target: Path) -> Path:
+    def together(path, target):
         barrier.wait()  # all have written everything and found no version
         return rename(path, target)
 
     monkeypatch.setattr(Path, "rename", together)
 
-    def publish(seed: int) -> None:
+    def publish(seed):
         try:
-            results.append(store.publish(1, tensors(seed)))
+            return store.publish(1, tensors(seed))
         except WeightsError as error:
-            results.append(error)
+            return error
 
-    threads = [threading.Thread(target=publish, args=(seed,)) for seed in contents]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(len(contents)) as pool:
+        results = list(pool.map(publish, contents))
     winners = [result for result in results if isinstance(result, WeightVersion)]
-    assert len(results) == len(contents)
     assert len(winners) == contents.count(contents[0])
     assert len({winner.digest for winner in winners}) == 1
     check_invariants(store)
@@ -192,7 +183,7 @@ def test_drop_keeps_the_last_and_the_pinned(tmp_path_factory, numbers, keep_last
 def test_a_full_disk_is_reported_and_leaves_nothing(tmp_path, monkeypatch):
     store = WeightStore(tmp_path)
 
-    def full(path: Path) -> None:
+    def full(path):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("libra.weights.registry._sync", full)
@@ -203,19 +194,13 @@ def test_a_full_disk_is_reported_and_leaves_nothing(tmp_path, monkeypatch):
 
 def test_digest_sees_names_shapes_dtypes_and_elements():
     one = {"a": torch.zeros(4)}
-    others = [
-        {"b": torch.zeros(4)},
-        {"a": torch.zeros(2, 2)},
-        {"a": torch.zeros(4, dtype=torch.int32)},
-        {"a": torch.tensor([0.0, 0, 0, 1])},
-        {"a": torch.zeros(4), "b": torch.zeros(4)},
-    ]
+    shaped = [torch.zeros(2, 2), torch.zeros(4, dtype=torch.int32), torch.tensor([0.0, 0, 0, 1])]
+    others = [{"b": torch.zeros(4)}, *({"a": tensor} for tensor in shaped), one | {"b": torch.zeros(4)}]
     assert len({digest(case) for case in [one, *others]}) == 6
     two = {"a": torch.ones(2), "b": torch.zeros(2)}
     assert digest(two) == digest(dict(reversed(two.items())))
-    assert digest({"a": torch.arange(6.0).view(2, 3).t()}) == digest(
-        {"a": torch.arange(6.0).view(2, 3).t().contiguous()}
-    )
+    strided = torch.arange(6.0).view(2, 3).t()
+    assert digest({"a": strided}) == digest({"a": strided.contiguous()})
 
 
 DTYPES = (torch.float16, torch.int64, torch.bool, torch.uint8, torch.float64)
@@ -252,7 +237,6 @@ def test_a_torn_file_is_a_value_error(tmp_path, cut):
 
 
 def test_every_byte_of_a_tensor_of_several_chunks_counts():
-    """The last byte of the first chunk, the first of the second, and the last of all; and chunks have an order."""
     size = 2 * CHUNK_BYTES + 5
     tensor = torch.arange(size, dtype=torch.int64).remainder(251).to(torch.uint8)
     found = {digest({"a": tensor})}

@@ -1,21 +1,16 @@
-"""Versions from process to process: whole or absent, from any server that has them, and only between ends with the secret."""
-
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 import torch
 
 from libra.errors import WeightsError
 from libra.seals import sealed_text, unseal
-from libra.transport import Address, Channel, Server, connect
+from libra.transport import Server, connect
 from libra.weights import WeightStore
 from libra.weights.transfer import MAX_SMALL_BYTES, PURPOSE, WeightServer, fetch
 
@@ -30,34 +25,29 @@ sys.stdin.read()
 """
 
 
-def tensors(seed: int = 0) -> dict[str, torch.Tensor]:
+def tensors(seed=0):
     generator = torch.Generator().manual_seed(seed)
     table = torch.randn(500, 64, generator=generator)
     return {"embed.weight": table, "head.weight": table, "norm.weight": torch.ones(64, dtype=torch.bfloat16)}
 
 
 @contextlib.contextmanager
-def serving(store: WeightStore, secret: str = SECRET) -> Iterator[Address]:
-    server = WeightServer(store, secret, "127.0.0.1")
-    try:
+def serving(store):
+    with contextlib.closing(WeightServer(store, SECRET, "127.0.0.1")) as server:
         yield server.address
-    finally:
-        server.close()
 
 
 Change = Callable[[bytes, int], bytes]
 
 
 @contextlib.contextmanager
-def rogue(
-    store: WeightStore, requests: list[tuple[str, int]] | None = None, size: int | None = None, **changed: Change
-) -> Iterator[Address]:
+def rogue(store, requests=None, size=None, **changed):
     """A server that knows the secret and serves version 0 with the ``changed`` content of some files (model, version, check).
 
     A change maps content and offset to what is sent; the sha256 is that of what is sent. ``size`` is announced for the tensors.
     """
 
-    def handle(channel: Channel, client: str) -> None:
+    def handle(channel, client):
         while (request := channel.recv_frame()) is not None:
             name, offset = request["file"], request["offset"]
             if requests is not None:
@@ -75,24 +65,20 @@ def rogue(
             if offset + len(sent) < announced:
                 return
 
-    server = Server(handle, secret=SECRET, purpose=PURPOSE, host="127.0.0.1")
-    try:
+    with contextlib.closing(Server(handle, secret=SECRET, purpose=PURPOSE, host="127.0.0.1")) as server:
         yield server.address
-    finally:
-        server.close()
 
 
-def manifest_with(**fields: Any) -> Change:
-    """A liar seals what it made up."""
+def manifest_with(**fields):
     return lambda data, offset: sealed_text({**unseal(data), **fields}).encode()
 
 
-def closed_port() -> Address:
+def closed_port():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return "127.0.0.1", listener.getsockname()[1]
 
 
-def check_only(store: WeightStore, *numbers: int) -> None:
+def check_only(store, *numbers):
     """Nothing but these versions is under the root, each with its digest."""
     assert sorted(path.name for path in store.root.iterdir()) == [f"{number:08d}" for number in numbers]
     for number in numbers:
@@ -102,9 +88,8 @@ def check_only(store: WeightStore, *numbers: int) -> None:
 @pytest.mark.live
 def test_a_version_comes_whole_from_another_process_with_a_directory_of_its_own(tmp_path):
     published = WeightStore(tmp_path / "trainer").publish(7, tensors(), check=lambda content: f'"check of {content}"')
-    process = subprocess.Popen(
-        [sys.executable, "-c", SERVE, str(tmp_path / "trainer"), SECRET], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
+    command = [sys.executable, "-c", SERVE, str(tmp_path / "trainer"), SECRET]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
         address = ("127.0.0.1", int(process.stdout.readline()))
         found = fetch(7, [closed_port(), address], tmp_path / "worker", secret=SECRET, content=published.digest)
@@ -156,7 +141,7 @@ def test_a_server_that_dies_during_a_file_is_left_and_the_next_continues(tmp_pat
     assert (tmp_path / "b" / "00000000" / "model.safetensors").read_bytes() == published.path.read_bytes()
 
 
-def flipped(data: bytes, offset: int) -> bytes:
+def flipped(data, offset):
     return data[offset:-1] + bytes([data[-1] ^ 1])
 
 

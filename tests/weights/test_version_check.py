@@ -1,20 +1,16 @@
-"""The comparison of an engine's answers with a version: what rounding may do, and what it may not."""
-
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
-from libra.weights.version_check import Answers, CheckVerdict, ExpectedProbes, VersionCheck, calibrate, judge
+from libra.weights.version_check import Answers, ExpectedProbes, VersionCheck, calibrate, judge
 
 LOGP = tuple(np.linspace(-12.0, -0.1, 64).tolist())
 
 
-def check(dtype: str, version: int = 1) -> VersionCheck:
+def check(dtype, version=1):
     return VersionCheck(version, "", dtype, 0, {}, (tuple(range(65)),), (LOGP,))
 
 
-def answers(*differences: tuple[int, float], noise: float = 0.0) -> Answers:
+def answers(*differences, noise=0.0):
     """An engine that is off by ``noise`` everywhere, with alternating sign, and by more at some tokens."""
     logp = np.array(LOGP) + noise * np.where(np.arange(64) % 2, 1.0, -1.0)
     for place, difference in differences:
@@ -22,7 +18,7 @@ def answers(*differences: tuple[int, float], noise: float = 0.0) -> Answers:
     return Answers((logp.astype(np.float32),), {})
 
 
-def verdict(dtype: str, answer: Answers, noise: float) -> CheckVerdict:
+def verdict(dtype, answer, noise):
     calibration = calibrate(check(dtype, 0), answers(noise=noise))
     assert calibration.measured
     return judge(check(dtype), ExpectedProbes(), answer, calibration)
@@ -43,9 +39,7 @@ def test_tokens_that_are_off_all_together_are_one(shift):
 
 def test_in_float32_every_token_counts():
     assert verdict("float32", answers(noise=1e-5), noise=1e-5).passed
-    assert verdict(
-        "float32", answers((0, 1.24e-5)), noise=2.85e-6
-    ).passed  # as seen after 30 steps, at a token of -14 nats
+    assert verdict("float32", answers((0, 1.24e-5)), noise=2.85e-6).passed  # as seen at a token of -14 nats
     assert not verdict("float32", answers((0, 1.24e-4)), noise=2.85e-6).passed
     found = verdict("float32", answers((5, 1e-3), noise=1e-5), noise=1e-5)
     assert not found.passed and found.gap == pytest.approx(1e-3, rel=0.05)
