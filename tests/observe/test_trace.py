@@ -19,7 +19,7 @@ from libra.observe.worker_time import worker_times
 TRAINERS = ("train-0",)
 
 
-REAL = (pytest.mark.live, pytest.mark.xdist_group("cluster"))
+REAL = pytest.mark.live
 
 
 @pytest.fixture(params=["made", pytest.param("run", marks=REAL)])
