@@ -73,6 +73,9 @@ def test_a_whole_checkpoint_is_never_overwritten_and_the_same_one_is_written_onc
     model.step(batch, 0)
     with pytest.raises(TrainError, match="overwritten"):
         model.save(tmp_path / "a")
+    (tmp_path / "b").mkdir()
+    with pytest.raises(CheckpointError):
+        model.save(tmp_path / "b")
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors"])

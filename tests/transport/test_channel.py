@@ -96,6 +96,8 @@ def test_a_file_is_sent_from_an_offset(tmp_path):
             at += client.recv_some(memoryview(got)[at:])
         sending.result()
     assert bytes(got) == content[7:]
+    with (tmp_path / "file").open("rb") as file, pytest.raises(TransportError):
+        server.send_file(file, len(content), 1)
     server.close()
     with pytest.raises(TransportError):
         client.recv_some(memoryview(bytearray(1)))
