@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 from distributed import Scheduler
-from whole_run import WIDE, Events, events_of, kill, named
+from whole_run import WIDE, events_of, kill, named
 
 from libra.cli.replay import replay_run
 from libra.cluster.present_workers import present_workers
@@ -14,7 +14,7 @@ from libra.driver.session import Session
 from libra.errors import ClusterError
 
 
-def most_at_once(events: Events, worker: str) -> int:
+def most_at_once(events: list, worker: str) -> int:
     """Generations that one engine ran at once at most."""
     running: set[str] = set()
     most = 0
