@@ -98,7 +98,7 @@ def test_a_plan_of_another_model_or_other_hardware_is_refused_naming_both():
 
 @pytest.mark.parametrize(
     ("section", "change"),
-    [("cluster", {"train_workers": 3}), ("policy", {"boundaries_tokens": {"tp1": 5.0}}), ("trainer", {"micro_batch_tokens": 1})],
+    [("cluster", {"train_workers": 3}), ("policy", {"boundaries_tokens": {"tp1": 5.0}}), ("trainer", {"micro_batch_tokens": 2048})],
 )  # fmt: skip
 def test_what_was_planned_is_not_changed_by_hand(section, change):
     values = with_plan(_config(), _layout()).model_dump()
