@@ -5,21 +5,16 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any
 
-import numpy as np
 import pytest
 
 from libra.config import RunConfig, config_from_dict, load_config, resolve_model
-from libra.config.algorithms import LossName, RejectMetric
 from libra.config.effect_conditions import Situation
 from libra.config.effects import READ
 from libra.config.field_help import sections
 from libra.config.simulation import RUN_POLICIES
 from libra.config.staleness import TWINS
-
-if TYPE_CHECKING:
-    import torch
 
 TEACHES = {"model": "Qwen3-8B", "function": "teach"}
 
@@ -181,127 +176,3 @@ def test_an_ordering_has_the_settings_that_the_table_says(name: str) -> None:
     same = make_ordering(name).snapshot()
     assert (make_ordering(name, objective="stream").snapshot() != same) == ("policy.objective" in read)
     assert (make_ordering(name, patience=3).snapshot() != same) == ("policy.patience" in read)
-
-
-def losses_of(config: RunConfig, batch: Any, logp_N: torch.Tensor, reference_N: torch.Tensor) -> bytes:
-    """What a step minimises under ``config``, token by token and summed, as bytes."""
-    import torch
-
-    from libra.train.objective import Objective
-    from libra.train.replica_settings import TrainSettings
-
-    settings = TrainSettings(**config.trainer.model_dump())
-    objective = Objective(settings)
-    with_reference = settings.kl_coef > 0
-    loss_N, _ = objective.token_losses(
-        batch, logp_N, entropy_N=-logp_N, reference_logp_N=reference_N if with_reference else None
-    )
-    total = objective.aggregation.weighted_sum(loss_N, batch.sequences)
-    weight = objective.aggregation.weight_sum(num_tokens=len(loss_N), num_sequences=len(batch.samples))
-    return torch.cat([loss_N, total[None] / objective.aggregation.divisor_of(weight)]).numpy().tobytes()
-
-
-@pytest.fixture(scope="module")
-def scored() -> tuple[Any, torch.Tensor, torch.Tensor]:
-    """A micro-batch whose ratios, of tokens and of sequences, are on both sides of every bound, stale tokens among them."""
-    import torch
-
-    from libra.train.sequence_packing import Sample, pack
-
-    rng = np.random.default_rng(0)
-
-    def around(mean: float, count: int) -> np.ndarray[Any, Any]:
-        return rng.normal(mean, 1, count).astype(np.float32)
-
-    samples = [
-        Sample(
-            np.arange(count + 1),
-            np.arange(count),
-            np.arange(1, count + 1),
-            around(-2 - ratio, count),
-            rng.random(count) < 0.5,
-            advantage,
-            proximal_logp=around(-2 - ratio, count),
-        )
-        for count, advantage, ratio in itertools.product((40, 2, 1, 1, 1), (-2.0, 1.0), (-0.6, 0.6))
-    ]
-    (batch,) = pack(samples, max_row_tokens=1024, micro_batch_tokens=1024)
-    logp_N = torch.from_numpy(rng.normal(-2, 1.5, 180).astype(np.float32))
-    return batch, logp_N, torch.from_numpy(rng.normal(-2, 3.0, 180).astype(np.float32))
-
-
-# Two values each that are far apart.
-LOSS_FIELDS: dict[str, tuple[Any, ...]] = {
-    "trainer.clip_low": (0.05, 0.9),
-    "trainer.clip_high": (0.05, 1.5),
-    "trainer.dual_clip": (1.1, 2.0),
-    "trainer.tau_positive": (0.5, 3.0),
-    "trainer.tau_negative": (0.5, 3.0),
-    "trainer.log_ratio_coef": (0.1, 1.0),
-    "trainer.loss_divisor": (10.0, 1000.0),
-    "trainer.old_logp": ("behaviour", "proximal"),
-    "trainer.correction_level": ("token", "sequence"),
-    "trainer.correction_low": (0.4, 0.9),
-    "trainer.correction_high": (1.1, 2.0),
-    "trainer.dppo_divergence": ("tv", "kl"),
-    "trainer.ratio_max": (1.05, 1.4),
-    "trainer.vespo_positive": ((1.0, 1.0), (2.0, 3.0)),
-    "trainer.vespo_negative": ((1.0, 1.0), (2.0, 3.0)),
-    "trainer.kl_estimator": ("k1", "k2"),
-    "trainer.kl_bound": (0.01, 3.0),
-}
-
-
-@pytest.mark.parametrize("name", LOSS_FIELDS)
-def test_the_loss_depends_on_a_field_exactly_where_the_table_says(name: str, scored: Any) -> None:
-    """Over losses, ratios and corrections: two values of the field give equal bytes, or different ones."""
-    key = name.partition(".")[2]
-    seen = set()
-    ratios = (("behaviour", "none"), ("proximal", "none"), ("proximal", "truncate"))
-    walked = [(loss, "token-mean", *ratio, 0.1) for loss in get_args(LossName) for ratio in ratios]
-    walked += [("ppo", "constant", "behaviour", "none", 0.0)]
-    for loss, aggregation, old_logp, correction, kl_coef in walked:
-        around = {"loss": loss, "aggregation": aggregation, "old_logp": old_logp, "correction": correction}
-        around |= {"kl_coef": kl_coef, "loss_divisor": 50.0}
-        if correction != "none" and key == "old_logp":
-            continue  # refused by the cross-field checks
-        base = config_from_dict({})
-        trainer = base.trainer.model_copy(update=around)
-        configs = [
-            base.model_copy(update={"trainer": trainer.model_copy(update={key: value})}) for value in LOSS_FIELDS[name]
-        ]
-        claimed = name in effective(configs[0], "run")
-        one, two = (losses_of(config, *scored) for config in configs)
-        assert (one != two) == claimed, around
-        seen.add(claimed)
-    assert seen == {True, False}
-
-
-# Two values each that are far apart, and bounds with tokens and sequences on both sides of them.
-MASK_FIELDS: dict[str, tuple[Any, Any, float | None, float]] = {
-    "trainer.reject": ("none", "k2", 0.5, 1e9),
-    "trainer.reject_low": (0.01, 2.0, None, 1e9),
-    "trainer.reject_high": (0.3, 1e6, None, 0.3),
-    "trainer.reject_level": ("token", "sequence", 0.5, 1e9),
-    "trainer.reject_reduce": ("mean", "sum", 0.5, 5.0),
-    "trainer.off_policy_threshold": (-1.0, 1.0, None, 1e9),
-}
-
-
-@pytest.mark.parametrize("name", MASK_FIELDS)
-def test_the_masks_depend_on_a_field_exactly_where_the_table_says(name: str, scored: Any) -> None:
-    key = name.partition(".")[2]
-    first, second, low, high = MASK_FIELDS[name]
-    seen = set()
-    for reject, level in itertools.product(get_args(RejectMetric), ("token", "sequence")):
-        if key == "reject" and reject != "none":
-            continue
-        around = {"reject": reject, "reject_level": level, "reject_low": low, "reject_high": high, "clip_high": 5.0}
-        base = config_from_dict({})
-        made = [around | {key: value} for value in (first, second)]
-        configs = [base.model_copy(update={"trainer": base.trainer.model_copy(update=each)}) for each in made]
-        claimed = name in effective(configs[0], "run")
-        one, two = (losses_of(config, *scored) for config in configs)
-        assert (one != two) == claimed, around
-        seen.add(claimed)
-    assert True in seen

@@ -17,7 +17,7 @@ import pytest
 from benchmarks.pseudo_terminal import Terminal, lines_after
 from libra.config import RunConfig, dump_config
 
-LIMIT_S = 300.0
+LIMIT_S = 800.0
 """After this a process that does not do what is waited for fails its test; nothing waits that long."""
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]

@@ -50,8 +50,8 @@ class Reporter(SchedulerPlugin):
 
 
 @pytest.fixture
-def cluster(live_scheduler):
-    """``async with cluster()``: scheduler, two workers, client, stream; the stream's reporter is in place."""
+def emulated(live_scheduler):
+    """``async with emulated()``: scheduler, two workers, client, stream; the stream's reporter is in place."""
 
     @contextlib.asynccontextmanager
     async def start():
@@ -73,11 +73,11 @@ def stock_of(scheduler):
     return scheduler.plugins[TaskStreamPlugin.name]
 
 
-def test_every_quantum_is_in_the_clients_task_stream_once(cluster):
+def test_every_quantum_is_in_the_clients_task_stream_once(emulated):
     lengths = {f"trajectory-train-0-0-{i}-e0-demo": 2 * i + 1 for i in range(4)}
 
     async def main():
-        async with cluster() as live:
+        async with emulated() as live:
             futures = [live.client.submit(trajectory, key, n, key=key) for key, n in lengths.items()]
             plain = live.client.submit(sum, [1, 2], key="sum-of-two")
             assert await live.client.gather(futures) == list(lengths.values())
@@ -95,11 +95,11 @@ def test_every_quantum_is_in_the_clients_task_stream_once(cluster):
     assert stock.index == len(stock.buffer) == 17
 
 
-def test_rows_draw_with_a_name_a_colour_and_a_lane_of_their_own(cluster):
+def test_rows_draw_with_a_name_a_colour_and_a_lane_of_their_own(emulated):
     key = "trajectory-train-0-0-0-e0-demo"
 
     async def main():
-        async with cluster() as live:
+        async with emulated() as live:
             assert await live.client.submit(trajectory, key, 3, key=key) == 3
             drawn = stock_of(live.scheduler).rectangles(0)
             rows = await live.client.get_task_stream()
@@ -116,11 +116,11 @@ def test_rows_draw_with_a_name_a_colour_and_a_lane_of_their_own(cluster):
     ]  # fmt: skip
 
 
-def test_a_failed_trajectory_keeps_dasks_own_row(cluster):
+def test_a_failed_trajectory_keeps_dasks_own_row(emulated):
     key = "trajectory-train-0-0-0-e0-demo"
 
     async def main():
-        async with cluster() as live:
+        async with emulated() as live:
             with pytest.raises(ValueError, match="the last quantum failed"):
                 await live.client.submit(trajectory, key, 2, error=True, key=key)
             return await live.client.get_task_stream(), stock_of(live.scheduler).rectangles(0)
