@@ -38,6 +38,7 @@ def test_a_continued_request_skips_what_its_tokens_drew(kernel, fp64):
 @pytest.mark.timeout(600)
 def test_a_closed_engine_leaves_no_process_and_no_shared_memory(tmp_path):
     engine = VLLMEngine(Models(tmp_path).first, threads=1, slots=2, max_context_tokens=128, tp=2)
+    others = shared_memory([os.getpid()])  # of the session's engine
 
     async def body():
         await engine.start()
@@ -50,4 +51,4 @@ def test_a_closed_engine_leaves_no_process_and_no_shared_memory(tmp_path):
     assert len(processes) == 3 and len(memory) > 2  # a queue of the two ranks, and what they reduce in
     assert psutil.wait_procs(processes, timeout=60)[1] == []
     assert not [file for file in memory if file.exists()]
-    assert shared_memory([os.getpid()]) == set() == shared_memory([process.pid for process in processes])
+    assert shared_memory([os.getpid()]) <= others and not shared_memory([process.pid for process in processes])
