@@ -116,7 +116,7 @@ soak: setup ## strike runs at 200 moments and resume them, then measure the memo
 kills: setup ## kill what trains, generates and fetches, 20 times: no wrong update, nothing consumed twice (ten minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/soak/kills.py --seeds 20
 
-planted: setup ## plant twenty small faults in copies of the source: which tests of `make test` catch each (half an hour)
+planted: setup ## plant twenty small faults in copies of the source: which tests of `make test` catch each
 	$(BIN)/python tests/planted/run.py $(PLANTED_ARGS)
 
 check: setup ## lint, formatting and types
