@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from libra.errors import PlanError
+from libra.planner.engine_packing import cheapest_kinds
 from libra.planner.lower_bound import gpu_seconds
 from libra.planner.node_placement import placed
 from libra.planner.planning_problem import Problem
@@ -221,3 +224,10 @@ def test_engines_that_fit_in_number_find_their_nodes(num_gpus, node, train, degr
     for group in groups:
         used = group.train_gpus + sum(tp * number for tp, number in group.engines.items()) + group.free_gpus
         assert used in (node, num_gpus % node)
+
+
+def test_the_cheapest_kind_costs_the_fewest_gpu_seconds_and_not_the_fewest_seconds():
+    times = np.array([[10.0, 10.0, np.inf], [6.0, 4.0, 3.0]])  # of TP 1 and 2: 12, 8 and 6 GPU-seconds on the larger
+    problem = SimpleNamespace(tp=np.array([1, 2]), load_s=times, least_s=times)
+    assert cheapest_kinds(problem, 10.0).tolist() == [0, 1, 1]
+    assert cheapest_kinds(problem, 5.0).tolist() == [-1, 1, 1]
