@@ -31,6 +31,11 @@ class SharedContexts:
         else:
             self.following[name] = leader
 
+    def keep(self, name: str, context: bytes) -> None:
+        """The trajectory goes on with this context: it leads on if that begins with the one it leads."""
+        if not context.startswith(self._context_of.get(name, b"")):
+            self.leave(name)
+
     def leave(self, name: str) -> None:
         """Stop leading and following."""
         self.following.pop(name, None)

@@ -426,8 +426,11 @@ class SlotBatch:
             self.queue.begin(job)
             self.table.place(job, slot)
             reuse = self.parked.restore(job, self.version)
+            context = self.table.tokens[slot, : len(job.request.context_ids)].tobytes()
             if reuse == 0 and len(job.request.context_ids) > 1:
-                self.shared.join(job.name, self.table.tokens[slot, : len(job.request.context_ids)].tobytes())
+                self.shared.join(job.name, context)
+            else:
+                self.shared.keep(job.name, context)
             job.started_s, job.cached_tokens, job.versions = now_s, reuse, [(0, self.version)]
             self.counters.cached_tokens += reuse
 

@@ -272,6 +272,15 @@ def test_broken_weights_are_an_error_and_leave_no_trace(make_batch, make_request
     assert drain(batch)["n"].token_ids.tolist() == drain(sound)["n"].token_ids.tolist()
 
 
+def test_a_leader_whose_next_turn_differs_from_what_it_leads_is_followed_by_nobody(make_batch, make_request):
+    batch = make_batch()
+    prompt = make_request("prompt", length=9).context_ids
+    submit(batch, make_request("first", context=prompt, new=2))
+    drain(batch)
+    submit(batch, make_request("first", context=prompt[:5], new=2), make_request("second", context=prompt, new=2))
+    assert set(drain(batch)) == {"first", "second"}
+
+
 ACTIONS = st.one_of(
     st.tuples(st.just("ask"), st.integers(0, 6), st.integers(1, 12), st.integers(1, 6), st.integers(0, 2)),
     st.tuples(st.sampled_from(["abort", "forget"]), st.integers(0, 6)),
