@@ -3,8 +3,6 @@
 Imports of torch and transformers are inside the functions: collecting tests must not cost them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

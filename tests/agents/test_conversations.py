@@ -1,7 +1,5 @@
 """Random conversations of agents: every generated token stays as it was, and is trained once."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace

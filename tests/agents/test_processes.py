@@ -1,7 +1,5 @@
 """What agents' processes print, however much and whatever: the program that runs them goes on, and so do its other agents."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import stat

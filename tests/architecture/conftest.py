@@ -1,7 +1,5 @@
 """Reading the imports of a module from its source."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from pathlib import Path

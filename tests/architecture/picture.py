@@ -3,8 +3,6 @@
 An arrow that a longer way already implies is left out, and so are arrows into the foundation, which every room may import.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

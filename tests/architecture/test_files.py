@@ -1,7 +1,5 @@
 """Files have names that say what is in them, and a size one can read; tests wait for events, not for time."""
 
-from __future__ import annotations
-
 import ast
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The benchmark of one GPU, on the CPU: every part's path, the parts' independence, and prime-rl's count of operations."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """One smoke of each benchmark: it runs at a small size and its figures are possible. Their helpers are not tested."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 import json

@@ -1,7 +1,5 @@
 """``libra calibrate``."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

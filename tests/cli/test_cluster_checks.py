@@ -1,7 +1,5 @@
 """`libra doctor --scheduler`: what a cluster lacks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import dask.config

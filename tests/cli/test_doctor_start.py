@@ -1,7 +1,5 @@
 """`libra doctor CONFIG` says in a line each what a run's start would refuse, in the words of that start."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

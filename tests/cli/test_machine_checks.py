@@ -1,7 +1,5 @@
 """`libra doctor` on this machine: each check finds what it is for, and says what to type."""
 
-from __future__ import annotations
-
 import socket
 from collections import namedtuple
 from pathlib import Path

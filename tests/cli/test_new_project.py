@@ -1,7 +1,5 @@
 """``libra init``: its project runs, its test passes, and it never overwrites a file."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

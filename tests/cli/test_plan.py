@@ -1,7 +1,5 @@
 """``libra plan`` says what to do, as words and as JSON, and refuses what cannot be."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

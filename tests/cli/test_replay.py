@@ -1,7 +1,5 @@
 """``libra replay``: what a newcomer reads, and what wrong input is told."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

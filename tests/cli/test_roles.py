@@ -1,7 +1,5 @@
 """``libra roles`` before it reaches a scheduler: what may be typed, and runs that cannot be asked."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

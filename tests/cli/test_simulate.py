@@ -1,7 +1,5 @@
 """``libra simulate``: what is printed, that it repeats, and that a saved workload is the same one."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

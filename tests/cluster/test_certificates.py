@@ -1,7 +1,5 @@
 """A key for a scheduler and workers that somebody starts: with its settings they let in only who has it."""
 
-from __future__ import annotations
-
 import asyncio
 
 import dask.config

@@ -1,7 +1,5 @@
 """Dask's servers against connections that prove nothing: they end soon and are few, and who has the key is served meanwhile."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable

@@ -1,7 +1,5 @@
 """One action at a time on a device, among real processes: in order, also where a holder is killed."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import os

@@ -1,7 +1,5 @@
 """Workers that are forked have what workers that are started have: environment, output, signals, random numbers of their own."""
 
-from __future__ import annotations
-
 import os
 import select
 import signal

@@ -1,7 +1,5 @@
 """Which web pages may use the dashboard."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import dask.config

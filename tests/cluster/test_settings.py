@@ -1,7 +1,5 @@
 """Dask's settings: stock ones are found wanting, Libra's are not, and the file says the same as the code."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import dask.config

@@ -1,7 +1,5 @@
 """docs/configuration.md and docs/algorithms.md, made from the settings: ``python tests/config/doc_pages.py docs`` writes them."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import asdict
 from pathlib import Path

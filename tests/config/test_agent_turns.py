@@ -1,7 +1,5 @@
 """Files of recorded agents: words of their formats become Libra's outcomes here, and an unknown one is refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """An algorithm fills the keys that were not given, and nothing else."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Settings of distillation: what contradicts them, and where they have no effect."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The table of effects against the code: each command reads exactly the settings that the table says."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Settings without effect are reported: every field is in the table, and a report is there exactly where a need is not met."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 from typing import Any

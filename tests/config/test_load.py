@@ -1,7 +1,5 @@
 """Reading configurations: layers, overrides, and messages for every kind of mistake."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

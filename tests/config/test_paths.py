@@ -1,7 +1,5 @@
 """What names of models stand for."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -4,8 +4,6 @@ A row is what is typed (overrides, separated by " & "), the field that the error
 it says to type. Rules that need a model's files, an environment or this machine are in tests/first_hour.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from libra.config import RunConfig, config_from_dict

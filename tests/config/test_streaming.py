@@ -1,7 +1,5 @@
 """Where a step is streamed and where engines turn: what `auto` and `on` do."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """YAML 1.2's core types, lines of keys, and what is refused."""
 
-from __future__ import annotations
-
 import pytest
 
 from libra.config.yaml_text import read_mapping, read_value, write

@@ -3,8 +3,6 @@
 README ("it loses nothing"), docs/durability.md, docs/failures.md. A damaged record is in tests/hostile.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import signal

@@ -4,8 +4,6 @@ README ("a language model learns to use a calculator"), docs/failures.md (a fail
 which a tool can fail is a status that the model reads), docs/tools.md (tools of MCP servers).
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from pathlib import Path

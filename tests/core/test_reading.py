@@ -3,8 +3,6 @@
 README ("it decides in the open"), docs/observe.md and docs/quick_start.md (where its results are).
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 

@@ -4,8 +4,6 @@ docs/elastic.md (role changes), docs/training_group.md (a streamed step is the w
 That the live plugin and the simulator decide alike is in tests/scheduler/test_parity.py.
 """
 
-from __future__ import annotations
-
 import threading
 from collections import Counter
 from collections.abc import Callable

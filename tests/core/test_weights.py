@@ -3,8 +3,6 @@
 README ("an engine proves its weights"), docs/weights.md, docs/scheduling.md (the bound ``run.eta``).
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Every command of the images is one that `make` offers, or that these tests run; test_steps.py runs the images' own steps."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -11,8 +11,6 @@ else that an image would not have. COPY, ENV, WORKDIR, RUN and CMD are read from
 It takes minutes and the network, so it runs where LIBRA_IMAGE_STEPS=1 asks for it, as CI does.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

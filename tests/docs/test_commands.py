@@ -1,7 +1,5 @@
 """Commands, options and settings that the pages name exist. Nothing is run."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import Path

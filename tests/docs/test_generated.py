@@ -1,7 +1,5 @@
 """`make docs` would change nothing: each generated page is what its source gives now."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import picture

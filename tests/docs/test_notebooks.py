@@ -1,7 +1,5 @@
 """The notebooks of docs/ run in a Jupyter kernel, with tiny settings in place of their parameters."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import nbformat

@@ -1,7 +1,5 @@
 """`mkdocs build --strict` makes the site without a warning (links included), and it has the public names."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

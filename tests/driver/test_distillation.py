@@ -1,7 +1,5 @@
 """Runs with a teacher: it is loaded once on a worker of its own, its scores are committed, and the student comes nearer to it."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Runs with `rollout.chunk_tokens`: the trajectories of the run without it, also after kills in mid-turn."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections import Counter

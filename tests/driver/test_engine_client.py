@@ -1,7 +1,5 @@
 """Slots of an engine are changed in mid-run: nothing is restarted or lost, and no more run at once than may."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """Engines of several kinds: what a worker says of its engine, and what cannot be started."""
 
-from __future__ import annotations
-
 import pytest
 
 from libra import keys

@@ -3,8 +3,6 @@
 A NaN reward and the statuses of tools are in tests/core/test_learning.py.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

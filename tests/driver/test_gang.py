@@ -1,7 +1,5 @@
 """Two training workers in one group take the steps of one; a rank that is killed in the midst of one costs nothing else."""
 
-from __future__ import annotations
-
 import os
 import signal
 from functools import partial

@@ -1,8 +1,6 @@
 """Ctrl-C in a program of `libra.train`: no traceback where nobody catches it, and the exception where somebody does. In the
 midst of a run: tests/core/test_durability.py."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

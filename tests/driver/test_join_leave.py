@@ -1,7 +1,5 @@
 """Workers that join, leave, come back, or cannot be set up: no run is held up, nothing is lost or done twice."""
 
-from __future__ import annotations
-
 import copy
 import os
 from concurrent.futures import ThreadPoolExecutor

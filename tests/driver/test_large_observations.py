@@ -1,7 +1,5 @@
 """A run whose tool returns megabytes: kept by reference, read back by the grader, shown by inspect, and damage named."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from click.testing import CliRunner

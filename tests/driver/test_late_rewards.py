@@ -1,7 +1,5 @@
 """Runs whose rewards come late: corrected, dropped, or refused; each counts once, also after kills."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

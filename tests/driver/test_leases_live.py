@@ -1,7 +1,5 @@
 """Actions on leased cores, live: their limits and quotas, and tool workers that come and go."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

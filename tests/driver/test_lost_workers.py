@@ -1,7 +1,5 @@
 """Workers that stop, come back or die in the middle of a quantum: one record per quantum, and the trajectory finishes."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import select

@@ -1,7 +1,5 @@
 """Contexts grow over a run, and its engines use fewer slots before the iteration that would not fit into their KV memory."""
 
-from __future__ import annotations
-
 import pytest
 from whole_run import named, once_each
 

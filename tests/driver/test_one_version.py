@@ -1,7 +1,5 @@
 """``staleness.versions=one``, live: every trajectory has one version, also when its engine is killed or must serve another."""
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from pathlib import Path

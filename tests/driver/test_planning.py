@@ -1,7 +1,5 @@
 """Planning beside a run: it hears each iteration, its numbers are in metrics and event log, and it changes nothing."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Versions published beside the next step, live: the passes do not wait, weights do, and a kill in between changes no bit."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

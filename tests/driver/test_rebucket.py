@@ -1,7 +1,5 @@
 """Two workers of one machine give their cores to one engine of twice the tensor-parallel degree, and take them back, in mid-run."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

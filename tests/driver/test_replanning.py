@@ -1,7 +1,5 @@
 """Accepted plans change roles: what runs is what the scheduler says, each change is compared with what it was to gain."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any

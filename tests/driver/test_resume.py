@@ -1,7 +1,5 @@
 """A run that was stopped goes on from what it committed: nothing lost, nothing twice, the same weights; or is refused."""
 
-from __future__ import annotations
-
 import logging
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What of a run directory is consumed, committed, started or untouched, in any state that a stopped run leaves behind."""
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 

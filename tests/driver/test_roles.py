@@ -3,8 +3,6 @@
 A change that succeeds, and back, is in tests/core/test_scheduling.py.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -1,7 +1,5 @@
 """Whole runs on real worker processes: what their size and their settings change. What every run promises is in tests/core."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from typing import Any

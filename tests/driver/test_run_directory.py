@@ -1,7 +1,5 @@
 """What is left of a run's directory, its log there, and its summary: nothing of a start that failed, all once it has begun."""
 
-from __future__ import annotations
-
 import logging
 import sys
 from pathlib import Path

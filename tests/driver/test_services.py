@@ -1,7 +1,5 @@
 """Services of a run on real workers: restored bit for bit, asked by tools and rewards, waited for or not, refused beforehand."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

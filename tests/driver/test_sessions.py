@@ -1,7 +1,5 @@
 """Runs whose trajectories lease a live process each: pinned to a worker, reset, reused, and lost."""
 
-from __future__ import annotations
-
 import os
 import signal
 import uuid

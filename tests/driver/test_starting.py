@@ -1,7 +1,5 @@
 """A run starts the layout that is planned for it: refused where it cannot be, told where it is, and reached while it goes on."""
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any

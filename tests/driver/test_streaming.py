@@ -3,8 +3,6 @@
 That a streamed step is the whole step is in tests/core/test_scheduling.py.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

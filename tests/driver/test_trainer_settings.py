@@ -1,7 +1,5 @@
 """What settings of the trainer do in a live run: old policies, routes, baselines, rewards per token."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -3,8 +3,6 @@
 The tail is held: one group of each iteration waits in a tool, for a lock that the test has, until something happened.
 """
 
-from __future__ import annotations
-
 import asyncio
 import fcntl
 import os

@@ -1,7 +1,5 @@
 """Engines of two speeds: the policy goes by what they declare, and trajectories that change engines take their KV along."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

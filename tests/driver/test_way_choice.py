@@ -1,7 +1,5 @@
 """A run with `trainer.streaming` auto streams its steps exactly while that is its choice, and its log says why."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

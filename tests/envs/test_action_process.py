@@ -1,7 +1,5 @@
 """Calls in processes of their own: cores, memory, time-outs, and what is left of them."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import os

@@ -1,7 +1,5 @@
 """Calls that an API refuses for now: never an outcome while retries are left."""
 
-from __future__ import annotations
-
 import asyncio
 from email.utils import formatdate
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The pool of sessions of one worker: what is given out, what is replaced, and factories that raise or hang."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 

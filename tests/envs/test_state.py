@@ -1,7 +1,5 @@
 """The state of a trajectory: copies, bounds, types, and what is left of a call that failed."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import dataclass, field
 from typing import Any

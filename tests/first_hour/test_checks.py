@@ -1,7 +1,5 @@
 """The checks of the driver: what they count is what engines see, and what they let pass."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

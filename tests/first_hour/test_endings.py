@@ -3,8 +3,6 @@
 The lines below the last one before the key are counted: at most three, the last of them what to type.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

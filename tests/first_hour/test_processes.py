@@ -1,7 +1,5 @@
 """Wrong input to real processes: what they print, their exit code, and that nothing is left; programs without a file."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What a new user may give to ``libra.train``: each wrong argument is one clear error, before any worker starts."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

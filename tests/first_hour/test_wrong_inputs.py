@@ -5,8 +5,6 @@ process and need no mark: the promise "ten wrong inputs" of `make test` is this 
 tests/config/test_refused.py, models in test_wrong_models.py, `libra.train` in test_wrong_arguments.py.
 """
 
-from __future__ import annotations
-
 import importlib
 import logging
 import sys

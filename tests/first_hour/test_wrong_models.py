@@ -1,7 +1,5 @@
 """A model directory that is broken or does not fit the run is one error that names the file and what to type."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import struct

@@ -1,7 +1,5 @@
 """Profiles made of the forms themselves, so that what a fit should find is known."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

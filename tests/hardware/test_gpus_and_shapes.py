@@ -1,7 +1,5 @@
 """Datasheets and model shapes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Prices of hardware: the list that ships, and files of users."""
 
-from __future__ import annotations
-
 from datetime import date
 
 import pytest

@@ -1,7 +1,5 @@
 """Reading profiles, refusing what cannot be one, and calibrating from the rest."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Engines and trainers from a run's own logs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

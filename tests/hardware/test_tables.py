@@ -1,7 +1,5 @@
 """Fits find what made the data; tables answer with what was measured."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A flipped byte in any kind of file of a run is found, or changes nothing that is read."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A run whose model writes hostile calls, whose tools return hostile text and whose reward raises it: it ends, and goes on."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections import Counter

@@ -1,7 +1,5 @@
 """500 hostile texts, and what Hypothesis makes of their kinds, through all that reads, grades or keeps what a model wrote."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib.util
 import json

@@ -4,8 +4,6 @@ The servers that are attacked are all that listen in the run's processes, found 
 the one that other tests share, and its deadlines are the real ones.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import hashlib

@@ -1,7 +1,5 @@
 """What is shown of hostile text, in a terminal, a log or the page, acts on nothing, and is ready in linear time."""
 
-from __future__ import annotations
-
 import io
 import json
 import logging

@@ -1,7 +1,5 @@
 """A scheduler in this process, made-up snapshots, and one run that was recorded."""
 
-from __future__ import annotations
-
 import contextlib
 import platform
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What came of decisions, from hand-made logs: seconds per token before and after, and nothing where nothing is comparable."""
 
-from __future__ import annotations
-
 import pytest
 from made_events import CONSIDERED, RUN
 

@@ -1,7 +1,5 @@
 """`libra inspect`: which trajectories are shown, what of them, and how keys step through them."""
 
-from __future__ import annotations
-
 import io
 import json
 import math

@@ -1,7 +1,5 @@
 """`libra inspect RUN --invariants`: each promise is seen to be broken, and plain zarr counts the same."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What was measured is on disk, as JSON lines."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

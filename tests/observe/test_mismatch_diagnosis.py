@@ -1,7 +1,5 @@
 """`libra diagnose` on records of steps: its threshold, the parts it names, and what it makes of damage and of hostile text."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

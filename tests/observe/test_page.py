@@ -1,7 +1,5 @@
 """The figures and tables of the Libra page against the snapshots."""
 
-from __future__ import annotations
-
 import math
 import re
 from html import unescape

@@ -1,7 +1,5 @@
 """The Libra page as documents and JSON that are served."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

@@ -3,8 +3,6 @@
 What is expected is worked out here from the lines of the log, by none of the functions that make the pages.
 """
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import contextlib

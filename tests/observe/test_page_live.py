@@ -1,7 +1,5 @@
 """What the Libra page shows of a scheduler with Libra's own plugin, against the run's event log."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections import Counter

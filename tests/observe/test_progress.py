@@ -1,7 +1,5 @@
 """Progress of a start and of a run, on a terminal and in a pipe, with a console and a clock of our own."""
 
-from __future__ import annotations
-
 import io
 import logging
 import math

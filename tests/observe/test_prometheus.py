@@ -1,7 +1,5 @@
 """Libra's metrics on the scheduler's ``/metrics``, and the Grafana board that uses their names."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

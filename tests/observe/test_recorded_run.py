@@ -1,7 +1,5 @@
 """`libra page` of a run's files: a log that grows is followed, and the command serves on this machine only."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal

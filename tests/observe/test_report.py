@@ -1,7 +1,5 @@
 """`libra report`: its figures against the event log, runs side by side, missing data, hostile text."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """`libra runs`, and the commands around a run directory: what they print and what they refuse."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

@@ -1,7 +1,5 @@
 """What the page shows of a run, from events alone."""
 
-from __future__ import annotations
-
 import re
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """Waves and turns of engines as page and report show them, from events."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """Quanta in Dask's task stream, on a real scheduler with real workers in this process."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import itertools

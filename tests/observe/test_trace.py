@@ -1,7 +1,5 @@
 """`libra trace`: the trace of an iteration made by hand, and of a real run, against the event log."""
 
-from __future__ import annotations
-
 import gzip
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Trackers get a run's numbers by group, its settings and sample texts; one that fails or is not installed ends nothing."""
 
-from __future__ import annotations
-
 import json
 import logging
 import math

@@ -1,7 +1,5 @@
 """Where worker time went: states by cause from hand-made and arbitrary logs, at once and event by event."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

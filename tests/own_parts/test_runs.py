@@ -1,7 +1,5 @@
 """Runs with parts of a user's own: the workers import them, and replay and simulation too."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What is published works without a checkout: the sdist, the wheel built from it, and an environment with that wheel alone."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

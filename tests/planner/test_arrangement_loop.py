@@ -1,7 +1,5 @@
 """What a run's workers should do: weighed from measurement, moved both ways by a drift, and out of the way of memory in time."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

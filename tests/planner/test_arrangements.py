@@ -1,7 +1,5 @@
 """Ways in which workers may be arranged: what can be had, in which steps, and what is missing for the rest."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """A batch played through on engines whose passes are known."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The forecast of a run's next step: engines of several speeds, questions of several lengths, and what is left out."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Sequence

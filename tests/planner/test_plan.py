@@ -1,7 +1,5 @@
 """A plan explains itself: its numbers agree with each other, and each alternative says why it lost."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import json

@@ -1,7 +1,5 @@
 """A change is made when it pays, not when it seems to; and the model learns what it is off by."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Seconds of a TP degree that a run never had: of a calibration, the configured GPU, or the workers' own, in this order."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The search finds what trying everything finds, proves it, and says why where there is nothing to find."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np

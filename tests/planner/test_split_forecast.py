@@ -1,7 +1,5 @@
 """Steps with more or fewer hybrids training: predicted from measurement alone, and how wrong that was."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

@@ -1,7 +1,5 @@
 """A plan that is put into a configuration starts what the plan says, and is refused where it does not belong."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

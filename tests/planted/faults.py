@@ -4,8 +4,6 @@ A fault is a piece of text that stands once in one file, and what replaces it. W
 `test_faults.py` fails until it does. ``looks_in`` names what is likely to catch it, and so runs first: paths under ``tests/``.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Every planted fault still has its place in the source: when code moves, the faults move with it."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Gates, batches and waves under any schedule and after any kill: lag <= eta, every group once, never a dead end."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections import Counter, defaultdict

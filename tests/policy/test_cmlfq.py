@@ -1,7 +1,5 @@
 """C-MLFQ and the orderings like it: their promises, one by one."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

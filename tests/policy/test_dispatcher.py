@@ -1,7 +1,5 @@
 """The dispatcher against a model: slots, homes, order, and who is left waiting."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What is believed of engines: sums kept event by event are those of all members, and the longest stands out as far as it does."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

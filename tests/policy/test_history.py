@@ -1,7 +1,5 @@
 """What is kept of a prompt until it comes again: who was long is believed long, as far as that has held, whatever else drifts."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

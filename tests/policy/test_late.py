@@ -1,7 +1,5 @@
 """Late rewards: each counts once, no group waits for ever, and corrections add up to what the final rewards would have given."""
 
-from __future__ import annotations
-
 import math
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """The price of a change of home: the lesser of computing again and sending, by what was measured."""
 
-from __future__ import annotations
-
 import msgspec
 import pytest
 from hypothesis import given

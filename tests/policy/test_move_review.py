@@ -1,7 +1,5 @@
 """Moves judged afterwards, by the lengths that trajectories turned out to have."""
 
-from __future__ import annotations
-
 import pytest
 
 from libra import events

@@ -1,8 +1,6 @@
 """One version for each trajectory, in any order of events: no engine changes under one, and each gets the newest at last; and how
 many engines a version keeps."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 

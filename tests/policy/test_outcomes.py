@@ -1,7 +1,5 @@
 """One vocabulary of tool outcomes: what live tools say is what forecasters know, whichever words a trace had for it."""
 
-from __future__ import annotations
-
 import asyncio
 from functools import cache
 

@@ -1,7 +1,5 @@
 """Where engines exchange KV a pause costs little: memory decides who waits, and places are asked for again."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

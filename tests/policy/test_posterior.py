@@ -1,7 +1,5 @@
 """The posterior of the remaining length: what it promises, and that each signal says what it should; and lengths that are given."""
 
-from __future__ import annotations
-
 import json
 import math
 from typing import Any

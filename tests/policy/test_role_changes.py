@@ -1,7 +1,5 @@
 """Role changes: every interleaving ends in the old or the new assignments, and no GPU is ever in two hands."""
 
-from __future__ import annotations
-
 import copy
 from collections import deque
 from dataclasses import dataclass, field

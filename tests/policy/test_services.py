@@ -1,7 +1,5 @@
 """Services of one device and of several: batches, bounded waits, order, and who is evicted."""
 
-from __future__ import annotations
-
 import heapq
 from collections import defaultdict
 from typing import NamedTuple

@@ -4,8 +4,6 @@ A run here is the pure objects of a live one (`Admission`, `OneVersion`, `judge`
 trajectories, deliveries and steps end in any order. What is compared is counted by the test itself.
 """
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """When a run counts as stalled, and who is to blame."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

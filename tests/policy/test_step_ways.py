@@ -1,7 +1,5 @@
 """What bounds a step and how to take it: closed forms, the choice between them, and what the user is told."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Batches that are filled as groups come: the bound, every group once, never a dead end, under any schedule."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 

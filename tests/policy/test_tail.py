@@ -1,7 +1,5 @@
 """What a live run tells the rule of turning engines: what is open, what is left, what changes cost; and whom it asks."""
 
-from __future__ import annotations
-
 import json
 import random
 

@@ -1,7 +1,5 @@
 """The number of tool workers: bounds, hysteresis, prices, and no decision that the next one takes back."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import pytest

@@ -1,7 +1,5 @@
 """Engines that train while the tail runs: which turn, when, and when they return."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Waves of a streamed step, and which complete groups its batch may take."""
 
-from __future__ import annotations
-
 from itertools import chain, combinations
 
 from hypothesis import given

@@ -1,7 +1,5 @@
 """How a live run chooses to take its steps: played again from what was measured, and followed by waves and by turning engines."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """A scheduler with Libra's plugin and real workers in this process, and quanta that need no engine."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import inspect

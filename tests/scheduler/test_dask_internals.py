@@ -1,7 +1,5 @@
 """The contract of `libra.scheduler.dask_internals` with Dask: what it reads and writes is there, and does what it says."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator

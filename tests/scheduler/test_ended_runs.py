@@ -1,7 +1,5 @@
 """What is left of a run on its scheduler when it has ended, or its driver has gone."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from typing import Any

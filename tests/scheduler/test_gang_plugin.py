@@ -1,7 +1,5 @@
 """The gang plugin against a scheduler that is two dicts and a list: whole gangs or none, losses named, nothing stale heard."""
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """A resource that nobody has is reported once, again with a new cause or after a long time, and when it is back."""
 
-from __future__ import annotations
-
 from distributed import Worker
 
 from libra import keys

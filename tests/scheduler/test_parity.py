@@ -1,8 +1,6 @@
 """The live plugin and the simulator are one policy: on the same workload they give the same slots to the same trajectories, in
 the same order, and are done in the same (virtual) second."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`LibraPlugin` on a real scheduler and real workers: order, capacity, two runs, gates, kept slots, quarantine."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections import Counter

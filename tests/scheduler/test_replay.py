@@ -1,7 +1,5 @@
 """A log recorded live is replayed to the same commands; what was applied is what was logged."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

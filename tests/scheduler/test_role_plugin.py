@@ -1,7 +1,5 @@
 """The role plugin against a scheduler that is a few dicts: supplies, messages, and what is written down."""
 
-from __future__ import annotations
-
 import asyncio
 from types import SimpleNamespace
 from typing import Any

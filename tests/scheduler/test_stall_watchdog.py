@@ -1,7 +1,5 @@
 """Workers of their own process that really hang: named, their stacks written, restarted, and the run goes on."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

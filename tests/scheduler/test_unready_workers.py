@@ -1,7 +1,5 @@
 """Workers that join in mid-run on a real scheduler: asked for nothing until they are ready, told of where they never are."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator

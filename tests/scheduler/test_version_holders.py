@@ -1,7 +1,5 @@
 """Who is asked for a version, and in which order."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

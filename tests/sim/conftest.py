@@ -1,7 +1,5 @@
 """Engines and workloads small enough to check by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

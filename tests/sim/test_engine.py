@@ -1,7 +1,5 @@
 """One engine against arithmetic: seconds of batches, KV memory, the prefix cache, new weights."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings

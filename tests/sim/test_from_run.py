@@ -1,7 +1,5 @@
 """A stored run as a workload: every turn with what its tools came to, and no call that was not made."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The next steps of a plan in virtual time: near the closed forms, of a part where the plan is large, and never for long."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import count
 from typing import Any

@@ -1,7 +1,5 @@
 """Engines with versions of their own: who takes what, who hands over to whom."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """A training run whose trainer has GPUs, in virtual time: everything trained on once, GPU-seconds that add up, turns that pay."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """A run whose every second is known (a declared emulation in virtual time), and what is read and predicted from its directory."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The whole system in virtual time: nothing lost, nothing twice, bounds kept, same bytes for a seed."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Systems whose groups begin by themselves: over-sampling, long rounds, groups over age, and what throwing away costs."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Workloads and traces: what is drawn, what is written down, and what wrong files are told."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

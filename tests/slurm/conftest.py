@@ -1,7 +1,5 @@
 """Makes ``single_node`` importable (pytest adds no folder of tests to the path), and Slurm's daemons findable."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What ``libra cluster slurm up`` starts, for tests: as if workers had always started at once, and idle for a moment only."""
 
-from __future__ import annotations
-
 from libra.cluster.slurm import service_process
 from libra.policy import tool_fleet
 

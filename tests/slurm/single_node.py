@@ -4,8 +4,6 @@ Needs root and Debian's packages ``slurmctld slurmd slurm-client munge``; `missi
 systemd and without cgroups. The GPUs are character devices like /dev/null: Slurm counts them and sets CUDA_VISIBLE_DEVICES.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """Job scripts are strings, so what would be submitted is tested without a Slurm."""
 
-from __future__ import annotations
-
 import pytest
 
 from libra.cluster.local import worker_resources

@@ -1,7 +1,5 @@
 """The quick start through a real Slurm: sbatch, squeue and scancel of Debian, fake GPUs, TLS."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """A worker near the end of its job: it finishes what it runs, takes nothing new, and leaves."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 

@@ -4,8 +4,6 @@
 ``dask worker`` is; the others are in this process, as they are in `libra run`'s.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import socket

@@ -4,8 +4,6 @@ Each waits for a moment that only the work itself can reach, writes down where i
 SIGKILL to its own process.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -5,8 +5,6 @@ the run that is under way: {"directory": of the run, "moments": [{"stage", "mome
 armed when the one before it has come and a batch has been committed since. ``directory/struck`` gets a file when one has come.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import json

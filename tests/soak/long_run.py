@@ -8,8 +8,6 @@ as it is, and ``trimmed`` after glibc has given back what it can, which tells fr
 ``--samples FILE`` gets all samples, with objects by type; ``--trace`` adds bytes by line of code (tracemalloc; ten times slower).
 """
 
-from __future__ import annotations
-
 import argparse
 import ctypes
 import gc

@@ -1,7 +1,5 @@
 """The processes of a soak: clusters, which serve case after case until one is killed, and the driver of one run."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Rollouts with a tail: the last group of each iteration is slow, so that an engine turns and returns in every one."""
 
-from __future__ import annotations
-
 import asyncio
 
 from libra.envs import tool

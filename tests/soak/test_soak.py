@@ -1,7 +1,5 @@
 """One moment of each kind of victim of `make soak` and `make kills`: nothing is lost, nothing done twice, no update wrong."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

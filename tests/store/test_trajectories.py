@@ -1,7 +1,5 @@
 """The store against a trivially right model, read back by itself, by plain zarr and by xarray; and killed in mid-append."""
 
-from __future__ import annotations
-
 import errno
 import os
 import pickle

@@ -1,7 +1,5 @@
 """A worker that runs agents, without Dask: quanta, journal, gateway and processes are the real ones, the engine is the test's."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable
 from contextlib import asynccontextmanager

@@ -1,7 +1,5 @@
 """Services and who asks them, where workers can import both."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A trainer that publishes versions, and workers that serve them with engines into which faults are injected."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 

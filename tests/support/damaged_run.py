@@ -1,7 +1,5 @@
 """A small run that was stopped, damages to its files, and what the files say: for the tests of damaged runs."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """A gateway with one session, and a client of it; the model is a script."""
 
-from __future__ import annotations
-
 import asyncio
 from contextlib import asynccontextmanager
 

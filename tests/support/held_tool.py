@@ -1,7 +1,5 @@
 """An environment some of whose trajectories wait in their first action until the test lets them go on."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import libra

@@ -1,7 +1,5 @@
 """Hostile texts, and what reads them: parsers, tools, and what Unicode says of characters."""
 
-from __future__ import annotations
-
 import unicodedata
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Kills a worker between a generation and its record, once: an agent waits for that turn meanwhile."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Events of a run ``demo``, made by hand: their seconds are round, so that what follows from them can be counted."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from libra import events

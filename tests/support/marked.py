@@ -1,7 +1,5 @@
 """Questions for agents of tests; apart from these, which import no more than they need."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """An MCP server for tests: it adds, fails, and dies."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

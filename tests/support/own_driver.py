@@ -1,7 +1,5 @@
 """A driver in a process of its own, on the scheduler of somebody else: ``python own_driver.py CONFIG ADDRESS SECURITY``."""
 
-from __future__ import annotations
-
 import pickle
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A scheduler with its workers, to be killed: ``python own_scheduler.py CONFIG SECURITY`` prints its address."""
 
-from __future__ import annotations
-
 import pickle
 import sys
 import threading

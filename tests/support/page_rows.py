@@ -1,7 +1,5 @@
 """Rows that snapshots of the page show: a worker that is not ready, and one that changes its role."""
 
-from __future__ import annotations
-
 from typing import Any
 
 UNREADY = {"worker": "tool-1", "address": "tcp://h:1", "stage": "failed", "for_s": 3.9, "detail": "OSError: no <disk>",

@@ -1,7 +1,5 @@
 """An engine that declares two tensor-parallel degrees, and computes on one rank whatever its degree."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

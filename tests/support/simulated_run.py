@@ -3,8 +3,6 @@
 Event log, store, metrics and configuration are of the form of a real run's, and hold what the simulation did. Tokens are fillers.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """What a streamed run must have in its directory, whatever was killed while it ran."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """An environment in which everything goes wrong that a run has to go on with."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import zlib

@@ -1,7 +1,5 @@
 """The four classes of environments of verifiers, as its users write them. Imported in its own virtual environment."""
 
-from __future__ import annotations
-
 import verifiers as vf
 from datasets import Dataset
 

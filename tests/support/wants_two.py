@@ -1,7 +1,5 @@
 """An environment whose actions need a second tool worker, for tests of those that come where actions wait."""
 
-from __future__ import annotations
-
 import os
 import threading
 from pathlib import Path

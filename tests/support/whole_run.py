@@ -1,7 +1,5 @@
 """What a run's directory must hold, read as a stranger would: by plain zarr and by its event log; and its live workers."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

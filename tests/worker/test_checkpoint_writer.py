@@ -1,7 +1,5 @@
 """Checkpoints of real runs: what is kept, that they hold the version they name, and that a step does not wait for the disk."""
 
-from __future__ import annotations
-
 import shutil
 import threading
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The contract of `libra.worker.dask_internals` with Dask: what it changes and reads is there, and means what it says."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """KV from worker to worker: it arrives whole, or the context is computed again; nothing else is lost, whatever dies."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

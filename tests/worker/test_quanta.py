@@ -1,7 +1,5 @@
 """Quanta of a trajectory: parts of turns, inline actions, restarts, records that cannot be stored, and ends that stay ends."""
 
-from __future__ import annotations
-
 import asyncio
 import tempfile
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The run's secret is in nothing that is pickled for an open line."""
 
-from __future__ import annotations
-
 import pickle
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Reward functions as TRL's and verifiers' users write them, called as those libraries call them."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 import types

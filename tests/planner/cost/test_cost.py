@@ -1,7 +1,5 @@
 """Costs of rollouts and training steps, and the choice of a tensor-parallel degree."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Bytes of a training step: every term is what autograd and torch hold, and each option moves what it should."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Actions of trajectories that are stopped for others: once, then to their end; a replay of the log repeats it."""
 
-from __future__ import annotations
-
 import pytest
 
 from libra.policy import Dispatcher, Place, Priority, QuantumFinished, SetPriority, TrajectoryParked, WorkerJoined

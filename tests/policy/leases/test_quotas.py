@@ -1,7 +1,5 @@
 """Quotas: never exceeded in any window, never held back for no reason."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Speed-up curves: what may be declared, and what is measured."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

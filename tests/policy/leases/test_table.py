@@ -1,7 +1,5 @@
 """The lease table against a model: conservation, order, bounded wait, quotas, enlargement, revocation."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from hypothesis import given
