@@ -4,7 +4,6 @@ import asyncio
 import os
 import stat
 import sys
-from typing import Any
 
 import pytest
 
@@ -17,7 +16,7 @@ from libra.errors import ConfigError
 pytestmark = pytest.mark.live
 
 AGENT = f"""{sys.executable} -c 'import os; exec(os.environ["WHAT"])'"""
-TASK: dict[str, Any] = {"messages": [], "facts": {}}
+TASK = {"messages": [], "facts": {}}
 
 
 LEAVES = """

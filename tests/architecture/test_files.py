@@ -2,7 +2,6 @@
 
 import ast
 import subprocess
-from pathlib import Path
 
 import pytest
 
@@ -12,7 +11,7 @@ ASKS = 'scheduler_info(n_workers=-1)["workers"]'
 SHOWS_IT = ("test_files.py", "test_next_run.py")
 
 
-def sleeps(source: str) -> list[int]:
+def sleeps(source):
     """Lines that wait for time to pass: ``time.sleep``, ``asyncio.sleep`` of anything but 0, under any imported name."""
     tree = ast.parse(source)
     names = {
@@ -35,7 +34,7 @@ def sleeps(source: str) -> list[int]:
     return lines
 
 
-def tracked(repository: Path, *folders: str) -> list[Path]:
+def tracked(repository, *folders):
     """The Python files that git has below some folders: virtual environments may lie there, too."""
     words = ["git", "ls-files", "-z", "--", *folders]
     done = subprocess.run(words, cwd=repository, capture_output=True, text=True, check=False)
@@ -45,26 +44,26 @@ def tracked(repository: Path, *folders: str) -> list[Path]:
     return [path for name in names if (path := repository / name).is_file()]
 
 
-def test_no_module_has_an_empty_name(modules: dict[str, Path]) -> None:
+def test_no_module_has_an_empty_name(modules):
     found = [name for name in modules if EMPTY_NAMES & set(name.split("."))]
     assert not found, f"name these after what is in them: {found}"
 
 
-def test_no_file_is_too_long_to_read(modules: dict[str, Path]) -> None:
+def test_no_file_is_too_long_to_read(modules):
     lengths = {name: len(path.read_text().splitlines()) for name, path in modules.items()}
     found = {name: length for name, length in lengths.items() if length > MAX_LINES}
     assert not found, f"split these along a seam that has a name (at most {MAX_LINES} lines): {found}"
 
 
 @pytest.mark.live
-def test_no_test_sleeps(repository: Path) -> None:
+def test_no_test_sleeps(repository):
     files = {path: sleeps(path.read_text()) for path in tracked(repository, "tests")}
     found = [f"{path}:{line}" for path, lines in files.items() for line in lines]
     assert not found, f"wait for an event or give the code a clock: {found}"
 
 
 @pytest.mark.live
-def test_workers_are_asked_for_of_the_scheduler(repository: Path) -> None:
+def test_workers_are_asked_for_of_the_scheduler(repository):
     """`Client.scheduler_info` may answer without workers on a busy machine: `libra.cluster.present_workers` says why."""
     files = tracked(repository, "libra", "tests", "benchmarks", "workflows", "examples")
     found = [str(path) for path in files if path.name not in SHOWS_IT and ASKS in path.read_text()]
@@ -80,5 +79,5 @@ def test_workers_are_asked_for_of_the_scheduler(repository: Path) -> None:
         ("import asyncio\nasync def f():\n    await asyncio.sleep(0)", 0),
     ],
 )
-def test_a_sleep_is_found(source: str, count: int) -> None:
+def test_a_sleep_is_found(source, count):
     assert len(sleeps(source)) == count

@@ -10,7 +10,6 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -46,12 +45,12 @@ from libra.sim.workload import Workload
 ROOT = Path(__file__).parents[2]
 
 
-def figures_of(out: str) -> dict[str, float]:
+def figures_of(out):
     """Values of the last line that a benchmark printed."""
     return {name: figure["value"] for name, figure in json.loads(out.splitlines()[-1])["figures"].items()}
 
 
-def test_the_last_line_of_a_report_is_the_contract_and_sides_take_turns() -> None:
+def test_the_last_line_of_a_report_is_the_contract_and_sides_take_turns():
     stream = io.StringIO()
     figures = {"ratio": Figure(1.5, "ratio", "higher", 2.0)}
     emit("vs_trl", figures, arguments=("--json", "--pairs", "7"), as_json=True, stream=stream)
@@ -60,14 +59,14 @@ def test_the_last_line_of_a_report_is_the_contract_and_sides_take_turns() -> Non
         "figures": {"ratio": {"value": 1.5, "unit": "ratio", "better": "higher", "goal": 2.0}},
     }  # fmt: skip
     assert not figures["ratio"].reached
-    order: list[str] = []
+    order = []
     assert alternate(lambda: order.append("A") or 4.0, lambda: order.append("B") or 2.0, pairs=MIN_PAIRS).ratio == 2.0
     assert order == ["A", "B"] * MIN_PAIRS
     with pytest.raises(ConfigError):
         alternate(lambda: 1.0, lambda: 1.0, pairs=MIN_PAIRS - 1)
 
 
-def test_actions_share_cores_and_services_devices() -> None:
+def test_actions_share_cores_and_services_devices():
     """Two trajectories of two turns on one core: generations of 1 s, actions of 2 s."""
     load = [[Step(1.0, 2.0, "tests")] * 2] * 2
     assert sorted(ActionSimulation(load, 1, "arrival").run().act_s) == [2.0, 3.0, 3.0, 4.0]
@@ -77,7 +76,7 @@ def test_actions_share_cores_and_services_devices() -> None:
 
 
 @pytest.mark.live
-def test_both_sides_of_losses_compute_the_same() -> None:
+def test_both_sides_of_losses_compute_the_same():
     import torch
 
     from benchmarks.losses import LOSSES, Work
@@ -92,14 +91,14 @@ def test_both_sides_of_losses_compute_the_same() -> None:
             torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-6)
 
 
-def test_pipeline_live_has_one_side_without_streaming_one_with_and_one_that_turns(tmp_path: Path) -> None:
+def test_pipeline_live_has_one_side_without_streaming_one_with_and_one_that_turns(tmp_path):
     configs = {side: configured(tmp_path, tmp_path, "a", side, 2) for side in SIDES}
     assert {side: (most_waves(each) > 0, turns(each)) for side, each in configs.items()} == {
         "off": (False, False), "streaming": (True, False), "turning": (True, True),
     }  # fmt: skip
 
 
-def test_the_yardstick_of_elastic_drift_is_the_best_static_split() -> None:
+def test_the_yardstick_of_elastic_drift_is_the_best_static_split():
     course = Course([Workload("sim", ())] * 3, {}, {})
     for k in range(3):
         course.trainings[k] = {NODE * nodes: 80.0 / nodes for nodes in (1, 2, 3, 4)}
@@ -111,7 +110,7 @@ def test_the_yardstick_of_elastic_drift_is_the_best_static_split() -> None:
 
 
 @pytest.mark.live
-def test_forecasters_are_scored_on_tasks_that_they_have_not_seen() -> None:
+def test_forecasters_are_scored_on_tasks_that_they_have_not_seen():
     from benchmarks.agent_traces import read_traces, sets_in
 
     first, *_ = folds_of(read_traces(sets_in(DATA)["tau"]))
@@ -120,7 +119,7 @@ def test_forecasters_are_scored_on_tasks_that_they_have_not_seen() -> None:
 
 
 @pytest.mark.live
-def test_the_published_reductions_of_late_rewards() -> None:
+def test_the_published_reductions_of_late_rewards():
     figures = bias_figures()
     for delay, published in zip(DELAYS, PUBLISHED, strict=True):
         assert figures[f"bias_reduction_{delay}"].value == pytest.approx(published, abs=0.005)
@@ -128,7 +127,7 @@ def test_the_published_reductions_of_late_rewards() -> None:
 
 
 @pytest.mark.live
-def test_loops_in_emulated_time_keep_their_bound_and_repeat_themselves(tmp_path: Path) -> None:
+def test_loops_in_emulated_time_keep_their_bound_and_repeat_themselves(tmp_path):
     from benchmarks.async_learning import loop_of
     from benchmarks.late_loop import LateLoop
 
@@ -148,7 +147,7 @@ def test_loops_in_emulated_time_keep_their_bound_and_repeat_themselves(tmp_path:
 
 
 @pytest.mark.live
-def test_distillation_and_old_log_probabilities(capsys: pytest.CaptureFixture[str]) -> None:
+def test_distillation_and_old_log_probabilities(capsys):
     from benchmarks import distil, old_logp
 
     small = "--runs 12 --places 2 --steps 2 --seeds 1 --sequences 4 --tokens 6 --samples 8 --lag 1"
@@ -161,7 +160,7 @@ def test_distillation_and_old_log_probabilities(capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.live
-def test_a_recorded_step_in_waves_is_the_whole_step(tmp_path: Path) -> None:
+def test_a_recorded_step_in_waves_is_the_whole_step(tmp_path):
     from benchmarks.random_training import random_trajectories
     from benchmarks.streamed_gradients import apart
     from libra.store.batch_membership import commit_batch
@@ -189,7 +188,7 @@ def test_a_recorded_step_in_waves_is_the_whole_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.live
-def test_the_planner_at_a_small_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_planner_at_a_small_size(tmp_path, capsys):
     trace, rng = tmp_path / planner.TRACE, np.random.default_rng(0)
     trace.parent.mkdir()
     rows = ["task,sample,turn,prompt_tokens,completion_tokens"]
@@ -201,7 +200,7 @@ def test_the_planner_at_a_small_size(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.live
-def test_the_planning_loop_shares_where_it_pays() -> None:
+def test_the_planning_loop_shares_where_it_pays():
     lengths = TrajectoryTotals.of(512.0, np.linspace(400, 4000, 48), observation_tokens=8000.0)
     snapshot = PlanningSnapshot(load_gpu("A800-80G"), load_shape("Qwen3-0.6B"), 8, lengths, tp=(1, 2), eta=0)
     split = plan(snapshot)
@@ -214,9 +213,7 @@ def test_the_planning_loop_shares_where_it_pays() -> None:
 
 
 @pytest.mark.live
-def test_the_cost_model_on_files_of_any_name(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_cost_model_on_files_of_any_name(tmp_path, capsys, monkeypatch):
     source = Path(cost_model.EXCERPT) / "frontier" / "compute_a800_meta-llama_Llama-2-7b-hf_mlp.csv"
     inside = tmp_path / "compute" / "a100" / "some" / "Model-7b"
     inside.mkdir(parents=True)
@@ -229,12 +226,12 @@ def test_the_cost_model_on_files_of_any_name(
 
 
 @pytest.mark.live
-def test_simulated_systems_stand_in_their_order() -> None:
+def test_simulated_systems_stand_in_their_order():
     job = JOBS["moonlight"]
     runs = {system: simulate(job, system, 0, 8192).seconds for system in ("static", "arrival", "oracle")}
     assert runs["static"] > runs["arrival"] > runs["oracle"]
 
-    def seconds(factor: float) -> float:
+    def seconds(factor):
         cell = replace(cell_of(FITTED._replace(gpus=32), factor, 4), groups=8, group_size=4)
         return play(cell, DISCIPLINES["colocated"], Setting(0, 4, 4.0), 1, causes=False).step_s(1)
 
@@ -246,7 +243,7 @@ def test_simulated_systems_stand_in_their_order() -> None:
 
 
 @pytest.mark.live
-def test_releasing_slots_on_uneven_engines_gains(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_releasing_slots_on_uneven_engines_gains(monkeypatch):
     monkeypatch.setattr(uneven_engines, "ITERATIONS", 2)
     fleet, logs = uneven_engines.FLEETS["1_4"], []
     for seed in range(2):
@@ -258,7 +255,7 @@ def test_releasing_slots_on_uneven_engines_gains(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.live
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler; type: apt-get install gcc")
-def test_a_module_is_compiled_and_runs_from_the_copy(tmp_path: Path) -> None:
+def test_a_module_is_compiled_and_runs_from_the_copy(tmp_path):
     folder = built(tmp_path / "copy", ("libra/sim/agenda.py",))
     path = os.environ | {"PYTHONPATH": str(folder), "PYTHONSAFEPATH": "1"}
     code = "import libra.sim.agenda as compiled; compiled.Agenda(); print(compiled.__file__)"
@@ -266,8 +263,8 @@ def test_a_module_is_compiled_and_runs_from_the_copy(tmp_path: Path) -> None:
     assert said.stdout.strip().startswith(str(folder)) and said.stdout.strip().endswith(".so")
 
 
-def test_what_is_measured_is_finite() -> None:
-    figure: Any = Figure
+def test_what_is_measured_is_finite():
+    figure = Figure
     for number in (math.nan, math.inf):
         with pytest.raises(ValueError, match="finite"):
             figure(number, "ratio", "higher", 1.0)

@@ -12,7 +12,7 @@ EXCERPT = Path(__file__).parents[2] / "benchmarks" / "data" / "hardware"
 MLP = EXCERPT / "frontier" / "compute_a800_meta-llama_Llama-2-7b-hf_mlp.csv"
 
 
-def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+def run(capsys, *arguments):
     with pytest.raises(SystemExit) as ended:
         main(["calibrate", *arguments])
     out = capsys.readouterr()
@@ -20,7 +20,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
 
 
 @pytest.mark.live
-def test_profiles_give_tables_and_an_error_by_operator(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_profiles_give_tables_and_an_error_by_operator(tmp_path, capsys):
     code, out, _ = run(capsys, str(MLP), "--save", str(tmp_path / "a800.json"), "--json")
     assert code == 0
     document = json.loads(out)

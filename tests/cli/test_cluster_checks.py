@@ -1,7 +1,5 @@
 """`libra doctor --scheduler`: what a cluster lacks."""
 
-from typing import Any
-
 import dask.config
 import pytest
 from distributed import LocalCluster
@@ -11,7 +9,7 @@ from libra.cluster.settings import DASK_SETTINGS
 from libra.config import config_from_dict
 
 
-def versions(**changed: str) -> dict[str, Any]:
+def versions(**changed):
     packages = {"python": "3.11.7", "dask": "1", "distributed": "1", "torch": "2.13.0"}
     return {
         "client": {"packages": packages},
@@ -20,7 +18,7 @@ def versions(**changed: str) -> dict[str, Any]:
     }
 
 
-def worker(name: str, nthreads: int, **resources: int) -> dict[str, Any]:
+def worker(name, nthreads, **resources):
     return {"name": name, "nthreads": nthreads, "resources": resources}
 
 
@@ -31,7 +29,7 @@ WORKERS = {
 }
 
 
-def test_a_worker_with_another_version_is_named() -> None:
+def test_a_worker_with_another_version_is_named():
     (check,) = checks.version_checks(versions(torch="2.12.0"))
     assert (check.name, check.state) == ("versions of torch", "fail")
     assert "2.12.0 on tcp://b" in check.detail
@@ -39,7 +37,7 @@ def test_a_worker_with_another_version_is_named() -> None:
 
 
 @pytest.mark.parametrize("role", ["tcp://r", "tcp://t", "tcp://g"])
-def test_a_missing_role_says_how_to_start_it(role: str) -> None:
+def test_a_missing_role_says_how_to_start_it(role):
     found = list(checks.role_checks({k: v for k, v in WORKERS.items() if k != role}, "tcp://s"))
     missing = WORKERS[role]["resources"]
     assert len(found) == len(missing)
@@ -49,7 +47,7 @@ def test_a_missing_role_says_how_to_start_it(role: str) -> None:
         assert check.advice.startswith("dask worker tcp://s ")
 
 
-def test_a_stock_cluster_is_told_what_it_lacks() -> None:
+def test_a_stock_cluster_is_told_what_it_lacks():
     with (
         dask.config.set(DASK_SETTINGS | {"distributed.scheduler.work-stealing": True}),
         LocalCluster(n_workers=1, processes=False, threads_per_worker=1, dashboard_address=":0") as cluster,
@@ -63,7 +61,7 @@ def test_a_stock_cluster_is_told_what_it_lacks() -> None:
     assert found["workers"].state == "fail"
 
 
-def test_an_open_scheduler_is_warned_of() -> None:
+def test_an_open_scheduler_is_warned_of():
     check = checks.encryption_check("tcp://10.0.0.1:8786")
     assert check.state == "warn"
     assert "tcp://10.0.0.1:8786 is open: anyone who reaches this port can run code" in check.detail
@@ -71,7 +69,7 @@ def test_an_open_scheduler_is_warned_of() -> None:
     assert checks.encryption_check("tls://10.0.0.1:8786").state == "ok"
 
 
-def test_engines_that_a_configuration_lists_have_to_be_there() -> None:
+def test_engines_that_a_configuration_lists_have_to_be_there():
     listed = config_from_dict(
         {"rollout": {"engine": "vllm"}, "cluster": {"engines": [{"tp": 2, "slots": 8}], "threads": 4}}
     )

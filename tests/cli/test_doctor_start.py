@@ -2,9 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -12,12 +10,11 @@ from click.testing import CliRunner
 from libra.cli.doctor_machine import environment_check
 from libra.cli.doctor_start import start_checks
 from libra.cli.main import cli
-from libra.config import RunConfig
 from libra.driver.run_start import RunRequest, prepare
 from libra.errors import LibraError
 
 
-def failed(config: RunConfig) -> dict[str, str]:
+def failed(config):
     """What fails, by its name: detail and advice."""
     _, environment = environment_check(config)
     checks = start_checks(config, environment, local_cluster=True)
@@ -28,14 +25,14 @@ def failed(config: RunConfig) -> dict[str, str]:
     }
 
 
-def refused(config: RunConfig) -> str:
+def refused(config):
     """What `libra run` would say."""
     with ExitStack() as exits, ExitStack() as start, pytest.raises(LibraError) as caught:
         prepare(RunRequest(config), exits, start)
     return " ".join(str(caught.value).split())
 
 
-def test_a_sound_configuration_passes(make_config: Callable[..., RunConfig]) -> None:
+def test_a_sound_configuration_passes(make_config):
     assert failed(make_config()) == {}
 
 
@@ -57,11 +54,11 @@ def test_a_sound_configuration_passes(make_config: Callable[..., RunConfig]) -> 
     ],
 )
 def test_what_a_start_refuses_is_a_failed_check(
-    make_config: Callable[..., RunConfig],
-    name: str,
-    sections: dict[str, dict[str, object]],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    make_config,
+    name,
+    sections,
+    monkeypatch,
+):
     monkeypatch.setattr("libra.driver.run_start.check_main", lambda: None)
     config = make_config(**sections)
     (found,) = failed(config).items()
@@ -69,9 +66,7 @@ def test_what_a_start_refuses_is_a_failed_check(
     assert found[1].replace("; type ", "; ") == refused(config).replace("; type ", "; ")
 
 
-def test_a_damaged_model_and_a_taken_directory_are_named_with_what_to_type(
-    make_config: Callable[..., RunConfig], random_model: Path, tmp_path: Path
-) -> None:
+def test_a_damaged_model_and_a_taken_directory_are_named_with_what_to_type(make_config, random_model, tmp_path):
     cut = shutil.copytree(random_model, tmp_path / "cut")
     weights = cut / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-10])
@@ -84,7 +79,7 @@ def test_a_damaged_model_and_a_taken_directory_are_named_with_what_to_type(
     assert "libra resume" in found["run name"] or "run.name=" in found["run name"]
 
 
-def test_the_command_exits_with_1(random_model: Path) -> None:
+def test_the_command_exits_with_1(random_model):
     arguments = ["doctor", "libra/quickstart", "model.loader=own_loss:cosine", "--json"]
     told = CliRunner().invoke(cli, arguments)
     assert told.exit_code == 1

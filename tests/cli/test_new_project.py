@@ -11,13 +11,13 @@ from libra.cli.new_project import make_project
 from libra.errors import ConfigError
 
 
-def environment_of(repository: Path) -> dict[str, str]:
+def environment_of(repository):
     return {**os.environ, "PYTHONPATH": str(repository), "OMP_NUM_THREADS": "1"}
 
 
 @pytest.mark.live
 @pytest.mark.timeout(900)
-def test_its_run_and_its_test_pass(repository: Path, tmp_path: Path) -> None:
+def test_its_run_and_its_test_pass(repository, tmp_path):
     """``-P`` leaves the working directory out of the search for modules, as the command ``libra`` does."""
     libra = [sys.executable, "-P", "-m", "libra"]
     made = subprocess.run(
@@ -47,7 +47,7 @@ def test_its_run_and_its_test_pass(repository: Path, tmp_path: Path) -> None:
     assert (tmp_path / "first" / "runs" / "one" / "trajectories.zarr").is_dir()
 
 
-def test_files_that_are_there_stay(tmp_path: Path) -> None:
+def test_files_that_are_there_stay(tmp_path):
     (tmp_path / "config.yaml").write_text("mine")
     with pytest.raises(ConfigError, match="config"):
         make_project(tmp_path)
@@ -57,9 +57,7 @@ def test_files_that_are_there_stay(tmp_path: Path) -> None:
 
 @pytest.mark.live
 @pytest.mark.parametrize("name", ["a; touch b", "it's", "-n"])
-def test_what_it_says_to_type_enters_a_directory_of_any_name(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_it_says_to_type_enters_a_directory_of_any_name(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     entered = make_project(Path(name))[1].partition("type: ")[2].partition(" && ")[0]
     shell = subprocess.run(["sh", "-c", f"{entered} && pwd"], capture_output=True, text=True, check=False)

@@ -1,7 +1,6 @@
 """``libra plan`` says what to do, as words and as JSON, and refuses what cannot be."""
 
 import json
-from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -15,14 +14,13 @@ from libra.config.streaming import turns
 from libra.driver.planned_steps import with_way
 from libra.driver.session import Session
 from libra.errors import ConfigError, PlanError
-from libra.planner.cost import Layout
 from libra.planner.from_config import snapshot_of
 from libra.planner.plan_settings import configured_deployment, with_plan
 from libra.sim import next_step
 
 
 @pytest.fixture(autouse=True)
-def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
+def unhurried(monkeypatch):
     """A busy machine does not change what is decided."""
     monkeypatch.setattr(next_step, "LIMIT_S", 300.0)
 
@@ -30,14 +28,14 @@ def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
 GIVEN = ("model.path=Qwen/Qwen3-4B", "planner.num_gpus=16", "trainer.prompts=8", "trainer.group_size=4")
 
 
-def _run(repository: Path, *arguments: str) -> str:
+def _run(repository, *arguments):
     config = str(repository / "configs/qwen3_4b_gpu.yaml")
     result = CliRunner().invoke(cli, ["plan", config, *GIVEN, *arguments], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return result.output
 
 
-def test_json_has_the_whole_plan_and_words_do_too(repository: Path) -> None:
+def test_json_has_the_whole_plan_and_words_do_too(repository):
     values = json.loads(_run(repository, "--json", "--what-if", "--why", "train=4", "--why", "tp=2"))
     assert values["num_gpus"] == 16
     assert values["training"]["gpus"] + values["rollout_gpus"] + values["spare_gpus"] == 16
@@ -47,7 +45,7 @@ def test_json_has_the_whole_plan_and_words_do_too(repository: Path) -> None:
 
 
 @pytest.mark.live
-def test_the_configured_number_of_training_workers_is_compared_with_the_planned_one(repository: Path) -> None:
+def test_the_configured_number_of_training_workers_is_compared_with_the_planned_one(repository):
     planned = json.loads(_run(repository, "--json"))["training"]["gpus"]
     values = json.loads(_run(repository, "--json", f"cluster.train_workers={planned + 2}"))
     assert values["training"]["gpus"] == planned
@@ -59,7 +57,7 @@ def test_the_configured_number_of_training_workers_is_compared_with_the_planned_
 
 
 @pytest.mark.live
-def test_only_what_can_be_run_is_planned_unless_asked(repository: Path) -> None:
+def test_only_what_can_be_run_is_planned_unless_asked(repository):
     values = json.loads(_run(repository, "--json"))
     assert {bucket["tp"] for bucket in values["buckets"]} == {1}
     assert values["training"]["gpus"] > 1  # as many as are best: the trainer runs on any number of workers
@@ -71,7 +69,7 @@ def test_only_what_can_be_run_is_planned_unless_asked(repository: Path) -> None:
 
 
 @pytest.mark.parametrize("wrong", ['fixed_engines={"2": 1}', "tp=[8]"])
-def test_a_layout_that_cannot_be_run_is_refused_by_plan_and_run(repository: Path, tmp_path: Path, wrong: str) -> None:
+def test_a_layout_that_cannot_be_run_is_refused_by_plan_and_run(repository, tmp_path, wrong):
     config = load_config(str(repository / "configs/qwen3_4b_gpu.yaml"), (*GIVEN, f"planner.{wrong}"))
     field = "planner." + wrong.partition("=")[0]
     with pytest.raises(PlanError, match=f"{field}.*--what-if"):
@@ -89,8 +87,8 @@ def test_a_layout_that_cannot_be_run_is_refused_by_plan_and_run(repository: Path
     assert not any(tmp_path.iterdir())  # before anything was started
 
 
-def test_the_trainer_is_planned_as_it_runs(repository: Path) -> None:
-    def training(*given: str) -> Layout:
+def test_the_trainer_is_planned_as_it_runs(repository):
+    def training(*given):
         config = load_config(str(repository / "configs/qwen3_4b_gpu.yaml"), (*GIVEN, *given))
         return snapshot_of(config, None, what_if=False)[0].training
 
@@ -114,7 +112,7 @@ def test_the_trainer_is_planned_as_it_runs(repository: Path) -> None:
     assert (wide.weight_bytes, wide.master_bytes) == (4, None)
 
 
-def test_engines_are_fixed_by_degree_and_the_written_configuration_says_so(repository: Path, tmp_path: Path) -> None:
+def test_engines_are_fixed_by_degree_and_the_written_configuration_says_so(repository, tmp_path):
     given = (*GIVEN, 'planner.fixed_engines={"2": 3}')
     config = load_config(str(repository / "configs/qwen3_4b_gpu.yaml"), given)
     assert config.planner.fixed_engines == {2: 3}
@@ -124,8 +122,8 @@ def test_engines_are_fixed_by_degree_and_the_written_configuration_says_so(repos
     assert snapshot_of(config, None, what_if=True)[0].fixed_engines == {2: 3}
 
 
-def test_trajectories_end_where_the_run_ends_them(repository: Path) -> None:
-    def asked(*more: str) -> tuple[float, str]:
+def test_trajectories_end_where_the_run_ends_them(repository):
+    def asked(*more):
         config = load_config(str(repository / "configs/qwen3_4b_gpu.yaml"), (*GIVEN, *more))
         snapshot, note = snapshot_of(config, None, what_if=True)
         return float(snapshot.workload.generated_tokens.max()), note
@@ -142,7 +140,7 @@ def test_trajectories_end_where_the_run_ends_them(repository: Path) -> None:
 
 
 @pytest.mark.live
-def test_shipped_configurations_have_a_plan(repository: Path) -> None:
+def test_shipped_configurations_have_a_plan(repository):
     for path in sorted((repository / "configs").glob("*.yaml")):
         made = ("math_tools", "code_tests", "games", "repair", "search")  # their models are downloaded or made first
         prepared = ("model.path=Qwen/Qwen3-0.6B",) if path.stem in made else ()
@@ -151,7 +149,7 @@ def test_shipped_configurations_have_a_plan(repository: Path) -> None:
         assert "bottleneck" in result.output
 
 
-def test_a_trace_sets_the_lengths(repository: Path, tmp_path: Path) -> None:
+def test_a_trace_sets_the_lengths(repository, tmp_path):
     trace = tmp_path / "turns.csv"
     rows = [f"task{i},0,0,100,{200 + i},0.5" for i in range(40)]
     trace.write_text("\n".join(["task,sample,turn,prompt_tokens,completion_tokens,tool_s", *rows]))
@@ -160,7 +158,7 @@ def test_a_trace_sets_the_lengths(repository: Path, tmp_path: Path) -> None:
     assert values["bounds"]["longest_s"] < json.loads(_run(repository, "--json"))["bounds"]["longest_s"]
 
 
-def test_a_choice_of_why_fixes_what_it_names(repository: Path) -> None:
+def test_a_choice_of_why_fixes_what_it_names(repository):
     config = load_config(str(repository / "configs/qwen3_4b_gpu.yaml"), GIVEN)
     snapshot, _ = snapshot_of(config, None, what_if=True)
     assert fixed_by(snapshot, "engines.2=3").fixed_engines == {2: 3}
@@ -169,7 +167,7 @@ def test_a_choice_of_why_fixes_what_it_names(repository: Path) -> None:
             fixed_by(snapshot, wrong)
 
 
-def test_a_written_plan_is_a_configuration_that_starts_it(repository: Path, tmp_path: Path) -> None:
+def test_a_written_plan_is_a_configuration_that_starts_it(repository, tmp_path):
     file = tmp_path / "plans" / "plan.yaml"
     file.parent.mkdir()
     given = ("run.eta=1", "environment.name=libra.testing:FixedTurns", "trainer.algorithm=gspo")
@@ -208,7 +206,7 @@ BUSY = (
 
 
 @pytest.mark.live
-def test_a_choice_that_turns_engines_is_written_with_the_workers_for_it(repository: Path, tmp_path: Path) -> None:
+def test_a_choice_that_turns_engines_is_written_with_the_workers_for_it(repository, tmp_path):
     few = (*BUSY, "planner.fixed_train_gpus=2")
     values = json.loads(_run(repository, *few, "--json"))["regime"]
     assert values["choice"] == "turning" and values["decided_by"] == "simulation"
@@ -223,7 +221,7 @@ def test_a_choice_that_turns_engines_is_written_with_the_workers_for_it(reposito
 
 
 @pytest.mark.live
-def test_what_the_configuration_cannot_take_is_said_and_not_chosen(repository: Path) -> None:
+def test_what_the_configuration_cannot_take_is_said_and_not_chosen(repository):
     few = (*BUSY, "planner.fixed_train_gpus=2")
     wide = json.loads(_run(repository, *few, "rollout.engine=vllm", "planner.tp=[2]", "--json"))["regime"]
     assert wide["choice"] != "turning" and "cluster.hybrid_workers" not in wide["settings"]
@@ -234,13 +232,11 @@ def test_what_the_configuration_cannot_take_is_said_and_not_chosen(repository: P
     assert "no setting makes all GPUs of a run generate" in whole["obstacles"]["colocated"]
 
 
-def test_a_plan_of_another_model_or_for_other_hardware_is_not_run(
-    repository: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_plan_of_another_model_or_for_other_hardware_is_not_run(repository, tmp_path, capsys):
     file = tmp_path / "plan.yaml"
     _run(repository, "--write", str(file))
 
-    def refused(*more: str) -> str:
+    def refused(*more):
         with pytest.raises(SystemExit) as stopped:
             main(["run", str(file), f"run.dir={tmp_path / 'runs'}", *more])
         assert stopped.value.code == 2

@@ -2,8 +2,6 @@
 
 import json
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -35,10 +33,10 @@ Libra = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def libra(capsys: pytest.CaptureFixture[str]) -> Libra:
+def libra(capsys):
     """``libra(*arguments)`` in this process: (exit code, standard output, standard error)."""
 
-    def call(*arguments: object) -> tuple[int, str, str]:
+    def call(*arguments):
         with pytest.raises(SystemExit) as stopped:
             main([str(argument) for argument in arguments])
         captured = capsys.readouterr()
@@ -48,17 +46,17 @@ def libra(capsys: pytest.CaptureFixture[str]) -> Libra:
     return call
 
 
-def small_run() -> list[Event]:
+def small_run():
     """One iteration of two trajectories, as the plugin would log it, by calling the policy objects."""
     admission, fifo, log = Admission(0, 1), Fifo(), list[Event]()
     run, now_s = "demo", 0.0
 
-    def note(kind: type[Event], *values: Any) -> None:
+    def note(kind, *values):
         nonlocal now_s
         log.append(kind(run, now_s, *values))
         now_s += 0.25
 
-    def park(sample: int, phase: Phase, quanta: int) -> None:
+    def park(sample, phase, quanta):
         key = KEY.format(sample)
         (command,) = fifo.handle(Parked(key, 0, phase, quanta))
         note(TrajectoryParked, key, str(phase), quanta, 0, tuple(command.priority), command.reason)
@@ -87,7 +85,7 @@ def small_run() -> list[Event]:
     return log
 
 
-def write(run_dir: Path, log: list[Event]) -> Path:
+def write(run_dir, log):
     with EventLog(run_dir / "events.jsonl") as file:
         for event in log:
             file.write(event)
@@ -95,11 +93,11 @@ def write(run_dir: Path, log: list[Event]) -> Path:
 
 
 @pytest.fixture
-def run_dir(tmp_path: Path) -> Path:
+def run_dir(tmp_path):
     return write(tmp_path / "demo", small_run())
 
 
-def test_a_sound_log_is_reproduced(libra: Libra, run_dir: Path) -> None:
+def test_a_sound_log_is_reproduced(libra, run_dir):
     code, out, err = libra("replay", run_dir)
     assert (code, err) == (0, "")
     assert "17 events with 5 decisions" in out
@@ -108,7 +106,7 @@ def test_a_sound_log_is_reproduced(libra: Libra, run_dir: Path) -> None:
     assert f"libra replay {run_dir} --key KEY" in out
 
 
-def test_a_trajectory_is_followed_by_any_of_its_names(libra: Libra, run_dir: Path) -> None:
+def test_a_trajectory_is_followed_by_any_of_its_names(libra, run_dir):
     for name in ("train-0-0-1", "trajectory-train-0-0-1", KEY.format(1)):
         code, out, _ = libra("replay", run_dir, "--key", name)
         assert code == 0
@@ -119,7 +117,7 @@ def test_a_trajectory_is_followed_by_any_of_its_names(libra: Libra, run_dir: Pat
         assert KEY.format(0) not in story
 
 
-def test_a_decision_is_told_with_its_reason_before_and_after(libra: Libra, run_dir: Path) -> None:
+def test_a_decision_is_told_with_its_reason_before_and_after(libra, run_dir):
     code, out, _ = libra("replay", run_dir, "--decision", 13, "--decision", 16)
     assert code == 0
     place, batch = out.split("Line 13: ")[1].split("Line 16: ")
@@ -131,13 +129,13 @@ def test_a_decision_is_told_with_its_reason_before_and_after(libra: Libra, run_d
     assert "version 0 is published" in batch
 
 
-def test_forecasts_and_changes_are_told_with_what_came_of_them(libra: Libra, tmp_path: Path) -> None:
+def test_forecasts_and_changes_are_told_with_what_came_of_them(libra, tmp_path):
     key, other = KEY.format(1), KEY.format(0)
 
-    def forecast(of: str, left: int) -> BucketsPreferred:
+    def forecast(of, left):
         return BucketsPreferred("demo", 1.0, of, (), f"{left} tokens left", left, 90)
 
-    def turn(of: str, tokens: int) -> QuantumFinished:
+    def turn(of, tokens):
         return QuantumFinished("demo", 1.0, of, "ROLLOUT", 0, tokens, "", "", 0, 0.1, "rollout-0", 0, "")
 
     log = [
@@ -155,7 +153,7 @@ def test_forecasts_and_changes_are_told_with_what_came_of_them(libra: Libra, tmp
     assert [change["realised_frac"] for change in json.loads(out)["changes"]] == [None]
 
 
-def test_a_changed_decision_is_exit_code_1_with_the_difference(libra: Libra, run_dir: Path, tmp_path: Path) -> None:
+def test_a_changed_decision_is_exit_code_1_with_the_difference(libra, run_dir, tmp_path):
     path = run_dir / "events.jsonl"
     lines = path.read_text().splitlines(keepends=True)
     lines[6] = lines[6].replace('"priority":[0,0,1]', '"priority":[0,0,5]')
@@ -168,7 +166,7 @@ def test_a_changed_decision_is_exit_code_1_with_the_difference(libra: Libra, run
     assert code == 1 and json.loads(out)["first_difference"]["line"] == 7
 
 
-def test_a_replay_from_the_snapshot_says_so(libra: Libra, run_dir: Path) -> None:
+def test_a_replay_from_the_snapshot_says_so(libra, run_dir):
     path = run_dir / "events.jsonl"
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join(("not JSON at all\n", *lines[1:])))
@@ -179,7 +177,7 @@ def test_a_replay_from_the_snapshot_says_so(libra: Libra, run_dir: Path) -> None
     assert code == 2 and "events.jsonl, line 1: not JSON" in err
 
 
-def test_a_log_that_breaks_off_before_the_answers_is_no_difference(libra: Libra, tmp_path: Path) -> None:
+def test_a_log_that_breaks_off_before_the_answers_is_no_difference(libra, tmp_path):
     code, out, _ = libra("replay", write(tmp_path / "demo", small_run()[:15]))
     assert code == 0
     assert "ends after line 15" in out and "Every decision was reproduced." in out

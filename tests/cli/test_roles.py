@@ -1,7 +1,6 @@
 """``libra roles`` before it reaches a scheduler: what may be typed, and runs that cannot be asked."""
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -11,7 +10,7 @@ from libra.cluster.run_contact import FILE, RunContact, forget
 from libra.errors import ConfigError
 
 
-def _fails(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+def _fails(capsys, *arguments):
     with pytest.raises(SystemExit) as stopped:
         main(["roles", *arguments])
     told = capsys.readouterr()
@@ -20,7 +19,7 @@ def _fails(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return told.err
 
 
-def test_words_become_assignments() -> None:
+def test_words_become_assignments():
     asked = assignments(["rollout-0=rollout:tp2", "rollout-1=lent", "rollout-2=train", "rollout-3=rollout"])
     assert asked == {
         "rollout-0": {"role": "rollout", "tp": 2},
@@ -33,12 +32,12 @@ def test_words_become_assignments() -> None:
 @pytest.mark.parametrize(
     "word", ["rollout-0", "rollout-0=", "=train", "rollout-0=trains", "rollout-0=train:tp2", "a=rollout:tp0"]
 )
-def test_another_word_is_refused_with_one_that_would_do(word: str) -> None:
+def test_another_word_is_refused_with_one_that_would_do(word):
     with pytest.raises(ConfigError):
         assignments([word])
 
 
-def test_a_run_that_cannot_be_asked_says_what_to_type(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_run_that_cannot_be_asked_says_what_to_type(capsys, tmp_path):
     run = tmp_path / "demo"
     run.mkdir()
     assert "no run here" in _fails(capsys, str(run))
@@ -56,7 +55,7 @@ def test_a_run_that_cannot_be_asked_says_what_to_type(capsys: pytest.CaptureFixt
     assert not (run / FILE).exists()
 
 
-def test_the_table_has_a_line_for_each_worker() -> None:
+def test_the_table_has_a_line_for_each_worker():
     row = {
         "worker": "rollout-0",
         "role": "train",

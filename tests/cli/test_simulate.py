@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -15,10 +14,10 @@ Libra = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def libra(capsys: pytest.CaptureFixture[str]) -> Libra:
+def libra(capsys):
     """The command in this process: its exit code, standard output and standard error."""
 
-    def call(*arguments: object) -> tuple[int, str, str]:
+    def call(*arguments):
         with pytest.raises(SystemExit) as stopped:
             main([str(argument) for argument in arguments])
         out, err = capsys.readouterr()
@@ -27,7 +26,7 @@ def libra(capsys: pytest.CaptureFixture[str]) -> Libra:
     return call
 
 
-def test_what_section_simulation_leaves_out_is_the_runs(libra: Libra) -> None:
+def test_what_section_simulation_leaves_out_is_the_runs(libra):
     own = ("policy.name=fifo", "planner.gpu=A100-80G", "cluster.engines=[{tp: 1, count: 3}]")
     code, out, err = libra("simulate", "libra/quickstart", *SMALL, *own)
     assert (code, err) == (0, "") and "tiny_arithmetic on A100-80G, 3 x tp1; fifo" in out
@@ -37,7 +36,7 @@ def test_what_section_simulation_leaves_out_is_the_runs(libra: Libra) -> None:
     assert "policy.name=fifo" in err and "planner.gpu=A100-80G" in err and "no effect" in err
 
 
-def test_json_repeats_and_a_saved_workload_gives_the_same(libra: Libra, tmp_path: Path) -> None:
+def test_json_repeats_and_a_saved_workload_gives_the_same(libra, tmp_path):
     saved = tmp_path / "w.json"
     _, first, _ = libra("simulate", "libra/quickstart", *SMALL, "--json", "--save-workload", saved)
     _, again, _ = libra("simulate", "libra/quickstart", *SMALL, "--json", "--workload", saved)
@@ -46,14 +45,14 @@ def test_json_repeats_and_a_saved_workload_gives_the_same(libra: Libra, tmp_path
     assert first["source"] == "synthetic" and again["source"] == str(saved)
 
 
-def test_mixed_layouts_and_policies_are_simulated(libra: Libra) -> None:
+def test_mixed_layouts_and_policies_are_simulated(libra):
     for policy in ("cmlfq", "fifo", "predictor", "oracle"):
         layout = "simulation.layout={tp2: 1, tp4: 1}"
         code, out, _ = libra("simulate", "libra/quickstart", *SMALL, layout, f"simulation.policy={policy}", "--json")
         assert code == 0 and json.loads(out)["trajectories"] == 8
 
 
-def test_systems_are_compared_with_the_best_static_one(libra: Libra, tmp_path: Path) -> None:
+def test_systems_are_compared_with_the_best_static_one(libra, tmp_path):
     picture = tmp_path / "systems.html"
     given = (*SMALL, "simulation.model=Qwen3-14B", "--against", "turning", "--gpus", "4", "--seeds", 1)
     code, out, err = libra("simulate", "libra/quickstart", *given, "--plot", picture, "--json")
@@ -70,7 +69,7 @@ def test_systems_are_compared_with_the_best_static_one(libra: Libra, tmp_path: P
     assert "colocated" in picture.read_text() and "https://" not in picture.read_text().split("<script")[0]
 
 
-def test_systems_are_found_by_the_names_that_others_give_them() -> None:
+def test_systems_are_found_by_the_names_that_others_give_them():
     assert named(["streamrl", "ours", "oracle", "turning"], 0) == [
         "streaming", "turning", "turning_kv", "turning_cmlfq", "turning_kv_cmlfq", "turning_oracle",
     ]  # fmt: skip

@@ -22,7 +22,7 @@ def test_what_is_started_with_these_settings_requires_the_key(tmp_path, capsys):
     assert (keys / "key.pem").stat().st_mode & 0o777 == 0o600
     settings = yaml.safe_load((keys / "dask.yaml").read_text())
 
-    async def tried() -> None:
+    async def tried():
         ours = {"asynchronous": True, "set_as_default": False}
         async with Scheduler(port=0, host="127.0.0.1", dashboard_address="127.0.0.1:0") as scheduler:
             assert scheduler.address.startswith("tls://")

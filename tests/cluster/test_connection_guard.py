@@ -1,9 +1,6 @@
 """Dask's servers against connections that prove nothing: they end soon and are few, and who has the key is served meanwhile."""
 
 import asyncio
-import logging
-from collections.abc import Awaitable, Callable
-from typing import Any
 
 from distributed import Scheduler
 from distributed.core import rpc
@@ -17,17 +14,17 @@ from libra.driver.run_logs import FOREIGN
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
-def with_scheduler(scenario: Callable[[Scheduler, Callable[[], Awaitable[None]]], Awaitable[None]]) -> None:
+def with_scheduler(scenario):
     """Run a scenario with a guarded scheduler, and what checks that it serves a client with its key."""
 
-    async def run() -> None:
+    async def run():
         security = new_security()
-        options: dict[str, Any] = {
+        options = {
             "host": "127.0.0.1", "port": 0, "dashboard_address": "127.0.0.1:0", "preload": [GUARD],
         }  # fmt: skip
         async with Scheduler(protocol="tls://", security=security, **options) as scheduler:
 
-            async def served() -> None:
+            async def served():
                 arguments = security.get_connection_args("client")
                 async with rpc(scheduler.address, connection_args=arguments) as remote:
                     assert (await remote.identity())["type"] == "Scheduler"
@@ -37,14 +34,14 @@ def with_scheduler(scenario: Callable[[Scheduler, Callable[[], Awaitable[None]]]
     asyncio.run(run())
 
 
-async def said(port: int, what: bytes) -> Connection:
+async def said(port, what):
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(what)
     await writer.drain()
     return reader, writer
 
 
-async def ended(connection: Connection) -> None:
+async def ended(connection):
     """Wait until the server has closed it."""
     try:
         while await connection[0].read(4096):
@@ -57,7 +54,7 @@ async def ended(connection: Connection) -> None:
 def test_a_handshake_in_single_bytes_has_one_deadline(monkeypatch, caplog):
     monkeypatch.setattr(connection_guard, "HANDSHAKE_S", 0.05)
 
-    async def scenario(scheduler: Scheduler, served: Callable[[], Awaitable[None]]) -> None:
+    async def scenario(scheduler, served):
         for start in (b"", b"\x16", b"\x16\x03\x01\x02\x00\x01"):
             await ended(await said(scheduler.port, start))
         monkeypatch.setattr(connection_guard, "HANDSHAKE_S", 60.0)
@@ -68,13 +65,13 @@ def test_a_handshake_in_single_bytes_has_one_deadline(monkeypatch, caplog):
 
 
 def test_a_connection_that_its_own_peer_closes_is_no_warning(monkeypatch, caplog):
-    logger: logging.Logger | None = connection_guard.of_dask
+    logger = connection_guard.of_dask
     while logger is not None:  # what others of this process have set up does not count
         monkeypatch.setattr(logger, "propagate", True)
         monkeypatch.setattr(logger, "disabled", False)
         logger = logger.parent
 
-    async def scenario(scheduler: Scheduler, served: Callable[[], Awaitable[None]]) -> None:
+    async def scenario(scheduler, served):
         for start in (b"", b"", b"\x16\x03\x01\x02\x00\x01"):
             reader, writer = await said(scheduler.port, start)
             writer.write_eof()
@@ -94,7 +91,7 @@ def test_a_connection_that_its_own_peer_closes_is_no_warning(monkeypatch, caplog
 def test_silent_connections_keep_nobody_out(monkeypatch):
     monkeypatch.setattr(connection_guard, "MAX_UNPROVEN", 3)
 
-    async def scenario(scheduler: Scheduler, served: Callable[[], Awaitable[None]]) -> None:
+    async def scenario(scheduler, served):
         silent = [await said(scheduler.port, b"") for _ in range(8)]
         await served()
         for each in silent[:5]:  # the oldest were closed
@@ -107,7 +104,7 @@ def test_silent_connections_keep_nobody_out(monkeypatch):
 def test_pages_are_served_while_others_ask_for_nothing(monkeypatch):
     monkeypatch.setattr(connection_guard, "MAX_PAGES", 3)
 
-    async def scenario(scheduler: Scheduler, served: Callable[[], Awaitable[None]]) -> None:
+    async def scenario(scheduler, served):
         port = scheduler.http_server.port
         silent = [await said(port, b"GET /health HTTP/1.1\r\nX: ") for _ in range(8)]
         for each in silent[:5]:  # the oldest were closed
@@ -126,7 +123,7 @@ def test_pages_are_served_while_others_ask_for_nothing(monkeypatch):
 def test_a_request_has_one_deadline(monkeypatch):
     monkeypatch.setattr(connection_guard, "REQUEST_S", 0.05)
 
-    async def scenario(scheduler: Scheduler, served: Callable[[], Awaitable[None]]) -> None:
+    async def scenario(scheduler, served):
         body = b"POST /health HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n1"
         for start in (b"", b"GET /health HTTP/1.1\r\nX: ", body):
             await ended(await said(scheduler.http_server.port, start))

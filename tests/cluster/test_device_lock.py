@@ -47,7 +47,7 @@ time.sleep(600)
 """
 
 
-def process(code: str, *arguments: object) -> subprocess.Popen[str]:
+def process(code, *arguments):
     return subprocess.Popen(
         [sys.executable, "-c", code, *map(str, arguments)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -77,7 +77,7 @@ def test_a_killed_holder_has_nothing_though_its_child_lives(tmp_path, caplog):
     assert holder.stdout is not None
     child = int(holder.stdout.readline())
 
-    async def wait() -> float:
+    async def wait():
         lock = DeviceLock("GPU-1", tmp_path)
         with pytest.raises(ToolFault, match=f"process {holder.pid}, service judge"):
             await lock.taken("tool run_tests", 0.05)
@@ -104,7 +104,7 @@ def test_a_killed_holder_has_nothing_though_its_child_lives(tmp_path, caplog):
 
 
 def test_who_no_longer_waits_holds_nobody_up(tmp_path):
-    async def turns() -> None:
+    async def turns():
         lock = DeviceLock("GPU-1", tmp_path)
         first = await lock.taken("one", 1.0)
         gone, next_one = (
@@ -127,7 +127,7 @@ def test_who_no_longer_waits_holds_nobody_up(tmp_path):
 def test_calls_with_gpus_have_different_ones_and_wait_where_others_have_them(tmp_path):
     gpus = visible_gpus("3,5", ())
 
-    async def calls() -> None:
+    async def calls():
         mine, yours = GpuTurns(gpus, tmp_path), GpuTurns(gpus[:1], tmp_path)
         held = [await mine.taken(1, "tool f", 1.0) for _ in gpus]
         assert sorted(entry for each in held for entry in each.entries) == ["3", "5"]

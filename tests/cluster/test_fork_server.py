@@ -4,10 +4,8 @@ import os
 import select
 import signal
 import sys
-from collections.abc import Mapping
 from multiprocessing import forkserver
 from pathlib import Path
-from typing import Any
 
 import pytest
 from distributed import Client
@@ -17,14 +15,14 @@ from libra.cluster import fork_server
 from libra.cluster.local import local_cluster
 from libra.cluster.present_workers import present_workers
 from libra.cluster.worker_environment import inherited_environment
-from libra.config import RunConfig, config_from_dict
+from libra.config import config_from_dict
 
 
-def make(**sections: Mapping[str, Any]) -> RunConfig:
+def make(**sections):
     return config_from_dict({"cluster": {"dashboard_port": 0, "threads": 1}, **sections})
 
 
-def as_it_is() -> dict[str, Any]:
+def as_it_is():
     """What a worker process has; runs on it."""
     import numpy as np
 
@@ -67,9 +65,8 @@ def test_a_forked_worker_is_like_one_that_was_started(tmp_path, monkeypatch):
     )
 
 
-def the_server() -> int:
-    pid: int = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
-    return pid
+def the_server():
+    return forkserver._forkserver._forkserver_pid
 
 
 @pytest.mark.live  # clusters of their own: the fork server is what is tested
@@ -81,9 +78,8 @@ def test_a_worker_comes_back_after_the_fork_server_is_killed_and_while_it_is_sto
         pytest.skip("a cluster of other settings is alive in this process")
     with local_cluster(config, tmp_path) as cluster, Client(cluster) as client:
 
-        def on(resource: str) -> dict[str, Any]:
-            found: dict[str, Any] = client.submit(as_it_is, resources={resource: 1}, pure=False).result(timeout=90)
-            return found
+        def on(resource):
+            return client.submit(as_it_is, resources={resource: 1}, pure=False).result(timeout=90)
 
         trainer, tools, first = on(keys.TRAIN), on(keys.TOOL), the_server()
         monkeypatch.setenv("A_DRIVERS_OWN", "set after the fork server began")

@@ -52,19 +52,19 @@ def test_another_page_is_refused(host, origin):
 def answers():
     """Whether an application answers a request for a path under a name."""
 
-    def ask(pages: Application, path: str, host: str) -> bool:
+    def ask(pages, path, host):
         connection = SimpleNamespace(set_close_callback=lambda callback: None)
         request = HTTPServerRequest(
             start_line=RequestStartLine("GET", path, "HTTP/1.1"),
             headers=HTTPHeaders({"Host": host}),
             connection=connection,
-        )  # type: ignore[arg-type]
-        return pages.find_handler(request).handler_class is RequestHandler  # type: ignore[attr-defined]
+        )
+        return pages.find_handler(request).handler_class is RequestHandler
 
     return ask
 
 
-def dashboard() -> Application:
+def dashboard():
     return Application([(r"/(.*)", RequestHandler)])
 
 

@@ -1,7 +1,5 @@
 """Dask's settings: stock ones are found wanting, Libra's are not, and the file says the same as the code."""
 
-from typing import Any
-
 import dask.config
 import distributed.scheduler
 import distributed.worker_state_machine
@@ -21,14 +19,14 @@ from libra.cluster.settings import (
 )
 
 
-def stock() -> dict[str, Any]:
+def stock():
     """The settings Dask comes with, whatever this machine or an earlier test set."""
-    config: dict[str, Any] = {}
+    config = {}
     dask.config.refresh(config=config, paths=[], env={})
     return config
 
 
-def tree(**values: Any) -> dict[str, Any]:
+def tree(**values):
     """Dask's configuration with Libra's settings, some of them changed (by the last part of their key)."""
     config = stock()
     dask.config.set(DASK_SETTINGS, config=config)
@@ -38,7 +36,7 @@ def tree(**values: Any) -> dict[str, Any]:
     return config
 
 
-def keys(process: Any, in_force: Any) -> set[str]:
+def keys(process, in_force):
     return {problem.setting.key.removeprefix("distributed.") for problem in check_settings(in_force, process)}
 
 
@@ -70,7 +68,7 @@ def test_every_setting_is_checked_in_its_process_and_explained(setting):
 
 
 def test_dask_reads_the_file_as_the_settings():
-    from_file: dict[str, Any] = {}
+    from_file = {}
     dask.config.update(from_file, yaml.safe_load(settings_yaml()))
     assert {key: dask.config.get(key, config=from_file) for key in DASK_SETTINGS} == DASK_SETTINGS
 

@@ -1,7 +1,5 @@
 """Files of recorded agents: words of their formats become Libra's outcomes here, and an unknown one is refused."""
 
-from pathlib import Path
-
 import pytest
 
 from benchmarks.report import DATA
@@ -12,7 +10,7 @@ from libra.types import NO_TOOL, ToolStatus
 HEAD = "task,sample,turn,tool,status,completion_tokens"
 
 
-def statuses(*rows: str, head: str = HEAD, required: tuple[str, ...] = ("status",)) -> list[tuple[str, str]]:
+def statuses(*rows, head=HEAD, required=("status",)):
     (one,) = agent_turns([head, *rows], required, "traces x.csv")
     return [(turn.tool, turn.status) for turn in one.turns]
 
@@ -27,32 +25,32 @@ def statuses(*rows: str, head: str = HEAD, required: tuple[str, ...] = ("status"
         *((str(status), status) for status in ToolStatus),
     ],
 )
-def test_words_of_recorded_agents_and_of_libra_are_outcomes(word: str, outcome: ToolStatus) -> None:
+def test_words_of_recorded_agents_and_of_libra_are_outcomes(word, outcome):
     found = statuses(f"t,0,0,ls,{word},5", f"t,0,1,ls,{word},5")
     assert found == [("ls", outcome)] * 2
     assert all(type(status) is ToolStatus for _, status in found)
 
 
 @pytest.mark.parametrize("row", ["none,end", "echo,end", "ls,", ","])
-def test_a_trajectory_ends_where_no_tool_came_back(row: str) -> None:
+def test_a_trajectory_ends_where_no_tool_came_back(row):
     assert statuses("t,0,0,ls,success,5", f"t,0,1,{row},5") == [("ls", ToolStatus.OK), ("", NO_TOOL)]
 
 
-def test_a_word_that_the_format_does_not_have_is_named_with_its_place() -> None:
+def test_a_word_that_the_format_does_not_have_is_named_with_its_place():
     with pytest.raises(ConfigError) as error:
         statuses("t,0,0,ls,success,5", "t,0,1,ls,failed,5")
     assert all(each in str(error.value) for each in ("x.csv, line 3", "'t'", "'failed'", "success"))
 
 
 @pytest.mark.parametrize("word", ["", "end"])
-def test_a_turn_that_is_followed_by_another_says_how_its_tool_came_back(word: str) -> None:
+def test_a_turn_that_is_followed_by_another_says_how_its_tool_came_back(word):
     rows = ("t,0,0,ls,success,5", f"t,0,3,ls,{word},5", "t,0,7,ls,success,5")
     with pytest.raises(ConfigError, match="turn 3"):
         statuses(*rows)
 
 
 @pytest.mark.parametrize("path", agent_turn_files(DATA), ids=lambda path: path.stem)
-def test_failures_of_the_excerpts_are_kept(path: Path) -> None:
+def test_failures_of_the_excerpts_are_kept(path):
     words = [row.split(",") for row in path.read_text().splitlines()]
     column = words[0].index("status")
     failed = sum(row[column] == "failure" for row in words[1:])

@@ -1,7 +1,5 @@
 """Settings of distillation: what contradicts them, and where they have no effect."""
 
-from typing import Any
-
 import pytest
 
 from libra.cluster.local import device_bindings, num_threads, worker_resources
@@ -10,19 +8,17 @@ from libra.config.distil_checks import extra_draws, teacher_model
 from libra.config.effect_conditions import Situation
 from libra.config.effects import ignored_settings
 
-OPD: dict[str, Any] = {"algorithm": "opd"}
-REVERSE: dict[str, Any] = {"teacher": "t", "estimator": "sampled", "divergence": "reverse"}
+OPD = {"algorithm": "opd"}
+REVERSE = {"teacher": "t", "estimator": "sampled", "divergence": "reverse"}
 
-SERVICES: dict[str, Any] = {
-    "named": {"judge": {"model": "m"}, "teacher": {"model": "m", "function": "teach", "max_batch": 2}}
-}
+SERVICES = {"named": {"judge": {"model": "m"}, "teacher": {"model": "m", "function": "teach", "max_batch": 2}}}
 
 
 @pytest.mark.parametrize("command", ["plan", "simulate", "slurm"])
-def test_an_algorithm_that_is_typed_is_read_with_what_it_sets_and_needs(command: Any) -> None:
+def test_an_algorithm_that_is_typed_is_read_with_what_it_sets_and_needs(command):
     situation = Situation(command, frozenset({"trainer.algorithm"}))
 
-    def ignored(algorithm: str, **given: Any) -> bool:
+    def ignored(algorithm, **given):
         config = config_from_dict({"trainer": {"algorithm": algorithm}} | given)
         return "trainer.algorithm" in {each.field for each in ignored_settings(config, situation)}
 
@@ -31,7 +27,7 @@ def test_an_algorithm_that_is_typed_is_read_with_what_it_sets_and_needs(command:
     assert ignored("ppo_decoupled") == (command != "plan")  # which reads trainer.old_logp
 
 
-def test_the_teacher_has_a_worker_of_its_own_and_a_gpu() -> None:
+def test_the_teacher_has_a_worker_of_its_own_and_a_gpu():
     config = config_from_dict({"trainer": OPD, "distil": {"teacher": "t"}})
     assert worker_resources(config)["teacher-0"] == {"TEACHER": 1}
     assert device_bindings(config, 3) == {"rollout-0": "0", "train-0": "1", "teacher-0": "2"}
@@ -40,7 +36,7 @@ def test_the_teacher_has_a_worker_of_its_own_and_a_gpu() -> None:
     assert not any("TEACHER" in supply for supply in worker_resources(config_from_dict({})).values())
 
 
-def test_a_teacher_that_is_a_service_lives_on_the_first_tool_worker() -> None:
+def test_a_teacher_that_is_a_service_lives_on_the_first_tool_worker():
     config = config_from_dict({"trainer": OPD, "distil": {"teacher": {"service": "teacher"}}, "services": SERVICES})
     assert teacher_model(config) == "m"
     workers = worker_resources(config)
@@ -54,7 +50,7 @@ def test_a_teacher_that_is_a_service_lives_on_the_first_tool_worker() -> None:
     assert device_bindings(config, 1) == {}
 
 
-def test_an_engine_draws_beside_the_generated_token_only_what_the_reverse_divergence_needs() -> None:
+def test_an_engine_draws_beside_the_generated_token_only_what_the_reverse_divergence_needs():
     given = {"trainer": OPD, "distil": REVERSE | {"samples": 8}}
     assert extra_draws(config_from_dict(given)) == 7
     for change in ({"divergence": "forward"}, {"estimator": "top_k"}):

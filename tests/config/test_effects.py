@@ -1,9 +1,7 @@
 """The table of effects against the code: each command reads exactly the settings that the table says."""
 
 import itertools
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,17 +16,17 @@ TEACHES = {"model": "Qwen3-8B", "function": "teach"}
 
 
 @pytest.fixture(scope="module")
-def tiny_model() -> Path:
+def tiny_model():
     return Path(resolve_model("libra/tiny-arithmetic"))
 
 
-def read_by(build: Callable[[Any], object], config: RunConfig) -> set[str]:
+def read_by(build, config):
     """Dotted names of ``config`` that ``build`` reads, recorded by its sections."""
-    seen: set[str] = set()
+    seen = set()
 
-    def recorded(section_name: str, section: Any) -> Any:
-        class Recorded(type(section)):  # type: ignore[misc]
-            def __getattribute__(self, key: str) -> Any:
+    def recorded(section_name, section):
+        class Recorded(type(section)):
+            def __getattribute__(self, key):
                 if key in type(section).model_fields:
                     seen.add(f"{section_name}.{key}")
                 return super().__getattribute__(key)
@@ -41,7 +39,7 @@ def read_by(build: Callable[[Any], object], config: RunConfig) -> set[str]:
     return seen
 
 
-def effective(config: RunConfig, command: Any, prefix: str = "") -> set[str]:
+def effective(config, command, prefix=""):
     """Names that ``command`` reads under this configuration, according to the table; of two for one setting, the first."""
     situation = Situation(command)
     return {
@@ -54,10 +52,10 @@ def effective(config: RunConfig, command: Any, prefix: str = "") -> set[str]:
     }
 
 
-def test_libra_plan_reads_what_the_table_says(tmp_path: Path) -> None:
+def test_libra_plan_reads_what_the_table_says(tmp_path):
     from libra.cli.plan import print_plan
 
-    def plan(config: Any) -> None:
+    def plan(config):
         print_plan(config, "libra/quickstart", trace=None, why=(), what_if=True, write=None, as_json=True)
 
     trace = tmp_path / "turns.csv"
@@ -76,15 +74,15 @@ def test_libra_plan_reads_what_the_table_says(tmp_path: Path) -> None:
         assert read_by(plan, config) | {"rollout.engine"} == effective(config, "plan") | {"rollout.engine"}
 
 
-def test_a_run_that_replans_reads_of_the_planner_what_the_table_says() -> None:
+def test_a_run_that_replans_reads_of_the_planner_what_the_table_says():
     from types import SimpleNamespace
 
     from libra.driver.planning import Planning
     from libra.planner.run_facts import run_facts
 
-    def replan(config: Any) -> None:
-        spec: Any = SimpleNamespace(config=config, model_dir=resolve_model("libra/tiny-arithmetic"))
-        Planning(spec, calls=None, prompts=None, write=None)  # type: ignore[arg-type]
+    def replan(config):
+        spec = SimpleNamespace(config=config, model_dir=resolve_model("libra/tiny-arithmetic"))
+        Planning(spec, calls=None, prompts=None, write=None)
         run = run_facts(config)
         run.may_have("vllm", 2)
         run.ratio(1, 2, 4.0, 100.0)
@@ -97,10 +95,10 @@ def test_a_run_that_replans_reads_of_the_planner_what_the_table_says() -> None:
 
 @pytest.mark.parametrize("policy", ["fifo", "cmlfq", "predictor", None])
 @pytest.mark.parametrize("drawn_from_traces", [False, True])  # with traces also a teacher
-def test_libra_simulate_reads_what_the_table_says(policy: str | None, drawn_from_traces: bool, tmp_path: Path) -> None:
+def test_libra_simulate_reads_what_the_table_says(policy, drawn_from_traces, tmp_path):
     from libra.cli.simulate import simulate_run
 
-    def simulate(config: Any) -> None:
+    def simulate(config):
         simulate_run(config, from_run=None, workload=None, save_workload=None, as_json=False)
 
     trace = tmp_path / "turns.csv"
@@ -129,7 +127,7 @@ def test_libra_simulate_reads_what_the_table_says(policy: str | None, drawn_from
     assert read_by(simulate, config) == effective(config, "simulate")
 
 
-def test_slurm_scripts_read_what_the_table_says(tmp_path: Path) -> None:
+def test_slurm_scripts_read_what_the_table_says(tmp_path):
     from libra.cluster.slurm.jobs import scripts
 
     pytest.importorskip("dask_jobqueue")
@@ -141,7 +139,7 @@ def test_slurm_scripts_read_what_the_table_says(tmp_path: Path) -> None:
     assert read | beside == effective(config, "slurm")
 
 
-def test_a_local_cluster_reads_what_the_table_says() -> None:
+def test_a_local_cluster_reads_what_the_table_says():
     from libra.cluster.local import worker_resources
 
     some = [{"tp": 1, "count": 1, "slots": 4}, {"tp": 1, "count": 1}]
@@ -156,7 +154,7 @@ def test_a_local_cluster_reads_what_the_table_says() -> None:
 
 
 @pytest.mark.parametrize("engine", ["transformers", "vllm"])
-def test_an_engine_reads_what_the_table_says(engine: str, tiny_model: Path) -> None:
+def test_an_engine_reads_what_the_table_says(engine, tiny_model):
     from libra.worker.engine_factory import EngineKind, make_engine
 
     config = config_from_dict({"rollout": {"engine": engine}})
@@ -166,7 +164,7 @@ def test_an_engine_reads_what_the_table_says(engine: str, tiny_model: Path) -> N
 
 
 @pytest.mark.parametrize("name", RUN_POLICIES)
-def test_an_ordering_has_the_settings_that_the_table_says(name: str) -> None:
+def test_an_ordering_has_the_settings_that_the_table_says(name):
     from libra.policy import make_ordering
 
     config = config_from_dict({"policy": {"name": name}})

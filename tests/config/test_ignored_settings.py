@@ -1,13 +1,11 @@
 """Settings without effect are reported: every field is in the table, and a report is there exactly where a need is not met."""
 
 import itertools
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from libra.cli.main import main
-from libra.config import RunConfig, config_from_dict, load_config
+from libra.config import config_from_dict, load_config
 from libra.config.effect_conditions import Situation
 from libra.config.effects import READ, ignored_settings, warning_lines
 from libra.config.field_help import field_references
@@ -16,8 +14,8 @@ from libra.config.field_help import field_references
 # What makes fields legal together; the cross-field checks refuse some values alone.
 
 
-def configured(values: dict[str, Any]) -> RunConfig:
-    nested: dict[str, dict[str, Any]] = {}
+def configured(values):
+    nested = {}
     if values.get("distil.teacher") is not None:  # else it is refused
         values = {"trainer.algorithm": "opd"} | values
     for name, value in values.items():
@@ -26,13 +24,13 @@ def configured(values: dict[str, Any]) -> RunConfig:
     return config_from_dict(nested)
 
 
-def test_every_field_has_an_entry_and_nothing_else_has_one() -> None:
+def test_every_field_has_an_entry_and_nothing_else_has_one():
     assert set(READ) == set(field_references()), (
         "libra/config/effects.py: READ says of each field who reads it, and when"
     )
 
 
-def test_needs_look_at_fields_that_exist() -> None:
+def test_needs_look_at_fields_that_exist():
     for name, reading in READ.items():
         assert reading, name
         for need in itertools.chain(*reading.values()):
@@ -41,9 +39,9 @@ def test_needs_look_at_fields_that_exist() -> None:
 
 
 @pytest.mark.parametrize("name", ["dashboard_names", "dashboard_port", "tool_slots"])
-def test_what_a_cluster_of_your_own_does_not_read_is_told_though_slurm_would(name: str) -> None:
+def test_what_a_cluster_of_your_own_does_not_read_is_told_though_slurm_would(name):
     value = {"dashboard_names": ["gateway.example"], "dashboard_port": 9000, "tool_slots": 9}[name]
-    values: dict[str, Any] = {"cluster": {name: value, "scheduler": "tls://host:8786"}}
+    values = {"cluster": {name: value, "scheduler": "tls://host:8786"}}
     situation = Situation("run")
     (line,) = warning_lines(ignored_settings(config_from_dict(values), situation))
     assert f"cluster.{name}=" in line and "needed is a local cluster" in line
@@ -52,14 +50,14 @@ def test_what_a_cluster_of_your_own_does_not_read_is_told_though_slurm_would(nam
     assert not ignored_settings(config_from_dict(values), situation)
 
 
-def test_a_default_a_preset_and_a_value_that_is_the_default_are_not_told() -> None:
+def test_a_default_a_preset_and_a_value_that_is_the_default_are_not_told():
     assert not ignored_settings(config_from_dict({}, ["trainer.algorithm=sapo"]))
     assert not ignored_settings(config_from_dict({}, ["trainer.algorithm=sapo", "trainer.clip_high=0.2"]))
     (found,) = ignored_settings(config_from_dict({}, ["trainer.algorithm=sapo", "trainer.clip_high=0.3"]))
     assert "trainer.clip_high=0.3" in found.message and "sapo" in found.message
 
 
-def test_what_extends_and_overrides_say_is_given(tmp_path: Path) -> None:
+def test_what_extends_and_overrides_say_is_given(tmp_path):
     (tmp_path / "below.yaml").write_text("policy: {name: fifo, patience: 9}\n")
     (tmp_path / "mine.yaml").write_text("extends: below.yaml\ntrainer: {tau_negative: 2}\n")
     found = ignored_settings(load_config(tmp_path / "mine.yaml", ["vllm.eager=true"]))
@@ -67,7 +65,7 @@ def test_what_extends_and_overrides_say_is_given(tmp_path: Path) -> None:
     assert not ignored_settings(load_config(tmp_path / "mine.yaml", ["policy.name=mlfq", "trainer.tau_negative=1.05"]))
 
 
-def test_a_resolved_configuration_tells_what_the_one_it_came_from_told(tmp_path: Path) -> None:
+def test_a_resolved_configuration_tells_what_the_one_it_came_from_told(tmp_path):
     from libra.config import dump_config
 
     config = config_from_dict({}, ["trainer.algorithm=gspo", "trainer.tau_positive=3"])
@@ -77,7 +75,7 @@ def test_a_resolved_configuration_tells_what_the_one_it_came_from_told(tmp_path:
     assert ignored_settings(again) == ignored_settings(config) != ()
 
 
-def test_a_file_serves_several_commands_and_what_is_typed_one(tmp_path: Path) -> None:
+def test_a_file_serves_several_commands_and_what_is_typed_one(tmp_path):
     (tmp_path / "mine.yaml").write_text("planner: {num_gpus: 4}\nsimulation: {turns: 5}\nslurm_rollout: {jobs: 3}\n")
     config = load_config(tmp_path / "mine.yaml")
     assert not ignored_settings(config, Situation("run"))
@@ -89,7 +87,7 @@ def test_a_file_serves_several_commands_and_what_is_typed_one(tmp_path: Path) ->
     assert not ignored_settings(config, Situation("plan", frozenset({"planner.num_gpus"})))
 
 
-def test_machine_client_and_options_count() -> None:
+def test_machine_client_and_options_count():
     offload = configured({"trainer.layout": "fsdp2", "cluster.train_workers": 2, "trainer.offload": True})
     assert not ignored_settings(offload)
     assert [each.field for each in ignored_settings(offload, Situation("run", has_gpu=lambda: False))] == [
@@ -105,14 +103,14 @@ def test_machine_client_and_options_count() -> None:
     assert not ignored_settings(turns, Situation("simulate", options=workload))  # an option goes over a file
 
 
-def test_shipped_files_have_no_setting_that_does_nothing(repository: Path) -> None:
+def test_shipped_files_have_no_setting_that_does_nothing(repository):
     for path in sorted((repository / "configs").glob("*.yaml")):
         config = load_config(path)
         for command in ("run", "plan", "simulate", "slurm", None):
             assert not ignored_settings(config, Situation(command)), path
 
 
-def test_each_command_says_it_in_one_line_and_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_command_says_it_in_one_line_and_goes_on(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["config", "libra/quickstart", "trainer.tau_positive=2"])
     assert ended.value.code == 0
@@ -137,6 +135,6 @@ def test_each_command_says_it_in_one_line_and_goes_on(capsys: pytest.CaptureFixt
         ("run.eta=1 & staleness.over_age=drop", set()),
     ],
 )
-def test_late_rewards_teachers_and_staleness_by_hand(given: str, ignored: set[str]) -> None:
+def test_late_rewards_teachers_and_staleness_by_hand(given, ignored):
     config = config_from_dict({}, given.split(" & "))
     assert {each.field for each in ignored_settings(config, Situation("run"))} == ignored

@@ -11,7 +11,7 @@ from libra.config.field_help import field_references
 from libra.errors import ConfigError
 
 
-def file_problem(directory: Path, text: str, *overrides: str) -> str:
+def file_problem(directory, text, *overrides):
     path = directory / "mine.yaml"
     path.write_text(text)
     with pytest.raises(ConfigError) as caught:
@@ -19,14 +19,14 @@ def file_problem(directory: Path, text: str, *overrides: str) -> str:
     return str(caught.value)
 
 
-def test_every_shipped_file_loads(repository: Path) -> None:
+def test_every_shipped_file_loads(repository):
     paths = sorted((repository / "configs").glob("*.yaml"))
     assert {"quickstart.yaml", "base.yaml"} <= {path.name for path in paths}
     for path in paths:
         assert isinstance(load_config(path), RunConfig)
 
 
-def test_a_file_goes_over_what_it_extends_and_an_override_over_both(tmp_path: Path) -> None:
+def test_a_file_goes_over_what_it_extends_and_an_override_over_both(tmp_path):
     (tmp_path / "first.yaml").write_text("run: {iterations: 3, eta: 2}\ntrainer: {lr: 0.5, prompts: 4}\n")
     (tmp_path / "deeper").mkdir()
     (tmp_path / "deeper/second.yaml").write_text("extends: ../first.yaml\nrun: {eta: 1}\ntrainer: {lr: 1e-3}\n")
@@ -34,26 +34,26 @@ def test_a_file_goes_over_what_it_extends_and_an_override_over_both(tmp_path: Pa
     assert (config.run.iterations, config.run.eta, config.trainer.lr, config.trainer.prompts) == (3, 1, 1e-5, 4)
 
 
-def test_files_that_extend_each_other_are_an_error(tmp_path: Path) -> None:
+def test_files_that_extend_each_other_are_an_error(tmp_path):
     (tmp_path / "a.yaml").write_text("extends: b.yaml\n")
     (tmp_path / "b.yaml").write_text("extends: a.yaml\n")
     with pytest.raises(ConfigError, match=r"a\.yaml.*b\.yaml.*a\.yaml"):
         load_config(tmp_path / "a.yaml")
 
 
-def test_a_missing_extended_file_names_who_asked_for_it(tmp_path: Path) -> None:
+def test_a_missing_extended_file_names_who_asked_for_it(tmp_path):
     message = file_problem(tmp_path, "extends: gone.yaml\n")
     assert "gone.yaml" in message
     assert str(tmp_path / "mine.yaml") in message
 
 
 @pytest.mark.parametrize("name", ["nowhere.yaml", "libra/nothing"])
-def test_a_missing_file_is_a_clear_error(name: str) -> None:
+def test_a_missing_file_is_a_clear_error(name):
     with pytest.raises(ConfigError, match="libra/quickstart"):
         load_config(name)
 
 
-def test_all_problems_are_reported_at_once_with_their_lines(tmp_path: Path) -> None:
+def test_all_problems_are_reported_at_once_with_their_lines(tmp_path):
     text = "run: {eta: -1, nmae: x}\ntrainer:\n  group_size: 1\n  lr: quick\nstor: {}\nobserve: 3\n"
     message = file_problem(tmp_path, text, "rollout.slots=0", "nonsense", "model.path.deep=1")
     first, *lines = message.splitlines()
@@ -87,9 +87,7 @@ def test_all_problems_are_reported_at_once_with_their_lines(tmp_path: Path) -> N
         ("extends: libra/quickstrt\n", "libra/quickstrt", "mine.yaml", "libra/quickstart"),
     ],
 )
-def test_a_file_of_another_shape_is_named_with_its_line(
-    text: str, field: str, value: str, typed: str, tmp_path: Path
-) -> None:
+def test_a_file_of_another_shape_is_named_with_its_line(text, field, value, typed, tmp_path):
     message = file_problem(tmp_path, text)
     assert field in message and value in message and typed in message
 
@@ -109,14 +107,14 @@ def test_a_file_of_another_shape_is_named_with_its_line(
         ("trainer.lr=1e-4", 1e-4),
     ],
 )
-def test_an_override_is_typed_as_yaml_or_as_the_text_its_field_holds(override: str, value: object) -> None:
+def test_an_override_is_typed_as_yaml_or_as_the_text_its_field_holds(override, value):
     section, key = override.partition("=")[0].split(".")
     got = getattr(getattr(config_from_dict({}, [override]), section), key)
     assert got == value
     assert type(got) is type(value) or isinstance(value, Path)
 
 
-def test_a_script_reads_overrides_as_libra_run_does() -> None:
+def test_a_script_reads_overrides_as_libra_run_does():
     typed = ["trainer.lr=1e-3", "run.name=2024", "environment.args.timeout_rate=0", "environment.args.seed=1"]
     assert typed_settings(typed) == {
         "trainer__lr": 1e-3, "run__name": "2024", "environment__args": {"timeout_rate": 0, "seed": 1}
@@ -125,14 +123,14 @@ def test_a_script_reads_overrides_as_libra_run_does() -> None:
         typed_settings(["trainer.lr"])
 
 
-def test_environment_arguments_merge_key_by_key() -> None:
+def test_environment_arguments_merge_key_by_key():
     config = config_from_dict(
         {"environment": {"args": {"a": 1, "b": [1]}}}, ["environment.args.b=2", "environment.args.c.d=3"]
     )
     assert config.environment.args == {"a": 1, "b": 2, "c": {"d": 3}}
 
 
-def test_another_environment_starts_without_the_arguments_of_the_first(tmp_path: Path) -> None:
+def test_another_environment_starts_without_the_arguments_of_the_first(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text("environment: {name: tool_arithmetic, args: {timeout_rate: 0.1}}\n")
     config = load_config(path, ["environment.args.limit=3", "environment.name=python_tests"])
@@ -140,18 +138,18 @@ def test_another_environment_starts_without_the_arguments_of_the_first(tmp_path:
     assert load_config(path, ["environment.name=tool_arithmetic"]).environment.args == {"timeout_rate": 0.1}
 
 
-def test_an_empty_section_is_its_defaults(tmp_path: Path) -> None:
+def test_an_empty_section_is_its_defaults(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text("run:\n  # seed: 3\ntrainer:\n")
     assert load_config(path) == RunConfig()
 
 
-def test_the_configuration_cannot_change() -> None:
+def test_the_configuration_cannot_change():
     with pytest.raises(ValueError, match="frozen"):
-        config_from_dict({}).run.seed = 3  # type: ignore[misc]
+        config_from_dict({}).run.seed = 3
 
 
-def test_the_resolved_configuration_reads_back(tmp_path: Path) -> None:
+def test_the_resolved_configuration_reads_back(tmp_path):
     config = load_config("libra/quickstart", ["run.name=x", "trainer.lr=3.3e-7", "environment.args={rate: 1e-9}"])
     path = tmp_path / "config.resolved.yaml"
     path.write_text(dump_config(config))
@@ -161,7 +159,7 @@ def test_the_resolved_configuration_reads_back(tmp_path: Path) -> None:
     }
 
 
-def test_the_bound_of_staleness_has_two_names_and_one_value(tmp_path: Path) -> None:
+def test_the_bound_of_staleness_has_two_names_and_one_value(tmp_path):
     (tmp_path / "below.yaml").write_text(dump_config(config_from_dict({}, ["run.eta=1"])))
     for name in ("run.eta", "staleness.eta"):
         for config in (config_from_dict({}, [f"{name}=3"]), load_config(tmp_path / "below.yaml", [f"{name}=3"])):
@@ -182,16 +180,14 @@ json_values = st.recursive(
     lr=st.floats(0, 1e300),
     seed=st.integers(0),
 )
-def test_any_configuration_reads_back(
-    tmp_path_factory: pytest.TempPathFactory, args: dict[str, object], lr: float, seed: int
-) -> None:
+def test_any_configuration_reads_back(tmp_path_factory, args, lr, seed):
     config = config_from_dict({"environment": {"args": args}, "trainer": {"lr": lr}, "run": {"seed": seed}})
     path = tmp_path_factory.getbasetemp() / "any.yaml"
     path.write_text(dump_config(config), encoding="utf-8")
     assert load_config(path) == config
 
 
-def loads(path_or_none: Path | None, *overrides: str) -> str:
+def loads(path_or_none, *overrides):
     """Message of the ConfigError, empty where a configuration came back; anything else is raised."""
     try:
         config_from_dict({}, overrides) if path_or_none is None else load_config(path_or_none)
@@ -201,15 +197,13 @@ def loads(path_or_none: Path | None, *overrides: str) -> str:
 
 
 @given(st.text(max_size=60))
-def test_no_override_ends_in_anything_but_a_configuration_or_a_config_error(text: str) -> None:
+def test_no_override_ends_in_anything_but_a_configuration_or_a_config_error(text):
     for override in (text, f"trainer.lr={text}", f"run.{text}=1", f"environment.args={text}"):
         assert "without a message" not in loads(None, override)
 
 
 @given(st.text(alphabet="a:{}[]-&*!|>'\"#%@ \n\t,.?01~runeta", max_size=60))
-def test_no_file_ends_in_anything_but_a_configuration_or_a_config_error(
-    tmp_path_factory: pytest.TempPathFactory, text: str
-) -> None:
+def test_no_file_ends_in_anything_but_a_configuration_or_a_config_error(tmp_path_factory, text):
     path = tmp_path_factory.getbasetemp() / "noise.yaml"
     path.write_text(text, encoding="utf-8")
     message = loads(path)

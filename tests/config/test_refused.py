@@ -122,7 +122,7 @@ LATE = "trainer.late=correct"
 TURNING = "trainer.streaming=on & trainer.turning=on & cluster.rollout_workers=3 & cluster.hybrid_workers=2"
 OVER_AGE = "run.eta=1 & staleness.over_age"
 
-CONTRADICTIONS: tuple[Row, ...] = (
+CONTRADICTIONS = (
     ("rollout.max_new_tokens=2000", "rollout.max_new_tokens", "2000", "rollout.max_new_tokens=1024"),
     ("rollout.max_context_tokens=8192", "rollout.max_context_tokens", "8192", "trainer.micro_batch_tokens=8192"),
     ("rollout.temperature=0", "rollout.temperature", "0", "rollout.temperature=1.0"),
@@ -216,7 +216,7 @@ CONTRADICTIONS: tuple[Row, ...] = (
     (f"{TURNING} & planner.replan=true & planner.apply=true", "trainer.turning", "on", "planner.apply=false"),
 )  # fmt: skip
 
-NOT_OVERRIDES: tuple[Row, ...] = (
+NOT_OVERRIDES = (
     ("run.iterations", "'run.iterations'", "override", "section.key=value"),
     ("=3", "'=3'", "override", "section.key=value"),
     ("run..seed=3", "'run..seed=3'", "override", "section.key=value"),
@@ -230,7 +230,7 @@ NOT_OVERRIDES: tuple[Row, ...] = (
 )
 
 
-def problem(typed: str) -> str:
+def problem(typed):
     """The one error of these overrides."""
     with pytest.raises(ConfigError) as caught:
         config_from_dict({}, typed.split(" & "))
@@ -240,29 +240,29 @@ def problem(typed: str) -> str:
 
 
 @pytest.mark.parametrize(("typed", "nearest"), MISSPELT)
-def test_an_unknown_key_is_named_with_the_nearest(typed: str, nearest: str) -> None:
+def test_an_unknown_key_is_named_with_the_nearest(typed, nearest):
     message = problem(typed)
     assert "unknown key" in message and f"mean {nearest}?" in message and repr(typed) in message
 
 
 @pytest.mark.parametrize(("typed", "value", "allowed"), WRONG_VALUES)
-def test_a_wrong_value_is_named_with_its_field_and_what_to_type(typed: str, value: str, allowed: str) -> None:
+def test_a_wrong_value_is_named_with_its_field_and_what_to_type(typed, value, allowed):
     message = problem(typed)
     assert message.startswith(typed.partition("=")[0])
     assert value in message and allowed in message
 
 
 @pytest.mark.parametrize(("typed", "field", "value", "says"), [*CONTRADICTIONS, *NOT_OVERRIDES])
-def test_what_does_not_go_together_is_named_with_what_to_type(typed: str, field: str, value: str, says: str) -> None:
+def test_what_does_not_go_together_is_named_with_what_to_type(typed, field, value, says):
     message = problem(typed)
     assert field in message and value in message and says in message
 
 
-def test_contradictions_cannot_be_built_in_python_either() -> None:
+def test_contradictions_cannot_be_built_in_python_either():
     with pytest.raises(ValueError, match="group size"):
         RunConfig.model_validate({"trainer": {"group_size": 1}})
     assert config_from_dict({}, ["trainer.group_size=1", "trainer.normalize_std=false"]).trainer.group_size == 1
 
 
-def test_a_contradiction_is_not_reported_of_a_field_that_is_wrong_by_itself() -> None:
+def test_a_contradiction_is_not_reported_of_a_field_that_is_wrong_by_itself():
     assert "deviation" not in problem("trainer.group_size=1 & trainer.normalize_std=perhaps")

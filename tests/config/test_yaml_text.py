@@ -26,7 +26,7 @@ from libra.errors import ConfigError
         ("-3", -3),
     ],
 )
-def test_values_have_the_types_of_yaml_1_2(text: str, value: object) -> None:
+def test_values_have_the_types_of_yaml_1_2(text, value):
     got = read_value(text, "here")
     assert got == value
     assert type(got) is type(value)
@@ -35,11 +35,11 @@ def test_values_have_the_types_of_yaml_1_2(text: str, value: object) -> None:
 @pytest.mark.parametrize(
     "value", ["1e-4", "no", "010", "null", "", "a: b", "#x", "~", "1", "-", "é\u2028x", "a\nb", "=", "<<"]
 )
-def test_text_stays_text(value: str) -> None:
+def test_text_stays_text(value):
     assert read_mapping(write({"key": value}), "here")[0] == {"key": value}
 
 
-def test_every_key_has_its_line() -> None:
+def test_every_key_has_its_line():
     _, lines = read_mapping("a:\n  b: 1\n\n  c:\n    - d: 2\n", "here")
     assert lines == {("a",): 1, ("a", "b"): 2, ("a", "c"): 4, ("a", "c", "0", "d"): 5}
 
@@ -59,15 +59,15 @@ def test_every_key_has_its_line() -> None:
         ("a: \x00\n", "not valid YAML"),
     ],
 )
-def test_what_would_be_lost_or_misread_is_refused(text: str, said: str) -> None:
+def test_what_would_be_lost_or_misread_is_refused(text, said):
     with pytest.raises(ConfigError) as caught:
         read_mapping(text, "here")
     assert said in str(caught.value)
 
 
-def test_aliases_stand_for_what_they_name() -> None:
+def test_aliases_stand_for_what_they_name():
     assert read_mapping("a: &x [1]\nb: *x\n", "here")[0] == {"a": [1], "b": [1]}
 
 
-def test_an_empty_document_is_an_empty_mapping() -> None:
+def test_an_empty_document_is_an_empty_mapping():
     assert read_mapping("# nothing\n", "here") == ({}, {})

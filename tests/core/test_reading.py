@@ -11,7 +11,6 @@ import pytest
 import whole_run
 from safetensors.torch import load_file
 
-from libra.driver.session import RunSummary
 from libra.events import from_dict, to_dict
 from libra.policy.log_replay import replay
 from libra.store.event_log import EventReader
@@ -19,7 +18,7 @@ from libra.store.event_log import EventReader
 pytestmark = pytest.mark.core
 
 
-def test_plain_zarr_reads_every_trajectory_once_and_the_version_of_every_token(finished: RunSummary) -> None:
+def test_plain_zarr_reads_every_trajectory_once_and_the_version_of_every_token(finished):
     stored, tokens = whole_run.columns(finished.directory), whole_run.tokens(finished.directory)
     ids = list(zip(*(stored[name].tolist() for name in ("split", "iteration", "group", "sample")), strict=True))
     assert len(set(ids)) == len(ids) and Counter(stored["split"].tolist()) == {"train": 72, "eval": 4}
@@ -33,7 +32,7 @@ def test_plain_zarr_reads_every_trajectory_once_and_the_version_of_every_token(f
         assert (tokens["behaviour_logprob"][span][action] < 0).all()
 
 
-def test_plain_transformers_loads_the_checkpoint_which_is_the_last_version(finished: RunSummary) -> None:
+def test_plain_transformers_loads_the_checkpoint_which_is_the_last_version(finished):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     assert finished.checkpoint is not None and finished.checkpoint.name == "step-000006"
@@ -47,7 +46,7 @@ def test_plain_transformers_loads_the_checkpoint_which_is_the_last_version(finis
         assert np.array_equal(state[name].numpy(), tensor.numpy()) and not np.array_equal(begun[name], tensor), name
 
 
-def test_replay_comes_to_every_decision_of_the_log_again(finished: RunSummary) -> None:
+def test_replay_comes_to_every_decision_of_the_log_again(finished):
     path = finished.directory / "events.jsonl"
     told = list(replay((line, from_dict(event)) for line, event in EventReader(path)))
     assert [step.difference for step in told if step.difference] == [] and not told[-1].cut
@@ -55,7 +54,7 @@ def test_replay_comes_to_every_decision_of_the_log_again(finished: RunSummary) -
     assert kinds["OpenGate"] == kinds["OpenBatch"] == 6 and kinds["SetPriority"] > 72
 
 
-def test_log_and_metrics_agree_with_what_was_done(finished: RunSummary) -> None:
+def test_log_and_metrics_agree_with_what_was_done(finished):
     events = whole_run.events_of(finished.directory)
     assert all(to_dict(from_dict(event)).keys() == event.keys() for event in events)
     names = Counter(event["name"] for event in events)

@@ -5,22 +5,20 @@ README ("an engine proves its weights"), docs/weights.md, docs/scheduling.md (th
 
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
 import whole_run
-from distributed import Client
 
 from libra.config import RunConfig
-from libra.driver.session import RunSummary, run
+from libra.driver.session import run
 
 pytestmark = pytest.mark.core
 
 Config = Callable[..., RunConfig]
 
 
-def test_with_eta_1_no_token_is_older_and_every_group_is_consumed_once(finished: RunSummary) -> None:
+def test_with_eta_1_no_token_is_older_and_every_group_is_consumed_once(finished):
     stored = whole_run.columns(finished.directory)
     train = stored["batch"] >= 0
     lag = (stored["batch"] - stored["oldest_version"])[train]
@@ -32,30 +30,28 @@ def test_with_eta_1_no_token_is_older_and_every_group_is_consumed_once(finished:
     )  # the engine's against the trainer's
 
 
-def break_next_load(version: int) -> None:
+def break_next_load(version):
     """On a worker: the next engine that loads ``version`` keeps a stale head; engines after it are whole."""
     from libra.rollout import TransformersEngine
 
     whole = TransformersEngine._load
 
-    def load(engine: Any, number: int, directory: Any) -> None:
+    def load(engine, number, directory):
         old = engine._batch.model.lm_head.weight.clone()
         whole(engine, number, directory)
         if number == version:
-            TransformersEngine._load = whole  # type: ignore[method-assign]
+            TransformersEngine._load = whole
             head = type(engine._batch.forward.head)(*reversed(old.shape), bias=False)
             head.weight.data = old
             engine._batch.forward.head = head.requires_grad_(False)
 
-    TransformersEngine._load = load  # type: ignore[method-assign]
+    TransformersEngine._load = load
 
 
 break_next_load.__module__ = "__main__"  # sent to the worker by value, which cannot import this file
 
 
-def test_an_engine_with_a_stale_layer_is_quarantined_and_the_run_goes_on(
-    make_config: Config, client: Client, worker_address: Callable[[str], str]
-) -> None:
+def test_an_engine_with_a_stale_layer_is_quarantined_and_the_run_goes_on(make_config, client, worker_address):
     client.run(break_next_load, 2, workers=[worker_address("rollout-0")])
     summary = run(make_config(run={"iterations": 4}, trainer={"lr": 1e-2}), client=client)
     assert [values["iteration"] for values in summary.iterations] == [0, 1, 2, 3]
@@ -69,9 +65,7 @@ def test_an_engine_with_a_stale_layer_is_quarantined_and_the_run_goes_on(
     assert events.index(told) < events.index(next(event for event in checked if event["version"] == 2))
 
 
-def test_weights_change_between_two_tokens_of_a_turn_and_each_token_names_its_own(
-    make_config: Config, client: Client
-) -> None:
+def test_weights_change_between_two_tokens_of_a_turn_and_each_token_names_its_own(make_config, client):
     config = make_config(
         run={"iterations": 5, "eta": 1},
         rollout={"max_new_tokens": 300, "max_turns": 1, "exact_logprobs": True},

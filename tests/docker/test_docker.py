@@ -4,8 +4,6 @@ import json
 import re
 import shlex
 from importlib import import_module
-from pathlib import Path
-from typing import Any
 
 import click
 import pytest
@@ -19,7 +17,7 @@ from libra.config import load_config
 DASK_COMMANDS = {"scheduler": "distributed.cli.dask_scheduler", "worker": "distributed.cli.dask_worker"}
 
 
-def dockerfile_commands(text: str) -> list[list[str]]:
+def dockerfile_commands(text):
     """Words of every RUN and CMD; one that joins commands by shell operators is not simple enough to be checked."""
     found = []
     for instruction, rest in re.findall(r"^(RUN|CMD|ENTRYPOINT)\s+(.*)$", text, re.MULTILINE):
@@ -28,7 +26,7 @@ def dockerfile_commands(text: str) -> list[list[str]]:
     return found
 
 
-def compose_commands(compose: dict[str, Any]) -> dict[str, list[str]]:
+def compose_commands(compose):
     """Command of every service, and of every health check."""
     found = {}
     for name, service in compose["services"].items():
@@ -40,7 +38,7 @@ def compose_commands(compose: dict[str, Any]) -> dict[str, list[str]]:
     return found
 
 
-def check_command(words: list[str], makefile: str) -> None:
+def check_command(words, makefile):
     """Raise where ``words`` is no target of the Makefile, no `libra` command and no `dask` command with these options."""
     if words[0] == "make":
         targets = [word for word in words[1:] if "=" not in word]
@@ -65,13 +63,12 @@ def check_command(words: list[str], makefile: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def compose(repository: Path) -> dict[str, Any]:
-    loaded: dict[str, Any] = yaml.safe_load((repository / "docker/compose.yaml").read_text())
-    return loaded
+def compose(repository):
+    return yaml.safe_load((repository / "docker/compose.yaml").read_text())
 
 
 @pytest.fixture(scope="module")
-def makefile(repository: Path) -> str:
+def makefile(repository):
     return (repository / "Makefile").read_text()
 
 
@@ -79,7 +76,7 @@ MADE = {"Dockerfile.cpu": ["setup"], "Dockerfile.cuda": ["setup", "setup-vllm-cu
 
 
 @pytest.mark.parametrize("name", MADE)
-def test_every_command_of_an_image_is_known(repository: Path, makefile: str, name: str) -> None:
+def test_every_command_of_an_image_is_known(repository, makefile, name):
     commands = dockerfile_commands((repository / "docker" / name).read_text())
     made = [["make", target] for target in MADE[name]]
     assert [words[:2] for words in commands] == [*made, ["libra", "doctor"], ["libra", "run"]]
@@ -88,7 +85,7 @@ def test_every_command_of_an_image_is_known(repository: Path, makefile: str, nam
     load_config(repository / commands[-1][2], commands[-1][3:])
 
 
-def test_every_command_of_the_cluster_is_known(compose: dict[str, Any], makefile: str, repository: Path) -> None:
+def test_every_command_of_the_cluster_is_known(compose, makefile, repository):
     commands = compose_commands(compose)
     assert set(commands) == {"key", "scheduler", "scheduler health", "rollout", "tool", "train", "driver"}
     for words in commands.values():
@@ -96,7 +93,7 @@ def test_every_command_of_the_cluster_is_known(compose: dict[str, Any], makefile
     load_config(repository / commands["driver"][2])
 
 
-def test_workers_are_started_as_libra_says_they_are(compose: dict[str, Any]) -> None:
+def test_workers_are_started_as_libra_says_they_are(compose):
     commands = [" ".join(words) for name, words in compose_commands(compose).items() if words[:2] == ["dask", "worker"]]
     for resource, (_, options) in NEEDED.items():
         if resource in (keys.HYBRID, keys.TEACHER):  # only some runs need them
@@ -104,12 +101,12 @@ def test_workers_are_started_as_libra_says_they_are(compose: dict[str, Any]) -> 
         assert sum(options in command for command in commands) == 1, options
 
 
-def test_only_loopback_sees_the_dashboard_and_nobody_the_scheduler(compose: dict[str, Any]) -> None:
+def test_only_loopback_sees_the_dashboard_and_nobody_the_scheduler(compose):
     published = [port for service in compose["services"].values() for port in service.get("ports", [])]
     assert published == ["127.0.0.1:8787:8787"]
 
 
-def test_every_process_of_the_cluster_requires_the_key(compose: dict[str, Any], repository: Path) -> None:
+def test_every_process_of_the_cluster_requires_the_key(compose, repository):
     commands = compose_commands(compose)
     docker = (repository / "docker" / "Dockerfile.cpu").read_text()
     (directory,) = re.findall(r"^WORKDIR (\S+)$", docker, re.MULTILINE)

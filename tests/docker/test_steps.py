@@ -17,7 +17,6 @@ import shlex
 import shutil
 import subprocess
 import urllib.request
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -34,7 +33,7 @@ SMALL = [
 NOT_RUN = "setup-vllm-cuda"
 
 
-def missing() -> str:
+def missing():
     """Why the steps cannot be run here; empty where they can."""
     if os.environ.get("LIBRA_IMAGE_STEPS") != "1":
         return "takes minutes and the network; type: LIBRA_IMAGE_STEPS=1 python -m pytest tests/docker"
@@ -44,7 +43,7 @@ def missing() -> str:
     return f"no {', '.join(lacking)}; type: apt-get install debootstrap util-linux" if lacking else ""
 
 
-def _path() -> str:
+def _path():
     return f"{os.environ['PATH']}:/usr/sbin:/sbin"
 
 
@@ -59,7 +58,7 @@ class Image:
     environment: dict[str, str] = field(default_factory=dict)
     directory: str = "/"
 
-    def run(self, words: list[str]) -> str:
+    def run(self, words):
         """What a command in the root printed; AssertionError where it failed. Its mounts end with it."""
         binds = [place for place in self._of_pip() if not place.startswith(("/usr", "/etc"))]
         lines = [f"mount -t proc proc {self.root}/proc", f"mount -t tmpfs tmpfs {self.root}/dev/shm"]
@@ -78,10 +77,10 @@ class Image:
         assert done.returncode == 0, f"{words}: {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
         return done.stdout + done.stderr
 
-    def _pip(self) -> dict[str, str]:
+    def _pip(self):
         return {name: value for name, value in os.environ.items() if name.startswith("PIP_")}
 
-    def _of_pip(self) -> list[str]:
+    def _of_pip(self):
         """Directories that pip's settings of this machine name."""
         values = [part.removeprefix("file://") for value in self._pip().values() for part in value.split()]
         return [value for value in values if value.startswith("/") and Path(value).is_dir()]
@@ -93,13 +92,13 @@ class Instruction:
     rest: str
 
 
-def instructions(text: str) -> list[Instruction]:
+def instructions(text):
     """The lines of a Dockerfile but for comments."""
     lines = [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
     return [Instruction(*line.split(maxsplit=1)) for line in lines]
 
 
-def copied(repository: Path, target: Path) -> None:
+def copied(repository, target):
     """What ``COPY . .`` brings: the tree without what .dockerignore names, as git has it."""
     listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
     names = subprocess.run(listed, cwd=repository, capture_output=True, text=True, check=True).stdout.split("\0")
@@ -110,7 +109,7 @@ def copied(repository: Path, target: Path) -> None:
             shutil.copy2(source, place)
 
 
-def reachable(address: str) -> bool:
+def reachable(address):
     """Whether an index answers."""
     try:
         with urllib.request.urlopen(address, timeout=10):
@@ -119,7 +118,7 @@ def reachable(address: str) -> bool:
         return False
 
 
-def carried_out(image: Image, repository: Path, instruction: Instruction) -> str:
+def carried_out(image, repository, instruction):
     """Do one instruction; what it printed."""
     match instruction.name:
         case "FROM":
@@ -145,7 +144,7 @@ def carried_out(image: Image, repository: Path, instruction: Instruction) -> str
     return ""
 
 
-def run_words(rest: str) -> list[str]:
+def run_words(rest):
     """The words of a RUN, with what the head of this file says in place of what is too large or out of reach."""
     words = shlex.split(rest)
     if NOT_RUN in words:
@@ -154,7 +153,7 @@ def run_words(rest: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def bare_root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def bare_root(tmp_path_factory):
     """Debian 12 with Python, make and certificates."""
     root = tmp_path_factory.mktemp("image")
     words = ["debootstrap", "--variant=minbase", f"--include={PACKAGES}", "bookworm", str(root)]
@@ -167,11 +166,11 @@ def bare_root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     shutil.rmtree(root, ignore_errors=True)
 
 
-def test_the_steps_of_both_images_go_through(bare_root: Path, repository: Path) -> None:
+def test_the_steps_of_both_images_go_through(bare_root, repository):
     path = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
     for name in ("Dockerfile.cpu", "Dockerfile.cuda"):  # one after the other: the second finds what the first installed
         image = Image(bare_root, {"PATH": path})
-        said: dict[str, str] = {}
+        said = {}
         for instruction in instructions((repository / "docker" / name).read_text()):
             if instruction.name == "RUN" and "make setup " in instruction.rest and name == "Dockerfile.cpu":
                 offered = ["python3", "-m", "venv", "/tmp/look"], ["/tmp/look/bin/pip", "download", "--no-deps", "-qq"]

@@ -15,22 +15,22 @@ PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "d
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 
 
-def commands(text: str) -> list[list[str]]:
+def commands(text):
     """Words of each ``libra`` command in the shell blocks of a page, comments left out."""
     lines = [line for kind, block in BLOCK.findall(text) if kind in ("", "sh", "bash") for line in block.splitlines()]
     parts = [part.strip() for line in lines for part in re.split(r"&&|;", re.split(r"\s#", line)[0])]
     return [shlex.split(part)[1:] for part in parts if part.startswith("libra ")]
 
 
-def unknown_setting(section: str, key: str) -> bool:
+def unknown_setting(section, key):
     """Whether the configuration has no such key."""
     field = RunConfig.model_fields.get(section)
     return field is None or key not in getattr(field.annotation, "model_fields", {})
 
 
-def faults(words: list[str]) -> list[str]:
+def faults(words):
     """What a command line names that does not exist."""
-    command: click.Command = cli
+    command = cli
     rest = iter(words)
     while isinstance(command, click.Group):
         name = next(rest, "--help")
@@ -50,7 +50,7 @@ def faults(words: list[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_commands_and_settings_on_a_page_exist(page: str) -> None:
+def test_commands_and_settings_on_a_page_exist(page):
     text = (ROOT / page).read_text()
     found = {" ".join(words): wrong for words in commands(text) if (wrong := faults(words))}
     code = "\n".join(block for kind, block in BLOCK.findall(text) if kind == "python")
@@ -59,7 +59,7 @@ def test_commands_and_settings_on_a_page_exist(page: str) -> None:
     assert not found and not wrong, (found, wrong)
 
 
-def test_what_does_not_exist_is_found() -> None:
+def test_what_does_not_exist_is_found():
     text = "```sh\nlibra run x.yaml trainer.lrr=3 --fast && libra ruin  # libra none\n```\n`libra x`\n```python\nlibra y\n```\n"
     assert [faults(words) for words in commands(text)] == [["trainer.lrr=3", "--fast"], ["ruin"]]
     assert len(commands((ROOT / "docs/quick_start.md").read_text())) > 5

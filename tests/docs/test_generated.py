@@ -1,7 +1,5 @@
 """`make docs` would change nothing: each generated page is what its source gives now."""
 
-from pathlib import Path
-
 import picture
 from click.testing import CliRunner
 from doc_pages import algorithms_markdown, reference_markdown
@@ -15,7 +13,7 @@ from libra.observe.prometheus import METRICS
 from libra.observe.worker_states import STATES
 
 
-def test_the_generated_pages_are_up_to_date(repository: Path) -> None:
+def test_the_generated_pages_are_up_to_date(repository):
     docs = repository / "docs"
     architecture = (docs / "architecture.md").read_text()
     made = {
@@ -29,12 +27,12 @@ def test_the_generated_pages_are_up_to_date(repository: Path) -> None:
     assert not old, f"{', '.join(old)}: type make docs"
 
 
-def test_every_setting_is_explained_and_its_default_can_be_typed_as_it_is_shown() -> None:
+def test_every_setting_is_explained_and_its_default_can_be_typed_as_it_is_shown():
     fields = field_references().values()
     assert not [field.name for field in fields if len(field.description) < 16]
     assert config_from_dict({}, [f"{field.name}={field.default}" for field in fields]) == RunConfig()
 
 
-def test_the_page_about_metrics_names_each_metric_and_state(repository: Path) -> None:
+def test_the_page_about_metrics_names_each_metric_and_state(repository):
     page = (repository / "docs" / "observe.md").read_text()
     assert not [name for name in (*STATES, *(metric.name for metric in METRICS)) if name not in page]

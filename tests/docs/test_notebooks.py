@@ -13,7 +13,7 @@ SETTINGS = {"quick_start": "iterations, questions = 1, 8", "own_environment": "i
 
 
 @pytest.mark.parametrize("name", sorted(SETTINGS))
-def test_a_notebook_runs_and_prints_plain_lines(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_notebook_runs_and_prints_plain_lines(name, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     notebook = nbformat.read(ROOT / f"docs/notebooks/{name}.ipynb", as_version=4)
     assert not any(cell.get("outputs") for cell in notebook.cells), "stored outputs have paths and grow: clear them"
@@ -37,5 +37,5 @@ def test_a_notebook_runs_and_prints_plain_lines(name: str, tmp_path: Path, monke
     assert any("held-out reward" in str(output) for output in shown)
 
 
-def test_every_notebook_is_run() -> None:
+def test_every_notebook_is_run():
     assert {path.stem for path in (ROOT / "docs/notebooks").glob("*.ipynb")} == set(SETTINGS)

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.live
 
 
-def test_the_site_is_built_without_a_warning_and_documents_each_public_name(tmp_path: Path) -> None:
+def test_the_site_is_built_without_a_warning_and_documents_each_public_name(tmp_path):
     pytest.importorskip("mkdocs", reason="no mkdocs; type: make setup-docs")
     words = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}

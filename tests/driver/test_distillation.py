@@ -6,7 +6,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -32,7 +31,7 @@ from libra.store.batch_membership import batch_path, read_batch_facts
 from libra.store.event_log import EventReader
 from libra.store.group_records import group_path, read_group
 from libra.store.teacher_scores import read_scores, scores_path
-from libra.types import Taught, TrajectoryId
+from libra.types import TrajectoryId
 from libra.weights import WeightStore
 from libra.worker.run_spec import RunSpec
 
@@ -46,7 +45,7 @@ def teacher(random_model, tmp_path_factory):
     return factories.save_chat_model(directory, seed=7, matrix_std=0.2)
 
 
-def distilling(make_config: Config, teacher: Path, distil: dict[str, Any], **sections: dict[str, Any]) -> RunConfig:
+def distilling(make_config, teacher, distil, **sections):
     trainer = {"algorithm": "opd", "prompts": 2, "group_size": 4, "lr": 1e-2} | sections.pop("trainer", {})
     return make_config(trainer=trainer, distil={"teacher": str(teacher)} | distil, **sections)
 
@@ -60,7 +59,7 @@ def teacher_client(random_model, teacher, tmp_path_factory):
         yield connected
 
 
-def taken_again(spec: RunSpec, steps: int, checkpoint: str = "") -> list[dict[str, Any]]:
+def taken_again(spec, steps, checkpoint=""):
     """The numbers of the steps that a replica takes again, from the checkpoint before ``checkpoint``, which is removed."""
     from libra.worker.checkpoint_writer import CheckpointWriter
     from libra.worker.replica_factory import make_replica
@@ -72,7 +71,7 @@ def taken_again(spec: RunSpec, steps: int, checkpoint: str = "") -> list[dict[st
     return recover(writer, spec, WeightStore(spec.weights_dir), steps)
 
 
-def check_scored(session: Session, rows: list[dict[str, Any]], width: int) -> list[Any]:
+def check_scored(session, rows, width):
     """The student came nearer, and every group was scored in time; events of the log."""
     log = [from_dict(values) for _, values in EventReader(session.directory / "events.jsonl")]
     scored = RunRecord.read(session.directory).scores()  # for `libra simulate --from-run`
@@ -157,7 +156,7 @@ def test_a_killed_run_goes_on_with_the_same_scores_and_damaged_ones_are_made_aga
     assert {damage.name for damage in check_run(run).damages} == {*names, f"teacher/{stranger.name}"}
     with pytest.raises(DamagedRun, match="libra repair"):
         refuse_damaged(run)
-    said: list[str] = []
+    said = []
     assert repair_run(run, said.append).check.damages == []
     assert [path.read_bytes() for path in paths] == whole, "made again from the store"
 
@@ -177,7 +176,7 @@ def test_a_killed_run_goes_on_with_the_same_scores_and_damaged_ones_are_made_aga
     assert again["digest"] == WeightStore(spec.weights_dir).get(3).digest and again["kl_teacher"] > 0
 
 
-def _assert_stored(run: Path, trajectory: TrajectoryId, taught: Taught | None) -> None:
+def _assert_stored(run, trajectory, taught):
     """A trajectory's scores by plain zarr, as docs/distillation.md reads them."""
     group = zarr.open_group(run / "trajectories.zarr", mode="r")
     columns = {name: array[:] for name, array in group["trajectory"].arrays()}
@@ -217,7 +216,7 @@ def test_a_batch_trains_without_scores_that_come_late_and_so_does_its_repetition
         list(iterations)
 
 
-def _holds_back(run: str, dask_worker: Any) -> None:
+def _holds_back(run, dask_worker):
     import threading
 
     service = dask_worker.plugins[f"libra-{run}"].teacher
@@ -226,14 +225,14 @@ def _holds_back(run: str, dask_worker: Any) -> None:
     service.score = lambda members: (gate.wait(), score(members))[1]
 
 
-def _goes_on(run: str, dask_worker: Any) -> None:
+def _goes_on(run, dask_worker):
     dask_worker.plugins[f"libra-{run}"].teacher.gate.set()
 
 
 def test_a_teacher_that_does_not_fit_is_refused_with_what_to_type(make_config, random_model, teacher, tmp_path):
     student, another = checked_model(str(random_model)), Path(shutil.copytree(teacher, tmp_path / "another"))
 
-    def check(distil: dict[str, Any], **sections: Any) -> None:
+    def check(distil, **sections):
         check_teacher(distilling(make_config, another, distil, **sections), student)
 
     check({"top_k": 259})

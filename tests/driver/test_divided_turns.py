@@ -4,26 +4,22 @@ import os
 import signal
 from collections import Counter
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 from whole_run import WIDE, address_of, events_of, named
 
-from libra.config import RunConfig
 from libra.driver.session import Session
 from libra.events import from_dict
 from libra.policy.log_replay import replay
 from libra.store.record_codec import unpack
 from libra.store.trajectories import TrajectoryStore
 from libra.store.trajectory_journal import Journal
-from libra.types import Trajectory
 
 PROMPTS, GROUP = 6, 4
 """More trajectories than the engines have slots: some leave theirs after a part of a turn."""
 
 
-def kill_at_part(run: str, first: Path, dask_worker: Any, *, after: bool) -> None:
+def kill_at_part(run, first, dask_worker, *, after):
     """Let the first worker with a record of a third part of a first turn kill itself, ``after`` it or before.
 
     The trajectory is named in the file ``first``.
@@ -31,7 +27,7 @@ def kill_at_part(run: str, first: Path, dask_worker: Any, *, after: bool) -> Non
     journal = dask_worker.plugins[f"libra-{run}"].context.journal
     append = journal.append
 
-    def kill(name: str) -> None:
+    def kill(name):
         try:
             with first.open("x") as file:
                 file.write(name)
@@ -39,7 +35,7 @@ def kill_at_part(run: str, first: Path, dask_worker: Any, *, after: bool) -> Non
             return
         os.kill(os.getpid(), signal.SIGKILL)
 
-    def watched(name: str, quantum: int, *records: bytes) -> None:
+    def watched(name, quantum, *records):
         now = quantum == 2 and unpack(records[0], source=name).get("stop_reason") == "parked"
         if now and not after:
             kill(name)
@@ -53,14 +49,14 @@ def kill_at_part(run: str, first: Path, dask_worker: Any, *, after: bool) -> Non
 kill_at_part.__module__ = "__main__"  # by value to the workers, which cannot import this file
 
 
-def content(directory: Path) -> dict[str, Trajectory]:
+def content(directory):
     """The training trajectories of a store, by name."""
     with TrajectoryStore.open(directory / "trajectories.zarr") as store:
         every = [store.trajectory(row) for row in range(store.num_trajectories)]
     return {str(one.trajectory_id): one for one in every if one.trajectory_id.split == "train"}
 
 
-def turns_of(one: Trajectory) -> list[tuple[Any, ...]]:
+def turns_of(one):
     return [tuple(turn[name] for name in ("generated_tokens", "stop_reason", "text_chars")) for turn in one.turns]
 
 
@@ -69,7 +65,7 @@ def test_a_run_in_parts_of_turns_has_the_trajectories_of_the_run_without_and_two
 ):
     """Of the workers one is killed before the record of a part, the other after it and before its report."""
 
-    def configured(name: str, chunk_tokens: int | None) -> RunConfig:
+    def configured(name, chunk_tokens):
         return make_config(
             run={"name": name},
             rollout={"max_new_tokens": 30, "max_context_tokens": 400, "chunk_tokens": chunk_tokens},

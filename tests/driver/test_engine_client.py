@@ -1,9 +1,6 @@
 """Slots of an engine are changed in mid-run: nothing is restarted or lost, and no more run at once than may."""
 
-from collections.abc import Callable
-
 import pytest
-from distributed import Scheduler
 from whole_run import WIDE, events_of, kill, named
 
 from libra.cli.replay import replay_run
@@ -12,9 +9,9 @@ from libra.driver.session import Session
 from libra.errors import ClusterError
 
 
-def most_at_once(events: list, worker: str) -> int:
+def most_at_once(events, worker):
     """Generations that one engine ran at once at most."""
-    running: set[str] = set()
+    running = set()
     most = 0
     for event in events:
         began = event["name"] == "quantum_continued" or (
@@ -29,7 +26,7 @@ def most_at_once(events: list, worker: str) -> int:
 
 
 def test_limits_of_slots_hold_at_once_and_outlive_a_change_of_roles_and_a_death(make_config, client_wide, until):
-    def supplied(name: str, slots: int) -> Callable[[Scheduler], bool]:
+    def supplied(name, slots):
         return lambda it: [ws.resources.get("ROLLOUT") for ws in it.workers.values() if ws.name == name] == [slots]
 
     config = make_config(
@@ -37,7 +34,7 @@ def test_limits_of_slots_hold_at_once_and_outlive_a_change_of_roles_and_a_death(
     )
     with Session(config, client=client_wide) as session:
 
-        def supplies() -> dict[str, int]:
+        def supplies():
             return {row["worker"]: row["supplies"] for row in session.engines.rows()}
 
         iterations = session.iterations()

@@ -3,7 +3,6 @@
 import os
 import signal
 from functools import partial
-from typing import Any
 
 import pytest
 from whole_run import WIDE, address_of, dies_in_a_wave, events_of, keep_groups, named
@@ -17,7 +16,7 @@ TRAINER = {"group_size": 3, "normalize_std": False}
 SAME = ("loss", "grad_norm", "action_tokens", "entropy", "ratio_mean")
 
 
-def check_steps_of_one(session: Session, rows: list[dict[str, Any]]) -> None:
+def check_steps_of_one(session, rows):
     """A replica alone takes the same steps on the batches of the run, up to the rounding of sums."""
     from libra.worker.checkpoint_writer import CheckpointWriter
     from libra.worker.replica_factory import make_replica
@@ -36,7 +35,7 @@ def check_steps_of_one(session: Session, rows: list[dict[str, Any]]) -> None:
             assert row[name] == pytest.approx(other[name], rel=1e-3, abs=1e-6), (name, row["iteration"])
 
 
-def dies_in_the_reduction(run: str, dask_worker: Any) -> None:
+def dies_in_the_reduction(run, dask_worker):
     """From now on this rank is killed when it has computed its slice and the others wait for it."""
     group = dask_worker.plugins[f"libra-{run}"].gang.group
     group.sum_ = lambda tensors: os.kill(os.getpid(), signal.SIGKILL)

@@ -3,12 +3,10 @@
 import copy
 import os
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import Any
 
 import dask
 import pytest
-from distributed import Client, Scheduler
+from distributed import Client
 from whole_run import address_of, events_of, kill, named, once_each
 
 from libra.cluster.local import local_cluster
@@ -32,7 +30,7 @@ def growing():
         yield connected
 
 
-def add_worker(cluster: Any, name: str, like: str, broken: Path | None = None) -> None:
+def add_worker(cluster, name, like, broken=None):
     """Start one more worker process, in which `NotEverywhere` cannot be set up while ``broken`` exists."""
     spec = cluster.worker_spec[name] = copy.deepcopy(cluster.worker_spec[like])
     spec["options"]["env"] = {**spec["options"]["env"], "LIBRA_TEST_BROKEN": str(broken or "not/set")}
@@ -40,18 +38,17 @@ def add_worker(cluster: Any, name: str, like: str, broken: Path | None = None) -
     cluster.sync(cluster._correct_state)
 
 
-def libra(scheduler: Scheduler) -> LibraPlugin:
+def libra(scheduler):
     """Libra's plugin there."""
-    plugin: LibraPlugin = scheduler.plugins[LibraPlugin.name]  # type: ignore[assignment]
-    return plugin
+    return scheduler.plugins[LibraPlugin.name]
 
 
-def served(scheduler: Scheduler) -> dict[str, int]:
+def served(scheduler):
     """Version of each engine."""
     return libra(scheduler).runs["demo"].workers.served
 
 
-def not_ready(scheduler: Scheduler) -> dict[str, str]:
+def not_ready(scheduler):
     """Stage of each worker that takes no part in the run, as the page's JSON has it."""
     (snapshot,) = libra(scheduler).snapshots()
     return {row["worker"]: row["stage"] for row in snapshot["not_ready"]}
@@ -60,20 +57,20 @@ def not_ready(scheduler: Scheduler) -> dict[str, str]:
 class Patient(FixedTurns):
     """Has its worker wait for weights as long as it takes: the test stops a transfer during a file."""
 
-    async def setup(self) -> None:
+    async def setup(self):
         from libra.weights import transfer
 
         transfer.SILENCE_S = 600.0
 
 
-def note_sends(held: tuple[Path, Path] | None, dask_worker: Any) -> None:
+def note_sends(held, dask_worker):
     """On a worker: note the versions it passes on. Of ``held``, two pipes, one is written during the first tensors, one read."""
     from libra.transport import Channel
 
     dask_worker.sends, send = [], Channel.send_file
     pipes = [held] if held is not None else []
 
-    def noted(channel: Channel, file: Any, offset: int, num_bytes: int) -> None:
+    def noted(channel, file, offset, num_bytes):
         dask_worker.sends.append(int(file.name.split("/")[-2]))
         if pipes and file.name.endswith(".safetensors"):
             half, go = pipes.pop()
@@ -83,14 +80,14 @@ def note_sends(held: tuple[Path, Path] | None, dask_worker: Any) -> None:
             offset, num_bytes = 1000, num_bytes - 1000
         send(channel, file, offset, num_bytes)
 
-    Channel.send_file = noted  # type: ignore[method-assign]
+    Channel.send_file = noted
 
 
-def sends(dask_worker: Any) -> list[int]:
+def sends(dask_worker):
     return list(dask_worker.sends)
 
 
-async def stand_still(run: str, dask_worker: Any) -> None:
+async def stand_still(run, dask_worker):
     """On a worker: its engine takes no step any more, so that turns given to it never end."""
     await dask_worker.plugins[f"libra-{run}"].engine.serving.engine.pause()
 
@@ -98,7 +95,7 @@ async def stand_still(run: str, dask_worker: Any) -> None:
 class NotEverywhere(FixedTurns):
     """Cannot be set up in a process where a file of this name is there."""
 
-    async def setup(self) -> None:
+    async def setup(self):
         if os.path.exists(os.environ.get("LIBRA_TEST_BROKEN", "not/set")):  # noqa: ASYNC240, PTH110
             raise OSError("no space left for scratch")
 
@@ -182,7 +179,7 @@ def test_a_joiner_that_cannot_be_set_up_is_left_out_and_takes_part_once_it_is_me
     assert not [e for e in events[:lost] if e.get("worker") == joiner and e["name"].startswith(("quantum", "version"))]
 
 
-def process(scheduler: Scheduler, name: str) -> int | None:
+def process(scheduler, name):
     """Process id of the worker of that name; None where there is none."""
     return next((ws.pid for ws in scheduler.workers.values() if ws.name == name), None)
 
@@ -207,7 +204,7 @@ def test_a_lost_worker_comes_back_however_long_dask_waits_and_a_run_that_starts_
 
 def test_a_nanny_that_ends_is_replaced_and_the_run_goes_on(make_config, client, caplog):
     """Its worker ends with it; the step that it had is taken by the next one."""
-    cluster: Any = client.cluster
+    cluster = client.cluster
     with Session(make_config(run={"iterations": 3}), client=client) as session:
         iterations = session.iterations()
         next(iterations)

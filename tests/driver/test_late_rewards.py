@@ -4,7 +4,6 @@ import os
 import shutil
 import signal
 from collections import Counter
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +22,6 @@ from libra.policy.log_replay import replay
 from libra.store.batch_membership import read_batch_facts
 from libra.store.event_log import read_events
 from libra.testing import FixedTurns
-from libra.types import Episode
 from libra.weights import WeightStore
 from libra.worker.checkpoint_writer import CheckpointWriter
 from libra.worker.replica_factory import make_replica
@@ -33,14 +31,14 @@ from libra.worker.trainer import recover
 class Judged(FixedTurns):
     """The reward of `FixedTurns` is provisional."""
 
-    def grade(self, episode: Episode) -> float | Late:
+    def grade(self, episode):
         return Late(fast=FixedTurns.grade(self, episode))
 
 
 Judged.__module__ = "__main__"  # by value to the workers, which cannot import this file
 
 
-def late_of(session: Session, batches: int) -> list[dict[str, Any]]:
+def late_of(session, batches):
     return [read_batch_facts(session.spec.batches_dir, batch)["late"] for batch in range(batches)]
 
 
@@ -52,7 +50,7 @@ def test_a_reward_counts_in_the_next_batch_as_what_it_changes(make_config, clien
     class Later(FixedTurns):
         """A worker delivers the rewards of an iteration while it grades the next but one: 1 for sample 0, 0 for others."""
 
-        def grade(self, episode: Episode) -> float | Late:
+        def grade(self, episode):
             _, iteration, group, sample = episode.trajectory_id.split("-")
             if int(iteration) >= 2:
                 libra.deliver(f"train-{int(iteration) - 2}-{group}-{sample}", float(sample == "0"))
@@ -98,12 +96,12 @@ def test_a_reward_counts_in_the_next_batch_as_what_it_changes(make_config, clien
     assert len(told) == 5 and not any(each.difference for each in told)
 
 
-def dies_in_a_step(run: str, first: int, dask_worker: Any) -> None:
+def dies_in_a_step(run, first, dask_worker):
     """The trainer is killed in the next step that is not before this one."""
     replica = dask_worker.plugins[f"libra-{run}"].trainer.replica
     accumulate = replica.gradient.accumulate
 
-    def deadly(*arguments: Any) -> Any:
+    def deadly(*arguments):
         if replica.steps_done >= first:
             os.kill(os.getpid(), signal.SIGKILL)
         return accumulate(*arguments)

@@ -2,7 +2,6 @@
 
 import os
 from collections import Counter
-from pathlib import Path
 
 import pytest
 from whole_run import WIDE, events_of, kill, named
@@ -21,14 +20,14 @@ from libra.weights import WeightStore
 pytestmark = pytest.mark.timeout(300)
 
 
-def mixed(directory: Path) -> int:
+def mixed(directory):
     """Trajectories with tokens of several versions."""
     store = TrajectoryStore.open(directory / "trajectories.zarr")
     every = (store.trajectory(index) for index in range(store.num_trajectories))
     return sum(len(set(t.weight_version[t.is_action].tolist())) > 1 for t in every)
 
 
-def restarts(directory: Path) -> int:
+def restarts(directory):
     """Trajectories that began again, of a run that keeps its journals."""
     names = {path.name.split(".")[0] for path in (directory / "journal").glob("*.rec")}
     return sum(r["kind"] == "restart" for name in names for r in Journal(directory / "journal").read(name))

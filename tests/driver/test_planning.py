@@ -1,7 +1,6 @@
 """Planning beside a run: it hears each iteration, its numbers are in metrics and event log, and it changes nothing."""
 
 import json
-from typing import Any
 
 import pytest
 from whole_run import events_of, named
@@ -66,7 +65,7 @@ def test_each_iteration_is_predicted_before_it_compared_after_it_and_changed_by_
 
 
 def test_what_is_no_training_is_rollout_unless_steps_overlap(make_config):
-    values: dict[str, Any] = {"iteration_s": 11.0, "evaluation_s": 0.5, "train_s": 4.0, "publish_s": 0.5}
+    values = {"iteration_s": 11.0, "evaluation_s": 0.5, "train_s": 4.0, "publish_s": 0.5}
     assert realised_seconds(values, make_config()).rollout_s == pytest.approx(6.0)
     assert realised_seconds(values, make_config()).step_s == pytest.approx(10.5)
     assert realised_seconds(values, make_config(run={"eta": 1})).rollout_s == pytest.approx(10.5)
@@ -87,7 +86,7 @@ class Elsewhere:
 
     asked = 0
 
-    def prompt(self, split: str, index: int) -> Any:
+    def prompt(self, split, index):
         self.asked += 1
         raise OSError("no such file")
 
@@ -116,5 +115,5 @@ def test_a_run_names_the_prompts_of_each_iteration_before_it_begins(make_config,
 def test_an_environment_that_fails_here_is_asked_once_and_done_without():
     for name in ("lengths", "names"):
         environment = Elsewhere()
-        read = getattr(UpcomingPrompts(environment, 2), name)  # type: ignore[arg-type]
+        read = getattr(UpcomingPrompts(environment, 2), name)
         assert read(0) is None and read(1) is None and environment.asked == 1

@@ -3,14 +3,11 @@
 import os
 import signal
 import threading
-from typing import Any
 
 import pytest
-from distributed import Client
 from streamed_runs import check_taken_again, events_of, replayed_differences
 from whole_run import address_of, keep_groups
 
-from libra.config import RunConfig
 from libra.driver.session import Session
 from libra.events import StepFinished, VersionPublished, WaveOpened, WorkerLost
 from libra.observe.metrics import read_metrics
@@ -18,7 +15,7 @@ from libra.observe.metrics import read_metrics
 pytestmark = pytest.mark.timeout(600)
 
 
-def waits_for_the_passes(run: str, version: int, dies: bool, dask_worker: Any) -> None:
+def waits_for_the_passes(run, version, dies, dask_worker):
     """The publication of ``version`` begins only when the passes of its step are over; or its worker dies as they begin."""
     from libra.worker import publications
 
@@ -26,17 +23,17 @@ def waits_for_the_passes(run: str, version: int, dies: bool, dask_worker: Any) -
     loss, change, publish = replica.gradient.micro_batch_loss, replica.before_change, publications.publish_checked
     begun, over = threading.Event(), threading.Event()
 
-    def told(*arguments: Any) -> Any:
+    def told(*arguments):
         if replica.steps_done == version:
             begun.set()
         return loss(*arguments)
 
-    def changes(step: int) -> float:
+    def changes(step):
         if step == version:
             over.set()
         return change(step)
 
-    def held(store: Any, replica: Any, number: int, *more: Any) -> Any:
+    def held(store, replica, number, *more):
         if number == version:
             begun.wait()
             if dies:
@@ -49,7 +46,7 @@ def waits_for_the_passes(run: str, version: int, dies: bool, dask_worker: Any) -
     replica.gradient.micro_batch_loss, replica.before_change, publications.publish_checked = told, changes, held
 
 
-def run_held(config: RunConfig, client: Client, *, dies: bool) -> tuple[Any, str]:
+def run_held(config, client, *, dies):
     """A whole run whose version 2 is held, and the address of its trainer."""
     with Session(config, client=client) as session:
         address = address_of(client, "train-0")
@@ -61,7 +58,7 @@ def run_held(config: RunConfig, client: Client, *, dies: bool) -> tuple[Any, str
     return session.directory, address
 
 
-def let_go() -> None:
+def let_go():
     """Other tests use this worker too."""
     from libra.worker import publications
     from libra.worker.weight_publishing import publish_checked

@@ -1,7 +1,6 @@
 """Two workers of one machine give their cores to one engine of twice the tensor-parallel degree, and take them back, in mid-run."""
 
 import os
-from typing import Any
 
 import pytest
 from distributed import Client
@@ -71,7 +70,7 @@ def two_hybrids():
         yield connected
 
 
-def emulate_tensor_parallelism(dask_worker: Any) -> None:
+def emulate_tensor_parallelism(dask_worker):
     """On a worker: a declared emulation. Engines say that they have several ranks, and are transformers engines all the same."""
     from libra.worker import role_member
 
@@ -109,11 +108,11 @@ def test_an_engine_of_two_workers_is_refused_or_outlives_the_death_of_either(mak
     check_places(events, there, back)
 
 
-def until_settled(session: Session, count: int) -> None:
+def until_settled(session, count):
     """Wait until so many workers that can change roles are there and have one."""
     run = session.spec.run
 
-    async def wait(dask_scheduler: Any) -> None:
+    async def wait(dask_scheduler):
         state = dask_scheduler.plugins["libra-roles"]._runs[run]
         while [row["stage"] for row in state.roles.rows()] != ["resupplied"] * count:
             await state.news.wait()
@@ -121,7 +120,7 @@ def until_settled(session: Session, count: int) -> None:
     session.client.run_on_scheduler(wait)
 
 
-def check_places(events: list[dict[str, Any]], there: int, back: int) -> None:
+def check_places(events, there, back):
     """In between, every generation ran on the one engine, whose versions passed their check; before and after on both."""
     ends = {e["generation"]: n for n, e in enumerate(events) if e["name"] == "role_changed"}
     begun = {
@@ -143,7 +142,7 @@ def check_places(events: list[dict[str, Any]], there: int, back: int) -> None:
     assert ("rollout-0", 6) in {(e["worker"], e["rollout_slots"]) for e in joined}
 
 
-def engine_of(run: str, dask_worker: Any) -> tuple[int, str, int]:
+def engine_of(run, dask_worker):
     """On a worker: degree, cores and number of processes of its engine."""
     engine = dask_worker.plugins[f"libra-{run}"].engine.serving.engine
     return engine.settings.tp, engine.settings.cores, len(engine.process_ids)

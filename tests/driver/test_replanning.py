@@ -1,8 +1,6 @@
 """Accepted plans change roles: what runs is what the scheduler says, each change is compared with what it was to gain."""
 
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -11,7 +9,7 @@ from libra.errors import ClusterError
 from libra.events import EVENTS
 from libra.planner.arrangement_forecast import EndedIteration
 from libra.planner.arrangement_loop import ArrangementLoop
-from libra.planner.arrangements import Arrangement, Assignments, Engine, Seat, arranged
+from libra.planner.arrangements import Arrangement, Engine, Seat, arranged
 from libra.planner.cost import TrajectoryTotals
 from libra.planner.measured_step import StepForecast, Taken
 from libra.planner.replan import REBUCKET, ROLES, SLOTS, Rules
@@ -25,37 +23,37 @@ NO_TP = RunFacts(1, 0, 16, 4096, lambda engine, tp: "rollout.engine=vllm", lambd
 class Scheduler:
     """A scheduler of one hybrid that does what it is asked an iteration later, or undoes it, or refuses."""
 
-    def __init__(self) -> None:
-        self.row: dict[str, Any] = {
+    def __init__(self):
+        self.row = {
             "worker": "rollout-0", "role": "rollout", "tp": 1, "stage": "resupplied", "generation": 0, "seconds": None,
         }  # fmt: skip
-        self.asked: list[Assignments] = []
-        self.limits: list[Mapping[str, Mapping[str, int]]] = []
-        self.boundaries: list[Mapping[str, float]] = []
-        self.told: list[tuple[str, dict[str, Any]]] = []
+        self.asked = []
+        self.limits = []
+        self.boundaries = []
+        self.told = []
         self.refuses = self.undoes = False
         self.roles = self.engines = self
 
-    def log(self, name: str, fields: Mapping[str, Any]) -> None:
+    def log(self, name, fields):
         self.told.append((name, dict(fields)))
 
-    def role_rows(self) -> Sequence[Mapping[str, Any]]:
+    def role_rows(self):
         return [dict(self.row)]
 
-    def change(self, assignments: Assignments) -> int:
+    def change(self, assignments):
         if self.refuses:
             raise ClusterError("roles: busy")
         self.asked.append(assignments)
         self.row |= {"role": assignments["rollout-0"]["role"], "stage": "draining", "generation": len(self.asked)}
         return len(self.asked)
 
-    def limit_slots(self, slots: Mapping[str, Mapping[str, int]], reason: str) -> None:
+    def limit_slots(self, slots, reason):
         self.limits.append(slots)
 
-    def set_boundaries(self, tokens: Mapping[str, float], reason: str) -> None:
+    def set_boundaries(self, tokens, reason):
         self.boundaries.append(tokens)
 
-    def settle(self) -> None:
+    def settle(self):
         if self.row["stage"] != "resupplied" and self.undoes:
             self.row["role"] = "rollout" if self.row["role"] == "train" else "train"
         else:
@@ -66,19 +64,19 @@ class Scheduler:
 class MadeUp:
     """A run of exact speeds: 100 tokens/s an engine, 1,000 trained tokens/s a replica."""
 
-    def __init__(self, apply: bool = True) -> None:
+    def __init__(self, apply=True):
         self.scheduler, self.forecast, self.k = Scheduler(), StepForecast(), 0
         self.told = self.scheduler.told
         self.replanning = Replanning(self.scheduler, ArrangementLoop(NO_TP, RULES), apply=apply)
 
-    def seats(self) -> list[Seat]:
+    def seats(self):
         row = self.scheduler.row
         stays = Seat("rollout-1", "node", "transformers", "transformers-tp1-threads1", 1, 8)
         if row["stage"] in ("lost", "failed"):
             return [stays]
         return [Seat("rollout-0", "node", "transformers", "transformers-tp1-threads1", 1, 8, True, row["role"]), stays]
 
-    def iteration(self, generated: int, trained: int) -> None:
+    def iteration(self, generated, trained):
         training = self.scheduler.row["role"] == "train" and self.scheduler.row["stage"] == "resupplied"
         engines = 1 if training else 2
         rollout_s, train_s = generated / engines / 100.0, trained / (1 + training) / 1000.0
@@ -92,7 +90,7 @@ class MadeUp:
         self.replanning.after(ended, values, self.forecast)
         self.k += 1
 
-    def fields(self, name: str) -> list[dict[str, Any]]:
+    def fields(self, name):
         return [fields for told, fields in self.told if told == name]
 
 
@@ -163,25 +161,25 @@ STEPS = StepSeconds(0.02, 0.001, 1e-6, 1e-5, 500, 0.02)
 class Two(Scheduler):
     """A scheduler of two hybrids whose changes end at once, with vLLM engines of 2 slots and 384 tokens of KV."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.now = {name: {"role": "rollout", "tp": 1} for name in ("rollout-0", "rollout-1")}
         self.fails = False
 
-    def role_rows(self) -> Sequence[Mapping[str, Any]]:
+    def role_rows(self):
         generation = len(self.asked)
         return [
             {"worker": name, **has, "stage": "resupplied", "generation": generation, "seconds": 0.5}
             for name, has in self.now.items()
         ]
 
-    def change(self, assignments: Assignments) -> int:
+    def change(self, assignments):
         self.asked.append(assignments)
         if not self.fails:
-            self.now |= {name: dict(has) for name, has in assignments.items()}  # type: ignore[arg-type]
+            self.now |= {name: dict(has) for name, has in assignments.items()}
         return len(self.asked)
 
-    def seats(self) -> list[Seat]:
+    def seats(self):
         joined = self.now["rollout-1"]["role"] == "lent"
         limits = {entry["tp"]: entry["slots"] for named in self.limits for entry in named.values()}
         declared = {1: EngineCapacity(384, 1, 1, 2, 1, STEPS)}
@@ -200,12 +198,12 @@ class Two(Scheduler):
 class Growing:
     """A run whose contexts or lengths grow."""
 
-    def __init__(self, two: Two, ratio: float = 0.8) -> None:
+    def __init__(self, two, ratio=0.8):
         run = RunFacts(1, 0, 16, 4096, lambda engine, tp: "", lambda *_: (ratio, "a datasheet"))
         self.two, self.forecast, self.k = two, StepForecast(), 0
         self.replanning = Replanning(two, ArrangementLoop(run, Rules(first_cost_s=1e9)))
 
-    def iteration(self, seats: list[Seat], lengths: TrajectoryTotals) -> None:
+    def iteration(self, seats, lengths):
         now = arranged(seats)
         each = {kind: 1000 * count for kind, count in now.by_kind.items()}
         self.forecast = self.forecast.after(Taken(4.0, 1.0, 0.0, 5.0, each, []), now.by_kind)
@@ -215,7 +213,7 @@ class Growing:
         self.k += 1
 
 
-def growing(two: Two, contexts: Sequence[float]) -> Callable[[str], list[dict[str, Any]]]:
+def growing(two, contexts):
     """Fields of the events of a run whose contexts grow so, by name."""
     run = Growing(two)
     for context in contexts:

@@ -2,18 +2,15 @@
 
 import logging
 import os
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 import whole_run
-from distributed import Client
 
 import factories
 from libra.cli.run_files import nothing_left
-from libra.config import RunConfig, dump_config
+from libra.config import dump_config
 from libra.config.resume_changes import load_resumed
 from libra.driver import run_checkpoints
 from libra.driver.resume import learned_before
@@ -27,7 +24,7 @@ from libra.store.epochs import newest_epoch
 from libra.store.group_records import write_group
 from libra.testing import FixedTurns
 from libra.train import Replica, TrainSettings
-from libra.types import Trajectory, TrajectoryId
+from libra.types import TrajectoryId
 from libra.weights import WeightStore
 from libra.worker.checkpoint_writer import CheckpointWriter
 from libra.worker.run_spec import RunSpec
@@ -36,7 +33,7 @@ from libra.worker.trainer import recover
 # ------------------------------------------------------------------------------------------------ the same weights
 
 
-def trajectory(iteration: int, sample: int) -> Trajectory:
+def trajectory(iteration, sample):
     name = TrajectoryId(iteration, 0, sample)
     return factories.trajectory(
         name, lengths=(5, 7), version=iteration, seed=10 * iteration + sample, reward=float(sample)
@@ -60,17 +57,17 @@ def committed(tmp_path, make_config, random_model):
     return spec
 
 
-def trainer_of(spec: RunSpec) -> Any:
+def trainer_of(spec):
     replica = Replica(spec.model_dir, TrainSettings(lr=1e-2, minibatches=2), dtype=torch.float32, threads=1, seed=7)
     writer = CheckpointWriter(replica, spec.checkpoints_dir, spec.config)
     return SimpleNamespace(spec=spec, replica=replica, checkpoints=writer, weights=WeightStore(spec.weights_dir))
 
 
-def recovered(trainer: Any, steps: int, *, or_next: bool = False) -> list[dict[str, Any]]:
+def recovered(trainer, steps, *, or_next=False):
     return recover(trainer.checkpoints, trainer.spec, trainer.weights, steps, or_next=or_next)
 
 
-def step_of_batch(trainer: Any, batch: int) -> Any:
+def step_of_batch(trainer, batch):
     members = [trajectory(batch, sample) for sample in range(3)]
     for member, advantage in zip(members, ADVANTAGES, strict=True):
         member.advantage = advantage
@@ -121,7 +118,7 @@ def test_weights_that_were_published_otherwise_are_taken_and_said(committed, cap
 # ------------------------------------------------------------------------------------------------ a run that was stopped
 
 
-def stopped(config: RunConfig, client: Client, iterations: int, **given: Any) -> Path:
+def stopped(config, client, iterations, **given):
     """Directory of a run whose driver left after some iterations, with work in flight."""
     with Session(config, client=client, **given) as session:
         if evaluation_is_due(config, 0):
@@ -135,7 +132,7 @@ def stopped(config: RunConfig, client: Client, iterations: int, **given: Any) ->
     return session.directory
 
 
-def check_whole(directory: Path, config: RunConfig) -> None:
+def check_whole(directory, config):
     """As every run, and with the metrics and evaluations of every step once."""
     whole_run.check_once(directory, config.run.iterations)
     stored = whole_run.columns(directory)

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections import Counter
-from typing import Any
 
 import numpy as np
 import pytest
@@ -40,7 +39,7 @@ def test_the_scheduler_holds_as_many_tasks_after_twenty_iterations_as_after_five
     assert counts[4] == counts[20] > 0
 
 
-async def settled_tasks(wanted: list[str], dask_scheduler: Any) -> int:
+async def settled_tasks(wanted, dask_scheduler):
     """Tasks of the scheduler, once what was released is forgotten and only the iteration ahead is left, parked at its gate."""
     ahead = {key.split("-")[2] for key in wanted}
     while any(str(key).split("-")[2] not in ahead for key in dask_scheduler.tasks if "-train-" in str(key)):  # noqa: ASYNC110

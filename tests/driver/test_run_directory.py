@@ -3,7 +3,6 @@
 import logging
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,7 +17,7 @@ def test_an_error_at_the_end_of_a_run_leaves_all_that_it_committed(make_config, 
     session = Session(make_config(run={"iterations": 1}), environment=FixedTurns(), client=client)
     close = MetricsLog.close
 
-    def full(log: MetricsLog) -> None:
+    def full(log):
         close(log)
         raise OSError(28, "No space left on device")
 
@@ -29,7 +28,7 @@ def test_an_error_at_the_end_of_a_run_leaves_all_that_it_committed(make_config, 
 
 
 def test_a_start_that_fails_leaves_nothing(make_config, client, monkeypatch, tmp_path):
-    def refused(*given: Any) -> None:
+    def refused(*given):
         raise OSError("refused")
 
     monkeypatch.setattr("libra.driver.session.register_run", refused)
@@ -40,7 +39,7 @@ def test_a_start_that_fails_leaves_nothing(make_config, client, monkeypatch, tmp
     assert set(tmp_path.iterdir()) == there
 
 
-def log_with_traceback(name: str, text: str) -> None:
+def log_with_traceback(name, text):
     try:
         raise ConnectionError("a browser left")
     except ConnectionError:
@@ -87,13 +86,13 @@ def test_what_libra_says_is_a_line_on_the_terminal_and_has_its_traceback_in_the_
     assert not (tmp_path / "run").exists(), "a start that leaves no run leaves no log"
 
 
-def summary(**changes: object) -> RunSummary:
+def summary(**changes):
     values = {
         "iterations": [{"reward": 0.125, "generated_tokens": 1000, "left_out": 0}, {"reward": 0.5,
         "generated_tokens": 2500, "left_out": 2}], "evaluations": [{"reward": 0.25, "num": 64}, {"reward": 0.75,
         "num": 64}], "checkpoint": Path("runs/demo/checkpoints/2"), "wall_s": 12.4,
     }  # fmt: skip
-    return RunSummary("demo", Path("runs/demo"), **{**values, **changes})  # type: ignore[arg-type]
+    return RunSummary("demo", Path("runs/demo"), **{**values, **changes})
 
 
 def test_a_summary_is_a_short_table_of_what_there_is_also_in_a_notebook():

@@ -1,7 +1,6 @@
 """Services of a run on real workers: restored bit for bit, asked by tools and rewards, waited for or not, refused beforehand."""
 
 from collections import Counter
-from typing import Any
 
 import asked_services
 import numpy as np
@@ -21,7 +20,7 @@ from libra.worker.service_models import HostModel
 HERE = "asked_services"
 
 
-def prompts() -> list[dict[str, Any]]:
+def prompts():
     return [{"prompt": f"question {number}", "answer": str(number)} for number in range(20)]
 
 
@@ -109,7 +108,7 @@ def test_what_can_never_be_asked_is_refused_before_anything_runs(
 
 
 def test_a_late_answer_needs_a_worker_that_stays_and_a_model_somebody_who_asks_it(make_config, random_model, caplog):
-    named: dict[str, Any] = {"judge": {"model": str(random_model)}}
+    named = {"judge": {"model": str(random_model)}}
     made = make_config(services={"named": named}, trainer={"late": "correct"}, cluster={"tool_workers_most": 4})
     asks, late = (
         FunctionEnvironment(prompts=prompts(), reward={"service": "judge"} | more) for more in ({}, {"late": True})

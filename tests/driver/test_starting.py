@@ -2,7 +2,6 @@
 
 import json
 import re
-from typing import Any
 
 import pytest
 from whole_run import events_of, named
@@ -13,7 +12,7 @@ from libra.cluster.hardware_inventory import CPU, Machine
 from libra.cluster.local import device_bindings
 from libra.cluster.present_workers import present_workers
 from libra.cluster.run_contact import FILE
-from libra.config import RunConfig, config_from_dict, load_config
+from libra.config import config_from_dict, load_config
 from libra.config.planner import PlannedEngines, PlannedLayout
 from libra.config.resume_changes import RESOLVED_FILE
 from libra.driver.launch_layout import laid_out
@@ -27,10 +26,10 @@ from libra.planner.replan import Deployed
 LAPTOP, NODE = Machine(CPU, 0, 8), Machine("H100-80G", 4, 64)
 
 
-def _config(**sections: dict[str, object]) -> RunConfig:
+def _config(**sections):
     given = {"model": {"path": "Qwen/Qwen3-4B"}, "planner": {"layout": "auto"}, "cluster": {"threads": 2}}
     for name, values in sections.items():
-        given[name] = {**given.get(name, {}), **values}  # type: ignore[dict-item]
+        given[name] = {**given.get(name, {}), **values}
     return config_from_dict(given)
 
 
@@ -48,14 +47,14 @@ def test_the_machines_own_gpus_are_planned_for():
 @pytest.mark.parametrize("teacher", ["none", "own", "service"])
 def test_a_judge_and_a_teacher_have_the_devices_that_they_were_planned_for(teacher):
     judge = {"model": "Qwen3-0.6B"} | ({"function": "teach"} if teacher == "service" else {})
-    judged: dict[str, Any] = {
+    judged = {
         "model": {"path": "Qwen3-1.7B"},
         "services": {"named": {"judge": judge}},
         "cluster": {"tool_workers": 2, "threads": 2},
     }
     own_teacher = teacher == "own"
     if teacher != "none":
-        given: Any = "Qwen3-0.6B" if own_teacher else {"service": "judge"}
+        given = "Qwen3-0.6B" if own_teacher else {"service": "judge"}
         judged |= {"trainer": {"algorithm": "opd"}, "distil": {"teacher": given}}
     least = 3 if own_teacher else 2
     for machine, shares in ((NODE, False), (Machine("H100-80G", least, 64), True)):
@@ -100,7 +99,7 @@ def test_a_plan_that_cannot_be_started_here_names_the_setting_to_change(sections
 
 
 def test_engines_that_the_model_or_the_machine_cannot_have_are_refused():
-    def listed(*engines: dict[str, int]) -> RunConfig:
+    def listed(*engines):
         return _config(planner={"layout": "configured"}, rollout={"engine": "vllm"}, cluster={"engines": list(engines)})
 
     for engine in ({"tp": 3}, {"tp": 2, "count": 3}):  # heads do not divide; six GPUs of four
@@ -131,7 +130,7 @@ def test_every_worker_has_gpus_of_its_own_where_there_are_enough():
 @pytest.mark.live
 @pytest.mark.timeout(600)
 def test_a_run_starts_what_was_planned_and_answers_for_its_roles(make_config, capsys):
-    def typed(*arguments: str) -> tuple[int, str, str]:
+    def typed(*arguments):
         with pytest.raises(SystemExit) as stopped:
             main(list(arguments))
         told = capsys.readouterr()

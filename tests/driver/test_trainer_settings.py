@@ -4,7 +4,6 @@ import os
 import shutil
 import signal
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +15,7 @@ from libra.store.trajectories import TrajectoryStore
 from libra.weights import WeightStore
 
 
-def dies_after_the_old_policies(run: str, dask_worker: Any) -> None:
+def dies_after_the_old_policies(run, dask_worker):
     """From now on the trainer is killed in a step whose tokens have been scored under their versions."""
     gradient = dask_worker.plugins[f"libra-{run}"].trainer.replica.gradient
     gradient.accumulate = lambda *arguments: os.kill(os.getpid(), signal.SIGKILL)

@@ -2,7 +2,6 @@
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +9,7 @@ from distributed import Client
 
 import factories
 from libra.cluster.local import local_cluster
-from libra.config import RunConfig, config_from_dict
+from libra.config import config_from_dict
 from libra.driver.session import Session
 from libra.events import Event, from_dict
 from libra.policy.log_replay import replay
@@ -45,7 +44,7 @@ def slow_model(random_model, tmp_path_factory):
     return directory
 
 
-def config_of(model: Path, directory: Path, name: str, **rollout: Any) -> RunConfig:
+def config_of(model, directory, name, **rollout):
     args = {
         "path": str(TRACES), "groups": 3, "group_size": 4, "tokens_frac": 0.05, "payload_frac": 0.3, "tool_frac": 0.0,
     }  # fmt: skip

@@ -34,7 +34,7 @@ def starter():
     return str(os.getppid())
 
 
-def broken() -> str:
+def broken():
     raise ValueError("no")
 
 

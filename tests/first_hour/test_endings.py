@@ -6,14 +6,12 @@ The lines below the last one before the key are counted: at most three, the last
 import json
 import os
 import sys
-from collections.abc import Callable
-from pathlib import Path
 
 import psutil
 import pytest
 
 from benchmarks.pseudo_terminal import Terminal, lines_after
-from libra.config import RunConfig, dump_config
+from libra.config import dump_config
 
 LIMIT_S = 800.0
 """After this a process that does not do what is waited for fails its test; nothing waits that long."""
@@ -22,7 +20,7 @@ pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 
 
 @pytest.fixture
-def libra_run(make_config: Callable[..., RunConfig], tmp_path: Path) -> list[str]:
+def libra_run(make_config, tmp_path):
     """The command of a run that goes on for ever."""
     config = make_config(run={"iterations": 100_000, "dir": "runs"}, observe={"progress": False, "tensorboard": False})
     (tmp_path / "run.yaml").write_text(dump_config(config))
@@ -32,19 +30,19 @@ def libra_run(make_config: Callable[..., RunConfig], tmp_path: Path) -> list[str
 SHOWN = "observe.progress=true"
 
 
-def terminal(command: list[str], directory: Path, repository: Path) -> Terminal:
+def terminal(command, directory, repository):
     path = os.pathsep.join(filter(None, (str(repository), os.environ.get("PYTHONPATH"))))
     return Terminal(command, directory, {"PYTHONPATH": path})
 
 
-def logged(events: Path, name: str) -> bool:
+def logged(events, name):
     """Whether the run's event log has an event of this name."""
     return events.exists() and f'"{name}"' in events.read_text()
 
 
 def test_ctrl_c_in_a_run_stops_it_with_three_lines_and_what_they_say_to_type_continues_it(
-    libra_run: list[str], tmp_path: Path, repository: Path
-) -> None:
+    libra_run, tmp_path, repository
+):
     events = tmp_path / "runs" / "demo" / "events.jsonl"
     with terminal(libra_run, tmp_path, repository) as process:
         process.wait_for(lambda: logged(events, "step_finished"), LIMIT_S)
@@ -75,9 +73,7 @@ def test_ctrl_c_in_a_run_stops_it_with_three_lines_and_what_they_say_to_type_con
 
 
 @pytest.mark.parametrize("stage", ["libraries", "workers"])
-def test_ctrl_c_in_the_start_is_one_line_or_says_how_to_go_on(
-    libra_run: list[str], tmp_path: Path, repository: Path, stage: str
-) -> None:
+def test_ctrl_c_in_the_start_is_one_line_or_says_how_to_go_on(libra_run, tmp_path, repository, stage):
     with terminal([*libra_run, SHOWN], tmp_path, repository) as process:
         process.wait_for(lambda: stage in process.text, LIMIT_S)
         before = process.text
@@ -94,7 +90,7 @@ def test_ctrl_c_in_the_start_is_one_line_or_says_how_to_go_on(
         assert json.loads((run / "starts.jsonl").read_text().splitlines()[0])["epoch"] == 0
 
 
-def test_nothing_of_a_killed_driver_is_left(libra_run: list[str], tmp_path: Path, repository: Path) -> None:
+def test_nothing_of_a_killed_driver_is_left(libra_run, tmp_path, repository):
     with terminal(libra_run, tmp_path, repository) as process:
         process.wait_for(lambda: logged(tmp_path / "runs/demo/events.jsonl", "quantum_finished"), LIMIT_S)
         before = process.text

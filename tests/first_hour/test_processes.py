@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -35,7 +34,7 @@ asyncio.run(cell())
 """
 
 
-def python(here: Path, repository: Path, *arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+def python(here, repository, *arguments, stdin=""):
     """A Python process in ``here`` that imports this checkout."""
     settings = os.environ | {"PYTHONPATH": str(repository)}
     return subprocess.run(
@@ -43,7 +42,7 @@ def python(here: Path, repository: Path, *arguments: str, stdin: str = "") -> su
     )  # fmt: skip
 
 
-def test_a_program_without_a_guard_is_told_where_to_put_one(tmp_path: Path, repository: Path) -> None:
+def test_a_program_without_a_guard_is_told_where_to_put_one(tmp_path, repository):
     (tmp_path / "train.py").write_text(TRAIN)
     done = python(tmp_path, repository, "train.py")
     assert done.returncode != 0
@@ -53,7 +52,7 @@ def test_a_program_without_a_guard_is_told_where_to_put_one(tmp_path: Path, repo
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_program_from_standard_input_is_told_to_be_a_file(tmp_path: Path, repository: Path) -> None:
+def test_a_program_from_standard_input_is_told_to_be_a_file(tmp_path, repository):
     done = python(tmp_path, repository, "-", stdin=GUARDED)
     assert done.returncode != 0
     assert "<stdin>" in done.stderr
@@ -62,12 +61,12 @@ def test_a_program_from_standard_input_is_told_to_be_a_file(tmp_path: Path, repo
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_program_with_a_guard_gets_past_it(tmp_path: Path, repository: Path) -> None:
+def test_a_program_with_a_guard_gets_past_it(tmp_path, repository):
     (tmp_path / "train.py").write_text(GUARDED.replace("cluster__dashboard_port=0", "model='./gone'"))
     assert "'./gone'" in python(tmp_path, repository, "train.py").stderr
 
 
-def test_a_cell_of_a_notebook_trains(tmp_path: Path, repository: Path) -> None:
+def test_a_cell_of_a_notebook_trains(tmp_path, repository):
     """A notebook's main module has no file, and its event loop runs while a cell does."""
     done = python(tmp_path, repository, "-c", CELL)
     assert done.returncode == 0, done.stderr

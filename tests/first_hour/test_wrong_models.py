@@ -6,7 +6,6 @@ import struct
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,35 +19,35 @@ Change = Callable[[Path], object]
 SHIPPED = Path(libra.__file__).parent / "assets" / "tiny_arithmetic"
 
 
-def without(name: str) -> Callable[[Path], object]:
+def without(name):
     """Remove a file."""
     return lambda model: (model / name).unlink()
 
 
-def holds(name: str, content: str | bytes) -> Callable[[Path], object]:
+def holds(name, content):
     """Replace a file's content."""
     return lambda model: (model / name).write_bytes(content.encode() if isinstance(content, str) else content)
 
 
-def cut(name: str, num_bytes: int) -> Callable[[Path], object]:
+def cut(name, num_bytes):
     """Cut a file after its first bytes."""
     return lambda model: (model / name).write_bytes((model / name).read_bytes()[:num_bytes])
 
 
-def with_json(name: str, **values: Any) -> Callable[[Path], object]:
+def with_json(name, **values):
     """Replace keys of a JSON file; None removes one."""
 
-    def change(model: Path) -> None:
+    def change(model):
         found = {**json.loads((model / name).read_text()), **values}
         (model / name).write_text(json.dumps({key: value for key, value in found.items() if value is not None}))
 
     return change
 
 
-def with_header(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], object]:
+def with_header(change):
     """Change the header of the weights' file, and keep its data."""
 
-    def write(model: Path) -> None:
+    def write(model):
         path = model / "model.safetensors"
         data = path.read_bytes()
         (length,) = struct.unpack("<Q", data[:8])
@@ -60,13 +59,13 @@ def with_header(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], 
     return write
 
 
-def more_tokens(model: Path) -> None:
+def more_tokens(model):
     tokenizer = json.loads((model / "tokenizer.json").read_text())
     tokenizer["model"]["vocab"]["<|far|>"] = 9999
     (model / "tokenizer.json").write_text(json.dumps(tokenizer))
 
 
-def index_of_two(model: Path) -> None:
+def index_of_two(model):
     (model / "model.safetensors").rename(model / "model-00001-of-00002.safetensors")
     weights = {
         "model.norm.weight": "model-00001-of-00002.safetensors",
@@ -78,7 +77,7 @@ def index_of_two(model: Path) -> None:
 SAVE_AGAIN = "model.save_pretrained(...)"
 
 # A change of the model that ships, the value that the error names, and a word of what to type.
-DIRECTORIES: tuple[tuple[Change, str, str], ...] = (
+DIRECTORIES = (
     (without("config.json"), "config.json", SAVE_AGAIN),
     (without("model.safetensors"), "*.safetensors", SAVE_AGAIN),
     (without("tokenizer.json"), "tokenizer.json", "tokenizer.save_pretrained(...)"),
@@ -104,7 +103,7 @@ DIRECTORIES: tuple[tuple[Change, str, str], ...] = (
 )
 
 
-def refused(path: Path | str, **run: Any) -> str:
+def refused(path, **run):
     """What a start says of a model; nothing is started."""
     config = config_from_dict({"model": {"path": str(path)}, "run": {"dir": "runs"} | run, "environment": {"args": {}}})
     with ExitStack() as exits, ExitStack() as start, pytest.raises(LibraError) as caught:
@@ -114,13 +113,13 @@ def refused(path: Path | str, **run: Any) -> str:
 
 
 @pytest.fixture(autouse=True)
-def in_an_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def in_an_empty_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("libra.driver.run_start.check_main", lambda: None)
 
 
 @pytest.mark.parametrize(("change", "value", "typed"), DIRECTORIES)
-def test_a_broken_model_is_named_with_its_file(change: Change, value: str, typed: str, tmp_path: Path) -> None:
+def test_a_broken_model_is_named_with_its_file(change, value, typed, tmp_path):
     shutil.copytree(SHIPPED, tmp_path / "model")
     change(tmp_path / "model")
     message = refused("model")
@@ -139,12 +138,12 @@ def test_a_broken_model_is_named_with_its_file(change: Change, value: str, typed
         ("http://example.com/x", "Qwen/Qwen3-0.6B"),
     ],
 )
-def test_a_model_that_is_nowhere_is_named(path: str, typed: str) -> None:
+def test_a_model_that_is_nowhere_is_named(path, typed):
     message = refused(path)
     assert "model.path" in message and repr(path) in message and typed in message
 
 
-def test_a_checkpoint_that_is_nowhere_is_named() -> None:
+def test_a_checkpoint_that_is_nowhere_is_named():
     for path in ("nowhere", "."):
         message = refused("libra/tiny-arithmetic", from_checkpoint=path)
         assert "run.from_checkpoint" in message and repr(path) in message and "RUN/checkpoints/best" in message
@@ -158,7 +157,7 @@ def test_a_checkpoint_that_is_nowhere_is_named() -> None:
         ({"rope_type": "dynamic", "factor": 2.0}, 2048),
     ],
 )
-def test_scaled_positions_count(tmp_path: Path, scaling: dict[str, Any] | None, positions: int) -> None:
+def test_scaled_positions_count(tmp_path, scaling, positions):
     shutil.copytree(SHIPPED, tmp_path / "model")
     with_json("config.json", rope_scaling=scaling)(tmp_path / "model")
     model = checked_model(str(tmp_path / "model"))

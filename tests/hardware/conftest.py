@@ -1,31 +1,29 @@
 """Profiles made of the forms themselves, so that what a fit should find is known."""
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 
-from libra.hardware import GPU, Efficiencies, ModelShape, load_gpu, load_shape
+from libra.hardware import Efficiencies, load_gpu, load_shape
 from libra.hardware.operators import GEMMS, MOVES, operator_s
 from libra.hardware.profiles import AttentionProfile, Curve, LinearProfile
 from libra.hardware.rooflines import attention_decode_s, attention_prefill_s
 
 
 @pytest.fixture
-def gpu() -> GPU:
+def gpu():
     return load_gpu("A100-80G")
 
 
 @pytest.fixture
-def shape() -> ModelShape:
+def shape():
     return load_shape("Llama-2-7b")
 
 
 @pytest.fixture
-def linear_profile(gpu: GPU, shape: ModelShape) -> Callable[..., LinearProfile]:
+def linear_profile(gpu, shape):
     """A profile whose seconds are the forms' with ``eff``, times ``factor``."""
 
-    def make(eff: Efficiencies | None = None, *, factor: float = 1.0, tps: tuple[int, ...] = (1, 2)) -> LinearProfile:
+    def make(eff=None, *, factor=1.0, tps=(1, 2)):
         eff = eff or Efficiencies()
         tokens = np.unique(np.geomspace(1, 4096, 40).astype(int)).astype(float)
         curves = tuple(
@@ -39,10 +37,10 @@ def linear_profile(gpu: GPU, shape: ModelShape) -> Callable[..., LinearProfile]:
 
 
 @pytest.fixture
-def attention_profile(gpu: GPU, shape: ModelShape) -> Callable[..., AttentionProfile]:
+def attention_profile(gpu, shape):
     """Likewise for attention, with ``on`` the GPU whose forms are used."""
 
-    def make(on: GPU | None = None, *, factor: float = 1.0) -> AttentionProfile:
+    def make(on=None, *, factor=1.0):
         sheet, eff = on or gpu, Efficiencies()
         num, context = (grid.ravel() for grid in np.meshgrid([1.0, 4.0, 16.0, 64.0], np.arange(256.0, 4096.0, 128.0)))
         decode = factor * attention_decode_s(sheet, eff, num, num * context, 4.0 * 32 * 128)

@@ -1,7 +1,5 @@
 """Engines and trainers from a run's own logs."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -9,7 +7,7 @@ from libra.errors import ConfigError
 from libra.hardware.run_step_fit import fit_engines, fit_trainer
 
 
-def generations(num: int, worker: str, *, fixed: float, token: float, beside: float) -> list[dict[str, Any]]:
+def generations(num, worker, *, fixed, token, beside):
     """Events of waves of four generations that start together, whose latencies are exactly the model's."""
     rng = np.random.default_rng(7)
     events, clock = [], 0.0

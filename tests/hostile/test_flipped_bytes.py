@@ -1,9 +1,6 @@
 """A flipped byte in any kind of file of a run is found, or changes nothing that is read."""
 
 import random
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 from safetensors.numpy import load_file
@@ -28,7 +25,7 @@ def rows(run):
     return [(name, values.tolist()) for name, values in sorted(columns(run).items())]
 
 
-KINDS: dict[str, Callable[[Path], Any]] = {
+KINDS = {
     f"{VERSION}/model.safetensors": lambda run: load_file(run / VERSION / "model.safetensors"),
     f"{VERSION}/check.json": lambda run: unseal((run / VERSION / "check.json").read_bytes()),
     f"{CHECKPOINT}/optimizer.safetensors": lambda run: load_file(run / CHECKPOINT / "optimizer.safetensors"),

@@ -15,7 +15,6 @@ from libra.observe.metrics import read_metrics
 from libra.store.event_log import read_events
 from libra.store.trajectories import TrajectoryStore
 from libra.testing.hostile_text import hostile_texts
-from libra.types import Episode
 
 ENDS_A_RUN = [  # each of these alone ended a run for good, before what enters a record was made storable
     *(json.dumps({"name": f"{chr(0xD800 + i)}", "arguments": {}}) for i in range(8)),
@@ -32,7 +31,7 @@ class Hostile(Tools):
     def parse(self, text):
         return Environment.parse(self, text)
 
-    def grade(self, episode: Episode) -> float:
+    def grade(self, episode):
         if episode.trajectory_id.endswith("-1"):
             raise ValueError("\udc00\x9b31m" + episode.answer)
         if episode.trajectory_id.endswith("-2"):

@@ -272,7 +272,7 @@ def test_the_environments_grade_every_text():
 @pytest.mark.parametrize("reward", [1e308, 2e9, -math.inf, math.nan, 10**400, "1", None, 1j, np.float64("nan")])
 def test_a_reward_that_no_gradient_survives_is_refused(reward):
     class Odd(FixedTurns):
-        def grade(self, episode: Episode) -> float:
+        def grade(self, episode):
             return reward
 
     with pytest.raises(RewardFault):

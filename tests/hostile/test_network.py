@@ -89,7 +89,7 @@ class Attacker:
     made: int = 0
 
     def __post_init__(self):
-        self._held: list[socket.socket] = []
+        self._held = []
         self._stop = threading.Event()
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         if soft < CONNECTIONS + 1000 <= hard:
@@ -141,14 +141,14 @@ def of_another_version(name, content):
     return len(content), content
 
 
-LIES: tuple[Lie, ...] = (altered, oversize, of_another_version)
+LIES = (altered, oversize, of_another_version)
 
 
 class RogueHolders:
     """Weight servers that know the run's secret, and that the scheduler names first; each tells another lie."""
 
     def __init__(self, session):
-        self.asked: set[tuple[str, int]] = set()
+        self.asked = set()
         self._directory = session.spec.weights_dir
         self._servers = [
             Server(functools.partial(self._serve, lie), secret=session.spec.secret, purpose=PURPOSE, host="127.0.0.1")

@@ -79,7 +79,7 @@ def test_inspect_prints_every_text_without_effect(hostile_run, shown_texts):
 class Tags(HTMLParser):
     def __init__(self, text):
         super().__init__()
-        self.found: list[str] = []
+        self.found = []
         self.feed(text)
 
     def handle_starttag(self, tag, attrs):

@@ -1,10 +1,6 @@
 """A scheduler in this process, made-up snapshots, and one run that was recorded."""
 
-import contextlib
 import platform
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 from made_events import an_iteration
@@ -16,22 +12,22 @@ platform.processor()  # once in a process it starts `uname -p`, which no test is
 
 
 @pytest.fixture
-def live_scheduler() -> Callable[..., contextlib.AbstractAsyncContextManager[Any]]:
+def live_scheduler():
     """Opens a scheduler on this event loop, its dashboard at a free port: ``async with live_scheduler()``."""
     from distributed import Scheduler
 
-    def start(**kwargs: Any) -> Any:
+    def start(**kwargs):
         return Scheduler(**{"host": "127.0.0.1", "port": 0, "dashboard_address": "127.0.0.1:0", **kwargs})
 
     return start
 
 
 @pytest.fixture
-def make_snapshot() -> Callable[..., dict[str, Any]]:
+def make_snapshot():
     """A snapshot of a run in its fourth iteration of six; keyword arguments replace entries."""
 
-    def make(**changes: Any) -> dict[str, Any]:
-        def row(i: int) -> tuple[float, ...]:
+    def make(**changes):
+        def row(i):
             queued = max(0, 40 - i // 2)
             return (0.5 * i, queued, i % 7, min(16, i), 1 + i % 4, 37 * i, 0, queued // 2, queued - queued // 2, 0, 0)
 
@@ -72,7 +68,7 @@ def make_snapshot() -> Callable[..., dict[str, Any]]:
 
 
 @pytest.fixture(scope="session")
-def recorded_run(tmp_path_factory: pytest.TempPathFactory, random_model: Path, client: Any) -> Path:
+def recorded_run(tmp_path_factory, random_model, client):
     """The directory of a short run that has finished: two iterations, held-out questions, tools. Read it only."""
     from libra.config import config_from_dict
     from libra.driver.session import run
@@ -85,7 +81,7 @@ def recorded_run(tmp_path_factory: pytest.TempPathFactory, random_model: Path, c
 
 
 @pytest.fixture
-def made_run(tmp_path: Path) -> Path:
+def made_run(tmp_path):
     """The directory of a run whose log is `made_events.an_iteration`."""
     run = tmp_path / "made"
     run.mkdir()

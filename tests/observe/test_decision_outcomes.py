@@ -4,21 +4,21 @@ import pytest
 from made_events import CONSIDERED, RUN
 
 from libra import events
-from libra.observe.decision_outcomes import DecisionOutcomes, Outcome
+from libra.observe.decision_outcomes import DecisionOutcomes
 
 
 class Log:
     """A log that grows: iterations of given seconds and tokens, and what is decided between them."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.t_s, self.iteration, self.told = 0.0, 0, DecisionOutcomes()
         self.start()
 
-    def start(self) -> None:
+    def start(self):
         self.t_s = 0.0
         self.told.add(events.RunStarted(RUN, 0.0, 0, 0, 2, 1, "fifo", ""))
 
-    def iterations(self, *seconds: float, tokens: int = 100, split: str = "train") -> None:
+    def iterations(self, *seconds, tokens=100, split="train"):
         for each in seconds:
             self.t_s += each
             key = f"trajectory-{split}-{self.iteration}-0-0-e0-{RUN}"
@@ -28,21 +28,21 @@ class Log:
             self.told.add(events.IterationFinished(RUN, self.t_s, self.iteration, 0.5, 0.0))
             self.iteration += 1
 
-    def plan(self, *, accepted: bool = True) -> None:
+    def plan(self, *, accepted=True):
         self.told.add(events.PlanConsidered(RUN, self.t_s, self.iteration, accepted=accepted, **CONSIDERED))
 
-    def change(self, generation: int, worker: str = "hybrid-0") -> None:
+    def change(self, generation, worker="hybrid-0"):
         role = {worker: {"role": "rollout", "tp": 1}}
         self.told.add(events.RoleChangeStarted(RUN, self.t_s, generation, role, "a plan", None))
 
-    def changed(self, generation: int, worker: str = "hybrid-0") -> None:
+    def changed(self, generation, worker="hybrid-0"):
         self.told.add(events.RoleChanged(RUN, self.t_s, worker, generation, "train", "rollout", 1, 1, {}, 2.0))
 
-    def outcomes(self, kind: type[events.Event] = events.PlanConsidered) -> list[Outcome]:
+    def outcomes(self, kind=events.PlanConsidered):
         return [each for each in self.told.outcomes() if isinstance(each.event, kind)]
 
 
-def test_a_plan_that_was_carried_out_is_compared_by_seconds_per_token() -> None:
+def test_a_plan_that_was_carried_out_is_compared_by_seconds_per_token():
     log = Log()
     log.iterations(50.0, 10.0, 10.0, 10.0, 10.0)  # the first has the start in it
     log.plan()
@@ -59,7 +59,7 @@ def test_a_plan_that_was_carried_out_is_compared_by_seconds_per_token() -> None:
     assert change.realised_frac == plan.realised_frac and change.predicted_words == ""
 
 
-def test_only_iterations_between_this_change_and_the_next_count() -> None:
+def test_only_iterations_between_this_change_and_the_next_count():
     log = Log()
     log.iterations(50.0, 10.0)
     log.told.add(events.SlotsSet(RUN, log.t_s, "rollout-0", 1, 8, 16, "asked for"))
@@ -71,7 +71,7 @@ def test_only_iterations_between_this_change_and_the_next_count() -> None:
     assert (second.realised_frac, second.before, second.after) == (pytest.approx(-3.0), 1, 2)
 
 
-def test_evaluations_lost_workers_and_other_starts_are_not_compared() -> None:
+def test_evaluations_lost_workers_and_other_starts_are_not_compared():
     log = Log()
     log.iterations(50.0, 10.0)
     log.iterations(70.0, split="eval")
@@ -88,7 +88,7 @@ def test_evaluations_lost_workers_and_other_starts_are_not_compared() -> None:
     assert plan.before == 1, "the evaluation is left out, and what was before it is not"
 
 
-def test_what_was_not_carried_out_has_no_gain() -> None:
+def test_what_was_not_carried_out_has_no_gain():
     log = Log()
     log.iterations(50.0, 10.0)
     log.plan(accepted=False)
@@ -107,7 +107,7 @@ def test_what_was_not_carried_out_has_no_gain() -> None:
     assert (blocked.predicted_words, blocked.realised_words) == ("40.0 %", "not carried out")
 
 
-def test_a_layout_that_the_run_began_with_has_predicted_and_real_seconds() -> None:
+def test_a_layout_that_the_run_began_with_has_predicted_and_real_seconds():
     log = Log()
     log.told.add(events.LayoutPlanned(RUN, 0.0, "m", "cpu", 2, 1, ((1, 1, 8),), (), 512, 8.0, "tables", "fastest", ()))
     assert log.outcomes(events.LayoutPlanned)[0].realised_words == "not known: no iteration with it alone"
@@ -116,7 +116,7 @@ def test_a_layout_that_the_run_began_with_has_predicted_and_real_seconds() -> No
     assert (layout.predicted_words, layout.realised_words) == ("8.0 s", "10.0 s (2 iterations)")
 
 
-def test_no_change_before_a_comparison_is_not_known() -> None:
+def test_no_change_before_a_comparison_is_not_known():
     log = Log()
     log.told.add(events.BoundariesSet(RUN, 0.0, ((1, 100.0),), "policy.boundaries_tokens"))
     log.iterations(50.0, 10.0)

@@ -16,7 +16,7 @@ from libra.errors import ModelError
 from libra.observe.inspect import inspect_run
 from libra.observe.token_text import load_decode
 from libra.store.trajectories import TrajectoryStore
-from libra.types import EndReason, FailureClass, Prompt, Trajectory, TrajectoryId
+from libra.types import EndReason, FailureClass, Prompt, TrajectoryId
 
 WORDS = ["<|im_start|>", "user", "2+3", "<|im_end|>", "assistant", "<tool_call>add</tool_call>", "tool", "5", "answer"]
 #        prompt                                            generated                                observed  generated
@@ -24,7 +24,7 @@ IDS = [0, 1, 2, 3, 4, 5, 3, 0, 6, 7, 3, 0, 4, 8, 7, 3]
 ACTION = [False] * 5 + [True] * 2 + [False] * 6 + [True] * 3
 
 
-def _trajectory(iteration: int, sample: int, reward: float, split: str = "train", **changes: object) -> Trajectory:
+def _trajectory(iteration, sample, reward, split="train", **changes):
     action = np.array(ACTION)
     turn = {"generate_s": 0.5, "tool_s": 0.25, "worker": "rollout-0", "stop_reason": "stop"}
     versions = np.where(action, iteration, -1).astype(np.int32)
@@ -57,13 +57,13 @@ def run_dir(made_run, tmp_path):
     return shutil.copytree(made_run, tmp_path / "runs" / "demo")
 
 
-def _shown(run_dir, *, styles: bool = False, **choice) -> str:
+def _shown(run_dir, *, styles=False, **choice):
     console = Console(file=io.StringIO(), width=200, force_terminal=styles, color_system="standard" if styles else None)
     inspect_run(run_dir, console=console, **choice)
     return console.file.getvalue()
 
 
-def _ids(run_dir, **choice) -> list[str]:
+def _ids(run_dir, **choice):
     lines = _shown(run_dir, as_json=True, **{"limit": 99} | choice).splitlines()
     return [json.loads(line)["trajectory"] for line in lines]
 

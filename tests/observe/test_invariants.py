@@ -22,20 +22,20 @@ Change = Callable[[TrajectoryId, dict[str, Any]], None]
 ETA, SIZE, PROMPTS, BATCHES = 1, 2, 2, 5
 
 
-def sound(tid: TrajectoryId, made: dict[str, Any]) -> None:
+def sound(tid, made):
     """Nothing is changed."""
 
 
 @pytest.fixture(scope="module")
-def a_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+def a_run(tmp_path_factory):
     """``a_run(change, sections)``: a run of five batches of two groups of two, read only.
 
     ``change`` may change the versions and fields of each trajectory; runs with the same change have the same store.
     """
-    made: dict[Change, Path] = {}
+    made = {}
 
-    def configured(change: Change = sound, sections: dict[str, Any] | None = None) -> Path:
-        values: dict[str, Any] = {
+    def configured(change=sound, sections=None):
+        values = {
             "run": {"iterations": BATCHES, "eta": ETA}, "trainer": {"prompts": PROMPTS, "group_size": SIZE}
         }  # fmt: skip
         for section, keys in (sections or {}).items():
@@ -48,7 +48,7 @@ def a_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     return configured
 
 
-def stored(run: Path, change: Change, prompts: int) -> Path:
+def stored(run, change, prompts):
     rng = np.random.default_rng(0)
     with TrajectoryStore.create(run / "trajectories.zarr") as store:
         for batch in range(BATCHES):
@@ -57,7 +57,7 @@ def stored(run: Path, change: Change, prompts: int) -> Path:
                 for sample in range(SIZE):
                     tid = TrajectoryId(batch, group, sample)
                     begun = max(0, batch - group % 2)
-                    made: dict[str, Any] = {"versions": [begun] * int(rng.integers(3, 40))}
+                    made = {"versions": [begun] * int(rng.integers(3, 40))}
                     change(tid, made)
                     if not made.pop("missing", False):
                         members.append(trajectory(tid, **{"advantage": 0.5} | made))
@@ -66,30 +66,30 @@ def stored(run: Path, change: Change, prompts: int) -> Path:
     return run
 
 
-def first_group_is_late(tid: TrajectoryId, made: dict[str, Any]) -> None:
+def first_group_is_late(tid, made):
     if tid[:2] == (4, 0):
         made["versions"] = [1] * 10 + [4] * 5
 
 
-def dropped(tid: TrajectoryId, made: dict[str, Any]) -> None:
+def dropped(tid, made):
     first_group_is_late(tid, made)
     made["advantage"] = 0.0 if tid[:2] == (4, 0) else 0.5
 
 
-def a_sample_is_missing(tid: TrajectoryId, made: dict[str, Any]) -> None:
+def a_sample_is_missing(tid, made):
     made["missing"] = tid == (2, 1, 1, "train")
 
 
-def a_group_is_missing(tid: TrajectoryId, made: dict[str, Any]) -> None:
+def a_group_is_missing(tid, made):
     made["missing"] = tid[:2] == (2, 1)
 
 
-def the_long_fail(tid: TrajectoryId, made: dict[str, Any]) -> None:
+def the_long_fail(tid, made):
     if tid.sample:
         made |= {"versions": [tid.iteration] * 200, "failure": FailureClass.TIMEOUT, "end_reason": EndReason.FAILURE}
 
 
-CASES: dict[str, tuple[Change, dict[str, Any], dict[str, str]]] = {
+CASES = {
     "sound": (sound, {}, {}),
     "late": (first_group_is_late, {}, {"lag <= eta": "BROKEN", "C1": "not promised", "C3": "BROKEN"}),
     "dropped": (
@@ -116,9 +116,9 @@ CASES: dict[str, tuple[Change, dict[str, Any], dict[str, str]]] = {
 }  # fmt: skip
 
 
-def printed(act: Callable[[], object], capsys: pytest.CaptureFixture[str]) -> tuple[object, list[dict[str, Any]]]:
+def printed(act, capsys):
     """Exit code and lines of a command."""
-    code: object = 0
+    code = 0
     try:
         act()
     except SystemExit as end:
@@ -127,9 +127,7 @@ def printed(act: Callable[[], object], capsys: pytest.CaptureFixture[str]) -> tu
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_is_broken_is_seen_and_plain_zarr_counts_the_same(
-    name: str, a_run: Callable[..., Path], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_broken_is_seen_and_plain_zarr_counts_the_same(name, a_run, capsys):
     change, sections, expected = CASES[name]
     run = a_run(change, sections)
     promises = check_invariants(run)
@@ -145,9 +143,7 @@ def test_what_is_broken_is_seen_and_plain_zarr_counts_the_same(
     assert f"KS distance {plain[-1]['distance']:.6f}, p {plain[-1]['p']:.6g};" in rows[-1]["detail"]
 
 
-def test_a_trajectory_that_is_there_twice_is_consumed_twice(
-    a_run: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_trajectory_that_is_there_twice_is_consumed_twice(a_run, tmp_path, monkeypatch):
     """The store refuses that; the count must not trust it."""
     run = shutil.copytree(a_run(), tmp_path / "demo")
     monkeypatch.setattr(TrajectoryStore, "_check_new", lambda store, ids: None)
@@ -157,11 +153,11 @@ def test_a_trajectory_that_is_there_twice_is_consumed_twice(
     assert (broken["consumed once"], broken["whole groups"]) == (1, 1)
 
 
-def test_a_directory_that_is_no_run_is_refused(tmp_path: Path) -> None:
+def test_a_directory_that_is_no_run_is_refused(tmp_path):
     with pytest.raises(RunDirectoryError):
         check_invariants(tmp_path / "nothing")
 
 
-def test_the_plain_script_knows_nothing_of_libra() -> None:
+def test_the_plain_script_knows_nothing_of_libra():
     source = Path(plain_zarr_invariants.__file__).read_text()
     assert not [line for line in source.splitlines() if line.lstrip().startswith(("import libra", "from libra"))]

@@ -1,7 +1,5 @@
 """`libra diagnose` on records of steps: its threshold, the parts it names, and what it makes of damage and of hostile text."""
 
-from pathlib import Path
-
 import pytest
 from click.testing import CliRunner
 
@@ -13,15 +11,15 @@ from libra.seals import sealed_text
 from libra.store.event_log import EventLog
 
 
-def part(k3: float, tokens: int = 100) -> dict[str, float]:
+def part(k3, tokens=100):
     return {"tokens": tokens, "k3": k3, "mean_abs": k3**0.5, "max_abs": 1.0}
 
 
 @pytest.fixture
-def make_run(tmp_path: Path):
+def make_run(tmp_path):
     """A run directory with records of steps: each is k3 of all tokens, and of engines by name."""
 
-    def make(*steps: tuple[float, dict[str, float]], config: str = "", tokens: int = 100) -> Path:
+    def make(*steps, config="", tokens=100):
         run = tmp_path / "run"
         (run / "steps").mkdir(parents=True)
         (run / "config.resolved.yaml").write_text(config or "trainer: {}\n")
@@ -44,7 +42,7 @@ def make_run(tmp_path: Path):
 CALM = (1e-12, {"a": 1e-12, "b": 1e-12})
 
 
-def test_the_first_step_above_is_named_by_the_engine_that_is(make_run) -> None:
+def test_the_first_step_above_is_named_by_the_engine_that_is(make_run):
     run = make_run(*[CALM] * 5, (2e-11, {"a": 1e-12, "b": 4e-10}), CALM, (1e-9, {"a": 1e-12, "b": 2e-9}))
     found = diagnose(run)
     assert (found.first, found.last, found.steps) == (5, 7, 8)
@@ -53,12 +51,12 @@ def test_the_first_step_above_is_named_by_the_engine_that_is(make_run) -> None:
     assert {token.engine for token in found.tokens} == {"b"} and found.tokens[0].text is None
 
 
-def test_few_tokens_are_no_sign(make_run) -> None:
+def test_few_tokens_are_no_sign(make_run):
     run = make_run(*[CALM] * 5, (1e-12, {"a": 1e-12, "b": 1.0}), tokens=10)
     assert diagnose(run).first is None
 
 
-def test_the_threshold_is_the_given_one_or_the_alarm_of_the_run(make_run) -> None:
+def test_the_threshold_is_the_given_one_or_the_alarm_of_the_run(make_run):
     run = make_run(*[CALM] * 5, (1e-4, {}), config="trainer: {mismatch_k3_alarm: 1.0e-3}\n")
     assert diagnose(run).first is None and diagnose(run).threshold == 1e-3
     assert diagnose(run, above=1e-5).first == 5
@@ -66,7 +64,7 @@ def test_the_threshold_is_the_given_one_or_the_alarm_of_the_run(make_run) -> Non
     assert done.exit_code == 0 and "no mismatch" in done.output
 
 
-def test_layers_are_those_of_failed_checks_since_then(make_run) -> None:
+def test_layers_are_those_of_failed_checks_since_then(make_run):
     run = make_run(*[CALM] * 5, (1e-3, {"b": 1e-3}), (1e-3, {"b": 1e-3}))
     log = EventLog(run / "events.jsonl")
     check = {"run": "run", "t_s": 0.0, "method": "projections", "tolerance": 1e-5, "detail": ""}
@@ -83,7 +81,7 @@ def test_layers_are_those_of_failed_checks_since_then(make_run) -> None:
     assert done.exit_code == 1 and "q_proj" in done.output
 
 
-def test_damage_is_named_and_left_out(make_run) -> None:
+def test_damage_is_named_and_left_out(make_run):
     run = make_run(*[CALM] * 6, (1e-3, {"b": 1e-3}))
     path = run / "steps" / "step-000003.json"
     path.write_text(path.read_text().replace("1e-12", "1e-02"))
@@ -93,13 +91,13 @@ def test_damage_is_named_and_left_out(make_run) -> None:
     assert "step-000003.json is damaged" in CliRunner().invoke(cli, ["diagnose", str(run)]).output
 
 
-def test_names_that_would_move_the_cursor_are_shown_as_text(make_run) -> None:
+def test_names_that_would_move_the_cursor_are_shown_as_text(make_run):
     run = make_run(*[CALM] * 5, (1e-3, {"b\x1b[2J": 1e-3}))
     output = CliRunner().invoke(cli, ["diagnose", str(run)]).output
     assert "\x1b" not in output and "engine b" in output
 
 
-def test_no_run_and_no_record_are_errors_that_say_so(make_run, tmp_path: Path) -> None:
+def test_no_run_and_no_record_are_errors_that_say_so(make_run, tmp_path):
     with pytest.raises(RunDirectoryError, match="none"):
         diagnose(tmp_path / "none")
     with pytest.raises(ConfigError):

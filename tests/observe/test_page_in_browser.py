@@ -11,13 +11,10 @@ import os
 import re
 import shutil
 import signal
-from collections.abc import AsyncIterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 from tornado.httpclient import AsyncHTTPClient
-from tornado.websocket import WebSocketClientConnection, websocket_connect
+from tornado.websocket import websocket_connect
 
 from libra.cli.page import page_server
 from libra.hardware.prices import load_prices
@@ -52,13 +49,13 @@ DRAWN = "deepQuery('canvas').filter(c => c.getBoundingClientRect().width > 100).
 class Page:
     """One tab: JavaScript goes in, values come out."""
 
-    def __init__(self, socket: WebSocketClientConnection) -> None:
+    def __init__(self, socket):
         self._socket = socket
         self._sent = 0
-        self.exceptions: list[str] = []
-        self.requests: list[str] = []
+        self.exceptions = []
+        self.requests = []
 
-    async def call(self, method: str, **params: Any) -> dict[str, Any]:
+    async def call(self, method, **params):
         """Result of one DevTools command; exceptions and requests met meanwhile are kept."""
         self._sent += 1
         await self._socket.write_message(json.dumps({"id": self._sent, "method": method, "params": params}))
@@ -74,13 +71,13 @@ class Page:
                 assert "error" not in answer, f"{method}: {answer['error']}"
                 return answer["result"]
 
-    async def evaluate(self, expression: str) -> Any:
+    async def evaluate(self, expression):
         """JSON value of an expression; a promise is awaited in the page."""
         answer = await self.call("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
-    async def until(self, condition: str) -> Any:
+    async def until(self, condition):
         """Value of a JavaScript expression once it is truthy; asked anew every 20 ms in the page, across loads."""
         waiting = (
             "new Promise(resolve => { const ask = () => {"
@@ -88,7 +85,7 @@ class Page:
             " if (value) resolve(value); else setTimeout(ask, 20) }; ask() })"
         ).replace("CONDITION", f"({condition})")
 
-        async def ask() -> Any:
+        async def ask():
             while True:
                 answer = await self.call("Runtime.evaluate", expression=waiting, awaitPromise=True, returnByValue=True)
                 if "exceptionDetails" not in answer:  # otherwise the page was replaced while we waited in it
@@ -99,11 +96,11 @@ class Page:
         except TimeoutError:
             raise AssertionError(f"never became true: {condition}; JavaScript exceptions: {self.exceptions}") from None
 
-    async def shown(self, name: str) -> str:
+    async def shown(self, name):
         """Text of the element that carries ``data-libra=name``, as rendered."""
         return await self.until(f"deepQuery('[data-libra=\"{name}\"]')[0].innerText")
 
-    async def open(self, url: str, folder: Path, name: str) -> None:
+    async def open(self, url, folder, name):
         """Open a page in both colour schemes, each checked; pictures to look at: pytest keeps the last three."""
         await self.call("Page.navigate", url=url)
         for scheme in ("light", "dark"):
@@ -118,7 +115,7 @@ class Page:
 
 
 @contextlib.asynccontextmanager
-async def chromium(profile: Path) -> AsyncIterator[Page]:
+async def chromium(profile):
     """A fresh Chromium with one empty tab; the whole browser is gone afterwards."""
     process = await asyncio.create_subprocess_exec(
         EXECUTABLE, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
@@ -128,7 +125,7 @@ async def chromium(profile: Path) -> AsyncIterator[Page]:
         stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE, start_new_session=True,
     )  # fmt: skip
     assert process.stderr is not None
-    drain: asyncio.Task[bytes] | None = None
+    drain = None
     try:
         # Chromium says its address before it writes the file DevToolsActivePort, so the line is what can be awaited.
         while not (found := ADDRESS_LINE.search(await asyncio.wait_for(process.stderr.readline(), GUARD_S))):
@@ -153,12 +150,12 @@ async def chromium(profile: Path) -> AsyncIterator[Page]:
             await drain
 
 
-def number(text: str) -> float:
+def number(text):
     """The number in a text as shown."""
     return float(re.search(r"-?[\d,]+(\.\d+)?", text)[0].replace(",", ""))
 
 
-def generating_s(named: dict[str, list[dict[str, Any]]]) -> float:
+def generating_s(named):
     """Seconds in which an engine had a trajectory and was not stopped by new weights, of a run with one engine."""
     changes = [(e["t_s"], 1, 0) for e in named["quantum_dispatched"] if e["phase"] == "ROLLOUT"]
     changes += [(e["t_s"], 1, 0) for e in named.get("quantum_continued", ()) if e["phase"] == "ROLLOUT"]
@@ -173,9 +170,9 @@ def generating_s(named: dict[str, list[dict[str, Any]]]) -> float:
     return total
 
 
-def expected_of(run: Path) -> dict[str, float]:
+def expected_of(run):
     """Figures by ``data-libra`` name that the page has to show, as numbers."""
-    named: dict[str, list[dict[str, Any]]] = {}
+    named = {}
     for line in (run / "events.jsonl").read_text().splitlines():
         event = json.loads(line)
         named.setdefault(event["name"], []).append(event)
@@ -203,9 +200,7 @@ def expected_of(run: Path) -> dict[str, float]:
     }  # fmt: skip
 
 
-def test_page_and_report_show_the_numbers_of_the_event_log_and_execute_nothing_of_it(
-    recorded_run: Path, tmp_path: Path
-) -> None:
+def test_page_and_report_show_the_numbers_of_the_event_log_and_execute_nothing_of_it(recorded_run, tmp_path):
     """The page is opened on half of the log and follows the rest; the report's texts are hostile."""
     expected = expected_of(recorded_run)
     assert 0 < expected["share-generating"] < 100
@@ -219,7 +214,7 @@ def test_page_and_report_show_the_numbers_of_the_event_log_and_execute_nothing_o
     write_report([recorded_run, evil], tmp_path / "report.html", load_prices(None))
     report = (tmp_path / "report.html").as_uri()
 
-    async def look() -> tuple[dict[str, str], dict[str, float]]:
+    async def look():
         server = page_server(run, 0)
         async with chromium(tmp_path / "profile") as page:
             try:

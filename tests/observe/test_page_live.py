@@ -16,7 +16,7 @@ from libra.scheduler import LibraPlugin, RunRegistration
 from libra.store.event_log import read_events
 from libra.types import Phase
 
-DONE: dict[str, int] = {}
+DONE = {}
 """Quanta finished so far, by key; workers of the emulation run in this process."""
 
 

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from libra.observe.task_stream import PHASE_COLORS, QuantumStream
 from libra.types import Phase
 
-DONE: dict[str, int] = {}
+DONE = {}
 """Quanta finished so far, by key; workers run in this process."""
 
 
-def trajectory(key: str, num_quanta: int, error: bool = False) -> int:
+def trajectory(key, num_quanta, error=False):
     """Stand-in for a trajectory: reports each quantum, then reschedules, and returns or raises after the last."""
     done = DONE[key] = DONE.get(key, 0) + 1
     phase = Phase.ROLLOUT if done % 2 else Phase.TOOL

@@ -3,9 +3,7 @@
 import json
 import logging
 import math
-import os
 import re
-import sqlite3
 import subprocess
 import sys
 
@@ -18,7 +16,7 @@ from libra.observe import trackers as module
 from libra.observe.metric_groups import grouped
 from libra.observe.metrics import MetricsLog, read_metrics
 from libra.observe.samples import MAX_CHARS, sample_texts
-from libra.observe.trackers import Trackers, check_trackers, settings_of
+from libra.observe.trackers import Trackers, settings_of
 
 CONFIG = {
     "run": {"name": "demo", "seed": 7, "from_checkpoint": None},
@@ -44,15 +42,10 @@ with MetricsLog(directory, trackers) as log:
 
 
 def written_by(name, directory):
-    """Have a tracker write into ``directory``; skips where its package is absent."""
-    try:
-        check_trackers([name])
-    except ConfigError:
-        pytest.skip(f"{name} is not installed: pip install {name}")
-    own = ("WANDB_MODE", "MLFLOW_TRACKING_URI", "TRACKIO_DIR", "TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL")
+    """Have a tracker write into ``directory``."""
     done = subprocess.run(
         [sys.executable, "-c", WRITE, name, directory, json.dumps(CONFIG), TEXT],
-        capture_output=True, text=True, check=False, env={k: v for k, v in os.environ.items() if k not in own},
+        capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (0, ""), done.stderr[-2000:]
     assert "gets nothing more" not in done.stderr
@@ -110,46 +103,6 @@ def test_a_run_tracks_its_numbers_settings_and_a_sample_of_its_last_iteration(re
     assert [event.step for event in texts] == sorted(rows)  # the first of ten iterations, and the last of the run
     assert b"reward" in texts[-1].tensor_proto.string_val[0]
     assert "_hparams_/session_start_info" in board.Tags()["tensors"]
-
-
-@pytest.mark.live
-def test_weights_and_biases_offline(tmp_path):
-    written_by("wandb", tmp_path)
-    (run,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
-    written = run.read_bytes()
-    for word in (b"reward/mean", b"reward/held_out_by/1 operation", b"trainer.lr", b"samples/best"):
-        assert word in written, word
-    (page,) = (tmp_path / "wandb").glob("offline-run-*/files/media/html/samples/best*.html")
-    assert "what is &lt;b&gt;2+2&lt;/b&gt;?" in page.read_text()
-
-
-@pytest.mark.live
-def test_mlflow_in_the_run_directory(tmp_path):
-    written_by("mlflow", tmp_path)
-    with sqlite3.connect(tmp_path / "mlflow" / "mlflow.db") as database:
-        found = database.execute("select step, value from metrics where key = 'reward/mean' order by step").fetchall()
-        assert found == [(0, 0.0), (1, 0.25), (2, 0.5)]
-        assert database.execute("select step from metrics where key = 'train/loss'").fetchall() == [(0,), (2,)]
-        assert database.execute("select value from params where key = 'trainer.lr'").fetchall() == [("0.5",)]
-        assert database.execute("select name, status from runs").fetchall() == [("demo", "FINISHED")]
-    (text,) = (tmp_path / "mlflow" / "artifacts").rglob("samples/best/step-000003.txt")
-    assert text.read_text() == TEXT
-
-
-@pytest.mark.live
-def test_trackio_in_the_run_directory(tmp_path):
-    written_by("trackio", tmp_path)
-    with sqlite3.connect(tmp_path / "trackio" / "libra.db") as database:
-        rows = database.execute("select run_name, step, metrics from metrics order by step, id").fetchall()
-        (settings,) = database.execute("select config from configs").fetchall()
-    assert {name for name, _, _ in rows} == {"demo"}
-    logged = [(step, json.loads(values)) for _, step, values in rows]
-    assert [(step, values["reward/mean"]) for step, values in logged if "reward/mean" in values] == [
-        (0, 0.0), (1, 0.25), (2, 0.5)
-    ]  # fmt: skip
-    assert "train/loss" not in logged[1][1]
-    assert json.loads(settings[0])["trainer.lr"] == 0.5
-    assert any("2+2" in json.dumps(values) for _, values in logged)
 
 
 class Failing:

@@ -3,7 +3,6 @@
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import cloudpickle
 import lora
@@ -46,7 +45,7 @@ def test_a_run_with_its_own_loss_advantage_schedule_policy_engine_and_callbacks(
     from libra.testing import FixedTurns
 
     class Graded(FixedTurns):
-        def grade(self, episode: Any) -> float:
+        def grade(self, episode):
             return float(len(episode.turns[0].token_ids) and episode.turns[0].token_ids[0] % 5)
 
     config = make_config(**OWN)

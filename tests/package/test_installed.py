@@ -17,7 +17,7 @@ pytestmark = pytest.mark.install
 CHECKOUT = Path(__file__).resolve().parents[2]
 
 
-def output_of(command: list[str], directory: Path) -> str:
+def output_of(command, directory):
     """What a program prints that runs in ``directory``, without this environment's variables for Python."""
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "LIBRA", "VIRTUAL"))
@@ -30,7 +30,7 @@ def output_of(command: list[str], directory: Path) -> str:
 
 
 @pytest.fixture(name="sdist", scope="module")
-def _sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def _sdist(tmp_path_factory):
     """The sdist, unpacked."""
     pytest.importorskip("hatchling", reason="the package is built with hatchling: pip install hatchling")
     place = tmp_path_factory.mktemp("sdist")
@@ -42,7 +42,7 @@ def _sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(name="wheel", scope="module")
-def _wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def _wheel(sdist, tmp_path_factory):
     place = tmp_path_factory.mktemp("wheel")
     output_of([sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(place)], sdist)
     (path,) = place.glob("*.whl")
@@ -50,7 +50,7 @@ def _wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(name="installed", scope="module")
-def _installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def _installed(wheel, tmp_path_factory):
     """Directory of programs of an environment that has the wheel, and Libra's dependencies from this environment."""
     place = tmp_path_factory.mktemp("installed") / "venv"
     venv.create(place, with_pip=False)
@@ -63,14 +63,14 @@ def _installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place / "bin"
 
 
-def test_the_sdist_has_all_that_its_own_tests_and_commands_need(sdist: Path) -> None:
+def test_the_sdist_has_all_that_its_own_tests_and_commands_need(sdist):
     for name in ("Makefile", "README.md", "LICENSE", "constraints.txt", "tests/conftest.py", "docs/configuration.md"):
         assert (sdist / name).read_bytes() == (CHECKOUT / name).read_bytes(), name
     folders = ("libra", "tests", "docs", "benchmarks", "workflows", "configs", "docker", "requirements")
     assert not {f for f in folders if not any((sdist / f).iterdir())}
 
 
-def test_the_wheel_has_every_module_and_file_of_the_package_and_nothing_else(wheel: Path) -> None:
+def test_the_wheel_has_every_module_and_file_of_the_package_and_nothing_else(wheel):
     with zipfile.ZipFile(wheel) as archive:
         shipped = {name for name in archive.namelist() if ".dist-info/" not in name}
     package = {
@@ -82,7 +82,7 @@ def test_the_wheel_has_every_module_and_file_of_the_package_and_nothing_else(whe
     assert shipped == package | configs
 
 
-def test_an_installed_libra_is_the_wheels_and_runs_what_it_ships(installed: Path, tmp_path: Path) -> None:
+def test_an_installed_libra_is_the_wheels_and_runs_what_it_ships(installed, tmp_path):
     where = "import libra, json; print(json.dumps([libra.__file__, libra.__version__]))"
     file, version = json.loads(output_of([str(installed / "python"), "-c", where], tmp_path))
     assert Path(file).is_relative_to(installed.parent)

@@ -24,7 +24,7 @@ LONG, HEAVY = Batch(3000.0, 3500.0), Batch(300.0, 30000.0)
 STEPS = StepSeconds(0.02, 0.001, 1e-6, 1e-5, 500, 0.02)
 
 
-def run(engine: str = "vllm", ratio: float | None = 0.8, **changes: int) -> RunFacts:
+def run(engine="vllm", ratio=0.8, **changes):
     why = "" if engine == "vllm" else "rollout.engine=vllm"
     values = {"core_trainers": 1, "overlap_steps": 0, "batch_trajectories": 16, "max_context_tokens": 4096} | changes
     found = None if ratio is None else (ratio, "the cost model of X")
@@ -38,19 +38,19 @@ def seat(name, *, tp=1, slots=8, kv=0, steps=None, **more):
     )
 
 
-def train_s(batch: Batch, replicas: int) -> float:
+def train_s(batch, replicas):
     return 0.2 + batch.trained_tokens / replicas / 1000.0
 
 
 class MadeUpRun:
     """A run of exact speeds, of one engine that stays and hybrids; ``history`` is how many hybrids trained in each iteration."""
 
-    def __init__(self, rules: Rules = QUICK, hybrids: int = 2) -> None:
+    def __init__(self, rules=QUICK, hybrids=2):
         self.loop, self.forecast = ArrangementLoop(run("transformers"), rules), StepForecast()
         self.seats = {f"rollout-{k}": seat(f"rollout-{k}", may_change=k < hybrids) for k in range(hybrids + 1)}
-        self.history: list[int] = []
+        self.history = []
 
-    def iteration(self, k: int, batch: Batch, overlap: bool = False) -> None:
+    def iteration(self, k, batch, overlap=False):
         now = arranged(self.seats.values())
         self.history.append(len(now.training))
         rollout_s = batch.generated_tokens / len(now.engines) / TOKENS_S
@@ -95,11 +95,11 @@ def test_whatever_comes_changes_are_rare_and_some_engine_stays(batches):
 # ---------------------------------------------------------------- memory
 
 
-def lengths(context: float, number: int = 16) -> TrajectoryTotals:
+def lengths(context, number=16):
     return TrajectoryTotals.of(np.full(number, 0.5 * context), np.full(number, 0.5 * context))
 
 
-def measured(seats: list[Seat], tokens: float = 2000.0, rollout_s: float = 4.0) -> StepForecast:
+def measured(seats, tokens=2000.0, rollout_s=4.0):
     """A run's forecast after a few like iterations on these seats."""
     now, forecast = arranged(seats), StepForecast()
     each = {kind: int(tokens * count / len(now.engines)) for kind, count in now.by_kind.items()}

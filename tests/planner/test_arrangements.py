@@ -12,19 +12,19 @@ from libra.policy.role_changes import Roles
 from libra.policy.role_messages import Assignment, ChangeRequested, MemberAnnounced, Refuse, Role, StageDone
 
 
-def seat(name: str, host: str = "node", **more: object) -> Seat:
+def seat(name, host="node", **more):
     return Seat(name, host, "vllm", "vllm-tp1-threads1", 1, 4, **{"may_change": True, **more})
 
 
-def anything(engine: str, tp: int) -> str:
+def anything(engine, tp):
     return ""
 
 
-def no_tp(engine: str, tp: int) -> str:
+def no_tp(engine, tp):
     return "rollout.engine=vllm"
 
 
-def shown(option: object) -> tuple[tuple[tuple[str, ...], ...], tuple[str, ...]]:
+def shown(option):
     return tuple(e.workers for e in option.engines), tuple(sorted(option.training))
 
 
@@ -97,7 +97,7 @@ def test_kinds_and_limits_of_a_change():
 ROLE = {"rollout": Role.ROLLOUT, "train": Role.TRAIN, "lent": Role.LENT}
 
 
-def carry_out(roles: Roles, assignments: dict[str, dict[str, object]]) -> None:
+def carry_out(roles, assignments):
     """A change, as the scheduler's state machine sees it; refused: an error."""
     wanted = {name: Assignment(ROLE[str(has["role"])], int(str(has["tp"]))) for name, has in assignments.items()}
     commands = roles.handle(ChangeRequested(wanted))

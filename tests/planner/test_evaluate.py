@@ -15,7 +15,7 @@ from libra.types import StepSeconds
 FLAT = StepSeconds(0.01, 0.0, 0.0, 0.0, 100, 0.0)
 
 
-def batch(*tokens: float, prompt: float = 0.0, tool_s: float = 0.0) -> TrajectoryTotals:
+def batch(*tokens, prompt=0.0, tool_s=0.0):
     return TrajectoryTotals.of(np.full(len(tokens), prompt), np.array(tokens), tool_wait_s=tool_s)
 
 

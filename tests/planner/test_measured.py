@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -10,14 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libra.errors import PlanError
-from libra.planner.measured_step import ExpectedStep, StepForecast, Taken
+from libra.planner.measured_step import StepForecast, Taken
 
 KINDS = {"fast": 1, "slow": 1}
 SPEED = {"fast": 800.0, "slow": 200.0}
 TRAIN_S, REST_S = 1.5, 0.1
 
 
-def took(lengths: Sequence[float], factor: float = 1.0) -> Taken:
+def took(lengths, factor=1.0):
     """An iteration of these questions, 10 tokens to each character; engines share the tokens by their speeds."""
     questions = [(length, 10.0 * length) for length in lengths]
     tokens = sum(number for _, number in questions)
@@ -27,7 +26,7 @@ def took(lengths: Sequence[float], factor: float = 1.0) -> Taken:
     return Taken(rollout_s, train_s, rest_s, rollout_s + train_s + rest_s, given, questions)
 
 
-def expected(forecast: StepForecast, lengths: Sequence[float] | None, *, overlap: bool = False) -> ExpectedStep:
+def expected(forecast, lengths, *, overlap=False):
     found = forecast.expected(KINDS, lengths, overlap)
     assert found is not None
     return found
@@ -91,7 +90,7 @@ def test_whatever_came_the_forecast_is_finite_and_positive(seen, asked):
 def test_training_follows_the_tokens_that_the_questions_are_expected_to_have_a_gradient_on():
     """Short questions are answered right by all samples, and have none; training takes 0.2 s and 1 ms a token."""
 
-    def step(lengths: Sequence[float]) -> Taken:
+    def step(lengths):
         trained = [(length, max(0.0, length - 40.0)) for length in lengths]
         return dataclasses.replace(
             took(lengths), trained=trained, train_s=0.2 + 1e-3 * sum(tokens for _, tokens in trained)

@@ -3,7 +3,6 @@
 import dataclasses
 import io
 import json
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,14 +17,13 @@ from libra.planner.cost.trajectory_totals import TRACE_COLUMNS, totals_of_trace
 from libra.planner.engine_pace import Pace, best_concurrency
 from libra.planner.explain import text
 from libra.planner.from_config import services_of
-from libra.planner.plan import Plan
 from libra.planner.services import ServiceModel, ServiceModels
 from libra.planner.snapshot import PlanningSnapshot, formulate
 from libra.planner.teacher import Teacher
 from libra.traces.agent_turns import agent_turns
 
 
-def snapshot(num_gpus: int = 32, **changes: object) -> PlanningSnapshot:
+def snapshot(num_gpus=32, **changes):
     tokens = np.random.default_rng(0).lognormal(8.5, 0.7, 96).clip(200, 30_000)
     workload = TrajectoryTotals.of(1000.0, tokens, observation_tokens=3000.0, num_turns=8.0, tool_wait_s=4.0)
     settings = {"training": Layout(), "update_s": 5.0, **changes}
@@ -33,7 +31,7 @@ def snapshot(num_gpus: int = 32, **changes: object) -> PlanningSnapshot:
 
 
 @pytest.fixture(scope="module")
-def made() -> Plan:
+def made():
     return plan(snapshot())
 
 
@@ -101,7 +99,7 @@ JUDGE = ServiceModel("judge", load_shape("Qwen3-0.6B"), passes=2)
 
 
 def test_services_that_rewards_ask_have_a_gpu_and_no_step_is_over_before_they_have_answered():
-    def judged(*models: ServiceModel, **more: Any) -> Plan:
+    def judged(*models, **more):
         return plan(snapshot(8, services=ServiceModels(models), fixed_train_gpus=4, **more))
 
     without, made = plan(snapshot(7, fixed_train_gpus=4)), judged(JUDGE)

@@ -13,12 +13,11 @@ from libra.errors import PlanError
 from libra.hardware import load_gpu, load_shape
 from libra.planner.build_plan import plan
 from libra.planner.cost import TrajectoryTotals
-from libra.planner.plan import Plan
 from libra.planner.replan import Deployed, Proposal, Rebucket, Replanner, Rules, SetConcurrency, SetRole
 from libra.planner.snapshot import Corrections, PlanningSnapshot
 
 
-def small_snapshot(num: int = 24, factor: float = 1.0) -> PlanningSnapshot:
+def small_snapshot(num=24, factor=1.0):
     tokens = np.linspace(200, 2000, num) * factor
     return PlanningSnapshot(
         load_gpu("A800-80G"), load_shape("Qwen3-0.6B"), 8, TrajectoryTotals.of(256.0, tokens), tp=(1, 2)
@@ -26,11 +25,11 @@ def small_snapshot(num: int = 24, factor: float = 1.0) -> PlanningSnapshot:
 
 
 @pytest.fixture(scope="module")
-def some_plan() -> Plan:
+def some_plan():
     return plan(small_snapshot())
 
 
-def other_than(plan: Plan) -> Deployed:
+def other_than(plan):
     return Deployed(plan.training.gpus + 1, {1: 1}, {1: 8})
 
 

@@ -1,10 +1,8 @@
 """Seconds of a TP degree that a run never had: of a calibration, the configured GPU, or the workers' own, in this order."""
 
-from pathlib import Path
-
 import pytest
 
-from libra.config import RunConfig, config_from_dict
+from libra.config import config_from_dict
 from libra.hardware import engine_seconds
 from libra.hardware.run_calibration import EngineOfRun, RunCalibration
 from libra.planner.run_facts import ratio_of, run_facts
@@ -13,7 +11,7 @@ from libra.types import StepSeconds
 MODEL = "Qwen3-0.6B"
 
 
-def calibration(path: Path, seconds: dict[int, float], model: str = MODEL) -> Path:
+def calibration(path, seconds, model=MODEL):
     """A file in which a pass of each degree takes so many seconds."""
     engines = tuple(
         EngineOfRun(
@@ -26,13 +24,13 @@ def calibration(path: Path, seconds: dict[int, float], model: str = MODEL) -> Pa
     return path
 
 
-def config(**planner: object) -> RunConfig:
+def config(**planner):
     return config_from_dict(
         {"model": {"path": MODEL}, "rollout": {"engine": "vllm"}, "planner": {"replan": True, **planner}}
     )
 
 
-def modelled(gpu: str) -> float:
+def modelled(gpu):
     one, two = (engine_seconds(gpu, MODEL, tp).decode_step_s(4, 400.0) for tp in (1, 2))
     return two / one
 

@@ -12,10 +12,10 @@ from libra.planner.engine_packing import cheapest_kinds
 from libra.planner.lower_bound import gpu_seconds
 from libra.planner.node_placement import placed
 from libra.planner.planning_problem import Problem
-from libra.planner.search import Found, Planner, search
+from libra.planner.search import Planner, search
 
 
-def random_problem(seed: int) -> Problem:
+def random_problem(seed):
     """At most 12 GPUs and 6 trajectories; kinds that do and do not pay, long tails, holes, both step models."""
     rng = np.random.default_rng(seed)
     num_gpus, num_trajectories, node = int(rng.integers(3, 13)), int(rng.integers(1, 7)), int(rng.choice([4, 8]))
@@ -42,7 +42,7 @@ def random_problem(seed: int) -> Problem:
     )
 
 
-def step_s(problem: Problem, train_gpus: int, train_s: float, rollout_s: float) -> float:
+def step_s(problem, train_gpus, train_s, rollout_s):
     """Seconds from one step to the next where nothing else is known than who waits for whom."""
     update_s, beside_s = problem.update_s, problem.beside_s
     if not problem.eta:
@@ -53,7 +53,7 @@ def step_s(problem: Problem, train_gpus: int, train_s: float, rollout_s: float) 
     return max(trains_s, rollout_s + update_s - beside_s, (train_s + rollout_s + update_s) / (problem.eta + 1))
 
 
-def best_by_trying(problem: Problem) -> float:
+def best_by_trying(problem):
     """The shortest step over all splits, engines and assignments of whole trajectories: every subset on every kind, in turn."""
     num, kinds = problem.num_trajectories, range(len(problem.kinds))
     everything = (1 << num) - 1
@@ -83,7 +83,7 @@ def best_by_trying(problem: Problem) -> float:
     return min(steps)
 
 
-def check_found(problem: Problem, found: Found) -> None:
+def check_found(problem, found):
     """The invariants of `libra.planner.search` and of the layout it gives."""
     layout, items = found.layout, range(problem.num_trajectories)
     for engine, kind in enumerate(layout.kind_of):

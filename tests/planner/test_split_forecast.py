@@ -18,7 +18,7 @@ THREE = Splits([Counter(e=3), Counter(e=2), Counter(e=1)], 0, 1)
 """Three engines, of which two are hybrids that roll out, and one core trainer."""
 
 
-def train_s(batch: Batch, replicas: int) -> float:
+def train_s(batch, replicas):
     return 0.2 + batch.trained_tokens / replicas / 1000.0
 
 
@@ -60,7 +60,7 @@ def test_training_is_proportional_until_the_run_says_otherwise():
 SECONDS = st.floats(0.8, 1.25)
 
 
-def judged(slower: list[tuple[float, float]], batches: list[Batch] | None = None) -> SplitForecast:
+def judged(slower, batches=None):
     """A loop after iterations in which rollout and training took so many times as long as usual."""
     loop, forecast = SplitForecast(), StepForecast()
     for k, (in_rollout, in_training) in enumerate(slower):

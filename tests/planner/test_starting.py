@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from libra.config import RunConfig, config_from_dict, dump_config
+from libra.config import config_from_dict, dump_config
 from libra.config.planner import PlannedLayout
 from libra.errors import ConfigError, PlanError
 from libra.hardware import load_gpu, load_shape
@@ -20,11 +20,11 @@ from libra.planner.snapshot import PlanningSnapshot
 QWEN, LLAMA = load_shape("Qwen/Qwen3-4B"), load_shape("Meta-Llama-3-8B")
 
 
-def _config(**sections: dict[str, object]) -> RunConfig:
+def _config(**sections):
     return config_from_dict({"model": {"path": "Qwen/Qwen3-4B"}, "rollout": {"engine": "vllm"}, **sections})
 
 
-def _layout(**changes: object) -> PlannedLayout:
+def _layout(**changes):
     values = {
         "model": QWEN.name, "model_digest": shape_digest(QWEN), "gpu": "A800-80G", "num_gpus": 8, "train_gpus": 2,
         "engines": [{"tp": 1, "count": 2, "concurrency": 48}, {"tp": 4, "count": 1, "concurrency": 9}],

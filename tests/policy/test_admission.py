@@ -3,7 +3,6 @@
 import json
 import random
 from collections import Counter, defaultdict
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -27,27 +26,27 @@ class Run:
         self.version = -1
         self.ended = 0  # steps that the trainer has taken; the version after the last may be on its way
         self.submitted = 0
-        self.waiting: list[Group] = []
-        self.begun: dict[Group, int] = {}  # with the version of the oldest token
-        self.running: list[Group] = []
-        self.committed: list[Group] = []
-        self.unreported: list[Group] = []
-        self.waves: dict[int, list[tuple[Group, ...]]] = defaultdict(list)
-        self.batches: dict[int, tuple[Group, ...]] = {}
-        self.untrained: list[tuple[int, int]] = []
-        self.again: set[tuple[int, int]] = set()
+        self.waiting = []
+        self.begun = {}  # with the version of the oldest token
+        self.running = []
+        self.committed = []
+        self.unreported = []
+        self.waves = defaultdict(list)
+        self.batches = {}
+        self.untrained = []
+        self.again = set()
 
-    def fresh_waves(self) -> Waves | None:
+    def fresh_waves(self):
         return None if self.numbers is None else Waves(*self.numbers)
 
-    def given(self, batch: int, members: tuple[Group, ...]) -> None:
+    def given(self, batch, members):
         """The trainer gets groups of a batch."""
         assert batch == self.ended <= self.version + self.beside, "step batch - 1 has ended"
         assert all(group in self.committed and 0 <= batch - self.begun[group] <= self.eta for group in members)
         if self.numbers and not self.first_come:
             assert all(iteration == batch for iteration, _ in members)
 
-    def told(self, commands: tuple[object, ...]) -> None:
+    def told(self, commands):
         for command in commands:
             match command:
                 case OpenGate(iteration=iteration):
@@ -73,7 +72,7 @@ class Run:
                     assert len(members) == self.groups
                     self.batches[batch] = members
 
-    def submit(self) -> None:
+    def submit(self):
         k, self.submitted = self.submitted, self.submitted + 1
         self.told(self.admission.gate_parked(k))
         for wave in range(self.numbers[0] if self.numbers else 0):
@@ -81,15 +80,15 @@ class Run:
         if not self.numbers:
             self.told(self.admission.batch_parked(k))
 
-    def publish(self) -> None:
+    def publish(self):
         self.version += 1
         self.told(self.admission.version_published(self.version))
 
-    def report(self, group: Group) -> None:
+    def report(self, group):
         """The record of a group is written, or was written before the kill."""
         self.told(self.admission.group_committed(CommittedGroup(*group, self.begun[group])))
 
-    def moves(self, steps: int) -> list[str]:
+    def moves(self, steps):
         k = self.ended
         moves = ["start"] * bool(self.waiting) + ["commit"] * bool(self.running) + ["train"] * bool(self.untrained)
         moves += ["report"] * bool(self.unreported)
@@ -103,7 +102,7 @@ class Run:
             moves.append("end")
         return moves
 
-    def move(self, what: str, rng: random.Random) -> None:
+    def move(self, what, rng):
         match what:
             case "submit":
                 self.submit()
@@ -130,7 +129,7 @@ class Run:
             case "publish":
                 self.publish()
 
-    def killed(self, rng: random.Random) -> None:
+    def killed(self, rng):
         """Everything but the disk is gone: committed batches, waves and groups, and which groups have begun."""
         consumed = {group for members in self.batches.values() for group in members}
         opened = {k: [w for w in waves if w] for k, waves in self.waves.items() if k not in self.batches}
@@ -156,7 +155,7 @@ class Run:
             self.submit()
         assert self.again >= set(self.untrained), "waves that were open are open again"
 
-    def play(self, steps: int, kills: int, rng: random.Random) -> None:
+    def play(self, steps, kills, rng):
         self.publish()
         while len(self.batches) < steps:
             moves = self.moves(steps)
@@ -242,7 +241,7 @@ def test_a_group_told_twice_is_counted_once_and_a_batch_asked_twice_gets_the_sam
     assert isinstance(again, OpenBatch) and again.members == opened.members
 
 
-def train(admission: Admission, iterations: range) -> None:
+def train(admission, iterations):
     for k in iterations:
         admission.version_published(k)
         admission.gate_parked(k)
@@ -282,7 +281,7 @@ def test_with_one_batch_in_flight_the_next_begins_when_it_is_taken():
 def test_a_batch_waits_for_a_late_group_only_where_the_policy_does_and_says_who_came_too_late(over_age):
     admission = Admission(StalenessPolicy(1, over_age), 1)
     admission.generation_started(0, 0, 0)
-    opened: list[Any] = []
+    opened = []
     for batch in range(2):  # those of iterations 1 and 2 overtake the group of iteration 0
         admission.version_published(batch)
         opened += [*admission.batch_parked(batch), *admission.group_committed(CommittedGroup(batch + 1, 0, batch))]

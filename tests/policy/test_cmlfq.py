@@ -1,7 +1,6 @@
 """C-MLFQ and the orderings like it: their promises, one by one."""
 
 import json
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -16,7 +15,6 @@ from libra.policy import (
     GroupsNamed,
     Mlfq,
     Oracle,
-    Ordering,
     Prefer,
     Priority,
     QuantumFinished,
@@ -100,14 +98,14 @@ BOUNDED = {
 class Queue:
     """One phase, one slot: whoever is first in order is dispatched, runs, and parks again."""
 
-    def __init__(self, ordering: Ordering) -> None:
+    def __init__(self, ordering):
         self.ordering = ordering
-        self.waiting: dict[str, Priority] = {}
-        self.passed: dict[str, int] = {}
-        self.bound: dict[str, int] = {}
+        self.waiting = {}
+        self.passed = {}
+        self.bound = {}
         self.most_over = 0
 
-    def park(self, key: str) -> None:
+    def park(self, key):
         self.bound[key] = 2 * len(self.waiting) + PATIENCE
         self.passed[key] = 0
         self.waiting[key] = Priority(9, 9, 9)
@@ -115,7 +113,7 @@ class Queue:
             if isinstance(command, SetPriority) and command.key in self.waiting:
                 self.waiting[command.key] = command.priority
 
-    def dispatch(self) -> str:
+    def dispatch(self):
         key = min(self.waiting, key=lambda k: (self.waiting[k], k))
         del self.waiting[key]
         for other in self.waiting:
@@ -173,14 +171,14 @@ def test_by_default_nobody_is_overdue_within_one_large_iteration():
 # ---------------------------------------------------------------- levels
 
 
-def engine(token_bytes: int = 1000) -> WorkerJoined:
+def engine(token_bytes=1000):
     return WorkerJoined(
         "e0", "tp1", 64, kv_tokens=10_000, alone_s_per_token=0.01, full_s_per_token=0.02, prefill_s_per_token=1e-4,
         kv_token_bytes=token_bytes,
     )  # fmt: skip
 
 
-def priority_of(ordering: CMLFQ, key: str, tokens: int) -> Priority:
+def priority_of(ordering, key, tokens):
     """Of a trajectory that parks after so many tokens."""
     answers = ordering.handle(TrajectoryParked(key, 0, ROLLOUT, 0))
     if tokens:
@@ -252,15 +250,15 @@ class Given:
 
     tokens = 100.0
 
-    def handle(self, event: Any) -> None: ...
+    def handle(self, event): ...
 
-    def remaining(self, key: str) -> Forecast:
+    def remaining(self, key):
         return Forecast(self.tokens, self.tokens, 1.0)
 
 
 @pytest.mark.parametrize(("tokens", "goes"), [(10.0, "later"), (1000.0, "sooner")])
 def test_one_that_waits_to_begin_changes_its_level_with_its_forecast_up_and_down(tokens, goes):
-    forecaster: Any = Given()
+    forecaster = Given()
     ordering = CMLFQ(forecaster)
     (begun, *_), _ = (ordering.handle(TrajectoryParked(key, 0, ROLLOUT, 0, "g")) for key in ("waits", "ends"))
     forecaster.tokens = tokens

@@ -1,7 +1,6 @@
 """The dispatcher against a model: slots, homes, order, and who is left waiting."""
 
 import random
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -10,7 +9,6 @@ from hypothesis import strategies as st
 from libra.policy import (
     CMLFQ,
     Dispatcher,
-    Event,
     HomeForgotten,
     Place,
     Prefer,
@@ -34,12 +32,12 @@ TOLD = {"kv_tokens": 10**9, "alone_s_per_token": 0.01, "full_s_per_token": 0.02}
 """Of an engine with room for everybody."""
 
 
-def joined(name: str, **more: Any) -> WorkerJoined:
+def joined(name, **more):
     bucket, slots = WORKERS[name]
     return WorkerJoined(name, bucket, rollout_slots=slots, tool_slots=slots, **(TOLD | more))
 
 
-def park(dispatcher: Dispatcher, key: str, order: int, *, phase: Phase = ROLLOUT, context: int = 0) -> None:
+def park(dispatcher, key, order, *, phase=ROLLOUT, context=0):
     dispatcher.handle(TrajectoryParked(key, 0, phase, 0, "", "", context))
     dispatcher.apply([SetPriority(key, Priority(0, 0, order), "test")])
 
@@ -56,9 +54,9 @@ MOVE = st.one_of(
 def test_nothing_is_lost_or_run_twice_and_no_slot_is_given_twice(moves):
     """Room for everybody, and moves free of charge: then it is work conserving without exception."""
     dispatcher = Dispatcher()
-    waiting: dict[str, tuple[Phase, int]] = {}
-    running: dict[str, tuple[Phase, str]] = {}
-    there: set[str] = set()
+    waiting = {}
+    running = {}
+    there = set()
     for move, *what in moves:
         match move:
             case "park" if what[0] not in waiting:
@@ -109,14 +107,14 @@ def test_trajectories_leave_in_the_order_of_their_priority(orders, slots):
     assert placed == sorted(KEYS, key=lambda key: orders[KEYS.index(key)])[:slots]
 
 
-def two_workers(**more: Any) -> Dispatcher:
+def two_workers(**more):
     dispatcher = Dispatcher()
     dispatcher.handle(joined("a", **more))
     dispatcher.handle(joined("b", **more))
     return dispatcher
 
 
-def at_home(dispatcher: Dispatcher, key: str, context: int) -> str:
+def at_home(dispatcher, key, context):
     """Run one quantum of ``key``; where."""
     park(dispatcher, key, 0, context=context)
     (place,) = dispatcher.dispatch(ROLLOUT)
@@ -239,7 +237,7 @@ def test_siblings_begin_on_different_engines_whoever_is_first_in_order():
         key = f"{group}{sample}"
         dispatcher.handle(TrajectoryParked(key, 0, ROLLOUT, 0, group))
         dispatcher.apply([SetPriority(key, Priority(0, 0, order), "test"), Prefer(key, (), "test", 1000, 2000)])
-    where: dict[tuple[str, str], int] = {}
+    where = {}
     for place in dispatcher.dispatch(ROLLOUT):
         at = (place.key[0], place.worker)
         where[at] = where.get(at, 0) + 1
@@ -262,25 +260,25 @@ class Twice:
     """A dispatcher that is asked at any time, as a live one is, and one that is asked where the first placed something, as a
     replay's is; trajectories, engines and forecasts at random, in little memory."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed):
         self.rng, self.live, self.replayed = random.Random(seed), Dispatcher(), Dispatcher()
         self.context, self.left, self.running = dict[str, int](), dict[str, int](), dict[str, Place]()
         self.begun = 0
         for name in WORKERS:
             self.join(name)
 
-    def handle(self, event: Event) -> None:
+    def handle(self, event):
         self.live.handle(event)
         self.replayed.handle(event)
 
-    def join(self, name: str) -> None:
+    def join(self, name):
         step_s, kv_tokens = self.rng.uniform(0.01, 0.05), self.rng.choice((300, 400, 500))
         speed = {"alone_s_per_token": step_s, "full_s_per_token": 2 * step_s, "beside_s_per_token": step_s / 4}
-        told: dict[str, Any] = {"rollout_slots": self.rng.choice((3, 4)), "tool_slots": 4, "kv_tokens": kv_tokens}
+        told = {"rollout_slots": self.rng.choice((3, 4)), "tool_slots": 4, "kv_tokens": kv_tokens}
         told |= speed if self.rng.random() < 0.5 else {}
         self.handle(WorkerJoined(name, WORKERS[name][0], **told, max_context_tokens=300))
 
-    def leave(self, name: str) -> None:
+    def leave(self, name):
         self.handle(WorkerLeft(name))
         for key in [key for key, place in self.running.items() if place.worker == name]:
             phase = self.running.pop(key).phase
@@ -288,16 +286,16 @@ class Twice:
                 each.stopped(key)
             self.park(key, phase)
 
-    def park(self, key: str, phase: Phase) -> None:
+    def park(self, key, phase):
         self.handle(TrajectoryParked(key, 0, phase, 0, f"train-0-{int(key) // 4}", "", self.context[key]))
-        commands: list[Any] = [SetPriority(key, Priority(1, 0, self.rng.randrange(50)), "test")]
+        commands = [SetPriority(key, Priority(1, 0, self.rng.randrange(50)), "test")]
         if self.rng.random() < 0.8:
             left = self.left[key] * self.rng.uniform(0.3, 3.0)
             commands.append(Prefer(key, (), "test", left, self.context[key] + 1.5 * left))
         for each in (self.live, self.replayed):
             each.apply(commands)
 
-    def happens(self) -> None:
+    def happens(self):
         """One event, and what follows from it."""
         rng, what = self.rng, self.rng.random()
         if what < 0.25 and len(self.context) < 14:
@@ -313,7 +311,7 @@ class Twice:
         elif what < 0.83 and self.context:
             self.handle(HomeForgotten(rng.choice(list(self.context))))
 
-    def finish(self, key: str) -> None:
+    def finish(self, key):
         phase = self.running.pop(key).phase
         tokens = 0 if phase is TOOL else min(self.left[key], self.rng.randint(1, 40))
         payload = self.rng.choice((0, 20)) if phase is TOOL else 0
@@ -343,11 +341,11 @@ def test_a_dispatch_that_places_nothing_changes_no_later_answer(seed):
 # ---------------------------------------------------------------- boundaries of a plan
 
 
-def planned_engine(name: str, tp: int, token_s: float, slots: int = 4) -> WorkerJoined:
+def planned_engine(name, tp, token_s, slots=4):
     return WorkerJoined(name, f"tp{tp}", slots, 0, 100_000, token_s, 2 * token_s, 1e-5)
 
 
-def begun(dispatcher: Dispatcher, key: str, begins_tp: int, left: int = 1000) -> tuple[str, str]:
+def begun(dispatcher, key, begins_tp, left=1000):
     """Worker and reason of a trajectory that is believed to have so many tokens left."""
     dispatcher.handle(TrajectoryParked(key, 0, ROLLOUT, 0))
     answers = CMLFQ().handle(TrajectoryParked(key, 0, ROLLOUT, 0))
@@ -356,7 +354,7 @@ def begun(dispatcher: Dispatcher, key: str, begins_tp: int, left: int = 1000) ->
     return place.worker, place.reason
 
 
-def slow_and_fast(slow_token_s: float, slots: int = 4) -> Dispatcher:
+def slow_and_fast(slow_token_s, slots=4):
     dispatcher = Dispatcher()
     dispatcher.handle(planned_engine("slow", 1, slow_token_s, slots))
     dispatcher.handle(planned_engine("fast", 4, 0.010))

@@ -1,7 +1,5 @@
 """What is believed of engines: sums kept event by event are those of all members, and the longest stands out as far as it does."""
 
-from typing import Any
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,7 +20,7 @@ STEP = st.one_of(
 )
 
 
-def engines() -> tuple[Fleet, Loads]:
+def engines():
     fleet = Fleet()
     for worker in WORKERS:
         fleet.handle(WorkerJoined(worker, "tp2", 8, 0, 100_000, 0.01, 0.03, 1e-5))
@@ -32,12 +30,12 @@ def engines() -> tuple[Fleet, Loads]:
 class Watched:
     """Loads, and what has been said of each trajectory."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.fleet, self.loads = engines()
-        self.forecasts: dict[str, tuple[float, float]] = {}
-        self.homes: dict[str, str | None] = {}
+        self.forecasts = {}
+        self.homes = {}
 
-    def take(self, step: tuple[Any, ...]) -> None:
+    def take(self, step):
         match step:
             case ("believe", key, left, final):
                 self.forecasts[key] = float(left), float(final)
@@ -55,7 +53,7 @@ class Watched:
                 self.homes.pop(key, None)
                 self.loads.end(key)
 
-    def over_s(self, worker: str, more: tuple[float, float]) -> float:
+    def over_s(self, worker, more):
         """When an engine is over with one more of so many tokens and context at its end."""
         members = [(*more, 0)]
         for key, home in self.homes.items():

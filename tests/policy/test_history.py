@@ -11,7 +11,7 @@ from libra.types import Phase, ToolStatus
 PROMPTS, SAMPLES = 40, 4
 
 
-def begin(posterior: Posterior, iteration: int, prompts: list[str]) -> list[list[str]]:
+def begin(posterior, iteration, prompts):
     """All groups of an iteration are named and parked; their keys."""
     posterior.handle(groups_named("train", iteration, prompts))
     groups = [[f"t-{iteration}-{g}-{s}" for s in range(SAMPLES)] for g in range(len(prompts))]
@@ -21,7 +21,7 @@ def begin(posterior: Posterior, iteration: int, prompts: list[str]) -> list[list
     return groups
 
 
-def live(posterior: Posterior, iteration: int, prompts: list[str], means: list[float], seed: int) -> None:
+def live(posterior, iteration, prompts, means, seed):
     """A whole iteration: lengths vary around the mean of each prompt, the short ones end first."""
     rng = np.random.default_rng([seed, iteration])
     groups = begin(posterior, iteration, prompts)
@@ -40,11 +40,11 @@ def live(posterior: Posterior, iteration: int, prompts: list[str], means: list[f
     posterior.handle(VersionPublished(iteration + 1))
 
 
-def said(posterior: Posterior, iteration: int, prompts: list[str]) -> list[float]:
+def said(posterior, iteration, prompts):
     return [posterior.remaining(keys[-1]).order_tokens for keys in begin(posterior, iteration, prompts)]
 
 
-def prompts_and_means(seed: int) -> tuple[list[str], list[float]]:
+def prompts_and_means(seed):
     rng = np.random.default_rng(seed)
     return [f"p{k}" for k in range(PROMPTS)], [float(x) for x in np.exp(6.0 + 0.9 * rng.standard_normal(PROMPTS))]
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libra.policy.late import GuessWorth, Place, WaitingGroup, age_weight, correction, guessed_share, settle
+from libra.policy.late import GuessWorth, WaitingGroup, age_weight, correction, guessed_share, settle
 
 
 def test_the_weight_of_age_is_that_of_the_paper():
@@ -26,9 +26,9 @@ ARRIVALS = st.dictionaries(
 
 @given(ARRIVALS, st.integers(1, 4))
 def test_every_reward_counts_once_or_is_dropped_and_no_group_waits_longer(comes, versions):
-    waiting: tuple[WaitingGroup, ...] = ()
-    counted: dict[Place, int] = {}
-    dropped: set[Place] = set()
+    waiting = ()
+    counted = {}
+    dropped = set()
     for batch in range(12):
         came = {(start, 0, sample): 1.0 for (start, sample), at in comes.items() if at <= batch}
         settled = settle(waiting, batch, came, versions=versions)

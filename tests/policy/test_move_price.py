@@ -73,7 +73,7 @@ def test_a_move_costs_the_lesser_of_the_two(tokens, prefill_s, token_bytes, meas
 
 
 def test_the_dispatcher_prices_a_move_by_the_transfers_it_was_told_of():
-    def moved(*transfers: KVTransferred) -> Move | None:
+    def moved(*transfers):
         dispatcher = Dispatcher()
         for events in ((HOME,), (WorkerLeft("a"), *transfers, TARGET)):
             for event in (*events, TrajectoryParked("x", 0, Phase.ROLLOUT, 0, context_tokens=2000)):

@@ -9,13 +9,13 @@ from libra.types import NO_TOOL
 FAST_S, SLOW_S = 0.012, 0.036
 
 
-def _log(short: tuple[str, str], *, long: bool) -> list[tuple[int, events.Event]]:
+def _log(short, *, long):
     """One trajectory generates 10 tokens on each of two engines; with ``long`` another one 100 on the fast engine."""
 
-    def capacity(worker: str, seconds: float) -> events.Event:
+    def capacity(worker, seconds):
         return events.WorkerCapacity("run", 0.0, worker, "tp1", 8, 0, 10_000, seconds, seconds, 1e-6, 0.0)
 
-    def quantum(key: str, number: int, worker: str, tokens: int, end: str) -> list[events.Event]:
+    def quantum(key, number, worker, tokens, end):
         return [
             events.QuantumDispatched("run", 0.1, key, "ROLLOUT", number, worker, (0,), "move: because", True),
             events.QuantumFinished(
@@ -23,7 +23,7 @@ def _log(short: tuple[str, str], *, long: bool) -> list[tuple[int, events.Event]
             ),
         ]  # fmt: skip
 
-    def parked(key: str) -> events.Event:
+    def parked(key):
         return events.TrajectoryParked("run", 0.0, key, "ROLLOUT", 0, 0, (0,), "")
 
     one, other = "trajectory-train-0-0-0-e0-run", "trajectory-train-0-0-1-e0-run"

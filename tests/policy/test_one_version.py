@@ -33,22 +33,22 @@ MOVES = st.lists(
 SLOTS, KV = 4, 100
 
 
-def parked(key: str, quanta: int = 0, context: int = 30) -> TrajectoryParked:
+def parked(key, quanta=0, context=30):
     return TrajectoryParked(key, 0, Phase.ROLLOUT, quanta, context_tokens=context)
 
 
 class Played:
     """Engines and trajectories that do what they are told; every answer is checked."""
 
-    def __init__(self, rounded: bool) -> None:
+    def __init__(self, rounded):
         self.one, self.newest = OneVersion(rounded=rounded), -1
-        self.serves: dict[str, int] = {}
-        self.at: dict[str, str] = {}  # under way
-        self.running: dict[str, str] = {}
-        self.began: dict[str, int] = {}
+        self.serves = {}
+        self.at = {}  # under way
+        self.running = {}
+        self.began = {}
         self.lost = False
 
-    def told(self, event) -> None:
+    def told(self, event):
         again = OneVersion.restored(json.loads(json.dumps(self.one.snapshot())))
         commands = self.one.handle(event)
         assert again.handle(event) == commands and again.snapshot() == self.one.snapshot()
@@ -64,15 +64,15 @@ class Played:
             for key in command.keys:
                 assert self.at.pop(key) == command.worker and key not in self.running
 
-    def able(self, version: int) -> set[str]:
+    def able(self, version):
         """Engines of a version that keep their trajectories."""
         return {each for each in self.serves if self.serves[each] == version and each not in self.one.emptying}
 
-    def forget(self, key: str, *tables: dict) -> None:
+    def forget(self, key, *tables):
         for table in tables:
             table.pop(key, None)
 
-    def start(self, key: str, number: int) -> None:
+    def start(self, key, number):
         places = [each for each in self.serves if self.serves[each] >= 0 and self.one.may(key, each)]
         version = self.began.get(key, self.newest)
         assert self.able(version) or self.lost or key not in self.began or not self.one.rounded, (
@@ -84,13 +84,13 @@ class Played:
             self.at[key], self.began[key], self.running[key] = place, self.serves[place], place
             self.told(QuantumStarted(key, Phase.ROLLOUT, place))
 
-    def lose(self, worker: str, event) -> None:
+    def lose(self, worker, event):
         self.lost |= self.serves.pop(worker, None) is not None
         self.at = {key: place for key, place in self.at.items() if place != worker}
         self.running = {key: place for key, place in self.running.items() if place != worker}
         self.told(event)
 
-    def move(self, move: str, number: int) -> None:
+    def move(self, move, number):
         worker, key = f"w{number % 3}", f"k{number}"
         match move:
             case "start" if key not in self.running:
@@ -127,7 +127,7 @@ def test_no_engine_changes_under_a_trajectory_and_all_get_the_newest_at_last(mov
     assert all(run.one.may("new", worker) for worker in run.serves if run.newest >= 0)
 
 
-def with_versions(under_way: dict[str, int], *, context: int = 10, slots: int = 8) -> OneVersion:
+def with_versions(under_way, *, context=10, slots=8):
     """Engines of version 0, each with as many trajectories in actions."""
     one = OneVersion(rounded=True)
     one.handle(VersionPublished(0))
@@ -142,7 +142,7 @@ def with_versions(under_way: dict[str, int], *, context: int = 10, slots: int = 
     return one
 
 
-def shared(one: OneVersion, waiting: int) -> list[Vacate | LoadVersion]:
+def shared(one, waiting):
     found = list(one.handle(VersionPublished(1)))
     for number in range(waiting):
         found += one.handle(parked(f"new-{number}"))

@@ -1,14 +1,11 @@
 """Where engines exchange KV a pause costs little: memory decides who waits, and places are asked for again."""
 
-from collections.abc import Sequence
-
 import pytest
 from msgspec import structs
 
 from libra.policy import Dispatcher
 from libra.policy.fleet import Fleet
 from libra.policy.messages import (
-    Place,
     Prefer,
     Priority,
     QuantumFinished,
@@ -21,18 +18,18 @@ from libra.policy.messages import (
 from libra.types import Phase
 
 
-def engine(name: str = "e0", *, token_bytes: int = 1000, kv_tokens: int = 10_000) -> WorkerJoined:
+def engine(name="e0", *, token_bytes=1000, kv_tokens=10_000):
     return WorkerJoined(
         name, "tp1", 64, kv_tokens=kv_tokens, alone_s_per_token=0.01, full_s_per_token=0.02, prefill_s_per_token=1e-4,
         kv_token_bytes=token_bytes,
     )  # fmt: skip
 
 
-def parked(key: str, quanta: int = 0, context: int = 0) -> TrajectoryParked:
+def parked(key, quanta=0, context=0):
     return TrajectoryParked(key, 0, Phase.ROLLOUT, quanta, context_tokens=context)
 
 
-def begin(dispatcher: Dispatcher, key: str, final: int) -> tuple[Place, ...]:
+def begin(dispatcher, key, final):
     dispatcher.handle(parked(key))
     dispatcher.apply([SetPriority(key, Priority(0, 1, 0), ""), Prefer(key, (), "", final - 100, final)])
     return dispatcher.dispatch(Phase.ROLLOUT)
@@ -63,7 +60,7 @@ def test_slots_are_released_while_engines_that_exchange_kv_are_full(token_bytes)
     assert not dispatcher.contended()
 
 
-def full(token_bytes: int = 1000, tools_s: float = 0.0, *, inline: bool = True) -> Dispatcher:
+def full(token_bytes=1000, tools_s=0.0, *, inline=True):
     """An engine with room for 10,000 tokens, in whose slots two with 9,000 and 6,000 go on; a second of each was for generating."""
     dispatcher = Dispatcher()
     dispatcher.handle(structs.replace(engine(token_bytes=token_bytes), full_s_per_token=0.01))
@@ -100,7 +97,7 @@ def test_waits_for_memory_make_no_more_room_and_tools_however_long_eight_times()
     assert host.hosts["e0"].open_tokens == 80_000
 
 
-def loaded(*engines: tuple[float, Sequence[int]]) -> Dispatcher:
+def loaded(*engines):
     """Engines so many times as slow as `engine`, with trajectories at home there that have so many tokens left."""
     dispatcher = Dispatcher()
     dispatcher.allowed = lambda key, worker: key.startswith(worker)

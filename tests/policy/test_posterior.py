@@ -2,7 +2,6 @@
 
 import json
 import math
-from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libra.policy import GroupsNamed, KnownLengths, QuantumFinished, TrajectoryEnded, TrajectoryParked, VersionPublished
-from libra.policy.forecast import Forecaster
 from libra.policy.posterior import SIGNALS, Posterior, PosteriorConfig
 from libra.types import NO_TOOL, Phase, ToolStatus
 
@@ -26,11 +24,11 @@ STEP = st.one_of(
 STEPS = st.lists(STEP, max_size=80)
 
 
-def parked(key: str, group: str = "", family: str = "") -> TrajectoryParked:
+def parked(key, group="", family=""):
     return TrajectoryParked(key, 0, Phase.ROLLOUT, 0, group, family)
 
 
-def take(forecaster: Forecaster, step: tuple[Any, ...]) -> Any:
+def take(forecaster, step):
     """Do a step; what a policy could see of it."""
     match step:
         case ("turn", key, tokens, tool, success):
@@ -51,11 +49,11 @@ def take(forecaster: Forecaster, step: tuple[Any, ...]) -> Any:
     return None
 
 
-def through_json(forecaster: Forecaster) -> Any:
+def through_json(forecaster):
     return json.loads(json.dumps(forecaster.snapshot(), allow_nan=False))
 
 
-def run(forecaster: Forecaster, key: str, turns: list[tuple[int, str]], *, group: str = "", family: str = "") -> None:
+def run(forecaster, key, turns, *, group="", family=""):
     """A whole trajectory, then a call of learn."""
     forecaster.handle(parked(key, group, family))
     for tokens, tool in turns:
@@ -88,7 +86,7 @@ def test_without_anything_measured_the_least_served_goes_first_and_skill_is_zero
     assert short.skill == long.skill == 0.0
 
 
-def worlds(rng: np.random.Generator, count: int) -> list[tuple[str, list[tuple[int, str]]]]:
+def worlds(rng, count):
     """Half of the trajectories use a tool that others do not, and run four times as long."""
     made = []
     for number in range(count):
@@ -211,7 +209,7 @@ def test_a_snapshot_of_another_schema_is_refused():
             Posterior().restore(Posterior().snapshot() | {"schema": schema})
 
 
-def with_siblings(lengths: list[int], groups: int) -> Posterior:
+def with_siblings(lengths, groups):
     """A posterior that has seen trajectories of these lengths end, and has three siblings waiting in each group."""
     posterior = Posterior()
     for number, tokens in enumerate(lengths):

@@ -3,7 +3,6 @@
 import copy
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -31,23 +30,23 @@ class Process:
 class World:
     """Workers that do what they are told, late, wrongly or never, and the checks of every command."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.roles = Roles()
         self.processes = {name: Process(ROLLOUT, ROLLOUT) for name in NODES}
-        self.mail: deque[say.RoleEvent] = deque()
-        self.sent: list[say.RoleEvent] = []
-        self.restarts: list[str] = []
-        self.begun: dict[int, say.ReportStarted] = {}
-        self.undone: set[int] = set()
-        self.ended: dict[int, say.ReportEnded] = {}
-        self.refused: list[str] = []
+        self.mail = deque()
+        self.sent = []
+        self.restarts = []
+        self.begun = {}
+        self.undone = set()
+        self.ended = {}
+        self.refused = []
         for name in NODES:
             self.announce(name)
 
-    def announce(self, name: str) -> None:
+    def announce(self, name):
         self.handle(say.MemberAnnounced(name, ROLLOUT, NODES[name]))
 
-    def handle(self, event: say.RoleEvent) -> tuple[Any, ...]:
+    def handle(self, event):
         commands = self.roles.handle(event)
         for command in commands:
             self.obey(command)
@@ -55,7 +54,7 @@ class World:
         assert len(changing) == len(set(changing)), "a worker is in one change at a time"
         return commands
 
-    def obey(self, command: Any) -> None:
+    def obey(self, command):
         process = self.processes.get(getattr(command, "worker", ""))
         match command:
             case say.Withdraw():
@@ -83,7 +82,7 @@ class World:
             case say.Refuse(reason=reason):
                 self.refused.append(reason)
 
-    def work(self, name: str, *, fails: bool = False, skips: bool = False) -> None:
+    def work(self, name, *, fails=False, skips=False):
         """A worker does the first thing that it was told and has not done, and says so."""
         process = self.processes[name]
         while skips and len(process.told) > 1 and process.told[0].generation < process.told[-1].generation:
@@ -109,15 +108,15 @@ class World:
                 assert sum(held) <= list(NODES.values()).count(node), "no GPU is in two hands"
         self.tell(say.StageDone(name, told.generation, told.stage))
 
-    def tell(self, event: say.RoleEvent) -> None:
+    def tell(self, event):
         self.mail.append(event)
         self.sent.append(event)
 
-    def deliver(self) -> None:
+    def deliver(self):
         if self.mail:
             self.handle(self.mail.popleft())
 
-    def say_again(self, index: int) -> None:
+    def say_again(self, index):
         """Something that was said before and is of no change going on, or was heard already, arrives once more."""
         if not self.sent:
             return
@@ -134,7 +133,7 @@ class World:
             assert self.handle(event) == ()
             assert vars(before) == vars(self.roles)
 
-    def lose(self, name: str) -> None:
+    def lose(self, name):
         process = self.processes[name]
         if process.alive:
             process.alive, process.holds, process.supplied = False, None, None
@@ -142,12 +141,12 @@ class World:
             self.restarts = [worker for worker in self.restarts if worker != name]
             self.handle(say.MemberLost(name))
 
-    def come_back(self, name: str) -> None:
+    def come_back(self, name):
         if not self.processes[name].alive:
             self.processes[name].alive = True
             self.announce(name)
 
-    def step(self, what: str, number: int) -> None:
+    def step(self, what, number):
         """One thing happens, of one kind."""
         busy = [name for name, process in self.processes.items() if process.told] or list(NODES)
         name = busy[number % len(busy)]
@@ -175,7 +174,7 @@ class World:
             case "all":
                 everybody(self)
 
-    def settle(self) -> None:
+    def settle(self):
         """Everybody does all that is to be done, restarts included, and whoever is away comes back."""
         for _ in range(200):
             for name in NODES:
@@ -187,7 +186,7 @@ class World:
                 self.deliver()
 
 
-def targets_of(number: int) -> dict[str, Assignment]:
+def targets_of(number):
     """One of many things that can be asked for, sensible or not."""
     choices = [
         {"a": TRAIN}, {"b": TRAIN}, {"d": TRAIN}, {"a": ROLLOUT}, {"b": ROLLOUT}, {"a": TRAIN, "d": TRAIN},
@@ -235,7 +234,7 @@ def test_every_interleaving_ends_in_the_old_or_the_new_assignments(steps):
             assert member.settled in (ROLLOUT, TRAIN)
 
 
-def everybody(world: World) -> list[tuple[str, Stage]]:
+def everybody(world):
     """All workers do what they were told, once; what that was."""
     told = [(name, process.told[0].stage) for name, process in world.processes.items() if process.told]
     for name in NODES:

@@ -22,11 +22,9 @@ class Begun(NamedTuple):
 
 def driven(schedule, arrivals, batch_s, restore_s=0.0):
     """Every batch of these arrivals; the n-th takes the n-th of ``batch_s``, again from the first when they are used up."""
-    agenda: list[tuple[float, int, str, Fire | None]] = [
-        (at_s, number, service, None) for number, (at_s, service) in enumerate(arrivals)
-    ]
+    agenda = [(at_s, number, service, None) for number, (at_s, service) in enumerate(arrivals)]
     heapq.heapify(agenda)
-    begun: list[Begun] = []
+    begun = []
     serial = len(arrivals)
     while agenda:
         at_s = agenda[0][0]
@@ -52,7 +50,7 @@ gaps = st.lists(st.sampled_from([0.0, 0.0, 0.01, 0.1, 0.5, 2.0]), min_size=1, ma
 lengths = st.lists(st.sampled_from([0.0, 0.05, 0.2, 1.0]), min_size=1, max_size=8)
 
 
-def at_times(waits: list[float]) -> list[float]:
+def at_times(waits):
     at_s, found = 0.0, []
     for wait_s in waits:
         at_s += wait_s
@@ -105,7 +103,7 @@ def test_a_device_runs_one_batch_at_a_time(waits, batch_s):
     arrivals = [(at_s, ("x", "y", "z", "plain")[number % 4]) for number, at_s in enumerate(at_times(waits))]
     begun = driven(schedule, arrivals, batch_s, restore_s=0.3)
     assert sorted(number for each in begun for number in each.fire.requests) == list(range(len(arrivals)))
-    ends: dict[str, float] = defaultdict(float)
+    ends = defaultdict(float)
     for count, each in enumerate(begun):
         assert each.at_s >= ends[each.fire.lane] - 1e-9
         took_s = batch_s[count % len(batch_s)] + (0.3 if each.fire.restores else 0.0)

@@ -6,7 +6,6 @@ trajectories, deliveries and steps end in any order. What is compared is counted
 
 import random
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -88,7 +87,7 @@ class Rules:
 
 
 @st.composite
-def rules(draw: st.DrawFn) -> Rules:
+def rules(draw):
     """Every combination that a run allows, with a bound of up to 3."""
     eta, batches = draw(st.integers(0, 3)), draw(st.sampled_from(["whole", "whole", "own", "first_come"]))
     whole = batches == "whole"
@@ -129,7 +128,7 @@ class Run:
     vacated: int = 0
     spread: int = 0  # of versions alive at once
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         rules = self.rules
         self.rng, self.streamed = random.Random(self.seed), rules.batches != "whole"
         waves = Waves(MOST_WAVES) if self.streamed else None
@@ -137,7 +136,7 @@ class Run:
         self.one = None if rules.engines == "many" else OneVersion(rounded=rules.engines == "rounded")
         self.serves = dict.fromkeys(ENGINES, -1)
 
-    def play(self) -> None:
+    def play(self):
         submitted, rng = 0, self.rng
         lazy = rng.choice((0.2, 1.0, 8.0))  # how much rarer than its start a quantum's end is
         for engine in ENGINES if self.one else ():
@@ -184,10 +183,10 @@ class Run:
 
     # ---------------------------------------------------------------- rollout
 
-    def may(self, place: Place) -> bool:
+    def may(self, place):
         return any(self.one is None or self.one.may(str(place), engine) for engine in ENGINES)
 
-    def start(self, place: Place) -> None:
+    def start(self, place):
         able = [engine for engine in ENGINES if self.one is None or self.one.may(str(place), engine)]
         engine = self.rng.choice(able)
         if self.one is None:
@@ -201,7 +200,7 @@ class Run:
         self.tokens.setdefault(place, []).append(self.serves[engine])
         self.admission.generation_started(place[0], place[1], self.serves[engine])
 
-    def end(self, place: Place) -> None:
+    def end(self, place):
         del self.generating[place]
         if self.parked[place]:
             self.parked_again(place, 1)
@@ -220,14 +219,14 @@ class Run:
             else:
                 self.commit(group)
 
-    def parked_again(self, place: Place, quanta: int) -> None:
+    def parked_again(self, place, quanta):
         if self.one is not None:
             self.obeyed(self.one.handle(TrajectoryParked(str(place), place[0], Phase.ROLLOUT, quanta)))
 
-    def owed(self, group: Group) -> set[Place]:
+    def owed(self, group):
         return {place for place in self.missing if place[:2] == group}
 
-    def commit(self, group: Group) -> None:
+    def commit(self, group):
         if group in self.graded:
             self.graded.remove(group)
         oldest = min(min(self.tokens[(*group, sample)]) for sample in range(SAMPLES))
@@ -235,7 +234,7 @@ class Run:
 
     # ---------------------------------------------------------------- steps
 
-    def published(self) -> None:
+    def published(self):
         self.version += 1
         policy = self.rules.policy
         open_tokens = [version for place in {*self.parked, *self.generating} for version in self.tokens.get(place, ())]
@@ -246,7 +245,7 @@ class Run:
             self.obeyed(self.one.handle(VersionPublished(self.version)))
         self.obeyed(self.admission.version_published(self.version))
 
-    def obeyed(self, commands: Sequence[object]) -> None:
+    def obeyed(self, commands):
         rules, policy = self.rules, self.rules.policy
         for command in commands:
             if isinstance(command, OpenGate):
@@ -275,7 +274,7 @@ class Run:
                 assert not at and command.version == self.version
                 self.serves[command.worker] = command.version
 
-    def take(self, batch: int, members: tuple[Group, ...]) -> None:
+    def take(self, batch, members):
         assert len(members) == self.rules.groups, "whole groups, as many as a batch has"
         self.taken[batch] = members
         self.training.append((batch, -1))
@@ -300,14 +299,14 @@ class Run:
         assert denominator == expected
         self.settled(batch, members)
 
-    def made(self, place: Place) -> Trajectory:
+    def made(self, place):
         versions = np.array(self.tokens[place], np.int32)
         return Trajectory(
             TrajectoryId(*place), Prompt("p", ()), versions, np.ones(len(versions), np.bool_), np.zeros(len(versions), np.float32),
             versions, versions, turns=[], end_reason=EndReason.ANSWERED, reward=float(place[2]),
         )  # fmt: skip
 
-    def settled(self, batch: int, members: tuple[Group, ...]) -> None:
+    def settled(self, batch, members):
         places = [(*group, sample) for group in members for sample in range(SAMPLES)]
         self.counted.update(place for place in places if place in self.delivered)
         missing = {place for place in places if place in self.missing}
@@ -325,7 +324,7 @@ class Run:
         ]
         self.waiting = (*found.waiting, *(group for group in fresh if group.missing))
 
-    def checked(self) -> None:
+    def checked(self):
         """After the last step."""
         rules, consumed = self.rules, [group for members in self.taken.values() for group in members]
         assert len(consumed) == len(set(consumed)) == rules.groups * rules.iterations

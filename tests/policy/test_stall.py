@@ -9,11 +9,11 @@ from libra.policy.step_lengths import FLOOR_S, START_S, StepLengths
 SLOT = Waiting("trajectory-train-0-0-0-e0-demo", "a slot of ROLLOUT", "ROLLOUT")
 
 
-def running(key: str, since_s: float, stage: str = "trajectory, TOOL") -> RunningTask:
+def running(key, since_s, stage="trajectory, TOOL"):
     return RunningTask(key, stage, "tool-0", "tcp://127.0.0.1:1", since_s)
 
 
-def picture(*tasks: RunningTask | Waiting, **supply: float) -> Picture:
+def picture(*tasks, **supply):
     return Picture(
         tuple(task for task in tasks if isinstance(task, RunningTask)),
         tuple(task for task in tasks if isinstance(task, Waiting)),
@@ -21,7 +21,7 @@ def picture(*tasks: RunningTask | Waiting, **supply: float) -> Picture:
     )
 
 
-def not_looked() -> Picture:
+def not_looked():
     raise AssertionError("nothing was due, so nobody had to look")
 
 
@@ -76,7 +76,7 @@ def test_a_stall_is_never_told_within_the_timeout_of_an_edge(steps):
             told_s = t_s
 
 
-def measured(**seconds: float) -> StepLengths:
+def measured(**seconds):
     """Limits after 100 tasks of each kind, of so many seconds each."""
     lengths = StepLengths({"tool": 90.0})
     for kind, length_s in seconds.items():

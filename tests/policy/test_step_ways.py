@@ -1,6 +1,5 @@
 """What bounds a step and how to take it: closed forms, the choice between them, and what the user is told."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -102,9 +101,9 @@ def test_a_way_stays_taken_until_it_is_worth_next_to_nothing():
 
 
 def test_a_simulation_decides_where_the_forms_are_near_and_only_there():
-    asked: list[Sequence[str]] = []
+    asked = []
 
-    def simulate(ways: Sequence[str]) -> dict[str, float]:
+    def simulate(ways):
         asked.append(ways)
         return {SPLIT: 500.0, STREAMING: 490.0, TURNING: 200.0}
 

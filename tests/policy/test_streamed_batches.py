@@ -7,27 +7,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libra.policy import Admission, CommittedGroup, OpenGate
-from libra.policy.admission import GroupId
 from libra.policy.streamed_batches import StreamedBatches
 
 
-def train(eta: int, groups: int, steps: int, own: bool, seed: int) -> dict[int, list[tuple[GroupId, int]]]:
+def train(eta, groups, steps, own, seed):
     """A whole training under a random schedule: the groups of each batch, with their lags."""
     rng, admission, batches = random.Random(seed), Admission(eta, groups), StreamedBatches(eta, groups, own=own)
-    waiting: list[GroupId] = []
-    running: dict[GroupId, int] = {}
-    started: dict[GroupId, int] = {}
-    taken: dict[int, list[tuple[GroupId, int]]] = {step: [] for step in range(steps)}
+    waiting = []
+    running = {}
+    started = {}
+    taken = {step: [] for step in range(steps)}
 
-    def take(places: tuple[GroupId, ...]) -> None:
+    def take(places):
         taken[batches.batch].extend((place, batches.batch - started[place]) for place in places)
 
-    def open_gates(commands: tuple[object, ...]) -> None:
+    def open_gates(commands):
         for command in commands:
             assert isinstance(command, OpenGate)
             waiting.extend((command.iteration, group) for group in range(groups))
 
-    def publish(version: int) -> None:
+    def publish(version):
         open_gates(admission.version_published(version))
         take(batches.version_published(version))
 

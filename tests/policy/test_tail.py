@@ -29,7 +29,7 @@ GROUPS, SIZE, SLOTS = 4, 2, 4
 class Run:
     """One iteration of four groups of two, on e0 and e1, which may turn, and e2, which may not."""
 
-    def __init__(self, *, change_s: float = 2.0, hybrids: int = 2, engines: int = 3) -> None:
+    def __init__(self, *, change_s=2.0, hybrids=2, engines=3):
         self.admission = Admission(0, GROUPS, Waves(GROUPS, 1, 1))
         self.tail = Tail(self.admission, TailSettings(core_gpus=1, group_size=SIZE, change_s=change_s))
         for number in range(engines):
@@ -41,11 +41,11 @@ class Run:
             self.admission.wave_parked(0, wave)
         self.begin(0)
 
-    def publish(self, version: int) -> None:
+    def publish(self, version):
         self.tail.handle(VersionPublished(version))
         self.admission.version_published(version)
 
-    def begin(self, iteration: int) -> None:
+    def begin(self, iteration):
         """Everything of the iteration is generated on e2."""
         for group in range(GROUPS):
             for sample in range(SIZE):
@@ -53,7 +53,7 @@ class Run:
                 self.tail.handle(TrajectoryParked(key, iteration, Phase.ROLLOUT, 0, f"train-{iteration}-{group}"))
                 self.tail.handle(QuantumStarted(key, Phase.ROLLOUT, "e2"))
 
-    def end(self, group: int, tokens: int = 100) -> None:
+    def end(self, group, tokens=100):
         """A group is generated and committed; a wave opens with it if the trainer is free."""
         for sample in range(SIZE):
             key = f"t-0-{group}-{sample}"
@@ -62,11 +62,11 @@ class Run:
         self.tail.group_committed()
         self.admission.group_committed(CommittedGroup(0, group, 0))
 
-    def train(self, wave: int, seconds: float, hybrids: int = 0) -> None:
+    def train(self, wave, seconds, hybrids=0):
         self.tail.handle(WaveDone(0, wave, seconds, hybrids))
         self.admission.wave_trained(0, wave)
 
-    def turn(self, worker: str, role: str, seconds: float | None) -> None:
+    def turn(self, worker, role, seconds):
         self.tail.handle(RoleBegins(worker, role))
         self.tail.handle(RoleTaken(worker, role, seconds))
 

@@ -53,7 +53,7 @@ class Cluster:
     starts: list[tuple[float, str]] = field(default_factory=list)
     orders: list[tuple[float, FleetOrder]] = field(default_factory=list)
 
-    def second(self, at_s: float, arrivals: int) -> None:
+    def second(self, at_s, arrivals):
         for due in [due for due in self.starts if due[0] <= at_s]:
             self.starts.remove(due)
             self.present.append(due[1])

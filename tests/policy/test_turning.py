@@ -11,11 +11,11 @@ RULE = TurningRule(trajectories_per_gpu=4.0, min_gain_s=10.0, to_training_s=8.0,
 DOING = st.sampled_from(list(Turned))
 
 
-def engines(*residents: int, gpus: int = 2) -> list[TurningEngine]:
+def engines(*residents, gpus=2):
     return [TurningEngine(f"e{i}", gpus, Turned.ROLLOUT, count) for i, count in enumerate(residents)]
 
 
-def step(backlog_gpu_s: float = 1e4, core_gpus: int = 2, is_full: bool = False, waits: bool = True) -> OpenStep:
+def step(backlog_gpu_s=1e4, core_gpus=2, is_full=False, waits=True):
     return OpenStep(backlog_gpu_s, core_gpus, is_full, waits)
 
 

@@ -34,7 +34,7 @@ def test_where_engines_turn_a_wave_takes_only_some_of_what_is_complete():
         assert isinstance(opened, OpenWave) and opened.members == tuple(ready[:taken])
 
 
-def meets(batch: int, places: int, groups: int, left: list[int]) -> bool:
+def meets(batch, places, groups, left):
     """Whether groups with these deadlines fit into ``places`` of this batch and all later ones, by trying the nearest first."""
     for deadline in sorted(left):
         if not places:
@@ -59,7 +59,7 @@ def test_what_is_taken_first_come_leaves_the_others_their_places_and_no_choice_t
         return
     found = first_come(batch, places, groups, eta, deadlines, flying)
 
-    def fits(choice: tuple[tuple[int, int], ...]) -> bool:
+    def fits(choice):
         left = [deadline for group, deadline in deadlines.items() if group not in choice]
         return meets(batch, places - len(choice), groups, [*left, *flying])
 

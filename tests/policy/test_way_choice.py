@@ -23,11 +23,11 @@ WAYS = ("split", "streaming", "turning")
 LATE, ALIKE = (1.0, 1.0, 1.0, 9.0), (9.0, 9.0, 9.0, 9.0)
 
 
-def choice(ways: tuple[str, ...] = WAYS, way: str = "streaming", train_gpus: int = 1) -> WayChoice:
+def choice(ways=WAYS, way="streaming", train_gpus=1):
     return WayChoice(WaySettings(ways, way, "not planned", train_gpus), 0, 16)
 
 
-def step(complete_s: tuple[float, ...] = LATE, **given: object) -> MeasuredStep:
+def step(complete_s=LATE, **given):
     values = {"step": 0, "complete_s": complete_s, "waves": ((1, 1.0), (3, 3.0)), "update_s": 0.5, "longest_s": 0.0}
     values |= {"rollout_gpus": 2.0, "rollout_gpu_s": 12.0, "change_s": 0.0}
     return MeasuredStep(**(values | given))
@@ -91,11 +91,11 @@ def test_the_state_survives_json():
         WayChoice.restored({"way": "split"})
 
 
-def held() -> tuple[Admission, list[object]]:
+def held():
     """A run of four groups a batch, whose first three are complete."""
     admission = Admission(0, 4, Waves(4))
     admission.ways = choice(("split", "streaming"), "split")
-    commands: list[object] = []
+    commands = []
     for wave in range(4):
         commands += admission.wave_parked(0, wave)
     commands += admission.batch_parked(0) + admission.version_published(0)

@@ -3,10 +3,7 @@
 import asyncio
 import contextlib
 import inspect
-from collections.abc import AsyncIterator, Callable
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import dask
 import pytest
@@ -17,12 +14,12 @@ from libra.cluster.settings import DASK_SETTINGS
 from libra.scheduler import LibraPlugin, RunRegistration
 from libra.types import Phase
 
-DONE: dict[str, int] = {}
+DONE = {}
 """Quanta finished, by key: what a real trajectory reads in its journal."""
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+def pytest_pyfunc_call(pyfuncitem):
     """Run tests that are coroutines."""
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
@@ -31,7 +28,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     return True
 
 
-def report(key: str, run: str, quantum: int, *, following: Phase | None, goes_on: bool = False, epoch: int = 0) -> None:
+def report(key, run, quantum, *, following, goes_on=False, epoch=0):
     """What a worker reports at the end of a quantum; ``following`` is the next phase, None at the end."""
     message = {
         "kind": "quantum", "run": run, "epoch": epoch, "key": key, "quantum": quantum,
@@ -42,7 +39,7 @@ def report(key: str, run: str, quantum: int, *, following: Phase | None, goes_on
     get_worker().log_event("libra", message)
 
 
-async def quantum(key: str, run: str, length: int, epoch: int = 0) -> int:
+async def quantum(key, run, length, epoch=0):
     """Stand-in for a trajectory's task: ``length`` quanta, generations and actions in turn."""
     done = DONE.get(key, 0)
     await asyncio.sleep(0)
@@ -55,7 +52,7 @@ async def quantum(key: str, run: str, length: int, epoch: int = 0) -> int:
 
 
 @contextlib.asynccontextmanager
-async def cluster(rollout: int = 2, tool: int = 2) -> AsyncIterator[SimpleNamespace]:
+async def cluster(rollout=2, tool=2):
     """Scheduler with ``validate=True``, two workers with slots, a client, the plugin."""
     with dask.config.set(DASK_SETTINGS):
         async with (
@@ -69,7 +66,7 @@ async def cluster(rollout: int = 2, tool: int = 2) -> AsyncIterator[SimpleNamesp
             yield SimpleNamespace(scheduler=scheduler, workers=(a, b), client=client, plugin=plugin)
 
 
-def register(live: SimpleNamespace, directory: Path, run: str = "demo", **changes: Any) -> Any:
+def register(live, directory, run="demo", **changes):
     """Make a run known to the plugin, with a version 0."""
     arguments = {"epoch": 0, "eta": 0, "iterations": 1, "groups_per_batch": 1, "event_log": True} | changes
     answer = live.plugin.register_run(RunRegistration(run=run, directory=str(directory), **arguments))
@@ -77,19 +74,19 @@ def register(live: SimpleNamespace, directory: Path, run: str = "demo", **change
     return answer
 
 
-def publish(live: SimpleNamespace, version: int, run: str = "demo", epoch: int = 0) -> None:
+def publish(live, version, run="demo", epoch=0):
     """Report a version as published."""
     said = {"kind": "published", "run": run, "epoch": epoch, "version": version, "digest": "", "num_bytes": 0}
     live.plugin.log_event("libra", said)
 
 
-async def until(condition: Callable[[], Any]) -> None:
+async def until(condition):
     """Let the event loop go on until something is true that has no event."""
     while not condition():  # noqa: ASYNC110
         await asyncio.sleep(0)
 
 
-def submit(live: SimpleNamespace, run: str, lengths: list[int], iteration: int = 0, group: int = 0) -> list[Any]:
+def submit(live, run, lengths, iteration=0, group=0):
     """Trajectory tasks, as an iteration graph makes them."""
     futures = []
     for sample, length in enumerate(lengths):

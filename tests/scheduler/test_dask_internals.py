@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
 from types import SimpleNamespace
 
 from distributed import Client, Reschedule, Scheduler, Worker, get_worker
@@ -12,11 +11,11 @@ from libra import keys
 from libra.scheduler import dask_internals
 from libra.scheduler.dask_internals import Release
 
-RUNS: list[str] = []
+RUNS = []
 """Where `once_more` ran; functions of a module are not copied on their way to a worker of this process."""
 
 
-async def once_more() -> str:
+async def once_more():
     """Ask to be scheduled again the first time."""
     RUNS.append(get_worker().name)
     if len(RUNS) == 1:
@@ -27,16 +26,16 @@ async def once_more() -> str:
 class ParksAgain(SchedulerPlugin):
     """Puts restrictions back as Libra's plugin does: in the transition that leaves ``processing``, not before."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler):
         self.scheduler = scheduler
 
-    def transition(self, key: object, start: str, finish: str, *args: object, **kwargs: object) -> None:
+    def transition(self, key, start, finish, *args, **kwargs):
         if start == "processing" and (ts := self.scheduler.tasks.get(key)) is not None:
             dask_internals.park(ts)
 
 
 @contextlib.asynccontextmanager
-async def two_workers() -> AsyncIterator[SimpleNamespace]:
+async def two_workers():
     async with (
         Scheduler(host="127.0.0.1", port=0, dashboard_address="127.0.0.1:0", validate=True) as scheduler,
         Worker(scheduler.address, name="a", resources={keys.ROLLOUT: 2}) as a,
@@ -46,7 +45,7 @@ async def two_workers() -> AsyncIterator[SimpleNamespace]:
         yield SimpleNamespace(scheduler=scheduler, a=a, b=b, client=client)
 
 
-async def state_of(scheduler: Scheduler, key: str, state: str) -> None:
+async def state_of(scheduler, key, state):
     while key not in scheduler.tasks or scheduler.tasks[key].state != state:  # noqa: ASYNC110  no event for a state
         await asyncio.sleep(0)
 
@@ -54,10 +53,10 @@ async def state_of(scheduler: Scheduler, key: str, state: str) -> None:
 class HeldBack(SchedulerPlugin):
     """Holds back what every worker that joins supplies."""
 
-    def __init__(self) -> None:
-        self.held: dict[str, dict[str, int]] = {}
+    def __init__(self):
+        self.held = {}
 
-    def add_worker(self, scheduler: Scheduler, worker: str) -> None:
+    def add_worker(self, scheduler, worker):
         self.held[worker] = dask_internals.hold_back(scheduler, worker, [keys.GRADE, keys.TRAIN, keys.COMMIT])
 
 

@@ -1,10 +1,8 @@
 """What is left of a run on its scheduler when it has ended, or its driver has gone."""
 
 import asyncio
-from pathlib import Path
-from typing import Any
 
-from distributed import Client, Worker, WorkerPlugin
+from distributed import Client, WorkerPlugin
 
 from libra import events
 from libra.keys import host_name
@@ -47,18 +45,18 @@ class Part(WorkerPlugin):
     gate: asyncio.Event
     order: list[str]
 
-    def __init__(self, start: str) -> None:
+    def __init__(self, start):
         self.name, self.start = host_name("demo"), start
 
-    def setup(self, worker: Worker) -> None:
+    def setup(self, worker):
         self.order.append(f"{self.start} begins on {worker.name}")
 
-    async def teardown(self, worker: Worker) -> None:
+    async def teardown(self, worker):
         await self.gate.wait()
         self.order.append(f"{self.start} ends on {worker.name}")
 
 
-def registration(directory: Path, client: Client, epoch: int) -> dict[str, Any]:
+def registration(directory, client, epoch):
     """What a driver sends."""
     return RunRegistration(
         "demo", epoch, str(directory), eta=0, iterations=1, groups_per_batch=1, event_log=True, client=client.id
@@ -68,12 +66,12 @@ def registration(directory: Path, client: Client, epoch: int) -> dict[str, Any]:
 async def test_a_killed_drivers_run_leaves_its_workers_before_its_next_start_comes_to_them(
     emulation, tmp_path, monkeypatch
 ):
-    order: list[str] = []
+    order = []
     monkeypatch.setattr(Part, "order", order, raising=False)
     monkeypatch.setattr(Part, "gate", asyncio.Event(), raising=False)
     async with emulation.cluster() as live:
         async with Client(live.scheduler.address, asynchronous=True, set_as_default=False) as driver:
-            rpc: Any = driver.scheduler
+            rpc = driver.scheduler
             assert "error" not in await rpc.libra_register_run(registration=registration(tmp_path, driver, 0))
             await driver.register_plugin(Part("first"))
             async with Client(live.scheduler.address, asynchronous=True, set_as_default=False) as reader:
@@ -106,7 +104,7 @@ async def test_a_driver_that_has_gone_before_its_log_was_open_leaves_no_run(emul
 def test_the_log_of_an_ended_run_is_compressed_to_its_last_line_and_goes_on_in_a_resumed_run(tmp_path):
     path = tmp_path / "events.jsonl"
 
-    def part(first: int, last: int) -> None:
+    def part(first, last):
         log = RunLog("demo", EventLog(path))
         for number in range(first, last):
             log.emit(events.PolicyLearned, seconds=float(number))

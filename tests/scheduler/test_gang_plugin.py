@@ -2,24 +2,23 @@
 
 import json
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from libra import keys
-from libra.events import Event, to_json
+from libra.events import to_json
 from libra.scheduler.gang_plugin import GangPlugin
 
 
 class Stage:
     """A scheduler with workers ``a``, ``b``, ... that does what is asked at once, and the plugin on it."""
 
-    def __init__(self, *workers: str) -> None:
-        self.tasks: dict[str, Any] = {}
+    def __init__(self, *workers):
+        self.tasks = {}
         self.workers = {self.address(name) for name in workers}
-        self.sent: list[tuple[str, dict[str, Any]]] = []
-        self.later: list[Any] = []
-        self.events: list[tuple[str, dict[str, Any]]] = []
+        self.sent = []
+        self.later = []
+        self.events = []
         state = SimpleNamespace(log=SimpleNamespace(emit=self.emit))
         self.plugins = {"libra": SimpleNamespace(runs={"demo": state})}
         self.loop = SimpleNamespace(
@@ -32,29 +31,29 @@ class Stage:
         for name in workers:
             self.say("trainer", name=name, address=self.address(name))
 
-    def emit(self, kind: type[Event], **fields: Any) -> None:
+    def emit(self, kind, **fields):
         event = json.loads(to_json(kind("demo", 0.0, **fields)))
         self.events.append((event["name"], {name: event[name] for name in fields}))
 
     @staticmethod
-    def address(name: str) -> str:
+    def address(name):
         return f"tcp://{name}:1"
 
-    def say(self, kind: str, **fields: Any) -> None:
+    def say(self, kind, **fields):
         self.plugin.log_event("libra", {"kind": kind, "run": "demo", "epoch": 0, **fields})
 
-    def worker_send(self, address: str, message: dict[str, Any]) -> None:
+    def worker_send(self, address, message):
         self.sent.append((address, message))
 
-    def transitions(self, recommendations: dict[str, str], stimulus_id: str) -> None:
+    def transitions(self, recommendations, stimulus_id):
         for key, state in recommendations.items():
             self.move(key, state)
 
-    def move(self, key: str, state: str) -> None:
+    def move(self, key, state):
         before, self.tasks[key].state = self.tasks[key].state, state
         self.plugin.transition(key, before, state)
 
-    def park(self, node: str, *indices: int) -> str:
+    def park(self, node, *indices):
         key = keys.make(node, indices, epoch=0, run="demo")
         self.tasks[key] = SimpleNamespace(
             state="waiting", resource_restrictions={keys.GANG: 1}, worker_restrictions=None
@@ -62,13 +61,13 @@ class Stage:
         self.move(key, "no-worker")
         return key
 
-    def form(self, number: int) -> None:
+    def form(self, number):
         """Everybody does as told, up to a ready group."""
         self.say("gang_open", gang=number, host="h", port=1)
         for rank in range(2):
             self.say("gang_joined", gang=number, rank=rank, steps=number)
 
-    def lose(self, name: str) -> None:
+    def lose(self, name):
         address = self.address(name)
         self.workers.discard(address)
         for key, task in self.tasks.items():
@@ -77,7 +76,7 @@ class Stage:
                 self.move(key, "no-worker")
         self.plugin.remove_worker(self, address)
 
-    def running(self) -> dict[str, set[str]]:
+    def running(self):
         return {key: task.worker_restrictions for key, task in self.tasks.items() if task.state == "processing"}
 
 

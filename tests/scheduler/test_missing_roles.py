@@ -14,11 +14,11 @@ async def test_missing_roles_are_reported_with_cause_and_advice(emulation, tmp_p
         missing = MissingRoles(live.scheduler, plugin.not_ready, plugin.lost_workers, plugin.trajectories.phase_of)
         plugin.missing_roles = missing
 
-        def ready(worker: Worker) -> None:
+        def ready(worker):
             said = {"kind": "ready", "run": "demo", "epoch": 0, "name": worker.name, "address": worker.address}
             plugin.log_event("libra", said)
 
-        def told(at_s: float) -> str:
+        def told(at_s):
             missing.look(state, at_s)
             new = plugin.notices("demo", 0, read[0])
             read[0] += len(new)

@@ -3,7 +3,6 @@ the same order, and are done in the same (virtual) second."""
 
 import asyncio
 import itertools
-from pathlib import Path
 
 import pytest
 
@@ -19,7 +18,7 @@ TABLES = {tp: EngineTables(engine_seconds("A800-80G", "Qwen3-14B", tp)) for tp i
 LAYOUTS = {"one_kind": {2: 3}, "three_kinds": {1: 4, 2: 2, 4: 2}}
 
 
-def in_live_order(workload: Workload, directory: Path) -> Workload:
+def in_live_order(workload, directory):
     """The workload in the order in which the live scheduler first saw its trajectories: Dask's, and none of ours."""
     seen = [
         e["key"] for e in emulated_run.plugin_events(directory) if e["name"] == "trajectory_parked" and not e["quanta"]
@@ -29,7 +28,7 @@ def in_live_order(workload: Workload, directory: Path) -> Workload:
     return Workload(workload.name, tuple(by_key[key] for key in seen))
 
 
-def without_ties(workload: Workload) -> Workload:
+def without_ties(workload):
     """Every tool a little slower than the one before: what happens in the same instant has no order that could be compared."""
     count = itertools.count(1)
     plans = [

@@ -3,7 +3,6 @@
 import asyncio
 import random
 from collections import Counter
-from typing import Any
 
 from distributed import Reschedule
 
@@ -18,20 +17,20 @@ class RandomOrder:
 
     name = "random_order"
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed):
         self.rng = random.Random(seed)
 
-    def handle(self, event: object) -> tuple[SetPriority, ...]:
+    def handle(self, event):
         if isinstance(event, TrajectoryParked):
             place = Priority(self.rng.randrange(3), self.rng.randrange(3), self.rng.randrange(100))
             return (SetPriority(event.key, place, "random"),)
         return ()
 
 
-def check_order_and_capacity(events: list[dict], totals: dict[str, int]) -> int:
+def check_order_and_capacity(events, totals):
     """Invariants 1 and 2 of the plugin, read from its event log; returns the number of dispatches."""
-    waiting: dict[str, dict[str, list[int]]] = {str(phase): {} for phase in Phase}
-    running: dict[str, str] = {}
+    waiting = {str(phase): {} for phase in Phase}
+    running = {}
     dispatched = 0
     for event in events:
         match event["name"]:
@@ -85,11 +84,11 @@ async def test_a_gate_waits_for_its_version_and_hears_nothing_of_an_older_epoch(
         assert await futures[2] == 2
 
 
-KEPT: dict[str, Any] = {}
+KEPT = {}
 """State of the two tasks below; functions of a module are not copied on their way to a worker of this process."""
 
 
-async def keeps_its_slot(key: str) -> str:
+async def keeps_its_slot(key):
     """Three generations: the second follows in the same slot, the third must park first because another waits."""
     emulation = KEPT["emulation"]
     if KEPT["begun"].is_set():
@@ -102,14 +101,14 @@ async def keeps_its_slot(key: str) -> str:
     raise Reschedule()
 
 
-async def waits(key: str) -> str:
+async def waits(key):
     """One generation."""
     KEPT["emulation"].report(key, "demo", 0, following=None)
     return "second"
 
 
 async def test_a_trajectory_keeps_its_slot_only_while_nobody_waits_for_one(emulation, tmp_path):
-    told: list[bool] = []
+    told = []
 
     KEPT.update(emulation=emulation, begun=asyncio.Event(), told=asyncio.Event())
     async with emulation.cluster(rollout=1) as live:
@@ -117,7 +116,7 @@ async def test_a_trajectory_keeps_its_slot_only_while_nobody_waits_for_one(emula
         rollout = live.workers[0]
         free_again = asyncio.Event()
 
-        def contention(contended: bool) -> None:
+        def contention(contended):
             told.append(contended)
             (KEPT["told"] if contended else free_again).set()
 

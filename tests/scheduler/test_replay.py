@@ -7,9 +7,6 @@ import random
 import subprocess
 import sys
 from collections import Counter
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import msgspec
 import pytest
@@ -19,23 +16,23 @@ from libra import keys
 from libra.errors import StoreError
 from libra.events import SCHEMA, from_dict
 from libra.policy import CMLFQ, Admission, CommittedGroup, SetPriority
-from libra.policy.log_replay import Told, learned, replay
+from libra.policy.log_replay import learned, replay
 from libra.scheduler import dask_internals
 from libra.store.event_log import from_last_snapshot, read_events
 
 GROUPS, ITERATIONS = 2, 4
 
 
-async def record(emulation: SimpleNamespace, directory: Path, **changes: Any) -> None:
+async def record(emulation, directory, **changes):
     """Four iterations with eta 1 on two workers, one of which is lost and replaced: gates, batches, groups, quanta."""
     rng = random.Random(0)
     async with emulation.cluster(rollout=2, tool=2) as live:
         emulation.register(live, directory, eta=1, groups_per_batch=GROUPS, iterations=ITERATIONS, **changes)
 
-        def say(kind: str, **fields: Any) -> None:
+        def say(kind, **fields):
             live.plugin.log_event("libra", {"kind": kind, "run": "demo", "epoch": 0, **fields})
 
-        def node(name: str, k: int) -> Any:
+        def node(name, k):
             key = keys.make(name, (k,), epoch=0, run="demo")
             return live.client.submit(int, k, key=key, resources={keys.PARK: 1})
 
@@ -68,15 +65,15 @@ def recorded(emulation, tmp_path_factory):
     return directory / "events.jsonl"
 
 
-def lines_of(path: Path) -> list[dict[str, Any]]:
+def lines_of(path):
     return list(read_events(path).events)
 
 
-def told(events: list[dict[str, Any]]) -> list[Told]:
+def told(events):
     return list(replay((line, from_dict(event)) for line, event in enumerate(events, start=1)))
 
 
-def commands(steps: list[Told]) -> list[Any]:
+def commands(steps):
     return [entry.command for step in steps for entry in step.logged]
 
 
@@ -121,15 +118,15 @@ def test_what_was_learned_is_replayed_and_restored(emulation, tmp_path):
 
 
 def test_what_was_applied_is_what_was_logged(emulation, tmp_path, monkeypatch):
-    priorities: list[tuple[str, tuple[int, ...]]] = []
-    opened: list[str] = []
+    priorities = []
+    opened = []
     real_set, real_release = dask_internals.set_priority, dask_internals.release
 
-    def set_priority(ts: Any, priority: tuple[int, ...]) -> None:
+    def set_priority(ts, priority):
         priorities.append((ts.key, tuple(priority)))
         real_set(ts, priority)
 
-    def release(scheduler: Any, releases: list[dask_internals.Release], stimulus_id: str) -> list[str]:
+    def release(scheduler, releases, stimulus_id):
         opened.extend(r.key for r in releases if r.address is None)
         return real_release(scheduler, releases, stimulus_id)
 
@@ -170,11 +167,11 @@ def test_another_hash_seed_changes_no_command(recorded):
     assert result["decisions"] == len(commands(told(lines_of(recorded))))
 
 
-def first_difference(events: list[dict[str, Any]]) -> tuple[int, str]:
+def first_difference(events):
     return next(((step.line, step.difference) for step in told(events) if step.difference), (0, ""))
 
 
-def index_of(events: list[dict[str, Any]], name: str, nth: int = 0) -> int:
+def index_of(events, name, nth=0):
     return [i for i, event in enumerate(events) if event["name"] == name][nth]
 
 

@@ -2,12 +2,11 @@
 
 import asyncio
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from libra import keys
-from libra.events import Event, to_dict
+from libra.events import to_dict
 from libra.events.reports import EngineKindFields
 from libra.policy import Admission, Tail
 from libra.scheduler.role_plugin import RolePlugin
@@ -19,36 +18,36 @@ NAMES = ("a", "b", "plain")
 class Stage:
     """A scheduler with workers ``a`` and ``b`` that can change roles and one that cannot, and the plugin on it."""
 
-    def __init__(self, tp: int = 0) -> None:
+    def __init__(self, tp=0):
         self.tp = tp
-        self.workers: dict[str, Any] = {}
-        self.resources: dict[str, dict[str, int]] = {}
-        self.running: list[Any] = []
-        self.sent: list[tuple[str, dict[str, Any]]] = []
-        self.events: list[tuple[str, dict[str, Any]]] = []
-        self.later: list[Any] = []
+        self.workers = {}
+        self.resources = {}
+        self.running = []
+        self.sent = []
+        self.events = []
+        self.later = []
         state = SimpleNamespace(log=SimpleNamespace(emit=self.emit), tail=Tail(Admission(0, 1)))
         kicked = SimpleNamespace(kick=lambda: None)
-        concurrency = Concurrency(self, kicked.kick)  # type: ignore[arg-type]
+        concurrency = Concurrency(self, kicked.kick)
         self.plugins = {"libra": SimpleNamespace(runs={"demo": state}, trajectories=kicked, concurrency=concurrency)}
         self.loop = SimpleNamespace(add_callback=lambda call, *args: self.later.append((call, args)))
         self.plugin = RolePlugin()
-        self.plugin._scheduler = self  # type: ignore[assignment]
+        self.plugin._scheduler = self
         assert self.plugin.register_roles("demo", 0) == {}
         for name in NAMES:
             self.join(name)
 
-    def emit(self, kind: type[Event], *values: Any, **fields: Any) -> None:
-        logged = to_dict(kind("demo", 0.0, *values, **fields))  # type: ignore[call-arg]
+    def emit(self, kind, *values, **fields):
+        logged = to_dict(kind("demo", 0.0, *values, **fields))
         for envelope in ("schema", "name", "run", "t_s"):
             del logged[envelope]
         self.events.append((kind.name, logged))
 
     @staticmethod
-    def address(name: str) -> str:
+    def address(name):
         return f"tcp://10.0.0.1:{ord(name[0])}"
 
-    def join(self, name: str) -> None:
+    def join(self, name):
         """A worker comes, with what its command line says, and its host announces itself."""
         address = self.address(name)
         resources = {keys.ROLLOUT: 8} | ({keys.TP: self.tp} if self.tp else {})
@@ -56,44 +55,44 @@ class Stage:
         self.running.append(self.workers[address])
         for resource, count in resources.items():
             self.resources.setdefault(resource, {})[address] = count
-        self.plugin.add_worker(self, address)  # type: ignore[arg-type]
+        self.plugin.add_worker(self, address)
         self.supplied_when_it_came = self.slots(name)
         if name != "plain":
             self.say("role_member", name=name, address=address, tp=self.tp or 1, slots=8, share={"cores": name})
 
-    def leave(self, name: str) -> None:
+    def leave(self, name):
         address = self.address(name)
         self.running.remove(self.workers.pop(address))
         for supply in self.resources.values():
             supply.pop(address, None)
-        self.plugin.remove_worker(self, address)  # type: ignore[arg-type]
+        self.plugin.remove_worker(self, address)
 
-    def say(self, kind: str, **fields: Any) -> None:
+    def say(self, kind, **fields):
         self.plugin.log_event("libra", {"kind": kind, "run": "demo", "epoch": 0, **fields})
 
-    def worker_send(self, address: str, message: dict[str, Any]) -> None:
+    def worker_send(self, address, message):
         self.sent.append((address, message))
 
-    def slots(self, name: str) -> int:
+    def slots(self, name):
         address = self.address(name)
         assert self.workers[address].resources[keys.ROLLOUT] == self.resources[keys.ROLLOUT][address]
         return self.resources[keys.ROLLOUT][address]
 
-    def told(self, name: str) -> dict[str, Any]:
+    def told(self, name):
         return next(message for address, message in reversed(self.sent) if address == self.address(name))
 
-    def done(self, *names: str) -> None:
+    def done(self, *names):
         """These workers finish the stage that they were told."""
         for name in names:
             told = self.told(name)
             fields = {"generation": told["generation"], "stage": told["stage"], "seconds": 0.5}
             self.say("role_stage", name=name, **fields)
 
-    def names(self) -> list[str]:
+    def names(self):
         return [name for name, _ in self.events]
 
 
-def change(stage: Stage, **assignments: dict[str, Any]) -> int:
+def change(stage, **assignments):
     answer = stage.plugin.set_roles("demo", 0, assignments)
     assert "error" not in answer, answer
     return int(answer["generation"])
@@ -157,7 +156,7 @@ def test_cancelling_is_written_down_and_waited_for():
     generation = change(stage, a={"role": "train"})
     stage.done("a")
 
-    async def waits() -> dict[str, Any]:
+    async def waits():
         waiting = asyncio.ensure_future(stage.plugin.wait_roles("demo", 0, generation))
         await asyncio.sleep(0)
         assert stage.plugin.cancel_roles("demo", 0, generation) == {"generation": generation + 1}
@@ -201,7 +200,7 @@ def test_workers_supply_what_they_were_started_with_when_the_run_ends():
     assert stage.plugin.register_roles("other", 0) == {}
 
 
-def row(stage: Stage, name: str) -> dict[str, Any]:
+def row(stage, name):
     (found,) = (row for row in stage.plugin.roles("demo", 0) if row["worker"] == name)
     return found
 
@@ -213,7 +212,7 @@ def test_who_is_there_and_can_do_nothing_is_failed_until_it_is_gone_or_back():
     broken = {"name": "a", "address": "tcp://10.0.0.1:777", "detail": "OSError: no space left"}
     stage.say("not_ready", **broken)
     assert (row(stage, "a")["stage"], row(stage, "a")["reason"]) == ("failed", "OSError: no space left")
-    stage.plugin.remove_worker(stage, broken["address"])  # type: ignore[arg-type]
+    stage.plugin.remove_worker(stage, broken["address"])
     assert row(stage, "a")["stage"] == "lost"
     stage.say("not_ready", **broken)
     stage.join("a")

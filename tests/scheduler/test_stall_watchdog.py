@@ -7,10 +7,7 @@ import os
 import re
 import signal
 import threading
-from collections.abc import AsyncIterator, Callable
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import dask
 import pytest
@@ -29,14 +26,14 @@ KEY = keys.make("trajectory", (0, 0, 0), epoch=0, run="demo")
 class Stacks(WorkerPlugin):
     """What `LibraHost` does first."""
 
-    def setup(self, worker: Any) -> None:
+    def setup(self, worker):
         worker_stacks.install(worker)
 
 
-def quantum(blocks: str) -> Callable[[str], Any]:
+def quantum(blocks):
     """A trajectory of one quantum that hangs the first time it runs; travels to the workers by value."""
 
-    async def run(marker: str) -> str:
+    async def run(marker):
         from distributed import get_worker
 
         try:
@@ -63,7 +60,7 @@ def quantum(blocks: str) -> Callable[[str], Any]:
 
 
 @contextlib.asynccontextmanager
-async def processes() -> AsyncIterator[SimpleNamespace]:
+async def processes():
     """A scheduler here and one rollout worker in a process of its own."""
     with dask.config.set(DASK_SETTINGS):
         async with (
@@ -83,12 +80,12 @@ async def processes() -> AsyncIterator[SimpleNamespace]:
             yield SimpleNamespace(scheduler=scheduler, client=client, plugin=scheduler.plugins[LibraPlugin.name])
 
 
-def register(live: SimpleNamespace, directory: Path, *, restart: bool) -> None:
+def register(live, directory, *, restart):
     run = RunRegistration("demo", 0, str(directory), 0, 1, 1, True, watchdog_s=1.0, watchdog_restart=restart)
     live.plugin.register_run(run)
 
 
-def stalls(directory: Path) -> list[dict[str, Any]]:
+def stalls(directory):
     return [event for event in read_events(directory / "events.jsonl").events if event["name"] == "stall_detected"]
 
 

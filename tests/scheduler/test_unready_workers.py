@@ -2,9 +2,6 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
-from types import SimpleNamespace
-from typing import Any
 
 from distributed import Worker
 from distributed.diagnostics.plugin import WorkerPlugin
@@ -23,10 +20,10 @@ class Host(WorkerPlugin):
     ends: dict[str, asyncio.Future[str]] = {}
     """By run; what went wrong, or an empty text."""
 
-    def __init__(self, run: str) -> None:
+    def __init__(self, run):
         self.run, self.name = run, keys.host_name(run)
 
-    async def setup(self, worker: Worker) -> None:
+    async def setup(self, worker):
         if worker.name != "late":
             return
         detail = await self.ends.setdefault(self.run, asyncio.get_running_loop().create_future())
@@ -37,13 +34,13 @@ class Host(WorkerPlugin):
             raise OSError(detail)
 
 
-def ends(run: str, detail: str = "") -> None:
+def ends(run, detail=""):
     """The setup of a run on the worker that joins ends so."""
     Host.ends.setdefault(run, asyncio.get_running_loop().create_future()).set_result(detail)
 
 
 @contextlib.asynccontextmanager
-async def joining(emulation: Any, live: SimpleNamespace, *runs: str) -> AsyncIterator[str]:
+async def joining(emulation, live, *runs):
     """A worker that joins while these runs go on; its address, once its setup has begun."""
     Host.ends.clear()
     for run in runs:
@@ -62,13 +59,13 @@ async def joining(emulation: Any, live: SimpleNamespace, *runs: str) -> AsyncIte
         await late.close()
 
 
-def rows(live: SimpleNamespace, run: str = "demo") -> list[tuple[str, str, str]]:
+def rows(live, run="demo"):
     found = next(s["not_ready"] for s in live.plugin.snapshots() if s["run"] == run)
     assert all(row["for_s"] >= 0 for row in found)
     return [(row["worker"], row["stage"], row["detail"]) for row in found]
 
 
-def supplied(live: SimpleNamespace, address: str) -> set[str]:
+def supplied(live, address):
     """What Dask gives out there."""
     return {name for name, by in live.scheduler.resources.items() if address in by and name != keys.TOOL}
 
@@ -107,9 +104,9 @@ async def test_a_failure_is_an_event_and_a_line_that_says_what_to_do(emulation, 
 
 
 async def test_a_worker_with_a_nanny_is_started_anew_so_often_and_then_left_to_people(emulation, tmp_path, monkeypatch):
-    restarted: list[str] = []
+    restarted = []
 
-    async def restart(scheduler: Any, address: str, stimulus_id: str) -> str:
+    async def restart(scheduler, address, stimulus_id):
         restarted.append(address)
         return "OK"
 
@@ -122,7 +119,7 @@ async def test_a_worker_with_a_nanny_is_started_anew_so_often_and_then_left_to_p
             live.scheduler.workers[address].nanny = "tcp://127.0.0.1:1"
             said = {"run": "demo", "epoch": 0, "name": "late", "address": address}
 
-            def fails() -> float | None:
+            def fails():
                 live.plugin.not_ready.joined("demo", address)
                 live.plugin.log_event("libra", said | {"kind": "not_ready", "detail": "OSError: no space left"})
                 (row,) = live.plugin.not_ready.rows("demo")

@@ -1,7 +1,5 @@
 """Engines and workloads small enough to check by hand."""
 
-from collections.abc import Callable
-
 import pytest
 
 from libra.sim import EngineSpec, EngineTables, TrajectoryPlan, TurnPlan, Workload
@@ -10,24 +8,24 @@ from libra.sim import EngineSpec, EngineTables, TrajectoryPlan, TurnPlan, Worklo
 class Roofline:
     """Seconds by formulas: a step takes 10 ms and 1 us for each token of context; a token of prefill takes 1 ms."""
 
-    def __init__(self, tp: int = 1, kv_capacity_tokens: int = 10_000) -> None:
+    def __init__(self, tp=1, kv_capacity_tokens=10_000):
         self.tp, self.kv_capacity_tokens = tp, kv_capacity_tokens
 
-    def decode_step_s(self, num_sequences: int, context_tokens: float) -> float:
+    def decode_step_s(self, num_sequences, context_tokens):
         return (0.010 + 1e-6 * context_tokens) / self.tp
 
-    def prefill_s(self, new_tokens: int, past_tokens: int) -> float:
+    def prefill_s(self, new_tokens, past_tokens):
         return 0.001 * new_tokens / self.tp
 
 
 @pytest.fixture(name="tables")
-def _tables() -> Callable[..., EngineTables]:
+def _tables():
     return lambda tp=1, kv=10_000: EngineTables(Roofline(tp, kv))
 
 
 @pytest.fixture(name="engines")
-def _engines() -> Callable[..., tuple[EngineSpec, ...]]:
-    def make(count: int = 2, slots: int = 2, kv: int = 10_000, tp: int = 1) -> tuple[EngineSpec, ...]:
+def _engines():
+    def make(count=2, slots=2, kv=10_000, tp=1):
         shared = EngineTables(Roofline(tp, kv))
         return tuple(EngineSpec(f"tp{tp}-{i}", tp, slots, shared) for i in range(count))
 
@@ -35,10 +33,10 @@ def _engines() -> Callable[..., tuple[EngineSpec, ...]]:
 
 
 @pytest.fixture(name="workload")
-def _workload() -> Callable[..., Workload]:
+def _workload():
     """From lists of turns, (tokens, tool seconds) each: one group of all of them."""
 
-    def make(*trajectories: list[tuple[int, float]], group_size: int = 1, iterations: int = 1) -> Workload:
+    def make(*trajectories, group_size=1, iterations=1):
         plans = []
         for iteration in range(iterations):
             for index, turns in enumerate(trajectories):

@@ -9,16 +9,16 @@ from libra.errors import ConfigError
 from libra.hardware import Residuals
 from libra.hardware.host_kv import HostKv, HostPool
 from libra.hardware.virtual_engine import Request
-from libra.sim import EngineTables, VirtualEngine
+from libra.sim import VirtualEngine
 
 NOISE = Residuals((-0.1, 0.0, 0.2), (-0.1, 0.1))
 
 
-def engine_of(tables: EngineTables, residuals: Residuals | None = None) -> VirtualEngine:
+def engine_of(tables, residuals=None):
     return VirtualEngine("e", tables, residuals=residuals, rng=np.random.default_rng(0))
 
 
-def run_dry(engine: VirtualEngine) -> dict[str, float]:
+def run_dry(engine):
     """When each request ends, if nothing more is submitted."""
     ends = {}
     while (at_s := engine.next_finish_s()) is not None:
@@ -104,7 +104,7 @@ def test_every_request_ends_once_and_kv_never_overflows(tables, requests, kind):
         preempts=kind == "preempts", host=host,
     )  # fmt: skip
     arrivals = sorted((at, i) for i, (_, _, at, _) in enumerate(requests))
-    ends: dict[str, float] = {}
+    ends = {}
     now = 0.0
     while arrivals or engine.next_finish_s() is not None:
         at_s = engine.next_finish_s()

@@ -1,7 +1,6 @@
 """A stored run as a workload: every turn with what its tools came to, and no call that was not made."""
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,9 +18,9 @@ from libra.store.trajectories import TrajectoryStore
 from libra.types import NO_TOOL, EndReason, Prompt, ToolStatus, Trajectory, TrajectoryId
 
 
-def stored(run_dir: Path, *turns: tuple[str, str]) -> Path:
+def stored(run_dir, *turns):
     """A run with one trajectory, its turns given as (tool, status)."""
-    rows: list[dict[str, Any]] = [
+    rows = [
         {"turn": i, "tool": tool, "status": status, "prompt_tokens": 10 * (i + 1), "generated_tokens": 3,
          "observation_tokens": 4 if status else 0, "tool_s": 0.5 if status else 0.0, "generate_s": 0.1}
         for i, (tool, status) in enumerate(turns)
@@ -61,7 +60,7 @@ def test_a_stored_word_that_is_no_outcome_is_named_with_its_row(tmp_path):
 
 @pytest.mark.parametrize(("eta", "steps_s", "publish_s"), [(0, (5.0, 6.0), 0.0), (1, (4.0, 5.0), 1.0)])
 def test_a_publication_beside_the_next_step_is_no_part_of_its_own(eta, steps_s, publish_s):
-    def at(t_s: float, name: str, **fields: object) -> dict[str, object]:
+    def at(t_s, name, **fields):
         return {"name": name, "t_s": t_s, **fields}
 
     events = (

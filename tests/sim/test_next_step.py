@@ -2,17 +2,15 @@
 
 from dataclasses import replace
 from itertools import count
-from typing import Any
 
 import numpy as np
 import pytest
 
-from libra.config import RunConfig, config_from_dict
+from libra.config import config_from_dict
 from libra.driver.planned_steps import planned_regime, step_parts
 from libra.hardware import load_gpu, load_shape
 from libra.planner.build_plan import plan
 from libra.planner.cost import Layout, TrajectoryTotals
-from libra.planner.plan import Plan
 from libra.planner.snapshot import PlanningSnapshot
 from libra.planner.teacher import Teacher
 from libra.policy.step_ways import COLOCATED, forms
@@ -23,7 +21,7 @@ WAYS = ("split", "streaming", "turning")
 
 
 @pytest.fixture(autouse=True)
-def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
+def unhurried(monkeypatch):
     """A busy machine does not change what is decided."""
     monkeypatch.setattr(next_step, "LIMIT_S", 300.0)
 
@@ -31,12 +29,12 @@ def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
 CONFIG = config_from_dict({"trainer": {"prompts": 12, "group_size": 8}})
 
 
-def snapshot(**given: Any) -> PlanningSnapshot:
+def snapshot(**given):
     rng = np.random.default_rng(3)
     totals = TrajectoryTotals.of(
         1000.0, rng.lognormal(8.0, 0.6, 96).clip(200, 20_000), observation_tokens=1400.0, num_turns=3.0, tool_wait_s=7.0
     )
-    values: dict[str, Any] = {"update_s": 11.0, "eta": 0, "fixed_train_gpus": 4, "tp": (2,), **given}
+    values = {"update_s": 11.0, "eta": 0, "fixed_train_gpus": 4, "tp": (2,), **given}
     return PlanningSnapshot(load_gpu("A800-80G"), load_shape("Qwen3-8B"), 12, totals, training=Layout(), **values)
 
 
@@ -77,9 +75,9 @@ def test_a_plan_is_decided_by_the_simulation_where_the_forms_do_not_settle_it():
     assert found.decided_by == "simulation" and found.simulated == WAYS[:2] and COLOCATED in found.obstacles
     seconds = simulated_ways(config, made, given, WAYS[:2])
     assert {way: found.step_s[way] for way in WAYS[:2]} == seconds and found.choice == "streaming"
-    asked: list[Any] = []
+    asked = []
 
-    def none(config: RunConfig, plan: Plan, snapshot: PlanningSnapshot, ways: Any) -> dict[str, float]:
+    def none(config, plan, snapshot, ways):
         asked.append(ways)
         return {}
 

@@ -13,7 +13,6 @@ from libra.sim.disciplines import DISCIPLINES
 from libra.sim.own_versions import Handover, OwnVersions
 from libra.sim.pipeline_options import PipelineOptions
 from libra.sim.repacking_pipeline import RepackingPipeline
-from libra.sim.simulated_trajectory import SimulatedTrajectory
 from libra.sim.training_gpus import group_work
 from libra.sim.version_window import VersionWindow
 from libra.types import NO_TOOL, Phase
@@ -21,16 +20,16 @@ from libra.types import NO_TOOL, Phase
 OPTIONS = PipelineOptions(eta=1, core_gpus=1, close_s=0.0, load_s=0.25)
 
 
-def park(placement: OwnVersions, *keys: str) -> None:
+def park(placement, *keys):
     for key in keys:
         placement.handle(TrajectoryParked(key, 0, Phase.ROLLOUT, 0, "0-0", "", 0))
 
 
-def finish(placement: OwnVersions, key: str) -> None:
+def finish(placement, key):
     placement.handle(QuantumFinished(key, Phase.ROLLOUT, 10, "", NO_TOOL, 1.0, 0))
 
 
-def placed(placement: OwnVersions) -> list[tuple[str, str]]:
+def placed(placement):
     return [(place.key, place.worker) for place in placement.dispatch(Phase.ROLLOUT)]
 
 
@@ -58,11 +57,11 @@ def test_an_engine_takes_its_share_and_a_new_version_when_it_is_empty():
 class Watched(RepackingPipeline):
     """Notes the versions of each trajectory, and of each engine at any time."""
 
-    def __init__(self, *args: object, **named: object) -> None:
+    def __init__(self, *args, **named):
         super().__init__(*args, **named)
-        self.versions: dict[str, set[int]] = {}
+        self.versions = {}
 
-    def _set_home(self, one: SimulatedTrajectory, worker: str) -> None:
+    def _set_home(self, one, worker):
         super()._set_home(one, worker)
         self.versions.setdefault(one.key, set()).add(self._placement.version_of(worker))
         assert self._placement.version_of(worker) <= self._admission.version

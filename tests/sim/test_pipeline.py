@@ -1,6 +1,5 @@
 """A training run whose trainer has GPUs, in virtual time: everything trained on once, GPU-seconds that add up, turns that pay."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -18,7 +17,7 @@ from libra.sim.gpu_seconds import Cause
 from libra.sim.pipeline import Pipeline
 from libra.sim.pipeline_options import PipelineOptions, WavePrices
 from libra.sim.training_gpus import GroupWork
-from libra.sim.tuning import Cell, Setting, lower_bound_s, play, step_s
+from libra.sim.tuning import Cell, lower_bound_s, play, step_s
 from libra.sim.workload import Trace
 
 QUICK = TurningRule(trajectories_per_gpu=2.0, min_gain_s=1.0, to_training_s=0.5, to_rollout_s=0.5)
@@ -152,7 +151,7 @@ TRACES = tuple(Trace(str(plan.sample), 1000, plan.turns) for plan in synthetic(3
 def test_systems_are_tuned_on_a_seed_that_is_not_scored_and_no_one_beats_the_bound():
     cell, seen = Cell(TRACES, 4, 0.5, 6, 8, 0), dict[str, set[int]]()
 
-    def seconds(system: str, tried: Sequence[tuple[Setting, int]], limit_s: float) -> list[float]:
+    def seconds(system, tried, limit_s):
         seen.setdefault(system, set()).update(seed for _, seed in tried)
         return [step_s(cell, play(cell, DISCIPLINES[system], setting, seed, limit_s)) for setting, seed in tried]
 

@@ -28,7 +28,7 @@ AROUND = SimulationOptions(
 )  # fmt: skip
 
 
-def workload(iterations: int = 2) -> Workload:
+def workload(iterations=2):
     """Turns of many lengths; some calls cannot be read and are answered within the generation."""
     plans = []
     for iteration in range(iterations):
@@ -48,7 +48,7 @@ def workload(iterations: int = 2) -> Workload:
     return Workload("emulated", tuple(plans))
 
 
-def engines() -> tuple[EngineSpec, ...]:
+def engines():
     """Two of different speed and size."""
     kinds = (("rollout-0", FAST, 16), ("rollout-1", SLOW, 6))
     return tuple(
@@ -64,9 +64,9 @@ Run = Callable[..., tuple[Path, SimulationResult]]
 
 
 @pytest.fixture(name="run", scope="module")
-def _run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+def _run(tmp_path_factory):
     """A run directory, and what its run came to; each is written once, and tests only read it."""
-    written: dict[str, tuple[Path, SimulationResult]] = {}
+    written = {}
 
     def write(policy="cmlfq", around=AROUND, *, declares=True, **sections):
         name = repr((policy, around, declares, sections))
@@ -89,8 +89,8 @@ def _run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 @pytest.fixture(name="libra")
-def _libra(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    def call(*arguments: object) -> tuple[int, str, str]:
+def _libra(capsys):
+    def call(*arguments):
         with pytest.raises(SystemExit) as stopped:
             main([str(argument) for argument in arguments])
         out, err = capsys.readouterr()

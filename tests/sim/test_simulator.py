@@ -1,7 +1,6 @@
 """The whole system in virtual time: nothing lost, nothing twice, bounds kept, same bytes for a seed."""
 
 from collections import Counter
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -17,7 +16,6 @@ from libra.policy import (
     KnownLengths,
     KVTransferred,
     Oracle,
-    Priority,
     QuantumFinished,
     SetPriority,
     TrajectoryParked,
@@ -55,7 +53,7 @@ def test_a_version_is_published_beside_the_next_step_where_steps_overlap(engines
 def test_a_step_waits_for_the_teacher_which_scores_one_group_after_the_other(engines, workload):
     work, fleet = workload([(100, 0.0)], [(100, 0.0)], [(400, 0.0)]), engines(1, slots=3)
 
-    def step_s(token_s: float) -> float:
+    def step_s(token_s):
         options = SimulationOptions(train_s=1.0, teacher_token_s=token_s)
         return Simulator(work, fleet, Fifo(), options=options).run().iteration_s[0]
 
@@ -70,10 +68,10 @@ def test_a_quantum_is_at_most_a_chunk_and_nothing_is_computed_twice(engines, wor
     parts = Simulator(work, fleet, Fifo(), options=SimulationOptions(chunk_tokens=30)).run()
     assert (parts.turns, parts.generated_tokens, parts.prefilled_tokens) == (2, 150, 110)
     assert parts.makespan_s == pytest.approx(whole.makespan_s, rel=1e-6)
-    finished: list[QuantumFinished] = []
+    finished = []
 
     class Seen(Fifo):
-        def handle(self, event: Any) -> Any:
+        def handle(self, event):
             if isinstance(event, QuantumFinished):
                 finished.append(event)
             return super().handle(event)
@@ -88,10 +86,10 @@ def test_a_quantum_is_at_most_a_chunk_and_nothing_is_computed_twice(engines, wor
 
 def test_a_simulated_fetch_is_a_measured_transfer_for_the_price_of_moves(engines, workload):
     """Short trajectories end first, and some of the long ones move to where they ran: with their KV."""
-    told: list[KVTransferred] = []
+    told = []
 
     class Seen(Fifo):
-        def handle(self, event: Any) -> Any:
+        def handle(self, event):
             if isinstance(event, KVTransferred):
                 told.append(event)
             return super().handle(event)
@@ -133,7 +131,7 @@ def test_the_same_seed_gives_the_same_bytes(name, engines):
     work = synthetic(24, turns=6, seed=3, group_size=4)
     around = SimulationOptions(residuals=Residuals((-0.1, 0.2), (-0.1, 0.1)), tool_slots=3)
 
-    def digest(seed: int) -> str:
+    def digest(seed):
         fleet = engines(2, slots=3, kv=200_000)
         return Simulator(work, fleet, ORDERINGS[name](), seed=seed, options=around).run().digest()
 
@@ -143,14 +141,14 @@ def test_the_same_seed_gives_the_same_bytes(name, engines):
 class Watched:
     """An ordering whose answers are kept, and checked against what the simulator dispatches."""
 
-    def __init__(self, inner: Any) -> None:
+    def __init__(self, inner):
         self.inner, self.name = inner, inner.name
-        self.places: dict[str, Priority] = {}
-        self.parked: Counter[str] = Counter()
-        self.generated: Counter[str] = Counter()
-        self.quanta: list[int] = []
+        self.places = {}
+        self.parked = Counter()
+        self.generated = Counter()
+        self.quanta = []
 
-    def handle(self, event: Any) -> Any:
+    def handle(self, event):
         answers = self.inner.handle(event)
         if isinstance(event, TrajectoryParked):
             assert isinstance(answers[0], SetPriority) and answers[0].key == event.key
@@ -163,10 +161,10 @@ class Watched:
                 self.places[answer.key] = answer.priority
         return answers
 
-    def snapshot(self) -> dict[str, Any]:
+    def snapshot(self):
         return self.inner.snapshot()
 
-    def restore(self, snapshot: Any) -> None:
+    def restore(self, snapshot):
         self.inner.restore(snapshot)
 
 
@@ -206,7 +204,7 @@ class Counting(KnownLengths):
 
     learned = 0
 
-    def learn(self) -> None:
+    def learn(self):
         self.learned += 1
 
 

@@ -1,7 +1,5 @@
 """Workloads and traces: what is drawn, what is written down, and what wrong files are told."""
 
-from pathlib import Path
-
 import pytest
 
 from libra.errors import ConfigError, RunDirectoryError
@@ -21,7 +19,7 @@ s,m,t2,0,0,none,end,0,50,0,0,1.0,
 """
 
 
-def traces_in(tmp_path: Path) -> Path:
+def traces_in(tmp_path):
     path = tmp_path / "agent_turns" / "set.csv"
     path.parent.mkdir()
     path.write_text(ROWS)
@@ -50,7 +48,7 @@ def test_a_draw_is_the_same_for_a_seed_and_keeps_samples_of_a_task_together(tmp_
 def test_kin_have_lengths_like_each_other():
     traces = [Trace(f"t{i}", 10, (TurnPlan(i + 1, "", "", 0, 0.0),)) for i in range(1000)]
 
-    def spread(kinship: float) -> float:
+    def spread(kinship):
         plans = draw(traces, num_groups=100, group_size=4, seed=0, kinship=kinship).trajectories
         groups = [[plan.new_tokens for plan in plans[i : i + 4]] for i in range(0, 400, 4)]
         return sum(max(group) - min(group) for group in groups) / len(groups)

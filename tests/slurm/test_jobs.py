@@ -5,12 +5,12 @@ import pytest
 from libra.cluster.local import worker_resources
 from libra.cluster.slurm.jobs import number_of_jobs, scripts
 from libra.cluster.slurm.queue import lost
-from libra.config import RunConfig, config_from_dict
+from libra.config import config_from_dict
 from libra.config.slurm import SlurmRolloutJobs
 from libra.errors import ClusterError, ConfigError
 
 
-def config(**more: object) -> RunConfig:
+def config(**more):
     return config_from_dict(
         {"rollout": {"slots": 32},
         "slurm": {"host": "login1", "port": 8786, "account": "lab", "setup": ["module load cuda"], "drain_s": 300},

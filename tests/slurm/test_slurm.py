@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,15 +37,15 @@ class Slurm:
     directory: Path
     environment: dict[str, str]
 
-    def libra(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+    def libra(self, *arguments):
         return subprocess.run(
             [*LIBRA, *arguments], env=self.environment, cwd=self.directory, capture_output=True, text=True, check=False
         )
 
-    def jobs(self) -> dict[str, str]:
+    def jobs(self):
         return dict(json.loads((self.directory / "slurm" / "jobs.json").read_text()))
 
-    def queue(self) -> str:
+    def queue(self):
         command = ["squeue", "-h", "-o", "%j"]
         return subprocess.run(command, env=self.environment, capture_output=True, text=True, check=True).stdout
 
@@ -70,7 +69,7 @@ def slurm():
         yield Slurm(Path(name), environment)
 
 
-def until(condition: Callable[[], bool], what: str, step: Callable[[], object]) -> None:
+def until(condition, what, step):
     for _ in range(200):
         if condition():
             return
@@ -212,14 +211,14 @@ def test_tool_workers_come_as_jobs_where_actions_wait_and_leave_the_queue_where_
     until(lambda: "libra-" not in slurm.queue(), "jobs are left in the queue", slurm.queue)
 
 
-def _pause(process: subprocess.Popen[bytes]) -> None:
+def _pause(process):
     """Until it has ended, or for a moment."""
     with suppress(subprocess.TimeoutExpired):
         process.wait(0.3)
 
 
 @contextmanager
-def _quick_pools(slurm: Slurm, file: Path) -> Iterator[subprocess.Popen[bytes]]:
+def _quick_pools(slurm, file):
     """A cluster whose tool workers come and go quickly; yields its process."""
     directory = slurm.directory / "slurm"
     contact, settings = directory / CONTACT_FILE, directory / "config.json"
@@ -241,10 +240,10 @@ def _quick_pools(slurm: Slurm, file: Path) -> Iterator[subprocess.Popen[bytes]]:
         process.wait(60)
 
 
-def _client(path: Path) -> Client:
+def _client(path):
     contact = Contact.read(path)
     return Client(contact.address, security=contact.security(), timeout=30, set_as_default=False)
 
 
-def _names(client: Client) -> dict[str, str]:
+def _names(client):
     return {address: str(w["name"]) for address, w in present_workers(client).items()}

@@ -15,14 +15,14 @@ def test_a_job_without_a_limit_never_leaves():
     assert end_of_job_s({}) is None
 
 
-async def _held(name: str) -> str:
+async def _held(name):
     await Event(f"{name}-began").set()
     await Event(f"{name}-may-end").wait()
     return name
 
 
 def test_what_runs_ends_and_nothing_new_comes():
-    async def body() -> None:
+    async def body():
         async with (
             Scheduler(port=0, dashboard_address=":0") as scheduler,
             Worker(scheduler.address, name="leaves", nthreads=4) as leaves,

@@ -10,7 +10,7 @@ import pytest
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(1200)]
 
 
-def done(script: str, *arguments: object) -> str:
+def done(script, *arguments):
     """The output of a script that has to succeed."""
     command = [sys.executable, str(Path(__file__).with_name(script)), *map(str, arguments)]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -18,16 +18,16 @@ def done(script: str, *arguments: object) -> str:
     return ended.stdout
 
 
-def test_a_run_whose_driver_scheduler_workers_nanny_and_disk_are_struck_ends_as_an_undisturbed_one() -> None:
+def test_a_run_whose_driver_scheduler_workers_nanny_and_disk_are_struck_ends_as_an_undisturbed_one():
     said = done("case.py", "--together", 8, *range(8))
     for victim in ("driver", "scheduler", "train-0", "rollout-0", "tool-0", "nanny of", "stopped"):
         assert victim in said, said
 
 
-def test_engines_that_turn_lose_nothing_where_the_trainer_is_killed_in_a_return() -> None:
+def test_engines_that_turn_lose_nothing_where_the_trainer_is_killed_in_a_return():
     assert "train-0" in done("case.py", "--turning", 11)
 
 
-def test_a_core_killed_in_the_sum_and_a_hybrid_killed_in_its_gradient_change_no_update() -> None:
+def test_a_core_killed_in_the_sum_and_a_hybrid_killed_in_its_gradient_change_no_update():
     said = done("kills.py", "--seed", 0, 3).splitlines()[-1]
     assert json.loads(said) == {"passed": {"core": 1, "hybrid": 1}, "failed_seeds": []}

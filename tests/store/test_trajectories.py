@@ -289,7 +289,7 @@ class StoreAgainstList(RuleBasedStateMachine):
     def create(self):
         self.directory = tempfile.mkdtemp()
         self.store = TrajectoryStore.create(Path(self.directory) / "s.zarr")
-        self.model: list[tuple[TrajectoryId, int, int]] = []
+        self.model = []
 
     def teardown(self):
         self.store.close()

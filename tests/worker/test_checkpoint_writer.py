@@ -4,7 +4,6 @@ import shutil
 import threading
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from safetensors.torch import load_file
@@ -16,7 +15,6 @@ from libra.errors import CheckpointError, ConfigError
 from libra.testing import FixedTurns
 from libra.train import checkpoint as checkpoint_module
 from libra.train.checkpoint import complete, newest, read_facts, verify
-from libra.types import Episode
 from libra.weights import WeightStore
 from libra.worker.checkpoint_writer import CheckpointWriter, checkpoint_is_due
 
@@ -45,7 +43,7 @@ class FakeReplica:
     def snapshot(self):
         return self.steps_done
 
-    def step(self, trajectories: list, step: int) -> Any:
+    def step(self, trajectories, step):
         assert step == self.steps_done
         self.steps_done += 1
         return SimpleNamespace(step=step)
@@ -102,7 +100,7 @@ class Scored(FixedTurns):
 
     rewards = (0.0, 0.3, 0.9, 0.1, 0.2, 0.4)
 
-    def grade(self, episode: Episode) -> float:
+    def grade(self, episode):
         split, iteration, *_ = episode.trajectory_id.split("-")
         return self.rewards[int(iteration) - (split == "eval")]
 
@@ -130,7 +128,7 @@ def test_where_questions_are_asked_their_reward_decides_what_is_best(make_config
     config = make_config(run={"iterations": 5}, checkpoint={"keep": 1}, evaluation={"prompts": 1, "every": 1})
 
     class Otherwise(Scored):
-        def grade(self, episode: Episode) -> float:  # training says that the last is the best, the questions: version 2
+        def grade(self, episode):  # training says that the last is the best, the questions: version 2
             split, iteration, *_ = episode.trajectory_id.split("-")
             return float(iteration) if split == "train" else {"2": 1.0}.get(iteration, 0.0)
 

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 from types import SimpleNamespace
-from typing import Any
 
 import dask
 import distributed.worker
@@ -24,7 +23,7 @@ from libra.worker.dask_internals import (
     takes,
 )
 
-STATE: dict[str, Any] = {}
+STATE = {}
 """What the tasks below share with their test; functions of a module are not copied on their way to a worker here."""
 
 

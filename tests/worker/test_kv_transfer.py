@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 from types import SimpleNamespace
-from typing import Any
 
 import kv_sender
 import numpy as np
@@ -75,7 +74,7 @@ class Home:
     def __init__(self, model):
         self.engine = TransformersEngine(model, slots=2, max_context_tokens=256, threads=1, host_kv_gib=0.1)
         self.asleep, self.out, self.closed = False, None, False
-        self.reports: list[Any] = []
+        self.reports = []
 
     async def generate(self, request):
         return await self.engine.generate(request)

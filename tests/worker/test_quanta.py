@@ -38,7 +38,6 @@ from libra.types import (
 from libra.worker import quanta, turn_calls
 from libra.worker.engine_factory import check_engine
 from libra.worker.quanta import QuantumRunner
-from libra.worker.trajectory_state import TrajectoryState
 
 TID = TrajectoryId(0, 0, 0)
 QUESTION = ToolArithmetic().prompt("train", 3)
@@ -127,7 +126,7 @@ class Played:
                 phase = asyncio.run(runner.run("key", TID, QUESTION)).phase
                 self.reports += runner.context.reports
                 self.rounds += 1
-            self.state: TrajectoryState = fresh().state(TID, QUESTION)
+            self.state = fresh().state(TID, QUESTION)
         self.trajectory = self.state.trajectory(epoch=0)
 
     def content(self):

@@ -1,7 +1,6 @@
 """The run's secret is in nothing that is pickled for an open line."""
 
 import pickle
-from typing import Any
 
 import pytest
 from distributed.protocol.pickle import dumps
@@ -12,7 +11,7 @@ from libra.worker.run_secret import FILE, forget, sendable, with_secret
 from libra.worker.run_spec import RunSpec
 
 SECRET = "5ec2e7" * 10
-PEERS: list[dict[str, dict[str, Any]]] = [
+PEERS = [
     {"trainer": {"dispatch": "peer"}}, {"weights": {"transfer": "peer"}}, {"cluster": {"hybrid_workers": 1}},
     {"cluster": {"train_workers": 2}}, {"rollout": {"kv_host_gib": 0.1}},
 ]  # fmt: skip

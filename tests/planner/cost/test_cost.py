@@ -15,7 +15,7 @@ GPU, SHAPE = load_gpu("A800-80G"), load_shape("Qwen3-14B")
 ENGINES = {tp: engine_seconds(GPU, SHAPE, tp) for tp in (1, 2, 4, 8)}
 
 
-def workload(num: int = 64, *, wait_s: float = 60.0) -> TrajectoryTotals:
+def workload(num=64, *, wait_s=60.0):
     rng = np.random.default_rng(0)
     prompts, generated, observed = rng.integers(300, 2000, num), *rng.lognormal(8.0, 0.7, (2, num))
     return TrajectoryTotals.of(prompts, generated, observation_tokens=observed, num_turns=20, tool_wait_s=wait_s)

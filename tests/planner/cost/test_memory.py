@@ -25,14 +25,14 @@ PLAIN = Layout(kind="ddp", weight_bytes=4, master_bytes=None, gradient_checkpoin
 SHARDED = replace(PLAIN, kind="fsdp2")
 
 
-def kept_bytes(config, dtype: torch.dtype, masked: bool) -> int:
+def kept_bytes(config, dtype, masked):
     """Storage that the autograd graph of one row holds, parameters left out."""
     model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config).to(dtype).eval()
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    seen: dict[int, int] = {}
+    seen = {}
     alive = []
 
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
+    def pack(tensor):
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in own:
             seen[storage.data_ptr()] = storage.nbytes()
@@ -59,7 +59,7 @@ def test_a_layer_keeps_what_autograd_holds_of_it(kind, dtype, masked):
 
 
 def test_every_option_moves_its_own_term():
-    def total(size: MicroBatchSize = SIZE, **options) -> float:
+    def total(size=SIZE, **options):
         return sum(step_bytes(BIG, size, replace(PLAIN, **options)).values())
 
     base, weights = total(), 4.0 * BIG.num_params

@@ -2,32 +2,31 @@
 
 import pytest
 
-from libra.policy import Dispatcher, Place, Priority, QuantumFinished, SetPriority, TrajectoryParked, WorkerJoined
-from libra.policy.leases import Revoke
+from libra.policy import Dispatcher, Priority, QuantumFinished, SetPriority, TrajectoryParked, WorkerJoined
 from libra.policy.messages import ActionRequested, ToolCapacity, ToolNeeds, ToolsDeclared
-from libra.types import NO_TOOL, Phase, ToolOutcome, ToolStatus
+from libra.types import NO_TOOL, Phase, ToolStatus
 
 TOOLS = {"long": ToolNeeds(1, 1, revocable=True), "kept": ToolNeeds(1, 1), "short": ToolNeeds(1, 1)}
 
 
-def park(dispatcher: Dispatcher, key: str, *tools: str, level: int = 0) -> None:
+def park(dispatcher, key, *tools, level=0):
     dispatcher.handle(ActionRequested(key, tools))
     dispatcher.handle(TrajectoryParked(key, 0, Phase.TOOL, 0, "", "", 0))
     dispatcher.apply([SetPriority(key, Priority(0, level, 0), "test")])
 
 
-def at(dispatcher: Dispatcher, at_s: float) -> tuple[list[str], tuple[Revoke, ...]]:
+def at(dispatcher, at_s):
     """Who begins, and who is stopped."""
-    places: tuple[Place, ...] = dispatcher.dispatch(Phase.TOOL, at_s)
+    places = dispatcher.dispatch(Phase.TOOL, at_s)
     return [place.key for place in places], dispatcher.revocations()
 
 
-def ended(dispatcher: Dispatcher, key: str, tool: str, took_s: float, status: ToolOutcome = ToolStatus.OK) -> None:
+def ended(dispatcher, key, tool, took_s, status=ToolStatus.OK):
     dispatcher.handle(QuantumFinished(key, Phase.TOOL, 0, tool, status, took_s, 0))
 
 
 @pytest.fixture
-def dispatcher() -> Dispatcher:
+def dispatcher():
     """A tool worker with one core, after an action of each tool."""
     made = Dispatcher()
     made.handle(WorkerJoined("a", tool_slots=4))

@@ -1,7 +1,5 @@
 """The lease table against a model: conservation, order, bounded wait, quotas, enlargement, revocation."""
 
-from typing import Any
-
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -36,7 +34,7 @@ OTHERS = (
 )  # fmt: skip
 
 
-def _requests(vectors: st.SearchStrategy[Resources], tools: list[str]) -> st.SearchStrategy[tuple[Any, ...]]:
+def _requests(vectors, tools):
     return st.tuples(st.just("request"), st.sampled_from(HOLDERS), vectors, st.integers(-1, 2), st.sampled_from(tools))
 
 
@@ -53,7 +51,7 @@ MOVES = st.one_of(
 class Model:
     """A table, and what must be true of it whatever was done."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, **options):
         self.table = LeaseTable(**options)
         for name, (units, per_s) in LIMITS.items():
             self.table.limit(name, Quota(units, per_s))
@@ -63,14 +61,14 @@ class Model:
             self.table.release("before", seconds)
         self.table.withdraw("gone")
         self.at_s = 0.0
-        self.waiting: dict[str, tuple[tuple[Priority, int], LeaseRequest]] = {}
+        self.waiting = {}
         self.serial = 0
-        self.searches: list[float] = []
-        self.revoked: set[str] = set()
-        self.first: set[str] = set()
+        self.searches = []
+        self.revoked = set()
+        self.first = set()
         self.num_revoked = 0
 
-    def act(self, move: tuple[Any, ...]) -> tuple[Lease | Revoke, ...]:
+    def act(self, move):
         """Do one thing; returns the answers of `admit`."""
         table = self.table
         match move:
@@ -109,16 +107,16 @@ class Model:
                 return self._admit()
         return ()
 
-    def _join(self, request: LeaseRequest, priority: Priority) -> None:
+    def _join(self, request, priority):
         self.table.request(request, priority)
         self._moved(request, priority)
 
-    def _moved(self, request: LeaseRequest, priority: Priority) -> None:
+    def _moved(self, request, priority):
         self.serial += 1
         priority = FIRST if request.holder in self.first else priority
         self.waiting[request.holder] = ((priority, self.serial), request)
 
-    def _admit(self) -> tuple[Lease | Revoke, ...]:
+    def _admit(self):
         answers = self.table.admit(self.at_s)
         grants = [each for each in answers if isinstance(each, Lease)]
         order = [self.waiting[lease.holder][0] for lease in grants]
@@ -132,7 +130,7 @@ class Model:
         self._check_revoked([each for each in answers if isinstance(each, Revoke)])
         return answers
 
-    def _check_revoked(self, revokes: list[Revoke]) -> None:
+    def _check_revoked(self, revokes):
         """Revocable leases of one worker that make room for the first that does not fit, each once, and none that is not needed."""
         if not revokes:
             return
@@ -158,14 +156,14 @@ class Model:
         self.serial += 1
         self.waiting[waiting] = (FIRST, self.serial), request
 
-    def _check_grant(self, lease: Lease, request: LeaseRequest) -> None:
+    def _check_grant(self, lease, request):
         least, has = request.least, lease.resources
         assert has.with_cores(0) == least.with_cores(0)
         legal = TESTS.sizes if request.tool == "tests" else (least.cores,)
         assert has.cores >= least.cores
         assert has.cores in (*legal, least.cores)
 
-    def _check_order(self, grants: list[Lease], order: list[Any]) -> None:
+    def _check_order(self, grants, order):
         """No request that fits is left, and nothing was granted past a request of the same kinds."""
         last = max(order, default=None)
         for place, request in self.waiting.values():
@@ -178,7 +176,7 @@ class Model:
                     f"{request} was passed over by {later}"
                 )
 
-    def check(self) -> None:
+    def check(self):
         """The invariants of `libra.policy.leases.table` that hold at any moment."""
         table = self.table
         capacity = table.capacity()
@@ -198,7 +196,7 @@ class Model:
         assert table.num_waiting() == len(self.waiting)
 
 
-def covers(has: Resources, needs: Resources) -> bool:
+def covers(has, needs):
     return all(there >= want for there, want in zip(has.local, needs.local, strict=True))
 
 
@@ -251,24 +249,24 @@ def test_enlargement_grants_the_same_requests_at_the_same_moment(moves):
     assert all(big.resources.cores >= small.resources.cores for big, small in zip(larger, least, strict=True))
 
 
-def request(holder: str, cores: int = 1, **more: Any) -> LeaseRequest:
+def request(holder, cores=1, **more):
     fields = {"memory_bytes", "gpus", "quotas"} & set(more)
     vector = Resources(slots=1, cores=cores, **{name: more.pop(name) for name in fields})
     return LeaseRequest(holder, vector, **more)
 
 
-def ask(table: LeaseTable, *requests: LeaseRequest, level: int = 0) -> None:
+def ask(table, *requests, level=0):
     for order, each in enumerate(requests):
         table.request(each, Priority(0, level, order))
 
 
-def one_worker(cores: int = 4, **more: Any) -> LeaseTable:
+def one_worker(cores=4, **more):
     table = LeaseTable()
     table.supply("a", Resources(slots=64, cores=cores, **more))
     return table
 
 
-def holders(answers: tuple[Lease | Revoke, ...]) -> list[str]:
+def holders(answers):
     return [each.holder for each in answers if isinstance(each, Lease)]
 
 
@@ -332,7 +330,7 @@ def test_sizes_of_a_measured_tool_are_tried_and_then_used_by_their_speed():
     assert tried[12:] == [2] * 4
 
 
-def learned(cores: int = 8, **seconds: float) -> LeaseTable:
+def learned(cores=8, **seconds):
     """One worker of ``cores`` cores; actions of each tool have taken so long on one."""
     table = one_worker(cores=cores)
     for tool, took_s in seconds.items():
