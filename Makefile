@@ -86,10 +86,14 @@ test-rest: setup ## what `make test` leaves out of `make test-all`
 AGENT_VENVS ?= $(HOME)/.cache/libra/agents
 AGENT_STAMPS := $(patsubst requirements/agents/%.txt,$(AGENT_VENVS)/%/.installed,$(wildcard requirements/agents/*.txt))
 
-$(AGENT_VENVS)/%/.installed: requirements/agents/%.txt
-	@mkdir -p "$(AGENT_VENVS)"
-	$(PYTHON) -m venv "$(@D)"
-	@"$(@D)/bin/python" -m pip install --disable-pip-version-check -qq --requirement $< && touch "$@" || \
+AGENT_UV := $(AGENT_VENVS)/uv/bin/uv
+
+$(AGENT_UV):
+	@$(PYTHON) -m venv "$(AGENT_VENVS)/uv" && "$(AGENT_VENVS)/uv/bin/python" -m pip install --disable-pip-version-check -qq uv
+
+$(AGENT_VENVS)/%/.installed: requirements/agents/%.txt | $(AGENT_UV)
+	@$(AGENT_UV) venv -q --clear --python "$$(command -v $(PYTHON))" "$(@D)"
+	@$(AGENT_UV) pip install -q --python "$(@D)/bin/python" --requirement $< && touch "$@" || \
 		echo "setup-agents: what $< names cannot be had; its tests are skipped"
 
 setup-agents: $(AGENT_STAMPS) ## make virtual environments with agents' frameworks, for test-agents and `make test` (AGENT_VENVS=DIRECTORY)
