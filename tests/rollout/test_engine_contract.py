@@ -4,6 +4,7 @@ import asyncio
 
 import numpy as np
 import pytest
+from contract_part import only
 
 from libra.rollout.transformers_engine import TransformersEngine
 from libra.rollout.vllm_engine import VLLMEngine
@@ -30,11 +31,10 @@ class TestVLLMEngine(EngineContract):
         return VLLMEngine(model_dir, threads=1, **options)
 
 
+@only("greedy_tokens", "recorded_logprobs", "loaded_in_flight", "later_turn", "probes_tell", "a_degree")
 class TestTensorParallelVLLMEngine(EngineContract):
     pytestmark = VLLM
     keeps_kv = True
-    # One start less: what follows a death is the same for any number of ranks.
-    test_a_killed_engine_process_fails_what_it_had_and_is_replaced = None
 
     def make_engine(self, model_dir, **options):
         return VLLMEngine(model_dir, threads=1, tp=2, keep_kv=True, **options)

@@ -3,6 +3,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from contract_part import only
 
 from libra.rollout.vllm_engine import VLLMEngine
 from libra.rollout.vllm_settings import is_installed
@@ -27,6 +28,7 @@ class OfOneGroup(VLLMEngine):
         return await super().generate(replace(request, group="all"))
 
 
+@only("recorded_logprobs", "aborts_its_request", "loaded_in_flight", "later_turn", "declares", "a_killed_engine")
 class TestSpeculatingVLLMEngine(EngineContract):
     """One process that drafts: updates, aborts, deaths, turns in parts and capacity are as without drafts."""
 
