@@ -36,12 +36,7 @@ def test_its_run_and_its_test_pass(repository, tmp_path):
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"],
     ):
         done = subprocess.run(
-            command,
-            cwd=tmp_path / "first",
-            env=environment_of(repository),
-            capture_output=True,
-            text=True,
-            check=False,
+            command, cwd=tmp_path / "first", env=environment_of(repository), capture_output=True, text=True, check=False
         )
         assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
     assert (tmp_path / "first" / "runs" / "one" / "trajectories.zarr").is_dir()

@@ -38,16 +38,7 @@ from libra.store.group_records import read_group, write_group
 from libra.store.trajectories import TrajectoryStore
 from libra.store.trajectory_journal import Journal
 from libra.testing import FixedTurns
-from libra.types import (
-    EndReason,
-    Episode,
-    FailureClass,
-    ToolCall,
-    ToolReturn,
-    ToolStatus,
-    TrajectoryId,
-    Turn,
-)
+from libra.types import EndReason, Episode, FailureClass, ToolCall, ToolReturn, ToolStatus, TrajectoryId, Turn
 from libra.untrusted import MAX_CALLS, MAX_DEPTH, storable, storable_call, storable_calls
 from libra.worker.trajectory_state import TrajectoryState, action_record, failure_record, generation_record
 

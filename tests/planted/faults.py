@@ -40,11 +40,7 @@ FAULTS = (
         ("train/test_losses.py",),
     ),
     Fault(
-        "epoch_not_checked",
-        "worker/quanta.py",
-        "        self.context.epoch.check()\n",
-        "",
-        ("worker/test_quanta.py",),
+        "epoch_not_checked", "worker/quanta.py", "        self.context.epoch.check()\n", "", ("worker/test_quanta.py",)
     ),
     Fault(
         "gate_one_version_early",
