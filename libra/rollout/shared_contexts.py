@@ -22,6 +22,13 @@ class SharedContexts:
         """The trajectories that lead."""
         return set(self._context_of)
 
+    def begin(self, name: str, context: bytes, goes_on: bool) -> None:
+        """A trajectory starts a turn with this context. Where it goes on, it leads only what the context begins with."""
+        if not goes_on:
+            self.join(name, context)
+        elif not context.startswith(self._context_of.get(name, b"")):
+            self.leave(name)
+
     def join(self, name: str, context: bytes) -> None:
         """Lead the trajectories with this context, or follow the one that leads them."""
         self.leave(name)
@@ -30,11 +37,6 @@ class SharedContexts:
             self._context_of[name] = context
         else:
             self.following[name] = leader
-
-    def keep(self, name: str, context: bytes) -> None:
-        """The trajectory goes on with this context: it leads on if that begins with the one it leads."""
-        if not context.startswith(self._context_of.get(name, b"")):
-            self.leave(name)
 
     def leave(self, name: str) -> None:
         """Stop leading and following."""

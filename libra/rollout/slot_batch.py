@@ -426,11 +426,8 @@ class SlotBatch:
             self.queue.begin(job)
             self.table.place(job, slot)
             reuse = self.parked.restore(job, self.version)
-            context = self.table.tokens[slot, : len(job.request.context_ids)].tobytes()
-            if reuse == 0 and len(job.request.context_ids) > 1:
-                self.shared.join(job.name, context)
-            else:
-                self.shared.keep(job.name, context)
+            context = self.table.tokens[slot, : len(job.request.context_ids)]
+            self.shared.begin(job.name, context.tobytes(), reuse > 0 or len(context) == 1)
             job.started_s, job.cached_tokens, job.versions = now_s, reuse, [(0, self.version)]
             self.counters.cached_tokens += reuse
 
