@@ -82,7 +82,7 @@ def test_verifiers_rewards_are_given_messages_answer_info_and_state():
     assert (seen["state"]["turn"], seen["state"]["level"], seen["state"]["is_truncated"]) == (2, 3, False)
 
 
-def annotated(completion, answer):
+def annotated(completion: list[dict[str, str]], answer: str) -> float:
     return float(completion[-1]["content"].endswith(answer))
 
 
