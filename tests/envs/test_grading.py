@@ -1,8 +1,11 @@
 import asyncio
 import threading
+from decimal import Decimal
+from fractions import Fraction
 
 import numpy as np
 import pytest
+import torch
 
 from libra.envs import FunctionEnvironment, run_grader
 from libra.errors import RewardFault, RewardTimeout
@@ -28,6 +31,12 @@ async def waits(completion):
         (lambda completion: np.bool_(True), 1.0),
         (lambda prompt, episode: -float(episode.prompt is prompt), -1.0),
         (waits, 2.0),
+        (lambda completion: waits(completion), 2.0),
+        (lambda completion: torch.tensor([3.0]), 3.0),
+        (lambda completion: np.array([[3]]), 3.0),
+        (lambda completion: Decimal("1.5"), 1.5),
+        ({"function": lambda completion: Decimal("1.5"), "weight": 2}, 3.0),
+        (lambda completion: Fraction(1, 2), 0.5),
     ],
 )
 def test_a_finite_number_is_the_reward(reward, value, make_episode):
@@ -48,6 +57,7 @@ def raises(completion):
         (lambda completion: float("inf"), "inf"),
         (lambda completion: None, "None"),
         (lambda completion: "1.0", "'1.0'"),
+        (lambda completion: torch.tensor([1.0, 2.0]), "tensor([1., 2.])"),
         (lambda completion: 10**400, "too large"),
         (lambda completion: Late(fast=10**400), "too large"),
         (lambda completion: Late(fast="1"), ""),

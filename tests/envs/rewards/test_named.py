@@ -42,6 +42,27 @@ def test_a_reward_by_name_grades_and_no_column_becomes_an_option(reward, text, n
 
 
 @pytest.mark.parametrize(
+    ("reward", "answer", "text"),
+    [
+        ("gsm8k", "He has 2 * 9 = 18.\n#### 18", "#### 18"),
+        ("gsm8k", "#### 1,000\nThe answer is: 1000", "#### 1,000"),
+        ({"name": "gsm8k", "like": "verl"}, "#### 1,000", "#### 1,000"),
+        ("gsm8k", 18.0, "#### 18"),
+        ("gsm8k", "$18", "#### 18"),
+        ("gsm8k", "9 (apples)", "#### 9"),
+        ("math", "So $x = \\boxed{\\frac{1}{2}}$.", "\\boxed{\\frac12}"),
+        ("math", "#### 1,000", "\\boxed{1000}"),
+        ("math", "$5$", "\\boxed{5}"),
+        ("dapo_math", "\\boxed{34}", "Answer: 34"),
+        ("dapo_math", "<answer>34</answer>", "\\boxed{34}"),
+    ],
+)
+def test_a_right_answer_is_read_as_it_is_published(reward, answer, text, make_episode):
+    environment = FunctionEnvironment(prompts=[{"prompt": "q", "answer": answer}], reward=reward)
+    assert environment.grade(make_episode(environment.prompt("train", 0), turns=(Turn(text),))) == 1.0
+
+
+@pytest.mark.parametrize(
     ("reward", "named"),
     [
         ("gsm8", "gsm8k"),
