@@ -233,9 +233,10 @@ async def run_bounded(
         waiting.cancel()
         raise
     if done:
-        value, error = waiting.result()
-        if error is not None or not inspect.isawaitable(value):
-            return value, error
+        outcome = waiting.result()
+        value = outcome[0]
+        if not inspect.isawaitable(value):
+            return outcome
         return await run_bounded(lambda: value, {}, max(0.0, until_s - loop.time()), is_async=True, name=name)
     waiting.cancel()
     if thread is not None:
