@@ -94,8 +94,9 @@ def plain_number(value: Any) -> Any:
 def _checked_late(late: Late, where: str) -> Late:
     """``late``, whose numbers are finite; RewardFault."""
     try:
-        numbers_of_it = [float(late.offset), float(late.factor)]
-        numbers_of_it += [] if late.provisional is None else [float(late.provisional)]
+        fast = None if late.fast is None else plain_number(late.fast) * 1.0  # of text that raises
+        late = Late(fast, plain_number(late.offset) * 1.0, plain_number(late.factor) * 1.0)
+        numbers_of_it = [late.offset, late.factor, *([] if late.provisional is None else [late.provisional])]
     except Exception as error:  # boundary: they are the reward's own
         raise RewardFault(f"{where}: of {repr_text(late)} a number cannot be read: {error_text(error)}") from error
     for number in numbers_of_it:

@@ -1,8 +1,7 @@
-import io
 import itertools
 import json
-import types
 from collections import Counter
+from types import SimpleNamespace as Table
 
 import numpy as np
 import pytest
@@ -11,7 +10,7 @@ from hypothesis import strategies as st
 
 from libra.envs import FunctionEnvironment, make_environment
 from libra.errors import ConfigError
-from libra.types import Turn
+from libra.types import Prompt, Turn
 
 
 def constant(completion):
@@ -79,22 +78,11 @@ def test_columns_become_facts_and_reach_the_reward_by_name(make_episode):
     assert [schema["function"]["name"] for schema in environment.tool_schemas] == ["add"]
 
 
-class Table(types.SimpleNamespace):
-    def __iter__(self):
-        return iter(self.columns)
-
-
-@pytest.mark.parametrize("method", ["to_dicts", "to_pylist", "to_dict"])
-@pytest.mark.parametrize("lazy", ["compute", "collect", None])
-def test_the_rows_of_a_table_are_its_prompts(method, lazy):
-    rows = [{"prompt": np.array([{"role": "user", "content": "a"}]), "answer": np.int64(3)}, {"prompt": np.str_("b")}]
-    table = Table(columns=["prompt", "answer"], **{method: lambda *orient: rows})
-    environment = FunctionEnvironment(
-        prompts=table if lazy is None else Table(**{lazy: lambda: table}), reward=constant
-    )
-    shown = [environment.prompt("train", index) for index in range(2)]
-    assert sorted(prompt.messages[0]["content"] for prompt in shown) == ["a", "b"]
-    assert {"answer": 3} in [prompt.facts for prompt in shown]
+@pytest.mark.parametrize("method", ["to_dicts", "to_pylist", "to_dict", "compute", "collect"])
+def test_the_rows_of_a_table_are_its_prompts(method):
+    rows = [{"prompt": np.array([{"role": "user", "content": "a"}]), "answer": np.int64(3)}]
+    environment = FunctionEnvironment(prompts=Table(columns=[], **{method: lambda *orient: rows}), reward=constant)
+    assert environment.prompt("train", 0) == Prompt("train-0", ({"role": "user", "content": "a"},), {"answer": 3})
 
 
 @pytest.mark.parametrize(
@@ -109,14 +97,10 @@ def test_the_rows_of_a_table_are_its_prompts(method, lazy):
         ({"prompts": [{"prompt": "q", "answer": 1}, "r"], "reward": lambda answer: 0.0}, "answer"),
         ({"prompts": ["q"], "tools": [add, add]}, "add"),
         ({"prompts": itertools.repeat("q")}, "1,000,000"),
-        ({"prompts": 3}, "prompts"),
-        ({"prompts": io.StringIO("q")}, "FILE"),
         ({"prompts": {"prompt": ["q"], "answer": [1]}}, "zip"),
         ({"prompts": {"train": Table(columns=["prompt"])}}, r"\['train'\]"),
-        ({"prompts": Table(columns=["prompt"])}, "Table"),
-        ({"prompts": [{"prompt": "q", 1: 2}]}, "column 1"),
+        ({"prompts": Table(columns=["prompt"])}, "table"),
         ({"prompts": [{"prompt": "q", "answer": "Paris"}], "reward": "gsm8k"}, "'Paris'"),
-        ({"prompts": [{"prompt": "q", "answer": None}], "reward": "math"}, "None"),
     ],
 )
 def test_what_cannot_work_is_said_at_construction(arguments, says):

@@ -1,7 +1,6 @@
 import asyncio
 import threading
 from decimal import Decimal
-from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -33,10 +32,7 @@ async def waits(completion):
         (waits, 2.0),
         (lambda completion: waits(completion), 2.0),
         (lambda completion: torch.tensor([3.0]), 3.0),
-        (lambda completion: np.array([[3]]), 3.0),
-        (lambda completion: Decimal("1.5"), 1.5),
         ({"function": lambda completion: Decimal("1.5"), "weight": 2}, 3.0),
-        (lambda completion: Fraction(1, 2), 0.5),
     ],
 )
 def test_a_finite_number_is_the_reward(reward, value, make_episode):

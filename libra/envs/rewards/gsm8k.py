@@ -56,7 +56,8 @@ def canonical(numeral: str) -> str | None:
 
 
 def wanted(answer: str) -> str | None:
-    """The number of a right answer, such as "1,000", "$18" or "9 (apples)"; None unless it has exactly one."""
+    """The number of a right answer, such as "... #### 1,000", "$18" or "9 (apples)"; None unless it has exactly one."""
+    answer = answer.rpartition("####")[2]
     found = [number for numeral in _NUMERALS.findall(answer) if (number := canonical(numeral)) is not None]
     return canonical(answer.strip()) or (found[0] if len(found) == 1 else None)
 
