@@ -273,7 +273,7 @@ class Loop:
         state.apply(generation_record(state.turns, prompt_ids, output, text, calls) | where)
         if state.calls:
             turn = state.turns - 1
-            ended = int(output.token_ids[-1]) in self.chat.stop_ids
+            ended = self.chat.ends(int(output.token_ids[-1]), "tool")
             returns = [
                 await run_action(self.environment, state.prompt, call, action_id=f"{key}/{turn}/{index}")
                 for index, call in enumerate(state.calls)

@@ -46,7 +46,7 @@ async def model(session: Session, chat: Any, renderer: ConversationFormat) -> No
         assert conversation.ask(asked.parent, asked.tail, asked.tools) == turn
         name = f"{session.name}-{turn}"
         message = reply(chat.decode(ids), parse_hermes, lambda i, name=name: f"{name}-{i}")  # type: ignore[misc]
-        conversation.answer(turn, *forms(message, None), ended=True)
+        conversation.answer(turn, *forms(message, None), last=int(ids[-1]))
         lengths.append(before + len(asked.ids) + len(ids))
         session.answered(pending, Reply(message, "tool_calls", lengths[-1], ids, zeros, versions, name))
 

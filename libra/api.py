@@ -15,6 +15,7 @@ from libra.driver.given_objects import check_environment, check_score
 from libra.driver.run_summary import RunSummary
 from libra.driver.session import run
 from libra.envs import Environment, FunctionEnvironment
+from libra.envs.grading import plain_number
 from libra.envs.own_reward import own_reward
 from libra.errors import ConfigError
 from libra.named_parts import name_of
@@ -58,6 +59,7 @@ def train(
     model : str or Path
         A Hugging Face id, a directory, or a model that ships ("libra/tiny-arithmetic").
     prompts : sequence of str, list of messages, or dict with "prompt" and further columns
+        Or a table with such columns, of pandas, polars, pyarrow, datasets or Dask.
     reward : callable, the name of one, or a list of those
         ``reward(completion, ...)`` takes by name any of prompt, completion, episode and the columns of a row, and returns one
         finite number. Also one written for TRL or verifiers, with a weight as ``{"function": f, "weight": 0.5}``
@@ -202,5 +204,5 @@ def _sections(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
             raise ConfigError(
                 f"libra.train: {name}: there is no section {section!r}; sections are {', '.join(RunConfig.model_fields)}"
             )
-        values.setdefault(section, {})[key] = name_of(name, value)
+        values.setdefault(section, {})[key] = name_of(name, plain_number(value))
     return values

@@ -29,7 +29,7 @@ class Renderer(Protocol):
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] = (),
         *,
-        ended: bool,
+        last: int,
         **args: Any,
     ) -> NDArray[np.int32]: ...
 
@@ -65,7 +65,7 @@ class Conversation:
     def __init__(self, renderer: Renderer) -> None:
         self._renderer = renderer
         self._history = History()
-        self._ended: dict[int, bool] = {}
+        self._last: dict[int, int] = {}
 
     def prompt(
         self,
@@ -82,7 +82,7 @@ class Conversation:
             if found.parent >= 0:
                 try:
                     chat = [message.as_chat() for message in found.tail]
-                    ids = self._renderer.tail_ids(chat, tools, ended=self._ended[found.parent], **args)
+                    ids = self._renderer.tail_ids(chat, tools, last=self._last[found.parent], **args)
                     return Asked(found.parent, ids, found.reason, found.tail, name)
                 except ContextOverflow:
                     raise
@@ -101,12 +101,12 @@ class Conversation:
         """Take a request; returns its turn."""
         return self._history.ask(parent, tail, tools)
 
-    def answer(self, turn: int, *answers: Message, ended: bool) -> None:
+    def answer(self, turn: int, *answers: Message, last: int) -> None:
         """The model's answer to a request, in the forms that clients may send back.
 
-        ``ended``: its last token is a stop id.
+        ``last`` is its last token; -1: it has none.
         """
-        self._ended[turn] = ended
+        self._last[turn] = last
         self._history.answer(turn, *answers)
 
 

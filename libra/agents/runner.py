@@ -100,8 +100,8 @@ def call(function, task, env):
 
         result = asyncio.run(wait())
     try:
-        return json.dumps(result)
-    except (TypeError, ValueError):
+        return json.dumps(result, default=lambda value: value.item() if hasattr(value, "item") else float(value))
+    except (TypeError, ValueError, RuntimeError):  # the last is torch's, of several numbers
         return json.dumps(str(result))
 
 

@@ -10,7 +10,10 @@ Invariants
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -95,7 +98,10 @@ class Callbacks:
 def _call(functions: Iterable[tuple[str, Callable[..., object]]], *given: object) -> None:
     for name, function in functions:
         try:
-            function(*given)
+            returned = function(*given)
+            if inspect.iscoroutine(returned):  # in a thread: a notebook's has an event loop that runs
+                with ThreadPoolExecutor(1) as thread:
+                    thread.submit(asyncio.run, returned).result()
         except LibraError:
             raise
         except Exception as error:  # the boundary to a user's function

@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 _GENERATION_TAG = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
 """Marks of what the assistant wrote, an extension of transformers; they leave no text."""
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_STAND_IN = "LIBRA-STANDS-IN"
 _NONE = (
     "its tokenizer has no chat template; take a chat model (-Instruct), or write its template to {}/chat_template.jinja"
 )
@@ -81,6 +82,17 @@ class ChatTemplate:
             logger.info("%s: not rendered in the driver: %s", self.source, error)
             return None
 
+    def check_tools(self, schemas: Sequence[Mapping[str, Any]]) -> None:
+        """ModelError if the template refuses what tools return, or the system message that explains them, or leaves it out."""
+        question = {"role": "user", "content": "?"}
+        explained = self.text([question], schemas) == self.text([question], ())
+        returned = [{"role": "assistant", "content": "!"}, {"role": "tool", "name": "tool", "content": _STAND_IN}]
+        shown = self.text([{"role": "system", "content": "?"}] * explained + [question, *returned], schemas)
+        if shown is not None and _STAND_IN not in shown:
+            raise ModelError(
+                f"model.path: {self.source}: its chat template leaves out messages of tools; correct it, or take another model"
+            )
+
     def tokens_beyond(
         self, messages: Sequence[Mapping[str, Any]], schemas: Sequence[Mapping[str, Any]], limit: int
     ) -> int | None:
@@ -128,6 +140,10 @@ class LoadedTemplate:
 
         self._formatted = partial(ChatFormat, tokenizer)
         self._formatted()
+
+    def check_tools(self, schemas: Sequence[Mapping[str, Any]]) -> None:
+        """As `ChatTemplate.check_tools`."""
+        self._formatted(schemas)
 
     def tokens_beyond(
         self, messages: Sequence[Mapping[str, Any]], schemas: Sequence[Mapping[str, Any]], limit: int

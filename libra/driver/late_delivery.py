@@ -16,7 +16,7 @@ from pathlib import Path
 from libra.config.load import load_config
 from libra.config.resume_changes import RESOLVED_FILE
 from libra.config.run_config import RunConfig
-from libra.envs.grading import MAX_REWARD
+from libra.envs.grading import MAX_REWARD, plain_number
 from libra.errors import LateRefused, RecordExists, RunDirectoryError
 from libra.store.batch_membership import batch_path, read_batch
 from libra.store.group_records import group_path, read_group
@@ -56,6 +56,7 @@ def deliver(trajectory_id: str | TrajectoryId, value: float, *, run: str | Path 
     """
     files, config = _run(run)
     trajectory = _trajectory(trajectory_id, config)
+    value = plain_number(value)
     if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value) or abs(value) > MAX_REWARD:
         raise LateRefused(
             f"{trajectory}: got the reward {value!r}; it must be one finite number, at most {MAX_REWARD:g}"

@@ -179,6 +179,8 @@ def check_data(config: RunConfig, environment: Environment, model: ModelFiles, *
     check_evaluation(config, environment)
     loader = config.model.loader
     template = ChatTemplate(model) if loader is None else LoadedTemplate(build_tokenizer(loader, model.directory))
+    if environment.tools:
+        template.check_tools(environment.tool_schemas)
     check_prompts(config, environment, template, started_here=started_here)
 
 

@@ -9,7 +9,9 @@ Invariants
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import inspect
 import json
 import os
 import pickle
@@ -20,7 +22,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -188,13 +190,18 @@ def _bind(cores: Sequence[int], memory_bytes: int, groups: Sequence[str]) -> Non
         resource.setrlimit(resource.RLIMIT_AS, (bound, bound))
 
 
+async def _awaited(value: Awaitable[Any]) -> Any:
+    return await value
+
+
 def _outcome(
     function: Callable[..., Any], arguments: Mapping[str, Any], to_text: Callable[[Any], str]
 ) -> dict[str, Any]:
     started_s = time.perf_counter()
     text, error, fault, told = "", "", False, None
     try:
-        text = to_text(function(**arguments))
+        value = function(**arguments)
+        text = to_text(asyncio.run(_awaited(value)) if inspect.isawaitable(value) else value)
     except BaseException as raised:  # noqa: BLE001 boundary: the process is the call's own, so even an exit is only data
         error, fault, told = type(raised).__name__, isinstance(raised, ToolFault), refused(raised, time.time())
         try:

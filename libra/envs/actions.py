@@ -14,6 +14,7 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import logging
 import threading
@@ -21,6 +22,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
+
+from pydantic import ValidationError
 
 from libra.envs.action_process import ActionProcesses, Bounds, GpusOfCalls, Ran
 from libra.envs.call_threads import CallThread, NoThread, hung_threads
@@ -155,9 +158,7 @@ async def _tried(tool: Tool, arguments: dict[str, Any], processes: ActionProcess
             return _Tried(arguments, None, time.perf_counter() - started_s, None)
         return _Tried(arguments, _as_outcome(ran), ran.ran_s, ran.refused)
     started_s = time.perf_counter()
-    outcome = await run_bounded(
-        tool.function, arguments, tool.timeout_s, is_async=tool.is_async, name=f"tool {tool.name}"
-    )
+    outcome = await run_bounded(tool.call, arguments, tool.timeout_s, is_async=tool.is_async, name=f"tool {tool.name}")
     latency_s = time.perf_counter() - started_s
     return _Tried(arguments, outcome, latency_s, refused(outcome[1], time.time()) if outcome is not None else None)
 
@@ -197,7 +198,7 @@ def processes_for(
     environment: Environment, cores: Sequence[int], gpus: GpusOfCalls | None = None
 ) -> ActionProcesses | None:
     """The processes of calls of ``environment`` on a worker with these cores and GPUs; None: none of its tools needs one."""
-    functions = {tool.name: tool.function for tool in environment.tools if tool.own_process}
+    functions = {tool.name: tool.call for tool in environment.tools if tool.own_process}
     return ActionProcesses(functions, cores, _as_text, gpus) if functions else None
 
 
@@ -212,8 +213,9 @@ async def run_bounded(
     function: Callable[..., Any], arguments: Mapping[str, Any], timeout_s: float, *, is_async: bool, name: str
 ) -> tuple[Any, BaseException | None] | None:
     """(value, None) or (None, exception) of ``function(**arguments)``, which is `NoThread` where the call could not be begun; None
-    if it took longer than ``timeout_s``."""
+    if it took longer than ``timeout_s``. A thread's function may return an awaitable, which the event loop awaits."""
     loop = asyncio.get_running_loop()
+    until_s = loop.time() + timeout_s
     thread: CallThread | None = None
     waiting: asyncio.Future[tuple[Any, BaseException | None]]
     if is_async:
@@ -231,7 +233,11 @@ async def run_bounded(
         waiting.cancel()
         raise
     if done:
-        return waiting.result()
+        outcome = waiting.result()
+        value = outcome[0]
+        if not inspect.isawaitable(value):
+            return outcome
+        return await run_bounded(lambda: value, {}, max(0.0, until_s - loop.time()), is_async=True, name=name)
     waiting.cancel()
     if thread is not None:
         thread.abandon()
@@ -287,10 +293,25 @@ def _malformed(environment: Environment, call: ToolCall) -> str | None:
             return f"malformed call: argument {name!r} is missing; expected {usage_of(tool)}"
     for name, value in call.arguments.items():
         schema = tool.parameters[name]
-        if not _fits(value, schema):
+        if name in tool.types:
+            if refusal := _refusal(tool, name, value):
+                return f"malformed call: argument {name!r}{refusal}; expected {usage_of(tool)}"
+        elif not _fits(value, schema):
             wanted = " or ".join(_types(schema)) + (f", one of {schema['enum']}" if "enum" in schema else "")
             return f"malformed call: argument {name!r} must be {wanted}, got {type(value).__name__}; expected {usage_of(tool)}"
     return None
+
+
+def _refusal(tool: Tool, name: str, value: object) -> str:
+    """What is wrong with an argument for pydantic, or for a validator of the user's type; "" if nothing."""
+    try:
+        tool.typed(name, value)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        return "".join(f"[{key!r}]" for key in first["loc"]) + f": {first['msg']}"
+    except Exception as error:  # noqa: BLE001 boundary: the type is the user's
+        return f": {error_text(error)}"
+    return ""
 
 
 def _types(schema: Mapping[str, Any]) -> tuple[str, ...]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import io
 import logging
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from functools import lru_cache
 from typing import Any
 
@@ -20,6 +21,12 @@ logger = logging.getLogger(__name__)
 
 HELD_OUT_EVERY = 10
 """Without ``eval_prompts``, rows 9, 19, 29, ... are held out for evaluation and never trained on."""
+MOST_READ = 1_000_000
+"""Prompts that are read from an iterator, which may be endless. A list may have any number."""
+MOST_CHARS = 1 << 30
+"""Characters that are read from an iterator."""
+TRUTHS_READ = 64
+"""Prompts whose answers a named reward must be able to read: at least one of them."""
 
 
 class FunctionEnvironment(Environment):
@@ -30,9 +37,9 @@ class FunctionEnvironment(Environment):
 
     Parameters
     ----------
-    prompts, eval_prompts : sequence
-        Each a str (one user message), a list of messages, or a mapping with "prompt" (either of those) and further
-        columns, which become the prompt's facts and must be JSON-able.
+    prompts, eval_prompts : iterable, or a table of pandas, polars, pyarrow, datasets or Dask
+        Each row a str (one user message), a list of messages, or a mapping with "prompt" (either of those) and further
+        columns, which become the prompt's facts and must be JSON-able. An iterator is read to its end, up to `MOST_READ` rows.
     reward : callable, the name of one, or a list of those
         A name of `libra.envs.rewards`, such as "gsm8k", a mapping with "name" and options, or a list of those. A function
         takes by name any of ``prompt`` (`Prompt`), ``completion`` (text of the last turn), ``episode`` (`Episode`),
@@ -48,7 +55,8 @@ class FunctionEnvironment(Environment):
     Raises
     ------
     ConfigError
-        For a prompt of another shape, a parameter of ``reward`` that no row has, or a tool without docstring or type hints.
+        For a prompt of another shape, a parameter of ``reward`` that no row has, a named reward that can read none of the first
+        64 answers, or a tool without docstring or type hints.
     """
 
     def __init__(
@@ -62,7 +70,7 @@ class FunctionEnvironment(Environment):
         eval_prompts: Iterable[Any] | None = None,
         seed: int = 0,
     ) -> None:
-        prompts = prompts if isinstance(prompts, str | Mapping) else list(prompts)
+        prompts = _listed_rows(prompts, "prompts")
         rows = _rows(prompts, "prompts", system)
         if not rows:
             raise ConfigError("prompts: got none; give at least one str, list of messages, or mapping with 'prompt'")
@@ -76,7 +84,8 @@ class FunctionEnvironment(Environment):
                 "or leave session out"
             )
         if eval_prompts is not None:
-            self._train, self._eval = rows, _rows(eval_prompts, "eval_prompts", system)
+            self._train = rows
+            self._eval = _rows(_listed_rows(eval_prompts, "eval_prompts"), "eval_prompts", system)
         else:
             self._train = [row for i, row in enumerate(rows) if not _held_out(i)]
             self._eval = [row for i, row in enumerate(rows) if _held_out(i)]
@@ -84,6 +93,8 @@ class FunctionEnvironment(Environment):
         columns = set.intersection(*(set(facts) for _, facts in self._train + self._eval))
         plain = all(isinstance(row.get("prompt") if isinstance(row, Mapping) else row, str) for row in prompts)
         self._reward = read_rewards(reward, columns, plain=plain)
+        for each in (rows, self._eval):
+            self._reward.check_truths([facts for _, facts in each[:TRUTHS_READ]])
         self.services = self._reward.services
         repeated = sum(row in self._train for row in self._eval)
         if repeated:
@@ -134,9 +145,54 @@ def _order(seed: int, turn: int, num_rows: int) -> tuple[int, ...]:
 Row = tuple[tuple[Mapping[str, str], ...], Mapping[str, Any]]
 
 
-def _rows(prompts: Iterable[Any], where: str, system: str | None) -> list[Row]:
-    if isinstance(prompts, str | Mapping):
-        raise ConfigError(f"{where}: got one {type(prompts).__name__}; give a list of prompts, e.g. {where}=[...]")
+def _listed_rows(given: Any, where: str) -> list[Any]:
+    """The rows of a list, an iterator or a table; ConfigError if it has none or does not end."""
+    if isinstance(given, str | bytes | Mapping | set | frozenset | io.IOBase):
+        raise ConfigError(f"{where}: got one {type(given).__name__}; {_advice(given, where)}")
+    for whole in ("compute", "collect"):  # a collection of Dask, a lazy frame of polars
+        if hasattr(given, whole):
+            given = getattr(given, whole)()
+    if hasattr(given, "columns"):  # its iterator gives columns
+        given = _rows_of_table(given, where)
+    try:
+        rest, most = iter(given), len(given) if isinstance(given, Sized) else None
+    except TypeError as error:
+        raise ConfigError(
+            f"{where}: got {type(given).__name__}, which has no rows; give a list, e.g. {where}=[...]"
+        ) from error
+    if most is not None:
+        return [row for row, _ in zip(rest, range(most), strict=False)]
+    rows, chars = list[Any](), 0
+    for row in rest:
+        chars += len(str(row))
+        if len(rows) >= MOST_READ or chars > MOST_CHARS:
+            raise ConfigError(
+                f"{where}: read {len(rows):,} prompts from a {type(given).__name__}, which goes on; all are kept in memory; type "
+                f"{where}=list(itertools.islice(PROMPTS, 100_000)) with the number that you want"
+            )
+        rows.append(row)
+    return rows
+
+
+def _rows_of_table(table: Any, where: str) -> Any:
+    for name, arguments in (("to_dicts", ()), ("to_pylist", ()), ("to_dict", ("records",))):  # polars, pyarrow, pandas
+        if hasattr(table, name):
+            return getattr(table, name)(*arguments)
+    raise ConfigError(f"{where}: got {type(table).__name__}, a table of columns; give its rows as a list of dicts")
+
+
+def _advice(given: Any, where: str) -> str:
+    """What to type instead of one object that is not a list of prompts."""
+    if isinstance(given, io.IOBase):
+        return f"give its lines, as {where}=[json.loads(line) for line in FILE]"
+    if isinstance(given, Mapping) and given and not any(isinstance(value, str) for value in given.values()):
+        if any(hasattr(value, "column_names") or hasattr(value, "columns") for value in given.values()):
+            return f"give one of its splits, as {where}=GIVEN[{next(iter(given))!r}]"
+        return f"give its rows, as {where}=[dict(zip(GIVEN, row)) for row in zip(*GIVEN.values())]"
+    return f"give a list of prompts, e.g. {where}=[...]"
+
+
+def _rows(prompts: list[Any], where: str, system: str | None) -> list[Row]:
     return [_row(given, f"{where}[{index}]", system) for index, given in enumerate(prompts)]
 
 
@@ -145,13 +201,17 @@ def _row(given: Any, where: str, system: str | None) -> Row:
     if isinstance(given, Mapping):
         if "prompt" not in given:
             raise ConfigError(
-                f"{where}: no 'prompt' among its columns {sorted(given)}; name the column of questions 'prompt'"
+                f"{where}: no 'prompt' among its columns {sorted(map(str, given))}; name the column of questions 'prompt'"
             )
-        facts = {key: value for key, value in given.items() if key != "prompt"}
+        facts = {key: _plain(value) for key, value in given.items() if key != "prompt"}
         taken = [name for name in OWN if name in facts]
         if taken:
             raise ConfigError(f"{where}: the column {taken[0]!r} has the name of an argument of rewards; rename it")
+        unnamed = [name for name in facts if not isinstance(name, str)]
+        if unnamed:
+            raise ConfigError(f"{where}: the name of the column {unnamed[0]!r} is not text; rename it")
         given = given["prompt"]
+    given = _plain(given)
     if isinstance(given, str):
         messages = [{"role": "user", "content": given}]
     elif isinstance(given, Sequence) and given and all(_is_message(item) for item in given):
@@ -164,6 +224,11 @@ def _row(given: Any, where: str, system: str | None) -> Row:
     if system is not None and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system})
     return tuple(messages), facts
+
+
+def _plain(value: Any) -> Any:
+    """A value of numpy, torch or pandas as Python's own."""
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def _is_message(item: object) -> bool:

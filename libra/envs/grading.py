@@ -11,8 +11,6 @@ import numbers
 import time
 from typing import Any
 
-import numpy as np
-
 from libra.envs.actions import run_bounded
 from libra.envs.environment import Environment
 from libra.envs.retries import BackOff, refused, with_retries
@@ -69,24 +67,36 @@ def _checked(outcome: tuple[Any, BaseException | None] | None, where: str, timeo
         raise RewardFault(f"{where}: the reward raised {error_text(error)}") from error
     if isinstance(value, Late):
         return _checked_late(value, where)
-    if not isinstance(value, numbers.Real | np.bool_):
-        raise RewardFault(
-            f"{where}: the reward is {repr_text(value)} ({type(value).__name__}); it must be one finite number"
-        )
     try:
-        reward = float(value)
+        number = plain_number(value)
+        reward = float(number) if isinstance(number, numbers.Real) else None
     except OverflowError as error:
         raise RewardFault(f"{where}: the reward is an integer too large for a float") from error
     except Exception as error:  # boundary: __float__ of a number of the reward's own is its code too
         raise RewardFault(f"{where}: the reward cannot be read as a number: {error_text(error)}") from error
+    if reward is None:
+        raise RewardFault(
+            f"{where}: the reward is {repr_text(value)} ({type(value).__name__}); it must be one finite number"
+        )
     return bounded_reward(reward, where)
+
+
+def plain_number(value: Any) -> Any:
+    """A number of numpy, torch, decimal or another library as Python's own; anything else unchanged."""
+    if hasattr(value, "item"):
+        try:
+            value = value.item()
+        except Exception:  # noqa: BLE001 boundary: an array of several raises what its library chose
+            return value
+    return float(value) if not isinstance(value, numbers.Real) and hasattr(type(value), "__float__") else value
 
 
 def _checked_late(late: Late, where: str) -> Late:
     """``late``, whose numbers are finite; RewardFault."""
     try:
-        numbers_of_it = [float(late.offset), float(late.factor)]
-        numbers_of_it += [] if late.provisional is None else [float(late.provisional)]
+        fast = None if late.fast is None else plain_number(late.fast) * 1.0  # of text that raises
+        late = Late(fast, plain_number(late.offset) * 1.0, plain_number(late.factor) * 1.0)
+        numbers_of_it = [late.offset, late.factor, *([] if late.provisional is None else [late.provisional])]
     except Exception as error:  # boundary: they are the reward's own
         raise RewardFault(f"{where}: of {repr_text(late)} a number cannot be read: {error_text(error)}") from error
     for number in numbers_of_it:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, get_type_hints
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from pydantic import TypeAdapter
 
 from libra.errors import ConfigError
 from libra.types import ToolStatus
@@ -62,6 +65,8 @@ class Tool:
     revocable : bool
         Whether a call may be stopped, and called again later, so that others which wait can begin. Only where it has no effects
         outside of its process, or these may happen twice.
+    types : mapping of str to type
+        Hints of arguments that are more than plain JSON, such as an Enum or a dataclass: pydantic makes the value of a call's JSON.
     services : tuple of str
         Services that it asks (`libra.ask`), names of ``services.named``; they are checked before anything runs.
     """
@@ -80,6 +85,7 @@ class Tool:
     quota: str = ""
     services: tuple[str, ...] = ()
     revocable: bool = False
+    types: Mapping[str, Any] = field(default_factory=dict)
     is_async: bool = field(init=False)
     takes_action_id: bool = field(init=False)
     takes_state: bool = field(init=False)
@@ -119,6 +125,14 @@ class Tool:
         object.__setattr__(self, "takes_action_id", ACTION_ID in parameters)
         object.__setattr__(self, "takes_state", STATE in parameters)
         object.__setattr__(self, "takes_session", SESSION in parameters and SESSION not in self.parameters)
+
+    def call(self, /, **arguments: Any) -> Any:
+        """Call the function, with each argument in the type of its hint."""
+        return self.function(**{name: self.typed(name, value) for name, value in arguments.items()})
+
+    def typed(self, name: str, value: Any) -> Any:
+        """The value of an argument in a call in the type of its hint; ValidationError."""
+        return TypeAdapter(self.types[name]).validate_python(value) if name in self.types else value
 
     def _check_resources(self) -> None:
         where, (least, most) = f"tool {self.name!r}", self.cores
@@ -192,28 +206,31 @@ def tool(
 ) -> Tool:
     """The `Tool` of a plain function with type hints and a Google-style docstring (what ``get_json_schema`` reads).
 
+    Hints may be whatever pydantic has a JSON schema of: an Enum, a dataclass, a model, ``Annotated[int, Field(ge=1)]``, ...
+
     Raises
     ------
     ConfigError
-        If a hint or a description is missing; the message has the line to add.
+        If a hint or a description is missing; the message has the line to add. If a hint is a type that JSON cannot express.
     """
     shown = name or str(getattr(function, "__name__", type(function).__name__))
     pair = (cores, cores) if isinstance(cores, int) else cores
-    schema = _schema(function, shown)
+    schema, types = _schema(function, shown)
     return Tool(
         shown, function, schema, timeout_s, max_payload_chars, inline, fatal, pair, memory_gib, gpu, elastic, quota,
-        (services,) if isinstance(services, str) else tuple(services), revocable,
+        (services,) if isinstance(services, str) else tuple(services), revocable, types,
     )  # fmt: skip
 
 
-def _schema(function: Callable[..., Any], name: str) -> dict[str, Any]:
+def _schema(function: Callable[..., Any], name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The schema of a tool, and the hints of its arguments that are more than plain JSON."""
     from transformers.utils import get_json_schema
 
     where = f"tool {name!r}"
     signature = inspect.signature(function)
     hinted = function if inspect.isroutine(function) else type(function).__call__
     try:
-        hints = get_type_hints(hinted)
+        hints = get_type_hints(hinted, include_extras=True)
     except (NameError, TypeError) as error:
         raise ConfigError(
             f"{where}: its type hints cannot be read ({error}); use hints that the module imports"
@@ -238,13 +255,59 @@ def _schema(function: Callable[..., Any], name: str) -> dict[str, Any]:
 
     # The model must not see action_id, trajectory_state and session, so the schema is read from a substitute without it.
     stub.__name__, stub.__doc__ = name, doc
-    stub.__annotations__ = {key: hint for key, hint in hints.items() if key in shown}
+    types = {key: hint for key, hint in hints.items() if key in shown and not _is_plain(hint)}
+    stub.__annotations__ = {key: dict if key in types else hint for key, hint in hints.items() if key in shown}
     stub.__signature__ = signature.replace(parameters=list(shown.values()))  # type: ignore[attr-defined]
+    own = {key: _type_schema(hint, f"{where}: argument {key!r}") for key, hint in types.items()}
     try:
-        return get_json_schema(stub)
+        schema = get_json_schema(stub)
     except Exception as error:  # boundary: transformers has its own error class for each fault of a docstring
         missing = [key for key in shown if f"{key}:" not in doc and f"{key} (" not in doc]
         lines = "; ".join(f"'    {key}: what it is'" for key in missing or shown)
         raise ConfigError(
             f"{where}: its docstring does not describe every argument; add under 'Args:' {lines}"
         ) from error
+
+    properties = schema["function"]["parameters"]["properties"]
+    properties.update({key: {**each, "description": properties[key]["description"]} for key, each in own.items()})
+    return schema, types
+
+
+def _is_plain(hint: Any) -> bool:
+    """Whether a hint is made of JSON's own types, whose schema transformers writes as models have seen it."""
+    origin = get_origin(hint)
+    if origin in (list, tuple, dict, Union, UnionType):
+        return all(each is Ellipsis or _is_plain(each) for each in get_args(hint))
+    return origin is Literal or hint in (str, int, float, bool, list, tuple, dict, type(None), Any)
+
+
+def _type_schema(hint: Any, where: str) -> dict[str, Any]:
+    """The JSON schema of a hint by pydantic, without titles and references."""
+    try:
+        given = TypeAdapter(hint).json_schema()
+        schema: dict[str, Any] = _inlined(given, given.get("$defs", {}))
+    except Exception as error:  # boundary: pydantic, and methods of the user's types that it calls
+        raise ConfigError(
+            f"{where} has the type {getattr(hint, '__name__', hint)}, which has no JSON schema "
+            f"({str(error).partition(chr(10))[0].rstrip('.')}); give it one that has, such as str, an Enum or a dataclass"
+        ) from error
+    several = schema.get("anyOf", [])
+    if len(several) == 2 and {"type": "null"} in several:  # as transformers writes an optional one
+        schema.update(next(each for each in several if each != {"type": "null"}), nullable=True)
+        del schema["anyOf"]
+    return schema
+
+
+def _inlined(given: Any, definitions: Mapping[str, Any], inside: tuple[str, ...] = ()) -> Any:
+    if isinstance(given, list):
+        return [_inlined(each, definitions, inside) for each in given]
+    if not isinstance(given, dict):
+        return given
+    if isinstance(given.get("$ref"), str):
+        name = given["$ref"].rpartition("/")[2]
+        if name in inside:
+            raise ValueError(f"{name} contains itself")
+        more = {key: value for key, value in given.items() if key != "$ref"}
+        return _inlined({**definitions[name], **more}, definitions, (*inside, name))
+    left_out = {"$defs", "discriminator"} | ({"title"} if isinstance(given.get("title"), str) else set())
+    return {key: _inlined(value, definitions, inside) for key, value in given.items() if key not in left_out}

@@ -69,19 +69,53 @@ class ChatFormat:
         self._special = SpecialTokens(tokenizer)
         self._special_counts: dict[tuple[str, int], int] = {}
         self._explanation = self._missing_explanation(tool_format)
-        closing = self._encode(self._after_assistant([_STAND_IN]))
-        self.end_of_turn_id = int(closing[0])
-        """The token with which the template ends an assistant turn."""
-        if self.end_of_turn_id not in tokenizer.added_tokens_decoder:
-            raise ModelError(
-                f"{tokenizer.name_or_path}: its template ends an assistant turn with "
-                f"{tokenizer.decode([self.end_of_turn_id])!r}, which is not a special token, so no turn could end"
-            )
-        ids = {self.end_of_turn_id, *generation_stop_ids}
+        self._markers = {int(i) for i, token in tokenizer.added_tokens_decoder.items() if token.content.strip()}
+        self._ends = self._ends_of_turns()
+        self.end_of_turn_id = next(iter(self._ends.values()))
+        """The token with which the template ends an assistant turn, or begins the user's that follows."""
+        ids = {*self._ends.values(), *generation_stop_ids}
         if tokenizer.eos_token_id is not None:
             ids.add(tokenizer.eos_token_id)
         self.stop_ids: tuple[int, ...] = tuple(sorted(int(i) for i in ids))
         """Ids that end a generation: the template's end of turn, the tokenizer's and the generation_config's eos."""
+
+    def _ends_of_turns(self) -> dict[str, int]:
+        """The first marker after an assistant's turn by the role of the next message; a run without tools needs no tool's."""
+        found: dict[str, int] = {}
+        fault: ModelError | None = None
+        for role in ("user", "tool"):
+            try:
+                before, shown, _ = self._after_assistant([_STAND_IN], role).partition(_STAND_IN)
+                if not shown:
+                    raise ModelError(f"{self.tokenizer.name_or_path}: its template leaves out {role} messages")
+                ids = self._encode(before)
+                marked = self._marker(ids)
+                if marked == len(ids) or self.tokenizer.decode(ids[:marked]).strip():
+                    raise ModelError(
+                        f"{self.tokenizer.name_or_path}: its template ends an assistant turn with {before!r}, without a special "
+                        "token, so no turn could end"
+                    )
+                found[role] = int(ids[marked])
+            except ModelError as error:
+                if role == "tool" and self.tool_schemas:
+                    raise
+                fault = fault or error
+        if not found and fault is not None:
+            raise fault
+        return found
+
+    def _marker(self, ids: NDArray[np.int32]) -> int:
+        """The position of the first marker in ``ids``, or their number."""
+        return next((position for position, each in enumerate(ids) if int(each) in self._markers), len(ids))
+
+    def ends(self, token_id: int, role: str) -> bool:
+        """Whether a turn whose last token is this one has ended as the template writes it before a message of ``role``."""
+        return token_id == self._ends.get(role)
+
+    def rest(self, ids: NDArray[np.int32], last: int | None = None) -> NDArray[np.int32]:
+        """``ids`` of what follows a turn, after the marker if that is the turn's ``last`` token, else all; None: it is."""
+        marked = self._marker(ids)
+        return ids[marked + 1 :] if marked < len(ids) and last in (None, ids[marked]) else ids
 
     def with_tools(self, tools: Sequence[Mapping[str, Any]], args: Mapping[str, Any]) -> ChatFormat:
         """The same model's format with other tools, and further variables of the template."""
@@ -149,7 +183,7 @@ class ChatFormat:
     def observation_ids(self, contents: Sequence[str], *, ended: bool = True) -> NDArray[np.int32]:
         """The ids of these tool messages and the next generation prompt, to append after an assistant turn, int32 (T,).
 
-        ``ended``: the turn's last token was a stop id; otherwise the end-of-turn token comes first. The first character of a
+        ``ended``: the turn's last token `ends` it; otherwise the end-of-turn token comes first. The first character of a
         special token that a content spells is replaced. ValueError where a content yields one all the same.
         """
         if not contents:
@@ -157,7 +191,7 @@ class ChatFormat:
         texts = [self._special.broken(content) for content in contents]
         ids = self._encode(self._after_assistant(texts))
         self._check_special(ids, texts)
-        return ids[1:] if ended else ids
+        return self.rest(ids) if ended else ids
 
     def text_ids(self, text: str) -> NDArray[np.int32]:
         """Token ids of a piece of text alone, int32 (T,)."""
@@ -168,7 +202,7 @@ class ChatFormat:
         text = self._special.broken(content)
         ids = self._encode(self._after_assistant([text], role="user"))
         self._check_special(ids, [text], role="user")
-        return ids[1:] if ended else ids
+        return self.rest(ids) if ended else ids
 
     def decode(self, ids: Sequence[int] | NDArray[np.int32]) -> str:
         """Text of generated ids, with special tokens such as ``<tool_call>``, without the stop id at the end."""

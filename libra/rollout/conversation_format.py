@@ -47,14 +47,13 @@ class ConversationFormat:
         return self._of(tools, args).prompt_ids(messages)
 
     def tail_ids(
-        self, messages: Messages, tools: Sequence[Mapping[str, Any]] = (), *, ended: bool, **args: Any
+        self, messages: Messages, tools: Sequence[Mapping[str, Any]] = (), *, last: int, **args: Any
     ) -> NDArray[np.int32]:
         """What follows a generated turn, up to and including the next generation prompt, as `prompt_ids`.
 
-        ``ended``: the turn's last token was a stop id; otherwise the end-of-turn token comes first.
+        ``last`` is the turn's last token; unless it is the marker with which the template goes on, that comes first.
         """
-        ids = self._of(tools, args).tail_ids(messages)
-        return ids[1:] if ended else ids
+        return self.chat.rest(self._of(tools, args).tail_ids(messages), last)
 
     def _of(self, tools: Sequence[Mapping[str, Any]], args: Mapping[str, Any]) -> _Format:
         name = json.dumps([list(tools), dict(args)], sort_keys=True)

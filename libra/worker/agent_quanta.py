@@ -231,7 +231,7 @@ class Agents:
                 live.conversation.ask(-1 if asked["by_ids"] else requests[turn]["parent"], tail, asked["tools"])
             last = int(made.token_ids[-1]) if len(made.token_ids) else -1
             said = () if asked["by_ids"] else forms(made.message, made.stop)
-            live.conversation.answer(turn, *said, ended=last in self._chat().stop_ids)
+            live.conversation.answer(turn, *said, last=last)
             live.replies.append(made)
             live.answered = turn + 1
             if (pending := live.pending.pop(turn, None)) is not None:

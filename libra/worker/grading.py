@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from libra.envs import Environment, run_grader
-from libra.envs.grading import bounded_reward
+from libra.envs.grading import bounded_reward, plain_number
 from libra.envs.retries import BackOff
 from libra.errors import RewardFault
 from libra.types import Episode, FailureClass, Late, Trajectory
@@ -92,7 +92,7 @@ def _take_provisional(reward: Late, member: Trajectory, late: str) -> None:
 
 def _with_extra(reward: float | Late, more: float, member: Trajectory) -> float | Late:
     try:
-        total = reward + float(more)
+        total = reward + float(plain_number(more))
     except (TypeError, ValueError, OverflowError) as error:
         raise RewardFault(
             f"{member.trajectory_id}: the reward node returned {repr_text(more)}; it must be a finite number"

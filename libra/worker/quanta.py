@@ -395,7 +395,6 @@ class QuantumRunner:
             return
         copy = StateCopy(self.context.environment, state.state, str(state.tid))
         last = state.records[-1]
-        ended = bool(len(last["token_ids"])) and int(last["token_ids"][-1]) in self.chat.stop_ids
         if state.answered:
             reply = await run_step(self.context.environment, last["text"], copy, str(state.tid))
             if reply is None:
@@ -411,6 +410,7 @@ class QuantumRunner:
                 if self.sessions is not None and lease is not None and lease != state.lease:
                     self.sessions.release(lease)  # no record has it
                 raise
+        ended = bool(len(last["token_ids"])) and self.chat.ends(int(last["token_ids"][-1]), role)
         shown, observation = self._fitted(state, [r.content for r in returns], role, ended)
         returns = [recorded(each, content) for each, content in zip(returns, shown, strict=True)]
         self._commit(state, action_record(turn, returns, observation, copy.data, lease), started_s)

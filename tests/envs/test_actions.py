@@ -1,4 +1,5 @@
 import asyncio
+import functools
 import logging
 import os
 import sys
@@ -42,6 +43,14 @@ def leave() -> str:
     sys.exit(3)
 
 
+@functools.wraps(echo)
+def wrapped(**given):
+    async def later():
+        return echo(**given)
+
+    return later()
+
+
 def hang() -> str:
     """Waits for the gate."""
     gate.wait()
@@ -66,7 +75,7 @@ def unspeakable() -> object:
 
 @pytest.fixture
 def act():
-    tools = [echo, rows_of, broken, leave, unspeakable]
+    tools = [echo, tool(wrapped, name="wrapped"), rows_of, broken, leave, unspeakable]
     short = [tool(function, timeout_s=0.01) for function in (hang, hang_async)]
     environment = FunctionEnvironment(prompts=["hi"], reward=lambda completion: 0.0, tools=[*tools, *short])
 
@@ -82,6 +91,7 @@ def test_a_call_gives_its_return_and_the_action_id_to_tools_that_ask_for_it(act)
     assert (given.tool, given.status, given.content) == ("echo", ToolStatus.OK, "ababtrain-0-0-0/1/0")
     assert given.payload_chars == len(given.content)
     assert given.latency_s > 0
+    assert act("wrapped", text="ab").content == "abtrain-0-0-0/1/0", "an awaitable is awaited"
     assert act("rows_of", rows=[1, 2]).content == '{"rows": [1, 2]}', "what is not text is shown as JSON"
 
 

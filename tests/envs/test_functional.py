@@ -1,13 +1,16 @@
+import itertools
 import json
 from collections import Counter
+from types import SimpleNamespace as Table
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from libra.envs import FunctionEnvironment, make_environment
 from libra.errors import ConfigError
-from libra.types import Turn
+from libra.types import Prompt, Turn
 
 
 def constant(completion):
@@ -75,6 +78,13 @@ def test_columns_become_facts_and_reach_the_reward_by_name(make_episode):
     assert [schema["function"]["name"] for schema in environment.tool_schemas] == ["add"]
 
 
+@pytest.mark.parametrize("method", ["to_dicts", "to_pylist", "to_dict", "compute", "collect"])
+def test_the_rows_of_a_table_are_its_prompts(method):
+    rows = [{"prompt": np.array([{"role": "user", "content": "a"}]), "answer": np.int64(3)}]
+    environment = FunctionEnvironment(prompts=Table(columns=[], **{method: lambda *orient: rows}), reward=constant)
+    assert environment.prompt("train", 0) == Prompt("train-0", ({"role": "user", "content": "a"},), {"answer": 3})
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -86,6 +96,11 @@ def test_columns_become_facts_and_reach_the_reward_by_name(make_episode):
         ({"prompts": ["q"], "reward": lambda answr: 0.0}, "answr"),
         ({"prompts": [{"prompt": "q", "answer": 1}, "r"], "reward": lambda answer: 0.0}, "answer"),
         ({"prompts": ["q"], "tools": [add, add]}, "add"),
+        ({"prompts": itertools.repeat("q")}, "1,000,000"),
+        ({"prompts": {"prompt": ["q"], "answer": [1]}}, "zip"),
+        ({"prompts": {"train": Table(columns=["prompt"])}}, r"\['train'\]"),
+        ({"prompts": Table(columns=["prompt"])}, "table"),
+        ({"prompts": [{"prompt": "q", "answer": "Paris"}], "reward": "gsm8k"}, "'Paris'"),
     ],
 )
 def test_what_cannot_work_is_said_at_construction(arguments, says):

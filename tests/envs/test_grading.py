@@ -1,8 +1,10 @@
 import asyncio
 import threading
+from decimal import Decimal
 
 import numpy as np
 import pytest
+import torch
 
 from libra.envs import FunctionEnvironment, run_grader
 from libra.errors import RewardFault, RewardTimeout
@@ -28,6 +30,9 @@ async def waits(completion):
         (lambda completion: np.bool_(True), 1.0),
         (lambda prompt, episode: -float(episode.prompt is prompt), -1.0),
         (waits, 2.0),
+        (lambda completion: waits(completion), 2.0),
+        (lambda completion: torch.tensor([3.0]), 3.0),
+        ({"function": lambda completion: Decimal("1.5"), "weight": 2}, 3.0),
     ],
 )
 def test_a_finite_number_is_the_reward(reward, value, make_episode):
@@ -48,6 +53,7 @@ def raises(completion):
         (lambda completion: float("inf"), "inf"),
         (lambda completion: None, "None"),
         (lambda completion: "1.0", "'1.0'"),
+        (lambda completion: torch.tensor([1.0, 2.0]), "tensor([1., 2.])"),
         (lambda completion: 10**400, "too large"),
         (lambda completion: Late(fast=10**400), "too large"),
         (lambda completion: Late(fast="1"), ""),

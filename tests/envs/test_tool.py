@@ -1,7 +1,14 @@
-import pytest
+import asyncio
+from enum import Enum
+from typing import Annotated
 
-from libra.envs import tool
+import pytest
+from pydantic import Field, TypeAdapter, create_model
+
+from libra.envs import FunctionEnvironment, tool
+from libra.envs.actions import run_action
 from libra.errors import ConfigError
+from libra.types import Prompt, ToolCall, ToolStatus
 
 
 def weather(city: str, days: int = 1, action_id: str = "") -> str:
@@ -37,6 +44,24 @@ def positional(*cities: str) -> str:
     return cities[0]
 
 
+Unit = Enum("Unit", {"C": "c", "F": "f"})
+Place = create_model("Place", title=str, unit=(Unit, Unit.C))
+UNIT = {"enum": ["c", "f"], "type": "string"}
+PLACE = {
+    "properties": {"title": {"type": "string"}, "unit": {**UNIT, "default": "c"}},
+    "required": ["title"],
+    "type": "object",
+}
+
+
+def takes(hint):
+    def given(city):
+        return repr(city)
+
+    given.__doc__, given.__annotations__ = no_hint.__doc__, {"city": hint}
+    return given
+
+
 def test_schema_says_what_the_function_says_and_hides_the_action_id():
     made = tool(weather)
     function = made.schema["function"]
@@ -53,11 +78,32 @@ def test_schema_says_what_the_function_says_and_hides_the_action_id():
 
 
 @pytest.mark.parametrize(
-    ("function", "says"), [(no_hint, "city"), (no_description, "days"), (positional, "positional")]
+    ("function", "says"),
+    [(no_hint, "city"), (no_description, "days"), (positional, "positional"), (takes(Exception), "'city'.*Exception")],
 )
 def test_a_function_that_cannot_be_a_tool_says_what_to_add(function, says):
     with pytest.raises(ConfigError, match=says):
         tool(function)
+
+
+@pytest.mark.parametrize(
+    ("hint", "schema", "value", "wrong"),
+    [
+        (Unit, UNIT, Unit.C, "k"),
+        (Unit | None, {**UNIT, "nullable": True}, None, "k"),
+        (list[Unit], {"items": UNIT, "type": "array"}, [Unit.F], ["k"]),
+        (Place, PLACE, Place(title="x"), {"title": 3}),
+        (Annotated[int, Field(ge=1)], {"minimum": 1, "type": "integer"}, 2, 0),
+    ],
+)
+def test_a_hint_may_be_whatever_pydantic_knows(hint, schema, value, wrong):
+    environment = FunctionEnvironment(prompts=["q"], reward="tag_format", tools=[takes(hint)])
+    assert environment.tools[0].parameters["city"] == {**schema, "description": "Its name."}
+
+    given = TypeAdapter(hint).dump_python(value, mode="json")
+    calls = [ToolCall("given", {"city": each}) for each in (given, wrong)]
+    right, refused = [asyncio.run(run_action(environment, Prompt("", ()), call, action_id="a")) for call in calls]
+    assert (right.content, refused.status) == (repr(value), ToolStatus.MALFORMED)
 
 
 @pytest.mark.parametrize("wrong", [{"timeout_s": 0.0}, {"timeout_s": float("nan")}, {"max_payload_chars": 0}])

@@ -76,6 +76,8 @@ def index_of_two(model):
 
 SAVE_AGAIN = "model.save_pretrained(...)"
 
+TOLD = "{{ tools }}{% for m in messages %}{{ TOOL if m.role == 'tool' else m.content }}<|im_end|>{% endfor %}"
+
 # A change of the model that ships, the value that the error names, and a word of what to type.
 DIRECTORIES = (
     (without("config.json"), "config.json", SAVE_AGAIN),
@@ -98,6 +100,8 @@ DIRECTORIES = (
     (more_tokens, "9999", "resize_token_embeddings"),
     (holds("chat_template.jinja", "{%- for m in messages %}{{ m.content }}"), "chat_template.jinja", "endfor"),
     (holds("chat_template.jinja", "{{ raise_exception('no users here') }}"), "chat_template.jinja", "template"),
+    (holds("chat_template.jinja", TOLD.replace("TOOL", "raise_exception('no tools')")), "no tools", "another model"),
+    (holds("chat_template.jinja", TOLD.replace("TOOL", "''")), "messages of tools", "another model"),
     (holds("generation_config.json", "{"), "generation_config.json", SAVE_AGAIN),
     (index_of_two, "model-00002-of-00002.safetensors", SAVE_AGAIN),
 )

@@ -58,6 +58,6 @@ def test_a_text_that_cannot_fit_is_not_tokenised(monkeypatch):
     limited = ConversationFormat(chat, 512)
     short, long = [{"role": "user", "content": "1 + 1?"}], [{"role": "user", "content": "1" * 5000}]
     assert len(limited.prompt_ids(short)) == len(ConversationFormat(chat).prompt_ids(short))
-    for ids_of in (limited.prompt_ids, lambda messages: limited.tail_ids(messages, ended=True)):
+    for ids_of in (limited.prompt_ids, lambda messages: limited.tail_ids(messages, last=-1)):
         with pytest.raises(ContextOverflow):
             ids_of(long)

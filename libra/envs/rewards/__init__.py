@@ -13,12 +13,14 @@ from typing import Any
 
 from libra.envs.choices import nearest
 from libra.envs.rewards import boxed, completion_format, dapo_math, gsm8k, symbolic
+from libra.envs.rewards.truth import truth
 from libra.errors import ConfigError
 from libra.types import EndReason, Episode, Prompt
+from libra.untrusted import repr_text
 
 _READS: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     "completion": lambda given: given["completion"],
-    "answer": lambda given: str(given["answer"]),
+    "answer": lambda given: truth(given["answer"]),
     "episode": lambda given: given["episode"].num_tokens,
 }
 """The value of each parameter that a term reads."""
@@ -54,6 +56,17 @@ class NamedReward:
 
     def __call__(self, **given: Any) -> float:
         return sum(term(given) for term in self.terms)
+
+    def check_truths(self, answers: Sequence[Any]) -> None:
+        """ConfigError if a term can read none of these answers, unless there are none."""
+        for name in (term.name for term in self.terms if "answer" in REWARDS[term.name][1]):
+            read = gsm8k.wanted if name == "gsm8k" else str
+            if answers and not any(read(truth(answer)) for answer in answers):
+                what = "number" if name == "gsm8k" else "text or number"
+                raise ConfigError(
+                    f"reward {name}: the column 'answer' has no {what} in the first {len(answers)} rows, e.g. "
+                    f"{repr_text(answers[0])[:80]}; give it the right answers, e.g. 18, '#### 18' or '\\boxed{{18}}'"
+                )
 
     @property
     def __signature__(self) -> inspect.Signature:

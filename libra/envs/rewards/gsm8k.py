@@ -55,6 +55,13 @@ def canonical(numeral: str) -> str | None:
     return "-" + value if numeral.startswith("-") and value != "0" else value
 
 
+def wanted(answer: str) -> str | None:
+    """The number of a right answer, such as "... #### 1,000", "$18" or "9 (apples)"; None unless it has exactly one."""
+    answer = answer.rpartition("####")[2]
+    found = [number for numeral in _NUMERALS.findall(answer) if (number := canonical(numeral)) is not None]
+    return canonical(answer.strip()) or (found[0] if len(found) == 1 else None)
+
+
 def score(
     text: str,
     answer: str,
@@ -68,5 +75,4 @@ def score(
     found = extract(text, method, like=like)
     if found is None:
         return 0.0
-    wanted = answer if like == "verl" else canonical(answer.strip()) or answer
-    return full_score if found == wanted else format_score
+    return full_score if found == (answer if like == "verl" else wanted(answer)) else format_score

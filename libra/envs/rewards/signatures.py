@@ -31,7 +31,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from libra.envs.rewards import REWARDS, make_reward
+from libra.envs.grading import plain_number
+from libra.envs.rewards import REWARDS, NamedReward, make_reward
 from libra.envs.services import ServiceReward, ServiceUse, service_reward
 from libra.errors import ConfigError
 from libra.types import EndReason, Episode
@@ -92,13 +93,19 @@ class RewardSum:
         values = [term.function(**self._arguments(term, episode)) for term in self.terms]
         if any(inspect.isawaitable(value) for value in values):
             values = asyncio.run(_all(values))
-        told = [_one(term, value) for term, value in zip(self.terms, values, strict=True)]
+        told = [plain_number(_one(term, value)) for term, value in zip(self.terms, values, strict=True)]
         if len(told) == 1 and self.terms[0].weight == 1.0 and self.terms[0].form != "trl":
             return told[0]
         known = [term.weight * value for term, value in zip(self.terms, told, strict=True) if value is not None]
         if not known:
             raise ValueError(f"no reward: {', '.join(_name(term.function) for term in self.terms)} returned None")
         return sum(known)
+
+    def check_truths(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """ConfigError if a named reward can read the answer of none of these rows."""
+        for term in self.terms:
+            if isinstance(term.function, NamedReward):
+                term.function.check_truths([row.get("answer") for row in rows])
 
     @property
     def services(self) -> tuple[ServiceUse, ...]:

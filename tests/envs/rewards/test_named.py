@@ -15,8 +15,12 @@ from libra.types import Turn
 ROW = {"prompt": "6 * 7?", "answer": 42, "method": "lax", "format_score": 9.0}
 
 
-def graded(reward, make_episode, text="", num_tokens=0):
-    environment = pickle.loads(pickle.dumps(FunctionEnvironment(prompts=[ROW], reward=reward)))
+PUBLISHED = (42, 42.0, "6 * 7.\n#### 42\nThe answer is: 4", "So $\\boxed{42}$.", "$42$", "<answer>42</answer>")
+
+
+def graded(reward, make_episode, text="", num_tokens=0, answer=42):
+    rows = [{**ROW, "answer": answer}]
+    environment = pickle.loads(pickle.dumps(FunctionEnvironment(prompts=rows, reward=reward)))
     episode = make_episode(environment.prompt("train", 0), turns=(Turn(text, num_tokens=num_tokens),))
     return environment.grade(episode)
 
@@ -38,7 +42,8 @@ OVERLONG = {"name": "overlong", "max_tokens": 100, "buffer_tokens": 20}
     ],
 )
 def test_a_reward_by_name_grades_and_no_column_becomes_an_option(reward, text, num_tokens, value, make_episode):
-    assert graded(reward, make_episode, text, num_tokens) == pytest.approx(value)
+    for answer in PUBLISHED:
+        assert graded(reward, make_episode, text, num_tokens, answer) == pytest.approx(value), answer
 
 
 @pytest.mark.parametrize(
