@@ -48,8 +48,9 @@ def test_groups_without_signal_and_the_cause(rewards, without, equal_frac, cause
     [("turn 1 was cut at its token limit", "max_new_tokens=4"), (CONTEXT_FULL, "max_context_tokens=6")],
 )
 def test_members_that_were_cut_are_told_with_the_limit(detail, typed):
-    cut = [trajectory(TrajectoryId(0, 0, n), lengths=(1, 2), reward=0.0, end_reason=EndReason.LENGTH,
-                      failure=FailureClass.POLICY, failure_detail=detail, turns=[{"generated_tokens": 2}]) for n in range(2)]  # fmt: skip
+    how = {"end_reason": EndReason.LENGTH, "failure": FailureClass.POLICY, "failure_detail": detail}
+    how["turns"] = [{"generated_tokens": 2}]
+    cut = [trajectory(TrajectoryId(0, 0, n), lengths=(1, 2), reward=0.0, **how) for n in range(2)]
     cause = signal_numbers([*cut, member(0, 2, 0.0)], [{"advantages": [0.0] * 3, "trains": [True] * 3}])["no_signal"]
     assert cause.startswith("all 3 rewards are 0; 2 of them were cut by rollout.") and cause.endswith(
         f"rollout.{typed}"
