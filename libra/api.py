@@ -2,37 +2,59 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from libra.config import RunConfig, config_from_dict, load_config
 from libra.config.effect_conditions import Situation
 from libra.config.effects import ignored_settings, warning_lines
-from libra.driver.given_objects import check_environment, check_score
-from libra.driver.run_summary import RunSummary
-from libra.driver.session import run
-from libra.envs import Environment, FunctionEnvironment
+from libra.driver.early_checks import check_early, first_line, named
+from libra.driver.main_script import check_main
 from libra.envs.grading import plain_number
-from libra.envs.own_reward import own_reward
-from libra.errors import ConfigError
+from libra.errors import CallbackError, ConfigError, LibraError
 from libra.named_parts import name_of
+from libra.observe.start_stages import StartStages
 
 if TYPE_CHECKING:
     from distributed import Client
 
     from libra.driver.callbacks import OnBatch, OnEvaluation, OnIteration
+    from libra.driver.run_summary import RunSummary
+    from libra.envs import Environment, FunctionEnvironment
     from libra.envs.session_kind import SessionKind
     from libra.graph.iteration import Score
 
 logger = logging.getLogger(__name__)
+P = ParamSpec("P")
+R = TypeVar("R")
 
 # In a notebook without ipywidgets tqdm, which transformers imports, would warn of bars that nothing draws.
 warnings.filterwarnings("ignore", message="IProgress not found")
 
 
+def _own_frames_hidden(function: Callable[P, R]) -> Callable[P, R]:
+    """``function``, whose `LibraError` has a traceback of the caller's frames and one more; LIBRA_TRACEBACK=1 keeps all."""
+
+    @functools.wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except LibraError as error:
+            if os.environ.get("LIBRA_TRACEBACK") == "1" or isinstance(
+                error, CallbackError
+            ):  # its cause is the user's code
+                raise
+            raise error.with_traceback(None) from None
+
+    return called
+
+
+@_own_frames_hidden
 def train(
     model: str | Path = "libra/tiny-arithmetic",
     prompts: Sequence[Any] | None = None,
@@ -103,10 +125,13 @@ def train(
     -----
     Local workers are processes: a script that calls this needs ``if __name__ == "__main__":`` around the call.
     """
-    check_environment(environment)
+    if environment is not None or score is not None:
+        from libra.driver.given_objects import check_environment, check_score
+
+        check_environment(environment)
+        check_score(score)
     if services is not None:
         settings = {**settings, "services__named": _given_services(services)}
-    check_score(score)
     _check_started_by(config, client)
     if agent is not None:
         settings = {**settings, _agent_field(agent, tools): agent}
@@ -117,17 +142,33 @@ def train(
     given = _is_given(values, environment, prompts=prompts, reward=reward, tools=tools, session=session)
     checked = config_from_dict(values) if config is None else load_config(config, values=values)
     typed = frozenset(f"{section}.{key}" for section, keys in values.items() for key in keys)
+    checked = named(checked)
+    starts_workers = client is None and checked.cluster.scheduler is None
+    if starts_workers:
+        check_main()
+    stages = StartStages(enabled=checked.observe.progress)
+    stages.say(first_line(checked))
+    check_early(checked, resume=resume, starts_workers=starts_workers, given=given)
     for line in warning_lines(ignored_settings(checked, Situation("run", typed, client=client is not None))):
         logger.warning("%s", line)
     if given and environment is None:
+        from libra.envs.own_reward import own_reward
+
         reward = own_reward if reward is None and checked.agent.given else reward
         environment = _own_environment(prompts, reward, tools=tools, session=session, seed=checked.run.seed)
     callbacks = {"on_iteration": on_iteration, "on_batch": on_batch, "on_evaluation": on_evaluation}
-    return run(checked, environment=environment, score=score, client=client, resume=resume, callbacks=callbacks)
+    stages.begin("libraries")
+    from libra.driver.session import run
+
+    return run(
+        checked, environment=environment, score=score, client=client, resume=resume, callbacks=callbacks, stages=stages
+    )
 
 
 def _own_environment(prompts: Any, reward: Any, **more: Any) -> FunctionEnvironment:
     """The environment of prompts and reward; ConfigError if either is missing."""
+    from libra.envs import FunctionEnvironment
+
     if prompts is None or reward is None:
         missing = "prompts" if prompts is None else "reward"
         raise ConfigError(f"libra.train: {missing} is missing; give prompts and reward, or an environment")

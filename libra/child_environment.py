@@ -6,7 +6,7 @@ A worker's own environment has keys that are nobody's business there: of clouds,
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from libra.errors import ConfigError
 
@@ -28,10 +28,22 @@ INHERITED = frozenset({
     *PROXIES, *THREAD_VARIABLES,
 })  # fmt: skip
 """What agents and tool servers get, where it is set; and every ``LC_...``."""
+_LOOPBACK = ("127.0.0.1", "localhost")
+
+
+def loopback_direct(environment: Mapping[str, str]) -> dict[str, str]:
+    """Both spellings of ``NO_PROXY`` with this machine in them, where ``environment`` has a proxy: Libra's own servers, such as the
+    gateway of agents, are reached directly."""
+    if not any(environment.get(name) for name in PROXIES if name.lower() != "no_proxy"):
+        return {}
+    given = environment.get("no_proxy") or environment.get("NO_PROXY") or ""  # clients prefer the lower case
+    names = [name.strip() for name in given.split(",") if name.strip()]
+    direct = given if "*" in names else ",".join(dict.fromkeys([*names, *_LOOPBACK]))
+    return {"NO_PROXY": direct, "no_proxy": direct}
 
 
 def child_environment(more: Collection[str] = (), *, where: str = "") -> dict[str, str]:
-    """`INHERITED` as this process has it, and the variables in ``more``, which the setting ``where`` names.
+    """`INHERITED` as this process has it, with `loopback_direct`, and the variables in ``more``, which the setting ``where`` names.
 
     Raises
     ------
@@ -39,7 +51,8 @@ def child_environment(more: Collection[str] = (), *, where: str = "") -> dict[st
         One of ``more`` is not set here.
     """
     names = [name for name in os.environ if name in INHERITED or name.startswith("LC_")]
-    return chosen([*names, *more], where=where)
+    found = chosen([*names, *more], where=where)
+    return found | loopback_direct(found)
 
 
 def chosen(names: Collection[str], *, where: str = "") -> dict[str, str]:

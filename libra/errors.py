@@ -31,6 +31,7 @@
     |   +-- DamagedRun                     files of a run are gone, torn or altered; says which and what to type
     +-- WeightsError(RuntimeError)         a weight version is missing, torn, or not the one announced
     +-- TrainError(RuntimeError)           a step cannot be taken (wrong order, nothing to train on, NaN)
+    |   +-- BatchFailed                    every trajectory of a batch failed, and none because of the model
     |   +-- NothingToLearn                 no reward of several batches in a row said anything
     |   +-- MismatchAlarm                  engine and trainer disagree about the same weights by more than was allowed
     |   +-- CheckpointError                a checkpoint cannot be written or read, or is none
@@ -191,6 +192,10 @@ class WeightsError(LibraError, RuntimeError):
 
 class TrainError(LibraError, RuntimeError):
     """A training step cannot be taken."""
+
+
+class BatchFailed(TrainError):
+    """Every trajectory of a batch failed, and none because of the model; names the first failure. `libra run` exits with 1."""
 
 
 class NothingToLearn(TrainError):

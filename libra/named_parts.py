@@ -5,9 +5,12 @@ Driver, workers, scheduler and `libra replay` import such a part each for itself
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import sys
+import sysconfig
+import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -68,11 +71,31 @@ def _lack(found: Any, part: str, module_name: str) -> str:
 
 
 def raised_at(error: BaseException) -> str:
-    """`` in FILE, line N``: where an error was raised; empty if that is not known."""
-    place = error.__traceback__
-    while place is not None and place.tb_next is not None:
-        place = place.tb_next
-    return "" if place is None else f" in {place.tb_frame.f_code.co_filename}, line {place.tb_lineno}"
+    """`` in FILE, line N``: the last place in the user's own code before an error, else where it was raised; empty if unknown."""
+    places = traceback.extract_tb(error.__traceback__, limit=-1)
+    return users_place(error) or "".join(f" in {place.filename}, line {place.lineno}" for place in places)
+
+
+def users_place(error: BaseException | None) -> str:
+    """`raised_at`, of the user's own code only; empty if an error was raised without it."""
+    tb = None if error is None else error.__traceback__
+    places = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(tb)]
+    return next((f" in {file}, line {line}" for file, line in reversed(places) if _is_users(file)), "")
+
+
+def defined_at(function: Any) -> str:
+    """`` in FILE, line N``: where the user wrote a function; empty if it is Libra's or a library's, or unknown."""
+    plain = inspect.unwrap(function.func if isinstance(function, functools.partial) else function)
+    codes = [getattr(each, "__code__", None) for each in (plain, getattr(type(plain), "__call__", None))]  # noqa: B004
+    code = next((code for code in codes if code is not None and _is_users(code.co_filename)), None)
+    return "" if code is None else f" in {code.co_filename}, line {code.co_firstlineno}"
+
+
+_OTHERS = (str(Path(__file__).parent), sysconfig.get_path("stdlib"), "<frozen ")
+
+
+def _is_users(file: str) -> bool:
+    return not file.startswith(_OTHERS) and not {"site-packages", "dist-packages"} & set(Path(file).parts)
 
 
 def named_function(field: str, name: str, call: str, *given: object, **keywords: object) -> Callable[..., Any]:

@@ -1,7 +1,7 @@
 """The ``libra`` command. A command imports torch, dask and pydantic when it runs, so that ``--help`` is quick.
 
-Libra's own errors become one message and an exit code here: 2 for a `LibraError`, 130 for Ctrl-C. With ``LIBRA_TRACEBACK=1`` they
-keep their traceback.
+Libra's own errors become one message and an exit code here: 2 for a `LibraError` (1 for `BatchFailed`), 130 for Ctrl-C. With
+``LIBRA_TRACEBACK=1`` they keep their traceback.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from libra.cli.page import page
 from libra.cli.report import report, trace
 from libra.cli.runs import runs
 from libra.cli.usage_error import show_usage_error
-from libra.errors import LibraError
+from libra.errors import BatchFailed, LibraError
 
-EXIT_ERROR, EXIT_INTERRUPTED = 2, 130
+EXIT_FAILED, EXIT_ERROR, EXIT_INTERRUPTED = 1, 2, 130
 
 
 def installed_version() -> str:
@@ -460,7 +460,7 @@ def main(arguments: list[str] | None = None) -> None:
         from libra.untrusted import shown
 
         click.secho(f"libra: {shown(str(error))}", fg="red", err=True)
-        code = EXIT_ERROR
+        code = EXIT_FAILED if isinstance(error, BatchFailed) else EXIT_ERROR
     except click.ClickException as error:
         show_usage_error(error)
         code = error.exit_code

@@ -14,6 +14,7 @@ import click
 
 from libra.cluster import fork_server
 from libra.cluster.worker_environment import inherited_environment
+from libra.driver.early_checks import check_early, first_line, run_directory
 from libra.driver.interruption import Interruption, resume_words, with_overrides
 from libra.errors import LibraError
 from libra.observe.start_stages import StartStages
@@ -28,10 +29,11 @@ def run_to_its_end(config: RunConfig, *, resume: bool, verbose: bool, overrides:
     ``overrides``: those of a run that is resumed, which its own configuration does not have.
     """
     stages = StartStages(enabled=config.observe.progress)
-    directory = (Path(config.run.dir) / (config.run.name or "")).absolute()
+    directory = run_directory(config)
     with Interruption(command=True, overrides=overrides) as interruption:
         interruption.of(directory, resume_words(directory, given=False))
-        stages.say(f"{config.run.name}: {config.run.iterations} iterations of {config.model.path}, in {directory}")
+        stages.say(first_line(config))
+        check_early(config, resume=resume, starts_workers=config.cluster.scheduler is None, given=False)
         if config.planner.layout == "configured":  # else the layout, which decides what workers do, is not known yet
             fork_server.begin(config, inherited_environment(config))
         stages.begin("libraries")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -33,7 +34,11 @@ def warn_of_ignored(
 
 
 def _machine_has_gpu() -> bool:
-    import torch
+    from libra.cluster.fork_server import may_have_gpu
+
+    if sys.platform == "linux" and not may_have_gpu():
+        return False
+    import torch  # seconds
 
     return torch.cuda.is_available()
 

@@ -12,7 +12,7 @@ from libra.config import RunConfig
 def slurm_action(config: RunConfig, name: str, action: str | None) -> None:
     """Carry out ``up``, ``status``, ``down`` or ``print``; ``name`` is the configuration as it was typed."""
     from libra.cluster.slurm import start_stop
-    from libra.cluster.slurm.jobs import CONTACT_FILE, scripts
+    from libra.cluster.slurm.jobs import CONTACT_FILE, LOGS, number_of_jobs, scripts
 
     path = config.slurm.dir / CONTACT_FILE
     match action:
@@ -28,6 +28,10 @@ def slurm_action(config: RunConfig, name: str, action: str | None) -> None:
                 click.echo(
                     f"dashboard {contact.dashboard} (from another machine: ssh -L {port}:127.0.0.1:{port} {contact.host})"
                 )
+            wanted, taken = sum(number_of_jobs(config).values()), len(start_stop.submitted(config))
+            if taken < wanted:
+                log = config.slurm.dir / LOGS / start_stop.SERVICE_LOG
+                click.echo(f"{taken} of {wanted} jobs submitted; {log} has why, and the others are tried again")
             click.echo(f"jobs submitted; next: libra run {name} --scheduler {path}")
         case "down":
             contact = start_stop.down(config)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+from libra.child_environment import loopback_direct
+
 if TYPE_CHECKING:
     from libra.config import RunConfig
 
@@ -38,4 +40,4 @@ def inherited_environment(config: RunConfig) -> dict[str, str]:
     found = {**worker_environment(config), **os.environ}
     if found.get("PYTHONHASHSEED") in (None, "0"):
         found["PYTHONHASHSEED"] = HASH_SEED
-    return found
+    return found | loopback_direct(found)

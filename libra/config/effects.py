@@ -134,7 +134,7 @@ _OWN_SIMULATED = Need(
     lambda config, _: ":" in (config.simulation.policy or config.policy.name),
 )
 _FORECASTS = _simulated_policy("cmlfq", "predictor", "oracle")
-_JOB_KEYS = "jobs partition cpus memory walltime directives"
+_JOB_KEYS = "jobs partition cpus memory walltime directives skip"
 _JOB_GPUS: Reading = {"slurm": (), "plan": (either(_TEACHES, _HAS_MODELS),)}
 _SOME_SLOTS = Need(
     ("cluster.engines",),

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
 from libra.config.section import AtLeastOne, AtLeastZero, Section
 
-_MEMORY = re.compile(r"\d+(\.\d+)? ?[KMGT]i?B")
+_MEMORY = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([KMGT])i?B")
+_MIB = {"K": 2**-10, "M": 1, "G": 2**10, "T": 2**20}
 _WALLTIME = re.compile(r"(\d+-)?\d{1,3}(:\d{2}){0,2}")
 
 
@@ -31,12 +32,15 @@ class SlurmJobs(Section):
     """Time limit in Slurm's form: MINUTES, HH:MM:SS or DAYS-HH:MM:SS. A worker stops taking work `slurm.drain_s` before it."""
     directives: list[str] = []
     """Further lines for #SBATCH, e.g. ["--exclusive", "--constraint=a100"]."""
+    skip: list[Literal["--mem", "--cpus-per-task", "--gres", "--ntasks", "--time"]] = []
+    """Options to leave out of each job, where the site's sbatch refuses them, e.g. ["--mem"]."""
 
     @field_validator("memory")
     @classmethod
     def _memory_has_a_unit(cls, memory: str) -> str:
-        if not _MEMORY.fullmatch(memory):
-            raise ValueError(f"{memory!r} is not an amount of memory; type e.g. 64 GiB")
+        found = _MEMORY.fullmatch(memory)
+        if found is None or float(found[1]) * _MIB[found[2]] < 1:
+            raise ValueError(f"{memory!r} is not an amount of memory of at least 1 MiB; type e.g. 64 GiB")
         return memory
 
     @field_validator("walltime")

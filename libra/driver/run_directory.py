@@ -16,11 +16,13 @@ from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from libra.driver.start_records import CONFIG_FILE, write_given
 from libra.errors import RunDirectoryError, shell_path
-from libra.store.trajectories import TrajectoryStore
-from libra.worker.run_spec import RunSpec
+
+if TYPE_CHECKING:
+    from libra.worker.run_spec import RunSpec
 
 
 def check_free(directory: Path) -> None:
@@ -60,6 +62,8 @@ def make_directory(spec: RunSpec, config: str, given: Mapping[str, bool]) -> tup
     RunDirectoryError
         It is taken, also by a start at the same time, or cannot be made or written.
     """
+    from libra.store.trajectories import TrajectoryStore  # not before `check_free`, which is quick
+
     directory = spec.directory
     check_free(directory)
     missing = tuple(each for each in (directory, *directory.parents) if not _there(each))

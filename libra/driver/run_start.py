@@ -9,18 +9,17 @@ Invariants
 
 from __future__ import annotations
 
-import time
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from libra import keys
 from libra.child_environment import child_environment
 from libra.config import RunConfig, dump_config, resolve_model
 from libra.config.resume_changes import check_unchanged
 from libra.driver.chat_template import ChatTemplate, LoadedTemplate
 from libra.driver.damage import refuse_damaged
+from libra.driver.early_checks import run_directory
 from libra.driver.given_objects import check_environment, check_score
 from libra.driver.launch_layout import laid_out
 from libra.driver.main_script import check_main
@@ -79,7 +78,7 @@ class RunRequest:
     @property
     def directory(self) -> Path:
         """The run directory."""
-        return (Path(self.config.run.dir) / (self.config.run.name or "")).absolute()
+        return run_directory(self.config)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,12 +111,6 @@ class RunStart:
     def upcoming_prompts(self) -> UpcomingPrompts:
         """The prompts of upcoming iterations; each reader has its own, so that a failure affects one reader only."""
         return UpcomingPrompts(self.environment, self.config.trainer.prompts)
-
-
-def named(config: RunConfig) -> RunConfig:
-    """``config`` with a name for its run, by the time of day where it has none."""
-    name = keys.check_run_name(config.run.name or time.strftime("run_%Y%m%d_%H%M%S"))
-    return config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
 
 
 def prepare(request: RunRequest, exits: ExitStack, start: ExitStack) -> RunStart:

@@ -23,6 +23,7 @@ from libra import keys
 from libra.cluster.hardware_inventory import cluster_gpu
 from libra.config import RunConfig
 from libra.driver.callbacks import Callbacks
+from libra.driver.early_checks import named
 from libra.driver.interruption import Interruption, resume_words
 from libra.driver.lost_scheduler import scheduler_loss_named
 from libra.driver.planning import Planning
@@ -30,11 +31,11 @@ from libra.driver.progress_reader import ProgressReader
 from libra.driver.run_checkpoints import RunCheckpoints
 from libra.driver.run_cluster import connect_run, register_run
 from libra.driver.run_logs import RunLogs
-from libra.driver.run_start import RunRequest, named, prepare
+from libra.driver.run_start import RunRequest, prepare
 from libra.driver.run_summary import RunSummary
 from libra.driver.scheduler_calls import SchedulerCalls
 from libra.driver.submitted_graphs import SubmittedGraphs
-from libra.errors import LibraError, MismatchAlarm, NothingToLearn, shell_path
+from libra.errors import BatchFailed, LibraError, MismatchAlarm, NothingToLearn, shell_path
 from libra.graph.batch_nodes import batch_numbers
 from libra.graph.evaluation_nodes import read_evaluation
 from libra.graph.iteration import Score, evaluation_graph, node, on, restored
@@ -47,7 +48,9 @@ from libra.observe.token_text import load_decode
 from libra.observe.trackers import Trackers
 from libra.store.batch_membership import read_batch_facts
 from libra.store.late_rewards import run_here
+from libra.types import FailureClass
 from libra.worker.batch_rows import members_of
+from libra.worker.grading import NOT_YET
 from libra.worker.step_records import step_numbers
 
 if TYPE_CHECKING:
@@ -271,6 +274,7 @@ class Session:
             self._write_metrics(k, values)  # before the group records are removed from which they could be made
             self._call_back(k, values)
             self._track_samples(k)
+            failed = self._all_failed(k, values)
             self.checkpoints.follow(k, checkpoint, last=k + 1 == total)
             if self.planning is not None:
                 self.planning.after(k, values | {"evaluation_s": self._evaluated_s}, total - k - 1)
@@ -278,6 +282,8 @@ class Session:
             self._interruption.finished(k + 1, total)
             del checkpoint  # a future that is named here outlives the iteration
             yield values
+            if failed:
+                raise BatchFailed(failed)
             without_signal = without_signal + 1 if values["no_signal"] else 0
             self._check_signal(without_signal, values["no_signal"])
             reason = pause_reason(self.spec, {"step": k, **values}) if k + 1 < total else None
@@ -327,6 +333,21 @@ class Session:
                 f"trainer.no_signal: nothing to learn in {in_a_row} iterations in a row: {cause}. See libra inspect "
                 f"{shell_path(self.directory)}; to go on, type libra resume {shell_path(self.directory)} trainer.no_signal=warn"
             )
+
+    def _all_failed(self, k: int, values: Mapping[str, Any]) -> str:
+        """What to say if every trajectory of batch ``k`` failed, and none because of the model; empty if one did not."""
+        if not 0 < values["trajectories"] == values["left_out"]:
+            return ""
+        rows = read_batch_facts(self.spec.batches_dir, k)["groups"]
+        members = members_of({"members": rows}, self.spec.groups_dir)
+        if any(m.failure is FailureClass.WORKER or m.failure_detail == NOT_YET for m in members):  # they may pass
+            return ""
+        given = self._request.environment is not None or self._request.score is not None
+        first = members[0]
+        return (
+            f"iteration {k}: all {len(members)} trajectories failed, and none because of the model; {first.failure}: "
+            f"{' '.join(first.failure_detail.split())}. Mend that, then type {resume_words(self.directory, given)}"
+        )
 
     def _name_prompts(self, k: int) -> None:
         names = self._prompts.names(k)

@@ -32,6 +32,7 @@ from libra.envs.retries import BackOff, Refused, refused, with_retries
 from libra.envs.tool import ACTION_ID, SESSION, STATE, Tool
 from libra.envs.tool_calls import TOOL_FORMATS
 from libra.errors import ToolFault, ToolTimeout
+from libra.named_parts import raised_at
 from libra.types import Prompt, ToolCall, ToolReturn, ToolStatus
 from libra.untrusted import error_text, shown_line, storable
 
@@ -183,7 +184,7 @@ def _payload(
     """What a call returned or raised as text, and how it ended; the state is kept if it returned. ToolFault as of `run_action`."""
     value, error = outcome
     if isinstance(error, ToolFault) or (error is not None and ToolStatus.ERROR in tool.fatal):
-        raise ToolFault(f"tool {tool.name}: {error_text(error)} ({action_id})") from error
+        raise ToolFault(f"tool {tool.name}: {error_text(error)}{raised_at(error)} ({action_id})") from error
     if error is None and tool.takes_state and state is not None:
         state.keep(tried.arguments[STATE])
     try:

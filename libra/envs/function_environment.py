@@ -126,6 +126,11 @@ class FunctionEnvironment(Environment):
         turn, position = divmod(index, len(self._train))
         return _order(self.seed, turn, len(self._train))[position]
 
+    @property
+    def graders(self) -> tuple[Callable[..., Any], ...]:
+        """The reward functions as they were given, for messages."""
+        return tuple(term.function for term in self._reward.terms)
+
     def grade(self, episode: Episode) -> float:
         return self._reward(episode)
 

@@ -15,6 +15,7 @@ from libra.envs.actions import run_bounded
 from libra.envs.environment import Environment
 from libra.envs.retries import BackOff, refused, with_retries
 from libra.errors import RewardFault, RewardTimeout
+from libra.named_parts import defined_at, users_place
 from libra.types import Episode, Late
 from libra.untrusted import error_text, repr_text
 
@@ -55,7 +56,12 @@ async def run_grader(
         raise RewardFault(
             f"{where}: the reward's API refuses calls for now (HTTP 429), also after {retries} retries"
         ) from outcome[1]
-    return _checked(outcome, where, timeout_s)
+    try:
+        return _checked(outcome, where, timeout_s)
+    except RewardFault as fault:  # with the place in the user's code
+        cause, graders = fault.__cause__, getattr(environment, "graders", (environment.grade,))
+        place = users_place(cause) or next(filter(None, map(defined_at, graders)), "")
+        raise type(fault)(f"{str(fault)[:1500]}{place and f' ({place.strip()})'}") from cause
 
 
 def _checked(outcome: tuple[Any, BaseException | None] | None, where: str, timeout_s: float) -> float | Late:

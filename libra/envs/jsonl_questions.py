@@ -54,6 +54,24 @@ class JsonLines(FunctionEnvironment):
         except ConfigError as error:
             raise ConfigError(f"environment.args.{error}") from error
 
+    @staticmethod
+    def check_files(*, path: str, eval_path: str | None = None, **_: Any) -> None:
+        """ConfigError for a file that cannot be opened."""
+        for argument, file in (("path", path), ("eval_path", eval_path)):
+            if file is not None:
+                try:
+                    Path(file).open("rb").close()
+                except OSError as error:
+                    raise _unreadable(file, argument, error) from error
+
+
+def _unreadable(path: str, argument: str, error: Exception) -> ConfigError:
+    where = f"environment.args.{argument}"
+    return ConfigError(
+        f"{where}: cannot read {path!r} ({getattr(error, 'strerror', None) or error}); type {where}=FILE with the path of a "
+        "file of JSON lines"
+    )
+
 
 def _rows(path: str, argument: str, columns: Mapping[str, str]) -> list[dict[str, Any]]:
     """The lines of a file, with their columns renamed to the keys of ``columns``."""
@@ -62,10 +80,7 @@ def _rows(path: str, argument: str, columns: Mapping[str, str]) -> list[dict[str
     try:
         lines = Path(path).read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"{where}: cannot read {path!r} ({getattr(error, 'strerror', None) or error}); type {where}=FILE with the path of a "
-            "file of JSON lines"
-        ) from error
+        raise _unreadable(path, argument, error) from error
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -40,6 +42,40 @@ def make_environment(name: str, args: Mapping[str, Any], seed: int) -> Environme
         For a name that is neither registered nor importable, an unknown or missing argument, and a factory that does
         not return an `Environment`.
     """
+    factory, arguments = _with_arguments(name, args, seed)
+    try:
+        environment = factory(**arguments)
+    except LibraError:
+        raise
+    except (Exception, SystemExit) as error:  # the boundary to the user's constructor
+        typed = "".join(f" environment.args.{key}={one_line_yaml(value)}" for key, value in args.items())
+        raise ConfigError(
+            f"environment.name: {name!r} could not be made{' with' if typed else ''}{typed} ({error_text(error)}{raised_at(error)}"
+            "); correct it, or type other environment.args"
+        ) from error
+    if not isinstance(environment, Environment):
+        raise ConfigError(
+            f"environment.name: {name!r} made a {type(environment).__name__}, not a libra.envs.Environment; write class "
+            f"{type(environment).__name__}(libra.envs.Environment)"
+        )
+    check_tool_types(environment)
+    return environment
+
+
+def check_named(name: str, args: Mapping[str, Any]) -> None:
+    """ConfigError where `make_environment` would refuse a name, an argument or a file that a look finds; nothing is made.
+
+    A module of the user's own is imported only where it is not found, for the message.
+    """
+    top = name.partition(":")[0].partition(".")[0]
+    if is_named(name) and (top in sys.modules or importlib.util.find_spec(top) is not None):
+        return
+    factory, arguments = _with_arguments(name, args, 0)
+    getattr(factory, "check_files", lambda **_: None)(**arguments)
+
+
+def _with_arguments(name: str, args: Mapping[str, Any], seed: int) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """What makes an environment, and its arguments; ConfigError if it does not take them."""
     factory = _find(name)
     parameters = inspect.signature(factory).parameters
     arguments = dict(args)
@@ -58,23 +94,7 @@ def make_environment(name: str, args: Mapping[str, Any], seed: int) -> Environme
     if abstract:
         lines = " and ".join(_METHODS.get(each, f"def {each}(self, ...)") for each in abstract)
         raise ConfigError(f"environment.name: {name!r} does not define {' and '.join(abstract)}; write {lines}")
-    try:
-        environment = factory(**arguments)
-    except LibraError:
-        raise
-    except (Exception, SystemExit) as error:  # the boundary to the user's constructor
-        typed = "".join(f" environment.args.{key}={one_line_yaml(value)}" for key, value in args.items())
-        raise ConfigError(
-            f"environment.name: {name!r} could not be made{' with' if typed else ''}{typed} ({error_text(error)}{raised_at(error)}"
-            "); correct it, or type other environment.args"
-        ) from error
-    if not isinstance(environment, Environment):
-        raise ConfigError(
-            f"environment.name: {name!r} made a {type(environment).__name__}, not a libra.envs.Environment; write class "
-            f"{type(environment).__name__}(libra.envs.Environment)"
-        )
-    check_tool_types(environment)
-    return environment
+    return factory, arguments
 
 
 def check_tool_types(environment: Environment) -> None:

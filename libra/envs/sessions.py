@@ -26,6 +26,7 @@ from typing import Any
 from libra.envs.actions import run_bounded
 from libra.envs.session_kind import SessionKind
 from libra.errors import EnvironmentFault, SessionLost, ToolTimeout
+from libra.named_parts import raised_at
 from libra.untrusted import error_text
 
 logger = logging.getLogger(__name__)
@@ -204,7 +205,7 @@ class SessionPool:
             raise ToolTimeout(f"session: {what} did not return within {self.kind.timeout_s:g} s")
         value, error = outcome
         if error is not None:
-            raise EnvironmentFault(f"session: {what} raised {error_text(error)}") from error
+            raise EnvironmentFault(f"session: {what} raised {error_text(error)}{raised_at(error)}") from error
         return value
 
     async def _tell(self) -> None:

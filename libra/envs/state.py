@@ -24,6 +24,7 @@ from libra.envs.environment import Environment
 from libra.envs.session_kind import SessionKind
 from libra.envs.tool import MAX_PAYLOAD_CHARS, Tool
 from libra.errors import ConfigError, EnvironmentFault, ToolTimeout
+from libra.named_parts import raised_at
 from libra.types import Prompt
 from libra.untrusted import error_text, storable
 
@@ -179,7 +180,9 @@ async def _called(environment: Environment, name: str, arguments: dict[str, Any]
         )
     value, error = outcome
     if error is not None:
-        raise EnvironmentFault(f"{environment.name}: {name} raised {error_text(error)} ({where})") from error
+        raise EnvironmentFault(
+            f"{environment.name}: {name} raised {error_text(error)}{raised_at(error)} ({where})"
+        ) from error
     return value
 
 

@@ -18,6 +18,7 @@ from libra.envs import decode_state
 from libra.envs.services import asking
 from libra.errors import ActionRevoked, ConfigError, EngineAsleep, EnvironmentFault, LibraError, RecordExists
 from libra.events.reports import GroupReport
+from libra.named_parts import raised_at
 from libra.store.group_records import group_path, read_group, write_group
 from libra.types import EndReason, Episode, FailureClass, Prompt, Trajectory, TrajectoryId
 from libra.untrusted import error_text
@@ -42,7 +43,9 @@ def prompts(run: str, iteration: int, split: str = "train", count: int = 0) -> l
         except LibraError:
             raise
         except Exception as error:  # noqa: BLE001 - the boundary to the user's environment, whose faults are data
-            questions.append(f"{environment.name}.prompt({split!r}, {index}) raised {error_text(error)}")
+            questions.append(
+                f"{environment.name}.prompt({split!r}, {index}) raised {error_text(error)}{raised_at(error)}"
+            )
     if all(isinstance(question, str) for question in questions):
         raise EnvironmentFault(
             f"environment {environment.name}: gave no prompt for iteration {iteration}; its first error: {questions[0]}"

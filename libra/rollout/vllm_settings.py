@@ -10,10 +10,11 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from libra.config.engine_package import check_installed as check_installed
+from libra.config.engine_package import is_installed as is_installed
 from libra.errors import EngineError, ModelError
 from libra.rollout.draft_length import LENGTHS
 from libra.rollout.engine import EngineSettings
@@ -21,7 +22,6 @@ from libra.rollout.engine_capacity import DTYPE_BYTES, GIB, kv_token_bytes
 from libra.rollout.kv_heads import heads_of
 from libra.seals import parsed_json
 
-INSTALL = "type: make setup-vllm (vLLM for CPUs), or on a GPU machine: pip install 'libra-rl[vllm]'"
 PROBE = -1
 """vLLM priority of a probe: before every request, and the only one that runs while the engine is paused."""
 CPU_BATCHED_TOKENS = 4096
@@ -82,17 +82,6 @@ class VLLMSettings(EngineSettings):
             raise EngineError(f"engine: got tp={self.tp}; allowed: at least 1")
         if self.dtype not in DTYPE_BYTES:
             raise ModelError(f"dtype: got {self.dtype!r}; allowed: {', '.join(DTYPE_BYTES)}")
-
-
-def is_installed() -> bool:
-    """Whether vLLM can be imported; does not import it."""
-    return find_spec("vllm") is not None
-
-
-def check_installed() -> None:
-    """EngineError with the line to type if vLLM is missing."""
-    if not is_installed():
-        raise EngineError(f"rollout.engine: vllm is not installed here; {INSTALL}; or type rollout.engine=transformers")
 
 
 def read_model_config(model_dir: Path) -> dict[str, Any]:

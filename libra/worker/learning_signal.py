@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from libra.types import Trajectory
+from libra.types import EndReason, Trajectory
 from libra.untrusted import shown
+from libra.worker.trajectory_state import CONTEXT_FULL
 
 ZERO_ADVANTAGE = 1e-6
 """Advantages up to this size count as 0: equal rewards leave rounding errors."""
@@ -76,8 +77,20 @@ def _cause(trajectories: Sequence[Trajectory], rows: Sequence[Mapping[str, Any]]
     rewards = [member.reward for member in trained]
     low, high = min(rewards), max(rewards)
     if low == high:
-        return f"all {len(trained)} rewards are {low:g}{cause}"
+        return f"all {len(trained)} rewards are {low:g}{_cut(trained)}{cause}"
     return f"no group has rewards that differ ({low:g} to {high:g} between groups){cause}"
+
+
+def _cut(members: Sequence[Trajectory]) -> str:
+    """How many of these were cut at a limit, and what to type; empty if none was."""
+    cut = [member for member in members if member.end_reason is EndReason.LENGTH and member.turns]
+    if not cut:
+        return ""
+    full = [member for member in cut if member.failure_detail == CONTEXT_FULL]
+    limit, tokens = "max_new_tokens", max(int(member.turns[-1]["generated_tokens"]) for member in cut)
+    if 2 * len(full) > len(cut):
+        limit, tokens = "max_context_tokens", max(len(member.token_ids) for member in full)
+    return f"; {len(cut)} of them were cut by rollout.{limit}: type a larger one, e.g. rollout.{limit}={2 * tokens}"
 
 
 def _one_line(text: str) -> str:

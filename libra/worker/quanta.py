@@ -35,6 +35,7 @@ from libra.envs.action_process import ActionProcesses
 from libra.envs.scripted import turn_by_script
 from libra.errors import ActionRevoked, EngineAsleep, EngineError, EnvironmentFault, FencedOff, ToolFault, Unstorable
 from libra.events.reports import FoundEndedReport, GivenBackReport
+from libra.named_parts import raised_at
 from libra.policy import keeps_version
 from libra.store.group_records import group_path, read_group
 from libra.types import (
@@ -367,7 +368,7 @@ class QuantumRunner:
             return storable_calls(environment.parse(text))
         except Exception as error:  # the boundary to the user's environment
             raise EnvironmentFault(
-                f"{environment.name}.parse raised {error_text(error)}, for the text {text[:200]!r}"
+                f"{environment.name}.parse raised {error_text(error)}{raised_at(error)}, for the text {text[:200]!r}"
             ) from error
 
     def _prompt_ids(self, prompt: Prompt) -> NDArray[np.int32]:

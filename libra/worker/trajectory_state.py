@@ -43,6 +43,7 @@ from libra.types import (
 from libra.untrusted import MAX_ERROR_CHARS, storable
 from libra.worker.agent_rows import AgentTurns
 
+CONTEXT_FULL = "the context is full"
 MOST_CHARS = 2**31 - 1
 """Largest count in a column of the store."""
 
@@ -264,7 +265,7 @@ class TrajectoryState:
                 elif answered and self.turns >= self.max_turns:
                     self._finish(EndReason.MAX_TURNS, FailureClass.POLICY, f"{self.turns} turns and not at the end")
                 elif self.num_context_tokens >= self.max_context_tokens:
-                    self._finish(EndReason.LENGTH, FailureClass.POLICY, "the context is full")
+                    self._finish(EndReason.LENGTH, FailureClass.POLICY, CONTEXT_FULL)
             case "restart":
                 self._begin_again()
             case "failure":

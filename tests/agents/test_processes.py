@@ -97,6 +97,7 @@ def test_an_agent_has_variables_by_name_and_no_others(monkeypatch):
         seen = (await end_of(processes, "import json; print(json.dumps(dict(os.environ)))")).result
         assert not seen.keys() & set(secret)
         assert {"SEARCH_API_KEY", "LC_ALL", "https_proxy", "PATH", "OPENAI_BASE_URL"} <= seen.keys()
+        assert seen["no_proxy"] == seen["NO_PROXY"] == "127.0.0.1,localhost"
 
     with_agents(test, env=["SEARCH_API_KEY"])
 

@@ -74,6 +74,31 @@ def test_importing_libra_and_its_command_loads_nothing_heavy():
         assert done.returncode == 0, done.stderr
 
 
+EARLY = """
+import sys
+from libra.cli.main import main
+try:
+    main(["run", "libra/quickstart", *sys.argv[1:]])
+except SystemExit as stopped:
+    assert stopped.code == 2 and not {"torch", "dask", "transformers"} & set(sys.modules)
+"""
+
+
+@pytest.mark.live
+@pytest.mark.parametrize(("typed", "field"), [
+    (["model.path=/nowhere"], "model.path"), (["environment.name=tool_arithmetik"], "environment.name"),
+    (["environment.name=nowhere:Env"], "environment.name"), (["run.dir=.", "run.name=taken"], "run.dir/run.name"),
+    (["environment.name=jsonl", "environment.args={path: /nowhere, reward: gsm8k}"], "environment.args.path"),
+])  # fmt: skip
+def test_wrong_names_and_paths_are_refused_before_torch_is_imported(typed, field, tmp_path):
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "file").touch()
+    done = subprocess.run(
+        [sys.executable, "-c", EARLY, *typed], capture_output=True, text=True, cwd=tmp_path, check=False
+    )
+    assert done.returncode == 0 and f"libra: {field}: " in done.stderr, done.stderr
+
+
 def test_version_is_that_of_the_package(libra):
     assert libra("--version")[:2] == (0, f"libra, version {installed_version()}\n")
 

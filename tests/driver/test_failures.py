@@ -17,7 +17,7 @@ import zarr
 from libra import errors
 from libra.driver.session import RunSummary, Session, run
 from libra.envs import tool
-from libra.errors import ConfigError, LibraError, NothingToLearn
+from libra.errors import BatchFailed, ConfigError, LibraError, NothingToLearn
 from libra.store.trajectory_journal import Journal
 from libra.testing import FixedTurns
 from libra.types import Boundary, Episode, FailureClass, Prompt, ToolCall
@@ -235,11 +235,17 @@ def test_text_that_the_environment_cannot_read_is_its_failure(make_config, clien
         def parse(self, text: str) -> tuple[ToolCall, ...]:
             raise IndexError("no such field")
 
-    summary = run(make_config(**ONE_ITERATION), environment=Unreadable(), client=client)
-    columns = stored(summary)
+    config, line = (
+        make_config(**ONE_ITERATION | {"run": {"iterations": 3}}),
+        Unreadable.parse.__code__.co_firstlineno + 1,
+    )
+    with pytest.raises(BatchFailed, match=rf"IndexError: no such field in {__file__}, line {line}.* resume=True"):
+        run(config, environment=Unreadable(), client=client)
+    directory = config.run.dir / "demo"
+    columns = whole_run.columns(directory)
     assert set(columns["failure"]) == {"environment"} and set(columns["attempt"]) == {1}
     assert all("Unreadable.parse raised IndexError" in detail for detail in columns["failure_detail"])
-    assert len(whole_run.events_of(summary.directory, "failure_classified")) == 16
+    assert not (directory / "batches" / "batch-2.json").exists()
 
 
 def test_every_class_is_on_one_side_of_one_boundary_and_only_the_policys_trains():

@@ -48,7 +48,7 @@ def raises(completion):
 @pytest.mark.parametrize(
     ("reward", "says"),
     [
-        (raises, "ZeroDivisionError"),
+        (raises, f"ZeroDivisionError: nothing to divide (in {__file__}, line 40)"),
         (lambda completion: float("nan"), "nan"),
         (lambda completion: float("inf"), "inf"),
         (lambda completion: None, "None"),
@@ -64,7 +64,7 @@ def raises(completion):
 def test_anything_else_is_a_fault_that_names_environment_trajectory_and_value(reward, says, make_episode):
     with pytest.raises(RewardFault) as caught:
         graded(reward, make_episode)
-    for part in ("FunctionEnvironment", "train-0-0-0", says):
+    for part in ("FunctionEnvironment", "train-0-0-0", says, f"(in {__file__}, line "):
         assert part in str(caught.value)
 
 

@@ -5,8 +5,9 @@ import math
 import pytest
 
 from factories import trajectory
-from libra.types import FailureClass, TrajectoryId
+from libra.types import EndReason, FailureClass, TrajectoryId
 from libra.worker.learning_signal import MAX_CAUSE_CHARS, signal_numbers
+from libra.worker.trajectory_state import CONTEXT_FULL
 
 NAN = math.nan
 
@@ -40,6 +41,20 @@ def test_groups_without_signal_and_the_cause(rewards, without, equal_frac, cause
     assert (found["groups_without_signal"], found["frac_reward_zero_std"]) == (without, equal_frac)
     assert found["no_signal"].startswith(cause) and len(found["no_signal"]) < MAX_CAUSE_CHARS + 100
     assert "\n" not in found["no_signal"]
+
+
+@pytest.mark.parametrize(
+    ("detail", "typed"),
+    [("turn 1 was cut at its token limit", "max_new_tokens=4"), (CONTEXT_FULL, "max_context_tokens=6")],
+)
+def test_members_that_were_cut_are_told_with_the_limit(detail, typed):
+    how = {"end_reason": EndReason.LENGTH, "failure": FailureClass.POLICY, "failure_detail": detail}
+    how["turns"] = [{"generated_tokens": 2}]
+    cut = [trajectory(TrajectoryId(0, 0, n), lengths=(1, 2), reward=0.0, **how) for n in range(2)]
+    cause = signal_numbers([*cut, member(0, 2, 0.0)], [{"advantages": [0.0] * 3, "trains": [True] * 3}])["no_signal"]
+    assert cause.startswith("all 3 rewards are 0; 2 of them were cut by rollout.") and cause.endswith(
+        f"rollout.{typed}"
+    )
 
 
 @pytest.mark.parametrize(("advantage", "trains", "says"), [(0.5, True, False), (0.5, False, True), (1e-9, True, True)])

@@ -27,9 +27,14 @@ if TYPE_CHECKING:
 
 SETTINGS_FILE, CONTACT_FILE, LOGS, CERTIFICATES = "dask.yaml", "cluster.json", "logs", "tls"
 """What ``slurm.dir`` holds."""
+JOBS_FILE = "jobs.json"
+"""Job id of each worker, for ``status``."""
+REFUSED = "refused: "
+"""How the log's line begins that ``up`` passes on."""
 DEATH_TIMEOUT_S = 120
 """Seconds without a scheduler after which a worker ends its job."""
-
+_SHORT = {"--ntasks": "-n ", "--time": "-t "}
+"""Options that dask-jobqueue writes in their short form."""
 
 _ENDS = '$(date -d "$(squeue -h -j "$SLURM_JOB_ID" -o %e)" +%s 2>/dev/null || true)'
 END_OF_JOB = "export LIBRA_JOB_END_S=${SLURM_JOB_END_TIME:-" + _ENDS + "}"
@@ -87,17 +92,17 @@ def most_jobs(config: RunConfig) -> dict[str, int]:
 def worker_specs(
     config: RunConfig, directory: Path, security: Security | None, number: Mapping[str, int] | None = None
 ) -> dict[str, dict[str, Any]]:
-    """A ``SLURMJob`` and its options for each worker by name, for `distributed.SpecCluster`; ``number`` of each role, None:
+    """An `OwnJob` and its options for each worker by name, for `distributed.SpecCluster`; ``number`` of each role, None:
     `number_of_jobs`.
 
     ``directory`` is the absolute ``slurm.dir``; ``security`` must name files that the jobs can read.
     """
-    from dask_jobqueue.slurm import SLURMJob
+    from libra.cluster.slurm.own_job import OwnJob
 
     check_roles(config)
     jobs = role_jobs(config)
     return {
-        name: {"cls": SLURMJob, "options": _options(config, jobs[role_of(name)], name, resources, directory, security)}
+        name: {"cls": OwnJob, "options": _options(config, jobs[role_of(name)], name, resources, directory, security)}
         for name, resources in worker_resources(config, number or number_of_jobs(config)).items()
     }
 
@@ -117,7 +122,7 @@ def _options(
     supply = dict(resources) | ({"GPU": num_gpus} if num_gpus else {})
     environment = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads} | WORKER_ENVIRONMENT
     environment["DASK_CONFIG"] = str(directory / SETTINGS_FILE)
-    gpus = [f"--gres=gpu:{num_gpus}"] if num_gpus else []
+    gpus = [f"--gres=gpu:{num_gpus}"] if num_gpus and "--gres" not in jobs.skip else []
     return {
         "name": name,
         "cores": num_threads(resources),
@@ -129,6 +134,7 @@ def _options(
         "walltime": jobs.walltime,
         "job_name": f"libra-{name}",
         "job_extra_directives": [*gpus, *jobs.directives],
+        "job_directives_skip": [f"#SBATCH {_SHORT.get(option, option)}" for option in jobs.skip],
         "job_script_prologue": [
             *(f"export {key}={shlex.quote(value)}" for key, value in environment.items()),
             f"export LIBRA_DRAIN_S={config.slurm.drain_s:g}",

@@ -14,9 +14,13 @@ ALIVE = {"PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEU
 def job_states(job_ids: Iterable[str]) -> dict[str, tuple[str, str]]:
     """State and reason (or node) of each job in the queue, by job id; ClusterError where squeue fails."""
     ids = set(job_ids)
-    if not ids:
-        return {}
-    command = ["squeue", "--noheader", "--me", "--states=all", "--format=%i|%T|%R"]
+    rows = (line.split("|", 2) for line in (squeue("--format=%i|%T|%R") if ids else ()) if line.count("|") >= 2)
+    return {job: (state, reason) for job, state, reason in rows if job in ids}
+
+
+def squeue(*options: str) -> list[str]:
+    """The lines of squeue about jobs of this user, in any state; ClusterError where it fails."""
+    command = ["squeue", "--noheader", "--me", "--states=all", *options]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     except FileNotFoundError:
@@ -31,8 +35,7 @@ def job_states(job_ids: Iterable[str]) -> dict[str, tuple[str, str]]:
         raise ClusterError(
             f"squeue failed: {answer.stderr.strip()}; type sinfo to see whether Slurm's controller answers"
         )
-    rows = (line.split("|", 2) for line in answer.stdout.splitlines() if line.count("|") >= 2)
-    return {job: (state, reason) for job, state, reason in rows if job in ids}
+    return answer.stdout.splitlines()
 
 
 def lost(states: dict[str, tuple[str, str]], job_ids: Iterable[str]) -> list[str]:

@@ -37,10 +37,13 @@ from libra.cluster.settings import DASK_SETTINGS, GUARD, settings_yaml
 from libra.cluster.slurm.jobs import (
     CERTIFICATES,
     CONTACT_FILE,
+    JOBS_FILE,
     LOGS,
+    REFUSED,
     SETTINGS_FILE,
     most_jobs,
     number_of_jobs,
+    role_of,
     worker_specs,
 )
 from libra.cluster.slurm.queue import job_states, lost
@@ -48,9 +51,6 @@ from libra.config import RunConfig, config_from_dict
 from libra.errors import ClusterError
 
 logger = logging.getLogger(__name__)
-
-JOBS_FILE = "jobs.json"
-"""Job id of each worker, for ``status``."""
 
 
 class SlurmPools:
@@ -98,23 +98,35 @@ class SlurmPools:
             started_s=time.time(),
         )
         contact.write(self.directory / CONTACT_FILE)
-        await self.reconcile()
+        refused = await self.reconcile()
+        if refused is not None and {role_of(name) for name in specs} - set(map(role_of, self.cluster.workers)):
+            await self.close()
+            raise refused
+        self._tell_jobs()
 
-    async def reconcile(self) -> None:
-        """Submit a job for every worker without one: not yet submitted, cancelled, failed, or at its time limit."""
+    async def reconcile(self) -> ClusterError | None:
+        """Submit a job for every worker without one: not yet submitted, cancelled, failed, or at its time limit.
+
+        Returns what sbatch said of one that it refused, e.g. a limit on jobs; it is tried again next time.
+        """
         held: dict[str, Any] = self.cluster.workers
         by_job = {job.job_id: name for name, job in held.items()}
         for job_id in lost(await asyncio.to_thread(job_states, by_job), by_job):
             name = by_job[job_id]
             logger.warning("job %s of worker %s has ended: submitting another one", job_id, name)
             await held.pop(name).close()
+        refused = None
         try:
             await self.cluster._correct_state()  # type: ignore[misc]
-        except RuntimeError as error:  # sbatch's answer, e.g. a limit on jobs
+        except ClusterError as error:
             logger.error("submitting failed, will retry: %s", error)
+            refused = error
         for name in [name for name, job in held.items() if job.job_id is None]:
             del held[name]
-        jobs = {str(name): job.job_id for name, job in held.items()}
+        return refused
+
+    def _tell_jobs(self) -> None:
+        jobs = {str(name): job.job_id for name, job in self.cluster.workers.items()}
         write_private(self.directory / JOBS_FILE, json.dumps(jobs) + "\n")
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -131,6 +143,7 @@ class SlurmPools:
                     if self.elastic is not None:
                         await self.elastic.look()
                     await self.reconcile()
+                    self._tell_jobs()
                 except ClusterError as error:  # Slurm's controller does not answer: its jobs continue
                     logger.error("reading the queue failed, will retry: %s", error)
         stopped.cancel()
@@ -138,8 +151,7 @@ class SlurmPools:
 
     async def close(self) -> None:
         """Cancel every job and stop the scheduler."""
-        for job in list(self.cluster.workers.values()):
-            await job.close()
+        await asyncio.gather(*(job.close() for job in self.cluster.workers.values()))
         for job in self.cluster._created:  # dask-jobqueue leaves them "running", which SpecCluster refuses
             job.status = Status.closed
         self.cluster.workers.clear()
@@ -177,7 +189,10 @@ def main() -> None:
             page_names.SETTING: list(config.cluster.dashboard_names),
         }
     )
-    asyncio.run(serve(config, Path(sys.argv[2])))
+    try:
+        asyncio.run(serve(config, Path(sys.argv[2])))
+    except ClusterError as error:
+        sys.exit(f"{REFUSED}{error}")
 
 
 if __name__ == "__main__":

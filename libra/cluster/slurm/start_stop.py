@@ -15,7 +15,7 @@ from pathlib import Path
 
 from libra.cluster.present_workers import present_workers
 from libra.cluster.scheduler_address import Contact, connect
-from libra.cluster.slurm.jobs import CONTACT_FILE, LOGS, check_roles, role_of
+from libra.cluster.slurm.jobs import CONTACT_FILE, JOBS_FILE, LOGS, REFUSED, check_roles, role_of
 from libra.cluster.slurm.queue import job_states
 from libra.config import RunConfig
 from libra.errors import ClusterError
@@ -65,6 +65,7 @@ def up(config: RunConfig) -> Contact:
         path.unlink()
     (directory / LOGS).mkdir(parents=True, exist_ok=True)
     directory.chmod(0o700)
+    (directory / JOBS_FILE).unlink(missing_ok=True)  # of a process that was killed
     settings = directory / "config.json"
     settings.write_text(json.dumps(config.model_dump(mode="json")))
     log = directory / LOGS / SERVICE_LOG
@@ -72,20 +73,30 @@ def up(config: RunConfig) -> Contact:
     with log.open("ab") as out:
         process = subprocess.Popen(command, stdout=out, stderr=out, stdin=subprocess.DEVNULL, start_new_session=True)
     until_s = time.monotonic() + START_S
-    while not (directory / "jobs.json").exists() or not path.exists():
+    while not (directory / JOBS_FILE).exists() or not path.exists():
         if process.poll() is not None or time.monotonic() > until_s:
             process.kill()
-            tail = "\n  ".join(log.read_text(errors="replace").splitlines()[-8:])
+            lines = log.read_text(errors="replace").splitlines()
+            for line in reversed(lines[-8:]):
+                if line.startswith(REFUSED):
+                    raise ClusterError(line.removeprefix(REFUSED))
+            tail = "\n  ".join(lines[-8:])
             raise ClusterError(f"the cluster did not start; the end of {log}:\n  {tail}")
         time.sleep(0.1)
     return Contact.read(path)
+
+
+def submitted(config: RunConfig) -> dict[str, str]:
+    """Job id of each worker."""
+    jobs: dict[str, str] = json.loads((config.slurm.dir / JOBS_FILE).read_text())
+    return jobs
 
 
 def status(config: RunConfig) -> tuple[Contact, list[WorkerStatus]]:
     """Contact of the cluster, and the state of each worker; ClusterError if none is up or it does not answer."""
     directory = config.slurm.dir.absolute()
     contact = Contact.read(directory / CONTACT_FILE)
-    jobs: dict[str, str] = json.loads((directory / "jobs.json").read_text())
+    jobs = submitted(config)
     states = job_states(jobs.values())
     try:
         with connect(str(directory / CONTACT_FILE), set_as_default=False) as client:
