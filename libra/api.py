@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from libra.config import RunConfig, config_from_dict, load_config
 from libra.config.effect_conditions import Situation
 from libra.config.effects import ignored_settings, warning_lines
-from libra.driver.given_objects import check_environment, check_score
+from libra.driver.given_objects import check_environment
 from libra.driver.run_summary import RunSummary
 from libra.driver.session import run
 from libra.envs import Environment, FunctionEnvironment
@@ -104,7 +104,6 @@ def train(
     check_environment(environment)
     if services is not None:
         settings = {**settings, "services__named": _given_services(services)}
-    check_score(score)
     _check_started_by(config, client)
     if agent is not None:
         settings = {**settings, _agent_field(agent, tools): agent}

@@ -14,6 +14,7 @@ import click
 
 from libra.cluster import fork_server
 from libra.cluster.worker_environment import inherited_environment
+from libra.config.model_paths import model_line
 from libra.driver.interruption import Interruption, resume_words, with_overrides
 from libra.errors import LibraError
 from libra.observe.start_stages import StartStages
@@ -31,7 +32,9 @@ def run_to_its_end(config: RunConfig, *, resume: bool, verbose: bool, overrides:
     directory = (Path(config.run.dir) / (config.run.name or "")).absolute()
     with Interruption(command=True, overrides=overrides) as interruption:
         interruption.of(directory, resume_words(directory, given=False))
-        stages.say(f"{config.run.name}: {config.run.iterations} iterations of {config.model.path}, in {directory}")
+        stages.say(
+            f"{config.run.name}: {config.run.iterations} iterations of {model_line(config.model.path)}, in {directory}"
+        )
         if config.planner.layout == "configured":  # else the layout, which decides what workers do, is not known yet
             fork_server.begin(config, inherited_environment(config))
         stages.begin("libraries")

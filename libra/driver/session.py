@@ -22,6 +22,7 @@ from distributed import Client
 from libra import keys
 from libra.cluster.hardware_inventory import cluster_gpu
 from libra.config import RunConfig
+from libra.config.model_paths import model_line
 from libra.driver.callbacks import Callbacks
 from libra.driver.interruption import Interruption, resume_words
 from libra.driver.lost_scheduler import scheduler_loss_named
@@ -364,7 +365,9 @@ def run(
     began_s, called = time.time(), Callbacks.of(config, callbacks)
     with ExitStack() as exits:
         interruption = interruption or exits.enter_context(Interruption())
-        stages = stages or StartStages(enabled=config.observe.progress)
+        if stages is None:
+            stages = StartStages(enabled=config.observe.progress)
+            stages.say(f"model: {model_line(config.model.path)}")
         session = exits.enter_context(
             Session(
                 config, environment=environment, score=score, client=client, resume=resume, callbacks=called,

@@ -8,11 +8,12 @@ Invariants
 
 from __future__ import annotations
 
+import math
 from html import escape
 from typing import Any, Final, Literal
 
 from bokeh.layouts import column
-from bokeh.models import AdaptiveTicker, ColumnDataSource, HoverTool, NumeralTickFormatter, Range1d
+from bokeh.models import AdaptiveTicker, ColumnDataSource, FixedTicker, HoverTool, NumeralTickFormatter, Range1d
 from bokeh.models.annotations import Span
 from bokeh.models.widgets import Div
 
@@ -113,7 +114,6 @@ class StepPanel(Panel):
         )  # fmt: skip
         for state, drawn in zip(_STEP_STATES, bars, strict=True):
             _hover(made, [("step", "@step"), (state, f"@{state}{{0.00}} s")], drawn)
-        made.legend.ncols = 5
         made.y_range.start = 0
         made.xaxis.ticker.min_interval = 1
         super().__init__(
@@ -268,6 +268,7 @@ class OutcomePanel(Panel):
             dots = made.scatter("tokens", name, source=self.source, color=color, size=5, alpha=0.7, legend_label=label)
             _hover(made, tips, dots)
         for axis in made.axis:
+            axis.ticker = FixedTicker(ticks=[])
             axis.formatter = NumeralTickFormatter(format="0,0")
         super().__init__(
             "Forecasts", "The policy's forecast of a trajectory's tokens against what it generated; on the line: right.",
@@ -283,8 +284,18 @@ class OutcomePanel(Panel):
         for side in (self.plot.x_range, self.plot.y_range):
             set_changed(side, "start", low / 1.5)
             set_changed(side, "end", high * 1.5)
+        for axis in self.plot.axis:
+            set_changed(axis.ticker, "ticks", log_ticks(low / 1.5, high * 1.5))
         skill = "" if policy["skill"] is None else f", skill {policy['skill']:.2f}"
         self.has_data(bool(lines), f"The latest {len(lines)}{skill}.")
+
+
+def log_ticks(low: float, high: float) -> list[float]:
+    """Ticks of a logarithmic axis that 300 pixels have room for; the longer the axis, the fewer in a decade."""
+    decades = math.log10(high / low)
+    steps = (1, 1.5, 2, 3, 5, 7) if decades <= 1 else (1, 2, 5) if decades <= 2 else (1,)
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)))
+    return [step * 10**power for power in powers for step in steps if low <= step * 10**power <= high]
 
 
 def sample_columns(history: list[Any], start: int = 0) -> dict[str, Any]:
@@ -318,7 +329,7 @@ def _hover(made: Any, tips: list[tuple[str, str]], renderer: Any, *, mode: Liter
 
 def _over_time(made: Any) -> Any:
     made.xaxis.formatter = NumeralTickFormatter(format="00:00:00")
-    made.xaxis.ticker = AdaptiveTicker(base=60, mantissas=[1, 2, 5, 10, 15, 30], min_interval=1)
+    made.xaxis.ticker = AdaptiveTicker(base=60, mantissas=[1, 2, 5, 10, 15, 30], min_interval=1, desired_num_ticks=3)
     made.yaxis.formatter = NumeralTickFormatter(format="0,0")
     made.y_range.start = 0
     return made
