@@ -19,6 +19,7 @@ Libra's own errors are one message on standard error and exit code 2; `LIBRA_TRA
 `--scheduler` names [your own Dask cluster](own_cluster.md).
 """
 
+
 def reference_markdown() -> str:
     """The whole of docs/cli.md."""
     parts = [_HEAD]

@@ -293,8 +293,8 @@ class OutcomePanel(Panel):
 def log_ticks(low: float, high: float) -> list[float]:
     """Ticks of a logarithmic axis that 300 pixels have room for; the longer the axis, the fewer in a decade."""
     decades = math.log10(high / low)
-    steps = (1, 1.5, 2, 3, 5, 7) if decades <= 1 else (1, 2, 5) if decades <= 2 else (1,)
-    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)))
+    steps = (1, 2, 3, 5, 7) if decades <= 1 else (1, 2, 5) if decades <= 2 else (1,)
+    powers = range(max(0, math.floor(math.log10(low))), math.ceil(math.log10(high)))
     return [step * 10**power for power in powers for step in steps if low <= step * 10**power <= high]
 
 
