@@ -8,7 +8,6 @@ Invariants
 
 from __future__ import annotations
 
-import math
 from html import escape
 from typing import Any, Final, Literal
 
@@ -19,7 +18,7 @@ from bokeh.models.widgets import Div
 
 from libra.observe.page_html import STYLESHEET
 from libra.observe.page_snapshot import Snapshot
-from libra.observe.plots import PHASE_COLORS, plot
+from libra.observe.plots import PHASE_COLORS, log_ticks, plot
 from libra.observe.run_facts import BANDS, MAX_SAMPLES
 from libra.observe.state_colors import STATE_COLORS
 from libra.types import Phase
@@ -285,17 +284,9 @@ class OutcomePanel(Panel):
             set_changed(side, "start", low / 1.5)
             set_changed(side, "end", high * 1.5)
         for axis in self.plot.axis:
-            set_changed(axis.ticker, "ticks", log_ticks(low / 1.5, high * 1.5))
+            set_changed(axis.ticker, "ticks", log_ticks(max(1.0, low / 1.5), high * 1.5))
         skill = "" if policy["skill"] is None else f", skill {policy['skill']:.2f}"
         self.has_data(bool(lines), f"The latest {len(lines)}{skill}.")
-
-
-def log_ticks(low: float, high: float) -> list[float]:
-    """Ticks of a logarithmic axis that 300 pixels have room for; the longer the axis, the fewer in a decade."""
-    decades = math.log10(high / low)
-    steps = (1, 2, 3, 5, 7) if decades <= 1 else (1, 2, 5) if decades <= 2 else (1,)
-    powers = range(max(0, math.floor(math.log10(low))), math.ceil(math.log10(high)))
-    return [step * 10**power for power in powers for step in steps if low <= step * 10**power <= high]
 
 
 def sample_columns(history: list[Any], start: int = 0) -> dict[str, Any]:
