@@ -125,11 +125,10 @@ def train(
     -----
     Local workers are processes: a script that calls this needs ``if __name__ == "__main__":`` around the call.
     """
-    if environment is not None or score is not None:
-        from libra.driver.given_objects import check_environment, check_score
+    if environment is not None:
+        from libra.driver.given_objects import check_environment
 
         check_environment(environment)
-        check_score(score)
     if services is not None:
         settings = {**settings, "services__named": _given_services(services)}
     _check_started_by(config, client)

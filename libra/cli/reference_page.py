@@ -8,7 +8,6 @@ from pathlib import Path
 import click
 
 from libra.cli.main import cli
-from libra.cluster.readiness import NEEDED
 
 _HEAD = """\
 # Commands
@@ -17,24 +16,7 @@ _HEAD = """\
 
 Libra's own errors are one message on standard error and exit code 2; `LIBRA_TRACEBACK=1` adds the traceback. Ctrl-C is exit code
 130. `libra doctor` exits with 1 if a check fails, `libra replay` if a decision differs. `python -m libra` is the same command.
-"""
-
-_CLUSTER = """\
-## Your own Dask cluster
-
-`libra run` starts a cluster of local processes. With `--scheduler` it uses a running one, whose workers declare Dask resources:
-`ROLLOUT` slots of an engine, `TOOL` actions and `GRADE` graders at once, `TRAIN` a replica, and on exactly one worker `COMMIT`, the
-only writer of the store. A run with `distil.teacher` needs a worker with `TEACHER`, too. The run directory must be on storage that
-scheduler and workers reach.
-
-```bash
-libra cluster tls /shared/you/libra-tls          # a key, and Dask settings that Libra needs; only you can read them
-export DASK_CONFIG=/shared/you/libra-tls/dask.yaml   # on each machine, before you start these
-dask scheduler --port 8786 --dashboard-address 127.0.0.1:8787
-{workers}
-libra doctor --scheduler tls://HOST:8786         # checks the key, versions, settings, roles and threads
-libra run configs/quickstart.yaml --scheduler tls://HOST:8786
-```
+`--scheduler` names [your own Dask cluster](own_cluster.md).
 """
 
 
@@ -44,8 +26,6 @@ def reference_markdown() -> str:
     parent = click.Context(cli, info_name="libra", terminal_width=120, **cli.context_settings)
     for name, command in sorted(cli.commands.items()):
         parts += _sections(name, command, parent)
-    workers = "\n".join(dict.fromkeys(f"dask worker tls://HOST:8786 {options}" for _, options in NEEDED.values()))
-    parts.append(_CLUSTER.format(workers=workers))
     return "\n".join(parts)
 
 

@@ -47,7 +47,8 @@ def closing_lines(summary: RunSummary, config: RunConfig) -> list[str]:
         lines.append(f"model         {shell_path(_short(summary.checkpoint))}")
     if summary.best is not None and summary.best != summary.checkpoint:
         lines.append(f"best model    {shell_path(_short(summary.best))}")
-    lines.append(f"look at it    libra inspect {directory}")
+    lines.append(f"look at it    libra report {directory}")
+    lines += [f"              libra {command} {directory}" for command in ("page", "inspect")]
     if config.observe.tensorboard:
         lines.append(f"              tensorboard --logdir {directory}")
     return lines

@@ -14,6 +14,7 @@ WORKER_ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "DASK_LOGGING__DISTRIBUTED": "warning",
+    "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # the worker's log; standard output is the terminal
     # Dask's nanny makes glibc return memory after every large tensor, which costs training two fifths of its CPU time.
     "MALLOC_TRIM_THRESHOLD_": str(2**30),
     "MALLOC_MMAP_THRESHOLD_": str(2**25),  # the most glibc accepts; it ignores a larger one, and maps every tensor

@@ -12,6 +12,8 @@ from libra.errors import ModelError
 _SHIPPED = re.compile(r"libra/([a-z0-9][a-z0-9_.-]*)")
 _PACKAGE = Path(__file__).resolve().parent.parent
 
+TOY = "libra/tiny-arithmetic"
+"""The model that ships."""
 PREPARED_MODELS = frozenset({"smollm2-135m"})
 """Models that ``libra model prepare`` prepares; ``model.path`` takes these names."""
 MODELS_VARIABLE = "LIBRA_MODELS"
@@ -98,6 +100,13 @@ def _prepared(name: str) -> Path:
 def shipped_models() -> list[str]:
     """Names, without ``libra/``, of the models that ship."""
     return sorted(path.parent.name.replace("_", "-") for path in (_PACKAGE / "assets").glob("*/config.json"))
+
+
+def model_line(path: str) -> str:
+    """The model that a run trains, for its first line; what it was made for, if it is the one that ships."""
+    if path != TOY:
+        return path
+    return f"{path} (0.5 M parameters, made for arithmetic with a calculator; give a model to train another)"
 
 
 def whole_model(directory: Path, path: str) -> Path:

@@ -11,6 +11,7 @@ from pathlib import Path
 from libra import keys
 from libra.config import RunConfig, resolve_model
 from libra.config.engine_package import check_installed
+from libra.config.model_paths import model_line
 from libra.driver.run_directory import check_free
 
 
@@ -27,7 +28,7 @@ def run_directory(config: RunConfig) -> Path:
 
 def first_line(config: RunConfig) -> str:
     """What a run is, in the first line that it writes."""
-    return f"{config.run.name}: {config.run.iterations} iterations of {config.model.path}, in {run_directory(config)}"
+    return f"{config.run.name}: {config.run.iterations} iterations of {model_line(config.model.path)}, in {run_directory(config)}"
 
 
 def check_early(config: RunConfig, *, resume: bool, starts_workers: bool, given: bool) -> None:

@@ -24,10 +24,10 @@ class ProgressReader:
     spec : RunSpec
     counted : callable
         Called with the trajectories that have ended and the tokens that were generated, both since this start of the run, and
-        with the work that nobody does, "" if there is none.
+        with the work that nobody does and with what training does, each "" if there is none.
     """
 
-    def __init__(self, client: Client, spec: RunSpec, counted: Callable[[int, int, str], None]) -> None:
+    def __init__(self, client: Client, spec: RunSpec, counted: Callable[[int, int, str, str], None]) -> None:
         self._client, self._spec, self._counted = client, spec, counted
         self._task: asyncio.Task[None] | None = None
 
@@ -49,8 +49,8 @@ class ProgressReader:
         rpc: Any = self._client.scheduler
         while self._client.status == "running":
             try:
-                ended, tokens, lack = await rpc.libra_progress(run=self._spec.run, epoch=self._spec.epoch)
+                counts = await rpc.libra_progress(run=self._spec.run, epoch=self._spec.epoch)
             except OSError:  # the scheduler has ended, or hangs: others say so
                 return
-            self._counted(ended, tokens, lack)
+            self._counted(*counts)
             await asyncio.sleep(READ_S)

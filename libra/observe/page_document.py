@@ -38,7 +38,7 @@ _STYLE: Final = (
     "html, body { background: var(--back); color: var(--text); }\n"
     ".navbar ul { background-color: var(--card) !important; border-bottom: 1px solid var(--line); }\n"
     ".navbar li a { color: var(--text) !important; } .dropdown-content { background-color: var(--card) !important; }\n"
-    "#theme { position: fixed; right: 14px; bottom: 12px; z-index: 2; font: 12px system-ui, sans-serif; padding: 5px 10px; "
+    "#theme { display: block; margin: 10px 0 4px auto; font: 12px system-ui, sans-serif; padding: 5px 10px; "
     "color: var(--soft); background: var(--card); border: 1px solid var(--line); border-radius: 6px; cursor: pointer; }\n"
     ".bk-tooltip { background: var(--card) !important; color: var(--text) !important; }\n</style>"
 )

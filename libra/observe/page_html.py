@@ -50,16 +50,15 @@ STYLESHEET: Final = """
 .head b { font-size: 20px; } .head span, .soft { font-size: 13px; color: var(--soft); }
 .card { background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: 10px 14px; }
 .hero { display: flex; flex-wrap: wrap; gap: 8px 28px; margin-bottom: 8px; }
-.hero .big { flex: 0 0 170px; } .hero .big b { display: block; font-size: 46px; line-height: 1.1; }
+.hero .big { flex: 0 0 140px; } .hero .big b { display: block; font-size: 46px; line-height: 1.1; }
 .hero .where { flex: 1 1 600px; min-width: 0; }
 .hero h4, .tile h4 { margin: 0; font-size: 12px; font-weight: 600; color: var(--soft); white-space: nowrap; }
 .line { display: flex; align-items: center; gap: 10px; font-size: 12px; color: var(--soft); margin: 3px 0; }
 .line > span { flex: 0 0 96px; }
 .bar { display: flex; flex: 1 1 auto; height: 18px; border-radius: 4px; overflow: hidden; background: var(--line); }
 .bar i { display: block; } .slim { height: 10px; min-width: 160px; }
-.states { display: grid; grid-template-columns: repeat(auto-fill, minmax(255px, 1fr)); gap: 1px 16px; margin-top: 6px;
-  font-size: 12px; }
-.states div { white-space: nowrap; overflow: hidden; text-overflow: ellipsis; }
+.states { display: grid; grid-template-columns: repeat(auto-fill, minmax(255px, 1fr)); gap: 3px 16px; margin-top: 6px;
+  font-size: 12px; line-height: 1.3; }
 .states b { font-variant-numeric: tabular-nums; } .states span { color: var(--soft); }
 .swatch { display: inline-block; width: 10px; height: 10px; border-radius: 2px; margin-right: 6px; }
 .tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(206px, 1fr)); gap: 8px; }
@@ -84,7 +83,7 @@ def summary_html(snapshot: Snapshot) -> str:
     figures = numbers(snapshot)
     not_trained = any(count for name, count in snapshot["failures"].items() if name not in ("none", "policy"))
     tiles = []
-    for name, title in _TITLES.items():
+    for name, title in list(_TITLES.items())[1:]:
         value, remark = figures[name]
         bad = " bad" if name == "failures" and not_trained else ""
         tiles.append(
@@ -97,7 +96,7 @@ def summary_html(snapshot: Snapshot) -> str:
     return (
         f'<div class="head"><b data-libra="run">{escape(snapshot["run"])}</b>'
         f'<span>{start}<span data-libra="state">{escape(snapshot["state"])}</span>, {duration(snapshot["uptime_s"])}</span></div>'
-        f'{_note(snapshot)}{_hero(snapshot, *figures["busy"])}<div class="tiles">{"".join(tiles)}</div>'
+        f'{_note(snapshot)}{_hero(snapshot, figures)}<div class="tiles">{"".join(tiles)}</div>'
         f'<div class="counts">{counts} · policy <b data-libra="policy">{escape(policy)}</b> {escape(trust)}</div>'
     )
 
@@ -108,8 +107,8 @@ def _note(snapshot: Snapshot) -> str:
     return f'<p class="missing" data-libra="note">{escape(shown(note))}</p>' if note else ""
 
 
-def _hero(snapshot: Snapshot, busy: str, remark: str) -> str:
-    """Busy as the first number, and the shares of all states, over the run and now."""
+def _hero(snapshot: Snapshot, figures: Mapping[str, tuple[str, str]]) -> str:
+    """Reward and busy as the first numbers, and the shares of all states, over the run and now."""
     time = snapshot["time"]
     whole, now = time["shares"], time["now_shares"] if snapshot["state"] == "running" else {}
     lines = f'<div class="line"><span>over the run</span>{_bar(whole)}</div>' if whole else ""
@@ -121,9 +120,13 @@ def _hero(snapshot: Snapshot, busy: str, remark: str) -> str:
         if whole
         else "Waits for the first worker."
     )
+    first = "".join(
+        f'<div class="big"><h4>{title}</h4><b data-libra="{name}">{escape(figures[name][0])}</b>'
+        f'<span class="soft">{escape(figures[name][1])}</span></div>'
+        for name, title in (("reward", _TITLES["reward"]), ("busy", "Busy"))
+    )
     return (
-        f'<div class="card hero"><div class="big"><h4>Busy</h4><b data-libra="busy">{escape(busy)}</b>'
-        f'<span class="soft">{escape(remark)}</span></div><div class="where"><p class="what">{what}</p>{lines}'
+        f'<div class="card hero">{first}<div class="where"><p class="what">{what}</p>{lines}'
         f'<div class="states">{states}</div></div></div>'
     )
 

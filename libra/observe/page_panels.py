@@ -12,13 +12,13 @@ from html import escape
 from typing import Any, Final, Literal
 
 from bokeh.layouts import column
-from bokeh.models import AdaptiveTicker, ColumnDataSource, HoverTool, NumeralTickFormatter, Range1d
+from bokeh.models import AdaptiveTicker, ColumnDataSource, FixedTicker, HoverTool, NumeralTickFormatter, Range1d
 from bokeh.models.annotations import Span
 from bokeh.models.widgets import Div
 
 from libra.observe.page_html import STYLESHEET
 from libra.observe.page_snapshot import Snapshot
-from libra.observe.plots import PHASE_COLORS, plot
+from libra.observe.plots import PHASE_COLORS, log_ticks, plot
 from libra.observe.run_facts import BANDS, MAX_SAMPLES
 from libra.observe.state_colors import STATE_COLORS
 from libra.types import Phase
@@ -113,7 +113,6 @@ class StepPanel(Panel):
         )  # fmt: skip
         for state, drawn in zip(_STEP_STATES, bars, strict=True):
             _hover(made, [("step", "@step"), (state, f"@{state}{{0.00}} s")], drawn)
-        made.legend.ncols = 5
         made.y_range.start = 0
         made.xaxis.ticker.min_interval = 1
         super().__init__(
@@ -268,6 +267,7 @@ class OutcomePanel(Panel):
             dots = made.scatter("tokens", name, source=self.source, color=color, size=5, alpha=0.7, legend_label=label)
             _hover(made, tips, dots)
         for axis in made.axis:
+            axis.ticker = FixedTicker(ticks=[])
             axis.formatter = NumeralTickFormatter(format="0,0")
         super().__init__(
             "Forecasts", "The policy's forecast of a trajectory's tokens against what it generated; on the line: right.",
@@ -283,6 +283,8 @@ class OutcomePanel(Panel):
         for side in (self.plot.x_range, self.plot.y_range):
             set_changed(side, "start", low / 1.5)
             set_changed(side, "end", high * 1.5)
+        for axis in self.plot.axis:
+            set_changed(axis.ticker, "ticks", log_ticks(max(1.0, low / 1.5), high * 1.5))
         skill = "" if policy["skill"] is None else f", skill {policy['skill']:.2f}"
         self.has_data(bool(lines), f"The latest {len(lines)}{skill}.")
 
@@ -318,7 +320,7 @@ def _hover(made: Any, tips: list[tuple[str, str]], renderer: Any, *, mode: Liter
 
 def _over_time(made: Any) -> Any:
     made.xaxis.formatter = NumeralTickFormatter(format="00:00:00")
-    made.xaxis.ticker = AdaptiveTicker(base=60, mantissas=[1, 2, 5, 10, 15, 30], min_interval=1)
+    made.xaxis.ticker = AdaptiveTicker(base=60, mantissas=[1, 2, 5, 10, 15, 30], min_interval=1, desired_num_ticks=3)
     made.yaxis.formatter = NumeralTickFormatter(format="0,0")
     made.y_range.start = 0
     return made

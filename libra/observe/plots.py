@@ -5,6 +5,7 @@ The colours of texts and grids are set in the browser (`libra.observe.color_sche
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -41,6 +42,14 @@ def plot(title: str, x_label: str, y_label: str, *, height: int = 270, **options
     made.legend.ncols = 3
     made.legend.label_text_font_size, made.legend.padding, made.legend.spacing = "11px", 2, 10
     return made
+
+
+def log_ticks(low: float, high: float) -> list[float]:
+    """Ticks of a logarithmic axis that 300 pixels have room for; the longer the axis, the fewer in a decade."""
+    decades = math.log10(high / low)
+    steps = (1, 2, 3, 5, 7) if decades <= 1 else (1, 2, 5) if decades <= 2 else (1,)
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    return [step * 10.0**power for power in powers for step in steps if low <= step * 10.0**power <= high]
 
 
 def curve(

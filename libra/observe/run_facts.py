@@ -40,6 +40,15 @@ def band(level: int) -> int:
     return sum(level > top for top in _BAND_TOPS)
 
 
+OF_A_BATCH: Final = {
+    "grading": "grading and committing",
+    "batch": "reading the batch",
+    "training": "training",
+    "moving": "publishing the weights",
+}
+"""States of training workers between a batch's last trajectory and the next iteration, in words."""
+
+
 class RunFacts:
     """Counts, curves and worker time of a run, event by event.
 
@@ -127,6 +136,16 @@ class RunFacts:
         each_s = (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else times[0] - self._began_s
         left = self.iterations - 1 - max(self._ended)
         return max(0.0, left * each_s - max(0.0, now_s - times[-1])) if left > 0 else 0.0
+
+    def training(self, now_s: float) -> str:
+        """What the training workers do with a batch that is complete, since when, and how long the last step took there; ""
+        while they wait for trajectories."""
+        state, since_s = self.times.training_state()
+        if state not in OF_A_BATCH:
+            return ""
+        last = self._steps[max(self._steps)].get(state) if self._steps else None
+        took = f", {last:.0f} s in the last step" if last else ""
+        return f"{OF_A_BATCH[state]} for {max(0.0, now_s - since_s):.0f} s{took}"
 
     def _decisions(self) -> list[list[Any]]:
         """[t_s, what, why] of the last decisions, the newest first."""

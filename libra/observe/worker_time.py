@@ -99,6 +99,11 @@ class WorkerTimes:
         now = {name: clock.segments[-1].state for name, clock in sorted(self._clocks.items()) if clock.segments}
         return {name: state for name, state in now.items() if state != AWAY}
 
+    def training_state(self) -> tuple[str, float]:
+        """State of the first training worker that is there, and since when; ``AWAY`` without one."""
+        trainers = (clock.segments[-1] for clock in self._clocks.values() if clock.kind == "trainer" and clock.segments)
+        return next(((last.state, last.start_s) for last in trainers if last.state != AWAY), (AWAY, 0.0))
+
     def training_split(self, since_s: float, until_s: float) -> dict[str, float]:
         """Seconds by state between two times, of the training worker that was there the longest."""
         trainers = [clock for clock in self._clocks.values() if clock.kind == "trainer" and not clock.turned]

@@ -37,8 +37,8 @@ logger = logging.getLogger(__name__)
 
 TELL_AFTER_S = 6.0
 """A worker that its nanny starts again without a model to load is back sooner."""
-START_S = 20.0
-"""The first setup of a run loads its model, and takes seconds also where all is well."""
+START_S = 300.0
+"""The first setup of a run loads its model, and with vLLM takes minutes also where all is well."""
 REMIND_S = 300.0
 STUCK_S = 120.0
 """A setup that takes longer may hang: only then the notice says how to start the worker again."""

@@ -228,12 +228,14 @@ class LibraPlugin(SchedulerPlugin):
         state = self.runs.get(run)
         return [] if state is None or state.epoch != epoch else state.notices.since(first)
 
-    def progress(self, run: str, epoch: int) -> tuple[int, int, str]:
-        """Trajectories that have ended and tokens generated since this start of the run, and `MissingRoles.lack`."""
+    def progress(self, run: str, epoch: int) -> tuple[int, int, str, str]:
+        """Trajectories that have ended and tokens generated since this start of the run, `MissingRoles.lack`, and
+        `RunFacts.training`."""
         state = self.runs.get(run)
         if state is None or state.epoch != epoch:
-            return 0, 0, ""
-        return state.num_ended, state.log.facts.tokens, self.missing_roles.lack(run)
+            return 0, 0, "", ""
+        facts = state.log.facts
+        return state.num_ended, facts.tokens, self.missing_roles.lack(run), facts.training(state.log.uptime_s)
 
     def set_slots(
         self, run: str, epoch: int, slots: Mapping[str, Mapping[str, int]], reason: str = "asked for"

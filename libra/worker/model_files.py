@@ -9,6 +9,7 @@ from pathlib import Path
 
 from libra.config.model_paths import whole_model
 from libra.errors import ModelError
+from libra.untrusted import shown_line
 from libra.weights import WeightVersion
 
 ONE_MODEL_AT_A_TIME = asyncio.Lock()
@@ -22,17 +23,18 @@ def local_model(model: str) -> Path:
     """Directory of a model on this machine; a Hugging Face id is fetched into the hub's cache if it is missing."""
     if Path(model).is_dir():
         return Path(model)
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
         fetched = Path(snapshot_download(model, ignore_patterns=["*.gguf", "*.onnx", "*.h5", "*.msgpack"]))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        why = shown_line(str(error).partition("\n")[0])
         raise ModelError(
-            f"model.path: {model!r} is not a directory here and could not be fetched as a Hugging Face id ({error}); "
-            "type the path of a directory that holds config.json and *.safetensors, or model.path=smollm2-135m, which needs no hub "
-            "(libra model prepare smollm2-135m)"
-        ) from error
+            f"model.path: {model!r} is neither a directory in {Path.cwd()} nor in the cache {constants.HF_HUB_CACHE}, and was not "
+            f"downloaded from {constants.ENDPOINT} ({why}); type libra/tiny-arithmetic, which is here, a directory, or "
+            f"where there is a network: hf download {model}, and copy that cache"
+        ) from None
     return whole_model(fetched, model)
 
 

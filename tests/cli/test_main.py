@@ -148,7 +148,8 @@ def test_run_closes_with_rewards_directory_and_what_to_type(libra, ran, tmp_path
     assert "1 min 15 s" in out and "0.250 before, 0.750 after (+0.500)" in out
     assert "1: 0.50 -> 1.00, 2: 0.00 -> 0.50" in out
     assert "tool 3: 2 tried again, 1 of 16" in out
-    assert f"libra inspect '{tmp_path}/the run'" in out
+    assert all(f"libra {command} '{tmp_path}/the run'" in out for command in ("report", "page", "inspect"))
+    assert "libra/tiny-arithmetic (0.5 M parameters, made for arithmetic with a calculator" in out
     assert "tensorboard --logdir" in out
     assert "tensorboard" not in libra("run", "libra/quickstart", "observe.tensorboard=false")[1]
 

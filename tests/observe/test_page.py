@@ -3,6 +3,7 @@
 import math
 import re
 from html import unescape
+from itertools import pairwise
 
 import pytest
 from page_rows import UNREADY, role
@@ -10,6 +11,7 @@ from page_rows import UNREADY, role
 from libra.observe import page_document
 from libra.observe.page_html import overview_html, summary_html, workers_html
 from libra.observe.page_snapshot import Feed, numbers, tokens_per_s
+from libra.observe.plots import log_ticks
 
 # -- figures ---------------------------------------------------------------------------------------------------------
 
@@ -34,6 +36,14 @@ def test_numbers_are_the_snapshots(make_snapshot):
     assert beside["waiting"] == ["21", "0", "9", "1", "2", "3", "5", "0"]
     assert beside["evaluation"] == ["2", "64", "0.250", "0"]
     assert beside["failures"] == ["3", "1"] and beside["version"] == ["1", "2"]
+
+
+@pytest.mark.parametrize("span", [2.3, 8, 10, 40, 99, 1e3, 1e5])
+def test_ticks_of_a_logarithmic_axis_have_room_for_their_labels(span):
+    for low in (1e-5, 0.7, 1.3, 2.1, 4.0, 300.0):
+        ticks = log_ticks(low, low * span)
+        assert 1 <= len(ticks) <= 8
+        assert all(300 * math.log10(b / a) / math.log10(span) > 35 for a, b in pairwise(ticks))
 
 
 @pytest.mark.parametrize(("state", "said"), [("finished", "done"), ("stopped", "stopped")])

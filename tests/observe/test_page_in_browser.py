@@ -43,6 +43,11 @@ globalThis.modelNamed = (name) => Bokeh.documents[0].get_model_by_name(name);
 globalThis.alert = (text) => { globalThis.hit = text };
 """
 BACKGROUND = "getComputedStyle(document.body).backgroundColor"
+FIRST = "deepQuery('.big [data-libra]').map(e => e.dataset.libra)"
+CUT = "deepQuery('.states div').filter(e => e.scrollWidth > e.clientWidth).map(e => e.innerText)"
+COVERED = """(() => { const b = document.getElementById('theme').getBoundingClientRect();
+  return deepQuery('canvas').map(c => c.getBoundingClientRect()).filter(c => c.left < b.right && b.left < c.right
+    && c.top < b.bottom && b.top < c.bottom).length ? ['a plot'] : []; })()"""
 DRAWN = "deepQuery('canvas').filter(c => c.getBoundingClientRect().width > 100).length >= 5"
 
 
@@ -223,6 +228,8 @@ def test_page_and_report_show_the_numbers_of_the_event_log_and_execute_nothing_o
                 (run / "events.jsonl").write_bytes(b"".join(lines))
                 await page.until(f"deepQuery('[data-libra=tokens]')[0].innerText == '{expected['tokens']:,}'")
                 await page.until("deepQuery('[data-libra=state]')[0].innerText == 'finished'")
+                assert await page.evaluate(FIRST) == ["reward", "busy"]
+                assert await page.evaluate(CUT) == await page.evaluate(COVERED) == []
                 shown = {name: await page.shown(name) for name in expected}
             finally:
                 server.stop()
@@ -232,7 +239,7 @@ def test_page_and_report_show_the_numbers_of_the_event_log_and_execute_nothing_o
             assert await page.evaluate("fetch('data:,x').then(() => 'answered', () => 'refused')") == "refused"
             assert await page.evaluate("globalThis.hit ?? null") is None
             assert await page.evaluate("document.images.length") == 0
-            names = ("tokens", "reward", "evaluation", "share_generating", "share_training")
+            names = ("tokens", "failures", "reward", "evaluation", "share_generating", "share_training")
             return shown, {name: number(await page.shown(name)) for name in names}
 
     shown, reported = asyncio.run(look())

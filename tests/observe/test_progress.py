@@ -208,12 +208,14 @@ def test_a_long_iteration_in_a_pipe_has_a_line_every_half_minute():
     now, console = [0.0], pipe()
     with RunProgress("demo", 2, URL, console=console, clock_s=lambda: now[0]) as progress:
         progress.part("iteration 0", 100)
-        for second in range(1, 70):
+        for second in range(1, 130):
             now[0] = float(second)
-            progress.counted(second, 100 * second)
+            progress.counted(second, 100 * second, training="training for 9 s")
     assert console.file.getvalue().splitlines()[1:] == [
         "iteration 0: 30 of 100 trajectories have ended, 100 tokens/s, about 2:50 to go",
         "iteration 0: 60 of 100 trajectories have ended, 100 tokens/s, about 2:20 to go",
+        "iteration 0: 90 of 100 trajectories have ended, 100 tokens/s, about 1:50 to go",
+        "iteration 0: training for 9 s; all 100 trajectories have ended, about 2:00 to go",
     ]
 
 

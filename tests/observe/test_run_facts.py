@@ -83,12 +83,14 @@ def test_an_iteration_that_is_done_again_after_a_resume_counts_once():
 
 
 def test_a_step_is_split_by_what_training_did_between_two_versions():
+    before = (published(1.0, 0), waits(1.0, "a", 1), events.BatchParked("demo", 1.0, 0), sent(1.5, "a"))
+    open_step = facts_of(started(), *before)
+    assert open_step.training(3.0) == ""
+    open_step.add(ended(4.0, "a"))
+    assert open_step.training(4.5) == "grading and committing for 0 s"
     facts = facts_of(
         started(),
-        published(1.0, 0),
-        waits(1.0, "a", 1),
-        events.BatchParked("demo", 1.0, 0),
-        sent(1.5, "a"),
+        *before,
         ended(4.0, "a"),
         events.BatchOpened("demo", 5.0, 0, ((0, 0),), "1 group committed"),
         events.StepFinished("demo", 8.0, 0, 0.1, 2.0),

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
-from bokeh.models import ColumnDataSource, HoverTool
+from bokeh.models import ColumnDataSource, FixedTicker, HoverTool, NumeralTickFormatter
 
 from libra.observe.html import missing
-from libra.observe.plots import curve, plot
+from libra.observe.plots import curve, log_ticks, plot
 from libra.observe.report.reported_run import ReportedRun
 from libra.observe.report.section import Part, Section, label
 
@@ -154,6 +154,11 @@ def forecasts(runs: Sequence[ReportedRun]) -> Section:
         made = plot(
             "", "generated tokens", "forecast tokens", x_axis_type="log", y_axis_type="log", height=340, **sides
         )
+        for axis in made.axis:
+            axis.ticker, axis.formatter = (
+                FixedTicker(ticks=log_ticks(*sides["x_range"])),
+                NumeralTickFormatter(format="0,0"),
+            )
         made.line([1, 1e7], [1, 1e7], color="#8fa1ab", line_dash="dashed")
         for values, color, what in ((first, "#8fa1ab", "at first"), (half, run.color, "half way")):
             error = np.mean(np.abs(values - tokens)) / np.mean(tokens)
@@ -171,18 +176,20 @@ def mismatch(runs: Sequence[ReportedRun]) -> Section:
     """Mismatch, lag and clipping."""
     made = plot("", "iteration", "nats", y_axis_type="log")
     lag = plot("", "iteration", "versions behind")
-    drawn = False
+    drawn: list[float] = []
     for run in runs:
         for name, what, dash in MISMATCH:
             x, y = run.series(name)
             known = {k: value for k, value in zip(x, y, strict=True) if value > 0}
             if known:
                 curve(made, list(known), list(known.values()), label(runs, run, what), run.color, dash=dash)
-                drawn = True
+                drawn += known.values()
         for name, what, dash in (("lag", "mean lag", "solid"), ("lag_max", "largest lag", "dotted")):
             x, y = run.series(name)
             if x:
                 curve(lag, x, y, label(runs, run, what), run.color, dash=dash)
+    if drawn:
+        made.yaxis.ticker = FixedTicker(ticks=log_ticks(min(drawn) / 2, max(drawn) * 2))
     lag.y_range.start = 0
     nothing = missing("No iteration compared the engine's log-probabilities with the trainer's.")
     parts: list[Part] = [made if drawn else nothing]

@@ -125,14 +125,14 @@ def figures_of(run: ReportedRun) -> dict[str, tuple[str, str, str]]:
     rate = run.facts.run.tokens / wall_s if wall_s else None
     starts = f"{run.facts.starts} starts" if run.facts.starts > 1 else "one start"
     return {
-        "busy": ("Busy", percent(time.busy_frac), split or "no event log"),
         "reward": ("Reward, training", number(rewards[-1] if rewards else None), _at_first(rewards)),
         "evaluation": ("Reward, held out", number(held[-1] if held else None), _at_first(held)),
+        "busy": ("Busy", percent(time.busy_frac), split or "no event log"),
         "iterations": ("Iterations", f"{len(run.rows)}", f"of {run.iterations}, {run.state}"),
         "wall": ("Time", duration(wall_s) if wall_s else "–", starts),
         "tokens": ("Generated tokens", f"{run.facts.run.tokens:,}", f"{number(rate, ',.0f')} per second"),
         "cost": ("Cost", "–", cost) if isinstance(cost, str) else _cost_tile(cost),
-        "failures": ("Failures", "–" if failed is None else f"{sum(failed.values()):,}", "of stored trajectories"),
+        "failures": ("Failures", "–" if failed is None else f"{sum(failed.values()):,}", "of training trajectories"),
     }
 
 

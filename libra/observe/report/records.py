@@ -64,9 +64,7 @@ def _decision_row(logged: Logged, outcomes: Sequence[Outcome]) -> tuple[str, str
 
 def failures(runs: Sequence[ReportedRun]) -> Section:
     """Trajectories that failed, attempts that were repeated, and what happened to workers."""
-    what = (
-        "Trajectories that ended as failures, by class (only `policy` is trained on), repeated attempts, and troubles."
-    )
+    what = "Training trajectories that ended as failures, by class (only `policy` is trained on), repeated attempts, and troubles."
     return Section("failures", "Failures", what, for_each(runs, _failures_of))
 
 
@@ -88,15 +86,20 @@ def _failures_of(run: ReportedRun) -> list[Part]:
 
 
 def failure_counts(run: ReportedRun) -> dict[str, int] | None:
-    """Stored trajectories that ended as failures, by class; None without a store."""
-    if not run.columns:
+    """Training trajectories that ended as failures, by class, as the page counts them; of the store where there is no log."""
+    if run.log_error and not run.columns:
         return None
-    return {name: count for name, count in Counter(run.columns["failure"].tolist()).items() if name != "none"}
+    ended = (
+        Counter(run.columns["failure"][run.columns["split"] == "train"].tolist())
+        if run.log_error
+        else run.facts.run.failures
+    )
+    return {name: count for name, count in ended.items() if count and name != "none"}
 
 
 def _failure_table(run: ReportedRun) -> Html:
     ended = failure_counts(run)
-    if ended is None:
+    if ended is None or not run.columns:
         return missing(f"{run.name}: {run.store_error}.")
     retried = Counter(cause for causes in run.columns["retried"].tolist() for cause in causes.split(",") if cause)
     if not ended and not retried:
