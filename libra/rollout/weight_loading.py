@@ -137,12 +137,13 @@ def load_causal_lm(model_dir: Path, dtype: str, attention: str, loader: str | No
     if dtype not in DTYPES:
         raise ModelError(f"dtype: got {dtype!r}; allowed: {', '.join(DTYPES)}")
     transformers_logging.disable_progress_bar()
-    model = build_model(loader, Path(model_dir), dtype=DTYPES[dtype], attention=attention)
+    try:
+        model = build_model(loader, Path(model_dir), dtype=DTYPES[dtype], attention=attention)
+    except ModelError as error:
+        if isinstance(
+            error.__cause__, KeyError
+        ):  # the attention, which a family without transformers' interface looks up itself
+            raise ModelError(f"{error} in its attention; type rollout.engine=vllm") from error
+        raise
     model.eval().requires_grad_(False)
-    kinds = set(getattr(model.config, "layer_types", None) or ["full_attention"])
-    if kinds != {"full_attention"}:
-        raise ModelError(
-            f"{model_dir}: layers of kind {sorted(kinds)}; slots hold full attention only "
-            "(for sliding or linear attention use another engine)"
-        )
     return model
