@@ -19,6 +19,7 @@ from libra.model_loader import check_lengths
 Reads = Callable[[int, int, Tensor, Tensor], Tensor]
 """``(batch, head, query, key)``: whether the token at ``query`` reads the one at ``key``; transformers' mask function."""
 _NOTES = "libra_notes"
+_KINDS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 _SERVED = frozenset({"softcap", "sliding_window"})  # the window is in the mask too
 _WITHOUT_EFFECT = frozenset(
     {"step", "dropout", "position_ids", "cache_position", "use_cache", "is_causal", "return_dict"}
@@ -33,7 +34,8 @@ def reads_before(batch: int, head: int, query: Tensor, key: Tensor) -> Tensor:
 def reads_of(model: Any, max_context_tokens: int, heads: tuple[int, int]) -> list[Reads]:
     """What each layer reads; ModelError if slots cannot hold the model.
 
-    ``heads``: key-value heads and their size, the same in every layer.
+    ``heads``: key-value heads and their size, the same in every layer. Of a model without weights (on "meta") nothing, if its code
+    depends on them.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import causal_mask_function
@@ -63,7 +65,8 @@ def reads_of(model: Any, max_context_tokens: int, heads: tuple[int, int]) -> lis
     model.set_attn_implementation(_NOTES)
     try:
         with torch.inference_mode():
-            model(input_ids=torch.zeros(1, 4, dtype=torch.long, device=model.device), use_cache=False)
+            ids = torch.zeros(1, 4, dtype=torch.long, device=model.device)
+            model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
         without = sorted(set(range(config.num_hidden_layers)) - found.keys())
         if without or not all(map(callable, found.values())):
             kinds = getattr(config, "layer_types", None)
@@ -71,6 +74,11 @@ def reads_of(model: Any, max_context_tokens: int, heads: tuple[int, int]) -> lis
             why = f"layer {without[0] if without else 0}{kind} has an attention of its own"
     except Exception as error:  # noqa: BLE001  the boundary to the model's code
         why = " ".join(str(error).split())
+        if model.device.type == "meta" and not isinstance(error, ModelError):
+            others = set(getattr(config, "layer_types", None) or ()) - _KINDS
+            if not others:
+                return []
+            why = f"it has {min(others)} in layer_types"
     finally:
         model.set_attn_implementation(before)
     if why:

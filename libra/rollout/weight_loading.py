@@ -21,6 +21,8 @@ from torch import nn
 from libra.errors import ModelError, WeightsError
 from libra.model_loader import build_model
 from libra.projections import EMBEDDING_ENDINGS
+from libra.rollout.kv_slots import SlotKV
+from libra.rollout.layer_reads import reads_of
 from libra.tensors import untied
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -128,6 +130,20 @@ def _shapes(file: Any) -> dict[str, tuple[int, ...]]:
 
 def _first(items: list[str], count: int = 4) -> str:
     return ", ".join(items[:count]) + (", ..." if len(items) > count else "") if items else "none"
+
+
+def check_served(directory: Path, max_context_tokens: int) -> None:
+    """ModelError or ConfigError if slots cannot hold the model of a directory, as far as its code shows it without weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"):
+            config = AutoConfig.from_pretrained(directory, local_files_only=True)
+            model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+            kv = SlotKV(model.config, 1, max_context_tokens, torch.float32, "meta")
+    except Exception:  # noqa: BLE001  the boundary to the model's code; a worker that loads it tells
+        return
+    reads_of(model, max_context_tokens, (kv.num_kv_heads, kv.head_dim))
 
 
 def load_causal_lm(model_dir: Path, dtype: str, attention: str, loader: str | None = None) -> Any:
