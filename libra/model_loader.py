@@ -100,8 +100,8 @@ def check_lengths(config: Mapping[str, Any], max_context_tokens: int, where: str
 
     ``config`` is that of ``config.json``. Dynamic and long embeddings are the same in every batch up to the original length.
     """
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    for kind in [rope, *(each for each in rope.values() if isinstance(each, dict))]:
+    ropes = [config.get("rope_parameters") or {}, config.get("rope_scaling") or {}]
+    for kind in ropes + [each for rope in ropes for each in rope.values() if isinstance(each, dict)]:
         name = str(kind.get("rope_type") or kind.get("type"))
         if "dynamic" not in name and name not in ("longrope", "su"):
             continue

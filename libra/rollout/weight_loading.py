@@ -135,7 +135,9 @@ def _first(items: list[str], count: int = 4) -> str:
 def check_served(directory: Path, max_context_tokens: int) -> None:
     """ModelError or ConfigError if slots cannot hold the model of a directory, as far as its code shows it without weights."""
     from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
 
+    transformers_logging.set_verbosity_error()  # the refusal is one line
     try:
         with torch.device("meta"):
             config = AutoConfig.from_pretrained(directory, local_files_only=True)
