@@ -6,6 +6,7 @@ the same names; under those names versions are published, loaded and verified.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -87,6 +88,34 @@ def build_tokenizer(loader: str | None, directory: Path) -> Any:
         return own.tokenizer(directory)
     except Exception as error:  # the boundary to transformers and to a user's code
         raise ModelError(f"{_blamed(loader, directory)} has no usable tokenizer: {error}") from error
+
+
+def plain_attention(config: Any) -> str:
+    """transformers' attention that computes all of a model: "eager" where scores are capped, which "sdpa" leaves out."""
+    return "eager" if getattr(config, "attn_logit_softcapping", None) else "sdpa"
+
+
+def check_lengths(config: Mapping[str, Any], max_context_tokens: int, where: str) -> None:
+    """ConfigError if contexts may be so long that a model's rotary embedding depends on the longest one in a batch.
+
+    ``config`` is that of ``config.json``. Dynamic and long embeddings are the same in every batch up to the original length.
+    """
+    ropes = [config.get("rope_parameters") or {}, config.get("rope_scaling") or {}]
+    for kind in ropes + [each for rope in ropes for each in rope.values() if isinstance(each, dict)]:
+        name = str(kind.get("rope_type") or kind.get("type"))
+        if "dynamic" not in name and name not in ("longrope", "su"):
+            continue
+        fixed = config.get("max_position_embeddings")
+        if "dynamic" not in name:
+            fixed = (
+                kind.get("original_max_position_embeddings") or config.get("original_max_position_embeddings") or fixed
+            )
+        if isinstance(fixed, int) and max_context_tokens > fixed:
+            raise ConfigError(
+                f"rollout.max_context_tokens: {max_context_tokens}, and above {fixed} tokens rope of type {name} in {where} "
+                "turns every token by the longest context of its batch, so engine and trainer would compute different models; type "
+                f"rollout.max_context_tokens={fixed} or less"
+            )
 
 
 def loader_of(name: str | None) -> ModelLoader:

@@ -25,7 +25,7 @@ def contradictions(config: RunSections) -> list[str]:
     """A message for every contradiction between fields; empty if there is none."""
     checks = (
         agent_contradictions, _rollout, _vllm_only, _transformers_only, _workers, _boundaries, _trainer, _batch, _algorithm,
-        _staleness, _loss, _masks, _mismatch, _routes, _token_rewards, _late, _streaming, _lora, _schedules, _planner,
+        _staleness, _loss, _masks, _routes, _token_rewards, _late, _streaming, _lora, _schedules, _planner,
         _layout_auto, _as_planned, distil_contradictions, spare_group_contradictions,
         services_contradictions,
     )  # fmt: skip
@@ -315,15 +315,6 @@ def _routes(config: RunSections) -> Iterator[str]:
         yield (
             "trainer.routes: replay needs rollout.exact_logprobs=false, which scores both sides without routes; type "
             "trainer.routes=recompute, or rollout.exact_logprobs=false"
-        )
-
-
-def _mismatch(config: RunSections) -> Iterator[str]:
-    trainer = config.trainer
-    if trainer.mismatch_action != "warn" and trainer.mismatch_alarm is None and trainer.mismatch_k3_alarm is None:
-        yield (
-            f"trainer.mismatch_action: {trainer.mismatch_action} needs an alarm, and trainer.mismatch_alarm=null; type "
-            "trainer.mismatch_alarm=0.05 or trainer.mismatch_k3_alarm=1e-3, or trainer.mismatch_action=warn"
         )
 
 

@@ -5,7 +5,7 @@ Keys marked (preset) are filled from `libra.config.algorithms`.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, Final, Literal, Self, get_args
 
 from pydantic import Field, ModelWrapValidatorHandler, model_validator
 
@@ -31,6 +31,8 @@ from libra.config.section import AtLeastOne, AtLeastZero, Section
 
 FEWEST_MISMATCH_TOKENS = 64
 """Tokens of an engine or length class from which its mismatch can raise an alarm: k3 of few has a long right tail."""
+ROUNDING_NATS: Final = {"float32": 1e-3, "bfloat16": 0.1}
+"""Mean |log p(rollout) - log p(trainer)| that rounding explains, ten to a thousand times what is measured (`mismatch_alarm`)."""
 
 
 class TrainerSection(Section):
@@ -207,13 +209,14 @@ class TrainerSection(Section):
     them. Bounds memory; the result changes only by the rounding of sums."""
     mismatch_alarm: Annotated[float, Field(gt=0)] | None = None
     """Alarm if the mean |log p(rollout) - log p(trainer)| of a step, over tokens sampled from the trained weights, is
-    above this many nats, in all or for one engine or length class. float32 has about 1e-6, bfloat16 about 0.01. None: it is only
-    recorded."""
+    above this many nats, in all or for one engine or length class. float32 has about 1e-6, bfloat16 about 0.01. None: above 1e-3
+    (float32) or 0.1 (bfloat16), plus -log(`rollout.top_p`), by which engines record more."""
     mismatch_k3_alarm: Annotated[float, Field(gt=0)] | None = None
     """The same for the k3 estimate of KL(rollout | trainer) of these tokens, in nats: about half the mean square of the gap, so
     that few large gaps count. float32 has about 1e-12, bfloat16 about 1e-4; 1e-3 is far from both. None: it is only recorded."""
-    mismatch_action: Literal["warn", "pause", "stop"] = "warn"
-    """What either alarm does: log a line; end the run after this step (`libra resume` continues it); or end it before this step."""
+    mismatch_action: Literal["warn", "pause", "stop"] = "stop"
+    """What either alarm does: a line on terminal and page; end the run after this step (`libra resume` continues it); or end it
+    before this step."""
     layout: LayoutName = "ddp"
     """Layout of the model on `cluster.train_workers` replicas: whole on each (ddp), or weights, gradients and optimizer state in
     shards (fsdp2), which needs 1 / replicas of the memory and more network. No effect with one replica."""

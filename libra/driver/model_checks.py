@@ -13,6 +13,7 @@ from typing import Any
 
 from libra.config import resolve_model
 from libra.errors import ConfigError, ModelError
+from libra.model_loader import check_lengths
 from libra.seals import parsed_json
 from libra.worker.model_files import local_model
 
@@ -73,7 +74,8 @@ def checked_model(path: str) -> ModelFiles:
 
 
 def check_positions(model: ModelFiles, max_context_tokens: int) -> None:
-    """ConfigError if a context of the run is longer than the model has positions."""
+    """ConfigError if a context of the run is longer than the model has positions, or than they are the same in every batch."""
+    check_lengths(model.config, max_context_tokens, str(model.directory / "config.json"))
     positions = _positions(model.config)
     if positions is not None and max_context_tokens > positions:
         raise ConfigError(

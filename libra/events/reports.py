@@ -308,11 +308,12 @@ class SessionReport(Report, frozen=True, tag="session"):
 
 
 class IterationReport(Report, frozen=True, tag="iteration"):
-    """An iteration ended; ``reward`` None: no trajectory had one."""
+    """An iteration ended; ``reward`` None: no trajectory had one; ``alarm``: of its mismatch, empty without one."""
 
     iteration: int
     reward: float | None
     lag: float
+    alarm: str = ""
 
 
 class EvaluationReport(Report, frozen=True, tag="evaluation"):

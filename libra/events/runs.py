@@ -187,6 +187,13 @@ class IterationFinished(Event, frozen=True):
     lag: float
 
 
+class MismatchFound(Event, frozen=True):
+    """Engine and trainer do not compute the same model: the alarm of a step's mismatch, where the run goes on."""
+
+    step: int
+    detail: str
+
+
 class EvaluationFinished(Event, frozen=True):
     """``prompts`` held-out questions were answered with the weights ``version``; ``reward`` is None if none could be graded."""
 

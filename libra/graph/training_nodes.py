@@ -13,6 +13,7 @@ from libra.errors import MismatchAlarm, TrainError, shell_path
 from libra.events.reports import IterationReport, StepReport
 from libra.train.mismatch import alarm_text
 from libra.train.mismatch_parts import metrics_of
+from libra.train.replica_settings import rounding_nats
 from libra.worker.batch_rows import FETCHED, SliceFetcher, lazy_batch, members_of
 from libra.worker.gang_member import turn
 from libra.worker.host import LibraHost, host_here
@@ -55,6 +56,7 @@ def finished_step(
     if (reason := pause_reason(host.spec, result.as_dict())) is not None:
         trainer.paused = result.step, reason
     numbers = {**result.as_dict(), **metrics_of(result.mismatch_parts), "rank": rank, "train_s": train_s, **found}
+    numbers["mismatch_alarm"] = alarm_of(host.spec, result.as_dict()) or ""
     numbers["train_on_gpu"] = int(trainer.replica.device.type == "cuda")
     if rank == 0:
         write_step_record(host.spec, result.step, numbers)
@@ -157,18 +159,27 @@ def summary(
     numbers = {k: v for k, v in updated.items() if isinstance(v, int | float) and k not in ("rank", "step")}
     values = {**batch["stats"], **numbers, "publish_s": published["publish_s"], "store_s": stored["store_s"]}
     reward = values["reward"] if np.isfinite(values["reward"]) else None  # None: no trajectory had a reward
-    host_here(run).context.report(IterationReport(iteration, reward, values["lag"]))
+    alarm = updated.get("mismatch_alarm", "")
+    host_here(run).context.report(IterationReport(iteration, reward, values["lag"], alarm))
     return {"iteration": iteration, "version": published["version"], **values}
+
+
+def alarm_of(spec: RunSpec, numbers: Mapping[str, Any]) -> str | None:
+    """The alarm of a step's mismatch, None if there is none."""
+    trainer, step = spec.config.trainer, int(numbers["step"])
+    nats = {"mean_nats": trainer.mismatch_alarm, "k3_nats": trainer.mismatch_k3_alarm}
+    return alarm_text(numbers, step, **nats, rounding_nats=rounding_nats(spec.config))
 
 
 def pause_reason(spec: RunSpec, numbers: Mapping[str, Any]) -> str | None:
     """Why no step may follow the one with these numbers, None if one may; logs the mismatch of engine and trainer."""
     trainer, step = spec.config.trainer, int(numbers["step"])
-    logger.info(
-        "mismatch: step %d: |log p(rollout) - log p(trainer)| mean %.3g, max %.3g, k3 %.3g, effective %.4f of %d tokens",
-        step, numbers["mismatch_mean_abs"], numbers["mismatch_max_abs"], numbers["mismatch_k3"],
-        numbers["mismatch_effective_frac"], numbers["mismatch_tokens"],
-    )  # fmt: skip
+    if numbers["mismatch_tokens"]:
+        logger.info(
+            "mismatch: step %d: |log p(rollout) - log p(trainer)| mean %.3g, max %.3g, k3 %.3g, effective %.4f of %d tokens",
+            step, numbers["mismatch_mean_abs"], numbers["mismatch_max_abs"], numbers["mismatch_k3"],
+            numbers["mismatch_effective_frac"], numbers["mismatch_tokens"],
+        )  # fmt: skip
     if trainer.old_logp != "behaviour":
         logger.info(
             "old log-probabilities (%s): step %d: exact for %.4f of the tokens; clipped low %.4f, high %.4f; weights out of bounds "
@@ -176,7 +187,7 @@ def pause_reason(spec: RunSpec, numbers: Mapping[str, Any]) -> str | None:
             trainer.old_logp, step, numbers["exact_old_frac"], numbers["clip_low_frac"], numbers["clip_high_frac"],
             numbers["correction_frac"], numbers["effective_sample_frac"],
         )  # fmt: skip
-    text = alarm_text(numbers, step, mean_nats=trainer.mismatch_alarm, k3_nats=trainer.mismatch_k3_alarm)
+    text = alarm_of(spec, numbers)
     if text is None or trainer.mismatch_action != "pause":
         return None
     return (

@@ -17,7 +17,7 @@ LATE: Final = (events.LateRewardsTaken,)
 TURNS: Final = (events.EngineTurned, events.TurnRefused)
 TROUBLES: Final = (
     events.WorkerLost, events.WorkerSetupFailed, events.EngineQuarantined, events.StallDetected,
-    events.GangLost, events.RoleMemberFailed,
+    events.GangLost, events.RoleMemberFailed, events.MismatchFound,
 )  # fmt: skip
 
 
@@ -102,6 +102,8 @@ def trouble_words(event: events.Event) -> tuple[str, str, str]:
             return "engine failed the version check", event.worker, event.detail
         case events.StallDetected():
             return f"no progress for {duration(event.idle_s)}", event.worker or event.key, event.detail
+        case events.MismatchFound():
+            return f"engine and trainer disagree at step {event.step}", "", event.detail
         case events.GangLost() | events.RoleMemberFailed():
             return event.name.replace("_", " "), event.worker, event.detail
     return event.name, "", ""

@@ -6,6 +6,8 @@ with those of the model as transformers runs it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -14,8 +16,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from libra.errors import ModelError
+from libra.heads import after_head
+from libra.model_loader import plain_attention
 from libra.rollout.fused_decoder import FusedDecoder, can_fuse
 from libra.rollout.kv_slots import SLOT_ATTENTION, Chunk, SlotKV, Step
+from libra.rollout.layer_reads import not_served, reads_of
 from libra.scoring import score_alone
 
 TOLERANCE_NATS = {torch.float32: 1e-3, torch.bfloat16: 0.3}
@@ -34,9 +39,27 @@ class Forward:
 
     def __init__(self, model: Any, kv: SlotKV, *, fused: bool = True) -> None:
         self.model, self.kv = model, kv
+        kv.reads = reads_of(model, len(kv.positions), (kv.num_kv_heads, kv.head_dim))
         self.decoder, self.head = model.base_model, model.get_output_embeddings()
         self.fused = FusedDecoder(model, kv) if fused and can_fuse(model) else None
-        self._compare_with_stock()
+        try:
+            with self._stock():
+                self._after = after_head(model)
+            gap = self._gap_to_stock()
+        except (
+            ModelError,
+            RuntimeError,
+            TypeError,
+            ValueError,
+            AttributeError,
+        ) as error:  # the boundary to the model's code
+            raise not_served(model, " ".join(str(error).split())) from error
+        allowed = TOLERANCE_NATS[kv.dtype]
+        if not gap <= allowed:
+            raise not_served(
+                model,
+                f"log-probabilities through slots differ by {gap:.2g} nats from those of transformers (allowed: {allowed:g})",
+            )
 
     def hidden(self, ids_T: Tensor, step: Step) -> Tensor:
         """Last hidden states (T, E); the step's keys and values are written on the way."""
@@ -49,7 +72,8 @@ class Forward:
 
     def logits(self, hidden_NE: Tensor) -> Tensor:
         """Logits (N, V)."""
-        return self.head(hidden_NE)
+        logits_NV = self.head(hidden_NE)
+        return logits_NV if self._after is None else self._after(logits_NV)
 
     def weights_changed(self) -> None:
         """Call after new weights were copied into the model."""
@@ -58,14 +82,21 @@ class Forward:
 
     def score_alone(self, token_ids: NDArray[np.int64], first: int, temperature: float) -> NDArray[np.float32]:
         """Log-probabilities from token ``first`` on by `libra.scoring.score_alone`: stock modules, no slots, no batch."""
-        self.model.set_attn_implementation("sdpa")
-        try:
+        with self._stock():
             return score_alone(self.model, token_ids, first, temperature)
+
+    @contextmanager
+    def _stock(self) -> Iterator[None]:
+        """The model as transformers runs it."""
+        self.model.set_attn_implementation(plain_attention(self.model.config))
+        try:
+            yield
         finally:
             self.model.set_attn_implementation(SLOT_ATTENTION)
 
     @torch.inference_mode()
-    def _compare_with_stock(self) -> None:
+    def _gap_to_stock(self) -> float:
+        """Nats by which a short probe differs from the model as transformers runs it."""
         vocabulary = int(
             self.model.config.vocab_size
         )  # not its first ids, which are special tokens that do not occur in text
@@ -76,16 +107,9 @@ class Forward:
         decode = Step(self.kv, slots[:1], torch.tensor([last]), 1)
         decode.view_span(np.array([0]), np.array([last]))
         got = torch.cat([self.logits(self.hidden(ids[:last], prefill)), self.logits(self.hidden(ids[last:], decode))])
-        self.model.set_attn_implementation("sdpa")
-        expected = self.model(input_ids=ids[None].to(self.kv.device), use_cache=False).logits[0]
-        self.model.set_attn_implementation(SLOT_ATTENTION)
+        with self._stock():
+            expected = self.model(input_ids=ids[None].to(self.kv.device), use_cache=False).logits[0]
         expected_logp = expected.float().log_softmax(-1)
         gaps_TV = (got.float().log_softmax(-1) - expected_logp).abs()
         narrow = self.kv.dtype != torch.float32
-        gap = ((gaps_TV * expected_logp.exp()).sum(-1).median() if narrow else gaps_TV.max()).item()
-        allowed = TOLERANCE_NATS[self.kv.dtype]
-        if not gap <= allowed:
-            raise ModelError(
-                f"{self.model.config.name_or_path}: log-probabilities through slots differ by {gap:.2g} nats from those "
-                f"of transformers (allowed: {allowed:g}); this engine cannot serve {self.model.config.model_type} models"
-            )
+        return ((gaps_TV * expected_logp.exp()).sum(-1).median() if narrow else gaps_TV.max()).item()

@@ -37,6 +37,15 @@ OUTLIER = 3.0
 ROUNDS = 6
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 GIB = 2**30
+_USUAL_NAMES = {
+    "n_head": "num_attention_heads", "num_heads": "num_attention_heads", "n_layer": "num_hidden_layers",
+    "num_layers": "num_hidden_layers", "n_embd": "hidden_size",
+}  # fmt: skip
+
+
+def with_usual_names(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A model's ``config.json`` with the sizes of older families (GPT-2's ``n_head``) under the usual names too."""
+    return {usual: config[name] for name, usual in _USUAL_NAMES.items() if name in config} | dict(config)
 
 
 def kv_token_bytes(config: Mapping[str, Any], dtype: str, tp: int = 1) -> int:

@@ -5,7 +5,7 @@ prefills. Linear layers see them as one sequence; only attention knows that they
 
 Invariants
 1. Position p of slot s holds the key and value of token p of one trajectory, or something finite that no token attends to.
-2. A token attends to its own slot, positions 0 to its own, and nothing else.
+2. A token attends to its own slot and nothing else, and there to the positions that its layer reads (`libra.rollout.layer_reads`).
 3. Decoding reads the slots as one strided view (no gather); slots between the first and last row that do not decode cost
    attention over a span, and the batch keeps that span short by swapping slots.
 
@@ -22,6 +22,8 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
+
+from libra.rollout.layer_reads import Reads, reads_before
 
 SLOT_ATTENTION = "libra_slots"
 """Name under which the attention is registered with transformers."""
@@ -48,6 +50,7 @@ class SlotKV:
         self.slots, self.dtype = slots, dtype
         self.positions = torch.arange(_round_up(max_context_tokens, GROWTH_TOKENS), device=device)
         self.context_tokens = 0
+        self.reads: list[Reads] = [reads_before] * config.num_hidden_layers
         empty = torch.zeros(2, slots, self.num_kv_heads, 0, self.head_dim, dtype=dtype, device=device)
         self._rebind([empty] * config.num_hidden_layers)
         self.resize(1)
@@ -128,12 +131,24 @@ class Chunk:
     slot: int
     start: int
     stop: int
-    mask: Tensor | None = None
+    _masks: dict[Reads, Tensor | None] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        if self.start > 0:
-            own = torch.arange(self.start, self.stop)
-            self.mask = torch.arange(self.stop) <= own[:, None]
+    def mask(self, reads: Reads, positions: Tensor) -> Tensor | None:
+        """What each of its tokens reads, of a layer with these ``reads``; None: what a causal pass reads from position 0 on."""
+        if reads not in self._masks:
+            tokens = positions[: self.stop]
+            mask = None
+            if self.start or reads is not reads_before:
+                mask = masked(reads, tokens[self.start :], tokens)
+                if not self.start and torch.equal(mask, torch.ones_like(mask).tril()):
+                    mask = None
+            self._masks[reads] = mask
+        return self._masks[reads]
+
+
+def masked(reads: Reads, queries_Q: Tensor, keys_C: Tensor) -> Tensor:
+    """Whether each position reads each other (Q, C)."""
+    return reads(0, 0, queries_Q[:, None], keys_C[None])
 
 
 @dataclass(slots=True)
@@ -149,14 +164,12 @@ class Step:
     num_rows: int
     chunks: list[Chunk] = field(default_factory=list)
     rows_R: Tensor | None = None  # place of each decoding row in the span; None if they are the span
-    mask_S1C: Tensor | None = None
+    masks_S1C: dict[Reads, Tensor] = field(default_factory=dict)  # by what a layer reads
     spans: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # per layer: keys (S*K, D, C), values (S*K, C, D)
 
     def __post_init__(self) -> None:
         device = self.kv.device
         self.slot_T, self.position_T = self.slot_T.to(device), self.position_T.to(device)
-        for chunk in self.chunks:
-            chunk.mask = None if chunk.mask is None else chunk.mask.to(device)
 
     def view_span(self, slots_R: NDArray[np.int64], positions_R: NDArray[np.int64]) -> None:
         """Prepare the input of decoding: the span of slots, the context of its longest row, and the mask."""
@@ -170,9 +183,10 @@ class Step:
         if span != len(slots_R):
             self.rows_R = torch.from_numpy(slots_R - first).to(kv.device)
             last_S = last_S.new_zeros(span).index_copy_(0, self.rows_R, last_S)
-        hidden_SC = kv.positions[:context] > last_S[:, None]
-        open_SC = torch.zeros(span, context, dtype=kv.dtype, device=kv.device)
-        self.mask_S1C = open_SC.masked_fill_(hidden_SC, -torch.inf)[:, None]
+        for reads in dict.fromkeys(kv.reads):
+            open_SC = torch.zeros(span, context, dtype=kv.dtype, device=kv.device)
+            read_SC = masked(reads, last_S, kv.positions[:context])
+            self.masks_S1C[reads] = open_SC.masked_fill_(~read_SC, -torch.inf)[:, None]
         begin, end = first * kv.num_kv_heads, (first + span) * kv.num_kv_heads
         self.spans = [(k[begin:end, :context].transpose(1, 2), v[begin:end, :context]) for k, v in kv.folded]
 
@@ -185,29 +199,42 @@ def slot_attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     step: Any = None,
+    softcap: float | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """Attention in the form transformers calls it: (1, H, T, D) in, (1, T, H, D) out; writes the KV of its Step."""
+    """Attention in the form transformers calls it: (1, H, T, D) in, (1, T, H, D) out; writes the KV of its Step.
+
+    What else a model gives its attention, `libra.rollout.layer_reads` has looked at.
+    """
+    if step is None:
+        raise TypeError("its layers do not hand keywords on to their attention")
     kv, layer = step.kv, module.layer_idx
     keys, values = kv.layers[layer]
     keys[step.slot_T, :, step.position_T] = key[0].transpose(0, 1)
     values[step.slot_T, :, step.position_T] = value[0].transpose(0, 1)
     scale = kv.head_dim**-0.5 if scaling is None else scaling
-    return attend(query[0].transpose(0, 1), step, layer, scale)[None], None
+    return attend(query[0].transpose(0, 1), step, layer, scale, softcap)[None], None
 
 
-def attend(query_THD: Tensor, step: Step, layer: int, scale: float) -> Tensor:
+def attend(query_THD: Tensor, step: Step, layer: int, scale: float, softcap: float | None = None) -> Tensor:
     """What each token of a step reads from its slot (T, H, D); the step's own keys and values are written already."""
     kv = step.kv
-    parts = [_decode(query_THD[: step.num_rows], step, layer, scale)] if step.num_rows else []
+    parts = [_decode(query_THD[: step.num_rows], step, layer, scale, softcap)] if step.num_rows else []
     keys, values = kv.layers[layer]
     for chunk in step.chunks:
+        query_1HQD = query_THD[chunk.begin : chunk.end].transpose(0, 1)[None]
+        key_1KCD, value_1KCD = (each[chunk.slot : chunk.slot + 1, :, : chunk.stop] for each in (keys, values))
+        if softcap is not None:
+            read_QC = masked(kv.reads[layer], kv.positions[chunk.start : chunk.stop], kv.positions[: chunk.stop])
+            parts.append(_capped(query_1HQD[0], key_1KCD[0], value_1KCD[0], read_QC, scale, softcap).transpose(0, 1))
+            continue
+        mask = chunk.mask(kv.reads[layer], kv.positions)
         out = F.scaled_dot_product_attention(
-            query_THD[chunk.begin : chunk.end].transpose(0, 1)[None],
-            keys[chunk.slot : chunk.slot + 1, :, : chunk.stop],
-            values[chunk.slot : chunk.slot + 1, :, : chunk.stop],
-            attn_mask=chunk.mask,
-            is_causal=chunk.mask is None,
+            query_1HQD,
+            key_1KCD,
+            value_1KCD,
+            attn_mask=mask,
+            is_causal=mask is None,
             scale=scale,
             enable_gqa=kv.num_heads != kv.num_kv_heads,
         )
@@ -215,22 +242,34 @@ def attend(query_THD: Tensor, step: Step, layer: int, scale: float) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _decode(query_RHD: Tensor, step: Step, layer: int, scale: float) -> Tensor:
+def _capped(
+    query_HQD: Tensor, key_KCD: Tensor, value_KCD: Tensor, read_QC: Tensor, scale: float, softcap: float
+) -> Tensor:
+    """Attention of a chunk with capped scores (H, Q, D), which torch's own does not have."""
+    grouped = query_HQD.unflatten(0, (key_KCD.shape[0], -1))
+    scores = softcap * torch.tanh(grouped @ key_KCD[:, None].transpose(2, 3) * scale / softcap)
+    weights = scores.masked_fill(~read_QC, -torch.inf).softmax(-1)
+    return (weights @ value_KCD[:, None]).flatten(0, 1)
+
+
+def _decode(query_RHD: Tensor, step: Step, layer: int, scale: float, softcap: float | None) -> Tensor:
     """One token per row against its slot (R, H, D).
 
     Batched products beat scaled_dot_product_attention here: its CPU kernel runs one tiny product per head.
     """
     kv = step.kv
-    assert step.mask_S1C is not None, "view_span was not called"
+    mask_S1C = step.masks_S1C[kv.reads[layer]]
     if step.rows_R is None:
         query_SHD = query_RHD if scale == 1 else query_RHD * scale
     else:
-        span = step.mask_S1C.shape[0]
+        span = mask_S1C.shape[0]
         query_SHD = query_RHD.new_zeros(span, kv.num_heads, kv.head_dim).index_copy_(0, step.rows_R, query_RHD * scale)
     keys, values = step.spans[layer]
     folded = query_SHD.reshape(-1, kv.num_heads // kv.num_kv_heads, kv.head_dim)
     scores = torch.bmm(folded, keys)
-    scores.view(-1, kv.num_heads, scores.shape[-1]).add_(step.mask_S1C)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores.view(-1, kv.num_heads, scores.shape[-1]).add_(mask_S1C)
     out_SHD = torch.bmm(torch.softmax(scores, dim=-1), values).view(-1, kv.num_heads, kv.head_dim)
     return out_SHD if step.rows_R is None else out_SHD.index_select(0, step.rows_R)
 

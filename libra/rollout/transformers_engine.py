@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from libra.errors import EngineError, LibraError
 from libra.rollout import kv_slots
 from libra.rollout.engine import EngineSettings, EngineStats
-from libra.rollout.engine_capacity import GIB, kv_token_bytes, tokens_within
+from libra.rollout.engine_capacity import GIB, kv_token_bytes, tokens_within, with_usual_names
 from libra.rollout.host_kv import HostKV
 from libra.rollout.kv_object import KVObject
 from libra.rollout.slot_batch import SlotBatch
@@ -233,7 +233,7 @@ class TransformersEngine:
                 torch.set_num_threads(settings.threads)
             kv_slots.register()
             model = load_causal_lm(settings.model_dir, settings.dtype, kv_slots.SLOT_ATTENTION, settings.loader)
-            self._token_bytes = kv_token_bytes(model.config.to_dict(), settings.dtype)
+            self._token_bytes = kv_token_bytes(with_usual_names(model.config.to_dict()), settings.dtype)
             model.to(compute_device(settings.device))
             kv_tokens = None
             if settings.kv_cache_gib is not None:

@@ -18,7 +18,7 @@ from libra.config.engine_package import is_installed as is_installed
 from libra.errors import EngineError, ModelError
 from libra.rollout.draft_length import LENGTHS
 from libra.rollout.engine import EngineSettings
-from libra.rollout.engine_capacity import DTYPE_BYTES, GIB, kv_token_bytes
+from libra.rollout.engine_capacity import DTYPE_BYTES, GIB, kv_token_bytes, with_usual_names
 from libra.rollout.kv_heads import heads_of
 from libra.seals import parsed_json
 
@@ -93,7 +93,7 @@ def read_model_config(model_dir: Path) -> dict[str, Any]:
         raise ModelError(f"{model_dir}: no config.json there; give a directory in Hugging Face layout") from error
     except (OSError, ValueError) as error:
         raise ModelError(f"{path}: cannot be read as a model's configuration: {error}") from error
-    text: dict[str, Any] = config.get("text_config") or config
+    text = with_usual_names(config.get("text_config") or config)
     return text | {"tie_word_embeddings": config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))}
 
 

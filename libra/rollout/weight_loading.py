@@ -21,6 +21,8 @@ from torch import nn
 from libra.errors import ModelError, WeightsError
 from libra.model_loader import build_model
 from libra.projections import EMBEDDING_ENDINGS
+from libra.rollout.kv_slots import SlotKV
+from libra.rollout.layer_reads import reads_of
 from libra.tensors import untied
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -130,6 +132,22 @@ def _first(items: list[str], count: int = 4) -> str:
     return ", ".join(items[:count]) + (", ..." if len(items) > count else "") if items else "none"
 
 
+def check_served(directory: Path, max_context_tokens: int) -> None:
+    """ModelError or ConfigError if slots cannot hold the model of a directory, as far as its code shows it without weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.set_verbosity_error()  # the refusal is one line
+    try:
+        with torch.device("meta"):
+            config = AutoConfig.from_pretrained(directory, local_files_only=True)
+            model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+            kv = SlotKV(model.config, 1, max_context_tokens, torch.float32, "meta")
+    except Exception:  # noqa: BLE001  the boundary to the model's code; a worker that loads it tells
+        return
+    reads_of(model, max_context_tokens, (kv.num_kv_heads, kv.head_dim))
+
+
 def load_causal_lm(model_dir: Path, dtype: str, attention: str, loader: str | None = None) -> Any:
     """A Hugging Face causal LM in evaluation mode, with the named attention; ModelError if it cannot be served."""
     from transformers.utils import logging as transformers_logging
@@ -137,12 +155,13 @@ def load_causal_lm(model_dir: Path, dtype: str, attention: str, loader: str | No
     if dtype not in DTYPES:
         raise ModelError(f"dtype: got {dtype!r}; allowed: {', '.join(DTYPES)}")
     transformers_logging.disable_progress_bar()
-    model = build_model(loader, Path(model_dir), dtype=DTYPES[dtype], attention=attention)
+    try:
+        model = build_model(loader, Path(model_dir), dtype=DTYPES[dtype], attention=attention)
+    except ModelError as error:
+        if isinstance(
+            error.__cause__, KeyError
+        ):  # the attention, which a family without transformers' interface looks up itself
+            raise ModelError(f"{error} in its attention; type rollout.engine=vllm") from error
+        raise
     model.eval().requires_grad_(False)
-    kinds = set(getattr(model.config, "layer_types", None) or ["full_attention"])
-    if kinds != {"full_attention"}:
-        raise ModelError(
-            f"{model_dir}: layers of kind {sorted(kinds)}; slots hold full attention only "
-            "(for sliding or linear attention use another engine)"
-        )
     return model

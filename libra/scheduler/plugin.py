@@ -469,8 +469,11 @@ class LibraPlugin(SchedulerPlugin):
             case ServiceReport(name=name):
                 fields = {key: value for key, value in structs.asdict(report).items() if key != "name"}
                 state.log.emit(events.ServiceAnswered, worker=name, **fields)
-            case IterationReport(iteration=iteration, reward=reward, lag=lag):
+            case IterationReport(iteration=iteration, reward=reward, lag=lag, alarm=alarm):
                 state.log.emit(events.IterationFinished, iteration=iteration, reward=reward, lag=lag)
+                if alarm:
+                    state.log.emit(events.MismatchFound, step=iteration, detail=alarm)
+                    state.notices.warn(logger, f"run {state.run}: {alarm}")
             case EvaluationReport(version=version, reward=reward, prompts=prompts):
                 state.log.emit(events.EvaluationFinished, version=version, reward=reward, prompts=prompts)
 

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from libra.model_loader import plain_attention
 from libra.train.row_packing import FillRows
 from libra.train.samples import Sample
 
@@ -32,7 +33,7 @@ def can_share(model: Any) -> bool:
     config = model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     sliding = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
-    able = kinds == {"full_attention"} and not sliding
+    able = kinds == {"full_attention"} and not sliding and plain_attention(config) == "sdpa"
     if not able:
         logger.info("prompts are not shared: %s has other layers than full attention", type(model).__name__)
     return able

@@ -244,6 +244,10 @@ class Replica(ReplicaState):
             samples = self.gradient.with_proximal(samples)
         if old_logp == "version":
             samples = under_versions(self, self.gradient, self.published, samples, step)
+            if (
+                not self.settings.exact_logprobs
+            ):  # by which the engine's are the version's without a pass of the trainer
+                mismatch.observe_versions(tally, samples)
         elif self.average is not None:
             samples = under_average(self, self.gradient, self.average, samples)
         tally.add(old_logp_s=time.perf_counter() - began)
@@ -303,9 +307,7 @@ class Replica(ReplicaState):
         torch._foreach_div_([local(p.grad) for p in self.optimized().values() if p.grad is not None], divisor)
         tally.add(loss=tally.sums.pop("loss_sum", 0.0) / divisor)
         if not tally.stepped:
-            settings = self.settings
-            alarms = settings.mismatch_alarm, settings.mismatch_k3_alarm
-            mismatch.raise_alarm(tally, *alarms, settings.mismatch_action, step)
+            mismatch.raise_alarm(tally, self.settings, step)
         waited_s = self.before_change(step)
         self.apply_gradient(step, tally)
         if partial.connected:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 from typing import Annotated, Any
 
@@ -10,7 +11,7 @@ from pydantic import Field, ValidationError
 from libra.config import RunConfig
 from libra.config.distil import KLDirection
 from libra.config.section import Section
-from libra.config.trainer import TrainerSection
+from libra.config.trainer import ROUNDING_NATS, TrainerSection
 from libra.errors import ConfigError, TrainError
 from libra.named_parts import is_named, named_part
 
@@ -29,6 +30,11 @@ _BEFORE_THE_STEP = {
     "streaming",
 }
 """Fields that shape the batch, its advantages and its transfer, before the replica sees it."""
+
+
+def rounding_nats(config: RunConfig) -> float:
+    """Mean mismatch of engine and trainer in nats that a run's number format and ``rollout.top_p`` explain."""
+    return ROUNDING_NATS[config.model.dtype] - math.log(config.rollout.top_p)
 
 
 class DistilTerm(Section):
@@ -52,6 +58,8 @@ class TrainSettings(TrainerSection):
     samples (0) have no log-probability to learn from."""
     distil: DistilTerm | None = None
     """The term of a teacher; None: there is none."""
+    rounding_nats: float | None = None
+    """Mean mismatch that rounding explains, where ``mismatch_alarm`` is None; None: any."""
     exact_logprobs: bool = False
     """``rollout.exact_logprobs``: measure the mismatch by scoring as the engine did, alone and turn by turn."""
 
@@ -89,7 +97,13 @@ class TrainSettings(TrainerSection):
         term = (
             None if distil.teacher is None else DistilTerm(divergence=distil.divergence, reward_coef=distil.reward_coef)
         )
-        return cls(**given, temperature=rollout.temperature, exact_logprobs=rollout.exact_logprobs, distil=term)
+        return cls(
+            **given,
+            temperature=rollout.temperature,
+            exact_logprobs=rollout.exact_logprobs,
+            distil=term,
+            rounding_nats=rounding_nats(config),
+        )
 
     def of_a_step(self) -> dict[str, Any]:
         """The fields that a step depends on, for a checkpoint and for comparison with another replica's."""

@@ -188,6 +188,9 @@ def _micro_batch(rows: list[list[Sample]], width: int, logp_dtype: torch.dtype, 
             action_at.append(at + number * width)
             start = end
         num_tokens += start
+    position_ids_RW %= max(
+        sample.num_tokens for row in rows for sample in row
+    )  # padding: none beyond those of a sequence
     flat = [sample for row in rows for sample in row]
     routes_PLK = None
     recorded = next((sample.routes for sample in flat if sample.routes is not None), None)

@@ -35,7 +35,7 @@ class StepReport:
     mismatch_tokens, mismatch_mean_abs, mismatch_max_abs, mismatch_k3, mismatch_effective_frac
         For tokens whose weights and KV cache are of the version being trained, before the first optimizer step
         (`libra.train.mismatch`): |log p_rollout - log p_trainer|, k3 of rollout against trainer in nats, and the effective
-        sample size of p_trainer / p_rollout over the number of tokens.
+        sample size of p_trainer / p_rollout over the number of tokens; None where there are none.
     mismatch_parts : dict
         tokens, mean_abs, k3 and max_abs of the same by engine and by length class (`libra.train.mismatch_parts`).
     mismatch_worst : list of dict
@@ -101,8 +101,8 @@ class StepReport:
     kl_reference: float = 0.0
     entropy: float = 0.0
     mismatch_tokens: int = 0
-    mismatch_mean_abs: float = 0.0
-    mismatch_max_abs: float = 0.0
+    mismatch_mean_abs: float | None = None
+    mismatch_max_abs: float | None = None
     pack_s: float = 0.0
     forward_backward_s: float = 0.0
     optimizer_s: float = 0.0
@@ -111,8 +111,8 @@ class StepReport:
     correction_frac: float = 0.0
     effective_sample_frac: float = 1.0
     exact_old_frac: float = 0.0
-    mismatch_k3: float = 0.0
-    mismatch_effective_frac: float = 1.0
+    mismatch_k3: float | None = None
+    mismatch_effective_frac: float | None = None
     replicas: int = 1
     hybrids: int = 0
     hybrids_joining: int = 0
@@ -191,6 +191,18 @@ class Tally:
         squares = self.sums.get(square, 0.0) * self.sums.get(count, 0.0)
         return self.sums[total] ** 2 / squares if squares else 1.0
 
+    def mismatch(self) -> dict[str, float | None]:
+        """The figures of `libra.train.mismatch`; None where no token was compared."""
+        found = {
+            "mismatch_mean_abs": self.mean("mismatch_sum", "mismatch_tokens"),
+            "mismatch_max_abs": self.maxima.get("mismatch"),
+            "mismatch_k3": self.mean("mismatch_k3", "mismatch_tokens"),
+            "mismatch_effective_frac": self._effective_frac(
+                "mismatch_weight", "mismatch_weight_square", "mismatch_tokens"
+            ),
+        }
+        return found if self.sums.get("mismatch_tokens") else dict.fromkeys(found)
+
     def report(self, *, step: int, digest: str, lr: float, total_s: float) -> StepReport:
         """The report of the step; a sum with the name of a field becomes that field."""
         same = {f.name: self.sums[f.name] for f in fields(StepReport) if f.name in self.sums}
@@ -211,12 +223,7 @@ class Tally:
             "taught_frac": self.mean("taught", "scored"),
             "top_k_teacher_frac": self.mean("top_k_teacher", "taught"),
             "top_k_student_frac": self.mean("top_k_student", "taught"),
-            "mismatch_mean_abs": self.mean("mismatch_sum", "mismatch_tokens"),
-            "mismatch_max_abs": self.maxima.get("mismatch", 0.0),
-            "mismatch_k3": self.mean("mismatch_k3", "mismatch_tokens"),
-            "mismatch_effective_frac": self._effective_frac(
-                "mismatch_weight", "mismatch_weight_square", "mismatch_tokens"
-            ),
+            **self.mismatch(),
             "correction_frac": self.mean("corrected", "scored"),
             "rejected_frac": self.mean("rejected", "scored"),
             "effective_sample_frac": self._effective_frac("weight_sum", "weight_square_sum", "scored"),

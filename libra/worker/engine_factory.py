@@ -28,6 +28,10 @@ if TYPE_CHECKING:
 ENGINE = "rollout.engine"
 ENGINE_CALL = "f(model_dir=..., slots=..., max_context_tokens=..., version=...)"
 _REQUIRED = ("model_dir", "slots", "max_context_tokens", "version")
+_SERVED_TYPES = frozenset(
+    {"llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "gemma2", "gemma3_text", "phi3", "smollm3"}
+)
+"""Model types that a transformers engine serves, which need no look at their code before a run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +155,22 @@ def check_engine(config: RunConfig) -> None:
             check_installed()
         except EngineError as error:
             raise ConfigError(str(error)) from error
+    else:
+        _check_served(config)
     _check_budgets(config)
+
+
+def _check_served(config: RunConfig) -> None:
+    """ModelError or ConfigError if slots cannot hold a model that is on this machine."""
+    model = resolve_model(config.model.path)
+    if config.model.loader is None and isinstance(model, Path):
+        kind = json.loads((model / "config.json").read_text(encoding="utf-8")).get("model_type")
+        if kind not in _SERVED_TYPES:
+            from libra.rollout.weight_loading import (
+                check_served,
+            )  # lazy: a second, for families that are not known to be
+
+            check_served(model, config.rollout.max_context_tokens)
 
 
 def _check_budgets(config: RunConfig) -> None:

