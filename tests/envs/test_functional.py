@@ -1,4 +1,3 @@
-import itertools
 import json
 from collections import Counter
 from types import SimpleNamespace as Table
@@ -96,7 +95,7 @@ def test_the_rows_of_a_table_are_its_prompts(method):
         ({"prompts": ["q"], "reward": lambda answr: 0.0}, "answr"),
         ({"prompts": [{"prompt": "q", "answer": 1}, "r"], "reward": lambda answer: 0.0}, "answer"),
         ({"prompts": ["q"], "tools": [add, add]}, "add"),
-        ({"prompts": itertools.repeat("q")}, "1,000,000"),
+        ({"prompts": iter(int, 1)}, "1,000,000"),
         ({"prompts": {"prompt": ["q"], "answer": [1]}}, "zip"),
         ({"prompts": {"train": Table(columns=["prompt"])}}, r"\['train'\]"),
         ({"prompts": Table(columns=["prompt"])}, "table"),

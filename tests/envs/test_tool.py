@@ -47,11 +47,8 @@ def positional(*cities: str) -> str:
 Unit = Enum("Unit", {"C": "c", "F": "f"})
 Place = create_model("Place", title=str, unit=(Unit, Unit.C))
 UNIT = {"enum": ["c", "f"], "type": "string"}
-PLACE = {
-    "properties": {"title": {"type": "string"}, "unit": {**UNIT, "default": "c"}},
-    "required": ["title"],
-    "type": "object",
-}
+FIELDS = {"title": {"type": "string"}, "unit": {**UNIT, "default": "c"}}
+PLACE = {"properties": FIELDS, "required": ["title"], "type": "object"}
 
 
 def takes(hint):
