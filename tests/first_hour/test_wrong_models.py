@@ -138,7 +138,7 @@ def test_a_broken_model_is_named_with_its_file(change, value, typed, tmp_path):
         ("~/no/such/model", "Qwen/Qwen3-0.6B"),
         ("libra/big-arithmetic", "libra/tiny-arithmetic"),
         ("a b", "Qwen/Qwen3-0.6B"),
-        ("Qwen/Qwen3-0.6B-none", "libra model prepare"),
+        ("Qwen/Qwen3-0.6B-none", "hf download Qwen/Qwen3-0.6B-none"),
         ("http://example.com/x", "Qwen/Qwen3-0.6B"),
     ],
 )

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from libra.errors import EngineError, ModelError
-from libra.rollout import vllm_settings
 from libra.rollout.vllm_engine import VLLMEngine
 from libra.rollout.vllm_settings import CPU_BLOCK_TOKENS, VLLMSettings, environment, kv_bytes, max_model_tokens
 from libra.rollout.weight_loading import ExpectedWeights
@@ -21,7 +20,7 @@ def settings(**fields):
 
 
 def test_a_missing_vllm_is_said_with_the_line_to_type(make_model, monkeypatch):
-    monkeypatch.setattr(vllm_settings, "find_spec", lambda name: None)
+    monkeypatch.setattr("libra.config.engine_package.find_spec", lambda name: None)
     engine = VLLMEngine(make_model(), slots=1, max_context_tokens=16)
     with pytest.raises(EngineError, match="make setup-vllm"):
         asyncio.run(engine.start())

@@ -11,7 +11,7 @@ from libra.train.advantages import reinforce_pp, rloo
 from libra.train.step_report import Tally
 from libra.types import TrajectoryId
 
-RLOO = {"algorithm": "rloo", "kl_coef": 0.2, "kl_in_reward": True, "group_size": 4}
+RLOO = {"mismatch_action": "warn", "algorithm": "rloo", "kl_coef": 0.2, "kl_in_reward": True, "group_size": 4}
 
 
 def of_run(**trainer):

@@ -33,7 +33,7 @@ def test_a_directory_is_itself_and_an_id_is_where_the_hub_put_it(tmp_path, hub):
 
 def test_without_a_network_or_a_model_in_the_repository_the_error_names_it(tmp_path, hub):
     hub(LocalEntryNotFoundError("Name or service not known"))
-    with pytest.raises(ModelError, match=r"'org/name'.*libra model prepare"):
+    with pytest.raises(ModelError, match=r"'org/name'.*hf download org/name"):
         local_model("org/name")
     (tmp_path / "config.json").touch()
     hub(tmp_path)
