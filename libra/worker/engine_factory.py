@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from libra import keys
 from libra.config import RunConfig, resolve_model
-from libra.errors import ConfigError, EngineError
+from libra.errors import ConfigError, EngineError, LibraError
 from libra.events.reports import EngineKindFields
 from libra.named_parts import built, is_named, named_function, named_part
 from libra.worker.dask_internals import memory_bytes
@@ -162,15 +162,15 @@ def check_engine(config: RunConfig) -> None:
 
 def _check_served(config: RunConfig) -> None:
     """ModelError or ConfigError if slots cannot hold a model that is on this machine."""
-    model = resolve_model(config.model.path)
-    if config.model.loader is None and isinstance(model, Path):
-        kind = json.loads((model / "config.json").read_text(encoding="utf-8")).get("model_type")
-        if kind not in _SERVED_TYPES:
-            from libra.rollout.weight_loading import (
-                check_served,
-            )  # lazy: a second, for families that are not known to be
+    try:
+        model = resolve_model(config.model.path)
+        kind = json.loads((Path(model) / "config.json").read_text(encoding="utf-8")).get("model_type")
+    except (LibraError, OSError, ValueError, AttributeError):
+        return  # the check of the model's files tells it, or a worker that fetches them
+    if config.model.loader is None and isinstance(model, Path) and kind not in _SERVED_TYPES:
+        from libra.rollout.weight_loading import check_served  # lazy: a second, for families that are not known
 
-            check_served(model, config.rollout.max_context_tokens)
+        check_served(model, config.rollout.max_context_tokens)
 
 
 def _check_budgets(config: RunConfig) -> None:
