@@ -56,6 +56,7 @@ SHARED_CLUSTERS = {
 """Settings of `libra.config`'s section ``cluster`` for the two fixtures of these names."""
 NEEDS = ("slurm", "vllm", "images", "install", "soak", "agents", "browser")
 """Marks that imply `live`, those whose tests take longest first: in that order they run."""
+VLLM_FILES = ("test_engine_contract.py", "test_rebucket.py")
 STARTS = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn")
 """Audit events of a process that starts."""
 
@@ -68,6 +69,19 @@ def _note_processes(event: str, arguments: tuple[Any, ...]) -> None:
 
 
 sys.addaudithook(_note_processes)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """As ``--dist loadfile``, but all files with engines of vLLM in one process: two of them at once wait by spinning."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Files(LoadFileScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            file = str(super()._split_scope(nodeid))
+            return "vllm" if file.endswith(VLLM_FILES) or "test_vllm" in file else file
+
+    return Files(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 @pytest.hookimpl(tryfirst=True)
