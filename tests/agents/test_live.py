@@ -1,6 +1,7 @@
 """Runs of real workers whose trajectories are run by agents: what is trained is what the engine generated."""
 
 import json
+from pathlib import Path
 
 import http_agents
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 
 import libra
 from libra.driver.session import run
+from libra.errors import BatchFailed
 from libra.store.trajectories import TrajectoryStore
 
 pytest.importorskip("starlette", reason="type pip install 'libra-rl[agents]'")
@@ -82,7 +84,9 @@ def test_libra_train_takes_an_agent_that_rewards_itself(random_model, client, tm
 
 def test_an_agent_that_fails_is_a_failure_of_its_trajectory(make_config, client, tmp_path):
     config = config_of(make_config, tmp_path, "failing", run={"iterations": 1}, trainer={"resample": 0})
-    with TrajectoryStore.open(run(config, client=client).directory / "trajectories.zarr") as store:
+    with pytest.raises(BatchFailed, match=r"http_agents\.py"):
+        run(config, client=client)
+    with TrajectoryStore.open(Path(config.run.dir) / config.run.name / "trajectories.zarr") as store:
         columns = store.columns()
     assert set(columns["failure"]) == {"tool"} and np.isnan(columns["reward"]).all()
     assert all("no agent at" in detail for detail in columns["failure_detail"])

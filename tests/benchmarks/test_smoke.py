@@ -169,7 +169,8 @@ def test_a_recorded_step_in_waves_is_the_whole_step(tmp_path):
     from libra.weights import WeightStore
 
     waves, directory = [[2, 0], [1], [5, 3, 4]], tmp_path / "demo"
-    config = config_from_dict({"trainer": {"prompts": 6, "group_size": 2, "streaming": "on", "lr": 1e-3}})
+    trainer = {"prompts": 6, "group_size": 2, "streaming": "on", "lr": 1e-3, "mismatch_action": "warn"}
+    config = config_from_dict({"trainer": trainer})
     directory.mkdir()
     (directory / "config.resolved.yaml").write_text(dump_config(config))
     replica = Replica(Path(resolve_model(config.model.path)), TrainSettings.of_run(config))

@@ -21,7 +21,7 @@ def test_a_script_as_it_stands_on_a_page_learns(page, first, repository, tmp_pat
         [sys.executable, "script.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
-    assert done.stdout.startswith("model: libra/tiny-arithmetic (0.5 M parameters, made for arithmetic")
+    assert "iterations of libra/tiny-arithmetic (0.5 M parameters" in done.stdout.splitlines()[0]
     (run,) = (tmp_path / "runs").iterdir()
     rewards = [row["reward"] for row in read_metrics(run) if "reward" in row]
     assert len(rewards) == 6 and rewards[-1] > rewards[0] + 0.2

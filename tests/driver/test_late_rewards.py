@@ -15,7 +15,7 @@ from libra import Late
 from libra.cli.main import cli
 from libra.config import dump_config
 from libra.driver.session import Session
-from libra.errors import LateRefused, RunDirectoryError
+from libra.errors import BatchFailed, LateRefused, RunDirectoryError
 from libra.events import LateRewardsTaken, from_dict
 from libra.policy.late import age_weight
 from libra.policy.log_replay import replay
@@ -165,7 +165,10 @@ def test_the_command_line_delivers_and_the_second_delivery_is_refused(make_confi
 def test_a_reward_that_is_not_waited_for_is_refused(make_config, client, late):
     config = make_config(run={"iterations": 1}, trainer={"late": late})
     with Session(config, environment=Judged(), client=client) as session:
-        (row,) = session.iterations()
+        iterations = session.iterations()
+        row = next(iterations)
+        with pytest.raises(BatchFailed) if late == "off" else pytest.raises(StopIteration):
+            next(iterations)
         with pytest.raises(LateRefused, match=f"trainer.late={late}"):
             libra.deliver("train-0-0-0", 1.0)
     if late == "off":

@@ -11,7 +11,7 @@ from libra import events
 from libra.driver.service_needs import check_services
 from libra.driver.session import Session
 from libra.envs import FunctionEnvironment
-from libra.errors import ConfigError, LibraError, ModelError
+from libra.errors import BatchFailed, ConfigError, LibraError, ModelError
 from libra.store.event_log import EventReader
 from libra.store.trajectories import TrajectoryStore
 from libra.worker.service_functions import FUNCTIONS
@@ -78,8 +78,10 @@ def test_a_service_that_fails_is_a_failure_of_the_reward_and_no_reward(make_conf
     )  # fmt: skip
     environment = FunctionEnvironment(prompts=prompts(), reward={"service": "short"})
     with Session(config, environment=environment, client=client) as session:
-        (row,) = session.iterations()
-    assert row["failures/reward"] == 4
+        iterations = session.iterations()
+        assert next(iterations)["failures/reward"] == 4
+        with pytest.raises(BatchFailed):
+            next(iterations)
     with TrajectoryStore.open(session.spec.store_path) as store:
         assert np.isnan(store.columns("trajectory")["reward"]).all()
 
