@@ -68,7 +68,7 @@ def test_a_damage_is_named_with_what_to_type_and_repaired(case, run, stopped, ca
     for command in ("doctor", "resume"):
         code, out, err = typed(capfd, command, str(run))
         lines = err.strip().splitlines()
-        assert (code, out) == (2, "") and len(lines) <= 3, err
+        assert code == 2 and len(out.splitlines()) == (command == "resume") and len(lines) <= 3, err
         assert lines[0].startswith(f"libra: {run}/{case.named}"), err
         advised = f"repair {run}" if case.cure == "repair" else case.cure.format(run=run)
         assert lines[-1].startswith(f"Type: libra {advised}"), err
