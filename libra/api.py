@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from libra.config import RunConfig, config_from_dict, load_config
 from libra.config.effect_conditions import Situation
 from libra.config.effects import ignored_settings, warning_lines
-from libra.driver.early_checks import check_early, first_line, named
+from libra.driver.early_checks import check_early, first_line, named, run_directory
+from libra.driver.interruption import Interruption, resume_words
 from libra.driver.main_script import check_main
 from libra.envs.grading import plain_number
 from libra.errors import CallbackError, ConfigError, LibraError
@@ -145,23 +146,26 @@ def train(
     starts_workers = client is None and checked.cluster.scheduler is None
     if starts_workers:
         check_main()
-    stages = StartStages(enabled=checked.observe.progress)
-    stages.say(first_line(checked))
-    check_early(checked, resume=resume, starts_workers=starts_workers, given=given)
-    for line in warning_lines(ignored_settings(checked, Situation("run", typed, client=client is not None))):
-        logger.warning("%s", line)
-    if given and environment is None:
-        from libra.envs.own_reward import own_reward
+    with Interruption() as interruption:
+        interruption.of(run_directory(checked), resume_words(run_directory(checked), given))
+        stages = StartStages(enabled=checked.observe.progress)
+        stages.say(first_line(checked))
+        check_early(checked, resume=resume, starts_workers=starts_workers, given=given)
+        for line in warning_lines(ignored_settings(checked, Situation("run", typed, client=client is not None))):
+            logger.warning("%s", line)
+        if given and environment is None:
+            from libra.envs.own_reward import own_reward
 
-        reward = own_reward if reward is None and checked.agent.given else reward
-        environment = _own_environment(prompts, reward, tools=tools, session=session, seed=checked.run.seed)
-    callbacks = {"on_iteration": on_iteration, "on_batch": on_batch, "on_evaluation": on_evaluation}
-    stages.begin("libraries")
-    from libra.driver.session import run
+            reward = own_reward if reward is None and checked.agent.given else reward
+            environment = _own_environment(prompts, reward, tools=tools, session=session, seed=checked.run.seed)
+        callbacks = {"on_iteration": on_iteration, "on_batch": on_batch, "on_evaluation": on_evaluation}
+        stages.begin("libraries")
+        from libra.driver.session import run
 
-    return run(
-        checked, environment=environment, score=score, client=client, resume=resume, callbacks=callbacks, stages=stages
-    )
+        return run(
+            checked, environment=environment, score=score, client=client, resume=resume, callbacks=callbacks, stages=stages,
+            interruption=interruption,
+        )  # fmt: skip
 
 
 def _own_environment(prompts: Any, reward: Any, **more: Any) -> FunctionEnvironment:

@@ -8,7 +8,7 @@ else that an image would not have. COPY, ENV, WORKDIR, RUN and CMD are read from
 * `make setup-vllm-cuda` of Dockerfile.cuda: `make -n`, which says what would be run; vLLM for GPUs is gigabytes too;
 * CMD: one small iteration of that run.
 
-It takes minutes and the network, so it runs where LIBRA_IMAGE_STEPS=1 asks for it, as CI does.
+It takes minutes and the network, so it runs where LIBRA_IMAGE_STEPS=1 asks for it.
 """
 
 import json

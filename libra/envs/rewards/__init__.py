@@ -86,9 +86,9 @@ def make_reward(given: str | Mapping[str, Any] | Sequence[str | Mapping[str, Any
     if not several:
         raise ConfigError(f"reward: got an empty list; name at least one of {', '.join(REWARDS)}")
     reward = NamedReward(tuple(_term(each) for each in several))
-    # An empty answer costs nothing to grade, and reports impossible options before a run starts.
+    # An empty completion costs nothing to grade, and reports impossible options before a run starts.
     episode = Episode("", Prompt("", ()), (), EndReason.ANSWERED)
-    reward(completion="", answer="", episode=episode)
+    reward(completion="", answer="0", episode=episode)
     return reward
 
 

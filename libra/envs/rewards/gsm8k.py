@@ -71,8 +71,12 @@ def score(
     full_score: float = 1.0,
     like: Literal["verl"] | None = None,
 ) -> float:
-    """``full_score`` where the extracted answer is ``answer``, ``format_score`` for another answer, 0 for none."""
+    """``full_score`` where the extracted answer is ``answer``, ``format_score`` for another answer, 0 for none. ValueError if
+    ``answer`` cannot be read, which is a failure of the reward."""
+    right = answer if like == "verl" else wanted(answer)
+    if right is None:
+        raise ValueError(f"the right answer {answer[:80]!r} does not have one number; give e.g. 18 or '#### 18'")
     found = extract(text, method, like=like)
     if found is None:
         return 0.0
-    return full_score if found == (answer if like == "verl" else wanted(answer)) else format_score
+    return full_score if found == right else format_score

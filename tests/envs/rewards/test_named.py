@@ -78,6 +78,11 @@ def test_numbers_are_compared_as_numbers(text, method, answer, value):
     assert gsm8k.score(text, answer, method, format_score=0.1) == value
 
 
+def test_a_truth_that_cannot_be_read_is_no_reward():
+    with pytest.raises(ValueError, match="see above"):
+        gsm8k.score("#### 42", "see above")
+
+
 @given(st.decimals(-(10**12), 10**12, allow_nan=False, places=3))
 def test_one_spelling_for_each_number(number):
     spellings = {f"{number:f}", f"{number:,f}", f"{number:f}00", f"{number:f}."}
