@@ -244,7 +244,7 @@ def test_every_reward_is_a_number_for_every_text():
             assert math.isfinite(score) and abs(score) <= 2, name
 
 
-@given(HOSTILE_TEXT, HOSTILE_TEXT, st.sampled_from(sorted(REWARDS)))
+@given(HOSTILE_TEXT, st.integers().map(str), st.sampled_from(sorted(REWARDS)))
 def test_any_text_has_a_reward(text, answer, name):
     assert math.isfinite(REWARDS[name](completion=text, answer=answer, episode=episode_of(text)))
 
