@@ -73,7 +73,7 @@ math-tools: setup-model setup-vllm ## train a real model, SmolLM2-135M, on arith
 # What follows in PYTEST_ADDOPTS, and then in PYTEST_ARGS, overrides these.
 PYTEST = PYTEST_ADDOPTS="-n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder $(1) $$PYTEST_ADDOPTS" $(BIN)/python -m pytest $(PYTEST_ARGS)
 
-test: setup ## the fast suite, about five minutes on two cores (PYTEST_ARGS="-k name" TEST_PROCESSES=2, 0 for a debugger)
+test: setup ## the fast suite, less than six minutes on two cores (PYTEST_ARGS="-k name" TEST_PROCESSES=2, 0 for a debugger)
 	$(call PYTEST,-m 'not live or core')
 
 test-all: setup ## all tests; what a machine lacks skips its tests with the reason
