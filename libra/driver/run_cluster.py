@@ -4,7 +4,7 @@ on it."""
 from __future__ import annotations
 
 import logging
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -65,8 +65,14 @@ def _connected(config: RunConfig, logs: Path, exits: ExitStack) -> tuple[Client,
                 f"cluster.scheduler: no Dask scheduler answers at {address!r} ({error}); start one: libra "
                 "cluster tls DIR says how, or leave --scheduler out for a local cluster"
             ) from error
-    exits.callback(client.close)
+    exits.callback(_close, client)
     return client, cluster
+
+
+def _close(client: Client) -> None:
+    """Close a client, also one that tries to reconnect, of which tornado 6.6.1 raises ValueError."""
+    with suppress(ValueError):
+        client.close()
 
 
 def register_run(calls: SchedulerCalls, start: RunStart, cluster: SpecCluster | None, exits: ExitStack) -> None:
