@@ -27,7 +27,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from libra.policy import Priority
+from libra.facts import Priority
 from libra.policy.leases import LeaseRequest, LeaseTable, Resources, Revoke, SpeedUp
 from libra.sim.recorded_agents import tool_seconds
 from libra.traces.agent_turns import read_agent_turns

@@ -20,12 +20,12 @@ from distributed import Client
 
 from benchmarks.action_loads import ActionSimulation, Step
 from benchmarks.report import Figure, Pairs, alternate
-from libra import events
+from libra import facts
 from libra.cluster.local import local_cluster
 from libra.config import RunConfig, config_from_dict
 from libra.driver.session import Session
 from libra.envs import FunctionEnvironment, tool
-from libra.policy import Priority
+from libra.facts import Priority
 from libra.store.event_log import EventReader
 from libra.testing import FixedTurns
 from libra.types import ToolCall
@@ -128,16 +128,16 @@ def live_actions(config: RunConfig, client: Client) -> list[LiveAction]:
     granted: dict[str, Priority] = {}
     found = []
     for _, line in EventReader(session.directory / "events.jsonl"):
-        event = events.from_dict(line)
-        if isinstance(event, events.ActionRequested):
-            asked[event.key] = event.t_s
-        elif isinstance(event, events.TrajectoryParked | events.PrioritySet):
-            priorities[event.key] = Priority(*event.priority)
-        elif isinstance(event, events.LeaseGranted):
+        _, t_s, event = facts.from_dict(line)
+        if isinstance(event, facts.ActionRequested):
+            asked[event.key] = t_s
+        elif isinstance(event, facts.SetPriority):
+            priorities[event.key] = event.priority
+        elif isinstance(event, facts.LeaseGranted):
             granted[event.key] = priorities[event.key]
-        elif isinstance(event, events.ActionFinished):
+        elif isinstance(event, facts.ActionFinished):
             parts = event.queued_s, event.ran_s, event.overhead_s
-            found.append(LiveAction(event.key, granted[event.key], asked[event.key], event.t_s, *parts))
+            found.append(LiveAction(event.key, granted[event.key], asked[event.key], t_s, *parts))
     return found
 
 

@@ -24,20 +24,9 @@ import numpy as np
 
 from libra.config import RunConfig, resolve_model
 from libra.envs import Environment, run_action
+from libra.facts import OpenBatch, OpenGate, QuantumStarted, TrajectoryEnded, VersionPublished, WorkerCapacity
 from libra.graph.member_rows import member_rows
-from libra.policy import (
-    Admission,
-    CommittedGroup,
-    OneVersion,
-    OpenBatch,
-    OpenGate,
-    QuantumStarted,
-    TrajectoryEnded,
-    VersionPublished,
-    WorkerJoined,
-    keeps_version,
-    staleness_of,
-)
+from libra.policy import Admission, CommittedGroup, OneVersion, keeps_version, staleness_of
 from libra.rollout import kv_slots, load_chat_format
 from libra.rollout.slot_batch import SlotBatch
 from libra.rollout.slot_table import Job
@@ -152,7 +141,7 @@ class Loop:
         """All steps, then the held-out questions."""
         if self.one_version is not None:
             for name in ENGINES:
-                self.one_version.handle(WorkerJoined(name, rollout_slots=self.settings.slots))
+                self.one_version.handle(WorkerCapacity(name, rollout_slots=self.settings.slots))
         self._publish(0)
         for number in range(self.settings.steps):
             self._opened(self.admission.gate_parked(number))

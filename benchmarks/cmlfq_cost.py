@@ -27,7 +27,7 @@ import numpy as np
 
 from benchmarks.report import Figure, command_parser, emit, status_bytes
 from libra.errors import ConfigError
-from libra.policy.messages import QuantumFinished, TrajectoryEnded, TrajectoryParked
+from libra.facts import QuantumFinished, TrajectoryEnded, TrajectoryParked
 from libra.types import Phase, ToolStatus
 
 TURNS = 40

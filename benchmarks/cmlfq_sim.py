@@ -46,9 +46,10 @@ import numpy as np
 import libra
 from benchmarks.report import Figure, command_parser, emit
 from libra.errors import ConfigError
+from libra.facts import VersionPublished
 from libra.hardware import engine_seconds
 from libra.hardware.virtual_engine import EngineTables
-from libra.policy import CMLFQ, ORDERINGS, Oracle, Ordering, Predictor, VersionPublished
+from libra.policy import CMLFQ, ORDERINGS, Oracle, Ordering, Predictor
 from libra.sim.engines import fleet, slots_of
 from libra.sim.recorded_agents import load_traces
 from libra.sim.simulator import Simulator

@@ -40,7 +40,7 @@ MODULES = (
 MYPY = """[mypy]
 ignore_missing_imports = true
 follow_imports = silent
-[mypy-libra.planner.*,libra.config.*,libra.events.*,libra.store.*,libra.graph.*,numpy.*,pydantic.*,yaml.*]
+[mypy-libra.planner.*,libra.config.*,libra.facts.*,libra.store.*,libra.graph.*,numpy.*,pydantic.*,yaml.*]
 follow_imports = skip
 follow_imports_for_stubs = true
 """

@@ -22,7 +22,7 @@ from distributed import Client, Reschedule, Scheduler, Worker, get_worker
 from benchmarks.emulated_engine import Clock, EmulatedEngine, ScaledClock, Timer, lengths_from
 from libra import keys
 from libra.cluster.settings import DASK_SETTINGS
-from libra.events.reports import TOPIC, DeclaredReport, PromptsReport, QuantumReport, encode
+from libra.facts import STREAM_OP, EngineDeclared, QuantumFinished, pack, prompts_named
 from libra.scheduler import LibraPlugin, RunRegistration
 from libra.sim import EngineSpec, Workload, typical_context
 from libra.sim.workload import prompts_of
@@ -134,13 +134,14 @@ async def quantum(key: str, run: str) -> int:
     if ends:
         scene.engines[scene.home[key]].forget(key)
         scene.over.add(key)
-    report = QuantumReport(
-        key=key, quantum=done, next=following, goes_on=False, end="answered" if ends else "", failure="none", detail="",
-        tokens=turn.new_tokens if generates else 0, version=0, tool="" if generates else turn.tool,
-        status=NO_TOOL if generates else str(turn.status), payload_tokens=0 if generates else turn.payload_tokens,
-        context_tokens=scene.context[key], start_s=began_s, stop_s=scene.clock.now_s(),
+    stop_s = scene.clock.now_s()
+    finished = QuantumFinished(
+        key, Phase.ROLLOUT if generates else Phase.TOOL, turn.new_tokens if generates else 0, "" if generates else turn.tool,
+        NO_TOOL if generates else str(turn.status), stop_s - began_s, 0 if generates else turn.payload_tokens, quantum=done,
+        worker=worker, version=0, end="answered" if ends else "", next=following, context_tokens=scene.context[key],
+        stop_s=stop_s,
     )  # fmt: skip
-    get_worker().log_event(TOPIC, encode(run, 0, report))
+    get_worker().batched_send({"op": STREAM_OP, "run": run, "epoch": 0, "packed": pack([finished])})
     if not ends:
         raise Reschedule()
     return scene.quanta[key]
@@ -182,10 +183,10 @@ async def emulate(
         plugin.register_run(RunRegistration(run, 0, str(directory), 0, 1, 1, True, policy=policy, family=family))
         for spec in specs:  # as a worker's host does when its engine has started
             capacity = scene.engines[spec.name].capacity()
-            declared = DeclaredReport(spec.name, "emulated", spec.bucket, "emulated", capacity)
-            plugin.log_event(TOPIC, encode(run, 0, declared))
+            declared = EngineDeclared(spec.name, "emulated", spec.bucket, "emulated", **capacity.declaration())
+            plugin.told(run, 0, pack([declared]))
         if names := prompts_of(workload, workload.trajectories).groups:
-            plugin.log_event(TOPIC, encode(run, 0, PromptsReport(0, [prompt for _, prompt in names])))
+            plugin.told(run, 0, pack([prompts_named("train", 0, [prompt for _, prompt in names])]))
         order = list(scene.plans)
         graph = client.map(quantum, order, run=run, key=order, resources={keys.PARK: 1}, pure=False)
         gathered = asyncio.ensure_future(client.gather(graph))

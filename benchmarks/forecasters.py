@@ -12,8 +12,8 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
+from libra.facts import Fact, QuantumFinished, TrajectoryEnded, TrajectoryParked
 from libra.policy.forecast import Forecast
-from libra.policy.messages import Event, QuantumFinished, TrajectoryEnded, TrajectoryParked
 from libra.policy.posterior import SIGNALS, Posterior, PosteriorConfig
 from libra.policy.prefix_tree import Node, state_name
 from libra.types import ToolStatus
@@ -40,7 +40,7 @@ class Tracker(ABC):
     def __init__(self) -> None:
         self._tracks: dict[str, Track] = {}
 
-    def handle(self, event: Event) -> None:
+    def handle(self, event: Fact) -> None:
         """Learn from one event."""
         match event:
             case QuantumFinished(key=key, tokens=tokens, status=status):

@@ -27,7 +27,7 @@ from benchmarks.random_training import random_trajectories, save_random_model
 from libra.cluster.hardware_inventory import gpu_name
 from libra.config import RunConfig, config_from_dict
 from libra.errors import LibraError
-from libra.events.reports import EngineReport, ServedReport
+from libra.facts import Fact, VersionChecked
 from libra.hardware import GPU, known_gpus, load_shape
 from libra.planner.cost import TrajectoryTotals
 from libra.planner.cost.training_cost import memory_parts_bytes
@@ -335,7 +335,7 @@ def weights(bench: Bench, name: str) -> dict[str, Any]:
     """Publication to served, then sleep and wake."""
     model, context = bench.model(name), 256
     replica = Replica(model, TrainSettings(), dtype="bfloat16", device=bench.device)
-    store, reports = WeightStore(bench.place / f"weights-{name}"), list[EngineReport]()
+    store, reports = WeightStore(bench.place / f"weights-{name}"), list[Fact]()
     publish_checked(store, replica, 0, context)
     times: dict[str, list[float]] = {each: [] for each in ("publish", "served", "sleep", "wake", "freed")}
 
@@ -382,7 +382,7 @@ def weights(bench: Bench, name: str) -> dict[str, Any]:
                 serving.announced = version
                 await serving.pull()
                 times["served"].append(time.perf_counter() - began_s)
-                if not isinstance(reports[-1], ServedReport):
+                if not isinstance(reports[-1], VersionChecked):
                     raise LibraError(f"version {version} was not served: {reports[-1]}")
                 tell(found())
             held = bench.allocated_bytes()

@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.agent_traces import Trace
+from libra.facts import QuantumFinished, TrajectoryEnded, TrajectoryParked
 from libra.policy.forecast import Forecaster
-from libra.policy.messages import QuantumFinished, TrajectoryEnded, TrajectoryParked
 from libra.types import NO_TOOL, Phase
 
 Floats = NDArray[np.float64]

@@ -19,7 +19,7 @@ Cells: ``two`` (one fast, one slow), ``five`` (one fast, four slow), ``alike`` (
   ``cmlfq_over_fifo_heterogeneous``: of the cell ``five`` (with ``--vllm``: of that cell).
 * ``useless_moves_frac``: of C-MLFQ's dispatches in all cells, those that moved a trajectory and, by the lengths that all
   turned out to have, brought the end of the engines in question later than staying would have, by more than 5 %
-  (`libra.policy.move_review`).
+  (`benchmarks.move_review`).
 * ``worthwhile_moves_frac``: of the moves, those that brought it sooner by more than 5 %.
 * ``live_over_simulated``: makespan of the C-MLFQ runs over that of `libra simulate --from-run` of each, both from the gate of the
   iteration on; the median over all. ``live_moves_over_simulated``: moves of all these runs over those of their simulations.
@@ -37,12 +37,12 @@ from typing import Any
 
 from distributed import Client
 
+from benchmarks.move_review import Moved, moves
 from benchmarks.report import MIN_PAIRS, QUICKSTART, Figure, alternate, command_parser, emit
 from libra.cluster.local import local_cluster
 from libra.config import load_config
 from libra.driver.session import Session
-from libra.events import from_dict
-from libra.policy.move_review import Moved, moves
+from libra.facts import Line, QuantumDispatched, TrajectoryEnded, from_dict
 from libra.sim.from_run import run_setting
 from libra.store.event_log import EventReader
 
@@ -113,15 +113,15 @@ def ran(bench: Bench, name: str, policy: str, seed: int, client: Client) -> Path
     return session.directory
 
 
-def log_of(directory: Path) -> list[tuple[int, Any]]:
-    """Events of a run, with their lines."""
-    return [(line, from_dict(event)) for line, event in EventReader(directory / "events.jsonl")]
+def log_of(directory: Path) -> list[Line]:
+    """The event log of a run."""
+    return [from_dict(event) for _, event in EventReader(directory / "events.jsonl")]
 
 
-def makespan_s(log: Sequence[tuple[int, Any]]) -> float:
+def makespan_s(log: Sequence[Line]) -> float:
     """Seconds from the first dispatch to the end of the last trajectory."""
-    begun = min(event.t_s for _, event in log if event.name == "quantum_dispatched")
-    return float(max(event.t_s for _, event in log if event.name == "trajectory_ended") - begun)
+    begun = min(t_s for _, t_s, fact in log if isinstance(fact, QuantumDispatched))
+    return max(t_s for _, t_s, fact in log if isinstance(fact, TrajectoryEnded)) - begun
 
 
 def live_over_simulated(directory: Path) -> tuple[float, int]:

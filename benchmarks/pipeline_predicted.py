@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 
 from libra.config import RunConfig
 from libra.config.streaming import enough_groups, most_waves, wave_groups
+from libra.facts import Turn
 from libra.policy.role_messages import Role, Stage
 from libra.policy.tail import price_s
-from libra.policy.turning import OpenStep, Turn, TurningEngine, TurningRule
+from libra.policy.turning import OpenStep, TurningEngine, TurningRule
 from libra.policy.waves import GroupId
 from libra.sim.disciplines import DISCIPLINES
 from libra.sim.from_run import RunSetting

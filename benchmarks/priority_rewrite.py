@@ -12,6 +12,9 @@ tasks without work (`benchmarks.parked_tasks`).
     CPU time of the scheduler's thread per finished quantum, Dask's own work included (two messages of a worker, the
     transitions, the next dispatch), with 10k trajectories waiting and all slots busy. The workers are in another process.
     Median over windows. ``_fifo`` and ``_no_log`` are the same with another policy, and without event log.
+``scheduler_over_bare``
+    The same over that of a loop that only parks tasks, releases them to free slots, hears their reports and parks them again
+    (`benchmarks.parked_tasks.BareLoop`), in the same call: what Dask takes for a quantum whatever decides.
 ``signal_to_order_ms``
     From a tool's return on the worker until the resulting ``ts.priority`` of its trajectory is set, with 10k waiting and the
     scheduler at a moderate load (printed, ``scheduler_load``). ``_p99`` is the slowest hundredth; ``_saturated`` is the median
@@ -33,8 +36,7 @@ from typing import Any
 
 from benchmarks.parked_tasks import RUN, Stage, parked
 from benchmarks.report import Figure, command_parser, emit
-from libra.events.reports import QuantumReport, TrajectoryReport
-from libra.policy import Priority, SetPriority
+from libra.facts import Priority, QuantumFinished, SetPriority
 from libra.scheduler import dask_internals
 from libra.store.event_log import read_events
 from libra.types import Phase
@@ -42,7 +44,7 @@ from libra.types import Phase
 SIZES = {1_000: "1k", 10_000: "10k", 100_000: "100k"}
 COMMANDS_AT_ONCE = 16
 LEVELS = 80
-GOAL_PER_S, GOAL_US = 100_000.0, 150.0
+GOAL_PER_S, GOAL_US, GOAL_OVER_BARE = 100_000.0, 150.0, 1.3
 MODERATE = {"generation_s": 0.2, "tool_s": 0.1}
 """Seconds of quanta for `signal_to_order_ms`: with 64 slots of each phase a few hundred quanta a second."""
 
@@ -113,16 +115,17 @@ class Delays:
     """Milliseconds from each tool's return to the resulting priority; a context manager that patches the plugin."""
 
     def __init__(self, stage: Stage) -> None:
-        self._trajectories, self._write = stage.plugin.trajectories, dask_internals.set_priority
-        self._reported = self._trajectories.reported
+        self._write = dask_internals.set_priority
+        self._handlers = stage.plugin._handlers
+        self._finished = self._handlers[QuantumFinished]
         self._returned_s: dict[str, float] = {}
         self.ms: list[float] = []
 
     def __enter__(self) -> Delays:
-        def reported(state: Any, report: TrajectoryReport) -> None:
-            if isinstance(report, QuantumReport) and report.tool and report.next:
-                self._returned_s[report.key] = report.stop_s
-            self._reported(state, report)
+        def finished(state: Any, fact: QuantumFinished, worker: str) -> None:
+            if fact.tool and fact.next:
+                self._returned_s[fact.key] = fact.stop_s
+            self._finished(state, fact, worker)
 
         def write(ts: Any, priority: Any) -> None:
             self._write(ts, priority)
@@ -130,11 +133,11 @@ class Delays:
             if returned_s is not None:
                 self.ms.append(1e3 * (time.time() - returned_s))
 
-        self._trajectories.reported, dask_internals.set_priority = reported, write
+        self._handlers[QuantumFinished], dask_internals.set_priority = finished, write
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._trajectories.reported, dask_internals.set_priority = self._reported, self._write
+        self._handlers[QuantumFinished], dask_internals.set_priority = self._finished, self._write
 
 
 async def delays(options: argparse.Namespace, **how: float) -> Iterator[float]:
@@ -157,6 +160,9 @@ async def measure(options: argparse.Namespace) -> dict[str, Figure]:
         figures[f"rewrites_per_s_{name}"] = Figure(value, "1/s", "higher", GOAL_PER_S)
     us = await quantum_us(options)
     figures["scheduler_us_per_quantum"] = Figure(us, "us", "lower", GOAL_US)
+    bare_us = await quantum_us(options, bare=True)
+    figures["scheduler_us_per_quantum_bare"] = Figure(bare_us, "us", "lower")
+    figures["scheduler_over_bare"] = Figure(us / bare_us, "ratio", "lower", GOAL_OVER_BARE)
     figures["scheduler_us_per_quantum_fifo"] = Figure(await quantum_us(options, policy="fifo"), "us", "lower")
     figures["scheduler_us_per_quantum_no_log"] = Figure(await quantum_us(options, event_log=False), "us", "lower")
     median, slowest, load = await delays(options, **MODERATE)

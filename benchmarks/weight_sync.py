@@ -32,7 +32,7 @@ import torch
 from benchmarks.random_training import random_trajectories, save_random_model
 from benchmarks.report import MIN_PAIRS, Figure, Pairs, command_parser, emit
 from libra.errors import ConfigError
-from libra.events.reports import EngineReport, ServedReport
+from libra.facts import Fact, VersionChecked
 from libra.rollout import RolloutEngine, TransformersEngine
 from libra.train import Replica, TrainSettings
 from libra.types import Trajectory
@@ -166,7 +166,7 @@ async def measure(size: str, engine: str, versions: int, threads: int | None, di
     dtype = make_model(size, directory / "model")
     replica = Replica(directory / "model", TrainSettings(), dtype=dtype, threads=threads)
     store, generator = WeightStore(directory / "weights"), torch.Generator().manual_seed(1)
-    reports: list[EngineReport] = []
+    reports: list[Fact] = []
     publications = Publications(store, CONTEXT, lambda _: None)
     publications.of(replica, alone=True)
     vocab = int(replica.model.config.vocab_size)
@@ -202,11 +202,11 @@ async def measure(size: str, engine: str, versions: int, threads: int | None, di
             await serving.pull()
             served = time.perf_counter()
             last = reports[-1]
-            if not isinstance(last, ServedReport) or len(reports) != version + 1:
+            if not isinstance(last, VersionChecked) or len(reports) != 2 * (version + 1):
                 raise ConfigError(f"{size}: version {version} was not served as it should: {last}")
             times.served.append(served - announced)
-            times.check.append(last.check.check_s)
-            times.stopped.append(last.check.stopped_s)
+            times.check.append(last.check_s)
+            times.stopped.append(last.stopped_s)
             times.memcpy.append(memcpy_s(times.num_bytes))
             fetching = time.perf_counter()
             await asyncio.to_thread(fetch, version, [server.address], directory / "fetched", secret="secret")

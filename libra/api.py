@@ -241,9 +241,17 @@ def _sections(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     for name, value in settings.items():
         section, separator, key = name.partition("__")
         if not separator:
-            raise ConfigError(
-                f"libra.train: got the setting {name!r}; a setting is section__name, e.g. run__iterations=20"
+            homes = [
+                f"{each}__{name}"
+                for each, info in RunConfig.model_fields.items()
+                if name in getattr(info.annotation, "model_fields", ())
+            ]
+            hint = (
+                f"did you mean {' or '.join(homes)}?"
+                if homes
+                else "a setting is section__name, e.g. run__iterations=20"
             )
+            raise ConfigError(f"libra.train: got the setting {name!r}; {hint}")
         if section not in RunConfig.model_fields:
             raise ConfigError(
                 f"libra.train: {name}: there is no section {section!r}; sections are {', '.join(RunConfig.model_fields)}"

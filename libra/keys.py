@@ -16,7 +16,7 @@ from libra.errors import ConfigError
 PARK = "LIBRA_PARK"
 """Resource that no worker supplies: a task that requires it waits in the scheduler until the plugin releases it."""
 GANG = "LIBRA_GANG"
-"""The same for gang tasks, which run on all ranks of a training group at once or on none (`libra.scheduler.gang_plugin`)."""
+"""The same for gang tasks, which run on all ranks of a training group at once or on none (`libra.scheduler.gangs`)."""
 ROLLOUT, TOOL, TRAIN, GRADE, COMMIT = "ROLLOUT", "TOOL", "TRAIN", "GRADE", "COMMIT"
 """Resources that workers supply: slots of an engine, concurrent actions, replicas, concurrent graders, and the one committer."""
 TEACHER = "TEACHER"
@@ -29,7 +29,7 @@ PASS_US = "PASS_US"
 """The same: minimum microseconds of each of its passes."""
 
 HYBRID = "HYBRID"
-"""The same: the worker can change roles during the run (`libra.scheduler.role_plugin`)."""
+"""The same: the worker can change roles during the run (`libra.scheduler.worker_roles`)."""
 
 _KEY = re.compile(r"(?P<node>[a-z_]+)-(?P<split>train|eval)(?P<indices>(?:-\d+)*)-e(?P<epoch>\d+)-(?P<run>.+)")
 _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.]{0,62}")

@@ -11,18 +11,9 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar, cast
 
 from libra.errors import ConfigError
+from libra.facts import Fact, Prefer, Priority, SetPriority, TrajectoryParked
 from libra.named_parts import built, is_named
-from libra.policy import (
-    Event,
-    Fifo,
-    OnlineLearner,
-    Ordering,
-    Prefer,
-    Priority,
-    SetPriority,
-    TrajectoryParked,
-    make_ordering,
-)
+from libra.policy import Fifo, OnlineLearner, Ordering, make_ordering
 from libra.policy.ordering import blank_ordering
 from libra.types import Phase
 
@@ -78,7 +69,7 @@ class Guarded:
         self.name: Any = name  # by which a replay finds it
         self.own, self._fifo, self._fault = own, Fifo(), ""
 
-    def handle(self, event: Event) -> Answers:
+    def handle(self, event: Fact) -> Answers:
         """Its answers, or those of `Fifo`."""
         instead = self._fifo.handle(event)
         nothing: Answers = ()
@@ -123,7 +114,7 @@ class GuardedLearner(Guarded):
         self._tried(self.own.forget_live, None)
 
 
-def _checked(event: Event, answers: Iterable[SetPriority | Prefer]) -> Answers:
+def _checked(event: Fact, answers: Iterable[SetPriority | Prefer]) -> Answers:
     found = tuple(answers)
     if isinstance(event, TrajectoryParked):
         first = found[0] if found else None

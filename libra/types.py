@@ -354,7 +354,7 @@ class EngineCapacity:
 
     @classmethod
     def from_declaration(cls, declared: Mapping[str, Any]) -> EngineCapacity:
-        """From the fields of `libra.events.EngineDeclared`; others are ignored."""
+        """From the fields of `libra.facts.EngineDeclared`; others are ignored."""
         steps = None
         if declared["fixed_s"] is not None:
             steps = StepSeconds(**{each.name: declared[each.name] for each in fields(StepSeconds)})

@@ -201,21 +201,27 @@ def make_config(random_model: Path, tmp_path: Path) -> Callable[..., RunConfig]:
 @pytest.fixture(scope="session")
 def until() -> Callable[[Any, Callable[[Scheduler], bool]], None]:
     """``until(cluster, condition)``: wait until the condition is true of the scheduler of a cluster in this process."""
+
     from distributed.diagnostics.plugin import SchedulerPlugin
 
+    from libra.facts import STREAM_OP
+
     class Notices(SchedulerPlugin):
-        """Sets an event whenever a task, a worker or a report moves something in the scheduler, after
-        Libra's plugins have seen it."""
+        """Sets an event whenever a task, a worker or a fact moves something in the scheduler, after Libra's plugin has seen it."""
 
         name = "test-notices"
 
-        def __init__(self) -> None:
+        def __init__(self, scheduler: Scheduler) -> None:
             self.news = asyncio.Event()
+            self.handlers = scheduler.stream_handlers
+            self.told = self.handlers.get(STREAM_OP, lambda **message: None)
+            self.handlers[STREAM_OP] = self.fact
 
-        def transition(self, *args: Any, **kwargs: Any) -> None:
+        def fact(self, **message: Any) -> None:
+            self.told(**message)
             self.news.set()
 
-        def log_event(self, topic: str, msg: Any) -> None:
+        def transition(self, *args: Any, **kwargs: Any) -> None:
             self.news.set()
 
         def add_worker(self, scheduler: Scheduler, worker: str) -> None:
@@ -226,7 +232,8 @@ def until() -> Callable[[Any, Callable[[Scheduler], bool]], None]:
 
     def wait(cluster: Any, condition: Callable[[Scheduler], bool]) -> None:
         async def look() -> None:
-            scheduler, notices = cluster.scheduler, Notices()
+            scheduler = cluster.scheduler
+            notices = Notices(scheduler)
             scheduler.add_plugin(notices, idempotent=False)
             try:
                 while not condition(scheduler):
@@ -234,6 +241,8 @@ def until() -> Callable[[Any, Callable[[Scheduler], bool]], None]:
                     await notices.news.wait()
             finally:
                 scheduler.remove_plugin(notices.name)
+                if notices.handlers[STREAM_OP] == notices.fact:
+                    notices.handlers[STREAM_OP] = notices.told
 
         cluster.sync(look)
 

@@ -6,7 +6,7 @@ import sys
 
 import libra
 from libra.config import typed_settings
-from libra.policy import Priority, SetPriority, TrajectoryEnded, TrajectoryParked
+from libra.facts import Priority, SetPriority, TrajectoryEnded, TrajectoryParked
 
 
 class FewestTurnsFirst:

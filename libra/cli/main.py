@@ -120,7 +120,7 @@ def resume(run_dir: Path, overrides: tuple[str, ...], scheduler: str | None, ste
     libra resume runs/my_run planner.replan=true
     libra resume runs/my_run run.iterations=100 --scheduler tls://HOST:8786
     """
-    if run_dir.is_dir():
+    if (run_dir / "config.resolved.yaml").is_file():
         click.echo(f"{run_dir}: its files are checked, then it goes on from what is committed")
     from libra.cli.run_files import nothing_left, ready_to_resume
 

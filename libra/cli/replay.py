@@ -12,12 +12,12 @@ from typing import Any
 
 import click
 
-from libra import events, keys
+from libra import facts, keys
 from libra.cli.replay_text import NAMES, Subject, concerns, event_text, forecast_results, subject_of, subject_text
 from libra.errors import ConfigError, RunDirectoryError, StoreError, nearest_name, shell_path
+from libra.facts import Fact, Line, OpenBatch, OpenWave, SetPriority, name_of
 from libra.observe.decision_outcomes import DecisionOutcomes, Outcome
 from libra.orderings import blank
-from libra.policy import OpenBatch, OpenWave, SetPriority
 from libra.policy.log_replay import Told, replay
 from libra.store.event_log import EventReader, from_last_snapshot
 
@@ -51,7 +51,7 @@ class ReplayResult:
                 self.decision_lines.append(line)
                 if line in decisions:
                     self.asked[line] = told
-        if isinstance(told.event, events.PolicySnapshot):
+        if isinstance(told.event, facts.PolicySnapshot):
             self.snapshots += 1
         if told.difference:
             self.differing += 1
@@ -92,16 +92,16 @@ def replay_run(
     return outcome.first_difference is None
 
 
-def event_log_path(run_dir: Path) -> Path:
-    """The event log of a run directory; RunDirectoryError with what to type where there is none."""
+def event_log_path(run_dir: Path, command: str = "replay") -> Path:
+    """The event log of a run directory; RunDirectoryError with what to type where there is none, for ``libra`` and this command."""
     path = run_dir / "events.jsonl"
     if path.is_file():
         return path
     runs = sorted(found.parent.name for found in run_dir.glob("*/events.jsonl")) if run_dir.is_dir() else []
     hint = (
-        f"type libra replay {shell_path(run_dir / runs[-1])}"
+        f"type libra {command} {shell_path(run_dir / runs[-1])}"
         if runs
-        else "type libra replay RUN with a directory of `libra run`"
+        else f"type libra {command} RUN with a directory of `libra run`"
     )
     if not run_dir.exists():
         near = nearest_name(run_dir.name, [p.name for p in run_dir.absolute().parent.glob("*")])
@@ -128,10 +128,10 @@ def _reader(path: Path, from_snapshot: bool) -> EventReader:
     return reader
 
 
-def _parsed(reader: EventReader, words: Sequence[bytes] = ()) -> Iterator[tuple[int, events.Event]]:
+def _parsed(reader: EventReader, words: Sequence[bytes] = ()) -> Iterator[tuple[int, Line]]:
     for line, values in reader.with_any(words):
         try:
-            yield line, events.from_dict(values)
+            yield line, facts.from_dict(values)
         except StoreError as error:
             raise StoreError(f"{reader.path}, line {line}: {error}") from error
 
@@ -139,12 +139,12 @@ def _parsed(reader: EventReader, words: Sequence[bytes] = ()) -> Iterator[tuple[
 def _outcome(reader: EventReader, decisions: Sequence[int]) -> ReplayResult:
     outcome = ReplayResult()
 
-    def counted() -> Iterator[tuple[int, events.Event]]:
-        for line, event in _parsed(reader):
+    def counted() -> Iterator[tuple[int, Fact]]:
+        for line, logged in _parsed(reader):
             outcome.first_line = outcome.first_line or line
             outcome.events += 1
-            outcome.changes.add(event)
-            yield line, event
+            outcome.changes.add(logged)
+            yield line, logged.fact
 
     try:
         for told in replay(counted(), blank):
@@ -188,7 +188,7 @@ def _changes(found: Sequence[Outcome]) -> list[str]:
     """Plans, changes of roles, limits and boundaries, with their gain of a step; see docs/observe.md."""
     if not found:
         return []
-    shown = [f"  {each.event.t_s:>10.3f} s  {event_text(each.event)}; {_gain(each)}" for each in found[-MAX_CHANGES:]]
+    shown = [f"  {each.t_s:>10.3f} s  {event_text(each.event)}; {_gain(each)}" for each in found[-MAX_CHANGES:]]
     before = f", the last {MAX_CHANGES}" if len(found) > MAX_CHANGES else ""
     return [f"Plans, roles and limits: {len(found):,} decisions{before}:", *shown]
 
@@ -208,8 +208,8 @@ def _as_json(path: Path, outcome: ReplayResult) -> dict[str, Any]:
         "decisions": outcome.commands.total(),
         "snapshots": outcome.snapshots,
         "changes": [
-            {"event": each.event.name, "t_s": each.event.t_s}
-            | {name: value for name, value in each._asdict().items() if name != "event"}
+            {"event": each.event.name, "t_s": each.t_s}
+            | {name: value for name, value in each._asdict().items() if name not in ("event", "t_s")}
             for each in outcome.changes.outcomes()
         ],
         "reproduced": first is None,
@@ -241,7 +241,7 @@ def _origin(reader: EventReader, line: int, told: Told) -> Iterator[str]:
         yield f"  after:  {list(command.priority)} (iteration, level, order; smaller goes first)"
     if isinstance(command, OpenBatch | OpenWave):
         yield f"  members: {', '.join(f'group {g} of iteration {i}' for i, g in command.members)}"
-    yield f"  reason: {command.reason}"
+    yield f"  reason: {facts.said(command)[1]}"
     yield f"  event:  line {told.line}, {event_text(told.event)}"
     same = command in told.now
     yield "  replay: the same decision" if same else f"  replay: another decision; {told.difference}"
@@ -249,26 +249,26 @@ def _origin(reader: EventReader, line: int, told: Told) -> Iterator[str]:
     yield from _history(_parsed(reader), subject, members=getattr(command, "members", ()), last=line)
 
 
-_ABOUT_ALL = (events.RunStarted, events.VersionPublished)
+_ABOUT_ALL = (facts.RunStarted, facts.VersionPublished)
 _ABOUT_GATES = (
-    events.GateParked,
-    events.GateOpened,
-    events.BatchParked,
-    events.BatchOpened,
-    events.GroupCommitted,
-    events.WaveParked,
-    events.WaveOpened,
-    events.WaveTrained,
-    events.LateRewardsTaken,
+    facts.GateParked,
+    facts.OpenGate,
+    facts.BatchParked,
+    facts.OpenBatch,
+    facts.GroupCommitted,
+    facts.WaveParked,
+    facts.OpenWave,
+    facts.WaveTrained,
+    facts.LateRewardsTaken,
 )
-_ABOUT_STEPS = (events.StepsPlanned, events.StepMeasured, events.StepsChosen)
+_ABOUT_STEPS = (facts.StepsPlanned, facts.StepMeasured, facts.TakeSteps)
 
 
 def _words(name: str) -> tuple[bytes, ...]:
     """What the lines about a trajectory, gate or batch contain, as `_find` takes its name."""
     if name == "steps":
-        return tuple(f'"name":"{kind.name}"'.encode() for kind in (events.RunStarted, *_ABOUT_STEPS))
-    kinds = [f'"name":"{kind.name}"'.encode() for kind in (*_ABOUT_ALL, *_ABOUT_GATES)]
+        return tuple(f'"name":"{name_of(kind)}"'.encode() for kind in (facts.RunStarted, *_ABOUT_STEPS))
+    kinds = [f'"name":"{name_of(kind)}"'.encode() for kind in (*_ABOUT_ALL, *_ABOUT_GATES)]
     return tuple(kinds) if name.startswith(("gate-", "batch-")) else (name.encode(errors="replace"), *kinds[:1])
 
 
@@ -281,16 +281,20 @@ def _history_of_key(reader: Callable[[], EventReader], name: str) -> Iterator[st
         raise ConfigError(f"--key {name}: no such trajectory, gate or batch in the event log; {hint}")
     members: tuple[tuple[int, int], ...] = ()
     if subject[0] == "batch":
-        for _, event in told:
-            if isinstance(event, events.BatchOpened) and event.batch == subject[1]:
-                members = event.members or members
+        for _, (_, _, fact) in told:
+            if isinstance(fact, facts.OpenBatch) and fact.batch == subject[1]:
+                members = fact.members or members
     yield f"{subject_text(subject)[0].upper()}{subject_text(subject)[1:]}"
-    results = forecast_results(told, str(subject[1])) if subject[0] == "trajectory" else {}
+    results = (
+        forecast_results(((line, logged.fact) for line, logged in told), str(subject[1]))
+        if subject[0] == "trajectory"
+        else {}
+    )
     yield from _history(told, subject, members=members, results=results)
 
 
 def _history(
-    told: Iterable[tuple[int, events.Event]],
+    told: Iterable[tuple[int, Line]],
     subject: Subject,
     *,
     members: tuple[tuple[int, int], ...],
@@ -298,20 +302,20 @@ def _history(
     results: Mapping[int, str] = MappingProxyType({}),
 ) -> Iterator[str]:
     found: list[str] = []
-    for line, event in told:
+    for line, (_, t_s, fact) in told:
         if last is not None and line > last:
             break
-        if concerns(event, subject, members):
-            found.append(f"  {line:>8}  {event.t_s:>10.3f} s  {event_text(event)}{results.get(line, '')}")
+        if concerns(fact, subject, members):
+            found.append(f"  {line:>8}  {t_s:>10.3f} s  {event_text(fact)}{results.get(line, '')}")
     if len(found) > MAX_SHOWN:
         yield f"  ({len(found) - MAX_SHOWN} earlier lines left out)"
     yield from found[-MAX_SHOWN:]
 
 
-def _find(told: Iterable[tuple[int, events.Event]], name: str) -> tuple[Subject | None, str]:
+def _find(told: Iterable[tuple[int, Line]], name: str) -> tuple[Subject | None, str]:
     """The subject that ``name`` means in this log, or the nearest name in it."""
     known: dict[str, Subject] = {}
-    for _, event in told:
+    for _, (_, _, event) in told:
         key = getattr(event, "key", "")
         if key and key not in known:
             parsed = keys.parse(key)
@@ -319,13 +323,13 @@ def _find(told: Iterable[tuple[int, events.Event]], name: str) -> tuple[Subject 
                 subject: Subject = ("trajectory", key)
                 short = "-".join((parsed.split, *map(str, parsed.indices)))
                 known[key] = known[short] = known[f"{parsed.node}-{short}"] = subject
-        elif isinstance(event, events.GateParked | events.GateOpened):
+        elif isinstance(event, facts.GateParked | facts.OpenGate):
             known[f"gate-{event.iteration}"] = ("gate", event.iteration)
-        elif isinstance(event, events.BatchParked | events.BatchOpened | events.WaveParked):
+        elif isinstance(event, facts.BatchParked | facts.OpenBatch | facts.WaveParked):
             known[f"batch-{event.batch}"] = ("batch", event.batch)
-        elif isinstance(event, events.EngineTurned | events.VersionOrdered):
+        elif isinstance(event, facts.Turn | facts.LoadVersion):
             known[event.worker] = ("worker", event.worker)
-        elif isinstance(event, events.StepsPlanned):
+        elif isinstance(event, facts.StepsPlanned):
             known["steps"] = ("steps", "steps")
     parsed_name = keys.parse(name)
     if name not in known and parsed_name is not None and parsed_name.node in ("gate", "batch"):

@@ -75,7 +75,7 @@ def trace(run_dir: Path, output: Path | None) -> None:
     from libra.observe.run_directory import read_config
     from libra.observe.trace import write_trace
 
-    path = event_log_path(run_dir)
+    path = event_log_path(run_dir, "trace")
     target = output if output is not None else run_dir / "trace.json"
     count = write_trace(read_log(path), target, trainers_of(read_config(run_dir)))
     click.echo(f"{target}: {count:,} lines, {target.stat().st_size / 1e6:.1f} MB; open it at https://ui.perfetto.dev")

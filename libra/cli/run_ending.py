@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 def closing_lines(summary: RunSummary, config: RunConfig) -> list[str]:
     """The closing lines of a run; rewards are means over graded prompts."""
     directory = shell_path(_short(summary.directory))
-    lines = [f"done          {len(summary.iterations)} iterations in {_duration(summary.wall_s)}"]
+    count = len(summary.iterations)
+    lines = [f"done          {count} iteration{'s' * (count != 1)} in {_duration(summary.wall_s)}"]
     if len(summary.evaluations) >= 2:
         first, last = summary.evaluations[0], summary.evaluations[-1]
         gain = summary.reward_after - summary.reward_before

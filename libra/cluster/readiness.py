@@ -169,9 +169,10 @@ def _held_back(run: str | None, dask_scheduler: Scheduler) -> dict[str, dict[str
     their roles.
     """
     plugin: Any = dask_scheduler.plugins.get("libra")
-    held: dict[str, dict[str, int]] = plugin.not_ready.held() if plugin is not None else {}
-    roles: Any = dask_scheduler.plugins.get("libra-roles")
-    for address, supply in (roles.as_started(run) if roles is not None else {}).items():
+    if plugin is None:
+        return {}
+    held: dict[str, dict[str, int]] = plugin.not_ready.held()
+    for address, supply in plugin.roles.as_started(run).items():
         held[address] = held.get(address, {}) | supply
     return held
 

@@ -6,6 +6,7 @@ address. It names the private key, and is as secret. For an address, the key is 
 
 from __future__ import annotations
 
+import asyncio
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -89,9 +90,34 @@ def connect(scheduler: str, *, security: Security | None = None, set_as_default:
         contact = Contact.read(Path(scheduler))
         return Client(contact.address, security=contact.security(), **options)
     try:
+        _ask(scheduler, security)
         return Client(scheduler, security=security, **options)
     except TypeError as error:  # what distributed raises if no certificates are configured
         raise ClusterError(
             f"{scheduler}: this scheduler requires certificates ({error}); type the path of its cluster.json instead, or first "
             "export DASK_CONFIG=DIR/dask.yaml of libra cluster tls DIR"
         ) from error
+
+
+def _ask(address: str, security: Security | None) -> None:
+    """OSError if no Dask scheduler answers there: a client waits long for another program, or takes its first bytes for lengths."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    from distributed import Security, rpc
+
+    async def identity() -> None:
+        arguments = (security or Security()).get_connection_args("client")
+        async with rpc(address, connection_args=arguments) as scheduler:
+            answer = await asyncio.wait_for(scheduler.identity(), CONNECT_TIMEOUT_S)
+            if answer["type"] != "Scheduler":
+                raise OSError(f"a Dask {answer['type'].lower()} answers there")
+
+    with ThreadPoolExecutor(1) as thread:  # this one may run an event loop, as a notebook's does
+        try:
+            thread.submit(asyncio.run, identity()).result()
+        except TimeoutError as error:
+            raise TimeoutError(str(error) or f"nothing within {CONNECT_TIMEOUT_S} s") from None
+        except (TypeError, OSError, ValueError):
+            raise
+        except Exception as error:  # whatever another program's answer leads to
+            raise OSError(f"another program answers there: {type(error).__name__}") from error

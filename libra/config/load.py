@@ -120,6 +120,8 @@ def _files(name: str, parent: Path | None, seen: tuple[Path, ...]) -> list[tuple
             f"{path}{by}: cannot be read as text: {error.strerror or error}; type the path of a YAML file such as "
             "configs/quickstart.yaml"
         ) from error
+    if not text.strip():
+        raise ConfigError(f"{path}{by}: is empty; write settings into it, or leave it out for libra/quickstart")
     values, lines = yaml_text.read_mapping(text, str(path))
     origins = {key: f"{path}:{line}" for key, line in lines.items()}
     extended = values.pop(EXTENDS, None)

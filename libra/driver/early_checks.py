@@ -28,7 +28,8 @@ def run_directory(config: RunConfig) -> Path:
 
 def first_line(config: RunConfig) -> str:
     """What a run is, in the first line that it writes."""
-    return f"{config.run.name}: {config.run.iterations} iterations of {model_line(config.model.path)}, in {run_directory(config)}"
+    count, model = config.run.iterations, model_line(config.model.path)
+    return f"{config.run.name}: {count} iteration{'s' * (count != 1)} of {model}, in {run_directory(config)}"
 
 
 def check_early(config: RunConfig, *, resume: bool, starts_workers: bool, given: bool) -> None:

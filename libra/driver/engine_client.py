@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from libra.errors import ClusterError
-from libra.events.reports import TOPIC, BoundariesReport, encode
+from libra.facts import BoundariesSet, boundaries_of, pack
 
 if TYPE_CHECKING:
     from distributed import Client
@@ -49,8 +49,7 @@ class EngineClient:
     def set_boundaries(self, tokens: Mapping[str, float], reason: str = "requested") -> None:
         """Set the bucket boundaries: the token counts up to which each degree's engines are preferred (as
         `policy.boundaries_tokens`); empty: none."""
-        message = encode(**self._run, report=BoundariesReport(dict(tokens), reason))
-        self._call("log_event", topic=TOPIC, msg=message)
+        self._call("libra_told", **self._run, packed=pack([BoundariesSet(boundaries_of(tokens), reason)]))
 
     def _call(self, name: str, **arguments: Any) -> Any:
         return self._client.sync(getattr(self._client.scheduler, name), **arguments)

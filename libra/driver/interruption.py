@@ -155,10 +155,12 @@ def with_overrides(again: str, overrides: Sequence[str]) -> str:
     return " ".join([again, *map(shlex.quote, overrides)])
 
 
-def resume_words(directory: Path, given: bool) -> str:
-    """What to type to continue the run of a directory; ``given``: an environment or a score node was given as an object."""
+def resume_words(directory: Path, given: bool, iterations: int | None = None) -> str:
+    """What to type to continue the run of a directory, with so many iterations (None: those that it has); ``given``: an
+    environment or a score node was given as an object."""
     if given:
-        return f"libra.train(..., run__dir={str(directory.parent)!r}, run__name={directory.name!r}, resume=True)"
+        more = "" if iterations is None else f"run__iterations={iterations}, "
+        return f"libra.train(..., {more}run__dir={str(directory.parent)!r}, run__name={directory.name!r}, resume=True)"
     here = Path.cwd()
     shown = directory.relative_to(here) if directory.is_relative_to(here) else directory
-    return f"libra resume {shell_path(shown)}"
+    return f"libra resume {shell_path(shown)}" + ("" if iterations is None else f" run.iterations={iterations}")

@@ -15,6 +15,7 @@ from libra.config import RunConfig
 from libra.config.planner import PlannedLayout
 from libra.driver.planned_steps import Simulate, planned_regime
 from libra.errors import ConfigError, ModelError, PlanError
+from libra.facts import LayoutPlanned
 from libra.hardware import load_gpu
 from libra.planner.cost import TrajectoryTotals
 from libra.planner.cost.trajectory_totals import TRACE_COLUMNS, totals_of_trace
@@ -221,18 +222,18 @@ def without_layout(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"planner": planner})
 
 
-def layout_event(layout: PlannedLayout) -> dict[str, Any]:
-    """Fields of `libra.events.LayoutPlanned`."""
-    return {
-        "model": layout.model,
-        "gpu": layout.gpu,
-        "num_gpus": layout.num_gpus,
-        "train_gpus": layout.train_gpus,
-        "engines": [(engines.tp, engines.count, engines.concurrency) for engines in layout.engines],
-        "boundaries": list(layout.boundaries),
-        "micro_batch_tokens": layout.micro_batch_tokens,
-        "step_s": layout.step_s,
-        "rests_on": layout.rests_on,
-        "reason": layout.why,
-        "lost": list(layout.lost),
-    }
+def layout_fact(layout: PlannedLayout) -> LayoutPlanned:
+    """A planned layout for the event log."""
+    return LayoutPlanned(
+        model=layout.model,
+        gpu=layout.gpu,
+        num_gpus=layout.num_gpus,
+        train_gpus=layout.train_gpus,
+        engines=tuple((engines.tp, engines.count, engines.concurrency) for engines in layout.engines),
+        boundaries=tuple(layout.boundaries),
+        micro_batch_tokens=layout.micro_batch_tokens,
+        step_s=layout.step_s,
+        rests_on=layout.rests_on,
+        reason=layout.why,
+        lost=tuple(layout.lost),
+    )

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 from libra.driver.start_records import CONFIG_FILE
-from libra.events import IterationFinished, RunStarted
+from libra.facts import IterationFinished, RunStarted
 from libra.seals import parsed_json
 from libra.store.event_log import lines_of
 from libra.worker.run_spec import RunDirectory

@@ -18,7 +18,7 @@ from libra.driver.set_aside import Repairs
 from libra.driver.start_records import read_given
 from libra.envs import decode_state, has_steps
 from libra.errors import LibraError, StoreError
-from libra.events import BatchOpened
+from libra.facts import OpenBatch
 from libra.policy import staleness_of
 from libra.seals import parsed_json, sealed_text, unseal
 from libra.store.batch_membership import commit_batch
@@ -258,7 +258,7 @@ def stored(check: RunCheck, split: str, iteration: int | None = None) -> list[St
 
 def opened_with(run: Path, number: int) -> list[tuple[int, int]]:
     """The groups with which a batch was opened, by the event log; none if it does not say."""
-    for line in lines_of(run / "events.jsonl", BatchOpened):
+    for line in lines_of(run / "events.jsonl", OpenBatch):
         with contextlib.suppress(ValueError, KeyError, TypeError):
             values = parsed_json(line)
             if values["batch"] == number and values["members"]:

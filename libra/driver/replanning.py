@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from libra.errors import ClusterError
-from libra.events import to_dict
+from libra.facts import PlanBlocked, PlanRealised
 from libra.planner.arrangement_forecast import ArrangementScore, EndedIteration
 from libra.planner.arrangement_loop import ArrangementLoop, SplitDecision
 from libra.planner.arrangements import Arrangement, Assignments, Seat, arranged, limits_for, steps_to
@@ -128,8 +128,7 @@ class Replanning:
     def _log(
         self, iteration: int, decision: SplitDecision, realised_step_s: float, predicted_step_s: float | None
     ) -> None:
-        for event in decision.events(predicted_step_s, realised_step_s):
-            self._calls.log(event.name, fields_of(event))
+        self._calls.tell(*decision.facts(predicted_step_s, realised_step_s))
         for option, gain_frac in decision.blocked:
             missing = option.arrangement.missing
             if missing not in self._blocked:
@@ -139,12 +138,10 @@ class Replanning:
 
     def _log_blocked(self, iteration: int, option: ArrangementScore, gain_frac: float, missing: str) -> None:
         wanted = option.arrangement.deployed(self.loop.run.core_trainers)
-        fields = {
-            "iteration": iteration, "missing": missing, "gain_frac": gain_frac, "kv_demand": option.kv_demand,
-            "train_gpus": wanted.train_gpus, "engines": tuple(sorted(wanted.engines.items())),
-            "concurrency": tuple(sorted(wanted.concurrency.items())),
-        }  # fmt: skip
-        self._calls.log("plan_blocked", fields)
+        engines, slots = tuple(sorted(wanted.engines.items())), tuple(sorted(wanted.concurrency.items()))
+        self._calls.tell(
+            PlanBlocked(iteration, missing, gain_frac, option.kv_demand, wanted.train_gpus, engines, slots)
+        )
 
     # ---------------------------------------------------------------- what is requested
 
@@ -219,12 +216,11 @@ class Replanning:
         if before is None:
             return
         gained = 1.0 - ended.step_s / before.step_s
-        fields = {
-            "iteration": change.iteration, "generation": max(change.requested, default=0),
-            "predicted_gain_frac": change.predicted_gain_frac, "realised_gain_frac": gained,
-            "realised_iteration": ended.iteration, "cost_s": sum(cost_s for _, cost_s in costs_s) if costs_s else None,
-        }  # fmt: skip
-        self._calls.log("plan_realised", fields)
+        generation, spent_s = max(change.requested, default=0), sum(cost_s for _, cost_s in costs_s)
+        gains = change.predicted_gain_frac, gained
+        self._calls.tell(
+            PlanRealised(change.iteration, generation, *gains, ended.iteration, spent_s if costs_s else None)
+        )
         logger.info(
             "changes %s gain %.1f %% of a step, %.1f %% were predicted",
             sorted(change.requested), 100 * gained, 100 * change.predicted_gain_frac,
@@ -254,11 +250,6 @@ def change_cost_s(rows: Iterable[Mapping[str, Any]], generation: int) -> float |
     """Seconds of a role change until its slowest worker had its new role; None if it is not the last change of any worker."""
     spent = (row["seconds"] for row in rows if row["generation"] == generation)
     return max((float(seconds) for seconds in spent if seconds is not None), default=None)
-
-
-def fields_of(event: Any) -> dict[str, Any]:
-    """Fields of an event, without those that the log adds."""
-    return {name: value for name, value in to_dict(event).items() if name not in ("schema", "name", "run", "t_s")}
 
 
 def _is(row: Mapping[str, Any], has: Mapping[str, object]) -> bool:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from libra.driver.start_records import GIVEN_FILE, read_given
 from libra.errors import ConfigError, RunDirectoryError, StoreError
-from libra.events import from_dict
+from libra.facts import from_dict
 from libra.graph.iteration import ResumePoint, Score
 from libra.orderings import blank
 from libra.policy.log_replay import learned
@@ -128,8 +128,8 @@ def learned_before(directory: Path) -> str | None:
     log = directory / "events.jsonl"
     try:
         reader = from_last_snapshot(log) if log.exists() else None
-        events = ((line, from_dict(event)) for line, event in reader or ())
-        order = learned(events, blank) if reader is not None else None
+        facts = ((line, from_dict(values).fact) for line, values in reader or ())
+        order = learned(facts, blank) if reader is not None else None
     except StoreError as error:
         logger.warning("%s: what its policy had learned is unreadable, and it learns again: %s", directory, error)
         return None

@@ -1,4 +1,4 @@
-"""The client of a run's changing roles; `libra.scheduler.role_plugin` answers."""
+"""The client of a run's changing roles; `libra.scheduler.worker_roles` answers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class RoleClient:
         self._client, self._run = client, {"run": run, "epoch": epoch}
 
     def rows(self) -> list[dict[str, Any]]:
-        """Each hybrid worker's role, TP degree, stage and last change; see `libra.scheduler.role_plugin.RolePlugin.roles`."""
+        """Each hybrid worker's role, TP degree, stage and last change; see `libra.scheduler.worker_roles.WorkerRoles.roles`."""
         return list(self._call("libra_roles"))
 
     def change(self, assignments: Mapping[str, str | Mapping[str, Any]]) -> int:

@@ -16,7 +16,7 @@ from libra.cluster.readiness import check_cluster
 from libra.cluster.run_contact import RunContact, forget
 from libra.cluster.scheduler_address import connect
 from libra.config import RunConfig
-from libra.driver.launch_layout import check_workers, layout_event
+from libra.driver.launch_layout import check_workers, layout_fact
 from libra.driver.notice_reader import NoticeReader
 from libra.driver.run_start import RunStart
 from libra.driver.scheduler_calls import SchedulerCalls
@@ -106,7 +106,7 @@ def register_run(calls: SchedulerCalls, start: RunStart, cluster: SpecCluster | 
     shown = shown_by(client.security)
     RunContact(spec.run, spec.epoch, address, config.cluster.hybrid_workers, *shown).write(spec.directory)
     if config.planner.planned is not None:
-        calls.log("layout_planned", layout_event(config.planner.planned))
+        calls.tell(layout_fact(config.planner.planned))
 
 
 def _address(client: Client, config: RunConfig) -> str:

@@ -1,6 +1,6 @@
 """The driver's calls of the scheduler's plugins, for one start of a run.
 
-`libra.scheduler.plugin` answers for the run, its engines and its log, `gang_plugin` and `role_plugin` for training groups and
+`libra.scheduler.plugin` answers for the run, its engines and its log, `gangs` and `worker_roles` for training groups and
 changing roles, if the run has them.
 """
 
@@ -19,13 +19,11 @@ from libra.driver.tool_needs import needs_of, quotas_of
 from libra.envs import has_steps
 from libra.envs.retries import TOTAL_S
 from libra.errors import ClusterError, ConfigError
-from libra.events.reports import TOPIC, PlanReport, PromptsReport, Report, encode
+from libra.facts import Fact, pack, prompts_named
 from libra.planner.arrangements import Seat
 from libra.policy import Admission, TailSettings, Waves, WaySettings, keeps_version, staleness_of
 from libra.policy.step_lengths import FLOOR_S
 from libra.scheduler import LibraPlugin, RunRegistration
-from libra.scheduler.gang_plugin import GangPlugin
-from libra.scheduler.role_plugin import RolePlugin
 from libra.types import EngineCapacity, Phase
 from libra.worker.grading import GRADE_TIMEOUT_S
 from libra.worker.run_spec import RunSpec
@@ -117,14 +115,12 @@ class SchedulerCalls:
         """Register the training group and the changing roles of a run that has them; ClusterError where refused."""
         cluster, epoch = self.spec.config.cluster, self.spec.epoch
         if cluster.train_workers > 1:
-            self.client.register_plugin(GangPlugin())
             answer = self._call("libra_register_gang", epoch=epoch, size=cluster.train_workers)
             if "error" in answer:
                 raise ClusterError(
                     f"cluster.train_workers: {answer['error']}; wait for it, or type cluster.train_workers=1"
                 )
         if cluster.hybrid_workers:
-            self.client.register_plugin(RolePlugin())
             answer = self._call("libra_register_roles", epoch=epoch)
             if "error" in answer:
                 raise ClusterError(
@@ -137,14 +133,14 @@ class SchedulerCalls:
 
     # ---------------------------------------------------------------- while it runs
 
-    def log(self, name: str, fields: Mapping[str, Any]) -> None:
-        """Write an event of the planner into the run's event log."""
-        self._report(PlanReport(name, dict(fields)))
+    def tell(self, *facts: Fact) -> None:
+        """Send facts to the scheduler, for the run's event log and its policies."""
+        self._call("libra_told", epoch=self.spec.epoch, packed=pack(facts))
 
     def name_prompts(self, iteration: int, names: list[str]) -> None:
         """Report the ids of an iteration's prompts, so that later occurrences are recognised; called before it is
         submitted."""
-        self._report(PromptsReport(iteration, names))
+        self.tell(prompts_named("train", iteration, names))
 
     def numbers(self) -> dict[str, float]:
         """Metrics of the policy's forecasts and of sessions, if there are any."""
@@ -157,11 +153,6 @@ class SchedulerCalls:
     def role_rows(self) -> list[dict[str, Any]]:
         """Workers that can change roles; none if the run has none."""
         return self.roles.rows() if self.spec.config.cluster.hybrid_workers else []
-
-    def _report(self, report: Report) -> None:
-        message = encode(self.spec.run, self.spec.epoch, report)
-        rpc: Any = self.client.scheduler
-        self.client.sync(rpc.log_event, topic=TOPIC, msg=message)
 
     def _call(self, name: str, **arguments: Any) -> Any:
         return self.client.sync(getattr(self.client.scheduler, name), run=self.spec.run, **arguments)
@@ -224,7 +215,7 @@ def seats_of(engines: Iterable[Mapping[str, Any]], roles: Iterable[Mapping[str, 
     engines : iterable of mapping
         `libra.scheduler.slot_limits.Concurrency.rows`.
     roles : iterable of mapping
-        `libra.scheduler.role_plugin.RolePlugin.roles`; empty if no worker can change roles.
+        `libra.scheduler.worker_roles.WorkerRoles.roles`; empty if no worker can change roles.
     """
     changing = {str(row["worker"]): row for row in roles}
     pairs = [(row, changing.get(str(row["worker"]))) for row in engines]

@@ -343,10 +343,11 @@ class Session:
         if any(m.failure is FailureClass.WORKER or m.failure_detail == NOT_YET for m in members):  # they may pass
             return ""
         given = self._request.environment is not None or self._request.score is not None
-        first = members[0]
+        first, last = members[0], k + 1 == self.config.run.iterations
         return (
             f"iteration {k}: all {len(members)} trajectories failed, and none because of the model; {first.failure}: "
-            f"{' '.join(first.failure_detail.split())}. Mend that, then type {resume_words(self.directory, given)}"
+            f"{' '.join(first.failure_detail.split())}. Mend that, then type "
+            f"{resume_words(self.directory, given, iterations=k + 2 if last else None)}"
         )
 
     def _name_prompts(self, k: int) -> None:

@@ -8,9 +8,9 @@ from libra.cluster.tool_supply import tool_supply
 from libra.config import RunConfig
 from libra.envs import Environment, Tool
 from libra.errors import ConfigError
+from libra.facts import ToolNeeds
 from libra.policy.leases import Resources
 from libra.policy.leases.actions import check_declared
-from libra.policy.messages import ToolNeeds
 
 
 def needs_of(environment: Environment) -> dict[str, ToolNeeds]:

@@ -217,6 +217,8 @@ def _row(given: Any, where: str, system: str | None) -> Row:
             raise ConfigError(f"{where}: the name of the column {unnamed[0]!r} is not text; rename it")
         given = given["prompt"]
     given = _plain(given)
+    if isinstance(given, str) and not given.strip():
+        raise ConfigError(f"{where}: the prompt is empty; give a question, or leave it out")
     if isinstance(given, str):
         messages = [{"role": "user", "content": given}]
     elif isinstance(given, Sequence) and given and all(_is_message(item) for item in given):

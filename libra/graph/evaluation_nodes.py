@@ -12,7 +12,7 @@ import numpy as np
 
 from libra.envs.environment import BIN
 from libra.errors import RecordExists, StoreError, shell_path
-from libra.events.reports import EvaluationReport
+from libra.facts import EvaluationFinished
 from libra.graph.batch_nodes import append
 from libra.seals import sealed_text, unseal
 from libra.store.exclusive_files import create_exclusive
@@ -31,7 +31,7 @@ def evaluation(run: str, version: int, groups: list[dict[str, Any]]) -> dict[str
     trajectories = [member for path in paths for member in read_group(path)]
     append(host, trajectories, None)
     known = evaluation_outcome(version, trajectories)
-    host.context.report(EvaluationReport(version, known["reward"], known["num"]))
+    host.context.report(EvaluationFinished(version, known["reward"], known["num"]))
     with contextlib.suppress(RecordExists):
         create_exclusive(evaluation_path(host.spec, version), sealed_text(known).encode(), fsync=True)
     return read_evaluation(host.spec, version) or known

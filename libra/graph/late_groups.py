@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from libra.config import RunConfig
-from libra.events.reports import LateReport
+from libra.facts import LateRewardsTaken
 from libra.graph.member_rows import member_rows
 from libra.policy import Verdict, staleness_of
 from libra.policy.late import Arrival, GuessWorth, Place, Settled, WaitingGroup, correction, guessed_share, settle
@@ -73,7 +73,7 @@ async def _wait(
             )  # fmt: skip
             return
         if waited_s - signed_s >= SIGN_S:
-            context.report(LateReport(batch=batch, awaited=len(late) - len(found)))
+            context.report(LateRewardsTaken(batch=batch, awaited=len(late) - len(found)))
             signed_s = waited_s
         await asyncio.sleep(min(LOOK_S, limit_s - waited_s))
         found |= came(spec.late_dir, [trajectory for trajectory in late if trajectory not in found])
@@ -162,7 +162,7 @@ def _tell(
     if arrived:
         logger.info("run %s: batch %d corrects for %d late rewards", spec.run, batch, len(arrived))
     context.report(
-        LateReport(
+        LateRewardsTaken(
             batch=batch,
             versions=versions,
             waited=tuple((group.iteration, group.group, group.batch, *group.missing) for group in waited),

@@ -17,7 +17,7 @@ from distributed import Reschedule
 from libra.envs import decode_state
 from libra.envs.services import asking
 from libra.errors import ActionRevoked, ConfigError, EngineAsleep, EnvironmentFault, LibraError, RecordExists
-from libra.events.reports import GroupReport
+from libra.facts import GroupCommitted, RowsKept
 from libra.named_parts import raised_at
 from libra.store.group_records import group_path, read_group, write_group
 from libra.types import EndReason, Episode, FailureClass, Prompt, Trajectory, TrajectoryId
@@ -131,7 +131,8 @@ async def group(
         host.quanta.drop(member.trajectory_id)
     meta = _group_meta(path, split, iteration, group, members)
     kept = host.rows.keep(iteration, group, members) if host.rows is not None and split == "train" else None
-    host.context.report(GroupReport(**{k: v for k, v in meta.items() if k != "path"}, block=kept))
+    rows = () if kept is None else (RowsKept(iteration, group, kept),)
+    host.context.report(*rows, GroupCommitted(**{k: v for k, v in meta.items() if k != "path"}))
     return meta
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from libra.errors import RecordExists, ServiceTimeout
-from libra.events.reports import LateReport, ScoredReport
+from libra.facts import GroupScored, LateRewardsTaken
 from libra.store.batch_membership import batch_path
 from libra.store.group_records import group_path, read_group
 from libra.store.teacher_scores import read_scores, scores_path, write_scores
@@ -51,7 +51,7 @@ async def teach(run: str, group: dict[str, Any] | None, iteration: int, number: 
         waited_s = max(0.0, time.perf_counter() - asked_s - found.seconds)
         with contextlib.suppress(RecordExists):
             write_scores(scores, found.taught)
-            host.context.report(ScoredReport(iteration, number, round(found.seconds, 6), round(waited_s, 6)))
+            host.context.report(GroupScored(iteration, number, round(found.seconds, 6), round(waited_s, 6)))
     return {"iteration": iteration, "group": number, "teach_s": time.time() - began_s}
 
 
@@ -102,7 +102,7 @@ async def _wait(context: WorkerContext, batch: int, wanted: Sequence[Path]) -> N
         if waited_s >= limit_s or batch_path(spec.batches_dir, batch).exists():
             return
         if waited_s - signed_s >= SIGN_S:
-            context.report(LateReport(batch=batch, awaited=len(missing)))
+            context.report(LateRewardsTaken(batch=batch, awaited=len(missing)))
             signed_s = waited_s
         await asyncio.sleep(min(LOOK_S, limit_s - waited_s))
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from libra.errors import MismatchAlarm, TrainError, shell_path
-from libra.events.reports import IterationReport, StepReport
+from libra.facts import IterationFinished, MismatchFound, StepFinished
 from libra.train.mismatch import alarm_text
 from libra.train.mismatch_parts import metrics_of
 from libra.train.replica_settings import rounding_nats
@@ -61,7 +61,7 @@ def finished_step(
     if rank == 0:
         write_step_record(host.spec, result.step, numbers)
     if trainer.publications.alone:  # no other rank has to agree: the next step and the publication may begin
-        host.context.report(StepReport(result.step, result.loss, train_s, trainer.publications.beside))
+        host.context.report(StepFinished(result.step, result.loss, train_s, trainer.publications.beside))
         trainer.publications.begin(result.step + 1)
     return numbers
 
@@ -77,7 +77,7 @@ def update(run: str, steps: list[dict[str, Any]]) -> dict[str, Any]:
             )
     fetched = {name: sum(s.get(name, 0) for s in steps) for name in FETCHED if name in first}
     if len(steps) > 1:  # a single rank has reported
-        host_here(run).context.report(StepReport(first["step"], first["loss"], first["train_s"]))
+        host_here(run).context.report(StepFinished(first["step"], first["loss"], first["train_s"]))
     fullest = max(int(each.get("peak_bytes", 0)) for each in steps)
     return first | fetched | {"train_peak_bytes": fullest}
 
@@ -160,7 +160,8 @@ def summary(
     values = {**batch["stats"], **numbers, "publish_s": published["publish_s"], "store_s": stored["store_s"]}
     reward = values["reward"] if np.isfinite(values["reward"]) else None  # None: no trajectory had a reward
     alarm = updated.get("mismatch_alarm", "")
-    host_here(run).context.report(IterationReport(iteration, reward, values["lag"], alarm))
+    mismatch = (MismatchFound(iteration, alarm),) if alarm else ()
+    host_here(run).context.report(IterationFinished(iteration, reward, values["lag"]), *mismatch)
     return {"iteration": iteration, "version": published["version"], **values}
 
 

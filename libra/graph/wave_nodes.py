@@ -17,7 +17,7 @@ import time
 from typing import Any
 
 from libra.errors import MismatchAlarm, RecordExists, StoreError, TrainError
-from libra.events.reports import WaveReport
+from libra.facts import WaveTrained
 from libra.graph.batch_nodes import with_blocks
 from libra.graph.member_rows import member_rows
 from libra.graph.teacher_nodes import with_scores
@@ -86,7 +86,7 @@ def accumulate(run: str, wave: dict[str, Any], rank: int) -> dict[str, Any]:
         if rank == 0:
             opened, train_s = trainer.replica.open_step, round(numbers["train_s"], 6)
             hybrids = opened.partial.hybrids if opened is not None else 0
-            host.context.report(WaveReport(batch, number, groups, wave["missing"], train_s, hybrids))
+            host.context.report(WaveTrained(batch, number, groups, wave["missing"], train_s, hybrids))
     return numbers
 
 

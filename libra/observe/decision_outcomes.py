@@ -18,23 +18,23 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from libra import events, keys
-from libra.events import Event
+from libra import facts, keys
+from libra.facts import Fact, Line
 
 WINDOW: Final = 3
 """Most intervals on each side of a change."""
 NOT_KNOWN: Final = "not known"
 NOT_CARRIED_OUT: Final = "not carried out"
 _CHANGES: Final = (
-    events.SlotsSet, events.BoundariesSet, events.RoleChangeStarted, events.RoleChanged, events.RoleRestored,
-    events.RoleChangeFailed, events.RoleChangeCancelled, events.WorkerJoined, events.WorkerLost, events.EngineQuarantined,
-    events.GangFormed, events.GangLost,
+    facts.SlotsSet, facts.BoundariesSet, facts.RoleChangeStarted, facts.RoleChanged, facts.RoleRestored,
+    facts.RoleChangeFailed, facts.RoleChangeCancelled, facts.WorkerJoined, facts.WorkerLost, facts.EngineQuarantined,
+    facts.GangFormed, facts.GangLost,
 )  # fmt: skip
 _DECISIONS: Final = (
-    events.LayoutPlanned, events.PlanConsidered, events.PlanBlocked, events.RoleChangeStarted, events.SlotsSet,
-    events.BoundariesSet,
+    facts.LayoutPlanned, facts.PlanConsidered, facts.PlanBlocked, facts.RoleChangeStarted, facts.SlotsSet,
+    facts.BoundariesSet,
 )  # fmt: skip
-_COMMANDS: Final = (events.SlotsSet, events.RoleChangeStarted)
+_COMMANDS: Final = (facts.SlotsSet, facts.RoleChangeStarted)
 
 
 class Outcome(NamedTuple):
@@ -42,7 +42,7 @@ class Outcome(NamedTuple):
 
     Attributes
     ----------
-    event : Event
+    event : Fact
     predicted_frac, realised_frac : float or None
         Gains as shares of a step; None: nothing was predicted, and `why` is the reason for which nothing is known.
     predicted_s, realised_s : float or None
@@ -51,9 +51,11 @@ class Outcome(NamedTuple):
         Intervals on each side.
     why : str
         Empty where a gain, or the seconds of a layout, were measured.
+    t_s : float
+        When it was decided.
     """
 
-    event: Event
+    event: Fact
     predicted_frac: float | None = None
     realised_frac: float | None = None
     predicted_s: float | None = None
@@ -61,6 +63,7 @@ class Outcome(NamedTuple):
     before: int = 0
     after: int = 0
     why: str = ""
+    t_s: float = 0.0
 
     @property
     def realised_words(self) -> str:
@@ -95,8 +98,9 @@ class _Interval:
 
 @dataclass(slots=True)
 class _Decision:
-    event: Event
+    event: Fact
     interval: int
+    t_s: float
     commands: list[int | None] = field(
         default_factory=list
     )  # that carried it out: the generation of a role change, None: slots
@@ -111,50 +115,50 @@ class DecisionOutcomes:
         self._open: dict[int, set[str]] = {}
         self._failed: set[int] = set()
 
-    def add(self, event: Event) -> int | None:
-        """Take the next event of the log; the number of its decision in `outcomes`, None if it is none."""
-        now = self._intervals[-1]
+    def add(self, line: Line) -> int | None:
+        """Take the next line of the log; the number of its decision in `outcomes`, None if it is none."""
+        now, t_s, event = self._intervals[-1], line.t_s, line.fact
         match event:
-            case events.RunStarted():
+            case facts.RunStarted():
                 self._open.clear()
                 self._failed.clear()
                 self._intervals.append(_Interval(None, changed=True))
-            case events.QuantumFinished():
+            case facts.QuantumFinished():
                 now.tokens += event.tokens
                 now.evaluates |= (parsed := keys.parse(event.key)) is not None and parsed.split != "train"
-            case events.IterationFinished():
-                now.ended, now.seconds = True, event.t_s - (now.begin_s or 0.0)
-                self._intervals.append(_Interval(event.t_s, changed=bool(self._open)))
+            case facts.IterationFinished():
+                now.ended, now.seconds = True, t_s - (now.begin_s or 0.0)
+                self._intervals.append(_Interval(t_s, changed=bool(self._open)))
             case _ if isinstance(event, _CHANGES):
                 now.changed = True
                 self._follow_roles(event)
-        return self._decided(event) if isinstance(event, _DECISIONS) else None
+        return self._decided(t_s, event) if isinstance(event, _DECISIONS) else None
 
     def outcomes(self) -> list[Outcome]:
         """One for each decision so far, in their order."""
-        return [self._outcome(decision) for decision in self._decisions]
+        return [self._outcome(decision)._replace(t_s=decision.t_s) for decision in self._decisions]
 
-    def _follow_roles(self, event: Event) -> None:
+    def _follow_roles(self, event: Fact) -> None:
         match event:
-            case events.RoleChangeStarted():
+            case facts.RoleChangeStarted():
                 self._open[event.generation] = set(event.assignments)
-            case events.RoleChanged() | events.RoleRestored():
+            case facts.RoleChanged() | facts.RoleRestored():
                 members = self._open.get(event.generation, set())
                 members.discard(event.worker)
                 if not members:
                     self._open.pop(event.generation, None)
-            case events.RoleChangeFailed() | events.RoleChangeCancelled():
+            case facts.RoleChangeFailed() | facts.RoleChangeCancelled():
                 self._failed.add(event.generation)
                 self._open.pop(event.generation, None)
 
-    def _decided(self, event: Event) -> int:
+    def _decided(self, t_s: float, event: Fact) -> int:
         here = len(self._intervals) - 1
         if isinstance(event, _COMMANDS):
-            generation = event.generation if isinstance(event, events.RoleChangeStarted) else None
-            plans = [one for one in self._decisions if isinstance(one.event, events.PlanConsidered)]
+            generation = event.generation if isinstance(event, facts.RoleChangeStarted) else None
+            plans = [one for one in self._decisions if isinstance(one.event, facts.PlanConsidered)]
             if plans and plans[-1].interval == here:
                 plans[-1].commands.append(generation)
-        self._decisions.append(_Decision(event, here))
+        self._decisions.append(_Decision(event, here, t_s))
         return len(self._decisions) - 1
 
     # ---------------------------------------------------------------- the result of one decision
@@ -162,25 +166,23 @@ class DecisionOutcomes:
     def _outcome(self, decision: _Decision) -> Outcome:
         event = decision.event
         match event:
-            case events.LayoutPlanned():
+            case facts.LayoutPlanned():
                 found = list(self._after(decision.interval))
                 seconds = sum(each.seconds for each in found) / len(found) if found else None
                 why = "" if found else f"{NOT_KNOWN}: no iteration with it alone"
                 return Outcome(event, predicted_s=event.step_s, realised_s=seconds, after=len(found), why=why)
-            case events.PlanBlocked():
+            case facts.PlanBlocked():
                 return Outcome(event, event.gain_frac, why=NOT_CARRIED_OUT)
-            case events.PlanConsidered():
+            case facts.PlanConsidered():
                 gain = 1 - event.proposed_step_s / event.current_step_s if event.current_step_s > 0 else None
                 if not event.accepted or not decision.commands:
                     return Outcome(event, gain, why=NOT_CARRIED_OUT)
                 return self._compared(event, gain, decision.interval, decision.commands)
-            case events.RoleChangeStarted():
+            case facts.RoleChangeStarted():
                 return self._compared(event, None, decision.interval, [event.generation])
         return self._compared(event, None, decision.interval, [])
 
-    def _compared(
-        self, event: Event, predicted: float | None, interval: int, commands: Iterable[int | None]
-    ) -> Outcome:
+    def _compared(self, event: Fact, predicted: float | None, interval: int, commands: Iterable[int | None]) -> Outcome:
         if self._failed.intersection(commands):
             return Outcome(event, predicted, why=f"{NOT_CARRIED_OUT}: its change of roles failed or was cancelled")
         before, after = list(self._before(interval)), list(self._after(interval))

@@ -11,13 +11,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from libra import events, keys
+from libra import facts, keys
 from libra.errors import StoreError
-from libra.events import Event
+from libra.facts import Fact, Line
 from libra.observe.decision_outcomes import DecisionOutcomes
-from libra.observe.decision_words import DECISIONS, LATE, TROUBLES
 from libra.observe.run_directory import setting, whole_number
-from libra.observe.run_facts import RunFacts
+from libra.observe.run_facts import DECISIONS, LATE, TROUBLES, RunFacts
 from libra.store.event_log import EventReader
 from libra.types import Phase
 
@@ -59,7 +58,7 @@ class Logged(NamedTuple):
     """An event that is shown as it is, with its time over all starts of the run, and its place in `LogFacts.outcomes`."""
 
     t_s: float
-    event: Event
+    event: Fact
     outcome: int | None = None
 
 
@@ -103,32 +102,32 @@ class LogFacts:
         self._live: dict[str, _Live] = {}
         self._turns: dict[int, list[TurnSpan]] = {}
 
-    def add(self, event: Event) -> None:
-        """Take the next event of the log."""
+    def add(self, line: Line) -> None:
+        """Take the next line of the log."""
         self.num_events += 1
-        self.run.add(event)
-        now_s = self.run.times.now_s
+        self.run.add(line)
+        now_s, event = self.run.times.now_s, line.fact
         match event:
-            case events.RunStarted():
+            case facts.RunStarted():
                 self.starts += 1
                 self._live.clear()
-            case events.QuantumDispatched() | events.QuantumContinued():
+            case facts.QuantumDispatched() | facts.QuantumContinued():
                 self._of(event.key).begun = now_s, event.worker
-            case events.QuantumFinished():
+            case facts.QuantumFinished():
                 self._finished(event, now_s)
-            case events.BucketsPreferred() if event.left_tokens > 0:
+            case facts.Prefer() if event.left_tokens > 0:
                 live = self._of(event.key)
                 live.forecasts.append((live.tokens, event.left_tokens))
-            case events.TrajectoryEnded():
+            case facts.TrajectoryEnded():
                 self._ended(event)
-            case events.QuantumLost():
+            case facts.QuantumLost():
                 self.lost_quanta += 1
-            case events.FailureClassified():
+            case facts.FailureClassified():
                 self.failures[event.failure] += 1
                 detail = event.failure, event.detail
                 if detail in self.failure_details or len(self.failure_details) < MAX_TROUBLES:
                     self.failure_details[detail] += 1
-        outcome = self.outcomes.add(event)
+        outcome = self.outcomes.add(line)
         if isinstance(event, TROUBLES):
             self.troubles.append(Logged(now_s, event))
         elif isinstance(event, (*DECISIONS, *LATE)):
@@ -142,8 +141,8 @@ class LogFacts:
         if not path.is_file():
             return f"there is no event log ({path.name}): the run has observe.event_log=false, or has not begun"
         try:
-            for event in read_log(path, self.num_events + 1):
-                self.add(event)
+            for line in read_log(path, self.num_events + 1):
+                self.add(line)
         except StoreError as error:
             return str(error)
         return "" if self.num_events else f"the event log ({path.name}) has no event yet"
@@ -154,7 +153,7 @@ class LogFacts:
             live = self._live[key] = _Live()
         return live
 
-    def _finished(self, event: events.QuantumFinished, now_s: float) -> None:
+    def _finished(self, event: facts.QuantumFinished, now_s: float) -> None:
         live = self._of(event.key)
         live.tokens += event.tokens
         begun_s, worker = live.begun or (now_s - event.latency_s, event.worker)
@@ -165,7 +164,7 @@ class LogFacts:
             span = TurnSpan(event.key, str(event.phase), worker, begun_s, now_s, event.tokens, tool)
             self._turns.setdefault(parsed.indices[0], []).append(span)
 
-    def _ended(self, event: events.TrajectoryEnded) -> None:
+    def _ended(self, event: facts.TrajectoryEnded) -> None:
         live, parsed = self._live.pop(event.key, None), keys.parse(event.key)
         if parsed is not None and parsed.split == "train" and parsed.indices[0] > self.turns_of:
             self.turns_of = parsed.indices[0]
@@ -179,22 +178,22 @@ class LogFacts:
         self.forecasts.append(ForecastPair(totals[0][1], half[1], live.tokens))
 
 
-def read_log(path: Path, line: int = 1) -> Iterator[Event]:
+def read_log(path: Path, line: int = 1) -> Iterator[Line]:
     """The events of a log from this line on, typed; a torn last line is left out.
 
     StoreError with the line where one cannot be read.
     """
     for number, values in EventReader(path, line=line):
         try:
-            yield events.from_dict(values)
+            yield facts.from_dict(values)
         except StoreError as error:
             raise StoreError(f"{path}, line {number}: {error}") from error
 
 
 def log_facts(path: Path, trainers: Sequence[str] = ()) -> tuple[LogFacts, str]:
     """The facts of a log, and why they end before its end; see `LogFacts.read_on`."""
-    facts = LogFacts(trainers)
-    return facts, facts.read_on(path)
+    found = LogFacts(trainers)
+    return found, found.read_on(path)
 
 
 def trainers_of(config: dict[str, Any]) -> tuple[str, ...]:

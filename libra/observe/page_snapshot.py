@@ -10,7 +10,7 @@ A snapshot is one dict per run:
 - ``buckets``: one row per rollout capacity class, see `libra.policy.Dispatcher.buckets`
 - ``policy``: {"name", "objective", "skill", "weights": {signal: weight}, "outcomes": [[tokens forecast at first, forecast half way,
   generated], ...]}
-- ``roles``: one row per worker that can change its role, see `libra.scheduler.role_plugin.RolePlugin.roles`
+- ``roles``: one row per worker that can change its role, see `libra.scheduler.worker_roles.WorkerRoles.roles`
 - ``not_ready``: one row per worker that the run does not use yet, see `libra.scheduler.unready_workers.NotReady.rows`
 - ``time``: what workers did since the run's start, of `time_row`
 - ``quanta``: {phase: finished}, ``parts`` int of them generations whose turn went on; ``tokens`` int generated, ``groups`` int

@@ -13,15 +13,24 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
-from libra import events
-from libra.events import Event
-from libra.observe.decision_words import DECISIONS, TROUBLES, TURNS, decision_words, trouble_words, turn_words
-from libra.observe.html import percent
+from libra import facts
+from libra.facts import Fact, Line, said
 from libra.observe.streamed_steps import OF_STEPS, StreamedSteps
 from libra.observe.worker_time import WorkerTimes
 from libra.types import Phase
 from libra.untrusted import shown_line
 
+DECISIONS: Final = (
+    facts.LayoutPlanned, facts.PlanConsidered, facts.PlanAccepted, facts.PlanBlocked, facts.PlanRealised,
+    facts.RoleChangeStarted, facts.RoleChanged, facts.RoleRestored, facts.RoleChangeFailed, facts.RoleChangeCancelled,
+    facts.SlotsSet, facts.BoundariesSet, facts.StepsPlanned, facts.TakeSteps,
+)  # fmt: skip
+LATE: Final = (facts.LateRewardsTaken,)
+TURNS: Final = (facts.Turn, facts.TurnRefused)
+TROUBLES: Final = (
+    facts.WorkerLost, facts.WorkerSetupFailed, facts.EngineQuarantined, facts.StallDetected,
+    facts.GangLost, facts.RoleMemberFailed, facts.MismatchFound,
+)  # fmt: skip
 SAMPLE_S: Final = 0.5
 """Seconds between two rows of the history, at first."""
 MAX_SAMPLES: Final = 1200
@@ -89,9 +98,9 @@ class RunFacts:
         self._began_s = self._published_s = 0.0
         self._evaluations: dict[int, tuple[float | None, int]] = {}
         self._steps: dict[int, dict[str, float]] = {}
-        self._decided: deque[tuple[float, Event]] = deque(maxlen=LAST_DECISIONS)
-        self._opened: deque[tuple[float, Event]] = deque(maxlen=LAST_DECISIONS // 2)
-        self._sent: tuple[float, events.QuantumDispatched] | None = None
+        self._decided: deque[tuple[float, Fact]] = deque(maxlen=LAST_DECISIONS)
+        self._opened: deque[tuple[float, Fact]] = deque(maxlen=LAST_DECISIONS // 2)
+        self._sent: tuple[float, facts.QuantumDispatched] | None = None
         self._begin()
 
     def _begin(self) -> None:
@@ -152,19 +161,21 @@ class RunFacts:
         logged = [*self._decided, *self._opened, *([self._sent] if self._sent else [])]
         rows = []
         for t_s, event in sorted(logged, key=lambda each: -each[0]):
-            what, why = _words(event)
+            what, why = said(event)
             rows.append([round(t_s, 3), shown_line(what, 200), shown_line(why, 300)])
         return rows
 
     # ---------------------------------------------------------------- events
 
-    def add(self, event: Event) -> None:
-        """Take the next event of the log."""
-        kind, times = type(event), self.times
-        now_s = times.time_of(event)
+    def add(self, line: Line) -> None:
+        """Take the next line of the log."""
+        event, times = line.fact, self.times
+        kind, now_s = type(event), times.time_of(line)
         if self._next_s <= now_s:
             self.sample(now_s)
-        times.add(event, now_s)
+        times.add(line, now_s)
+        if kind is facts.RunStarted:
+            self.run = line.run
         if kind in OF_STEPS:  # few: most events are of trajectories
             self.streamed.add(event, now_s)
         handler = _HANDLERS.get(kind)
@@ -186,8 +197,8 @@ class RunFacts:
                 self._interval_s *= 2
             self._next_s = self.history[-1][0] + self._interval_s
 
-    def _run_started(self, event: events.RunStarted) -> None:
-        self.run, self.epoch, self.eta, self.policy = event.run, event.epoch, event.eta, event.policy
+    def _run_started(self, event: facts.RunStarted) -> None:
+        self.epoch, self.eta, self.policy = event.epoch, event.eta, event.policy
         self.iterations = event.iterations
         self._published_s = -1.0  # what the next version took is not a step's time
         self._begin()
@@ -203,35 +214,35 @@ class RunFacts:
             self._waiting[key] = where
             self._levels[where[0]][where[1]] += 1
 
-    def _parked(self, event: events.TrajectoryParked) -> None:
-        self._waits(event.key, (Phase(event.phase), _level(event.priority)))
+    def _parked(self, event: facts.TrajectoryParked) -> None:
+        self._waits(event.key, (event.phase, 0))
 
-    def _priority_set(self, event: events.PrioritySet) -> None:
+    def _priority_set(self, event: facts.SetPriority) -> None:
         if (before := self._waiting.get(event.key)) is not None:
             self._waits(event.key, (before[0], _level(event.priority)))
 
-    def _dispatched(self, event: events.QuantumDispatched) -> None:
+    def _dispatched(self, event: facts.QuantumDispatched) -> None:
         self._waits(event.key, None)
         self._sent = self.times.now_s, event
 
-    def _finished(self, event: events.QuantumFinished) -> None:
+    def _finished(self, event: facts.QuantumFinished) -> None:
         self.quanta[str(event.phase)] += 1
         self.parts += event.unfinished
         self.tokens += event.tokens
 
-    def _group_committed(self, event: events.GroupCommitted) -> None:
+    def _group_committed(self, event: facts.GroupCommitted) -> None:
         if event.split == "train":
             self.groups += 1
             self.failures.update(event.failures)
             self.resampled += event.resampled
 
-    def _gate_opened(self, event: events.GateOpened) -> None:
+    def _gate_opened(self, event: facts.OpenGate) -> None:
         if self.iteration < 0:
             self._began_s = self.times.now_s
         self.iteration = max(self.iteration, event.iteration)
         self._opened.append((self.times.now_s, event))
 
-    def _version_published(self, event: events.VersionPublished) -> None:
+    def _version_published(self, event: facts.VersionPublished) -> None:
         now_s = self.times.now_s
         if event.version > self.published >= 0 and self._published_s >= 0:
             self._steps[event.version - 1] = {
@@ -242,57 +253,37 @@ class RunFacts:
                 del self._steps[min(self._steps)]
         self.published, self._published_s = max(self.published, event.version), now_s
 
-    def _iteration_finished(self, event: events.IterationFinished) -> None:
+    def _iteration_finished(self, event: facts.IterationFinished) -> None:
         self._ended[event.iteration] = self.times.now_s, event.reward, event.lag
 
-    def _evaluated(self, event: events.EvaluationFinished) -> None:
+    def _evaluated(self, event: facts.EvaluationFinished) -> None:
         self._evaluations[event.version] = event.reward, event.prompts
 
-    def _capacity_told(self, event: events.WorkerCapacity) -> None:
+    def _capacity_told(self, event: facts.WorkerCapacity) -> None:
         self._capacity[event.worker] = event.rollout_slots, event.tool_slots
 
-    def _version_served(self, event: events.VersionServed) -> None:
+    def _version_served(self, event: facts.VersionServed) -> None:
         self._served[event.worker] = event.version
 
-    def _withdrawn(self, event: events.WorkerWithdrawn | events.WorkerSetupFailed) -> None:
+    def _withdrawn(self, event: facts.WorkerWithdrawn | facts.WorkerSetupFailed) -> None:
         self._capacity.pop(event.worker, None)
         self._served.pop(event.worker, None)
 
-    def _noted(self, event: Event) -> None:
+    def _noted(self, event: Fact) -> None:
         self._decided.append((self.times.now_s, event))
 
-    def _role_change_started(self, event: events.RoleChangeStarted) -> None:
+    def _role_change_started(self, event: facts.RoleChangeStarted) -> None:
         if not self.streamed.is_turn(event.generation):  # a turn has a line with the same reason
             self._noted(event)
 
-    def _setup_failed(self, event: events.WorkerSetupFailed) -> None:
+    def _setup_failed(self, event: facts.WorkerSetupFailed) -> None:
         self._withdrawn(event)
         self._noted(event)
 
-    def _role_changed(self, event: events.RoleChanged) -> None:
+    def _role_changed(self, event: facts.RoleChanged) -> None:
         if event.to_role != "rollout":
             self._served.pop(event.worker, None)
         self._noted(event)
-
-
-def _words(event: Event) -> tuple[str, str]:
-    """A decision and its reason."""
-    match event:
-        case events.QuantumDispatched():
-            return f"{event.key} gets a {event.phase} slot of {event.worker}", event.reason
-        case events.GateOpened():
-            return f"iteration {event.iteration} may generate", event.reason
-        case events.BatchOpened():
-            return f"step {event.batch} may train on {len(event.members)} groups", event.reason
-    if isinstance(event, TURNS):
-        return turn_words(event)
-    if isinstance(event, TROUBLES):
-        what, where, why = trouble_words(event)
-        return f"{what}: {where}", why
-    what, why = decision_words(event)
-    if isinstance(event, events.PlanRealised):
-        what += f": predicted gain {percent(event.predicted_gain_frac)}, realised {percent(event.realised_gain_frac)}"
-    return what, why
 
 
 def _level(priority: Sequence[int]) -> int:
@@ -300,27 +291,27 @@ def _level(priority: Sequence[int]) -> int:
     return int(priority[1]) if len(priority) > 1 else 0
 
 
-_HANDLERS: Final[Mapping[type[Event], Callable[[RunFacts, Any], None]]] = {
+_HANDLERS: Final[Mapping[type[Fact], Callable[[RunFacts, Any], None]]] = {
     **dict.fromkeys((*DECISIONS, *TURNS, *TROUBLES), RunFacts._noted),
-    events.RunStarted: RunFacts._run_started,
-    events.TrajectoryParked: RunFacts._parked,
-    events.PrioritySet: RunFacts._priority_set,
-    events.QuantumDispatched: RunFacts._dispatched,
-    events.QuantumContinued: lambda self, event: self._waits(event.key, None),
-    events.PlacementVoid: lambda self, event: self._waits(event.key, None),
-    events.TrajectoryEnded: lambda self, event: self._waits(event.key, None),
-    events.QuantumFinished: RunFacts._finished,
-    events.GroupCommitted: RunFacts._group_committed,
-    events.GateOpened: RunFacts._gate_opened,
-    events.BatchOpened: lambda self, event: self._opened.append((self.times.now_s, event)),
-    events.LateRewardsTaken: lambda self, event: self._opened.append((self.times.now_s, event)),
-    events.VersionPublished: RunFacts._version_published,
-    events.IterationFinished: RunFacts._iteration_finished,
-    events.EvaluationFinished: RunFacts._evaluated,
-    events.WorkerCapacity: RunFacts._capacity_told,
-    events.VersionServed: RunFacts._version_served,
-    events.WorkerWithdrawn: RunFacts._withdrawn,
-    events.WorkerSetupFailed: RunFacts._setup_failed,
-    events.RoleChangeStarted: RunFacts._role_change_started,
-    events.RoleChanged: RunFacts._role_changed,
+    facts.RunStarted: RunFacts._run_started,
+    facts.TrajectoryParked: RunFacts._parked,
+    facts.SetPriority: RunFacts._priority_set,
+    facts.QuantumDispatched: RunFacts._dispatched,
+    facts.QuantumContinued: lambda self, event: self._waits(event.key, None),
+    facts.PlacementVoid: lambda self, event: self._waits(event.key, None),
+    facts.TrajectoryEnded: lambda self, event: self._waits(event.key, None),
+    facts.QuantumFinished: RunFacts._finished,
+    facts.GroupCommitted: RunFacts._group_committed,
+    facts.OpenGate: RunFacts._gate_opened,
+    facts.OpenBatch: lambda self, event: self._opened.append((self.times.now_s, event)),
+    facts.LateRewardsTaken: lambda self, event: self._opened.append((self.times.now_s, event)),
+    facts.VersionPublished: RunFacts._version_published,
+    facts.IterationFinished: RunFacts._iteration_finished,
+    facts.EvaluationFinished: RunFacts._evaluated,
+    facts.WorkerCapacity: RunFacts._capacity_told,
+    facts.VersionServed: RunFacts._version_served,
+    facts.WorkerWithdrawn: RunFacts._withdrawn,
+    facts.WorkerSetupFailed: RunFacts._setup_failed,
+    facts.RoleChangeStarted: RunFacts._role_change_started,
+    facts.RoleChanged: RunFacts._role_changed,
 }

@@ -9,8 +9,8 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any, Final
 
-from libra import events
-from libra.events import Event
+from libra import facts
+from libra.facts import Fact
 
 MAX_STEPS: Final = 60
 """Steps whose waves are kept."""
@@ -19,9 +19,9 @@ MAX_TURNS: Final = 400
 
 OF_STEPS: Final = frozenset(
     {
-        events.RunStarted, events.WaveParked, events.WaveOpened, events.WaveTrained, events.StepFinished, events.StepsPlanned,
-        events.StepsChosen, events.EngineTurned, events.TurnRefused, events.RoleChangeStarted, events.RoleChanged,
-        events.RoleChangeFailed, events.RoleChangeCancelled,
+        facts.RunStarted, facts.WaveParked, facts.OpenWave, facts.WaveTrained, facts.StepFinished, facts.StepsPlanned,
+        facts.TakeSteps, facts.Turn, facts.TurnRefused, facts.RoleChangeStarted, facts.RoleChanged,
+        facts.RoleChangeFailed, facts.RoleChangeCancelled,
     }
 )  # fmt: skip
 """The kinds of events that `StreamedSteps.add` takes; others change nothing."""
@@ -124,51 +124,51 @@ class StreamedSteps:
             ],
         }  # fmt: skip
 
-    def add(self, event: Event, now_s: float) -> None:
+    def add(self, event: Fact, now_s: float) -> None:
         """Take the next event of the log, at ``now_s`` over all starts of the run."""
         match event:
-            case events.RunStarted():
+            case facts.RunStarted():
                 self._groups = event.groups_per_batch
                 self.waves = {step: waves for step, waves in self.waves.items() if self.is_taken(step)}
                 self._end(list(self._open), "the run was stopped before its end")
-            case events.WaveParked():
+            case facts.WaveParked():
                 self.waves.setdefault(event.batch, {})
                 while len(self.waves) > MAX_STEPS:
                     del self.waves[min(self.waves)]
-            case events.WaveOpened() if event.members:
+            case facts.OpenWave() if event.members:
                 others = sum(iteration != event.batch for iteration, _ in event.members)
                 self.waves.setdefault(event.batch, {})[event.wave] = Wave(len(event.members), others=others)
-            case events.WaveTrained() if event.groups:
+            case facts.WaveTrained() if event.groups:
                 waves = self.waves.setdefault(event.batch, {})
                 others = waves[event.wave].others if event.wave in waves else 0
                 waves[event.wave] = Wave(event.groups, event.train_s, event.hybrids, others)
-            case events.StepFinished():
+            case facts.StepFinished():
                 self._taken = max(self._taken, event.step)
-            case events.StepsPlanned() | events.StepsChosen():
+            case facts.StepsPlanned() | facts.TakeSteps():
                 self.ways.append(StepsWay(now_s, self._taken, event.way, event.reason))
             case _:
                 self._turn(event, now_s)
 
-    def _turn(self, event: Event, now_s: float) -> None:
+    def _turn(self, event: Fact, now_s: float) -> None:
         match event:
-            case events.EngineTurned():
+            case facts.Turn():
                 turn = EngineTurn(now_s, event.worker, event.to, event.reason)
                 self.turns.append(turn)
                 self._open[event.worker] = turn
-            case events.TurnRefused():
+            case facts.TurnRefused():
                 self._end([event.worker], f"refused: {event.detail}")
-            case events.RoleChangeStarted() if event.undoes is None:
+            case facts.RoleChangeStarted() if event.undoes is None:
                 for worker in event.assignments:
                     if (asked := self._open.get(worker)) is not None and asked.generation is None:
                         asked.generation, asked.result = event.generation, "under way"
-            case events.RoleChanged():
+            case facts.RoleChanged():
                 done = self._open.get(event.worker)
                 if done is not None and done.generation == event.generation:
                     done.seconds = event.seconds
                     self._end([event.worker], "done")
-            case events.RoleChangeFailed():
+            case facts.RoleChangeFailed():
                 self._end(self._of(event.generation), f"undone: {event.detail}")
-            case events.RoleChangeCancelled():
+            case facts.RoleChangeCancelled():
                 self._end(self._of(event.generation), "cancelled on request")
 
     def _of(self, generation: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""`libra trace`: the event log as a trace for Perfetto (https://ui.perfetto.dev) and Chrome, in the Trace Event Format as JSON.
+"""`libra trace`: the event log as a trace for Perfetto (https://ui.perfetto.dev) and Chrome, in the Trace Fact Format as JSON.
 
 Each worker is a process with one line for its state (`libra.observe.worker_time`), one for weight syncs, and one for each slot
 that was in use at the same time, with its quanta. The process ``run`` has steps, published versions, and counters: open
@@ -19,9 +19,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, TextIO
 
-from libra import events, keys
+from libra import facts, keys
 from libra.errors import ConfigError, StoreError, disk_refusal
-from libra.events import Event
+from libra.facts import Line
 from libra.observe.worker_time import WorkerTimes
 from libra.types import Phase
 from libra.untrusted import shown_line
@@ -34,7 +34,7 @@ MAX_LEVELS: Final = 12
 """Levels with a counter of their own; deeper ones are counted together."""
 _LANES: Final = {Phase.ROLLOUT: 0, Phase.TOOL: 100_000}
 
-Line = dict[str, Any]
+TraceLine = dict[str, Any]
 
 
 class Tracer:
@@ -52,47 +52,48 @@ class Tracer:
         self._sampled_s = 0.0
         self._names: dict[tuple[int, int], str] = {}
 
-    def add(self, event: Event) -> Iterator[Line]:
-        """The lines of one event."""
-        self.times.add(event)
-        now_s = self.times.now_s
+    def add(self, logged: Line) -> Iterator[TraceLine]:
+        """The lines of one fact."""
+        self.times.add(logged)
+        now_s, event = self.times.now_s, logged.fact
         match event:
-            case events.RunStarted():
+            case facts.RunStarted():
                 self._level.clear()
                 self._waiting.clear()
                 self._open.clear()
                 yield _instant(RUN_PID, f"start {event.epoch}", now_s)
-            case events.TrajectoryParked():
+            case facts.TrajectoryParked():
                 self._open.add(event.key)
-                level = int(event.priority[1]) if len(event.priority) > 1 else 0
-                self._waits(event.key, (str(event.phase), level))
-            case events.QuantumDispatched() | events.QuantumContinued():
+                self._waits(event.key, (str(event.phase), 0))
+            case facts.SetPriority() if (waits := self._level.get(event.key)) is not None:
+                self._waits(event.key, (waits[0], event.priority.level))
+            case facts.QuantumDispatched() | facts.QuantumContinued():
                 self._waits(event.key, None)
                 self._begun[event.key] = now_s
-            case events.QuantumFinished():
+            case facts.QuantumFinished():
                 yield self._quantum(event, now_s)
-            case events.TrajectoryEnded():
+            case facts.TrajectoryEnded():
                 self._waits(event.key, None)
                 self._open.discard(event.key)
-            case events.VersionServed():
+            case facts.VersionServed():
                 yield self._slice(
                     self._pid(event.worker), SYNC_TID, f"load version {event.version}", now_s - event.load_s, now_s
                 )
-            case events.StepFinished():
+            case facts.StepFinished():
                 what = {"loss": event.loss if math.isfinite(event.loss) else str(event.loss)}  # JSON has no NaN
                 yield self._slice(RUN_PID, STATE_TID, f"step {event.step}", now_s - event.train_s, now_s, what)
-            case events.VersionPublished():
+            case facts.VersionPublished():
                 yield _instant(RUN_PID, f"version {event.version}", now_s)
-            case events.BatchOpened() | events.GateOpened():
+            case facts.OpenBatch() | facts.OpenGate():
                 yield _instant(
                     RUN_PID, f"{event.name} {getattr(event, 'batch', getattr(event, 'iteration', ''))}", now_s
                 )
-            case events.WorkerLost() | events.FailureClassified() | events.StallDetected():
+            case facts.WorkerLost() | facts.FailureClassified() | facts.StallDetected():
                 yield _instant(RUN_PID, event.name, now_s)
         if now_s - self._sampled_s >= SAMPLE_S:
             yield from self._counters(now_s)
 
-    def finish(self) -> Iterator[Line]:
+    def finish(self) -> Iterator[TraceLine]:
         """The states of all workers, and the names of all lines."""
         yield from self._counters(self.times.now_s)
         for worker, found in self.times.segments().items():
@@ -105,7 +106,7 @@ class Tracer:
         for (pid, tid), name in sorted(self._names.items()):
             yield _meta(pid, tid, "thread_name", name)
 
-    def _quantum(self, event: events.QuantumFinished, now_s: float) -> Line:
+    def _quantum(self, event: facts.QuantumFinished, now_s: float) -> TraceLine:
         phase, pid = Phase(event.phase), self._pid(event.worker)
         begun_s = self._begun.pop(event.key, now_s - event.latency_s)
         self._tokens += event.tokens
@@ -126,7 +127,9 @@ class Tracer:
             pid, tid, subject, begun_s, now_s, what | {name: each for name, each in texts.items() if each}
         )
 
-    def _slice(self, pid: int, tid: int, name: str, start_s: float, stop_s: float, what: Line | None = None) -> Line:
+    def _slice(
+        self, pid: int, tid: int, name: str, start_s: float, stop_s: float, what: TraceLine | None = None
+    ) -> TraceLine:
         if tid in (STATE_TID, SYNC_TID):
             self._names[pid, tid] = "steps" if pid == RUN_PID else "state" if tid == STATE_TID else "weights"
         start_s = max(start_s, 0.0)
@@ -151,7 +154,7 @@ class Tracer:
             self._level[key] = where
             self._waiting[where] += 1
 
-    def _counters(self, now_s: float) -> Iterator[Line]:
+    def _counters(self, now_s: float) -> Iterator[TraceLine]:
         by_phase: Counter[str] = Counter()
         by_level: Counter[str] = Counter()
         for (phase, level), count in self._waiting.items():
@@ -170,19 +173,19 @@ def _us(seconds: float) -> int:
     return round(1e6 * seconds)
 
 
-def _instant(pid: int, name: str, at_s: float) -> Line:
+def _instant(pid: int, name: str, at_s: float) -> TraceLine:
     return {"ph": "i", "pid": pid, "tid": STATE_TID, "name": shown_line(name), "ts": _us(at_s), "s": "p"}
 
 
-def _counter(name: str, at_s: float, values: Line) -> Line:
+def _counter(name: str, at_s: float, values: TraceLine) -> TraceLine:
     return {"ph": "C", "pid": RUN_PID, "tid": 0, "name": name, "ts": _us(at_s), "args": values}
 
 
-def _meta(pid: int, tid: int, what: str, name: str) -> Line:
+def _meta(pid: int, tid: int, what: str, name: str) -> TraceLine:
     return {"ph": "M", "pid": pid, "tid": tid, "name": what, "args": {"name": shown_line(name)}}
 
 
-def trace_lines(log: Iterable[Event], trainers: Sequence[str] = ()) -> Iterator[Line]:
+def trace_lines(log: Iterable[Line], trainers: Sequence[str] = ()) -> Iterator[TraceLine]:
     """The lines of a whole log."""
     tracer = Tracer(trainers)
     for event in log:
@@ -190,7 +193,7 @@ def trace_lines(log: Iterable[Event], trainers: Sequence[str] = ()) -> Iterator[
     yield from tracer.finish()
 
 
-def write_trace(log: Iterable[Event], output: Path, trainers: Sequence[str] = ()) -> int:
+def write_trace(log: Iterable[Line], output: Path, trainers: Sequence[str] = ()) -> int:
     """Write the trace of a log, compressed where ``output`` ends with ``.gz``; returns its number of lines.
 
     Raises StoreError where the log is damaged, ConfigError if the file cannot be written; then nothing is left.
@@ -215,7 +218,7 @@ def _opened(path: Path, *, packed: bool) -> TextIO:
     return gzip.open(path, "wt", encoding="utf-8") if packed else path.open("w", encoding="utf-8")
 
 
-def _write_lines(file: TextIO, lines: Iterable[Line]) -> int:
+def _write_lines(file: TextIO, lines: Iterable[TraceLine]) -> int:
     count = 0
     file.write('{"displayTimeUnit":"ms","traceEvents":[')
     for count, line in enumerate(lines, 1):

@@ -24,8 +24,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
-from libra import events
-from libra.events import Event
+from libra import facts
+from libra.facts import Fact, Line
 from libra.observe.worker_states import AWAY, STATES, Kind, RunTime, WorkerClock, WorkerTime
 from libra.types import Phase
 
@@ -114,10 +114,10 @@ class WorkerTimes:
         """Trajectories that have a slot of this phase."""
         return self._num_generating if phase is Phase.ROLLOUT else self._num_acting
 
-    def time_of(self, event: Event) -> float:
+    def time_of(self, line: Line) -> float:
         """Its time over all starts of the run, if it is the next one."""
         now_s = self.now_s
-        event_s = (now_s if type(event) is events.RunStarted else self._base_s) + event.t_s
+        event_s = (now_s if type(line.fact) is facts.RunStarted else self._base_s) + line.t_s
         return event_s if event_s > now_s else now_s
 
     def segments(self) -> dict[str, list[tuple[float, float, str]]]:
@@ -131,15 +131,15 @@ class WorkerTimes:
 
     # ---------------------------------------------------------------- events
 
-    def add(self, event: Event, now_s: float | None = None) -> None:
-        """Take the next event of the log, whose `time_of` may be given; kinds that say nothing about workers advance the time."""
-        kind = type(event)
-        if kind is events.RunStarted:
+    def add(self, line: Line, now_s: float | None = None) -> None:
+        """Take the next line of the log, whose `time_of` may be given; kinds that say nothing about workers advance the time."""
+        event, kind = line.fact, type(line.fact)
+        if kind is facts.RunStarted:
             self._base_s = self.now_s
             self._begin()
             for name in self._trainers:
                 self._clock(name, "trainer")
-        self.now_s = self.time_of(event) if now_s is None else now_s
+        self.now_s = self.time_of(line) if now_s is None else now_s
         handler = _HANDLERS.get(kind)
         if handler is not None:
             handler(self, event)
@@ -233,7 +233,7 @@ class WorkerTimes:
 
     # ---------------------------------------------------------------- handlers: trajectories
 
-    def _parked(self, event: events.TrajectoryParked) -> None:
+    def _parked(self, event: facts.TrajectoryParked) -> None:
         self._stopped(event.key)
         self._waits(event.key, Phase(event.phase))
         self._open.add(event.key)
@@ -246,7 +246,7 @@ class WorkerTimes:
             self._waiting[key] = phase
             self._num_waiting[phase] += 1
 
-    def _started(self, event: events.QuantumDispatched | events.QuantumContinued) -> None:
+    def _started(self, event: facts.QuantumDispatched | facts.QuantumContinued) -> None:
         self._stopped(event.key)
         self._waits(event.key, None)
         phase = Phase(event.phase)
@@ -280,25 +280,25 @@ class WorkerTimes:
             self._num_acting -= 1
         self._update(clock)
 
-    def _ended(self, event: events.TrajectoryEnded) -> None:
+    def _ended(self, event: facts.TrajectoryEnded) -> None:
         self._stopped(event.key)
         self._waits(event.key, None)
         self._open.discard(event.key)
         self._has_ended = True
 
-    def _gate_opened(self, event: events.GateOpened) -> None:
+    def _gate_opened(self, event: facts.OpenGate) -> None:
         self._gates.discard(event.iteration)
         self._has_ended = False
 
     # ---------------------------------------------------------------- handlers: training
 
-    def _batch_opened(self, event: events.BatchOpened) -> None:
+    def _batch_opened(self, event: facts.OpenBatch) -> None:
         self._batches_parked.discard(event.batch)
         if not self._batches_opened:
             self._prepared_s = self.now_s
         self._batches_opened.add(event.batch)
 
-    def _step_finished(self, event: events.StepFinished) -> None:
+    def _step_finished(self, event: facts.StepFinished) -> None:
         self._batches_opened = {batch for batch in self._batches_opened if batch > event.step}
         self._waves_opened = {at: t_s for at, t_s in self._waves_opened.items() if at[0] > event.step}
         self._stepped = event.step
@@ -306,11 +306,11 @@ class WorkerTimes:
             if clock.kind == "trainer" and not clock.turned:
                 clock.relabel(self._prepared_s, self.now_s - event.train_s, "batch", _NOT_TRAINING)
 
-    def _wave_opened(self, event: events.WaveOpened) -> None:
+    def _wave_opened(self, event: facts.OpenWave) -> None:
         if event.members:
             self._waves_opened[event.batch, event.wave] = self.now_s
 
-    def _wave_trained(self, event: events.WaveTrained) -> None:
+    def _wave_trained(self, event: facts.WaveTrained) -> None:
         """What was training since the wave opened was that only since its gradient began."""
         begun_s = self.now_s - event.train_s
         opened_s = min(self._waves_opened.pop((event.batch, event.wave), begun_s), begun_s)
@@ -325,13 +325,13 @@ class WorkerTimes:
         for clock in sorted(turned, key=lambda each: each.ready_s)[: event.hybrids]:
             clock.relabel(max(begun_s, clock.ready_s), self.now_s, "turned", _NOT_IN_WAVES)
 
-    def _version_published(self, event: events.VersionPublished) -> None:
+    def _version_published(self, event: facts.VersionPublished) -> None:
         self._published = max(self._published, event.version)
         self._prepared_s = self.now_s
 
     # ---------------------------------------------------------------- handlers: workers
 
-    def _capacity(self, event: events.WorkerCapacity) -> None:
+    def _capacity(self, event: facts.WorkerCapacity) -> None:
         if event.worker not in self._clocks and not (event.rollout_slots or event.tool_slots):
             return
         known = self._clocks.get(event.worker)
@@ -340,16 +340,16 @@ class WorkerTimes:
         clock.count_slots(self.now_s)
         clock.num_slots = event.tool_slots if clock.kind == "tools" else event.rollout_slots
 
-    def _declared(self, event: events.EngineDeclared) -> None:
+    def _declared(self, event: facts.EngineDeclared) -> None:
         self._has_gpus(self._clock(event.worker, "engine"), event.tp)
 
-    def _served(self, event: events.VersionServed) -> None:
+    def _served(self, event: facts.VersionServed) -> None:
         clock = self._clock(event.worker, "engine")
         clock.served, clock.quarantined = True, False
         self._has_gpus(clock, event.tp)
         clock.relabel(self.now_s - event.load_s, self.now_s, "moving", _NOT_LOADING)
 
-    def _checked(self, event: events.VersionChecked) -> None:
+    def _checked(self, event: facts.VersionChecked) -> None:
         clock = self._clock(event.worker, "engine")
         clock.relabel(self.now_s - event.stopped_s, self.now_s, "moving", _NOT_LOADING)
 
@@ -357,12 +357,12 @@ class WorkerTimes:
         clock.gpus = max(tp, 1)
         self._update(clock)
 
-    def _quarantined(self, event: events.EngineQuarantined) -> None:
+    def _quarantined(self, event: facts.EngineQuarantined) -> None:
         clock = self._clock(event.worker, "engine")
         clock.quarantined = True
         self._update(clock)
 
-    def _joined(self, event: events.WorkerJoined) -> None:
+    def _joined(self, event: facts.WorkerJoined) -> None:
         clock = self._clocks.get(event.worker)
         if clock is not None and clock.turned:  # it was lost while it trained
             clock.kind, clock.ready_s = "engine", math.inf
@@ -370,7 +370,7 @@ class WorkerTimes:
             self._clock(event.worker, clock.kind).served = False
             self._update(clock)
 
-    def _lost(self, event: events.WorkerLost) -> None:
+    def _lost(self, event: facts.WorkerLost) -> None:
         """It is gone; one that had slots is also withdrawn, and a change of its role that was under way fails."""
         clock = self._clocks.get(event.worker)
         if clock is not None and clock.turned and not clock.changing:
@@ -378,7 +378,7 @@ class WorkerTimes:
             clock.kind, clock.away, clock.ready_s = "engine", True, math.inf
             self._update(clock)
 
-    def _withdrawn(self, event: events.WorkerWithdrawn) -> None:
+    def _withdrawn(self, event: facts.WorkerWithdrawn) -> None:
         clock = self._clocks.get(event.worker)
         if clock is not None and clock.changing:  # it has no slots any more; what runs there goes on
             clock.count_slots(self.now_s)
@@ -390,17 +390,17 @@ class WorkerTimes:
             clock.away, clock.served = True, False
             self._update(clock)
 
-    def _turned(self, event: events.EngineTurned) -> None:
+    def _turned(self, event: facts.Turn) -> None:
         self._asked[event.worker] = event.to
         if event.to == "training":
             self._clock(event.worker, "engine").turned = True
 
-    def _turn_refused(self, event: events.TurnRefused) -> None:
+    def _turn_refused(self, event: facts.TurnRefused) -> None:
         clock = self._clocks.get(event.worker)
         if clock is not None and self._asked.get(event.worker) == "training":
             clock.turned = False
 
-    def _gang_formed(self, event: events.GangFormed) -> None:
+    def _gang_formed(self, event: facts.GangFormed) -> None:
         self._group_lost = False
         for name in event.members:
             clock = self._clock(name, "trainer")
@@ -408,10 +408,10 @@ class WorkerTimes:
                 clock.kind = "trainer"
                 self._update(clock)
 
-    def _gang_lost(self, event: events.GangLost) -> None:
+    def _gang_lost(self, event: facts.GangLost) -> None:
         self._group_lost = True
 
-    def _role_change_started(self, event: events.RoleChangeStarted) -> None:
+    def _role_change_started(self, event: facts.RoleChangeStarted) -> None:
         self._changes[event.generation] = tuple(event.assignments)
         for name, has in event.assignments.items():
             if (clock := self._clocks.get(name)) is not None:
@@ -421,7 +421,7 @@ class WorkerTimes:
                     clock.ready_s = math.inf
                 self._update(clock)
 
-    def _role_change_undone(self, event: events.RoleChangeFailed | events.RoleChangeCancelled) -> None:
+    def _role_change_undone(self, event: facts.RoleChangeFailed | facts.RoleChangeCancelled) -> None:
         """Those of its workers that are still there change back at once."""
         for name in self._changes.pop(event.generation, ()):
             if (clock := self._clocks.get(name)) is not None and clock.changing:
@@ -429,16 +429,16 @@ class WorkerTimes:
                 clock.changing, clock.away, clock.served = "", True, False
                 self._update(clock)
 
-    def _role_stage(self, event: events.RoleStage) -> None:
+    def _role_stage(self, event: facts.RoleStage) -> None:
         clock = self._clocks.get(event.worker)
         if clock is not None and event.stage == "state":
             clock.ready_s = self.now_s
             self._update(clock)
 
-    def _role_changed(self, event: events.RoleChanged) -> None:
+    def _role_changed(self, event: facts.RoleChanged) -> None:
         self._has_role(event.worker, event.to_role, event.to_tp)
 
-    def _role_restored(self, event: events.RoleRestored) -> None:
+    def _role_restored(self, event: facts.RoleRestored) -> None:
         self._has_role(event.worker, event.role, event.tp)
 
     def _has_role(self, name: str, role: str, tp: int) -> None:
@@ -451,48 +451,48 @@ class WorkerTimes:
         self._update(clock)
 
 
-_HANDLERS: Final[dict[type[Event], Callable[[WorkerTimes, Any], None]]] = {
-    events.TrajectoryParked: WorkerTimes._parked,
-    events.QuantumDispatched: WorkerTimes._started,
-    events.QuantumContinued: WorkerTimes._started,
-    events.QuantumFinished: lambda self, event: self._stopped(event.key),
-    events.QuantumLost: lambda self, event: self._stopped(event.key),
-    events.QuantumGivenBack: lambda self, event: self._stopped(event.key),
-    events.TrajectoryFoundEnded: lambda self, event: self._stopped(event.key),
-    events.TrajectoryEnded: WorkerTimes._ended,
-    events.GateParked: lambda self, event: self._gates.add(event.iteration),
-    events.GateOpened: WorkerTimes._gate_opened,
-    events.BatchParked: lambda self, event: self._batches_parked.add(event.batch),
-    events.WaveParked: lambda self, event: self._batches_parked.add(event.batch),
-    events.WaveOpened: WorkerTimes._wave_opened,
-    events.WaveTrained: WorkerTimes._wave_trained,
-    events.BatchOpened: WorkerTimes._batch_opened,
-    events.StepFinished: WorkerTimes._step_finished,
-    events.VersionPublished: WorkerTimes._version_published,
-    events.VersionServed: WorkerTimes._served,
-    events.VersionChecked: WorkerTimes._checked,
-    events.EngineDeclared: WorkerTimes._declared,
-    events.EngineQuarantined: WorkerTimes._quarantined,
-    events.WorkerCapacity: WorkerTimes._capacity,
-    events.WorkerJoined: WorkerTimes._joined,
-    events.WorkerLost: WorkerTimes._lost,
-    events.WorkerWithdrawn: WorkerTimes._withdrawn,
-    events.GangFormed: WorkerTimes._gang_formed,
-    events.GangLost: WorkerTimes._gang_lost,
-    events.EngineTurned: WorkerTimes._turned,
-    events.TurnRefused: WorkerTimes._turn_refused,
-    events.RoleChangeStarted: WorkerTimes._role_change_started,
-    events.RoleChangeFailed: WorkerTimes._role_change_undone,
-    events.RoleChangeCancelled: WorkerTimes._role_change_undone,
-    events.RoleStage: WorkerTimes._role_stage,
-    events.RoleChanged: WorkerTimes._role_changed,
-    events.RoleRestored: WorkerTimes._role_restored,
+_HANDLERS: Final[dict[type[Fact], Callable[[WorkerTimes, Any], None]]] = {
+    facts.TrajectoryParked: WorkerTimes._parked,
+    facts.QuantumDispatched: WorkerTimes._started,
+    facts.QuantumContinued: WorkerTimes._started,
+    facts.QuantumFinished: lambda self, event: self._stopped(event.key),
+    facts.QuantumLost: lambda self, event: self._stopped(event.key),
+    facts.QuantumGivenBack: lambda self, event: self._stopped(event.key),
+    facts.TrajectoryFoundEnded: lambda self, event: self._stopped(event.key),
+    facts.TrajectoryEnded: WorkerTimes._ended,
+    facts.GateParked: lambda self, event: self._gates.add(event.iteration),
+    facts.OpenGate: WorkerTimes._gate_opened,
+    facts.BatchParked: lambda self, event: self._batches_parked.add(event.batch),
+    facts.WaveParked: lambda self, event: self._batches_parked.add(event.batch),
+    facts.OpenWave: WorkerTimes._wave_opened,
+    facts.WaveTrained: WorkerTimes._wave_trained,
+    facts.OpenBatch: WorkerTimes._batch_opened,
+    facts.StepFinished: WorkerTimes._step_finished,
+    facts.VersionPublished: WorkerTimes._version_published,
+    facts.VersionServed: WorkerTimes._served,
+    facts.VersionChecked: WorkerTimes._checked,
+    facts.EngineDeclared: WorkerTimes._declared,
+    facts.EngineQuarantined: WorkerTimes._quarantined,
+    facts.WorkerCapacity: WorkerTimes._capacity,
+    facts.WorkerJoined: WorkerTimes._joined,
+    facts.WorkerLost: WorkerTimes._lost,
+    facts.WorkerWithdrawn: WorkerTimes._withdrawn,
+    facts.GangFormed: WorkerTimes._gang_formed,
+    facts.GangLost: WorkerTimes._gang_lost,
+    facts.Turn: WorkerTimes._turned,
+    facts.TurnRefused: WorkerTimes._turn_refused,
+    facts.RoleChangeStarted: WorkerTimes._role_change_started,
+    facts.RoleChangeFailed: WorkerTimes._role_change_undone,
+    facts.RoleChangeCancelled: WorkerTimes._role_change_undone,
+    facts.RoleStage: WorkerTimes._role_stage,
+    facts.RoleChanged: WorkerTimes._role_changed,
+    facts.RoleRestored: WorkerTimes._role_restored,
 }
 
 
-def worker_times(log: Iterable[Event], trainers: Sequence[str] = ()) -> WorkerTimes:
+def worker_times(log: Iterable[Line], trainers: Sequence[str] = ()) -> WorkerTimes:
     """The states of all workers over a whole log."""
     times = WorkerTimes(trainers)
-    for event in log:
-        times.add(event)
+    for line in log:
+        times.add(line)
     return times

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from libra import events
+from libra.facts import Fact, PlanAccepted, PlanConsidered
 from libra.planner.arrangement_forecast import ArrangementForecast, ArrangementScore, EndedIteration
 from libra.planner.arrangements import (
     Arrangement,
@@ -67,8 +67,8 @@ class SplitDecision:
     boundaries_tokens: Mapping[str, float]
     blocked: tuple[tuple[ArrangementScore, float], ...]
 
-    def events(self, predicted_step_s: float | None, realised_step_s: float) -> tuple[events.Event, ...]:
-        """The events ``plan_considered`` and, if accepted, ``plan_accepted``; the log adds run and time.
+    def facts(self, predicted_step_s: float | None, realised_step_s: float) -> tuple[Fact, ...]:
+        """``plan_considered`` and, if accepted, ``plan_accepted``.
 
         ``predicted_step_s`` was predicted before the iteration that took ``realised_step_s``; None: nothing was.
         """
@@ -79,8 +79,8 @@ class SplitDecision:
             "engines": tuple(sorted(seen.layout.engines.items())),
             "concurrency": tuple(sorted(seen.layout.concurrency.items())),
         }
-        considered = events.PlanConsidered(
-            run="", t_s=0.0, **layout,
+        considered = PlanConsidered(
+            **layout,
             predicted_step_s=predicted_step_s, realised_step_s=realised_step_s,
             current_step_s=seen.current_step_s, proposed_step_s=seen.proposed_step_s,
             gain_s=seen.gain_s, cost_s=seen.cost_s, num_changes=seen.num_changes,
@@ -92,7 +92,7 @@ class SplitDecision:
             return (considered,)
         boundaries = tuple(self.boundaries_tokens.values())
         commands = tuple((type(command).__name__, str(command)) for command in seen.commands)
-        accepted = events.PlanAccepted(run="", t_s=0.0, **layout, boundaries_tokens=boundaries, commands=commands)
+        accepted = PlanAccepted(**layout, boundaries_tokens=boundaries, commands=commands)
         return (considered, accepted)
 
 

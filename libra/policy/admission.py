@@ -32,14 +32,15 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, Self
+from dataclasses import dataclass
+from typing import Self
 
+from libra.facts import OpenBatch, OpenGate, OpenWave, StepMeasured, TakeSteps
 from libra.policy.first_come import first_come
-from libra.policy.messages import OpenBatch, OpenGate, OpenWave
+from libra.policy.snapshots import Saved
 from libra.policy.staleness import StalenessPolicy, Verdict, judge
 from libra.policy.waves import GroupId, Members, Waves
-from libra.policy.way_choice import MeasuredStep, TakeSteps, WayChoice
+from libra.policy.way_choice import WayChoice
 
 Opened = OpenGate | OpenBatch | OpenWave | TakeSteps
 
@@ -56,7 +57,7 @@ class CommittedGroup:
     oldest_version: int
 
 
-class Admission:
+class Admission(Saved):
     """Staleness bookkeeping of one run.
 
     Parameters
@@ -79,6 +80,24 @@ class Admission:
     ways : WayChoice
         Of a run that chooses how to take its steps; else it has nothing to choose.
     """
+
+    SAVED = {
+        "staleness": StalenessPolicy,
+        "groups_per_batch": int,
+        "first_come": bool,
+        "version": int,
+        "trained": int,
+        "_gates": set[int],
+        "_batches": set[int],
+        "_in_flight": dict[GroupId, int],
+        "_committed": dict[GroupId, int],
+        "_consumed": dict[int, set[int]],
+        "_whole_below": int,
+        "_told_below": int,
+        "opened": dict[int, tuple[GroupId, ...]],
+        "waves": Waves,
+        "ways": WayChoice,
+    }
 
     def __init__(
         self,
@@ -156,47 +175,6 @@ class Admission:
             admission.group_committed(done)
         return admission
 
-    def snapshot(self) -> dict[str, Any]:
-        """Its state, as JSON-able values."""
-        return {
-            "eta": self.eta,
-            "staleness": {**asdict(self.staleness), "over_age": str(self.staleness.over_age)},
-            "groups_per_batch": self.groups_per_batch,
-            "first_come": self.first_come,
-            "version": self.version,
-            "trained": self.trained,
-            "gates": sorted(self._gates),
-            "batches": sorted(self._batches),
-            "in_flight": [[*group, oldest] for group, oldest in sorted(self._in_flight.items())],
-            "committed": [[*group, oldest] for group, oldest in sorted(self._committed.items())],
-            "opened": [[batch, [list(group) for group in members]] for batch, members in sorted(self.opened.items())],
-            "consumed": [[iteration, sorted(groups)] for iteration, groups in sorted(self._consumed.items())],
-            "whole_below": self._whole_below,
-            "told_below": self._told_below,
-            "waves": self.waves.snapshot(),
-            "ways": self.ways.snapshot(),
-        }
-
-    def restore(self, snapshot: Mapping[str, Any]) -> None:
-        """Take the state of ``snapshot``; KeyError, TypeError or ValueError if it is not a snapshot."""
-        policy = dict(snapshot.get("staleness", {"eta": int(snapshot["eta"])}))  # older logs have eta alone
-        policy["over_age"] = Verdict(policy.get("over_age", Verdict.WAIT))
-        self.staleness = StalenessPolicy(**policy)
-        self.groups_per_batch, self.version = int(snapshot["groups_per_batch"]), int(snapshot["version"])
-        self.trained = int(snapshot.get("trained", self.version))
-        self.first_come = bool(snapshot.get("first_come", False))
-        self._gates, self._batches = set(snapshot["gates"]), set(snapshot["batches"])
-        self._in_flight = {(iteration, group): oldest for iteration, group, oldest in snapshot["in_flight"]}
-        self._committed = {(iteration, group): oldest for iteration, group, oldest in snapshot["committed"]}
-        self.opened = {}
-        self.waves.restore(snapshot.get("waves", {}))
-        self.ways = WayChoice.restored(snapshot.get("ways", {}))
-        # Snapshots of older logs have the members of every batch instead.
-        self._whole_below, self._told_below = int(snapshot.get("whole_below", 0)), int(snapshot.get("told_below", 0))
-        self._consumed = {int(iteration): set(groups) for iteration, groups in snapshot.get("consumed", ())}
-        for batch, members in snapshot["opened"]:
-            self._open(batch, tuple((iteration, group) for iteration, group in members))
-
     def gate_parked(self, iteration: int) -> tuple[Opened, ...]:
         """Iteration ``iteration`` waits at its gate."""
         self._gates.add(iteration)
@@ -223,7 +201,7 @@ class Admission:
         self.waves.trained(batch, wave)
         return self._decide()
 
-    def steps_measured(self, step: MeasuredStep) -> tuple[Opened, ...]:
+    def steps_measured(self, step: StepMeasured) -> tuple[Opened, ...]:
         """A step was measured: choose how to take the next ones."""
         choice = self.ways.measured(step)
         return () if choice is None else (choice, *self._decide())

@@ -9,10 +9,10 @@ Promises
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from libra.policy.messages import Event, Priority, QuantumStarted, SetPriority, TrajectoryEnded, TrajectoryParked
+from libra.facts import Fact, Priority, QuantumStarted, SetPriority, TrajectoryEnded, TrajectoryParked
+from libra.policy.snapshots import Saved
 from libra.policy.starvation_guard import OVERDUE, StarvationGuard
 from libra.policy.trajectory_table import TrajectoryStats, TrajectoryTable, length_class
 
@@ -21,19 +21,20 @@ PATIENCE = 200_000
 those of a large iteration that had not begun were overdue after minutes, and the order was that of arrival.)"""
 
 
-class Mlfq:
+class Mlfq(Saved):
     """Least attained service first, in classes of half octaves, then by arrival.
 
     The classic multi-level feedback queue, without forecasts; a baseline.
     """
 
     name: ClassVar[str] = "mlfq"
+    SAVED = {"_trajectories": TrajectoryTable, "_guard": StarvationGuard}
 
     def __init__(self, *, patience: int = PATIENCE) -> None:
         self._trajectories = TrajectoryTable()
         self._guard = StarvationGuard(patience)
 
-    def handle(self, event: Event) -> tuple[SetPriority, ...]:
+    def handle(self, event: Fact) -> tuple[SetPriority, ...]:
         """Answer one event; deterministic in the sequence of events."""
         stats = self._trajectories.handle(event)
         match event:
@@ -50,20 +51,6 @@ class Mlfq:
     def _level(self, stats: TrajectoryStats) -> tuple[int, str]:
         level = length_class(stats.generated_tokens)
         return 1 + level, f"mlfq: class {level} by tokens generated"
-
-    def snapshot(self) -> dict[str, Any]:
-        """Its state, as JSON-able values."""
-        return {
-            "lives": self._trajectories.snapshot(),
-            "patience": self._guard.patience,
-            "waiting": self._guard.snapshot(),
-        }
-
-    def restore(self, snapshot: Mapping[str, Any]) -> None:
-        """Take the state of ``snapshot``; KeyError, TypeError or ValueError if it is not a snapshot."""
-        self._trajectories.restore(snapshot["lives"])
-        self._guard = StarvationGuard(int(snapshot["patience"]))
-        self._guard.restore(snapshot["waiting"])
 
 
 class CompletedCalls(Mlfq):

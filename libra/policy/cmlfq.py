@@ -35,12 +35,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
-from libra.policy.attained_service import PATIENCE
-from libra.policy.calibration_log import CalibrationLog
-from libra.policy.forecast import Forecast, Forecaster
-from libra.policy.messages import (
+from libra.facts import (
     BoundariesSet,
-    Event,
+    Fact,
     Prefer,
     Priority,
     QuantumFinished,
@@ -48,10 +45,14 @@ from libra.policy.messages import (
     SetPriority,
     TrajectoryEnded,
     TrajectoryParked,
-    WorkerJoined,
+    WorkerCapacity,
 )
+from libra.policy.attained_service import PATIENCE
+from libra.policy.calibration_log import CalibrationLog
+from libra.policy.forecast import Forecast, Forecaster
 from libra.policy.oracle_lengths import KnownLengths
 from libra.policy.posterior import Posterior
+from libra.policy.snapshots import Saved
 from libra.policy.starvation_guard import OVERDUE, StarvationGuard
 from libra.policy.trajectory_table import NUM_CLASSES, TrajectoryStats, TrajectoryTable, length_class
 from libra.types import Phase
@@ -85,7 +86,7 @@ class SelfScoring(Protocol):
     def weights(self) -> dict[str, float]: ...
 
 
-class CMLFQ:
+class CMLFQ(Saved):
     """Libra's ordering; `Predictor` and `Oracle` are the same rule with other forecasts.
 
     Parameters
@@ -98,6 +99,20 @@ class CMLFQ:
     """
 
     name: ClassVar[str] = "cmlfq"
+    SAVED = {
+        "objective": str,
+        "_guard": StarvationGuard,
+        "_trajectories": TrajectoryTable,
+        "_groups": dict[str, list[float]],
+        "_unbegun": dict[str, dict[str, None]],
+        "_told_class": dict[str, int],
+        "_sampled_tokens": int,
+        "_read_tokens": int,
+        "_exchanges": bool,
+        "_boundaries": tuple[tuple[int, float], ...],
+        "_begins": dict[str, int],
+        "forecaster": Forecaster,
+    }
 
     def __init__(
         self, forecaster: Forecaster | None = None, *, objective: Objective = "makespan", patience: int = PATIENCE
@@ -118,12 +133,12 @@ class CMLFQ:
         self._exchanges = False  # whether engines exchange KV, so that a pause costs little
         self._calibration = CalibrationLog()
 
-    def handle(self, event: Event) -> tuple[SetPriority | Prefer, ...]:
+    def handle(self, event: Fact) -> tuple[SetPriority | Prefer, ...]:
         """Answer one event; deterministic in the sequence of events."""
         self.forecaster.handle(event)
         stats = self._trajectories.handle(event)
         match event:
-            case WorkerJoined(rollout_slots=slots, kv_token_bytes=token_bytes) if slots:
+            case WorkerCapacity(rollout_slots=slots, kv_token_bytes=token_bytes) if slots:
                 self._exchanges = token_bytes > 0
             case TrajectoryParked(key=key, phase=phase):
                 assert stats is not None
@@ -337,38 +352,10 @@ class CMLFQ:
             "outcomes": [[round(first), round(half), tokens] for first, half, tokens in self._calibration.outcomes],
         }
 
-    def snapshot(self) -> dict[str, Any]:
-        """Its state, as JSON-able values."""
-        return {
-            "objective": self.objective,
-            "patience": self._guard.patience,
-            "lives": self._trajectories.snapshot(),
-            "waiting": self._guard.snapshot(),
-            "groups": {group: list(state) for group, state in sorted(self._groups.items())},
-            "unbegun": [[group, list(waiting)] for group, waiting in self._unbegun.items()],
-            "told": dict(sorted(self._told_class.items())),
-            "tokens": [self._sampled_tokens, self._read_tokens],
-            "forecaster": self.forecaster.snapshot(),
-            **({"exchanges": True} if self._exchanges else {}),
-            **({"boundaries": [list(pair) for pair in self._boundaries]} if self._boundaries else {}),
-            **({"begins": dict(sorted(self._begins.items()))} if self._begins else {}),
-        }
-
     def restore(self, snapshot: Mapping[str, Any]) -> None:
         """Take the state of ``snapshot``; KeyError, TypeError or ValueError if it is not a snapshot."""
-        self.objective = snapshot["objective"]
-        self._guard = StarvationGuard(int(snapshot["patience"]))
-        self._guard.restore(snapshot["waiting"])
-        self._trajectories.restore(snapshot["lives"])
-        self._groups = {str(group): [float(x) for x in state] for group, state in snapshot["groups"].items()}
-        self._unbegun = {str(group): dict.fromkeys(waiting) for group, waiting in snapshot["unbegun"]}
-        self._told_class = {str(key): int(length) for key, length in snapshot["told"].items()}
-        self._boundaries = tuple((int(tp), float(tokens)) for tp, tokens in snapshot.get("boundaries", ()))
-        self._exchanges = bool(snapshot.get("exchanges", False))
-        self._begins = {str(key): int(tp) for key, tp in snapshot.get("begins", {}).items()}
-        self._sampled_tokens, self._read_tokens = (int(tokens) for tokens in snapshot["tokens"])
+        super().restore(snapshot)
         self._calibration = CalibrationLog()
-        self.forecaster.restore(snapshot["forecaster"])
 
 
 class Predictor(CMLFQ):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import msgspec
 
-from libra.policy.messages import WorkerJoined
+from libra.facts import WorkerCapacity
 from libra.types import EngineCapacity, StepSeconds
 
 DIGITS = 12
@@ -19,12 +19,12 @@ DIGITS = 12
 
 def joined_of(
     worker: str, bucket: str, capacity: EngineCapacity, *, rollout_slots: int | None = None, tool_slots: int = 0
-) -> WorkerJoined:
+) -> WorkerCapacity:
     """A worker whose engine declares ``capacity``; ``rollout_slots`` are those it has now (None: the engine's)."""
     slots = capacity.slots if rollout_slots is None else rollout_slots
     limit = capacity.max_context_tokens
     kv_token_bytes = capacity.kv_token_bytes if capacity.exchanges_kv else 0
-    joined = WorkerJoined(
+    joined = WorkerCapacity(
         worker, bucket, slots, tool_slots, capacity.kv_tokens, max_context_tokens=limit, kv_token_bytes=kv_token_bytes
     )
     steps = capacity.steps

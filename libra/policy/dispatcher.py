@@ -33,19 +33,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from libra.policy.bucket_rows import bucket_rows
-from libra.policy.engine_loads import SURE, UNSURE, Loads
-from libra.policy.fleet import Fleet
-from libra.policy.leases.actions import ActionLeases
-from libra.policy.leases.resources import Revoke
-from libra.policy.messages import (
+from libra.facts import (
     ActionRequested,
     Command,
-    Event,
+    Fact,
+    HomeChanged,
     HomeForgotten,
-    KVTransferred,
-    LeaseTaken,
-    Place,
     Prefer,
     Priority,
     QuantumFinished,
@@ -56,10 +49,16 @@ from libra.policy.messages import (
     TrajectoryEnded,
     TrajectoryParked,
     Vacate,
-    WorkerJoined,
-    WorkerLeft,
+    WorkerCapacity,
+    WorkerWithdrawn,
 )
+from libra.policy.bucket_rows import bucket_rows
+from libra.policy.engine_loads import SURE, UNSURE, Loads
+from libra.policy.fleet import Fleet
+from libra.policy.leases.actions import ActionLeases
+from libra.policy.leases.resources import Revoke
 from libra.policy.phase_queue import Entry, PhaseQueue, order_of
+from libra.policy.placements import LeaseTaken, Place
 from libra.policy.starvation_guard import OVERDUE
 from libra.policy.strain import strained
 from libra.types import Phase, ToolStatus
@@ -91,7 +90,7 @@ class Dispatcher:
         self._begins_tp: dict[str, int] = {}  # of trajectories with a planned degree
         self._loads = Loads(self._fleet, SURE if sure else UNSURE)
         self._last_home: dict[
-            str, WorkerJoined
+            str, WorkerCapacity
         ] = {}  # of trajectories that have none now: an engine that may have their KV
         self._serial = 0
         self.allowed: Callable[[str, str], bool] | None = None
@@ -102,7 +101,7 @@ class Dispatcher:
 
     # ---------------------------------------------------------------- events and commands
 
-    def handle(self, event: Event) -> None:
+    def handle(self, event: Fact) -> None:
         """Follow one event; call it before the ordering's `handle`, whose commands go to `apply`."""
         if type(event) is QuantumFinished:
             self._finished(event)
@@ -115,24 +114,25 @@ class Dispatcher:
             self._phase_of[key] = event.phase
             self._unplaced.add(key)
             self._buckets.pop(key, None)
-        elif type(event) is QuantumStarted:
+        elif isinstance(event, QuantumStarted):
             queue = self._phases[event.phase]
             if event.key not in queue.running and event.worker in queue.slots:  # otherwise it continues in its slot
                 queue.leave(event.key)
                 queue.take(event.key, event.worker)
-        elif type(event) is KVTransferred:
-            self._loads.transfers.add(event.num_bytes, event.seconds)
+        elif type(event) is HomeChanged:
+            if event.num_bytes:
+                self._loads.transfers.add(event.num_bytes, event.took_s)
         elif type(event) is HomeForgotten:
             self._tool_home.pop(event.key, None)
             self._last_home.pop(event.key, None)
         elif type(event) is TrajectoryEnded:
             self._ended(event.key)
-        elif type(event) is WorkerJoined:
+        elif type(event) is WorkerCapacity:
             self._phases[Phase.ROLLOUT].supply(event.worker, event.rollout_slots)
             self._phases[Phase.TOOL].supply(event.worker, event.tool_slots)
             if self.leases is not None:
                 self.leases.slots(event.worker, event.tool_slots)
-        elif type(event) is WorkerLeft:
+        elif type(event) is WorkerWithdrawn:
             self._worker_left(event)
             return
         elif isinstance(event, ToolsDeclared | ToolCapacity | ActionRequested):
@@ -238,7 +238,7 @@ class Dispatcher:
         for table in (self._phase_of, self._buckets, self._begins_tp, self._tool_home, self._last_home):
             table.pop(key, None)
 
-    def _worker_left(self, event: WorkerLeft) -> None:
+    def _worker_left(self, event: WorkerWithdrawn) -> None:
         for phase in self._phases.values():
             phase.lose(event.worker)
         if self.leases is not None:

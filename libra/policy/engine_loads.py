@@ -24,10 +24,11 @@ from typing import NamedTuple
 
 import msgspec
 
+from libra.facts import WorkerCapacity
 from libra.policy.fleet import Fleet
 from libra.policy.kv_profile import Demand, peak_tokens
-from libra.policy.messages import Move, Place, WorkerJoined
 from libra.policy.move_price import TransferPace, priced
+from libra.policy.placements import Move, Place
 
 UNSURE, SURE = 3.0, 64.0
 """Exponents of the norm. The longest alone overrates a predictor whose forecasts correlate with the truth by 0.6: 2 to 5 % of the
@@ -123,10 +124,8 @@ class Loads:
         return load.groups.get(group, 0) if load is not None and group is not None else 0
 
     def set_forecast(self, key: str, left_tokens: float, final_tokens: float) -> None:
-        """Forecast: ``key`` generates ``left_tokens`` more and ends with a context of ``final_tokens``.
-
-        Both are limited to the longest context of any engine, so that a high first forecast does not leave engines
-        empty."""
+        """Forecast: ``key`` generates ``left_tokens`` more and ends with a context of ``final_tokens``, each at most the longest
+        context of any engine, so that a high first forecast leaves none empty."""
         is_first = key not in self._left
         left_tokens = self._believe(key, left_tokens, final_tokens)
         if is_first:
@@ -429,7 +428,7 @@ class Loads:
             return 0.0
         return here_s - after_s
 
-    def price(self, key: str, worker: str, last_home: WorkerJoined | None = None) -> Move | None:
+    def price(self, key: str, worker: str, last_home: WorkerCapacity | None = None) -> Move | None:
         """The price of ``worker`` as the new home of ``key``, whose KV is at its home or ``last_home``; None if that is nowhere or
         here."""
         hosts, home = self._fleet.hosts, self._fleet.home.get(key)
@@ -438,7 +437,7 @@ class Loads:
             return None
         return priced(self._fleet.context_tokens.get(key, 0), spec, hosts[worker].spec, self.transfers)
 
-    def placed(self, place: Place, last_home: WorkerJoined | None = None) -> Place:
+    def placed(self, place: Place, last_home: WorkerCapacity | None = None) -> Place:
         """The placement, with its price if it is a move between engines that exchange KV; its worker is the trajectory's home
         from now on."""
         move = self.price(place.key, place.worker, last_home)

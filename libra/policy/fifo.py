@@ -12,14 +12,16 @@ Promises
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from libra.policy.messages import Event, Priority, SetPriority, TrajectoryEnded, TrajectoryParked
+from libra.facts import Fact, Priority, SetPriority, TrajectoryEnded, TrajectoryParked
+from libra.policy.snapshots import Saved
 
 
-class Fifo:
+class Fifo(Saved):
     """The order of arrival as a policy object; one per run."""
+
+    SAVED = {"_arrivals": int, "_order": dict[str, int]}
 
     name: ClassVar[str] = "fifo"
 
@@ -27,7 +29,7 @@ class Fifo:
         self._order: dict[str, int] = {}
         self._arrivals = 0
 
-    def handle(self, event: Event) -> tuple[SetPriority, ...]:
+    def handle(self, event: Fact) -> tuple[SetPriority, ...]:
         """Answer one event; deterministic in the sequence of events."""
         if type(event) is TrajectoryParked:  # quicker than match, and every event comes here
             order = self._order.get(event.key)
@@ -38,12 +40,3 @@ class Fifo:
         if type(event) is TrajectoryEnded:
             self._order.pop(event.key, None)
         return ()
-
-    def snapshot(self) -> dict[str, Any]:
-        """Its state, as JSON-able values."""
-        return {"arrivals": self._arrivals, "order": dict(sorted(self._order.items()))}
-
-    def restore(self, snapshot: Mapping[str, Any]) -> None:
-        """Take the state of ``snapshot``; KeyError, TypeError or ValueError if it is not a snapshot."""
-        self._arrivals = int(snapshot["arrivals"])
-        self._order = {str(key): int(order) for key, order in snapshot["order"].items()}

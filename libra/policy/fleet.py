@@ -14,18 +14,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
-from libra.policy.messages import (
-    Event,
+from libra.facts import (
+    Fact,
     HomeForgotten,
     QuantumFinished,
     QuantumStarted,
     TrajectoryEnded,
     TrajectoryParked,
-    WorkerJoined,
-    WorkerLeft,
+    WorkerCapacity,
+    WorkerWithdrawn,
 )
+from libra.policy.snapshots import Saved
 from libra.types import Phase
 
 REMEMBERED = 0.95
@@ -47,7 +46,7 @@ class Host:
 
     Attributes
     ----------
-    spec : WorkerJoined
+    spec : WorkerCapacity
     running : int
         Generations that run there.
     context_tokens : int
@@ -59,7 +58,7 @@ class Host:
         with most weight. Of an engine that exchanges KV, else 0.
     """
 
-    spec: WorkerJoined
+    spec: WorkerCapacity
     running: int = 0
     context_tokens: int = 0
     residents: int = 0
@@ -90,8 +89,19 @@ class Host:
         return spec.alone_s_per_token + spec.beside_s_per_token * beside + spec.context_s_per_token * held_tokens
 
 
-class Fleet:
+class Fleet(Saved):
     """Rollout workers by name, and the home of every trajectory."""
+
+    SAVED = {
+        "hosts": dict[str, Host],
+        "home": dict[str, str],
+        "context_tokens": dict[str, int],
+        "_running": dict[str, str],
+        "buckets": dict[str, list[str]],
+        "silent": set[str],
+        "max_context_tokens": int,
+        "slot_tokens": float,
+    }
 
     def __init__(self) -> None:
         self.hosts: dict[str, Host] = {}
@@ -104,7 +114,7 @@ class Fleet:
         self.exchanging: list[Host] = []  # those whose engines exchange KV
         self.slot_tokens = 0.0  # KV of one slot, of the engine that has least; 0: not known
 
-    def handle(self, event: Event) -> None:
+    def handle(self, event: Fact) -> None:
         """Follow one event."""
         # Type comparisons instead of match: every event comes here twice.
         if type(event) is TrajectoryParked:
@@ -115,7 +125,7 @@ class Fleet:
             self._took(event)
             self._stopped(event.key)
             self._grew(event.key, event.tokens + event.payload_tokens)
-        elif type(event) is QuantumStarted:
+        elif isinstance(event, QuantumStarted):
             if event.phase is Phase.ROLLOUT:
                 self._started(event.key, event.worker)
         elif type(event) is TrajectoryEnded:
@@ -124,10 +134,10 @@ class Fleet:
             self.context_tokens.pop(event.key, None)
         elif type(event) is HomeForgotten:
             self._moved(event.key, None)
-        elif type(event) is WorkerJoined:
+        elif type(event) is WorkerCapacity:
             if event.rollout_slots > 0:
                 self._joined(event)
-        elif type(event) is WorkerLeft:
+        elif type(event) is WorkerWithdrawn:
             self._left(event.worker)
 
     def _started(self, key: str, worker: str) -> None:
@@ -159,7 +169,7 @@ class Fleet:
         least = min((degree for degree in degrees.values() if degree >= tp), default=None)
         return [worker for bucket, degree in degrees.items() if degree == least for worker in self.buckets[bucket]]
 
-    def _joined(self, spec: WorkerJoined) -> None:
+    def _joined(self, spec: WorkerCapacity) -> None:
         host = self.hosts.get(spec.worker)
         if host is None:
             self.hosts[spec.worker] = Host(spec)
@@ -170,10 +180,10 @@ class Fleet:
         (self.silent.discard if spec.declared else self.silent.add)(spec.worker)
         specs = [host.spec for host in self.hosts.values()]
         self.max_context_tokens = max(spec.max_context_tokens for spec in specs)
-        self.exchanging = [host for host in self.hosts.values() if host.spec.kv_token_bytes and host.spec.kv_tokens]
+        self.exchanging = _exchanging(self.hosts)
         self.slot_tokens = min((s.kv_tokens / s.rollout_slots for s in specs if s.kv_tokens), default=0.0)
 
-    def _out_of_bucket(self, spec: WorkerJoined) -> None:
+    def _out_of_bucket(self, spec: WorkerCapacity) -> None:
         names = self.buckets[spec.bucket]
         names.remove(spec.worker)
         if not names:
@@ -215,30 +225,11 @@ class Fleet:
             self.hosts[worker].context_tokens += tokens
             self.hosts[worker].residents += 1
 
-    def snapshot(self) -> dict[str, Any]:
-        """Its state, as JSON-able values."""
-        hosts = sorted(self.hosts.items())
-        took_s = {name: [host.generated_s, host.tools_s] for name, host in hosts if host.generated_s or host.tools_s}
-        return {
-            "hosts": [msgspec.structs.asdict(host.spec) for host in self.hosts.values()],
-            "buckets": {bucket: list(names) for bucket, names in self.buckets.items()},
-            "home": dict(sorted(self.home.items())),
-            "running": dict(sorted(self._running.items())),
-            "context_tokens": dict(sorted(self.context_tokens.items())),
-            **({"took_s": took_s} if took_s else {}),
-        }
-
     def restore(self, snapshot: Mapping[str, Any]) -> None:
         """Take the state of ``snapshot``."""
-        self.__init__()  # type: ignore[misc]
-        for spec in snapshot["hosts"]:
-            self._joined(WorkerJoined(**spec))
-        self.buckets = {bucket: list(names) for bucket, names in snapshot["buckets"].items()}
-        self.context_tokens = {str(key): int(tokens) for key, tokens in snapshot["context_tokens"].items()}
-        for key, worker in snapshot["home"].items():
-            self._moved(key, worker)
-        for worker, (generated_s, tools_s) in snapshot.get("took_s", {}).items():
-            self.hosts[worker].generated_s, self.hosts[worker].tools_s = float(generated_s), float(tools_s)
-        for key, worker in snapshot["running"].items():
-            self._running[key] = worker
-            self.hosts[worker].running += 1
+        super().restore(snapshot)
+        self.exchanging = _exchanging(self.hosts)
+
+
+def _exchanging(hosts: Mapping[str, Host]) -> list[Host]:
+    return [host for host in hosts.values() if host.spec.kv_token_bytes and host.spec.kv_tokens]

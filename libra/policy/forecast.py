@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
-from libra.policy.messages import Event
+from libra.facts import Fact
 
 
 class Forecast(NamedTuple):
@@ -29,7 +29,7 @@ class Forecast(NamedTuple):
 class Forecaster(Protocol):
     """Receives every event of the policy, in order; deterministic in their sequence."""
 
-    def handle(self, event: Event) -> None:
+    def handle(self, event: Fact) -> None:
         """Learn from one event; must be cheap, because the scheduler's loop waits for it."""
 
     def learn(self) -> None:

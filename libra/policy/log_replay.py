@@ -21,44 +21,19 @@ from itertools import zip_longest
 from math import isclose
 from typing import Any, NamedTuple
 
-from libra import events
+from libra import facts
 from libra.errors import StoreError
+from libra.facts import Command, Fact, Priority, SetPriority, sentence
 from libra.policy.admission import Admission
 from libra.policy.dispatcher import Dispatcher
 from libra.policy.late import WaitingGroup, settle
-from libra.policy.messages import (
-    Command,
-    LoadVersion,
-    OpenBatch,
-    OpenGate,
-    OpenWave,
-    Prefer,
-    Priority,
-    SetPriority,
-    Vacate,
-)
 from libra.policy.ordering import OnlineLearner, blank_ordering
 from libra.policy.replayed_objects import BlankOrdering, ReplayedObjects
 from libra.policy.tool_fleet import FleetFacts, ordered
-from libra.policy.turning import Turn, Turned
-from libra.policy.way_choice import TakeSteps
 
 NOISE_FRAC = 1e-7
 """Tolerance for numbers in snapshots: the last bits of sums of products depend on the alignment of memory in each process.
 Commands are compared exactly, because the numbers they rest on are rounded first."""
-
-
-_LoggedCommand = (
-    events.PrioritySet
-    | events.BucketsPreferred
-    | events.GateOpened
-    | events.BatchOpened
-    | events.WaveOpened
-    | events.EngineTurned
-    | events.StepsChosen
-    | events.VersionOrdered
-    | events.EngineVacated
-)
 
 
 class Logged(NamedTuple):
@@ -77,7 +52,7 @@ class Told:
     ----------
     line : int
         Its line in the log.
-    event : libra.events.Event
+    event : libra.Fact
     logged : tuple of Logged
         The commands in the log.
     now : tuple of commands
@@ -89,14 +64,14 @@ class Told:
     """
 
     line: int
-    event: events.Event
+    event: Fact
     logged: tuple[Logged, ...]
     now: tuple[Command, ...]
     difference: str
     cut: bool = False
 
 
-def replay(lines: Iterable[tuple[int, events.Event]], blank: BlankOrdering = blank_ordering) -> Iterator[Told]:
+def replay(lines: Iterable[tuple[int, Fact]], blank: BlankOrdering = blank_ordering) -> Iterator[Told]:
     """Replay a log from ``run_started`` or a ``policy_snapshot`` on; yields each event that the policy objects received, in order.
 
     ``blank`` makes the orderings; the default knows those that ship.
@@ -107,19 +82,18 @@ def replay(lines: Iterable[tuple[int, events.Event]], blank: BlankOrdering = bla
     waiting: _Answers | None = None
     fresh = False
     for line, event in lines:
-        if isinstance(event, _LoggedCommand):
+        if isinstance(event, Command):
             if waiting is None:
-                command = _command(line, event)
-                difference = f"no event precedes it, yet {_shown(command)}"
-                yield Told(line, event, (Logged(line, command, None),), (), difference)
+                difference = f"no event precedes it, yet {sentence(event)}"
+                yield Told(line, event, (Logged(line, event, None),), (), difference)
             else:
-                waiting.add(line, _command(line, event))
+                waiting.add(line, event)
             continue
-        if isinstance(event, events.RunStarted | events.PolicySnapshot):
+        if isinstance(event, facts.RunStarted | facts.PolicySnapshot):
             if waiting is not None:
-                yield waiting.compared(last=isinstance(event, events.RunStarted))
+                yield waiting.compared(last=isinstance(event, facts.RunStarted))
                 waiting = None
-            if isinstance(event, events.RunStarted):
+            if isinstance(event, facts.RunStarted):
                 objects, fresh = (
                     ReplayedObjects(line, event.policy, event.eta, event.groups_per_batch, event.family, blank),
                     True,
@@ -146,7 +120,7 @@ def replay(lines: Iterable[tuple[int, events.Event]], blank: BlankOrdering = bla
         yield waiting.compared(last=True)
 
 
-def learned(lines: Iterable[tuple[int, events.Event]], blank: BlankOrdering = blank_ordering) -> dict[str, Any] | None:
+def learned(lines: Iterable[tuple[int, Fact]], blank: BlankOrdering = blank_ordering) -> dict[str, Any] | None:
     """State of a log's ordering at its end, without running trajectories: where a later start of the run begins.
 
     A snapshot for ``Ordering.restore``; None if the log has none, or its ordering does not learn. Raises as `replay`.
@@ -154,11 +128,11 @@ def learned(lines: Iterable[tuple[int, events.Event]], blank: BlankOrdering = bl
     objects: ReplayedObjects | None = None
     fresh = False
     for line, event in lines:
-        if isinstance(event, events.RunStarted):
+        if isinstance(event, facts.RunStarted):
             fresh = True  # a start that died before its first snapshot changes nothing
             if objects is None:
                 objects = ReplayedObjects(line, event.policy, event.eta, event.groups_per_batch, event.family, blank)
-        elif isinstance(event, events.PolicySnapshot):
+        elif isinstance(event, facts.PolicySnapshot):
             if objects is None:
                 objects = _begun(line, event, blank)
             elif fresh:
@@ -176,7 +150,7 @@ class _Answers:
     """A received event, while the lines with its commands are read."""
 
     def __init__(
-        self, line: int, event: events.Event, now: tuple[Command, ...], places: dict[str, Priority], difference: str
+        self, line: int, event: Fact, now: tuple[Command, ...], places: dict[str, Priority], difference: str
     ) -> None:
         self._line, self._event, self._now, self._places, self._difference = line, event, now, places, difference
         self._logged: list[Logged] = []
@@ -195,73 +169,39 @@ class _Answers:
         return Told(self._line, self._event, tuple(self._logged), now, difference, cut)
 
 
-def _answers(line: int, event: events.Event, objects: ReplayedObjects) -> _Answers | None:
-    """Pass an event to the objects; None if they do not receive this kind."""
+def _answers(line: int, fact: Fact, objects: ReplayedObjects) -> _Answers | None:
+    """Pass a fact to the objects; None if they do not receive this kind."""
     places = objects.places
     difference = ""
-    if isinstance(event, events.LateRewardsTaken):
-        return None if event.awaited else _Answers(line, event, (), places, _late_difference(event))
-    if isinstance(event, events.ToolWorkersOrdered):
-        return _Answers(line, event, (), places, _fleet_difference(event))
-    if isinstance(event, events.LeaseRevoked):
-        return _Answers(line, event, (), places, objects.revoked(event))
-    if isinstance(event, events.QuantumDispatched):
-        difference = _misplaced(event, objects) or objects.placed(line, event)
-    now = objects.tell(line, event)
+    if isinstance(fact, facts.LateRewardsTaken):
+        return None if fact.awaited else _Answers(line, fact, (), places, _late_difference(fact))
+    if isinstance(fact, facts.ToolWorkersOrdered):
+        return _Answers(line, fact, (), places, _fleet_difference(fact))
+    if isinstance(fact, facts.LeaseRevoked):
+        return _Answers(line, fact, (), places, objects.revoked(fact))
+    if isinstance(fact, facts.QuantumDispatched):
+        difference = _misplaced(fact, objects) or objects.placed(line, fact)
+    now = objects.tell(line, fact)
     if now is None:
         return None
-    answers = _Answers(line, event, now, places, difference)
-    match event:
-        case events.TrajectoryParked(key=key):
+    match fact:
+        case facts.TrajectoryParked(key=key):
             objects.dispatched.discard(key)
-            if event.priority:
-                answers.add(line, SetPriority(key, _priority(line, event.priority), event.reason))
-        case events.QuantumDispatched(key=key):
+        case facts.QuantumDispatched(key=key):
             objects.dispatched.add(key)
-        case events.TrajectoryEnded(key=key):
+        case facts.TrajectoryEnded(key=key):
             objects.dispatched.discard(key)
             places.pop(key, None)
-    return answers
+    return _Answers(line, fact, now, places, difference)
 
 
-def _begun(line: int, snapshot: events.PolicySnapshot, blank: BlankOrdering) -> ReplayedObjects:
+def _begun(line: int, snapshot: facts.PolicySnapshot, blank: BlankOrdering) -> ReplayedObjects:
     objects = ReplayedObjects(line, snapshot.policy, 0, 1, snapshot.family, blank)
     objects.restore(line, snapshot)
     return objects
 
 
-def _command(line: int, event: events.Event) -> Command:
-    match event:
-        case events.PrioritySet(key=key, priority=priority, reason=reason):
-            return SetPriority(key, _priority(line, priority), reason)
-        case events.BucketsPreferred(key=key, buckets=buckets, reason=reason):
-            return Prefer(key, buckets, reason, event.left_tokens, event.final_tokens, event.begins_tp)
-        case events.GateOpened(iteration=iteration, reason=reason):
-            return OpenGate(iteration, reason)
-        case events.BatchOpened(batch=batch, members=members, reason=reason):
-            return OpenBatch(batch, members, reason)
-        case events.WaveOpened(batch=batch, wave=wave, members=members, reason=reason):
-            return OpenWave(batch, wave, members, reason)
-        case events.EngineTurned(worker=worker, to=to, reason=reason):
-            if to not in list(Turned):
-                raise StoreError(f"line {line}: an engine turned to {to!r}; allowed are {', '.join(Turned)}")
-            return Turn(worker, Turned(to), reason)
-        case events.StepsChosen(way=way, reason=reason):
-            return TakeSteps(way, reason)
-        case events.VersionOrdered(worker=worker, version=version, reason=reason):
-            return LoadVersion(worker, version, reason)
-        case events.EngineVacated(worker=worker, keys=moved, reason=reason):
-            return Vacate(worker, moved, reason)
-    raise AssertionError(event)
-
-
-def _priority(line: int, values: tuple[int, ...]) -> Priority:
-    if len(values) != len(Priority._fields):
-        raise StoreError(f"line {line}: priority {list(values)}; it is {', '.join(Priority._fields)}")
-    return Priority(*values)
-
-
-def _misplaced(event: events.QuantumDispatched, objects: ReplayedObjects) -> str:
+def _misplaced(event: facts.QuantumDispatched, objects: ReplayedObjects) -> str:
     """How a dispatch differs from the priority last logged; unknown (empty) for priorities given before a snapshot."""
     if event.key in objects.dispatched:
         return f"{event.key} was dispatched twice and not parked in between"
@@ -271,7 +211,7 @@ def _misplaced(event: events.QuantumDispatched, objects: ReplayedObjects) -> str
     return f"{event.key} was dispatched with priority {list(event.priority)}; the last one logged is {list(place)}"
 
 
-def _late_difference(event: events.LateRewardsTaken) -> str:
+def _late_difference(event: facts.LateRewardsTaken) -> str:
     """How what a batch did about late rewards differs from what it would do now."""
     groups = (WaitingGroup(group[0], group[1], group[2], group[3:]) for group in event.waited)
     now = settle(groups, event.batch, dict.fromkeys(event.came, 0.0), versions=event.versions)
@@ -288,7 +228,7 @@ def _late_difference(event: events.LateRewardsTaken) -> str:
     )
 
 
-def _fleet_difference(event: events.ToolWorkersOrdered) -> str:
+def _fleet_difference(event: facts.ToolWorkersOrdered) -> str:
     """How what was ordered differs from what would be ordered now."""
     now = ordered(FleetFacts(**{name: getattr(event, name) for name in FleetFacts.__struct_fields__}))
     told = (event.ordered, event.give_up, event.reason)
@@ -303,16 +243,16 @@ def _difference(logged: tuple[Command, ...], now: tuple[Command, ...]) -> str:
         if recorded == taken:
             continue
         if recorded is None:
-            return f"the log has no such command; now: {_shown(taken)}"
+            return f"the log has no such command; now: {sentence(taken)}"
         if taken is None:
-            return f"logged: {_shown(recorded)}; now there is no such command"
-        names = getattr(recorded, "__struct_fields__", Turn._fields) if type(recorded) is type(taken) else ()
+            return f"logged: {sentence(recorded)}; now there is no such command"
+        names = recorded.__struct_fields__ if type(recorded) is type(taken) else ()
         differing = ", ".join(
             f"{name} was {_plain(getattr(recorded, name))}, now {_plain(getattr(taken, name))}"
             for name in names
             if getattr(recorded, name) != getattr(taken, name)
         )
-        return f"logged: {_shown(recorded)}; now: {_shown(taken)}" + (f"; {differing}" if differing else "")
+        return f"logged: {sentence(recorded)}; now: {sentence(taken)}" + (f"; {differing}" if differing else "")
     return ""
 
 
@@ -328,7 +268,7 @@ def _as_now(line: int, recorded: Mapping[str, Any]) -> dict[str, Any]:
     return admission.snapshot()
 
 
-def _snapshot_difference(line: int, objects: ReplayedObjects, snapshot: events.PolicySnapshot) -> str:
+def _snapshot_difference(line: int, objects: ReplayedObjects, snapshot: facts.PolicySnapshot) -> str:
     if snapshot.policy != objects.ordering.name:
         return f"a snapshot of policy {snapshot.policy!r}, now it is {objects.ordering.name!r}"
     for part, recorded, now in (
@@ -369,22 +309,3 @@ def _plain(value: object) -> object:
 def _brief(value: object) -> str:
     text = str(value)
     return text if len(text) <= 200 else f"{text[:200]}..."
-
-
-def _shown(command: Command | None) -> str:
-    match command:
-        case SetPriority(key=key, priority=priority, reason=reason):
-            return f"{key} gets priority {list(priority)} ({reason})"
-        case Prefer(key=key, buckets=buckets, reason=reason):
-            return f"{key} prefers {', '.join(buckets)} ({reason})"
-        case OpenGate(iteration=iteration, reason=reason):
-            return f"iteration {iteration} begins ({reason})"
-        case OpenBatch(batch=batch, members=members, reason=reason):
-            return f"batch {batch} opens with {_brief([list(member) for member in members])} ({reason})"
-        case OpenWave(batch=batch, wave=wave, members=members, reason=reason):
-            return f"wave {wave} of batch {batch} opens with {_brief([list(member) for member in members])} ({reason})"
-        case Turn(worker=worker, to=to, reason=reason):
-            return f"the engine of {worker} turns to {to} ({reason})"
-        case TakeSteps(way=way, reason=reason):
-            return f"steps are taken by {way} ({reason})"
-    return "nothing"

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import math
 
-from libra.policy.messages import Move, WorkerJoined
+from libra.facts import WorkerCapacity
+from libra.policy.placements import Move
 
 PRIOR_LATENCY_S = 0.005
 PRIOR_BYTES_PER_S = 1e9
@@ -80,7 +81,7 @@ def _added(sums: _Sums, num_bytes: float, seconds: float, weight: float, forgett
     )  # fmt: skip
 
 
-def priced(tokens: int, home: WorkerJoined, target: WorkerJoined, pace: TransferPace) -> Move:
+def priced(tokens: int, home: WorkerCapacity, target: WorkerCapacity, pace: TransferPace) -> Move:
     """A change of home of a trajectory with ``tokens`` of context, from one engine to another."""
     num_bytes = tokens * home.kv_token_bytes if target.kv_token_bytes else 0
     prefill_s = tokens * target.prefill_s_per_token

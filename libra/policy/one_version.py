@@ -25,10 +25,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import msgspec
-
-from libra.policy.messages import (
-    Event,
+from libra.facts import (
+    Fact,
     HomeForgotten,
     LoadVersion,
     QuantumStarted,
@@ -36,20 +34,35 @@ from libra.policy.messages import (
     TrajectoryParked,
     Vacate,
     VersionPublished,
-    WorkerJoined,
-    WorkerLeft,
+    WorkerCapacity,
+    WorkerWithdrawn,
 )
+from libra.policy.snapshots import Saved
 from libra.policy.version_shares import version_shares
 from libra.types import Phase
 
 Orders = tuple[Vacate | LoadVersion, ...]
 
 
-class OneVersion:
+class OneVersion(Saved):
     """The versions of a run's engines, and of its trajectories that have begun; engines by the names of their workers.
 
     ``rounded``: versions share the engines out (``staleness.engines``).
     """
+
+    SAVED = {
+        "rounded": bool,
+        "newest": int,
+        "told": dict[str, int],
+        "emptying": set[str],
+        "_under_way": dict[str, set[str]],
+        "_home": dict[str, str],
+        "_began": dict[str, int],
+        "_specs": dict[str, WorkerCapacity],
+        "_running": dict[str, str],
+        "_waiting": set[str],
+        "_context": dict[str, int],
+    }
 
     def __init__(self, *, rounded: bool = False) -> None:
         self.rounded = rounded
@@ -62,7 +75,7 @@ class OneVersion:
         self._began: dict[str, int] = {}
         self._counts: Counter[int] = Counter()  # of `_began`
         # Of the rule of rounding only:
-        self._specs: dict[str, WorkerJoined] = {}
+        self._specs: dict[str, WorkerCapacity] = {}
         self._running: dict[str, str] = {}  # generations
         self._waiting: set[str] = set()  # for their first generation
         self._context: dict[str, int] = {}
@@ -76,11 +89,11 @@ class OneVersion:
         wanted = self.newest if began is None or began not in left else began
         return self.told.get(worker) == wanted and worker not in self.emptying
 
-    def handle(self, event: Event) -> Orders:
+    def handle(self, event: Fact) -> Orders:
         """Follow one event; the engines that give trajectories away now, and those that take new weights."""
         if type(event) is TrajectoryParked:
             return self._parked(event) if self.rounded else ()
-        if type(event) is QuantumStarted:
+        if isinstance(event, QuantumStarted):
             return self._started(event.key, event.worker) if event.phase is Phase.ROLLOUT else ()
         if type(event) is TrajectoryEnded:
             self._set_began(event.key, None)
@@ -95,10 +108,10 @@ class OneVersion:
             self.newest = max(self.newest, event.version)
             emptied = [command for worker in sorted(self.told) for command in self._emptied(worker)]
             return (*emptied, *self._shared())
-        if type(event) is WorkerJoined and event.rollout_slots:
+        if type(event) is WorkerCapacity and event.rollout_slots:
             self._specs[event.worker] = event
             return self._emptied(event.worker) if self.told.setdefault(event.worker, -1) < 0 else ()
-        if type(event) is WorkerLeft or type(event) is WorkerJoined:
+        if type(event) is WorkerWithdrawn or type(event) is WorkerCapacity:
             self._lost(event.worker)
         return ()
 
@@ -232,34 +245,7 @@ class OneVersion:
     def _tokens(self, keys: Iterable[str]) -> int:
         return sum(self._context.get(key, 0) for key in keys)
 
-    # ---------------------------------------------------------------- for the log
-
-    def snapshot(self) -> dict[str, Any]:
-        """Its state, as JSON-able values."""
-        return {
-            "rounded": self.rounded,
-            "newest": self.newest,
-            "told": dict(self.told),
-            "emptying": sorted(self.emptying),
-            "home": dict(sorted(self._home.items())),
-            "began": dict(self._began),
-            "specs": [msgspec.structs.asdict(spec) for spec in self._specs.values()],
-            "running": dict(sorted(self._running.items())),
-            "waiting": sorted(self._waiting),
-            "context": dict(sorted(self._context.items())),
-        }
-
-    @classmethod
-    def restored(cls, snapshot: Mapping[str, Any]) -> OneVersion:
-        """As of a snapshot."""
-        made = cls(rounded=snapshot["rounded"])
-        made.newest, made.told, made.emptying = snapshot["newest"], dict(snapshot["told"]), set(snapshot["emptying"])
-        for key, worker in snapshot["home"].items():
-            made._home[key] = worker
-            made._under_way.setdefault(worker, set()).add(key)
-        for key, version in snapshot["began"].items():
-            made._set_began(key, version)
-        made._specs = {spec["worker"]: WorkerJoined(**spec) for spec in snapshot["specs"]}
-        made._running, made._waiting = dict(snapshot["running"]), set(snapshot["waiting"])
-        made._context = dict(snapshot["context"])
-        return made
+    def restore(self, snapshot: Mapping[str, Any]) -> None:
+        """Take the state of ``snapshot``; KeyError, TypeError or ValueError if it is not a snapshot."""
+        super().restore(snapshot)
+        self._counts = Counter(self._began.values())

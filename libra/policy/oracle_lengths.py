@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from libra.facts import Fact, QuantumFinished, TrajectoryEnded, TrajectoryParked
 from libra.policy.forecast import Forecast
-from libra.policy.messages import Event, QuantumFinished, TrajectoryEnded, TrajectoryParked
 
 OUTRUN_FRAC = 0.1
 """Forecast for a trajectory longer than its given length: this share of what it has generated."""
@@ -34,7 +34,7 @@ class KnownLengths:
         self._totals = guessed_lengths(dict(sorted((totals or {}).items())), accuracy, seed)
         self._generated: dict[str, int] = {}
 
-    def handle(self, event: Event) -> None:
+    def handle(self, event: Fact) -> None:
         """Count generated tokens."""
         match event:
             case TrajectoryParked(key=key):

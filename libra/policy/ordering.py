@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
+from libra.facts import Fact, Prefer, SetPriority
 from libra.policy.attained_service import PATIENCE, CompletedCalls, Mlfq
 from libra.policy.cmlfq import CMLFQ, Objective, Oracle, Predictor
 from libra.policy.fifo import Fifo
-from libra.policy.messages import Event, Prefer, SetPriority
 from libra.policy.paper_rule import PaperRule
 
 
@@ -25,7 +25,7 @@ class Ordering(Protocol):
     name: ClassVar[str]
     """Name in event log and page; of a policy of one's own it becomes ``package.module:attribute``."""
 
-    def handle(self, event: Event) -> tuple[SetPriority | Prefer, ...]:
+    def handle(self, event: Fact) -> tuple[SetPriority | Prefer, ...]:
         """The commands that answer an event.
 
         A `TrajectoryParked` is answered with a `SetPriority` for its key first, with `Priority.deadline` its iteration; answers

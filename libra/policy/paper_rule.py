@@ -12,16 +12,9 @@ from bisect import bisect_left
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from libra.facts import Fact, Prefer, QuantumFinished, SetPriority, TrajectoryEnded, TrajectoryParked
 from libra.policy.fifo import Fifo
 from libra.policy.fleet import Fleet
-from libra.policy.messages import (
-    Event,
-    Prefer,
-    QuantumFinished,
-    SetPriority,
-    TrajectoryEnded,
-    TrajectoryParked,
-)
 from libra.policy.prefix_tree import Node, dump, load, state_name
 from libra.types import Phase
 
@@ -42,7 +35,7 @@ class PaperRule:
         self._alive: dict[str, int] = {}
         self._paths: dict[str, tuple[str, list[str], list[int]]] = {}  # group, states, tokens generated before each
 
-    def handle(self, event: Event) -> tuple[SetPriority | Prefer, ...]:
+    def handle(self, event: Fact) -> tuple[SetPriority | Prefer, ...]:
         """Answer one event; deterministic in the sequence of events."""
         self._fleet.handle(event)
         answers = self._fifo.handle(event)

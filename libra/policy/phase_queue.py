@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 
-from libra.policy.messages import Priority
+from libra.facts import Priority
 
 Entry = tuple[Priority, int, str]
 

@@ -18,7 +18,7 @@ FAILED = frozenset({ToolStatus.ERROR, ToolStatus.TIMEOUT, ToolStatus.MALFORMED})
 """Failures in a tree with two outcomes. A truncated return counts as a success."""
 
 
-def state_name(tool: str, status: ToolStatus, payload_tokens: int) -> str:
+def state_name(tool: str, status: str, payload_tokens: int) -> str:
     """A tool's return as a state of the tree: tool, payload class, outcome."""
     size = sum(payload_tokens > edge for edge in PAYLOAD_EDGES)
     return f"{tool}:{size}:{'failure' if status in FAILED else 'success'}"

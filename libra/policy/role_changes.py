@@ -6,7 +6,7 @@
     any stage --cancelled, failed, a member lost--> sleeping or taking_up of the old assignments, as a change of its own
 
 A *change* moves one worker, or several together: in a *rebucket* the workers of one node give their GPUs to the engine of one
-of them, the leader, and are *lent*; or take them back. `libra.scheduler.role_plugin` carries out the commands.
+of them, the leader, and are *lent*; or take them back. `libra.scheduler.worker_roles` carries out the commands.
 
 Invariants
 ----------

@@ -1,11 +1,63 @@
-"""Attributes of an object as JSON, for snapshots of policies: numbers, words, and arrays as nested lists."""
+"""State of policies as JSON, for the log: what an object names in ``SAVED`` is saved and restored by its type.
+
+Invariants
+1. ``restore(json.loads(json.dumps(snapshot())))`` changes no later answer; dicts keep their order.
+2. What is no snapshot of the object is refused with KeyError, TypeError or ValueError.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, ClassVar, get_args, get_origin
 
+import msgspec
 import numpy as np
+
+
+class Saved:
+    """An object whose state is in the attributes that ``SAVED`` names, with their types; a part may have a snapshot of its own."""
+
+    __slots__ = ()
+
+    SAVED: ClassVar[Mapping[str, Any]] = {}
+
+    def snapshot(self) -> dict[str, Any]:
+        """Its state, as JSON-able values."""
+        return {name.lstrip("_"): _plain(getattr(self, name)) for name in self.SAVED}
+
+    def restore(self, snapshot: Mapping[str, Any]) -> None:
+        """Take the state of ``snapshot``; KeyError, TypeError or ValueError if it is not a snapshot."""
+        for name, kind in self.SAVED.items():
+            value, part = snapshot[name.lstrip("_")], getattr(self, name)
+            if hasattr(part, "restore"):
+                part.restore(value)
+                continue
+            try:
+                setattr(self, name, _typed(value, kind))
+            except msgspec.ValidationError as error:
+                raise ValueError(f"{name.lstrip('_')}: {error}") from error
+
+
+def _plain(value: Any) -> Any:
+    if hasattr(value, "snapshot"):
+        return value.snapshot()
+    if isinstance(value, dict):
+        if any(type(key) is tuple for key in value):  # which is no name of a JSON object
+            return [[*_plain(key), _plain(each)] for key, each in value.items()]
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, set):
+        return sorted(map(_plain, value))
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return msgspec.to_builtins(value)
+
+
+def _typed(value: Any, kind: Any) -> Any:
+    arguments = get_args(kind)
+    if get_origin(kind) is dict and get_origin(arguments[0]) is tuple:
+        key, each = arguments
+        return {msgspec.convert(row[:-1], key): _typed(row[-1], each) for row in value}
+    return msgspec.convert(value, kind, str_keys=True)
 
 
 def save(subject: object, names: Iterable[str]) -> dict[str, Any]:

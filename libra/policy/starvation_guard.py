@@ -10,9 +10,8 @@ memory and not slots is short, one that has not begun also waits for some under 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping
-from typing import Any
 
+from libra.policy.snapshots import Saved
 from libra.types import Phase
 
 OVERDUE = -1
@@ -21,8 +20,16 @@ FEWEST_SORTED = 1_024
 """Parkings that are remembered, of those that left too, before those are dropped."""
 
 
-class StarvationGuard:
+class StarvationGuard(Saved):
     """Waiting trajectories of every phase, and the parking at which each is overdue."""
+
+    SAVED = {
+        "patience": int,
+        "_parkings": dict[Phase, int],
+        "_waiting": dict[str, tuple[Phase, int]],
+        "_num_waiting": dict[Phase, int],
+        "_due": dict[Phase, list[tuple[int, int, str]]],
+    }
 
     def __init__(self, patience: int) -> None:
         self.patience = patience
@@ -58,23 +65,3 @@ class StarvationGuard:
         waiting = self._waiting.pop(key, None)
         if waiting is not None:
             self._num_waiting[waiting[0]] -= 1
-
-    def snapshot(self) -> dict[str, Any]:
-        """Its state, as JSON-able values."""
-        return {
-            "parkings": {str(phase): count for phase, count in self._parkings.items()},
-            "waiting": {key: [str(phase), number] for key, (phase, number) in sorted(self._waiting.items())},
-            "due": {
-                str(phase): sorted([at, n, key] for at, n, key in due if self._waiting.get(key) == (phase, n))
-                for phase, due in self._due.items()
-            },
-        }
-
-    def restore(self, snapshot: Mapping[str, Any]) -> None:
-        """Take the state of ``snapshot``."""
-        self._parkings = {phase: int(snapshot["parkings"][str(phase)]) for phase in Phase}
-        self._waiting = {str(key): (Phase(phase), int(n)) for key, (phase, n) in snapshot["waiting"].items()}
-        self._num_waiting = {phase: sum(at is phase for at, _ in self._waiting.values()) for phase in Phase}
-        self._due = {
-            phase: [(int(at), int(n), str(key)) for at, n, key in snapshot["due"][str(phase)]] for phase in Phase
-        }

@@ -21,24 +21,34 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
-from libra.policy.admission import Admission
-from libra.policy.fleet import degree_of
-from libra.policy.messages import (
-    Event,
+from libra.facts import (
+    Fact,
+    GroupCommitted,
     QuantumFinished,
     QuantumStarted,
+    RoleChanged,
+    RoleChangeStarted,
+    RoleMemberKnown,
+    RoleRestored,
     TrajectoryEnded,
     TrajectoryParked,
+    Turn,
+    Turned,
+    TurnRefused,
     VersionPublished,
-    WorkerJoined,
-    WorkerLeft,
+    WaveTrained,
+    WorkerCapacity,
+    WorkerWithdrawn,
 )
+from libra.policy.admission import Admission
+from libra.policy.fleet import degree_of
 from libra.policy.role_messages import Role, Stage
-from libra.policy.turning import OpenStep, Turn, Turned, TurningEngine, TurningRule
+from libra.policy.snapshots import Saved
+from libra.policy.turning import OpenStep, TurningEngine, TurningRule
 from libra.policy.waves import GroupId
 from libra.types import Phase
 
@@ -70,46 +80,6 @@ class TailSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     change_s: float = _ASSUMED_S
 
 
-class WaveDone(NamedTuple):
-    """The gradient of a wave was added in ``seconds``, with this many hybrids."""
-
-    batch: int
-    wave: int
-    seconds: float
-    hybrids: int
-
-
-class RoleKnown(NamedTuple):
-    """A worker with so many GPUs can change roles; it generates."""
-
-    worker: str
-    gpus: int
-
-
-class RoleBegins(NamedTuple):
-    """A change of a worker to a role has begun."""
-
-    worker: str
-    role: str
-
-
-class RoleTaken(NamedTuple):
-    """A worker is in a role; ``seconds`` of the change, its drain not counted; None: they say nothing of the price."""
-
-    worker: str
-    role: str
-    seconds: float | None
-
-
-class TurnRefused(NamedTuple):
-    """A turn could not begin, or was undone."""
-
-    worker: str
-
-
-TailEvent = WaveDone | RoleKnown | RoleBegins | RoleTaken | TurnRefused
-
-
 @dataclass(slots=True)
 class _Member:
     """A worker that can change roles. ``own``: the tail moved it; ``rests`` until the next version."""
@@ -135,8 +105,17 @@ class _Price:
 
 
 @dataclass(slots=True)
-class _Open:
+class _Open(Saved):
     """Open trajectories: of training groups those that have ended, of evaluations those that have not; tokens and homes by key."""
+
+    SAVED = {
+        "ended": dict[GroupId, set[str]],
+        "begun": set[int],
+        "group_of": dict[str, GroupId],
+        "evaluated": set[str],
+        "tokens": dict[str, int],
+        "home": dict[str, str],
+    }
 
     ended: dict[GroupId, set[str]] = field(default_factory=dict)
     begun: set[int] = field(default_factory=set)
@@ -146,7 +125,7 @@ class _Open:
     home: dict[str, str] = field(default_factory=dict)
 
 
-class Tail:
+class Tail(Saved):
     """One per run with ``trainer.turning``.
 
     Parameters
@@ -157,10 +136,21 @@ class Tail:
         None: no engine turns, and nothing is followed.
     """
 
+    SAVED = {
+        "settings": TailSettings | None,
+        "_members": dict[str, _Member],
+        "_engines": dict[str, WorkerCapacity],
+        "_open": _Open,
+        "_group_tokens": dict[GroupId, float],
+        "_gradient": list[float],
+        "_price": dict[Turned, _Price],
+        "_due": bool,
+    }
+
     def __init__(self, admission: Admission, settings: TailSettings | None = None) -> None:
         self._admission, self.settings = admission, settings
         self._members: dict[str, _Member] = {}
-        self._engines: dict[str, WorkerJoined] = {}
+        self._engines: dict[str, WorkerCapacity] = {}
         self._open = _Open()
         self._group_tokens: dict[GroupId, float] = {}
         self._gradient = [0.0, 0.0]  # GPU-seconds, tokens
@@ -173,10 +163,12 @@ class Tail:
 
     # ---------------------------------------------------------------- what happens
 
-    def handle(self, event: Event | TailEvent) -> None:
-        """Follow one event."""
-        if self.settings is None:
-            return
+    def handle(self, event: Fact) -> None:
+        """Follow one fact."""
+        if self.settings is not None and not self._handled(event):
+            self._role_handled(event)
+
+    def _handled(self, event: Fact) -> bool:
         match event:
             case QuantumFinished(key=key):
                 self._open.tokens[key] = self._open.tokens.get(key, 0) + event.tokens + event.payload_tokens
@@ -186,27 +178,39 @@ class Tail:
                 self._parked(event)
             case TrajectoryEnded(key=key):
                 self._ended(key)
-            case WorkerJoined(worker=worker):
+            case WorkerCapacity(worker=worker):
                 if event.rollout_slots > 0:
                     self._engines[worker] = event
                 else:
                     self._engines.pop(worker, None)
                 self._due = True
-            case WorkerLeft(worker=worker):
+            case WorkerWithdrawn(worker=worker):
                 self._engines.pop(worker, None)
                 self._due = True
             case VersionPublished(version=version):
                 self._published(version)
-            case WaveDone():
+            case GroupCommitted(split="train"):
+                self._due = True  # admission has one more group
+            case WaveTrained():
                 self._trained(event)
-            case RoleKnown(worker=worker, gpus=gpus):
-                self._members.setdefault(worker, _Member(gpus))
-            case RoleBegins() | RoleTaken() | TurnRefused():
-                self._changes(event)
+            case _:
+                return False
+        return True
 
-    def group_committed(self) -> None:
-        """Admission has one more group."""
-        self._due = self.settings is not None
+    def _role_handled(self, event: Fact) -> None:
+        match event:
+            case RoleMemberKnown(worker=worker, tp=gpus):
+                self._members.setdefault(worker, _Member(gpus))
+            case RoleChangeStarted(assignments=assignments):
+                for worker, has in assignments.items():
+                    self._role_begins(worker, Role(has["role"]))
+            case RoleChanged(worker=worker, to_role=role):
+                self._role_taken(worker, Role(role), price_s(event.stage_s))
+            case RoleRestored(worker=worker, role=role):
+                self._role_taken(worker, Role(role), None)
+            case TurnRefused(worker=worker):
+                if (member := self._member(worker)) is not None:
+                    member.asked, member.rests = False, True
 
     def _parked(self, event: TrajectoryParked) -> None:
         key = event.key
@@ -241,41 +245,41 @@ class Tail:
             member.rests = False
         self._due = True
 
-    def _trained(self, event: WaveDone) -> None:
+    def _trained(self, event: WaveTrained) -> None:
         assert self.settings is not None
         waves = self._admission.waves.opened.get(event.batch, [])
         members = waves[event.wave] if event.wave < len(waves) else ()
         gpus = self.settings.core_gpus + event.hybrids
         self._gradient = [
-            self._gradient[0] * FADES + event.seconds * gpus,
+            self._gradient[0] * FADES + event.train_s * gpus,
             self._gradient[1] * FADES + sum(map(self._tokens_of, members)),
         ]
         self._due = True
 
-    def _changes(self, event: RoleBegins | RoleTaken | TurnRefused) -> None:
-        member = self._members.get(event.worker)
-        if member is None:
+    def _member(self, worker: str) -> _Member | None:
+        """A worker whose change has begun, ended or was refused; None: it cannot change."""
+        member = self._members.get(worker)
+        self._due = self._due or member is not None
+        return member
+
+    def _role_begins(self, worker: str, role: Role) -> None:
+        if (member := self._member(worker)) is None:
             return
-        self._due = True
-        match event:
-            case RoleBegins(role=role):
-                was, member.doing = member.doing, _CHANGES.get(Role(role))
-                if (
-                    not member.asked
-                    and was in (Turned.TO_TRAINING, Turned.TRAINING)
-                    and member.doing is Turned.TO_ROLLOUT
-                ):
-                    member.rests = True  # it could not train
-                member.own, member.asked = member.own or member.asked, False
-            case RoleTaken(role=role, seconds=seconds):
-                member.doing = _SETTLED.get(Role(role))
-                if member.doing is Turned.ROLLOUT:
-                    member.own = False
-                if seconds is not None and member.doing is not None:
-                    price = self._price[member.doing]
-                    price.total_s, price.count = price.total_s + seconds, price.count + 1
-            case TurnRefused():
-                member.asked, member.rests = False, True
+        was, member.doing = member.doing, _CHANGES.get(role)
+        if not member.asked and was in (Turned.TO_TRAINING, Turned.TRAINING) and member.doing is Turned.TO_ROLLOUT:
+            member.rests = True  # it could not train
+        member.own, member.asked = member.own or member.asked, False
+
+    def _role_taken(self, worker: str, role: Role, seconds: float | None) -> None:
+        """It is in a role, after ``seconds`` of the change, its drain not counted; None: they say nothing of the price."""
+        if (member := self._member(worker)) is None:
+            return
+        member.doing = _SETTLED.get(role)
+        if member.doing is Turned.ROLLOUT:
+            member.own = False
+        if seconds is not None and member.doing is not None:
+            price = self._price[member.doing]
+            price.total_s, price.count = price.total_s + seconds, price.count + 1
 
     # ---------------------------------------------------------------- what follows
 
@@ -365,53 +369,16 @@ class Tail:
         known = self._group_tokens
         return known.get(group) or (sum(known.values()) / len(known) if known else 1.0)
 
-    # ---------------------------------------------------------------- for the log
-
     def snapshot(self) -> dict[str, Any]:
         """Its state, as JSON-able values; empty without turning."""
-        if self.settings is None:
-            return {}
-        tracked = self._open
-        return {
-            "settings": msgspec.structs.asdict(self.settings),
-            "members": {
-                name: [m.gpus, None if m.doing is None else str(m.doing), m.own, m.rests, m.asked]
-                for name, m in self._members.items()
-            },
-            "engines": [msgspec.structs.asdict(spec) for spec in self._engines.values()],
-            "begun": sorted(tracked.begun),
-            "ended": [[*group, sorted(keys)] for group, keys in sorted(tracked.ended.items())],
-            "group_of": {key: list(group) for key, group in sorted(tracked.group_of.items())},
-            "evaluated": sorted(tracked.evaluated),
-            "tokens": dict(sorted(tracked.tokens.items())),
-            "home": dict(sorted(tracked.home.items())),
-            "group_tokens": [[*group, tokens] for group, tokens in sorted(self._group_tokens.items())],
-            "gradient": list(self._gradient),
-            "price": {str(to): [p.assumed_s, p.total_s, p.count] for to, p in self._price.items()},
-            "due": self._due,
-        }
+        return {} if self.settings is None else super().snapshot()
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
         """Take the state of ``snapshot``; empty: nothing is followed. KeyError, TypeError or ValueError if it is none."""
-        settings = msgspec.convert(snapshot["settings"], TailSettings) if snapshot else None
-        self.__init__(self._admission, settings)  # type: ignore[misc]
-        if not snapshot:
-            return
-        for name, (gpus, doing, *marks) in snapshot["members"].items():
-            self._members[name] = _Member(gpus, None if doing is None else Turned(doing), *marks)
-        self._engines = {spec["worker"]: WorkerJoined(**spec) for spec in snapshot["engines"]}
-        self._open = _Open(
-            {(k, g): set(keys) for k, g, keys in snapshot["ended"]},
-            set(snapshot["begun"]),
-            {key: (k, g) for key, (k, g) in snapshot["group_of"].items()},
-            set(snapshot["evaluated"]),
-            dict(snapshot["tokens"]),
-            dict(snapshot["home"]),
-        )
-        self._group_tokens = {(k, g): tokens for k, g, tokens in snapshot["group_tokens"]}
-        self._gradient = list(snapshot["gradient"])
-        self._price = {Turned(to): _Price(*numbers) for to, numbers in snapshot["price"].items()}
-        self._due = bool(snapshot["due"])
+        if snapshot:
+            super().restore(snapshot)
+        else:
+            self.__init__(self._admission)  # type: ignore[misc]
 
 
 def price_s(stage_s: Mapping[str, float]) -> float:
@@ -419,7 +386,7 @@ def price_s(stage_s: Mapping[str, float]) -> float:
     return sum(seconds for stage, seconds in stage_s.items() if stage != Stage.DRAINING)
 
 
-def _fits(spec: WorkerJoined, context_tokens: float) -> float:
+def _fits(spec: WorkerCapacity, context_tokens: float) -> float:
     """Trajectories per GPU of an engine of which each takes `SLOWER` times as long as alone, its slots at most."""
     gpus = degree_of(spec.bucket)
     if not spec.declared:

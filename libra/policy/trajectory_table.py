@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from math import log2
-from typing import Any
 
-from libra.policy.messages import Event, QuantumFinished, TrajectoryEnded, TrajectoryParked
+import msgspec
+
+from libra.facts import Fact, QuantumFinished, TrajectoryEnded, TrajectoryParked
+from libra.policy.snapshots import Saved
 from libra.types import Phase
 
 NUM_CLASSES = 40
@@ -19,8 +19,7 @@ def length_class(tokens: float) -> int:
     return min(NUM_CLASSES - 1, int(2.0 * log2(1.0 + tokens)))
 
 
-@dataclass(slots=True)
-class TrajectoryStats:
+class TrajectoryStats(msgspec.Struct, array_like=True, gc=False):
     """One trajectory between its first parking and its end.
 
     Attributes
@@ -52,14 +51,16 @@ class TrajectoryStats:
     context_tokens: int = 0
 
 
-class TrajectoryTable:
+class TrajectoryTable(Saved):
     """Trajectories that have not ended, by key."""
+
+    SAVED = {"_arrivals": int, "by_key": dict[str, TrajectoryStats]}
 
     def __init__(self) -> None:
         self.by_key: dict[str, TrajectoryStats] = {}
         self._arrivals = 0
 
-    def handle(self, event: Event) -> TrajectoryStats | None:
+    def handle(self, event: Fact) -> TrajectoryStats | None:
         """Update from one event; returns its trajectory, also when it ends. None: unknown, or not about a trajectory."""
         # Type comparisons instead of match, here and in other handlers of every event: they take a third of the time.
         if type(event) is TrajectoryParked:
@@ -82,16 +83,3 @@ class TrajectoryTable:
         if type(event) is TrajectoryEnded:
             return self.by_key.pop(event.key, None)
         return None
-
-    def snapshot(self) -> dict[str, Any]:
-        """Its state, as JSON-able values."""
-        rows = {key: list(asdict(stats).values()) for key, stats in sorted(self.by_key.items())}
-        return {"arrivals": self._arrivals, "lives": rows}
-
-    def restore(self, snapshot: Mapping[str, Any]) -> None:
-        """Take the state of ``snapshot``."""
-        self._arrivals = int(snapshot["arrivals"])
-        self.by_key = {
-            str(key): TrajectoryStats(arrival, iteration, group, Phase(phase), *rest)
-            for key, (arrival, iteration, group, phase, *rest) in snapshot["lives"].items()
-        }

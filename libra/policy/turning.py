@@ -21,19 +21,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import NamedTuple
 
 from libra.errors import ConfigError
-
-
-class Turned(StrEnum):
-    """What the GPUs of an engine do; the changes between the two take time."""
-
-    ROLLOUT = "rollout"
-    TO_TRAINING = "to_training"
-    TRAINING = "training"
-    TO_ROLLOUT = "to_rollout"
+from libra.facts import Turn, Turned
 
 
 class TurningEngine(NamedTuple):
@@ -44,14 +35,6 @@ class TurningEngine(NamedTuple):
     doing: Turned
     residents: int
     may_turn: bool = True
-
-
-class Turn(NamedTuple):
-    """Command: the GPUs of an engine change to training or back to rollout (``to``)."""
-
-    worker: str
-    to: Turned
-    reason: str
 
 
 class OpenStep(NamedTuple):

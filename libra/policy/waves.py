@@ -15,15 +15,15 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
-from libra.policy.messages import OpenWave
+from libra.facts import OpenWave
+from libra.policy.snapshots import Saved
 
 GroupId = tuple[int, int]
 Members = tuple[GroupId, ...]
 
 
-class Waves:
+class Waves(Saved):
     """The waves of a run's batches.
 
     Parameters
@@ -40,6 +40,15 @@ class Waves:
     opened : dict of int to list of tuples of (iteration, group)
         Members of each wave that was opened, by batch, of the newest batches.
     """
+
+    SAVED = {
+        "most": int,
+        "least_groups": int,
+        "enough_groups": int,
+        "opened": dict[int, list[Members]],
+        "_parked": set[GroupId],
+        "_trained": dict[int, int],
+    }
 
     def __init__(self, most: int = 0, least_groups: int = 1, enough_groups: int = 0) -> None:
         self.most, self.least_groups, self.enough_groups = most, least_groups, enough_groups
@@ -107,28 +116,3 @@ class Waves:
         self._parked.discard((command.batch, command.wave))
         self.opened.setdefault(command.batch, []).append(command.members)
         return command
-
-    def snapshot(self) -> dict[str, Any]:
-        """Its state, as JSON-able values."""
-        return {
-            "most": self.most,
-            "least_groups": self.least_groups,
-            "enough_groups": self.enough_groups,
-            "opened": [
-                [batch, [[list(group) for group in wave] for wave in waves]]
-                for batch, waves in sorted(self.opened.items())
-            ],
-            "parked": [list(wave) for wave in sorted(self._parked)],
-            "trained": [list(pair) for pair in sorted(self._trained.items())],
-        }
-
-    def restore(self, snapshot: Mapping[str, Any]) -> None:
-        """Take the state of ``snapshot``; that of an older log is empty."""
-        self.most, self.least_groups = int(snapshot.get("most", 0)), int(snapshot.get("least_groups", 1))
-        self.enough_groups = int(snapshot.get("enough_groups", 0))
-        self.opened = {
-            int(batch): [tuple((iteration, group) for iteration, group in wave) for wave in waves]
-            for batch, waves in snapshot.get("opened", ())
-        }
-        self._parked = {(batch, wave) for batch, wave in snapshot.get("parked", ())}
-        self._trained = dict(snapshot.get("trained", ()))

@@ -15,10 +15,11 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import msgspec
 
+from libra.facts import StepMeasured, TakeSteps
+from libra.policy.snapshots import Saved
 from libra.policy.step_ways import CHANGES_S, LATENCY_BOUND, SPLIT, TURNING, StepParts, chosen, forms
 
 
@@ -44,47 +45,7 @@ class WaySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     change_s: float = CHANGES_S
 
 
-class MeasuredStep(msgspec.Struct, frozen=True):
-    """A step, as it was measured.
-
-    Attributes
-    ----------
-    step : int
-    complete_s : tuple of float
-        Seconds from the opening of its iteration's gate until each of its groups was complete, ascending.
-    waves : tuple of (int, float)
-        Groups of each of its waves, and seconds of its gradient if the core trainers alone had computed it.
-    update_s : float
-        From its last gradient until the new weights were published.
-    beside_s : float
-        Of these, the seconds after the step's end, which passed beside the next step; 0: that waited for them.
-    longest_s : float
-        The longest trajectory of its iteration, had it been alone; 0: not known.
-    rollout_gpus, rollout_gpu_s : float
-        GPUs of engines while it was taken, on average, and their GPU-seconds with requests.
-    change_s : float
-        Mean seconds of both changes of an engine, as far as they were measured; 0: not at all.
-    """
-
-    step: int
-    complete_s: tuple[float, ...]
-    waves: tuple[tuple[int, float], ...]
-    update_s: float
-    longest_s: float
-    rollout_gpus: float
-    rollout_gpu_s: float
-    change_s: float
-    beside_s: float = 0.0
-
-
-class TakeSteps(msgspec.Struct, frozen=True, gc=False):
-    """Command: take steps in this way from now on."""
-
-    way: str
-    reason: str
-
-
-class WayChoice:
+class WayChoice(Saved):
     """The choice of one run.
 
     Parameters
@@ -94,6 +55,8 @@ class WayChoice:
     eta, most_waves : int
         Staleness bound, and waves of a batch.
     """
+
+    SAVED = {"settings": WaySettings | None, "_eta": int, "_most": int, "way": str, "_fixed_s": float, "_told": bool}
 
     def __init__(self, settings: WaySettings | None = None, eta: int = 0, most_waves: int = 0) -> None:
         self.settings, self._eta, self._most = settings, eta, most_waves
@@ -111,7 +74,7 @@ class WayChoice:
         """Whether engines may turn to training."""
         return self.settings is None or self.way == TURNING
 
-    def measured(self, step: MeasuredStep) -> TakeSteps | None:
+    def measured(self, step: StepMeasured) -> TakeSteps | None:
         """Learn from a step; the choice, if it is the first one or another than before."""
         settings = self.settings
         if settings is None or not step.complete_s or not step.waves:
@@ -132,23 +95,6 @@ class WayChoice:
             return None
         self.way, self._told = way, True
         return TakeSteps(way, _reason(step.step, way, settings.ways, step_s, x))
-
-    def snapshot(self) -> dict[str, Any]:
-        """Its state, as JSON-able values; empty where there is nothing to choose."""
-        if self.settings is None:
-            return {}
-        settings = msgspec.to_builtins(self.settings)
-        state = {"eta": self._eta, "most": self._most, "way": self.way, "fixed_s": self._fixed_s, "told": self._told}
-        return {"settings": settings, **state}
-
-    @classmethod
-    def restored(cls, snapshot: Mapping[str, Any]) -> WayChoice:
-        """The choice with the state of ``snapshot``; KeyError, TypeError or ValueError if it is none."""
-        if not snapshot:
-            return cls()
-        made = cls(msgspec.convert(snapshot["settings"], WaySettings), int(snapshot["eta"]), int(snapshot["most"]))
-        made.way, made._fixed_s, made._told = snapshot["way"], float(snapshot["fixed_s"]), bool(snapshot["told"])
-        return made
 
 
 def wave_price(waves: Sequence[tuple[int, float]], fixed_s: float = 0.0) -> tuple[float, float]:

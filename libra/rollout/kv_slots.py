@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from libra.errors import EngineError
 from libra.rollout.layer_reads import Reads, reads_before
 
 SLOT_ATTENTION = "libra_slots"
@@ -53,7 +54,13 @@ class SlotKV:
         self.reads: list[Reads] = [reads_before] * config.num_hidden_layers
         empty = torch.zeros(2, slots, self.num_kv_heads, 0, self.head_dim, dtype=dtype, device=device)
         self._rebind([empty] * config.num_hidden_layers)
-        self.resize(1)
+        try:
+            self.resize(1)
+        except RuntimeError as error:  # what torch raises where it gets no memory
+            raise EngineError(
+                f"rollout.slots: there is no memory for the KV of {slots - 1} trajectories at once, {GROWTH_TOKENS} tokens each; "
+                "type a smaller one"
+            ) from error
 
     @property
     def device(self) -> torch.device:

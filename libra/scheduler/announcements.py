@@ -8,19 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from msgspec.structs import asdict
-
-from libra import events
-from libra.events.reports import (
-    AsleepReport,
-    AwakeReport,
-    EngineReport,
-    JoinedReport,
-    PublishedReport,
-    QuarantinedReport,
-    RecheckedReport,
-    ServedReport,
-)
+from libra.facts import EngineJoined, EngineQuarantined, EngineSlept, EngineWoke, Fact, VersionServed
 from libra.policy import Move
 from libra.scheduler.dask_internals import tell_worker
 from libra.scheduler.run_state import RunState
@@ -55,25 +43,18 @@ def announce_revocation(scheduler: Scheduler, state: RunState, address: str, key
     tell_worker(scheduler, address, message)
 
 
-def announce_move(scheduler: Scheduler, state: RunState, worker: str, key: str, move: Move) -> bool:
-    """Announce to ``worker``, before the task ``key`` is sent there, that it changes its home; False if it has not told that it
-    exchanges KV. A home that has left the cluster is not asked."""
+def announce_move(scheduler: Scheduler, state: RunState, worker: str, key: str, move: Move) -> None:
+    """Announce to ``worker``, before the task ``key`` is sent there, that it changes its home; no effect if it has not told that
+    it exchanges KV. A home that has left the cluster is not asked."""
     if worker not in state.workers.kv:
-        return False
+        return
     present = state.workers.engines.get(move.home) in scheduler.workers
     home = state.workers.kv.get(move.home) if move.sends and present else None
+    expected = {"prefill_s": round(move.prefill_s, 9), "transfer_s": round(move.transfer_s or 0.0, 9)}
     tell_worker(scheduler, state.workers.engines.get(worker, ""), {
         "op": "libra-kv", "run": state.run, "epoch": state.epoch, "key": key, "home": home,
+        "move": {"home": move.home, "worker": worker, "tokens": move.tokens, "sent": move.sends, **expected},
     })  # fmt: skip
-    return True
-
-
-def version_published(state: RunState, report: PublishedReport) -> None:
-    """A version is in the registry of the worker that trains."""
-    state.log.emit(events.VersionPublished, version=report.version, digest=report.digest, num_bytes=report.num_bytes)
-    if report.weights is not None:
-        state.workers.holders.offers(report.address, report.weights, trains=True)
-        state.workers.holders.has(report.address, report.version, report.digest)
 
 
 def newest_version(state: RunState, worker: str) -> dict[str, Any]:
@@ -86,35 +67,26 @@ def newest_version(state: RunState, worker: str) -> dict[str, Any]:
     }
 
 
-def engine_reported(state: RunState, report: EngineReport) -> None:
-    """An engine reports: it joined, serves a checked version, failed the check, sleeps, or is awake again."""
-    workers, name, address = state.workers, report.name, report.address
-    workers.engines[name] = address
-    match report:
-        case JoinedReport(weights=weights, kv=kv):
+def engine_told(state: RunState, fact: Fact, address: str) -> None:
+    """An engine joined, serves a checked version, failed the check, sleeps, or is awake again."""
+    workers = state.workers
+    match fact:
+        case EngineJoined(worker=name, weights=weights, kv=kv):
+            workers.engines[name] = address
             workers.holders.offers(address, weights)
             if kv is not None:
                 workers.kv[name] = kv
-        case ServedReport(version=version):
+        case VersionServed(worker=name, version=version):
+            workers.engines[name] = address
             workers.quarantined.discard(address)
-            workers.out.discard(address)
+            workers.out.pop(address, None)
             workers.served[name] = version
             workers.holders.has(address, version)
-            engine: dict[str, Any] = {"tp": report.tp, "bucket": report.bucket, "stats": report.stats}
-            state.log.emit(events.VersionServed, worker=name, version=version, load_s=report.load_s, **engine)
-            state.log.emit(events.VersionChecked, version=version, worker=name, **asdict(report.check))
-        case RecheckedReport():
-            found = {key: value for key, value in asdict(report).items() if key not in ("name", "address")}
-            state.log.emit(events.VersionRechecked, worker=name, **found)
-        case AsleepReport():
+        case EngineSlept():
             workers.asleep.add(address)
-        case AwakeReport():
+        case EngineWoke():
             workers.asleep.discard(address)
-        case QuarantinedReport():
+        case EngineQuarantined(version=version, layer=layer, detail=detail):
             workers.quarantined.add(address)
-            if report.out:
-                workers.out.add(address)
-            fields: dict[str, Any] = {
-                key: value for key, value in asdict(report).items() if key not in ("name", "address")
-            }
-            state.log.emit(events.EngineQuarantined, worker=name, **fields)
+            if fact.out:
+                workers.out[address] = f"version {version}: {layer}: {detail}"

@@ -12,10 +12,9 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from libra import events, keys
-from libra.policy import (
+from libra import keys
+from libra.facts import (
     Command,
-    Dispatcher,
     LoadVersion,
     OpenBatch,
     OpenGate,
@@ -24,11 +23,13 @@ from libra.policy import (
     SetPriority,
     TakeSteps,
     Turn,
+    Turned,
+    TurnRefused,
     Vacate,
+    sentence,
 )
+from libra.policy import Dispatcher
 from libra.policy.role_messages import Role
-from libra.policy.tail import TurnRefused
-from libra.policy.turning import Turned
 from libra.scheduler import dask_internals
 from libra.scheduler.announcements import announce_version
 from libra.scheduler.run_state import RunState
@@ -36,6 +37,7 @@ from libra.scheduler.run_state import RunState
 if TYPE_CHECKING:
     from distributed.scheduler import Scheduler
 
+logger = logging.getLogger("libra.scheduler")
 task_logger = logging.getLogger("libra.scheduler.tasks")
 
 
@@ -44,85 +46,58 @@ class Applier:
 
     def __init__(self, scheduler: Scheduler, dispatcher: Dispatcher, kick: Callable[[], None]) -> None:
         self._scheduler, self._dispatcher, self._kick = scheduler, dispatcher, kick
+        self.set_roles: Callable[..., dict[str, Any]] | None = None
+        """`WorkerRoles.set_roles`, once there is one."""
 
-    def apply(self, state: RunState, commands: tuple[Command, ...], on_the_line: Command | None = None) -> None:
-        """Carry out and log; every command gets a line, except ``on_the_line``, which is on the line of its event
-        already. Turns follow, if what happened calls for any."""
+    def apply(self, state: RunState, commands: tuple[Command, ...]) -> None:
+        """Log and carry out. Turns follow, if what happened calls for any."""
         commands = (*commands, *turns) if (turns := state.tail.look()) else commands
         if not commands:
             return
-        tasks, kicks, debug = self._scheduler.tasks, False, task_logger.isEnabledFor(logging.DEBUG)
+        tasks, kicks, emit = self._scheduler.tasks, False, state.log.emit
+        debug = task_logger.isEnabledFor(logging.DEBUG)
         for command in commands:
+            emit(command)
+            if debug:
+                task_logger.debug("run %s: %s", state.run, sentence(command))
             if type(command) is SetPriority:  # by far the most
-                key, priority = command.key, command.priority
-                if command is not on_the_line:
-                    state.log.emit(events.PrioritySet, key, priority, command.reason)
-                ts = tasks.get(key)
+                ts = tasks.get(command.key)
                 if ts is not None:
-                    if debug:
-                        task_logger.debug("%s: %s: priority %s", command.reason, key, priority)
-                    dask_internals.set_priority(ts, priority)
+                    dask_internals.set_priority(ts, command.priority)
                     kicks = kicks or ts.state == "no-worker"
                 continue
-            match command:
-                case Prefer():
-                    state.log.emit(
-                        events.BucketsPreferred,
-                        command.key,
-                        command.buckets,
-                        command.reason,
-                        command.left_tokens,
-                        command.final_tokens,
-                        command.begins_tp,
-                    )
-                    kicks = True
-                case OpenGate(iteration=iteration, reason=reason):
-                    state.log.emit(events.GateOpened, iteration=iteration, reason=reason)
-                    logging.getLogger("libra.scheduler").info(
-                        "%s: iteration %d of %s begins", reason, iteration, state.run
-                    )
-                    self.open(state, state.parked.gates.pop(iteration), keys.GRADE)
-                case OpenBatch(batch=batch, members=members, reason=reason):
-                    state.log.emit(events.BatchOpened, batch=batch, members=members, reason=reason)
-                    logging.getLogger("libra.scheduler").info("%s: batch %d of %s opens", reason, batch, state.run)
-                    self.open(state, state.parked.batches.pop(batch), keys.COMMIT)
-                case OpenWave(batch=batch, wave=wave, members=members, reason=reason):
-                    state.log.emit(events.WaveOpened, batch=batch, wave=wave, members=members, reason=reason)
-                    task_logger.debug("%s: wave %d of batch %d of %s opens", reason, wave, batch, state.run)
-                    self.open(state, state.parked.waves.pop((batch, wave)), keys.GRADE)
-                case TakeSteps() | LoadVersion() | Turn() | Vacate():
-                    self._change(state, command)
-                    kicks = kicks or isinstance(command, LoadVersion | Vacate)
+            kicks = kicks or isinstance(command, Prefer | LoadVersion | Vacate)
+            if type(command) is not Prefer:
+                self._carry_out(state, command)
         if kicks:
             self._kick()
         self._dispatcher.apply(commands)
 
-    def _change(self, state: RunState, command: TakeSteps | LoadVersion | Turn | Vacate) -> None:
-        """How steps are taken, which weights an engine serves, or what it does."""
+    def _carry_out(self, state: RunState, command: Command) -> None:
+        if isinstance(command, OpenGate | OpenBatch | TakeSteps | LoadVersion | Vacate):
+            logger.info("run %s: %s", state.run, sentence(command))
         match command:
-            case TakeSteps(way=way, reason=reason):
-                state.log.emit(events.StepsChosen, way=way, reason=reason)
-                logging.getLogger("libra.scheduler").info("%s: %s takes its steps by %s", reason, state.run, way)
-            case Vacate(worker=worker, keys=moved, reason=reason):
-                state.log.emit(events.EngineVacated, worker=worker, keys=moved, reason=reason)
-                task_logger.info("%s: %d trajectories leave %s", reason, len(moved), worker)
-            case LoadVersion(worker=worker, version=version, reason=reason):
-                state.log.emit(events.VersionOrdered, worker=worker, version=version, reason=reason)
-                task_logger.info("%s: %s takes version %d of %s", reason, worker, version, state.run)
+            case OpenGate(iteration=iteration):
+                self.open(state, state.parked.gates.pop(iteration), keys.GRADE)
+            case OpenBatch(batch=batch):
+                self.open(state, state.parked.batches.pop(batch), keys.COMMIT)
+            case OpenWave(batch=batch, wave=wave):
+                self.open(state, state.parked.waves.pop((batch, wave)), keys.GRADE)
+            case LoadVersion(worker=worker, version=version):
                 announce_version(self._scheduler, state, version, only=worker)
-            case Turn(worker=worker, to=to, reason=reason):
-                state.log.emit(events.EngineTurned, worker=worker, to=str(to), reason=reason)
+            case Turn():
                 self._scheduler.loop.add_callback(self._turn, state, command)
 
     def _turn(self, state: RunState, turn: Turn) -> None:
         """Ask for the change of roles of a turn, outside of the current transition; it may be refused."""
-        roles: Any = self._scheduler.plugins.get("libra-roles")
+        assert self.set_roles is not None
         role = Role.TRAIN if turn.to is Turned.TRAINING else Role.ROLLOUT
         why = f"the engine turns to {turn.to}: {turn.reason}"
-        answer = roles.set_roles(state.run, state.epoch, {turn.worker: {"role": str(role)}}, why)
+        answer = self.set_roles(state.run, state.epoch, {turn.worker: {"role": str(role)}}, why)
         if "error" in answer:
-            state.log.emit(events.TurnRefused, worker=turn.worker, detail=answer["error"])
-            state.tail.handle(TurnRefused(turn.worker))
+            refused = TurnRefused(turn.worker, answer["error"])
+            state.log.emit(refused)
+            state.tail.handle(refused)
             self.apply(state, ())
 
     def open(self, state: RunState, key: str, resource: str) -> None:

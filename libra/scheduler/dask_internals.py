@@ -12,6 +12,7 @@ When Dask changes one of these, ``tests/scheduler/test_dask_internals.py`` fails
 from __future__ import annotations
 
 import gc
+import pickle
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -77,6 +78,14 @@ def release(scheduler: Scheduler, releases: Iterable[Release], stimulus_id: str)
     if recommendations:
         scheduler.transitions(recommendations, stimulus_id)
     return list(recommendations)
+
+
+def fail(scheduler: Scheduler, key: str, error: Exception, stimulus_id: str) -> None:
+    """End a parked task, and all that depend on it, with an error."""
+    pickled: Any = pickle.dumps(error)
+    scheduler.transitions(
+        scheduler.transition(key, "erred", exception=pickled, cause=key, stimulus_id=stimulus_id), stimulus_id
+    )
 
 
 def supply(scheduler: Scheduler, resource: str) -> dict[str, int]:

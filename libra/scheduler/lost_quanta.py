@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 
-from libra import events
 from libra.errors import RecordExists, StoreError
+from libra.facts import FailureClassified
 from libra.scheduler.run_state import Tracked
 from libra.store.trajectory_journal import Journal
 from libra.types import FailureClass, TrajectoryId
@@ -40,7 +40,7 @@ def record_worker_failure(tracked: Tracked, address: str) -> bool:
         logger.error("%s: its failure could not be recorded: %s", tracked.key, error)
         return False
     else:
-        state.log.emit(events.FailureClassified, key=tracked.key, failure=str(FailureClass.WORKER), detail=detail)
+        state.log.emit(FailureClassified(tracked.key, str(FailureClass.WORKER), detail))
     tracked.quanta += written
     # Another attempt begins. If the trajectory has advanced or ended, its next report corrects this.
     tracked.lost = 0

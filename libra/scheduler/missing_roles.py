@@ -9,6 +9,7 @@ Invariants
    being set up; again every ``REMIND_S``, and when the cause has
    changed (a lost worker is back, and is being set up); its return is reported once. The driver reads these notices less than 10 s
    later.
+3. A run whose engines have all failed the version check twice, and that expects no other, ends with an error.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from libra import keys
 from libra.cluster.readiness import NEEDED
-from libra.errors import shell_path
+from libra.errors import EngineError, shell_path
 from libra.scheduler import dask_internals
 from libra.scheduler.lost_workers import LostWorkers
 from libra.scheduler.run_state import RunState
@@ -103,6 +104,27 @@ class MissingRoles:
             self._tell_back(state, {resource: roles[resource] for resource in back}, now_s, is_first)
         if due:
             state.notices.warn(logger, self._text(state, {resource: roles[resource] for resource in due}, now_s))
+        self._end_unservable(state)
+
+    def _end_unservable(self, state: RunState) -> None:
+        """End a run by an error of one waiting trajectory if every engine that it has or expects is out."""
+        workers = self._scheduler.workers.values()
+        engines = {ws.address for ws in workers if keys.ROLLOUT in self._would_supply(ws)}
+        had = self._roles[state.run][keys.ROLLOUT].had
+        if not engines or not state.workers.out.keys() >= engines or set(had) & set(self._lost.gone()):
+            return
+        for key, ts in self._scheduler.tasks.items():
+            if isinstance(key, str) and ts.state == "no-worker" and dask_internals.is_parked(ts):
+                parsed = keys.parse(key)
+                if parsed is not None and (parsed.node, parsed.run) == ("trajectory", state.run):
+                    error = EngineError(
+                        f"run {state.run}: no engine can serve {next(iter(state.workers.out.values()))}, and so it was after a "
+                        "restart from that version's file. The engine does not compute what the trainer does with this model: "
+                        "try the other rollout.engine, or report the model's config.json; then libra resume "
+                        f"{shell_path(state.directory)}"
+                    )
+                    dask_internals.fail(self._scheduler, key, error, "libra-unservable")
+                    return
 
     def _is_due(self, state: RunState, resource: str, role: _Role, now_s: float) -> bool:
         if role.told_s is None:
@@ -113,7 +135,7 @@ class MissingRoles:
 
     def _are_coming(self, state: RunState, resource: str) -> bool:
         """Whether workers that would supply it are being set up, and none of them has failed."""
-        failed = self._restarts(state).keys() | state.workers.out
+        failed = self._restarts(state).keys() | state.workers.out.keys()
         coming = {ws.address for ws in self._scheduler.workers.values() if resource in self._would_supply(ws)}
         return bool(coming - state.workers.ready) and not coming & failed
 
@@ -215,7 +237,7 @@ class MissingRoles:
         gone: list[str],
         missing_s: float,
     ) -> str:
-        parts, restarts, out = list[str](), self._restarts(state), state.workers.out
+        parts, restarts, out = list[str](), self._restarts(state), state.workers.out.keys()
         coming = [ws for ws in candidates if ws.address not in state.workers.ready | out | restarts.keys()]
         dead = [ws for ws in candidates if ws.address in out or restarts.get(ws.address, 0.0) is None]
         soon_s = [again_s for ws in candidates if (again_s := restarts.get(ws.address)) is not None]

@@ -2,7 +2,7 @@
 
 A trajectory is one Dask task that runs in quanta. Between quanta it is *parked*; the plugin gives it a slot of the phase it
 needs, in the order of ``ts.priority``, on the worker that holds its KV cache if that has a free slot. At the end of a
-quantum the task reports (``log_event``, topic ``libra``) and raises ``Reschedule``; the report arrives first.
+quantum its worker sends facts (`libra.facts`) on its stream and the task raises ``Reschedule``; the facts arrive first.
 
 The plugin has the hooks and RPC handlers, and finds the run and the part that each concerns. `Trajectories` passes events of
 trajectories to the policy objects, `Applier` carries out their commands.
@@ -23,70 +23,33 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from distributed.diagnostics.plugin import SchedulerPlugin
-from msgspec import structs
 from tornado.ioloop import PeriodicCallback
 
-from libra import events, keys
+from libra import facts, keys
 from libra.cluster.key_cache import bound_key_cache
 from libra.cluster.page_names import check_names
 from libra.errors import ConfigError
-from libra.events.reports import (
-    BoundariesReport,
-    DeclaredReport,
-    DriverReport,
-    EngineReport,
-    EvaluationReport,
-    GroupReport,
-    IterationReport,
-    JoinedReport,
-    LateReport,
-    NotReadyReport,
-    PlanReport,
-    PromptsReport,
-    PublishedReport,
-    QuantumReport,
-    ReadyReport,
-    Report,
-    ScoredReport,
-    ServiceReport,
-    SessionReport,
-    StepReport,
-    TrajectoryReport,
-    WaveReport,
-    decode,
-)
+from libra.facts import Command, Fact, Signal, boundaries_of
 from libra.observe.page import attach_page
 from libra.orderings import ordering_of
-from libra.policy import (
-    BoundariesSet,
-    Command,
-    CommittedGroup,
-    Tail,
-    VersionPublished,
-    boundaries_of,
-    groups_named,
-)
+from libra.policy import CommittedGroup, Tail
 from libra.policy.step_lengths import FixedLimit, StepLengths
-from libra.policy.tail import WaveDone
 from libra.scheduler import dask_internals
-from libra.scheduler.announcements import (
-    announce_version,
-    engine_reported,
-    newest_version,
-    send_contention,
-    version_published,
-)
+from libra.scheduler.announcements import announce_version, engine_told, newest_version, send_contention
 from libra.scheduler.ended_runs import EndedRuns
+from libra.scheduler.gangs import Gangs
 from libra.scheduler.lost_workers import LostWorkers
 from libra.scheduler.missing_roles import MissingRoles
 from libra.scheduler.notices import process_name
 from libra.scheduler.run_log import RunLog
-from libra.scheduler.run_state import RunRegistration, RunState
+from libra.scheduler.run_state import Handler, RunRegistration, RunState
 from libra.scheduler.slot_limits import Concurrency
 from libra.scheduler.stall_watchdog import StallGuard
 from libra.scheduler.trajectories import Trajectories
 from libra.scheduler.unready_workers import NotReady
+from libra.scheduler.worker_roles import WorkerRoles
 from libra.store.event_log import EventLog, open_large
 
 if TYPE_CHECKING:
@@ -130,15 +93,22 @@ class LibraPlugin(SchedulerPlugin):
                 "libra_notices": self.notices,
                 "libra_progress": self.progress,
                 "libra_end_run": self.end_run,
+                "libra_told": self.told,
             },
         )
+        scheduler.stream_handlers[facts.STREAM_OP] = self.told
         attach_page(scheduler, self.snapshots)
         check_names(scheduler.http_application, shared=True)  # a cluster of Libra's own did so when it started
         self.not_ready, self.lost_workers = NotReady(scheduler), LostWorkers(scheduler)
         self.ended = EndedRuns(scheduler)
         self.trajectories = Trajectories(scheduler, self.runs, self._signs)
         self.missing_roles = MissingRoles(scheduler, self.not_ready, self.lost_workers, self.trajectories.phase_of)
-        self.concurrency = Concurrency(scheduler, self.trajectories.kick)
+        self.concurrency = Concurrency(scheduler, self.trajectories.workers_changed)
+        self.gangs = Gangs(scheduler, self.runs)
+        self.roles = WorkerRoles(scheduler, self.runs, self.trajectories, self.concurrency)
+        self.trajectories.applier.set_roles = self.roles.set_roles
+        self._handlers: dict[type[Fact], Handler] = self._own_handlers() | self.trajectories.handlers()
+        self._handlers |= self.gangs.handlers() | self.roles.handlers()
         sampler = scheduler.periodic_callbacks["libra-sample"] = PeriodicCallback(self._sample, SAMPLE_MS)
         sampler.start()
 
@@ -185,7 +155,7 @@ class LibraPlugin(SchedulerPlugin):
         state.begin()
         self.trajectories.register_run(state)
         if boundaries:
-            self._set_boundaries(state, boundaries, "policy.boundaries_tokens")
+            self._boundaries_set(state, facts.BoundariesSet(boundaries, "policy.boundaries_tokens"), "")
         if new.watchdog_s is not None:
             fixed = None if new.watchdog_s == "auto" else FixedLimit(new.watchdog_s)
             limits = fixed or StepLengths(new.watchdog_floors_s)
@@ -214,12 +184,8 @@ class LibraPlugin(SchedulerPlugin):
         self.concurrency.ended(run)
         if guard := self.guards.pop(run, None):
             guard.stop()
-        gangs: Any = self._scheduler.plugins.get("libra-gang")
-        roles: Any = self._scheduler.plugins.get("libra-roles")
-        if gangs is not None:
-            gangs.end_gang(run)
-        if roles is not None:
-            roles.end_roles(run)
+        self.gangs.end_gang(run)
+        self.roles.end_roles(run)
         state.log.close()
         self.ended.compressing(run, state.log)
 
@@ -271,38 +237,30 @@ class LibraPlugin(SchedulerPlugin):
                 self._parked(key)
         elif finish == "forgotten":
             self.trajectories.forgotten(key)
+        if self.gangs.present:
+            self.gangs.transition(key, start, finish)
 
-    def log_event(self, topic: str, msg: Any) -> None:
-        """A worker or the driver reports; see `libra.events.reports`."""
-        if (received := decode(topic, msg)) is None:
+    def told(self, run: str, epoch: int, packed: bytes, worker: str = "", client: str = "") -> None:
+        """A worker at this address, or the driver, sends facts, in their order. It never raises: that would close the stream."""
+        state = self.runs.get(run)
+        if state is None or epoch != state.epoch:
+            logger.debug("ignored: facts of %s, epoch %s, which is not on this scheduler", run, epoch)
             return
-        state, report = self.runs.get(received.run), received.report
-        if state is None or received.epoch != state.epoch:
-            logger.debug("ignored: a report of an unknown run or an older epoch: %s", msg)
-            return
-        key = report.key if isinstance(report, QuantumReport) else None
+        try:
+            for fact in facts.unpack(packed):
+                self._take(state, fact, worker)
+        except msgspec.DecodeError as error:
+            logger.error("run %s: malformed facts of %s are ignored: %s", run, worker or client, error)
+        except Exception:  # the boundary to Dask, where an exception would end the worker
+            logger.exception("run %s: facts of %s could not be taken in", run, worker or client)
+
+    def _take(self, state: RunState, fact: Fact, worker: str) -> None:
+        key = fact.key if type(fact) is facts.QuantumFinished else None
         self._progressed(state.run, key, self._signs.get(key))
-        match report:
-            case TrajectoryReport():
-                self.trajectories.reported(state, report)
-            case GroupReport():
-                self._group_reported(state, report)
-            case PublishedReport():
-                self._version_published(state, report)
-            case EngineReport():
-                self._engine_reported(state, report)
-            case DeclaredReport():
-                self.trajectories.workers.declared(state, report)
-                self.concurrency.declared(state.run, report)
-                self.trajectories.kick()
-            case ReadyReport():
-                self._ready(state, report)
-            case NotReadyReport():
-                self.not_ready.failed(state, report)
-            case DriverReport():
-                self._driver_reported(state, report)
-            case _:
-                self._training_reported(state, report)
+        if (handler := self._handlers.get(type(fact))) is not None:
+            handler(state, fact, worker)
+        elif not isinstance(fact, Signal):
+            state.log.emit(fact)
 
     def add_worker(self, scheduler: Scheduler, worker: str) -> None:
         """A worker joins: new slots may be free."""
@@ -314,8 +272,9 @@ class LibraPlugin(SchedulerPlugin):
                 state.workers.joining.add(worker)
                 self.not_ready.joined(state.run, worker)
             name = dask_internals.worker_name(scheduler, worker)
-            state.log.emit(events.WorkerJoined, worker=name, address=worker)
-        self.trajectories.kick()
+            state.log.emit(facts.WorkerJoined(name, worker))
+        self.roles.add_worker(worker)
+        self.trajectories.workers_changed()
 
     def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
         """A worker leaves: its slots are gone, and its tasks have already left ``processing``."""
@@ -325,8 +284,10 @@ class LibraPlugin(SchedulerPlugin):
             state.workers.lost(worker)
             known = {**state.workers.engines, **self.trajectories.workers.address}.items()
             name = next((name for name, address in known if address == worker), "")
-            state.log.emit(events.WorkerLost, address=worker, worker=name)
+            state.log.emit(facts.WorkerLost(worker, name))
         self.trajectories.worker_gone(worker)
+        self.gangs.remove_worker(worker)
+        self.roles.remove_worker(worker)
 
     def remove_client(self, scheduler: Scheduler, client: str) -> None:
         """A client has left: if it was a driver's that did not end its run, the run is over, and makes room for the next."""
@@ -368,12 +329,12 @@ class LibraPlugin(SchedulerPlugin):
             self._gate_parked(state, parsed, key)
         elif parsed.node == "batch":
             state.parked.batches[parsed.indices[0]] = key
-            state.log.emit(events.BatchParked, batch=parsed.indices[0])
+            state.log.emit(facts.BatchParked(parsed.indices[0]))
             self._apply(state, state.admission.batch_parked(parsed.indices[0]))
         elif parsed.node == "wave":
             batch, wave = parsed.indices
             state.parked.waves[batch, wave] = key
-            state.log.emit(events.WaveParked, batch=batch, wave=wave)
+            state.log.emit(facts.WaveParked(batch, wave))
             self._apply(state, state.admission.wave_parked(batch, wave))
         else:
             self.trajectories.parked(key, state, parsed)
@@ -388,94 +349,110 @@ class LibraPlugin(SchedulerPlugin):
                 state.parked.eval_gates.setdefault(index, []).append(key)
             return
         state.parked.gates[index] = key
-        state.log.emit(events.GateParked, iteration=index)
+        state.log.emit(facts.GateParked(index))
         self._apply(state, state.admission.gate_parked(index))
 
     def _apply(self, state: RunState, commands: tuple[Command, ...]) -> None:
         self.trajectories.applier.apply(state, commands)
 
-    # ---------------------------------------------------------------- reports
+    # ---------------------------------------------------------------- facts from workers and the driver
 
-    def _version_published(self, state: RunState, report: PublishedReport) -> None:
-        if (chosen := state.measured(report.version)) is not None:
+    def _own_handlers(self) -> dict[type[Fact], Handler]:
+        """What to do with facts that are not about trajectories, training groups or roles; the others are only logged."""
+        engine: dict[type[Fact], Handler] = dict.fromkeys(
+            (facts.EngineJoined, facts.EngineSlept, facts.EngineWoke, facts.VersionServed, facts.EngineQuarantined),
+            self._engine_told,
+        )
+        own: dict[type[Fact], Handler] = {
+            facts.VersionPublished: self._version_published,
+            facts.WeightsHeld: self._weights_held,
+            facts.EngineDeclared: self._engine_declared,
+            facts.WorkerReady: self._ready,
+            facts.SetupFailed: self._setup_failed,
+            facts.GroupCommitted: self._group_committed,
+            facts.RowsKept: lambda state, fact, _: state.workers.keeps_rows(fact.iteration, fact.group, fact.block),
+            facts.SessionsUsed: lambda state, fact, _: state.sessions.update(facts.fields_of(fact)),
+            facts.StepFinished: self._step_finished,
+            facts.WaveTrained: self._wave_trained,
+            facts.MismatchFound: self._mismatch_found,
+            facts.BoundariesSet: self._boundaries_set,
+            facts.PromptsNamed: self._prompts_named,
+        }
+        return engine | own
+
+    def _version_published(self, state: RunState, fact: facts.VersionPublished, _: str) -> None:
+        if (chosen := state.measured(fact.version)) is not None:
             self._apply(state, chosen)
-        version_published(state, report)
-        ordered = state.handle(VersionPublished(report.version))
-        self._apply(state, (*ordered, *state.admission.version_published(report.version)))
+        state.log.emit(fact)
+        self._apply(state, (*state.handle(fact), *state.admission.version_published(fact.version)))
         for version in [v for v in state.parked.eval_gates if v <= state.admission.version]:
             for gate in state.parked.eval_gates.pop(version):
                 self.trajectories.applier.open(state, gate, keys.GRADE)
         if state.one is None:
-            announce_version(self._scheduler, state, report.version)
+            announce_version(self._scheduler, state, fact.version)
 
-    def _driver_reported(self, state: RunState, report: DriverReport) -> None:
-        match report:
-            case PlanReport(event=event, fields=fields):
-                state.log.emit(events.EVENTS[event], **fields)
-            case BoundariesReport(tokens=tokens, reason=reason):
-                self._set_boundaries(state, boundaries_of(tokens), reason)
-            case PromptsReport(iteration=iteration, prompts=prompts):
-                state.log.emit(events.PromptsNamed, iteration=iteration, prompts=tuple(prompts))
-                self._apply(state, state.handle(groups_named("train", iteration, prompts)))
+    def _weights_held(self, state: RunState, fact: facts.WeightsHeld, address: str) -> None:
+        state.workers.holders.offers(address, fact.at, trains=True)
+        state.workers.holders.has(address, fact.version, fact.digest)
 
-    def _set_boundaries(self, state: RunState, boundaries: tuple[tuple[int, float], ...], reason: str) -> None:
-        logger.info("%s: trajectories of %s are placed by length: %s", reason, state.run, boundaries)
-        state.log.emit(events.BoundariesSet, boundaries=boundaries, reason=reason)
-        self._apply(state, state.handle(BoundariesSet(boundaries)))
+    def _boundaries_set(self, state: RunState, fact: facts.BoundariesSet, _: str) -> None:
+        logger.info("run %s: %s", state.run, facts.sentence(fact))
+        state.log.emit(fact)
+        self._apply(state, state.handle(fact))
 
-    def _engine_reported(self, state: RunState, report: EngineReport) -> None:
-        engine_reported(state, report)
-        if isinstance(report, JoinedReport) and report.engine is not None:
-            self.concurrency.joined(state.run, report.name, report.engine)
-            self.concurrency.apply(state.run, report.address)
+    def _prompts_named(self, state: RunState, fact: facts.PromptsNamed, _: str) -> None:
+        state.log.emit(fact)
+        self._apply(state, state.handle(fact))
+
+    def _engine_told(self, state: RunState, fact: Fact, address: str) -> None:
+        if not isinstance(fact, Signal):
+            state.log.emit(fact)
+        engine_told(state, fact, address)
+        if isinstance(fact, facts.EngineJoined):
+            self.concurrency.joined(state.run, fact.worker, fact.engine)
+            self.concurrency.apply(state.run, address)
         if self.trajectories.contended:
-            send_contention(self._scheduler, report.address, True)
-        self.trajectories.kick()
+            send_contention(self._scheduler, address, True)
+        self.trajectories.workers_changed()
 
-    def _ready(self, state: RunState, report: ReadyReport) -> None:
+    def _engine_declared(self, state: RunState, fact: facts.EngineDeclared, _: str) -> None:
+        state.log.emit(fact)
+        self.trajectories.workers.declared(fact)
+        self.concurrency.declared(state.run, fact)
+        self.trajectories.workers_changed()
+
+    def _ready(self, state: RunState, fact: facts.WorkerReady, address: str) -> None:
         """A worker's setup for the run has ended. If it failed, the worker still counts as joining."""
-        state.workers.joining.discard(report.address)
-        state.workers.ready.add(report.address)
-        self.not_ready.ready(state.run, report.address)
-        self.concurrency.apply(state.run, report.address)
-        self.trajectories.kick()
+        state.workers.joining.discard(address)
+        state.workers.ready.add(address)
+        self.not_ready.ready(state.run, address)
+        self.concurrency.apply(state.run, address)
+        self.trajectories.workers_changed()
 
-    def _group_reported(self, state: RunState, report: GroupReport) -> None:
-        if report.split == "train":
-            state.workers.keeps_rows(report.iteration, report.group, report.block)
-        fields = ("split", "iteration", "group", "oldest_version", "reward", "failures", "resampled")
-        state.log.emit(events.GroupCommitted, **{name: getattr(report, name) for name in fields})
-        if report.split == "train":
-            done = CommittedGroup(report.iteration, report.group, report.oldest_version)
-            state.tail.group_committed()
+    def _setup_failed(self, state: RunState, fact: facts.SetupFailed, address: str) -> None:
+        self.not_ready.failed(state, fact, address)
+        self.roles.setup_failed(state, fact, address)
+
+    def _group_committed(self, state: RunState, fact: facts.GroupCommitted, _: str) -> None:
+        state.log.emit(fact)
+        if fact.split == "train":
+            state.tail.handle(fact)
+            done = CommittedGroup(fact.iteration, fact.group, fact.oldest_version)
             self._apply(state, state.admission.group_committed(done))
 
-    def _training_reported(self, state: RunState, report: Report) -> None:
-        match report:
-            case StepReport(step=step):
-                state.log.emit(events.StepFinished, **structs.asdict(report))
-                if report.beside:
-                    self._apply(state, state.admission.step_ended(step))
-            case WaveReport(batch=batch, wave=wave):
-                state.log.emit(events.WaveTrained, **structs.asdict(report))
-                state.tail.handle(WaveDone(batch, wave, report.train_s, report.hybrids))
-                self._apply(state, state.admission.wave_trained(batch, wave))
-            case SessionReport():
-                state.sessions.update(structs.asdict(report))
-            case ScoredReport():
-                state.log.emit(events.GroupScored, **structs.asdict(report))
-            case LateReport():
-                state.log.emit(events.LateRewardsTaken, **structs.asdict(report))
-            case ServiceReport(name=name):
-                fields = {key: value for key, value in structs.asdict(report).items() if key != "name"}
-                state.log.emit(events.ServiceAnswered, worker=name, **fields)
-            case IterationReport(iteration=iteration, reward=reward, lag=lag, alarm=alarm):
-                state.log.emit(events.IterationFinished, iteration=iteration, reward=reward, lag=lag)
-                if alarm:
-                    state.log.emit(events.MismatchFound, step=iteration, detail=alarm)
-                    state.notices.warn(logger, f"run {state.run}: {alarm}")
-            case EvaluationReport(version=version, reward=reward, prompts=prompts):
-                state.log.emit(events.EvaluationFinished, version=version, reward=reward, prompts=prompts)
+    def _step_finished(self, state: RunState, fact: facts.StepFinished, _: str) -> None:
+        state.log.emit(fact)
+        if fact.beside:
+            self._apply(state, state.admission.step_ended(fact.step))
+
+    def _wave_trained(self, state: RunState, fact: facts.WaveTrained, _: str) -> None:
+        state.log.emit(fact)
+        state.tail.handle(fact)
+        self._apply(state, state.admission.wave_trained(fact.batch, fact.wave))
+
+    def _mismatch_found(self, state: RunState, fact: facts.MismatchFound, _: str) -> None:
+        state.log.emit(fact)
+        state.notices.warn(logger, f"run {state.run}: {fact.detail}")
 
     # ---------------------------------------------------------------- for the dashboard
 
@@ -483,7 +460,7 @@ class LibraPlugin(SchedulerPlugin):
         if not self.runs:
             return
         bound_key_cache()
-        self.trajectories.kick()  # a worker takes tasks a moment after the hook `add_worker`
+        self.trajectories.workers_changed()  # a worker takes tasks a moment after the hook `add_worker`
         for state in self.runs.values():
             state.sample()
             self.missing_roles.look(state)
@@ -491,10 +468,9 @@ class LibraPlugin(SchedulerPlugin):
     def snapshots(self) -> list[dict[str, Any]]:
         """State of every run, JSON-able; what the dashboard page and its JSON route show."""
         buckets = self.trajectories.dispatcher.buckets()
-        roles: Any = self._scheduler.plugins.get("libra-roles")
         return [
             state.dashboard_row(buckets)
-            | {"roles": roles.roles(state.run, state.epoch) if roles is not None else []}
+            | {"roles": self.roles.roles(state.run, state.epoch)}
             | {"not_ready": self.not_ready.rows(state.run)}
             for state in self.runs.values()
         ]

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self, cast
 
 import msgspec
 
-from libra import events
+from libra import facts
+from libra.facts import Command, Fact, ToolNeeds
 from libra.keys import Key
 from libra.observe.page_snapshot import time_row
 from libra.policy import (
     Admission,
-    Command,
-    Event,
     Fifo,
     Inspectable,
-    Move,
     OneVersion,
     OnlineLearner,
     Ordering,
@@ -33,7 +31,6 @@ from libra.policy import (
     WaySettings,
     learns_after,
 )
-from libra.policy.messages import ToolNeeds
 from libra.scheduler.notices import Notices
 from libra.scheduler.run_log import RunLog
 from libra.scheduler.step_clock import StepClock
@@ -148,6 +145,10 @@ class RunRegistration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return made
 
 
+Handler = Callable[["RunState", Any, str], None]
+"""What to do with a fact of a run that a worker at this address (empty: the driver) sent."""
+
+
 @dataclass(slots=True)
 class ParkedNodes:
     """Keys of the gates, batches and waves that wait: by iteration, by version that an evaluation waits for, by batch and wave."""
@@ -166,8 +167,8 @@ class RunWorkers:
     ----------
     quarantined : set of str
         The engine failed the version check.
-    out : set of str
-        Those that failed it again after a restart, and stay out of service.
+    out : dict of str to str
+        Those that failed it again after a restart and stay out of service: version, layer and numbers.
     joining : set of str
         Joined during the run; its part of the run is not set up yet.
     ready : set of str
@@ -184,7 +185,7 @@ class RunWorkers:
     engines: dict[str, str] = field(default_factory=dict)
     holders: Holders = field(default_factory=Holders)
     quarantined: set[str] = field(default_factory=set)
-    out: set[str] = field(default_factory=set)
+    out: dict[str, str] = field(default_factory=dict)
     joining: set[str] = field(default_factory=set)
     ready: set[str] = field(default_factory=set)
     asleep: set[str] = field(default_factory=set)
@@ -205,7 +206,7 @@ class RunWorkers:
         self.ready.discard(address)
         self.asleep.discard(address)
         self.quarantined.discard(address)
-        self.out.discard(address)
+        self.out.pop(address, None)
 
 
 @dataclass(slots=True)
@@ -235,7 +236,7 @@ class RunState:
         new = self.registration
         self.one = OneVersion(rounded=new.rounded) if new.one_version else None
 
-    def handle(self, event: Event) -> tuple[Command, ...]:
+    def handle(self, event: Fact) -> tuple[Command, ...]:
         """Pass an event to the policy objects; the answers of the ordering, and the engines that take new weights."""
         self.tail.handle(event)
         answers = self.policy.handle(event)
@@ -284,20 +285,21 @@ class RunState:
         """Log the start of the run, and the state of its policy objects."""
         new = self.registration
         self.log.emit(
-            events.RunStarted,
-            epoch=new.epoch,
-            eta=new.eta,
-            iterations=new.iterations,
-            groups_per_batch=new.groups_per_batch,
-            policy=self.policy.name,
-            family=new.family,
+            facts.RunStarted(
+                epoch=new.epoch,
+                eta=new.eta,
+                iterations=new.iterations,
+                groups_per_batch=new.groups_per_batch,
+                policy=self.policy.name,
+                family=new.family,
+            )
         )
         if new.ways is not None:
             self.admission.ways = WayChoice(new.ways, new.eta, new.waves)
             self.log.clock = StepClock(new.groups_per_batch, new.ways.train_gpus)
         self.emit_snapshot()
         if new.ways is not None:
-            self.log.emit(events.StepsPlanned, ways=new.ways.ways, way=new.ways.way, reason=new.ways.reason)
+            self.log.emit(facts.StepsPlanned(ways=new.ways.ways, way=new.ways.way, reason=new.ways.reason))
 
     def measured(self, version: int) -> tuple[Command, ...] | None:
         """Log the step whose weights are published now, if it was measured; what it changes. None: it was not."""
@@ -305,7 +307,7 @@ class RunState:
         step = None if clock is None else clock.published(version, log.uptime_s, log.facts.times)
         if step is None:
             return None
-        log.emit(events.StepMeasured, **msgspec.structs.asdict(step))
+        log.emit(step)
         return self.admission.steps_measured(step)
 
     def sample(self) -> None:
@@ -327,7 +329,7 @@ class RunState:
             self.learned_ended = self.num_ended
             began_s = time.perf_counter()
             self.policy.learn()
-            self.log.emit(events.PolicyLearned, seconds=round(time.perf_counter() - began_s, 6))
+            self.log.emit(facts.PolicyLearned(seconds=round(time.perf_counter() - began_s, 6)))
 
     def dashboard_row(self, buckets: list[dict[str, Any]]) -> dict[str, Any]:
         """The run as shown on the dashboard page; ``buckets``: `Dispatcher.buckets`."""
@@ -369,8 +371,6 @@ class Tracked:
         When it last parked, by the scheduler's clock.
     leased : (int, float) or None
         Cores of the action that it runs, and the seconds that it waited for them.
-    move : Move or None
-        The price of the change of home that its dispatch was, until its worker reports what became of it.
     """
 
     key: str
@@ -393,7 +393,6 @@ class Tracked:
     calls: tuple[str, ...] = ()
     parked_s: float = 0.0
     leased: tuple[int, float] | None = None
-    move: Move | None = None
 
     def __post_init__(self) -> None:
         self.group = "-".join(map(str, (self.parsed.split, *self.parsed.indices[:2])))
@@ -407,8 +406,3 @@ class Tracked:
     def completed(self) -> bool:
         """Whether it completed by itself."""
         return self.end not in ("", str(EndReason.FAILURE))
-
-    def found_ended(self, quanta: int, worker: str, end: str) -> None:
-        """It was sent to a worker and had ended before: no quantum was run, and none is counted."""
-        self.reported, self.lost, self.ended, self.quanta, self.end = True, 0, True, quanta, end
-        self.run.log.emit(events.TrajectoryFoundEnded, key=self.key, quanta=quanta, worker=worker, end=end)

@@ -17,8 +17,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from libra import events, keys
-from libra.events.reports import DeclaredReport, EngineKindFields
+from libra import keys
+from libra.facts import EngineDeclared, EngineKindFields, SlotsSet, fields_of
 from libra.scheduler import dask_internals
 from libra.scheduler.run_state import RunState
 
@@ -73,11 +73,12 @@ class Concurrency:
         known.full[worker] = (tp, slots)
         return min(slots, known.limits.get((worker, tp), slots))
 
-    def declared(self, run: str, report: DeclaredReport) -> None:
-        """An engine has declared its capacity (fields of `libra.events.EngineDeclared`); kept by degree, also after the
-        engine ended."""
+    def declared(self, run: str, fact: EngineDeclared) -> None:
+        """An engine has declared its capacity; kept by degree, also after the engine ended."""
         known = self._runs.setdefault(run, _Run())
-        known.declared[report.name, report.capacity.tp] = report.event_fields()
+        known.declared[fact.worker, fact.tp] = {
+            name: each for name, each in fields_of(fact).items() if name != "worker"
+        }
 
     def rows(self, state: RunState) -> list[dict[str, Any]]:
         """A row for each worker that has or had an engine.
@@ -139,9 +140,7 @@ class Concurrency:
 
     def _carry_out(self, state: RunState, known: _Run, worker: str, tp: int, slots: int, reason: str) -> None:
         has, full = known.full[worker]
-        state.log.emit(
-            events.SlotsSet, worker=worker, tp=tp, slots=slots, of_slots=full if tp == has else None, reason=reason
-        )
+        state.log.emit(SlotsSet(worker, tp, slots, full if tp == has else None, reason))
         address = state.workers.engines.get(worker)
         ws = self._scheduler.workers.get(address) if address is not None else None
         if tp == has and ws is not None and ws.resources.get(keys.ROLLOUT):  # 0: it has another role, or is changing

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from tornado.ioloop import PeriodicCallback
 
-from libra import events, keys
+from libra import facts, keys
 from libra.cluster.readiness import NEEDED
 from libra.cluster.worker_stacks import stacks_of
 from libra.policy.stall import Picture, RunningTask, Stall, Waiting, Watchdog
@@ -144,17 +144,18 @@ class StallGuard:
         file = f"stacks/{self._stalls:04d}-{culprit.worker.replace('/', '_')}.txt" if culprit is not None else ""
         last = state.log.newest()
         state.log.emit(
-            events.StallDetected,
-            key=culprit.key if culprit else "",
-            worker=culprit.worker if culprit else "",
-            address=culprit.address if culprit else "",
-            stage=culprit.stage if culprit else "",
-            idle_s=round(stall.idle_s, 3),
-            parked=stall.waiting,
-            detail=stall.detail,
-            last_event=last,
-            stacks=file,
-            restarts=restart,
+            facts.StallDetected(
+                key=culprit.key if culprit else "",
+                worker=culprit.worker if culprit else "",
+                address=culprit.address if culprit else "",
+                stage=culprit.stage if culprit else "",
+                idle_s=round(stall.idle_s, 3),
+                parked=stall.waiting,
+                detail=stall.detail,
+                last_event=last,
+                stacks=file,
+                restarts=restart,
+            )
         )
         advice = self._advice(stall, file, restart)
         text = f"run {state.run}: no progress for {stall.idle_s:.0f} s: {stall.detail}; last event: {last}; {advice}"

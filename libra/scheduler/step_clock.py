@@ -12,10 +12,9 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
-from libra import events, keys
-from libra.events import Event
+from libra import facts, keys
+from libra.facts import Line, StepMeasured
 from libra.observe.worker_time import WorkerTimes
-from libra.policy import MeasuredStep
 from libra.policy.tail import price_s
 from libra.types import Phase
 
@@ -38,37 +37,38 @@ class StepClock:
         self._changes: dict[str, list[float]] = {"train": [], "rollout": []}
         self._since_s = 0.0
 
-    def add(self, event: Event) -> None:
-        """Take the next event of the log."""
+    def add(self, line: Line) -> None:
+        """Take the next line of the log."""
+        _, t_s, event = line
         match event:
-            case events.QuantumFinished(key=key, phase=phase):
+            case facts.QuantumFinished(key=key, phase=phase):
                 took_s = (
                     event.latency_s if phase == Phase.TOOL else event.tokens * min(self._alone_s.values(), default=0.0)
                 )
                 self._path_s[key] = self._path_s.get(key, 0.0) + took_s
-            case events.TrajectoryEnded(key=key):
+            case facts.TrajectoryEnded(key=key):
                 path_s, parsed = self._path_s.pop(key, 0.0), keys.parse(key)
                 if parsed is not None and parsed.split == "train":
                     iteration = parsed.indices[0]
                     self._longest_s[iteration] = max(path_s, self._longest_s.get(iteration, 0.0))
-            case events.GateOpened(iteration=iteration):
-                self._gates_s[iteration] = event.t_s
-            case events.GroupCommitted(split="train", iteration=iteration):
-                self._complete_s[iteration].append(event.t_s)
-            case events.WaveTrained(batch=batch, wave=wave) if event.groups:
+            case facts.OpenGate(iteration=iteration):
+                self._gates_s[iteration] = t_s
+            case facts.GroupCommitted(split="train", iteration=iteration):
+                self._complete_s[iteration].append(t_s)
+            case facts.WaveTrained(batch=batch, wave=wave) if event.groups:
                 seconds = event.train_s * (self._train_gpus + event.hybrids) / self._train_gpus
                 self._waves[batch][wave] = event.groups, seconds
-                self._trained_s[batch] = event.t_s
-            case events.StepFinished(step=step, beside=True):
-                self._ended_s[step] = event.t_s
-            case events.WorkerCapacity(worker=worker, alone_s_per_token=alone_s) if event.rollout_slots and alone_s:
+                self._trained_s[batch] = t_s
+            case facts.StepFinished(step=step, beside=True):
+                self._ended_s[step] = t_s
+            case facts.WorkerCapacity(worker=worker, alone_s_per_token=alone_s) if event.rollout_slots and alone_s:
                 self._alone_s[worker] = alone_s
-            case events.WorkerWithdrawn(worker=worker):
+            case facts.WorkerWithdrawn(worker=worker):
                 self._alone_s.pop(worker, None)
-            case events.RoleChanged(to_role=role) if role in self._changes:
+            case facts.RoleChanged(to_role=role) if role in self._changes:
                 self._changes[role].append(price_s(event.stage_s))
 
-    def published(self, version: int, now_s: float, times: WorkerTimes) -> MeasuredStep | None:
+    def published(self, version: int, now_s: float, times: WorkerTimes) -> StepMeasured | None:
         """The step whose weights, ``version``, are published at ``now_s``; None if not all of it was seen."""
         step, since_s = version - 1, self._since_s
         self._since_s = times.now_s
@@ -86,7 +86,7 @@ class StepClock:
             return None
         gpus, gpu_s = _rollout(times, since_s)
         changes = [sum(took) / len(took) for took in self._changes.values() if took]
-        return MeasuredStep(
+        return StepMeasured(
             step=step,
             complete_s=tuple(round(max(0.0, t_s - gate_s), 6) for t_s in complete_s),
             waves=tuple((groups, round(seconds, 6)) for _, (groups, seconds) in sorted(waves.items())),

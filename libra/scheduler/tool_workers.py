@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import asdict
 
-from libra import events
+from libra.facts import ToolWorkersOrdered
 from libra.policy.tool_fleet import FleetOrder, ToolFleet, ordered
 from libra.scheduler.run_state import RunState
 from libra.scheduler.worker_registry import Workers
@@ -53,7 +53,7 @@ class ToolWorkers:
         at_s = round(time.monotonic(), 6)
         present = {name: address for name, address in self._workers.address.items() if name.startswith(ROLE)}
         units, waiting, waiting_s = self._load(present)
-        facts = fleet.facts(
+        seen = fleet.facts(
             at_s,
             present=frozenset(present),
             idle=frozenset(name for name, address in present.items() if self._may_go(name, address, least)),
@@ -61,14 +61,14 @@ class ToolWorkers:
             waiting=waiting,
             waiting_s=waiting_s,
         )
-        order = ordered(facts)
+        order = ordered(seen)
         if order is None:
             return None
         fleet.follow(order, at_s)
         logger.info("%s: %d tool workers", order.reason, order.wanted)
         ordered_fields = {"ordered": order.wanted, "give_up": order.give_up, "reason": order.reason}
         for state in self._runs.values():
-            state.log.emit(events.ToolWorkersOrdered, **(asdict(facts) | ordered_fields))
+            state.log.emit(ToolWorkersOrdered(**(asdict(seen) | ordered_fields)))
         return order
 
     def _load(self, present: Iterable[str]) -> tuple[int, int, float]:

@@ -21,39 +21,43 @@ from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
-from libra import events, keys
-from libra.events.reports import (
-    FoundEndedReport,
-    GivenBackReport,
-    HomeChangedReport,
-    QuantumReport,
-    TrajectoryReport,
+from libra import keys
+from libra.facts import (
+    ActionFinished,
+    ActionRequested,
+    Fact,
+    FailureClassified,
+    GivenBack,
+    HomeChanged,
+    HomeForgotten,
+    LeaseGranted,
+    LeaseRevoked,
+    PlacementVoid,
+    QuantumContinued,
+    QuantumDispatched,
+    QuantumFinished,
+    QuantumGivenBack,
+    QuantumLost,
+    ToolCapacity,
+    ToolsDeclared,
+    TrajectoryEnded,
+    TrajectoryFoundEnded,
+    TrajectoryParked,
+    WorkerCapacity,
+    WorkerWithdrawn,
 )
 from libra.keys import TOOL_CORES, TOOL_GPUS, TOOL_MIB
 from libra.observe.task_stream import QuantumStream
-from libra.policy import (
-    Dispatcher,
-    Event,
-    HomeForgotten,
-    KVTransferred,
-    Place,
-    QuantumFinished,
-    QuantumStarted,
-    SetPriority,
-    TrajectoryEnded,
-    TrajectoryParked,
-    WorkerJoined,
-    WorkerLeft,
-)
-from libra.policy.messages import ActionRequested, LeaseTaken, ToolCapacity, ToolsDeclared
+from libra.policy import Dispatcher, Place
+from libra.policy.placements import LeaseTaken
 from libra.scheduler import dask_internals
 from libra.scheduler.announcements import announce_move, announce_revocation, send_contention
 from libra.scheduler.command_applier import Applier
 from libra.scheduler.lost_quanta import record_worker_failure
-from libra.scheduler.run_state import RunState, Tracked
+from libra.scheduler.run_state import Handler, RunState, Tracked
 from libra.scheduler.tool_workers import ToolWorkers
 from libra.scheduler.worker_registry import Workers
-from libra.types import Phase, tool_outcome
+from libra.types import Phase
 
 if TYPE_CHECKING:
     from distributed.scheduler import Scheduler
@@ -91,16 +95,18 @@ class Trajectories:
         self._only: RunState | object | None = None  # the only run that this dispatcher has ever had
         self.kicked = False
         self._dispatches = 0
+        self._stale, self._num_running = True, 0
         self._tool_capacity: dict[str, tuple[str, ToolCapacity]] = {}
         self.tool_workers = ToolWorkers(scheduler, self.dispatcher, self.workers, runs)
         self._due: Any = None  # the timer of the next moment at which a quota may let an action go
 
     # ---------------------------------------------------------------- events for policy objects
 
-    def _handle(self, state: RunState, event: Event) -> None:
-        """Pass an event to the dispatcher and the run's ordering, and carry out its commands."""
-        self.dispatcher.handle(event)
-        self.applier.apply(state, state.handle(event))
+    def _tell(self, state: RunState, fact: Fact) -> None:
+        """Log a fact, pass it to the dispatcher and the run's policies, and carry out their commands."""
+        state.log.emit(fact)
+        self.dispatcher.handle(fact)
+        self.applier.apply(state, state.handle(fact))
 
     def register_run(self, state: RunState) -> None:
         """Notify a new run of the present workers."""
@@ -117,9 +123,9 @@ class Trajectories:
         """From now on actions hold leases; the tools of a run have its name before theirs."""
         registration = state.registration
         tools = {f"{state.run}/{name}": needs for name, needs in registration.tools.items()}
-        plain = {name: msgspec.to_builtins(needs) for name, needs in tools.items()}
-        state.log.emit(events.ToolsDeclared, tools=plain, quotas=registration.quotas)
-        self.dispatcher.handle(ToolsDeclared(tools, registration.quotas))
+        declared = ToolsDeclared(tools, registration.quotas)
+        state.log.emit(declared)
+        self.dispatcher.handle(declared)
         self._tool_capacity.clear()  # the log of this run has them, too
 
     def _update_tool_capacity(self) -> None:
@@ -131,7 +137,7 @@ class Trajectories:
             if self._tool_capacity.get(name) != (address, has):
                 self._tool_capacity[name] = address, has
                 for state in self._runs.values():
-                    state.log.emit(events.ToolCapacity, **msgspec.structs.asdict(has))
+                    state.log.emit(has)
                 self.dispatcher.handle(has)
 
     def _allowed(self, key: str, worker: str) -> bool:
@@ -148,17 +154,14 @@ class Trajectories:
         for event in self.workers.changes(silent, joining):
             self._notify_all(event, new)
 
-    def _notify_all(self, event: WorkerJoined | WorkerLeft, but: RunState | None = None) -> None:
+    def _notify_all(self, event: WorkerCapacity | WorkerWithdrawn, but: RunState | None = None) -> None:
         self.dispatcher.handle(event)
         for state in self._runs.values():
             if state is not but:
                 self._notify_run(state, event)
 
-    def _notify_run(self, state: RunState, event: WorkerJoined | WorkerLeft) -> None:
-        if isinstance(event, WorkerJoined):
-            state.log.emit(events.WorkerCapacity, **msgspec.structs.asdict(event))
-        else:
-            state.log.emit(events.WorkerWithdrawn, worker=event.worker)
+    def _notify_run(self, state: RunState, event: WorkerCapacity | WorkerWithdrawn) -> None:
+        state.log.emit(event)
         self.applier.apply(state, state.handle(event))
 
     # ---------------------------------------------------------------- workers
@@ -167,7 +170,7 @@ class Trajectories:
         """Its slots are gone; its tasks have already left ``processing``."""
         for event in self.workers.left(address):
             self._notify_all(event)
-        self.kick()
+        self.workers_changed()
 
     # ---------------------------------------------------------------- parked
 
@@ -183,31 +186,12 @@ class Trajectories:
         tracked.parked_s = time.monotonic()
         if tracked.calls and tracked.phase is Phase.TOOL and self.dispatcher.leases is not None:
             tools = tuple(f"{state.run}/{name}" for name in tracked.calls)
-            state.log.emit(events.ActionRequested, key, tools)
-            self.dispatcher.handle(ActionRequested(key, tools))
-        event = TrajectoryParked(
-            key,
-            indices[0],
-            tracked.phase,
-            tracked.quanta,
-            tracked.group,
-            state.registration.family,
-            tracked.context_tokens,
-        )
-        self.dispatcher.handle(event)
-        commands = state.handle(event)
-        first = commands[0] if commands else None
-        own = first if isinstance(first, SetPriority) and first.key == key else None
-        state.log.emit(
-            events.TrajectoryParked,
-            key,
-            tracked.phase,
-            tracked.quanta,
-            tracked.context_tokens,
-            own.priority if own else (),
-            own.reason if own else "",
-        )
-        self.applier.apply(state, commands, on_the_line=own)
+            requested = ActionRequested(key, tools)
+            state.log.emit(requested)
+            self.dispatcher.handle(requested)
+        family, context = state.registration.family, tracked.context_tokens
+        fact = TrajectoryParked(key, indices[0], tracked.phase, tracked.quanta, tracked.group, family, context)
+        self._tell(state, fact)
 
     def forgotten(self, key: str) -> None:
         """The scheduler has forgotten the task."""
@@ -223,11 +207,15 @@ class Trajectories:
             completed = completed and not tracked.policy_completed
             tracked.policy_completed |= completed
             tracked.run.num_ended += 1
-            tracked.run.log.emit(events.TrajectoryEnded, key=tracked.key, completed=completed)
-            self._handle(tracked.run, TrajectoryEnded(tracked.key, completed))
+            self._tell(tracked.run, TrajectoryEnded(tracked.key, completed))
             self._scheduler.loop.add_callback(tracked.run.learn)  # after the current callback
 
     # ---------------------------------------------------------------- dispatch
+
+    def workers_changed(self) -> None:
+        """A worker joined, declared itself, sleeps, or supplies another number of slots: look at all of them, and dispatch."""
+        self._stale = True
+        self.kick()
 
     def kick(self) -> None:
         """Dispatch once, after the current callback."""
@@ -239,7 +227,9 @@ class Trajectories:
         """Give free slots to parked trajectories, phase by phase."""
         self.kicked = False
         scheduler, dispatcher = self._scheduler, self.dispatcher
-        self._update_workers()
+        if self._stale or len(scheduler.running) != self._num_running:  # Dask has no hook for a worker that is paused
+            self._stale, self._num_running = False, len(scheduler.running)
+            self._update_workers()
         at_s = round(time.monotonic(), 6)
         if dispatcher.leases is not None:
             self._update_tool_capacity()
@@ -252,7 +242,7 @@ class Trajectories:
                     self._leased(tracked, place, place.lease)
                 if ts is None or tracked is None or ts.state != "no-worker":
                     if tracked is not None:
-                        tracked.run.log.emit(events.PlacementVoid, key=place.key, phase=phase)
+                        tracked.run.log.emit(PlacementVoid(place.key, phase))
                     dispatcher.stopped(place.key)  # cancelled; it parks again if it is still needed
                     continue
                 address = self.workers.address[place.worker]
@@ -275,7 +265,7 @@ class Trajectories:
         queued_s = round(max(0.0, lease.at_s - tracked.parked_s), 6)
         tracked.leased = lease.cores, queued_s
         fields = msgspec.structs.asdict(lease)
-        tracked.run.log.emit(events.LeaseGranted, key=place.key, worker=place.worker, queued_s=queued_s, **fields)
+        tracked.run.log.emit(LeaseGranted(key=place.key, worker=place.worker, queued_s=queued_s, **fields))
 
     def _revoke(self, at_s: float, alone: bool) -> None:
         """Have actions stopped whose lease was revoked; those that have left their worker have released it."""
@@ -286,10 +276,7 @@ class Trajectories:
             state, (_, address) = tracked.run, tracked.at
             state.revoked += 1
             task_logger.info("%s: %s stops on %s", revoke.reason, revoke.holder, revoke.worker)
-            state.log.emit(
-                events.LeaseRevoked, key=revoke.holder, worker=revoke.worker, at_s=at_s, ran_s=revoke.ran_s, reason=revoke.reason,
-                alone=alone,
-            )  # fmt: skip
+            state.log.emit(LeaseRevoked(revoke.holder, revoke.worker, at_s, revoke.ran_s, revoke.reason, alone))
             announce_revocation(self._scheduler, state, address, revoke.holder, tracked.quanta)
 
     def _look_again(self, next_s: float | None, at_s: float) -> None:
@@ -300,10 +287,9 @@ class Trajectories:
         self._due = None if next_s is None else loop.call_later(next_s - at_s + 1e-3, self.kick)
 
     def _dispatched(self, tracked: Tracked, phase: Phase, address: str, place: Place, alone: bool) -> None:
-        state, worker, reason, move = tracked.run, place.worker, place.reason, place.move
-        tracked.move = None
-        if move is not None and announce_move(self._scheduler, state, worker, tracked.key, move):
-            tracked.move = move
+        state, worker, reason = tracked.run, place.worker, place.reason
+        if place.move is not None:
+            announce_move(self._scheduler, state, worker, tracked.key, place.move)
         tracked.at, tracked.worker = (phase, address), worker
         tracked.reported = tracked.given_back = tracked.revoked = False
         if phase is Phase.ROLLOUT and tracked.parsed.split == "train":
@@ -311,9 +297,9 @@ class Trajectories:
             state.admission.generation_started(iteration, group, state.admission.version)
         priority = cast("tuple[int, ...]", self._scheduler.tasks[tracked.key].priority or ())  # as the applier set it
         task_logger.debug("%s: %s gets a %s slot of %s", reason, tracked.key, phase, worker)
-        quantum = tracked.quanta
-        state.log.emit(events.QuantumDispatched, tracked.key, phase, quantum, worker, priority, reason, alone)
-        self.applier.apply(state, state.handle(QuantumStarted(tracked.key, phase, worker)))
+        sent = QuantumDispatched(tracked.key, phase, worker, tracked.quanta, priority, reason, alone)
+        state.log.emit(sent)
+        self.applier.apply(state, state.handle(sent))
 
     def left_worker(self, tracked: Tracked) -> None:
         """The quantum has ended, with or without a report."""
@@ -323,7 +309,7 @@ class Trajectories:
             self.dispatcher.stopped(tracked.key)
             self.kick()
             if tracked.given_back:
-                tracked.run.log.emit(events.QuantumGivenBack, tracked.key, phase, tracked.quanta, address)
+                tracked.run.log.emit(QuantumGivenBack(tracked.key, phase, tracked.quanta, address))
                 if not tracked.revoked:
                     self._forget_home(tracked)
             elif not tracked.reported and not tracked.ended:
@@ -337,7 +323,7 @@ class Trajectories:
         """A quantum ended without a report: its worker died, or it was cancelled. The third time ends the attempt."""
         tracked.lost += 1
         state = tracked.run
-        state.log.emit(events.QuantumLost, tracked.key, phase, tracked.quanta, address, tracked.lost)
+        state.log.emit(QuantumLost(tracked.key, phase, tracked.quanta, address, tracked.lost))
         if tracked.lost >= MAX_LOST_QUANTA and record_worker_failure(tracked, address):
             dask_internals.forgive(self._scheduler.tasks.get(tracked.key))
             self._forget_home(tracked)
@@ -345,107 +331,89 @@ class Trajectories:
     def _forget_home(self, tracked: Tracked) -> None:
         """Clear the home, so that the next attempt goes to any worker with a free slot, not to the one where this attempt
         failed."""
-        tracked.run.log.emit(events.HomeForgotten, key=tracked.key)
-        self._handle(tracked.run, HomeForgotten(tracked.key))
+        self._tell(tracked.run, HomeForgotten(tracked.key))
 
     # ---------------------------------------------------------------- reports
 
-    def reported(self, state: RunState, report: TrajectoryReport) -> None:
-        """A worker reports a quantum, before its task leaves it."""
-        tracked = self.tracked.get(report.key)
-        if tracked is None or tracked.at is None:
-            task_logger.debug("late report ignored: %s", report)
-            return
-        match report:
-            case GivenBackReport(key=key, revoked=revoked):
-                tracked.given_back, tracked.revoked = True, revoked
-                dask_internals.forgive(self._scheduler.tasks.get(key))
-            case FoundEndedReport(quanta=quanta, end=end):
-                tracked.found_ended(quanta, tracked.worker, end)
-                self._ended(tracked, completed=False)  # it was counted when it ended
-            case HomeChangedReport():
-                self._home_changed(state, tracked, report)
-            case QuantumReport():
-                self._quantum_finished(state, tracked, tracked.at, report)
+    def handlers(self) -> dict[type[Fact], Handler]:
+        """What to do with each kind of fact that workers send about trajectories, before their task leaves them."""
+        return {
+            QuantumFinished: self._quantum_finished,
+            GivenBack: self._given_back,
+            TrajectoryFoundEnded: self._found_ended,
+            HomeChanged: self._home_changed,
+            FailureClassified: self._failed,
+        }
 
-    def _home_changed(self, state: RunState, tracked: Tracked, report: HomeChangedReport) -> None:
-        move, tracked.move = tracked.move, None
-        if move is None:
-            return
-        done = KVTransferred(report.num_bytes, report.took_s)
-        expected_s = {"prefill_s": round(move.prefill_s, 9), "transfer_s": round(move.transfer_s or 0.0, 9)}
-        state.log.emit(
-            events.HomeChanged, key=tracked.key, home=move.home, worker=tracked.worker, tokens=move.tokens, sent=move.sends,
-            took_s=done.seconds, num_bytes=done.num_bytes, refused=report.refused, **expected_s,
-        )  # fmt: skip
-        if done.num_bytes:
-            self._handle(state, done)
+    def _running(self, fact: Fact) -> Tracked | None:
+        """The trajectory of a fact, if it has a slot."""
+        tracked = self.tracked.get(fact.key)  # type: ignore[attr-defined]  # those of `handlers` have one
+        if tracked is not None and tracked.at is not None:
+            return tracked
+        task_logger.debug("a late fact is ignored: %s", fact)
+        return None
 
-    def _quantum_finished(
-        self, state: RunState, tracked: Tracked, at: tuple[Phase, str], report: QuantumReport
-    ) -> None:
-        key, (phase, address) = report.key, at
-        tracked.reported, tracked.lost = True, 0
-        tracked.quanta = report.quantum + 1
-        tracked.context_tokens = report.context_tokens
-        tracked.end = report.end
-        tracked.calls = report.calls
-        if phase is Phase.TOOL and tracked.leased is not None:
-            self._action_finished(state, tracked, report)
-        if report.next:
-            tracked.phase = Phase(report.next)
+    def _given_back(self, state: RunState, fact: GivenBack, _: str) -> None:
+        if (tracked := self._running(fact)) is not None:
+            tracked.given_back, tracked.revoked = True, fact.revoked
+            dask_internals.forgive(self._scheduler.tasks.get(fact.key))
+
+    def _found_ended(self, state: RunState, fact: TrajectoryFoundEnded, _: str) -> None:
+        if (tracked := self._running(fact)) is not None:
+            tracked.reported, tracked.lost, tracked.ended, tracked.quanta, tracked.end = (
+                True,
+                0,
+                True,
+                fact.quanta,
+                fact.end,
+            )
+            state.log.emit(fact)
+            self._ended(tracked, completed=False)  # it was counted when it ended
+
+    def _home_changed(self, state: RunState, fact: HomeChanged, _: str) -> None:
+        if self._running(fact) is not None:
+            self._tell(state, fact)
+
+    def _failed(self, state: RunState, fact: FailureClassified, _: str) -> None:
+        if (tracked := self._running(fact)) is not None:
+            state.log.emit(fact)
+            if not tracked.ended:
+                self._forget_home(tracked)
+
+    def _quantum_finished(self, state: RunState, fact: QuantumFinished, address: str) -> None:
+        if (tracked := self._running(fact)) is None:
+            return
+        key, phase = fact.key, fact.phase
+        tracked.reported, tracked.lost = not fact.goes_on, 0
+        tracked.quanta = fact.quantum + 1
+        tracked.context_tokens, tracked.end, tracked.calls = fact.context_tokens, fact.end, fact.calls
+        if phase is Phase.TOOL:
+            if tracked.leased is not None:
+                self._action_finished(state, tracked, fact)
+            self.tool_workers.acted(fact.latency_s)
+        if fact.next:
+            tracked.phase = Phase(fact.next)
         else:
             tracked.ended = True
             tracked.begin()
         dask_internals.forgive(self._scheduler.tasks.get(key))
-        if report.goes_on:
-            tracked.reported = False
+        name = fact.tool if phase is Phase.TOOL else "generate"
+        self.stream.add(key, address, phase, fact.stop_s - fact.latency_s, fact.stop_s, name)
+        self._tell(state, fact)
+        if fact.goes_on:
             self._signs[key] = time.monotonic()
-        latency_s = round(report.stop_s - report.start_s, 6)
-        if phase is Phase.TOOL:
-            self.tool_workers.acted(latency_s)
-        name = report.tool if phase is Phase.TOOL else "generate"
-        self.stream.add(key, address, phase, report.start_s, report.stop_s, name)
-        tokens, tool, payload = report.tokens, report.tool, report.payload_tokens
-        status = tool_outcome(report.status)
-        tools_s = round(min(report.ran_s, latency_s), 6) if phase is Phase.ROLLOUT else 0.0
-        state.log.emit(
-            events.QuantumFinished,
-            key,
-            phase,
-            report.quantum,
-            tokens,
-            tool,
-            status,
-            payload,
-            latency_s,
-            tracked.worker,
-            report.version,
-            report.end,
-            report.unfinished,
-            tools_s,
-        )
-        done = QuantumFinished(key, phase, tokens, tool, status, latency_s, payload, tools_s)
-        self._handle(state, done)
-        if report.goes_on:
-            state.log.emit(events.QuantumContinued, key, phase, tracked.quanta, tracked.worker)
-            self._handle(state, QuantumStarted(key, phase, tracked.worker))
+            self._tell(state, QuantumContinued(key, phase, tracked.worker, tracked.quanta))
         if tracked.ended:
             self._ended(tracked, completed=tracked.completed)
-        if report.failure != "none":
-            state.log.emit(events.FailureClassified, key, report.failure, report.detail)
-            if report.next:
-                self._forget_home(tracked)
 
-    def _action_finished(self, state: RunState, tracked: Tracked, report: QuantumReport) -> None:
+    def _action_finished(self, state: RunState, tracked: Tracked, fact: QuantumFinished) -> None:
         assert tracked.leased is not None
         (cores, queued_s), tracked.leased = tracked.leased, None
         whole_s = max(0.0, time.monotonic() - tracked.parked_s - queued_s)
+        around_s = round(max(0.0, whole_s - fact.ran_s), 6)
         state.log.emit(
-            events.ActionFinished, key=tracked.key, worker=tracked.worker, cores=cores, queued_s=queued_s,
-            ran_s=round(report.ran_s, 6), overhead_s=round(max(0.0, whole_s - report.ran_s), 6),
-            killed=report.failure == "tool" and "killed: it took more than" in report.detail,
-        )  # fmt: skip
+            ActionFinished(tracked.key, tracked.worker, cores, queued_s, round(fact.ran_s, 6), around_s, fact.killed)
+        )
 
     # ---------------------------------------------------------------- for the dashboard
 

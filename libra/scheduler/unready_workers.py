@@ -22,8 +22,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from libra import events, keys
-from libra.events.reports import NotReadyReport
+from libra import keys
+from libra.facts import SetupFailed, WorkerSetupFailed
 from libra.scheduler import dask_internals
 from libra.scheduler.run_state import RunState
 
@@ -80,12 +80,12 @@ class NotReady:
         for address in self._workers.pop(run, {}):
             self._supply_if_free(address)
 
-    def failed(self, state: RunState, report: NotReadyReport) -> None:
+    def failed(self, state: RunState, fact: SetupFailed, address: str) -> None:
         """A worker reports that its setup for a run failed."""
-        name, address, detail = report.name, report.address, report.detail
+        name, detail = fact.worker, fact.detail
         worker = self._workers.get(state.run, {}).get(address)
         after_s = self._retry_after_s(state.run, address) if worker is not None else None
-        state.log.emit(events.WorkerSetupFailed, worker=name, address=address, detail=detail, retry_after_s=after_s)
+        state.log.emit(WorkerSetupFailed(name, address, detail, after_s))
         if worker is None:
             return
         worker.failure = detail

@@ -14,11 +14,9 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from libra import events
-from libra.events.reports import DeclaredReport
-from libra.policy import WorkerJoined, WorkerLeft, joined_of, off_by_frac
+from libra.facts import EngineDeclared, WorkerCapacity, WorkerWithdrawn, fields_of
+from libra.policy import joined_of, off_by_frac
 from libra.scheduler import dask_internals
-from libra.scheduler.run_state import RunState
 from libra.types import EngineCapacity, Phase
 
 if TYPE_CHECKING:
@@ -42,18 +40,17 @@ class Workers:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        self.known: dict[str, WorkerJoined] = {}
+        self.known: dict[str, WorkerCapacity] = {}
         self.address: dict[str, str] = {}
         self._declared: dict[str, _Declared] = {}
 
-    def declared(self, state: RunState, report: DeclaredReport) -> None:
-        """An engine declares its capacity; the log has the declaration before any decision depends on it."""
-        state.log.emit(events.EngineDeclared, worker=report.name, **report.event_fields())
-        before = self._declared.get(report.name)
-        reported = before.reported if before is not None and before.bucket == report.bucket else None
-        self._declared[report.name] = _Declared(report.bucket, report.capacity, reported)
+    def declared(self, fact: EngineDeclared) -> None:
+        """An engine has declared its capacity."""
+        before = self._declared.get(fact.worker)
+        reported = before.reported if before is not None and before.bucket == fact.bucket else None
+        self._declared[fact.worker] = _Declared(fact.bucket, EngineCapacity.from_declaration(fields_of(fact)), reported)
 
-    def changes(self, silent: Collection[str], joining: Collection[str]) -> Iterator[WorkerJoined | WorkerLeft]:
+    def changes(self, silent: Collection[str], joining: Collection[str]) -> Iterator[WorkerCapacity | WorkerWithdrawn]:
         """Changes since the last call, in the order in which to report them.
 
         ``silent`` are addresses of workers that must generate nothing: their engine sleeps, or failed the version check for one
@@ -78,7 +75,7 @@ class Workers:
                 continue
             if declared is None:
                 bucket = dask_internals.bucket(self._scheduler, address)
-                joined = WorkerJoined(name, bucket, rollout_slots=slots[0], tool_slots=slots[1])
+                joined = WorkerCapacity(name, bucket, rollout_slots=slots[0], tool_slots=slots[1])
             else:
                 declared.reported = self._as_its_bucket(declared)
                 joined = joined_of(
@@ -87,16 +84,16 @@ class Workers:
             self.known[name], self.address[name] = joined, address
             yield joined
 
-    def left(self, address: str) -> Iterator[WorkerLeft]:
+    def left(self, address: str) -> Iterator[WorkerWithdrawn]:
         """A worker has died, or was removed."""
         for name in [name for name, at in self.address.items() if at == address]:
             yield self._gone(name)
 
-    def _gone(self, name: str) -> WorkerLeft:
+    def _gone(self, name: str) -> WorkerWithdrawn:
         """Forget a worker; its next process declares itself again."""
         del self.known[name], self.address[name]
         self._declared.pop(name, None)
-        return WorkerLeft(name)
+        return WorkerWithdrawn(name)
 
     def _differs(self, declared: _Declared) -> bool:
         """Whether an engine differs noticeably from what was reported of it."""

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from libra.errors import ConfigError
+from libra.facts import WorkerCapacity
 from libra.hardware.virtual_engine import EngineTables
-from libra.policy import WorkerJoined, joined_of
+from libra.policy import joined_of
 from libra.sim.workload import TrajectoryPlan
 
 MAX_SLOTS = 256
@@ -48,14 +49,14 @@ class EngineSpec(NamedTuple):
     tables: EngineTables
     bucket_name: str = ""
     overhead: QuantumOverhead = NO_OVERHEAD
-    announced: tuple[tuple[float, WorkerJoined], ...] = ()
+    announced: tuple[tuple[float, WorkerCapacity], ...] = ()
 
     @property
     def bucket(self) -> str:
         """Its capacity class."""
         return self.bucket_name or f"tp{self.tp}"
 
-    def joined(self, context_tokens: int) -> WorkerJoined:
+    def joined(self, context_tokens: int) -> WorkerCapacity:
         """The first event about it that the policy receives; without ``announced``, from its tables at contexts of this
         many tokens."""
         if self.announced:

@@ -15,6 +15,7 @@ from libra.config.model_paths import resolve_model
 from libra.config.run_config import RunConfig
 from libra.config.simulation import SimulationSection
 from libra.errors import ConfigError, ModelError
+from libra.facts import boundaries_of
 from libra.hardware import GPU, ModelShape, engine_seconds, load_gpu, load_shape
 from libra.hardware.run_calibration import RunCalibration, read_calibration
 from libra.hardware.timing_residuals import shipped_residuals
@@ -22,7 +23,7 @@ from libra.hardware.virtual_engine import EngineTables
 from libra.named_parts import is_named
 from libra.orderings import ordering_of
 from libra.planner.cost.training_cost import sequences_s
-from libra.policy import CMLFQ, Oracle, Ordering, Predictor, boundaries_of, staleness_of
+from libra.policy import CMLFQ, Oracle, Ordering, Predictor, staleness_of
 from libra.policy.cmlfq import Objective
 from libra.sim.engines import EngineSpec, QuantumOverhead, fleet, slots_of
 from libra.sim.from_run import RunSetting, engine_spec

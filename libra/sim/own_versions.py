@@ -24,18 +24,18 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from libra.policy import (
+from libra.facts import (
     Command,
-    Event,
-    Place,
+    Fact,
     QuantumFinished,
     QuantumStarted,
     TrajectoryEnded,
     TrajectoryParked,
     VersionPublished,
-    WorkerJoined,
-    WorkerLeft,
+    WorkerCapacity,
+    WorkerWithdrawn,
 )
+from libra.policy import Place
 from libra.types import Phase
 
 REPACK_S = 5.0
@@ -77,7 +77,7 @@ class OwnVersions:
 
     # ---------------------------------------------------------------- what the simulator asks
 
-    def handle(self, event: Event) -> None:
+    def handle(self, event: Fact) -> None:
         """Follow one event."""
         match event:
             case TrajectoryParked(key=key):
@@ -99,9 +99,9 @@ class OwnVersions:
                     home.in_slots.discard(key)
                     if key in home.waiting:
                         home.waiting.remove(key)
-            case WorkerJoined(worker=worker, rollout_slots=slots):
+            case WorkerCapacity(worker=worker, rollout_slots=slots):
                 self._engines.setdefault(worker, _Engine()).slots = slots
-            case WorkerLeft(worker=worker):
+            case WorkerWithdrawn(worker=worker):
                 self._engines[worker].slots = 0
             case VersionPublished(version=version):
                 self._newest = version

@@ -22,10 +22,10 @@ from collections.abc import Mapping, Sequence
 from msgspec.structs import replace
 
 from libra.errors import ConfigError
-from libra.policy import CommittedGroup, Ordering, TrajectoryEnded
-from libra.policy.messages import OpenWave
+from libra.facts import OpenWave, TrajectoryEnded, Turn, Turned
+from libra.policy import CommittedGroup, Ordering
 from libra.policy.streamed_batches import StreamedBatches
-from libra.policy.turning import OpenStep, Turn, Turned, TurningEngine
+from libra.policy.turning import OpenStep, TurningEngine
 from libra.policy.waves import GroupId, Waves
 from libra.sim.disciplines import Discipline, Roles
 from libra.sim.engines import EngineSpec

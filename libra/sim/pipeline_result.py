@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from libra.policy.turning import Turn
+from libra.facts import Turn
 from libra.sim.gpu_seconds import Cause
 
 

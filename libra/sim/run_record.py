@@ -16,13 +16,13 @@ from libra import keys
 from libra.config import RunConfig, load_config
 from libra.config.model_paths import resolve_model
 from libra.errors import ConfigError, ModelError, RunDirectoryError
+from libra.facts import WorkerCapacity
 from libra.hardware import load_shape
 from libra.hardware.run_calibration import UNBOUNDED_TOKENS, EngineOfRun, RunCalibration
 from libra.hardware.run_quanta import Quantum, TurnsTaken, binned, quanta_of, transport_s
 from libra.hardware.run_step_fit import fit_engines, fit_trainer
 from libra.hardware.shapes import shape_digest
 from libra.observe.metrics import read_metrics
-from libra.policy import WorkerJoined
 from libra.store.event_log import read_events
 from libra.store.trajectories import TrajectoryStore
 from libra.types import Phase, StepSeconds
@@ -41,7 +41,7 @@ class RealisedRun(NamedTuple):
 
 
 SECONDS = ("fixed_s", "sequence_s", "context_token_s", "prefill_token_s", "num_steps", "error_frac")
-"""Fields of `libra.events.EngineDeclared` that are measured."""
+"""Fields of `libra.facts.EngineDeclared` that are measured."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -276,13 +276,13 @@ class RunRecord:
         told = self.capacities.get(worker)
         return str(told[-1]["bucket"]) if told else otherwise
 
-    def announced(self, worker: str) -> tuple[tuple[float, WorkerJoined], ...]:
+    def announced(self, worker: str) -> tuple[tuple[float, WorkerCapacity], ...]:
         """The events about an engine that the policy received, each with the seconds after the first gate; of those before
         it, only the last."""
         gate_s = min(self.gates_s().values(), default=0.0)
-        names = WorkerJoined.__struct_fields__
+        names = WorkerCapacity.__struct_fields__
         told = [
-            (event["t_s"] - gate_s, WorkerJoined(**{name: event[name] for name in names if name in event}))
+            (event["t_s"] - gate_s, WorkerCapacity(**{name: event[name] for name in names if name in event}))
             for event in self.capacities.get(worker, ())
             if event["rollout_slots"] > 0
         ]

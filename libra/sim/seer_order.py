@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from libra.policy import Event, Priority, QuantumFinished, SetPriority, TrajectoryEnded
-from libra.policy.messages import TrajectoryParked
+from libra.facts import Fact, Priority, QuantumFinished, SetPriority, TrajectoryEnded, TrajectoryParked
 from libra.policy.trajectory_table import NUM_CLASSES, length_class
 
 
@@ -27,7 +26,7 @@ class SeerOrder:
         self._iteration: dict[str, int] = {}
         self._arrival: dict[str, int] = {}
 
-    def handle(self, event: Event) -> tuple[SetPriority, ...]:
+    def handle(self, event: Fact) -> tuple[SetPriority, ...]:
         """Answer one event."""
         match event:
             case TrajectoryParked(key=key, iteration=iteration, group=group):

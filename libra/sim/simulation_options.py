@@ -55,7 +55,7 @@ class SimulationOptions:
     chunk_tokens : int or None
         Most tokens of one quantum (`rollout.chunk_tokens`): a longer turn parks as often as it takes. None: a turn is one quantum.
     boundaries : tuple of (TP degree, tokens)
-        As of `libra.policy.messages.BoundariesSet`; empty: none.
+        As of `libra.policy.placements.BoundariesSet`; empty: none.
     host : HostPool or None
         KV in host memory. None: an engine computes the context of a trajectory that comes from another one.
     teacher_token_s : float

@@ -20,20 +20,12 @@ import msgspec
 import numpy as np
 
 from libra.errors import ConfigError
-from libra.hardware.host_kv import HostKv
-from libra.hardware.virtual_engine import Counters, Request, VirtualEngine
-from libra.policy import (
-    Admission,
+from libra.facts import (
     BoundariesSet,
-    CommittedGroup,
-    Dispatcher,
-    Event,
-    KVTransferred,
-    OnlineLearner,
+    Fact,
+    HomeChanged,
     OpenBatch,
     OpenGate,
-    Oracle,
-    Ordering,
     Priority,
     QuantumFinished,
     QuantumStarted,
@@ -41,10 +33,12 @@ from libra.policy import (
     TrajectoryEnded,
     TrajectoryParked,
     VersionPublished,
-    WorkerJoined,
-    WorkerLeft,
-    learns_after,
+    WorkerCapacity,
+    WorkerWithdrawn,
 )
+from libra.hardware.host_kv import HostKv
+from libra.hardware.virtual_engine import Counters, Request, VirtualEngine
+from libra.policy import Admission, CommittedGroup, Dispatcher, OnlineLearner, Oracle, Ordering, learns_after
 from libra.policy.move_price import PRIOR_BYTES_PER_S
 from libra.sim.agenda import Agenda
 from libra.sim.engines import EngineSpec, typical_context
@@ -120,7 +114,7 @@ class Simulator:
             for at_s, joined in spec.announced[1:]:
                 self.agenda.at(at_s, self._announce, joined)
         if options.tool_slots is not None:
-            self.notify(WorkerJoined(TOOLS, tool_slots=options.tool_slots))
+            self.notify(WorkerCapacity(TOOLS, tool_slots=options.tool_slots))
         if options.boundaries:
             self.notify(BoundariesSet(options.boundaries))
         for loss in options.losses:
@@ -155,12 +149,12 @@ class Simulator:
         record = self.record
         return len(record.ended_s) == len(self._workload.trajectories) and len(record.iteration_s) == iterations
 
-    def notify(self, event: Event) -> None:
+    def notify(self, event: Fact) -> None:
         """Send an event to the policy."""
         self._dispatcher.handle(event)
         self._apply(event)
 
-    def _apply(self, event: Event) -> None:
+    def _apply(self, event: Fact) -> None:
         answers = self._ordering.handle(event)
         if answers:
             for answer in answers:
@@ -177,7 +171,7 @@ class Simulator:
         )  # fmt: skip
         self._announce(spec.joined(self._typical_context))
 
-    def _announce(self, joined: WorkerJoined) -> None:
+    def _announce(self, joined: WorkerCapacity) -> None:
         if (
             joined.worker in self.running_engines
         ):  # without a pool they exchange no KV, whatever the run's own engines did
@@ -197,7 +191,7 @@ class Simulator:
 
     def _leave(self, worker: str) -> list[str]:
         """No trajectory is at home on ``worker`` any more; returns those that held a slot of it without being in its engine."""
-        self.notify(WorkerLeft(worker))
+        self.notify(WorkerWithdrawn(worker))
         for key in [key for key, home in self._home.items() if home == worker]:
             del self._home[key]
         in_transit = [key for key, place in self._in_transit.items() if place == worker]
@@ -347,7 +341,8 @@ class Simulator:
         engine.submit(self.agenda.now_s, request, self._priorities.get(one.key, ()))
         if self._host is not None:
             for tokens, seconds in self._host.fetches():  # as a live worker reports what a transfer took
-                self.notify(KVTransferred(tokens * self._kv_token_bytes, seconds))
+                num_bytes = tokens * self._kv_token_bytes
+                self.notify(HomeChanged(one.key, "", worker, tokens, 0.0, seconds, True, seconds, num_bytes, ""))
         return engine
 
     def _schedule_next(self, engine: VirtualEngine) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 
 from libra import keys
 from libra.errors import ConfigError
-from libra.policy.messages import GroupsNamed
+from libra.facts import PromptsNamed
 from libra.types import NO_TOOL, ToolOutcome, ToolStatus, tool_outcome
 
 SCHEMA = 1
@@ -320,9 +320,9 @@ def synthetic(
     return Workload(name, tuple(plans))
 
 
-def prompts_of(workload: Workload, plans: Sequence[TrajectoryPlan]) -> GroupsNamed:
+def prompts_of(workload: Workload, plans: Sequence[TrajectoryPlan]) -> PromptsNamed:
     """The prompts of the groups of ``plans``, if prompts repeat."""
-    return GroupsNamed(tuple({workload.group_key(plan): plan.prompt for plan in plans if plan.prompt}.items()))
+    return PromptsNamed(tuple({workload.group_key(plan): plan.prompt for plan in plans if plan.prompt}.items()))
 
 
 def by_key(workload: Workload) -> Mapping[str, TrajectoryPlan]:

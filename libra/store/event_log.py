@@ -1,4 +1,4 @@
-"""The event log of a run: one of `libra.events` per line, in order of writing.
+"""The event log of a run: one of `libra.facts` per line, in order of writing.
 
 The store is the truth, and this log explains it: events since the last `flush` may be lost with the process. The newest lines are
 in ``events.jsonl``, the older ones in compressed segments beside it (`libra.store.log_segments`); readers here read both as one.
@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, NamedTuple
 import msgspec
 
 from libra.errors import StoreError
-from libra.events import Event, PolicySnapshot, to_json
+from libra.facts import Fact, Line, PolicySnapshot, name_of, to_json
 from libra.store.line_log import LineLog, LineReader
 from libra.store.log_segments import Segment, check_whole, close_segment, remove_partial, same_file, segments_of
 
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 SEGMENT_BYTES = 1 << 20
 """Least size of a segment, uncompressed. A run closes one before a snapshot (every 10,000 events, or 2.5 MB) and at its end."""
-_SNAPSHOT = f'"name":"{PolicySnapshot.name}"'.encode()
+_SNAPSHOT = f'"name":"{name_of(PolicySnapshot)}"'.encode()
 _LOOKS = 100
 """How often a reader looks again while a writer closes segments."""
 _COMPRESSORS: dict[Path, threading.Thread] = {}
@@ -53,9 +53,9 @@ class EventLog(LineLog):
             self._close_segment()
         self._compress(left)
 
-    def write(self, event: Event) -> None:
-        """Add one event. It reaches the file with the next `flush`, or some hundreds later."""
-        self.write_line(to_json(event))
+    def write(self, line: Line) -> None:
+        """Add one line. It reaches the file with the next `flush`, or some hundreds later."""
+        self.write_line(to_json(line))
 
     def rotate(self) -> None:
         """Close a segment if the file is large enough for one; it is compressed in a thread.
@@ -188,7 +188,7 @@ class LoggedEvents(NamedTuple):
 
 
 def read_events(path: str | Path) -> LoggedEvents:
-    """All events of a log in order; `libra.events.from_dict` makes typed values of them.
+    """All events of a log in order; `libra.facts.from_dict` makes typed values of them.
 
     Raises StoreError, with the line's number, where the file is missing or a line but the last is not a JSON object.
     """
@@ -214,9 +214,9 @@ def from_last_snapshot(path: str | Path) -> EventReader | None:
     return None if found is None else EventReader(path, line=found)
 
 
-def lines_of(path: str | Path, kind: type[Event]) -> Iterator[bytes]:
+def lines_of(path: str | Path, kind: type[Fact]) -> Iterator[bytes]:
     """The lines of events of one kind, unparsed, of a log that may be damaged: what cannot be read is left out."""
-    word = f'"name":"{kind.name}"'.encode()
+    word = f'"name":"{name_of(kind)}"'.encode()
     if not Path(path).is_file():
         return
     segments, file = _opened(Path(path))

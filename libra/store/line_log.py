@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, NamedTuple, Self
@@ -52,7 +52,11 @@ class LineLog:
 
     def write_line(self, line: str) -> None:
         """Add one line, without its newline."""
-        self._lines.append(line)
+        self.write_lines([line])
+
+    def write_lines(self, lines: Iterable[str]) -> None:
+        """Add lines, without their newlines."""
+        self._lines.extend(lines)
         if len(self._lines) >= self._buffer_lines:
             self.flush()
 

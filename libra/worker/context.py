@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ from distributed import Worker
 
 from libra.cluster.key_cache import bound_key_cache
 from libra.envs import Environment
-from libra.events.reports import TOPIC, Report, encode
+from libra.facts import STREAM_OP, Fact, pack
 from libra.store.epochs import Epoch
 from libra.store.trajectory_journal import Journal
 from libra.worker.run_spec import RunSpec
@@ -39,6 +41,10 @@ class WorkerContext:
     environment: Environment
     journal: Journal
     weights: WorkerWeights
+    _sender: FactSender = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_sender", FactSender(self.worker, self.spec.run, self.spec.epoch))
 
     @property
     def name(self) -> str:
@@ -50,10 +56,10 @@ class WorkerContext:
         """Address of the worker."""
         return self.worker.address
 
-    def report(self, report: Report) -> None:
-        """Send a report to the scheduler."""
+    def report(self, *facts: Fact) -> None:
+        """Send facts to the scheduler; see `FactSender.send`."""
         bound_key_cache()  # each task of a run reports something
-        send(self.worker, self.spec, report)
+        self._sender.send(*facts)
 
     def listen(self, op: str, handler: Callable[..., None]) -> None:
         """Register ``handler`` for messages ``op`` of the scheduler about this start of the run; it gets their fields.
@@ -71,9 +77,28 @@ class WorkerContext:
                 listeners.handlers.pop((self.spec.run, self.spec.epoch), None)
 
 
-def send(worker: Worker, spec: RunSpec, report: Report) -> None:
-    """Send a report of a worker that has no context yet."""
-    worker.log_event(TOPIC, encode(spec.run, spec.epoch, report))
+class FactSender:
+    """Sends facts of one start of a run from a worker to the scheduler."""
+
+    def __init__(self, worker: Worker, run: str, epoch: int) -> None:
+        self._worker, self._run, self._epoch = worker, run, epoch
+        self._unsent: list[Fact] = []
+
+    def send(self, *facts: Fact) -> None:
+        """Send facts. Those of one turn of the worker's loop go together, before any task that ends in it."""
+        if threading.get_ident() != self._worker.thread_id:
+            self._worker.loop.add_callback(self.send, *facts)
+            return
+        if not self._unsent:
+            asyncio.get_running_loop().call_soon(self.flush)
+        self._unsent.extend(facts)
+
+    def flush(self) -> None:
+        """Send what was to be sent in this turn of the worker's loop at once."""
+        if self._unsent:
+            packed = pack(self._unsent)
+            self._unsent.clear()
+            self._worker.batched_send({"op": STREAM_OP, "run": self._run, "epoch": self._epoch, "packed": packed})
 
 
 class _Listeners:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from libra import keys
 from libra.config import RunConfig, resolve_model
 from libra.errors import ConfigError, EngineError, LibraError
-from libra.events.reports import EngineKindFields
+from libra.facts import EngineKindFields
 from libra.named_parts import built, is_named, named_function, named_part
 from libra.worker.dask_internals import memory_bytes
 

@@ -1,6 +1,6 @@
 """A training worker's membership of its group: joins on a message of the scheduler, and admits its tasks.
 
-`libra.scheduler.gang_plugin` decides who is in which group; see there for the messages. All ranks of a new group begin in the state
+`libra.scheduler.gangs` decides who is in which group; see there for the messages. All ranks of a new group begin in the state
 of the rank that has taken most steps, and not behind the published version: survivors send theirs, else the newest
 checkpoint is loaded and committed batches are replayed, by all ranks together.
 
@@ -24,7 +24,7 @@ from distributed import Reschedule
 from distributed.comm import get_address_host
 
 from libra.errors import GroupLost, LibraError
-from libra.events.reports import GangFailedReport, GangJoinedReport, GangOpenReport, TrainerReport
+from libra.facts import GangOpen, GangRankFailed, GangRankJoined, TrainerJoined
 from libra.tensors import compute_device
 from libra.worker.context import WorkerContext
 from libra.worker.trainer import Trainer, committed_waves, group_token
@@ -54,7 +54,7 @@ class GangMember:
     def announce(self) -> None:
         """Register for the scheduler's messages, and report that this worker has a replica."""
         self.context.listen("libra-gang", lambda **message: self.heard(message))
-        self.context.report(TrainerReport(self.context.name, self.context.address))
+        self.context.report(TrainerJoined(self.context.name))
 
     def heard(self, message: dict[str, Any]) -> None:
         """Handle a message of the scheduler; called on the event loop, so it must not wait or raise."""
@@ -92,7 +92,7 @@ class GangMember:
     def _broken(self, number: int, rank: int, detail: str) -> None:
         """Report that group ``number`` ended; the scheduler may already know, and be forming the next one."""
         self.group = None
-        self.context.report(GangFailedReport(number, rank, detail[:500]))
+        self.context.report(GangRankFailed(number, rank, detail[:500]))
 
     def _obey(self, message: dict[str, Any]) -> None:
         try:
@@ -114,7 +114,7 @@ class GangMember:
             self._rendezvous.close()
         host = get_address_host(self.context.address)
         self._rendezvous = Rendezvous(self._token(message["gang"]), host)
-        self.context.report(GangOpenReport(message["gang"], host, self._rendezvous.address[1]))
+        self.context.report(GangOpen(message["gang"], host, self._rendezvous.address[1]))
 
     def _token(self, number: int) -> str:
         return group_token(self.context.spec, number)
@@ -136,7 +136,7 @@ class GangMember:
             self.group, self.joined = group, number
             if rank == 0:
                 self.trainer.open_pool(number)
-        self.context.report(GangJoinedReport(number, rank, steps))
+        self.context.report(GangRankJoined(number, rank, steps))
 
     def _bring_replica(self, group: TrainGroup) -> int:
         """Make the replica one of ``group``; the steps that it and all others have taken then."""

@@ -30,13 +30,13 @@ from libra.envs.action_process import ActionProcesses
 from libra.envs.actions import processes_for
 from libra.envs.services import services_here
 from libra.errors import EnvironmentFault, StoreError
-from libra.events.reports import NotReadyReport, ReadyReport
+from libra.facts import SetupFailed, WorkerReady
 from libra.keys import host_name
 from libra.store.epochs import Epoch
 from libra.store.late_rewards import run_here
 from libra.store.trajectory_journal import Journal
 from libra.worker.batch_rows import RowKeeper, keeper_of
-from libra.worker.context import WorkerContext, send
+from libra.worker.context import FactSender, WorkerContext
 from libra.worker.dask_internals import cheap_reschedule, heartbeat_during_setup
 from libra.worker.engine_factory import EngineKind
 from libra.worker.gang_member import GangMember
@@ -104,9 +104,9 @@ class LibraHost(WorkerPlugin):
                 await self._build(worker)
             except Exception as error:
                 self.setup_error = f"{type(error).__name__}: {error}"[:MAX_DETAIL_CHARS]
-                send(worker, self.spec, NotReadyReport(str(worker.name), worker.address, self.setup_error))
+                FactSender(worker, self.spec.run, self.spec.epoch).send(SetupFailed(str(worker.name), self.setup_error))
                 raise
-        self.context.report(ReadyReport(self.context.name, self.context.address))
+        self.context.report(WorkerReady(self.context.name))
 
     async def teardown(self, worker: Worker) -> None:
         """Close everything that was built, in reverse order."""

@@ -25,7 +25,7 @@ import contextlib
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -36,7 +36,7 @@ import numpy as np
 from libra.dispatch import recv_views, send_views
 from libra.dispatch.process_memory_copy import machine
 from libra.errors import KVRefused, LibraError, TransportError
-from libra.events.reports import HomeChangedReport
+from libra.facts import HomeChanged
 from libra.rollout.engine import MovesKV
 from libra.rollout.kv_object import KVObject
 from libra.transport import Address, Channel, Server, connect
@@ -115,7 +115,7 @@ class KVTransfers:
     def __init__(self, context: WorkerContext, serving: Serving, limit_bytes: int) -> None:
         self._context, self._serving, self._limit_bytes = context, serving, limit_bytes
         self._loop = asyncio.get_running_loop()
-        self._announced: OrderedDict[str, Address | None] = OrderedDict()
+        self._announced: OrderedDict[str, tuple[Address | None, Mapping[str, Any]]] = OrderedDict()
         self._homes: dict[Address, _Home] = {}
         self._threads = ThreadPoolExecutor(ASKED_AT_ONCE, thread_name_prefix="libra-kv")
         host = urlsplit(context.address).hostname or "127.0.0.1"
@@ -127,9 +127,13 @@ class KVTransfers:
         self._server.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def announced(self, key: str, home: Sequence[Any] | None, **extra: Any) -> None:
-        """The next generation of task ``key`` changes its home; ``home``: where its KV is, None: it is to be computed again."""
-        self._announced[key] = None if home is None else (str(home[0]), int(home[1]))
+    def announced(self, key: str, home: Sequence[Any] | None, move: Mapping[str, Any], **extra: Any) -> None:
+        """The next generation of task ``key`` changes its home.
+
+        ``home``: where its KV is, None: it is to be computed again. ``move``: the fields of `libra.facts.HomeChanged` from home to
+        sent.
+        """
+        self._announced[key] = None if home is None else (str(home[0]), int(home[1])), move
         while len(self._announced) > KEPT_NOTICES:
             self._announced.popitem(last=False)
 
@@ -137,14 +141,18 @@ class KVTransfers:
         """One turn, with the KV that was announced for it, if it comes."""
         if key not in self._announced:
             return await self._serving.generate(request)
-        home = self._announced.pop(key)
+        home, move = self._announced.pop(key)
         brought = _Brought() if home is None else await self._bring(request.trajectory_id, home)
         output = await self._serving.generate(request)
         if output.cached_tokens < brought.num_tokens:
             brought = _Brought(refused="the engine did not use it: its weights have changed, or its pool was full")
         if not brought.num_bytes:
             brought.took_s = output.prefill_s
-        self._context.report(HomeChangedReport(key, round(brought.took_s, 6), brought.num_bytes, brought.refused))
+        self._context.report(
+            HomeChanged(
+                key=key, took_s=round(brought.took_s, 6), num_bytes=brought.num_bytes, refused=brought.refused, **move
+            )
+        )
         return output
 
     async def _bring(self, trajectory_id: str, home: Address) -> _Brought:

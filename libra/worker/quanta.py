@@ -34,7 +34,7 @@ from libra.envs import StateCopy, begin_state, has_steps, run_step
 from libra.envs.action_process import ActionProcesses
 from libra.envs.scripted import turn_by_script
 from libra.errors import ActionRevoked, EngineAsleep, EngineError, EnvironmentFault, FencedOff, ToolFault, Unstorable
-from libra.events.reports import FoundEndedReport, GivenBackReport
+from libra.facts import GivenBack, TrajectoryFoundEnded
 from libra.named_parts import raised_at
 from libra.policy import keeps_version
 from libra.store.group_records import group_path, read_group
@@ -54,7 +54,7 @@ from libra.worker.agent_calls import agent_calls, cut_at_stop
 from libra.worker.context import WorkerContext
 from libra.worker.dask_internals import priority_here, still_wanted
 from libra.worker.failure_classes import FAULTS, failure_of
-from libra.worker.quantum_reports import quantum_report
+from libra.worker.quantum_reports import quantum_facts
 from libra.worker.recorded_returns import recorded
 from libra.worker.session_leases import SessionLeases
 from libra.worker.stoppable_actions import StoppableActions
@@ -173,29 +173,29 @@ class QuantumRunner:
         if state.phase is None:
             self._end_leases(state, None)
             self._release(state)
-            self.context.report(FoundEndedReport(key, state.quanta, str(state.end)))
+            self.context.report(TrajectoryFoundEnded(key, state.quanta, self.context.name, str(state.end)))
             return state
         stranded = state.phase is Phase.TOOL and state.agent and self.agents is None
         if stranded or self.calls.lacks_lease(key, state) or (state.phase is Phase.ROLLOUT and self.engine is None):
             # A worker died after its record and before its report, or an action of a resumed run lacks its lease: report the
             # trajectory's state, and wait for another.
-            self._report(key, state, state.quanta, time.time(), goes_on=False)
+            self._report(key, state, state.quanta, time.time(), state.phase, goes_on=False)
             return state
         goes_on = True
         while goes_on:
             started_s, first = time.time(), state.quanta
-            generates, lease = state.phase is Phase.ROLLOUT, state.lease
+            phase, lease = state.phase, state.lease
             await self._one_quantum(key, state, started_s)
             self._end_leases(state, lease)
             goes_on = (
-                generates
+                phase is Phase.ROLLOUT
                 and state.phase is Phase.ROLLOUT
                 and state.records[-1]["kind"] != "failure"  # another attempt may succeed on another worker
                 and not (self.engine is not None and self.engine.contended)
                 and not self._leaving()
                 and still_wanted(self.context.worker, key)
             )
-            self._report(key, state, first, started_s, goes_on=goes_on)
+            self._report(key, state, first, started_s, phase, goes_on=goes_on)
         if state.phase is None:
             self._release(state)
         return state
@@ -257,7 +257,7 @@ class QuantumRunner:
             else:
                 await self._act(state, self.calls.cores_of(key))
         except (EngineAsleep, ActionRevoked) as error:
-            self.context.report(GivenBackReport(key, revoked=isinstance(error, ActionRevoked)))
+            self.context.report(GivenBack(key, revoked=isinstance(error, ActionRevoked)))
             raise
         except FAULTS as error:
             self._commit(state, failure_record(failure_of(error), str(error)), started_s)
@@ -454,10 +454,16 @@ class QuantumRunner:
         self.context.journal.append(str(state.tid), state.quanta - len(held), *held, *packed)
         state.held = None
 
-    def _report(self, key: str, state: TrajectoryState, first: int, started_s: float, *, goes_on: bool) -> None:
-        """Report the quantum; ``first`` is the index of the first record it wrote.
+    def _report(
+        self, key: str, state: TrajectoryState, first: int, started_s: float, phase: Phase, *, goes_on: bool
+    ) -> None:
+        """Report the quantum of this ``phase``; ``first`` is the index of the first record it wrote.
 
         ``goes_on``: the next quantum of the trajectory begins in the same slot.
         """
         calls = self.calls.with_resources(state)
-        self.context.report(quantum_report(key, state, first, started_s, goes_on=goes_on, calls=calls))
+        self.context.report(
+            *quantum_facts(
+                key, state, first, started_s, phase=phase, worker=self.context.name, goes_on=goes_on, calls=calls
+            )
+        )

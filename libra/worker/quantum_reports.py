@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import time
 
-from libra.events.reports import QuantumReport
-from libra.types import FailureClass
+from libra.facts import FailureClassified, QuantumFinished
+from libra.types import FailureClass, Phase
 from libra.worker.trajectory_state import TrajectoryState, returned
 
+KILLED = "killed: it took more than"
+"""In the detail of a failure: the action took more than its memory."""
 
-def quantum_report(
-    key: str, state: TrajectoryState, first: int, started_s: float, *, goes_on: bool, calls: tuple[str, ...] = ()
-) -> QuantumReport:
-    """The report of a quantum that began at ``started_s``; ``first`` is the index of the first record it wrote.
+
+def quantum_facts(
+    key: str,
+    state: TrajectoryState,
+    first: int,
+    started_s: float,
+    *,
+    phase: Phase,
+    worker: str,
+    goes_on: bool,
+    calls: tuple[str, ...] = (),
+) -> tuple[QuantumFinished | FailureClassified, ...]:
+    """What ``worker`` reports of a quantum that began at ``started_s``; ``first`` is the index of the first record it wrote.
 
     ``goes_on``: the next quantum of the trajectory begins in the same slot. ``calls``: tools that the
     next action calls, if one of them has resources.
@@ -21,23 +32,33 @@ def quantum_report(
     generated = [r for r in new if r["kind"] == "generation"]
     tool, status = returned(new)
     failed = next((r for r in new if r["kind"] == "failure"), None)
-    return QuantumReport(
+    failure = failed["failure"] if failed else str(state.failure if new else FailureClass.NONE)
+    detail = failed["detail"] if failed else state.detail
+    ran_s = max((each["latency_s"] for r in new if r["kind"] == "action" for each in r["returns"]), default=0.0)
+    stop_s = time.time()
+    latency_s = round(stop_s - started_s, 6)
+    finished = QuantumFinished(
         key=key,
-        quantum=state.quanta - 1,
-        next=str(state.phase) if state.phase is not None else "",
-        goes_on=goes_on,
-        end=str(state.end) if state.end is not None else "",
-        failure=failed["failure"] if failed else str(state.failure if new else FailureClass.NONE),
-        detail=failed["detail"] if failed else state.detail,
+        phase=phase,
         tokens=sum(len(r["token_ids"]) for r in generated),
-        version=min((int(r["weight_versions"].min()) for r in generated if len(r["token_ids"])), default=-1),
         tool=tool,
         status=str(status),
+        latency_s=latency_s,
         payload_tokens=sum(len(r["observation_ids"]) for r in new if r["kind"] == "action"),
-        context_tokens=state.num_context_tokens,
-        start_s=started_s,
-        stop_s=time.time(),
+        tools_s=round(min(ran_s, latency_s), 6) if phase is Phase.ROLLOUT else 0.0,
+        quantum=state.quanta - 1,
+        worker=worker,
+        version=min((int(r["weight_versions"].min()) for r in generated if len(r["token_ids"])), default=-1),
+        end=str(state.end) if state.end is not None else "",
         unfinished=bool(new and state.unfinished),
+        next=str(state.phase) if state.phase is not None else "",
+        goes_on=goes_on,
+        context_tokens=state.num_context_tokens,
+        stop_s=stop_s,
         calls=calls,
-        ran_s=max((each["latency_s"] for r in new if r["kind"] == "action" for each in r["returns"]), default=0.0),
+        ran_s=ran_s,
+        killed=failure == FailureClass.TOOL and KILLED in detail,
     )
+    if failure == FailureClass.NONE:
+        return (finished,)
+    return finished, FailureClassified(key, failure, detail)

@@ -1,6 +1,6 @@
 """A worker that can change roles: carries out each stage that the scheduler sends, and reports its end and its seconds.
 
-`libra.scheduler.role_plugin` sends the stages (`libra.policy.role_changes`). Here ``rollout`` is an engine that serves,
+`libra.scheduler.worker_roles` sends the stages (`libra.policy.role_changes`). Here ``rollout`` is an engine that serves,
 ``train`` a replica in the service of the core's pool (`libra.train.hybrid_pool`), ``lent`` nothing.
 
 Invariants
@@ -25,7 +25,7 @@ from typing import Any
 
 from libra import keys
 from libra.errors import LibraError
-from libra.events.reports import RoleFailedReport, RoleMemberReport, RoleStageReport
+from libra.facts import RoleMemberJoined, RoleStage, RoleStageFailed
 from libra.policy.role_messages import Assignment, Role, Stage
 from libra.worker.context import WorkerContext
 from libra.worker.dask_internals import set_supply, takes
@@ -73,10 +73,8 @@ class RoleMember:
         """Register for the scheduler's messages, and report this worker and the role it was started for."""
         self.context.listen("libra-role", lambda **message: self.heard(message))
         self._worker_task = asyncio.ensure_future(self._work())
-        member = RoleMemberReport(
-            self.context.name, self.context.address, self.base.tp, self.base.slots, asdict(self.share)
-        )
-        self.context.report(member)
+        share = asdict(self.share)
+        self.context.report(RoleMemberJoined(self.context.name, self.base.tp, self.base.slots, share))
 
     def heard(self, message: dict[str, Any]) -> None:
         """Handle a message of the scheduler; called on the event loop, so it must not wait or raise."""
@@ -122,11 +120,11 @@ class RoleMember:
 
     def _stage_done(self, generation: int, stage: str, started_s: float) -> None:
         seconds = round(time.perf_counter() - started_s, 6)
-        self.context.report(RoleStageReport(self.context.name, generation, stage, seconds))
+        self.context.report(RoleStage(self.context.name, generation, stage, seconds))
 
     def _failed(self, generation: int, detail: str) -> None:
         logger.warning("role change %d of %s failed: %s", generation, self.context.name, detail)
-        self.context.report(RoleFailedReport(self.context.name, generation, detail[:1000]))
+        self.context.report(RoleStageFailed(self.context.name, generation, detail[:1000]))
 
     def _training_failed(self, detail: str) -> None:
         self._failed(self.number, detail)

@@ -38,7 +38,7 @@ from libra.envs.actions import run_bounded
 from libra.envs.grading import bounded_reward
 from libra.envs.retries import refused, with_retries
 from libra.errors import ConfigError, RecordExists, ServiceFault, ServiceTimeout, ToolFault
-from libra.events.reports import ServiceReport
+from libra.facts import ServiceAnswered
 from libra.named_parts import named_part
 from libra.policy.services import Fire, ServiceFacts, ServiceSchedule
 from libra.store.late_rewards import write_late
@@ -299,8 +299,8 @@ class ServiceHost:
             name = next((name for name, entry in named.items() if _identity(entry) == fire.service), fire.service)
             waited_s = began_s - min(each.came_s for each in own)
             context.report(
-                ServiceReport(
-                    service=name, name=context.name, requests=len(own), waited_s=round(waited_s, 6),
+                ServiceAnswered(
+                    service=name, worker=context.name, requests=len(own), waited_s=round(waited_s, 6),
                     restore_s=round(restore_s, 6), ran_s=round(max(0.0, ended_s - began_s - restore_s), 6),
                     restored=fire.restores, evicted=len(fire.evicted),
                 )

@@ -26,7 +26,7 @@ from libra.envs import StateCopy, run_action
 from libra.envs.retries import TOTAL_S
 from libra.envs.sessions import SessionCounts, SessionPool
 from libra.errors import EnvironmentFault, SessionLost, ToolFault, ToolTimeout
-from libra.events.reports import SessionReport
+from libra.facts import SessionsUsed
 from libra.store.observations import keep_observation
 from libra.types import Prompt, ToolCall, ToolReturn, ToolStatus
 from libra.worker.context import WorkerContext
@@ -162,7 +162,7 @@ class SessionLeases:
         new = {name: count - getattr(self._reported, name) for name, count in asdict(now).items()}
         if any(new.values()):
             self._reported = now
-            self.context.report(SessionReport(**new))
+            self.context.report(SessionsUsed(**new))
 
     def _counts(self) -> str:
         counts = asdict(self.pool.counts)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from distributed.comm import get_address_host
 
 from libra.errors import WeightsError
-from libra.events.reports import HybridPoolReport, PublishedReport
+from libra.facts import HybridPoolOpened, VersionPublished, WeightsHeld
 from libra.store.batch_membership import batch_path, read_batch_facts
 from libra.store.wave_records import Rows, in_waves, read_waves
 from libra.tensors import digest as tensors_digest
@@ -105,10 +105,9 @@ class Trainer:
             return None
 
     def _report_version(self, version: WeightVersion) -> None:
-        weights, address = self.context.weights, self.context.address
-        self.context.report(
-            PublishedReport(version.number, version.digest, version.num_bytes, address, weights.offered)
-        )
+        number, digest, at = version.number, version.digest, self.context.weights.offered
+        held = () if at is None else (WeightsHeld(number, digest, at),)
+        self.context.report(*held, VersionPublished(number, digest, version.num_bytes))
 
     def pinned(self, newest: int) -> range:
         """Versions under which a step from ``newest`` on may score tokens (``trainer.old_logp=version``), and so may a resumed
@@ -154,7 +153,7 @@ class Trainer:
         self.close()
         host = get_address_host(self.context.address)
         pool = self.replica.admit_hybrids(pool_token(spec, gang), host=host)
-        self.context.report(HybridPoolReport(gang, host, pool.address[1]))
+        self.context.report(HybridPoolOpened(gang, host, pool.address[1]))
 
     def close(self) -> None:
         """Release the hybrid replicas."""

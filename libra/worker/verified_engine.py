@@ -37,16 +37,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
+from libra import facts
 from libra.errors import EngineAsleep, EngineError, ModelError
-from libra.events.reports import (
-    AsleepReport,
-    AwakeReport,
-    CheckNumbers,
-    EngineReport,
-    QuarantinedReport,
-    RecheckedReport,
-    ServedReport,
-)
 from libra.rollout import RolloutEngine
 from libra.rollout.engine import MovesKV
 from libra.types import StopReason, TurnOutput, TurnRequest
@@ -60,8 +52,8 @@ Build = Callable[[Path, int], RolloutEngine]
 """Makes an engine, not started, that serves a directory in Hugging Face layout as a version."""
 Newest = Callable[[], Awaitable[WeightVersion | None]]
 """The newest version, on this machine; None if nothing is published yet."""
-SendReport = Callable[[EngineReport], None]
-"""Sends a report to the scheduler; the name and address of the worker are filled in."""
+SendFact = Callable[[facts.Fact], None]
+"""Sends a fact of the engine to the scheduler; the name of the worker is filled in."""
 
 TRIES = 4
 """Attempts at one turn if its engine is quarantined during it."""
@@ -130,7 +122,7 @@ class Serving:
     model_dir : Path
         Directory of version 0; a restarted engine takes everything but the weights from there.
     build, newest, report : callable
-        See `Build`, `Newest`, `SendReport`.
+        See `Build`, `Newest`, `SendFact`.
     store : WeightStore
         The store of the versions that ``newest`` returns.
     scratch : Path
@@ -147,7 +139,7 @@ class Serving:
         *,
         build: Build,
         newest: Newest,
-        report: SendReport,
+        report: SendFact,
         store: WeightStore,
         scratch: Path | None = None,
         one_model: asyncio.Lock | None = None,
@@ -270,7 +262,7 @@ class Serving:
         if self.asleep:
             return
         started_s, turns, self.asleep = time.perf_counter(), self._turns.running.total(), True
-        self._report(AsleepReport())
+        self._report(facts.EngineSlept(""))
         try:
             if abort:  # an engine that is being replaced fails its requests itself
                 await asyncio.gather(*map(self.engine.abort, list(self._turns.running)), return_exceptions=True)
@@ -278,7 +270,7 @@ class Serving:
             await self._loading.acquire()
         except asyncio.CancelledError:
             self.asleep = False
-            self._report(AwakeReport())
+            self._report(facts.EngineWoke(""))
             raise
         drained_s = time.perf_counter()
         try:
@@ -318,7 +310,7 @@ class Serving:
                 await _to_the_end(self._shutdown())
                 raise
             self.asleep = False
-            self._report(AwakeReport())
+            self._report(facts.EngineWoke(""))
 
     async def _start_verified(self, version: WeightVersion | None) -> None:
         """Start an engine at a version and have it checked."""
@@ -406,7 +398,9 @@ class Serving:
             version.number, verdict.method, now_s - times.started_s, verdict.detail,
         )  # fmt: skip
         calibration = self.engine_check.calibration
-        numbers = CheckNumbers(
+        checked = facts.VersionChecked(
+            version=version.number,
+            worker="",
             method=verdict.method,
             gap=verdict.gap,
             tolerance=verdict.tolerance,
@@ -418,7 +412,8 @@ class Serving:
             check_s=round(now_s - times.started_s - times.load_s, 6),
             stopped_s=round(now_s - times.stopped_s, 6),
         )
-        self._report(ServedReport(version=version.number, load_s=round(times.load_s, 6), check=numbers))
+        self._report(facts.VersionServed(version.number, "", round(times.load_s, 6)))
+        self._report(checked)
 
     async def _leave_version(self) -> None:
         """Report whether the engine still holds the version that it has passed the check of."""
@@ -435,7 +430,8 @@ class Serving:
                 self.verified, verdict.layer, verdict.detail,
             )  # fmt: skip
         self._report(
-            RecheckedReport(
+            facts.VersionRechecked(
+                worker="",
                 version=held.version.number,
                 passed=verdict.passed,
                 layer=verdict.layer,
@@ -475,7 +471,8 @@ class Serving:
             "it stays out" if out else "it is closed and started from that version's file",
         )  # fmt: skip
         self._report(
-            QuarantinedReport(
+            facts.EngineQuarantined(
+                worker="",
                 version=version.number,
                 layer=verdict.layer,
                 method=verdict.method,

@@ -13,14 +13,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from libra.errors import EngineError, LibraError
-from libra.events.reports import (
-    AsleepReport,
-    AwakeReport,
-    DeclaredReport,
-    EngineReport,
-    JoinedReport,
-    ServedReport,
-)
+from libra.facts import EngineDeclared, EngineJoined, EngineSlept, EngineWoke, Fact, VersionServed
 from libra.policy import off_by_frac
 from libra.rollout.engine_capacity import FEWEST_PASSES, GIB, KEPT_PASSES, architecture_of
 from libra.rollout.vllm_settings import read_model_config
@@ -78,9 +71,9 @@ class WorkerEngine:
             self.kv = KVTransfers(self.context, self.serving, int(host_gib * GIB))
             self.context.listen("libra-kv", self.kv.announced)
         kv = None if self.kv is None else self.kv.address
-        self._report(JoinedReport(weights=self.context.weights.offered, engine=self.kind.fields, kv=kv))
+        self._report(EngineJoined(self.context.name, self.kind.fields, self.context.weights.offered, kv))
         if asleep:
-            self._report(AsleepReport())
+            self._report(EngineSlept(self.context.name))
         # The engine's thread and this event loop share one lock; at 5 ms, Python's default, the loop waits for whole steps.
         sys.setswitchinterval(SWITCH_INTERVAL_S)
 
@@ -146,13 +139,13 @@ class WorkerEngine:
         self._declared = now
         if always:
             self._next_look = 0
-        self.context.report(DeclaredReport(self.context.name, self.kind.engine, self.kind.bucket, self._model, now))
+        kind, declared = self.kind, now.declaration()
+        self.context.report(EngineDeclared(self.context.name, kind.engine, kind.bucket, self._model, **declared))
 
-    def _report(self, report: EngineReport) -> None:
-        """Report an engine's state, after the declaration of a new one."""
-        if isinstance(report, JoinedReport | AwakeReport | ServedReport) and not self.serving.asleep:
-            self._declare(always=not isinstance(report, ServedReport))
-        if isinstance(report, ServedReport):
-            stats = stats_of(self.serving.engine)
-            report = replace(report, tp=self.kind.tp, bucket=self.kind.bucket, stats=stats)
-        self.context.report(replace(report, name=self.context.name, address=self.context.address))
+    def _report(self, fact: Fact) -> None:
+        """Report a fact of this worker's engine, after the declaration of a new one."""
+        if isinstance(fact, EngineJoined | EngineWoke | VersionServed) and not self.serving.asleep:
+            self._declare(always=not isinstance(fact, VersionServed))
+        if isinstance(fact, VersionServed):
+            fact = replace(fact, tp=self.kind.tp, bucket=self.kind.bucket, stats=stats_of(self.serving.engine))
+        self.context.report(replace(fact, worker=self.context.name))

@@ -55,7 +55,7 @@ LAYERS: dict[str, dict[str, str]] = {
         "model_loader": "a run's model and tokenizer, built by transformers or by a part of the user's own",
         "keys": "Dask keys and resource names",
         "config": "settings, their checks and effects",
-        "events": "the events of the log",
+        "facts": "what happened and what was decided, declared once",
         "hardware": "seconds and bytes of models on GPUs: tables, rooflines, fits",
         "traces": "recorded agents",
         "tensors": "tensors on disk, hashes, dtypes",

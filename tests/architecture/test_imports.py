@@ -17,7 +17,7 @@ FOUNDATION = {
     "errors",
     "untrusted",
     "keys",
-    "events",
+    "facts",
     "config",
     "hardware",
     "traces",
@@ -44,7 +44,7 @@ ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "named_parts": {"errors"},
     "model_loader": {"errors", "named_parts"},
-    "orderings": {"errors", "named_parts", "policy", "types"},
+    "orderings": {"errors", "facts", "named_parts", "policy", "types"},
     "untrusted": {"types"},
     "child_environment": {"errors"},
     "descendants": set(),
@@ -143,7 +143,7 @@ def test_a_violation_is_caught(module: str, source: str, imports_of: Imports) ->
     [
         (
             "libra.policy.fifo",
-            "import numpy as np\nfrom libra.types import Phase\nfrom libra.policy.messages import OpenGate",
+            "import numpy as np\nfrom libra.types import Phase\nfrom libra.policy.placements import OpenGate",
         ),
         ("libra.policy.fifo", "from .messages import OpenGate"),
         ("libra.worker.host", "from libra.rollout import RolloutEngine\nfrom libra.train import Replica\nimport time"),

@@ -6,15 +6,13 @@ from collections.abc import Callable
 import pytest
 
 from libra.cli.main import main
-from libra.events import (
-    BatchOpened,
+from libra.facts import (
     BatchParked,
-    BucketsPreferred,
-    Event,
-    GateOpened,
     GateParked,
     GroupCommitted,
+    Line,
     PolicySnapshot,
+    Prefer,
     QuantumDispatched,
     QuantumFinished,
     RunStarted,
@@ -24,7 +22,6 @@ from libra.events import (
     VersionPublished,
 )
 from libra.policy import Admission, CommittedGroup, Fifo
-from libra.policy import TrajectoryParked as Parked
 from libra.store.event_log import EventLog
 from libra.types import Phase
 
@@ -48,40 +45,31 @@ def libra(capsys):
 
 def small_run():
     """One iteration of two trajectories, as the plugin would log it, by calling the policy objects."""
-    admission, fifo, log = Admission(0, 1), Fifo(), list[Event]()
-    run, now_s = "demo", 0.0
+    admission, fifo, log = Admission(0, 1), Fifo(), list[Line]()
 
-    def note(kind, *values):
-        nonlocal now_s
-        log.append(kind(run, now_s, *values))
-        now_s += 0.25
+    def note(*facts):
+        log.extend(Line("demo", 0.25 * (len(log) + place), fact) for place, fact in enumerate(facts))
 
     def park(sample, phase, quanta):
-        key = KEY.format(sample)
-        (command,) = fifo.handle(Parked(key, 0, phase, quanta))
-        note(TrajectoryParked, key, str(phase), quanta, 0, tuple(command.priority), command.reason)
+        parked = TrajectoryParked(KEY.format(sample), 0, phase, quanta)
+        note(parked, *fifo.handle(parked))
 
-    note(RunStarted, 0, 0, 1, 1, "fifo", "tool_arithmetic")
-    note(PolicySnapshot, "fifo", "tool_arithmetic", fifo.snapshot(), admission.snapshot())
+    note(RunStarted(0, 0, 1, 1, "fifo", "tool_arithmetic"))
+    note(PolicySnapshot("fifo", "tool_arithmetic", fifo.snapshot(), admission.snapshot()))
     admission.version_published(0)
-    note(VersionPublished, 0, "d0", 1)
-    note(GateParked, 0)
-    (gate,) = admission.gate_parked(0)
-    note(GateOpened, 0, gate.reason)
+    note(VersionPublished(0, "d0", 1), GateParked(0), *admission.gate_parked(0))
     for sample in range(2):
         park(sample, Phase.ROLLOUT, 0)
     for sample in range(2):
         admission.generation_started(0, 0, 0)
-        note(QuantumDispatched, KEY.format(sample), "ROLLOUT", 0, "rollout-0", (0, 0, sample), "first home", False)
-        note(QuantumFinished, KEY.format(sample), "ROLLOUT", 0, 7, "", "", 0, 0.5, "rollout-0", 0, "")
-    note(PolicySnapshot, "fifo", "tool_arithmetic", fifo.snapshot(), admission.snapshot())
+        place = (0, 0, sample)
+        note(QuantumDispatched(KEY.format(sample), Phase.ROLLOUT, "rollout-0", 0, place, "first home", alone=False))
+        note(QuantumFinished(KEY.format(sample), Phase.ROLLOUT, 7, "", "", 0.5, worker="rollout-0", version=0))
+    note(PolicySnapshot("fifo", "tool_arithmetic", fifo.snapshot(), admission.snapshot()))
     park(1, Phase.TOOL, 1)
     admission.batch_parked(0)
-    note(BatchParked, 0)
-    (batch,) = admission.group_committed(CommittedGroup(0, 0, 0))
-    note(GroupCommitted, "train", 0, 0, 0, 0.5, {})
-    note(BatchOpened, 0, batch.members, batch.reason)
-    note(TrajectoryEnded, KEY.format(0), True)
+    note(BatchParked(0), GroupCommitted("train", 0, 0, 0, 0.5, {}))
+    note(*admission.group_committed(CommittedGroup(0, 0, 0)), TrajectoryEnded(KEY.format(0), completed=True))
     return log
 
 
@@ -100,7 +88,7 @@ def run_dir(tmp_path):
 def test_a_sound_log_is_reproduced(libra, run_dir):
     code, out, err = libra("replay", run_dir)
     assert (code, err) == (0, "")
-    assert "17 events with 5 decisions" in out
+    assert "20 events with 5 decisions" in out
     assert "3 priorities, 1 gate openings, 1 batch openings; 1 snapshots compared" in out
     assert "Every decision was reproduced." in out
     assert f"libra replay {run_dir} --key KEY" in out
@@ -111,21 +99,24 @@ def test_a_trajectory_is_followed_by_any_of_its_names(libra, run_dir):
         code, out, _ = libra("replay", run_dir, "--key", name)
         assert code == 0
         story = out[out.index("Trajectory-train-0-0-1") :]
-        assert "waits for ROLLOUT after 0 quanta, priority [0, 0, 1]: fifo: place of first arrival" in story
+        assert (
+            "waits for ROLLOUT after 0 quanta" in story
+            and "has priority 0, 0, 1: fifo: place of first arrival" in story
+        )
         assert "gets a ROLLOUT slot on rollout-0" in story
         assert "waits for TOOL after 1 quanta" in story
         assert KEY.format(0) not in story
 
 
 def test_a_decision_is_told_with_its_reason_before_and_after(libra, run_dir):
-    code, out, _ = libra("replay", run_dir, "--decision", 13, "--decision", 16)
+    code, out, _ = libra("replay", run_dir, "--decision", 16, "--decision", 19)
     assert code == 0
-    place, batch = out.split("Line 13: ")[1].split("Line 16: ")
+    place, batch = out.split("Line 16: ")[1].split("Line 19: ")
     assert "before: [0, 0, 1]" in place and "after:  [0, 0, 1]" in place
     assert "reason: fifo: place of first arrival" in place
     assert "replay: the same decision" in place
     assert "members: group 0 of iteration 0" in batch
-    assert "event:  line 15, group 0 of iteration 0 (train) is committed" in batch
+    assert "event:  line 18, group 0 of iteration 0 (train) is committed" in batch
     assert "version 0 is published" in batch
 
 
@@ -133,14 +124,15 @@ def test_forecasts_and_changes_are_told_with_what_came_of_them(libra, tmp_path):
     key, other = KEY.format(1), KEY.format(0)
 
     def forecast(of, left):
-        return BucketsPreferred("demo", 1.0, of, (), f"{left} tokens left", left, 90)
+        return Line("demo", 1.0, Prefer(of, (), f"{left} tokens left", left, 90))
 
     def turn(of, tokens):
-        return QuantumFinished("demo", 1.0, of, "ROLLOUT", 0, tokens, "", "", 0, 0.1, "rollout-0", 0, "")
+        return Line("demo", 1.0, QuantumFinished(of, Phase.ROLLOUT, tokens, "", "", 0.1))
 
     log = [
-        forecast(key, 40), turn(other, 50), turn(key, 7), forecast(key, 20), turn(key, 30), TrajectoryEnded("demo", 2.0, key, True),
-        forecast(other, 10), SlotsSet("demo", 3.0, "rollout-0", 1, 4, 8, "asked for"),
+        forecast(key, 40), turn(other, 50), turn(key, 7), forecast(key, 20), turn(key, 30),
+        Line("demo", 2.0, TrajectoryEnded(key, True)),
+        forecast(other, 10), Line("demo", 3.0, SlotsSet("rollout-0", 1, 4, 8, "asked for")),
     ]  # fmt: skip
     _, out, _ = libra("replay", write(tmp_path / "run", log), "--key", "train-0-0-1", "--key", "train-0-0-0")
     told = [line.rpartition("; realised: ")[2] for line in out.splitlines() if "realised" in line]
@@ -156,14 +148,14 @@ def test_forecasts_and_changes_are_told_with_what_came_of_them(libra, tmp_path):
 def test_a_changed_decision_is_exit_code_1_with_the_difference(libra, run_dir, tmp_path):
     path = run_dir / "events.jsonl"
     lines = path.read_text().splitlines(keepends=True)
-    lines[6] = lines[6].replace('"priority":[0,0,1]', '"priority":[0,0,5]')
+    lines[8] = lines[8].replace('"priority":[0,0,1]', '"priority":[0,0,5]')
     path.write_text("".join(lines))
     code, out, err = libra("replay", run_dir)
     assert (code, err) == (1, "")
-    assert "The first is in line 7:" in out
+    assert "The first is in line 8:" in out
     assert "priority was [0, 0, 5], now [0, 0, 1]" in out
     code, out, _ = libra("replay", run_dir, "--json")
-    assert code == 1 and json.loads(out)["first_difference"]["line"] == 7
+    assert code == 1 and json.loads(out)["first_difference"]["line"] == 8
 
 
 def test_a_replay_from_the_snapshot_says_so(libra, run_dir):
@@ -172,12 +164,12 @@ def test_a_replay_from_the_snapshot_says_so(libra, run_dir):
     path.write_text("".join(("not JSON at all\n", *lines[1:])))
     code, out, _ = libra("replay", run_dir, "--from-snapshot")
     assert code == 0
-    assert "6 events from line 12, the last snapshot, with 2 decisions" in out
+    assert "7 events from line 14, the last snapshot, with 2 decisions" in out
     code, _, err = libra("replay", run_dir)
     assert code == 2 and "events.jsonl, line 1: not JSON" in err
 
 
 def test_a_log_that_breaks_off_before_the_answers_is_no_difference(libra, tmp_path):
-    code, out, _ = libra("replay", write(tmp_path / "demo", small_run()[:15]))
+    code, out, _ = libra("replay", write(tmp_path / "demo", small_run()[:18]))
     assert code == 0
-    assert "ends after line 15" in out and "Every decision was reproduced." in out
+    assert "ends after line 18" in out and "Every decision was reproduced." in out

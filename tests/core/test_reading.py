@@ -11,7 +11,7 @@ import pytest
 import whole_run
 from safetensors.torch import load_file
 
-from libra.events import from_dict, to_dict
+from libra.facts import from_dict, to_dict
 from libra.policy.log_replay import replay
 from libra.store.event_log import EventReader
 
@@ -48,7 +48,7 @@ def test_plain_transformers_loads_the_checkpoint_which_is_the_last_version(finis
 
 def test_replay_comes_to_every_decision_of_the_log_again(finished):
     path = finished.directory / "events.jsonl"
-    told = list(replay((line, from_dict(event)) for line, event in EventReader(path)))
+    told = list(replay((line, from_dict(event).fact) for line, event in EventReader(path)))
     assert [step.difference for step in told if step.difference] == [] and not told[-1].cut
     kinds = Counter(type(entry.command).__name__ for step in told for entry in step.logged)
     assert kinds["OpenGate"] == kinds["OpenBatch"] == 6 and kinds["SetPriority"] > 72

@@ -25,7 +25,7 @@ from libra.driver.repair import repair_run
 from libra.driver.session import Session
 from libra.driver.teacher_checks import check_teacher
 from libra.errors import ConfigError, DamagedRun, ModelError
-from libra.events import GroupScored, ServiceAnswered, from_dict
+from libra.facts import GroupScored, ServiceAnswered, from_dict
 from libra.sim.run_record import RunRecord
 from libra.store.batch_membership import batch_path, read_batch_facts
 from libra.store.event_log import EventReader
@@ -73,7 +73,7 @@ def taken_again(spec, steps, checkpoint=""):
 
 def check_scored(session, rows, width):
     """The student came nearer, and every group was scored in time; events of the log."""
-    log = [from_dict(values) for _, values in EventReader(session.directory / "events.jsonl")]
+    log = [from_dict(values).fact for _, values in EventReader(session.directory / "events.jsonl")]
     scored = RunRecord.read(session.directory).scores()  # for `libra simulate --from-run`
     assert scored.keys() >= {(k, g) for k in range(len(rows)) for g in range(2)} and all(
         s > 0 for _, s in scored.values()

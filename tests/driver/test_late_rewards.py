@@ -16,7 +16,7 @@ from libra.cli.main import cli
 from libra.config import dump_config
 from libra.driver.session import Session
 from libra.errors import BatchFailed, LateRefused, RunDirectoryError
-from libra.events import LateRewardsTaken, from_dict
+from libra.facts import LateRewardsTaken, from_dict
 from libra.policy.late import age_weight
 from libra.policy.log_replay import replay
 from libra.store.batch_membership import read_batch_facts
@@ -91,7 +91,7 @@ def test_a_reward_counts_in_the_next_batch_as_what_it_changes(make_config, clien
     replica = make_replica(spec, spec.model_dir, None)
     again = recover(CheckpointWriter(replica, spec.checkpoints_dir, config), spec, store, 5)
     assert [step["digest"] for step in again] == [store.get(number).digest for number in (4, 5)]
-    logged = enumerate(map(from_dict, read_events(session.directory / "events.jsonl").events))
+    logged = enumerate(from_dict(event).fact for event in read_events(session.directory / "events.jsonl").events)
     told = [each for each in replay(logged) if isinstance(each.event, LateRewardsTaken)]
     assert len(told) == 5 and not any(each.difference for each in told)
 

@@ -4,8 +4,9 @@ from itertools import pairwise
 
 import pytest
 from distributed import Client, Scheduler
+from msgspec.structs import replace
 
-from libra import events
+from libra import facts
 from libra.cluster import local
 from libra.cluster.local import local_cluster
 from libra.driver.session import Session
@@ -20,7 +21,7 @@ from libra.testing import FixedTurns
 from libra.types import ToolCall
 
 MIB = 2**20
-Log = list[tuple[int, events.Event]]
+Log = list[tuple[int, facts.Fact]]
 
 
 class Leased(FixedTurns):
@@ -53,10 +54,10 @@ def work(text: str, action_id: str) -> str:
 
 
 def log_of(run: Session) -> Log:
-    return [(line, events.from_dict(values)) for line, values in EventReader(run.directory / "events.jsonl")]
+    return [(line, facts.from_dict(values).fact) for line, values in EventReader(run.directory / "events.jsonl")]
 
 
-def differences(log: Log, changed: dict[int, events.Event] | None = None) -> list[str]:
+def differences(log: Log, changed: dict[int, facts.Fact] | None = None) -> list[str]:
     """What a replay decides otherwise, of a log with these lines ``changed``."""
     lines = [(line, (changed or {}).get(line, event)) for line, event in log]
     return [told.difference for told in replay(lines, blank) if told.difference]
@@ -70,15 +71,15 @@ def test_limits_of_memory_cores_and_quotas_hold(make_config):
     with Session(config) as run:  # tool workers of the shared clusters have no cores to lease
         list(run.iterations())
     log = log_of(run)
-    granted = [event for _, event in log if isinstance(event, events.LeaseGranted)]
-    ended = [event for _, event in log if isinstance(event, events.ActionFinished)]
+    granted = [event for _, event in log if isinstance(event, facts.LeaseGranted)]
+    ended = [event for _, event in log if isinstance(event, facts.ActionFinished)]
     assert len(granted) == len(ended) >= 2 * 8 * 2 and {event.cores for event in granted} == {1}
     held = 0
     for _, event in log:
-        held += isinstance(event, events.LeaseGranted)
-        held -= isinstance(event, events.QuantumFinished) and event.phase == "TOOL"
+        held += isinstance(event, facts.LeaseGranted)
+        held -= isinstance(event, facts.QuantumFinished) and event.phase == "TOOL"
         assert 0 <= held <= 1  # one tool worker with one core
-    classified = [event for _, event in log if isinstance(event, events.FailureClassified)]
+    classified = [event for _, event in log if isinstance(event, facts.FailureClassified)]
     failures = [(event.failure, "0.25 GiB" in event.detail) for event in classified if event.failure != "policy"]
     assert failures == [("tool", True)] and sum(event.killed for event in ended) == 1
     at_s = [event.at_s for event in granted]
@@ -86,8 +87,8 @@ def test_limits_of_memory_cores_and_quotas_hold(make_config):
     assert all(later >= earlier + 1.0 for earlier, later in zip(at_s, at_s[20:], strict=False))
     assert differences(log) == []
     # a replay that did not follow the leases would not know of these
-    without = {line: event for line, event in log if isinstance(event, events.ToolCapacity)}
-    assert differences(log, {n: events.from_dict(events.to_dict(e) | {"cores": 0}) for n, e in without.items()})
+    without = {line: event for line, event in log if isinstance(event, facts.ToolCapacity)}
+    assert differences(log, {n: replace(e, cores=0) for n, e in without.items()})
 
 
 @pytest.mark.live
@@ -114,11 +115,11 @@ def test_a_worker_comes_where_actions_wait_and_goes_where_it_idles(make_config, 
             until(cluster, lambda scheduler: tools(scheduler) == {"tool-0"})
     assert len(list((tmp_path / "workers").iterdir())) == 2
     log = log_of(run)
-    orders = {line: event for line, event in log if isinstance(event, events.ToolWorkersOrdered)}
+    orders = {line: event for line, event in log if isinstance(event, facts.ToolWorkersOrdered)}
     found = [(event.wanted, event.ordered, event.give_up) for event in orders.values()]
     assert found[:2] == [(1, 2, ""), (2, 1, "tool-1")]
     assert differences(log) == []
-    assert differences(log, {n: events.from_dict(events.to_dict(e) | {"waiting": 0}) for n, e in orders.items()})
+    assert differences(log, {n: replace(e, waiting=0) for n, e in orders.items()})
 
 
 @pytest.mark.parametrize(

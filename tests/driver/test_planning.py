@@ -9,7 +9,7 @@ from libra.driver.planning import realised_seconds, taken, workload_of
 from libra.driver.session import Session
 from libra.driver.upcoming_prompts import UpcomingPrompts
 from libra.envs import FunctionEnvironment
-from libra.events import from_dict
+from libra.facts import from_dict
 from libra.observe.metrics import read_metrics
 from libra.policy.log_replay import replay
 from libra.sim.from_run import workload_of_run
@@ -61,7 +61,7 @@ def test_each_iteration_is_predicted_before_it_compared_after_it_and_changed_by_
     for event in considered:
         assert event["predicted_step_s"] == compared[event["iteration"]].get("plan/predicted_s")
         assert (event["train_gpus"], event["engines"], event["accepted"]) == (1, [[1, 1]], False)
-    assert all(told.difference == "" for told in replay(enumerate(map(from_dict, events))))
+    assert all(told.difference == "" for told in replay(enumerate(from_dict(event).fact for event in events)))
 
 
 def test_what_is_no_training_is_rollout_unless_steps_overlap(make_config):
@@ -101,14 +101,14 @@ def test_a_run_names_the_prompts_of_each_iteration_before_it_begins(make_config,
     assert len(rows) == 3 and all("forecast_weight_history" in row for row in rows)
     events = events_of(session.directory)
     asked = [environment.prompt("train", index).prompt_id for index in range(6)]
-    assert {e["iteration"]: e["prompts"] for e in named(events, "prompts_named")} == {
-        k: asked[2 * k : 2 * k + 2] for k in range(3)
-    }
+    assert [e["groups"] for e in named(events, "prompts_named")] == [
+        [[f"train-{k}-{g}", asked[2 * k + g]] for g in range(2)] for k in range(3)
+    ]
     assert set(asked[:3]) == set(asked[3:])
     work = workload_of_run(session.directory)
     assert [plan.prompt for plan in work.trajectories] == [name for name in asked for _ in range(2)]
     for k in range(3):
-        order = [event["name"] for event in events if event.get("iteration") == k]
+        order = [event["name"] for event in events if event.get("iteration", k) == k]
         assert order.index("prompts_named") < order.index("gate_parked")
 
 

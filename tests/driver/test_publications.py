@@ -9,7 +9,7 @@ from streamed_runs import check_taken_again, events_of, replayed_differences
 from whole_run import address_of, keep_groups
 
 from libra.driver.session import Session
-from libra.events import StepFinished, VersionPublished, WaveOpened, WorkerLost
+from libra.facts import OpenWave, StepFinished, VersionPublished, WorkerLost
 from libra.observe.metrics import read_metrics
 
 pytestmark = pytest.mark.timeout(600)
@@ -80,7 +80,7 @@ def test_the_next_step_begins_while_a_version_is_published_and_a_kill_then_chang
     assert sorted(set(published)) == [0, 1, 2, 3, 4] and published == sorted(published)
     assert [event.address for event in events if isinstance(event, WorkerLost)] == [address] * dies
     if not dies:
-        opened = next(n for n, e in enumerate(events) if isinstance(e, WaveOpened) and e.batch == 2)
+        opened = next(n for n, e in enumerate(events) if isinstance(e, OpenWave) and e.batch == 2)
         ended = next(n for n, e in enumerate(events) if isinstance(e, StepFinished) and e.step == 2)
         assert (
             opened < next(n for n, e in enumerate(events) if isinstance(e, VersionPublished) and e.version == 2) < ended

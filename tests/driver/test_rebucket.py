@@ -113,7 +113,7 @@ def until_settled(session, count):
     run = session.spec.run
 
     async def wait(dask_scheduler):
-        state = dask_scheduler.plugins["libra-roles"]._runs[run]
+        state = dask_scheduler.plugins["libra"].roles._runs[run]
         while [row["stage"] for row in state.roles.rows()] != ["resupplied"] * count:
             await state.news.wait()
 

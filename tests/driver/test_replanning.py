@@ -6,7 +6,7 @@ import pytest
 
 from libra.driver.replanning import Replanning, RequestedChange, batch_of, change_cost_s, costs_of
 from libra.errors import ClusterError
-from libra.events import EVENTS
+from libra.facts import fields_of
 from libra.planner.arrangement_forecast import EndedIteration
 from libra.planner.arrangement_loop import ArrangementLoop
 from libra.planner.arrangements import Arrangement, Engine, Seat, arranged
@@ -34,8 +34,8 @@ class Scheduler:
         self.refuses = self.undoes = False
         self.roles = self.engines = self
 
-    def log(self, name, fields):
-        self.told.append((name, dict(fields)))
+    def tell(self, *facts):
+        self.told += [(fact.name, fields_of(fact)) for fact in facts]
 
     def role_rows(self):
         return [dict(self.row)]
@@ -113,8 +113,6 @@ def test_workers_go_both_ways_and_each_change_is_compared_with_what_it_was_to_ga
     accepted = [fields["iteration"] for fields in run.fields("plan_accepted")]
     assert accepted == [there["iteration"], back["iteration"]]
     assert len(run.fields("plan_considered")) > 20  # those that were not accepted too
-    for name, fields in run.told:
-        EVENTS[name](run="demo", t_s=0.0, **fields)
 
 
 def test_a_change_that_is_undone_or_refused_is_no_gain_and_is_seen_as_it_is():
@@ -218,8 +216,6 @@ def growing(two, contexts):
     run = Growing(two)
     for context in contexts:
         run.iteration(two.seats(), TrajectoryTotals.of([context / 2] * 16, [context / 2] * 16))
-    for name, fields in two.told:
-        EVENTS[name](run="demo", t_s=0.0, **fields)
     return lambda wanted: [fields for name, fields in two.told if name == wanted]
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import factories
-from libra import events
+from libra import facts
 from libra.driver.service_needs import check_services
 from libra.driver.session import Session
 from libra.envs import FunctionEnvironment
@@ -44,8 +44,8 @@ def test_three_models_on_a_device_for_one_answer_bit_for_bit_alike_however_often
         for name, host in hosts.items()
     }
     assert set(told) == expected and len(expected) == 3
-    log = [events.from_dict(line) for _, line in EventReader(session.directory / "events.jsonl")]
-    batches = [event for event in log if isinstance(event, events.ServiceAnswered)]
+    log = [facts.from_dict(line).fact for _, line in EventReader(session.directory / "events.jsonl")]
+    batches = [event for event in log if isinstance(event, facts.ServiceAnswered)]
     assert sum(event.requests for event in batches) == told.total()
     restored = Counter(event.service for event in batches if event.restored)
     assert all(restored[name] >= 2 for name in "abc")  # each was evicted, and came back

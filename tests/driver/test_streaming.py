@@ -12,7 +12,7 @@ from whole_run import address_of, dies_in_a_wave, keep_groups
 
 from libra.driver.session import Session
 from libra.envs import tool
-from libra.events import WaveOpened, WorkerLost
+from libra.facts import OpenWave, WorkerLost
 from libra.testing import FixedTurns
 from libra.types import ToolCall
 
@@ -76,7 +76,7 @@ def test_a_batch_takes_what_is_complete_first_and_a_killed_trainer_adds_the_same
     first = [group for wave in waves_of(directory, 0) for group in wave]
     assert (0, 0) not in first and any(iteration == 1 for iteration, _ in first)
     assert (0, 0) in [group for wave in waves_of(directory, 1) for group in wave]  # at its deadline
-    opened = [event.reason for event in events if isinstance(event, WaveOpened) and event.batch == 0]
+    opened = [event.reason for event in events if isinstance(event, OpenWave) and event.batch == 0]
     assert any("of other iterations" in reason for reason in opened)
     check_whole(directory, 4, config)
     check_taken_again(directory, config, 4)

@@ -18,14 +18,13 @@ from distributed import Client, Scheduler
 from streamed_runs import check_taken_again, check_whole, events_of
 from whole_run import address_of, keep_groups
 
-from libra import events
+from libra import facts
 from libra.cli.replay import replay_run
 from libra.cluster.local import local_cluster
 from libra.config import config_from_dict
 from libra.driver.session import Session
 from libra.envs import tool
-from libra.policy import replayed_objects
-from libra.scheduler import role_plugin
+from libra.policy import tail
 from libra.testing import FixedTurns
 from libra.types import Prompt
 
@@ -87,7 +86,7 @@ class Held:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
-    def wait_for(self, kind: type[events.Event], count: int = 1, **fields: Any) -> None:
+    def wait_for(self, kind: type[facts.Fact], count: int = 1, **fields: Any) -> None:
         """Wait for the ``count``-th event with these fields."""
 
         def there(scheduler: Scheduler) -> bool:
@@ -96,7 +95,7 @@ class Held:
 
         self._until(self.session.client.cluster, there)
 
-    def found(self, kind: type[events.Event], **fields: Any) -> list[Any]:
+    def found(self, kind: type[facts.Fact], **fields: Any) -> list[Any]:
         """Its events of a kind with these fields."""
         return [
             event
@@ -118,8 +117,9 @@ def test_the_engine_that_the_tail_does_not_need_trains_and_returns_and_loses_not
     make_config, slow_client, tmp_path, until, monkeypatch
 ):
     """With parts of turns, a pool of KV, and another old policy; in the second tail it is killed, and the core has its slice."""
-    for module in (role_plugin, replayed_objects):  # changes count as free, so that engines turn whatever the backlog
-        monkeypatch.setattr(module, "price_s", lambda stage_s: 0.0)
+    monkeypatch.setattr(
+        tail, "price_s", lambda stage_s: 0.0
+    )  # changes count as free: engines turn whatever the backlog
     keep_groups(monkeypatch)
     config = make_config(
         run={"iterations": 4},
@@ -138,22 +138,24 @@ def test_the_engine_that_the_tail_does_not_need_trains_and_returns_and_loses_not
         iterations = session.iterations()
         with run.tail():
             first = thread.submit(next, iterations)
-            run.wait_for(events.RoleStage, stage="state")
-            run.wait_for(events.WaveTrained, batch=0, missing=1)
+            run.wait_for(facts.RoleStage, stage="state")
+            run.wait_for(facts.WaveTrained, batch=0, missing=1)
         rows = [first.result()]
         with run.tail():
             second = thread.submit(next, iterations)
-            run.wait_for(events.RoleStage, count=2, stage="state")
+            run.wait_for(facts.RoleStage, count=2, stage="state")
             session.client.run(dies_in_a_slice, "demo", workers=[address_of(session.client, "rollout-0")])
         rows += [second.result(), *iterations]
     assert rows[0]["hybrids"] == 1 and [row["hybrids_lost"] for row in rows[:2]] == [0, 1]
-    assert [event.worker for event in run.found(events.WorkerLost)] == ["rollout-0"]
-    turned = run.found(events.EngineTurned)
+    assert [event.worker for event in run.found(facts.WorkerLost)] == ["rollout-0"]
+    turned = run.found(facts.Turn)
     assert [(event.worker, event.to) for event in turned[:2]] == [("rollout-0", "training"), ("rollout-0", "rollout")]
-    (started, *_) = run.found(events.RoleChangeStarted)
+    (started, *_) = run.found(facts.RoleChangeStarted)
     assert started.reason.endswith(turned[0].reason)
-    assert run.found(events.WaveTrained, batch=0)[-1].hybrids == 1
-    moved = [(event.home, event.worker) for event in run.found(events.HomeChanged) if event.t_s > turned[0].t_s]
+    assert run.found(facts.WaveTrained, batch=0)[-1].hybrids == 1
+    told = events_of(run.session.directory)
+    after = told[told.index(turned[0]) :]
+    moved = [(event.home, event.worker) for event in after if isinstance(event, facts.HomeChanged)]
     assert ("rollout-0", "rollout-1") in moved  # from the pool of the engine that has turned
     check_whole(run.session.directory, 4, config)
     assert replay_run(run.session.directory, from_snapshot=False, keys=(), decisions=(), as_json=True)

@@ -84,7 +84,7 @@ GIVEN: tuple[tuple[dict[str, Any], str, str, str], ...] = (
     ({"client": "tls://127.0.0.1:8786"}, "client", "'tls://127.0.0.1:8786'", "cluster__scheduler=ADDRESS"),
     ({"config": {"run": {}}}, "config", "dict", "path of a YAML file"),
     ({"model": 3}, "model.path", "3", "model.path=libra/tiny-arithmetic"),
-    ({"iterations": 3}, "iterations", "'iterations'", "run__iterations=20"),
+    ({"iterations": 3}, "iterations", "'iterations'", "run__iterations"),
     ({"runs__iterations": 3}, "runs__iterations", "'runs'", "sections are run"),
 )
 

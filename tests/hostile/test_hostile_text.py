@@ -23,7 +23,7 @@ from hostile_input import (
     is_storable,
     output_of,
 )  # fmt: skip
-from libra import events
+from libra import facts
 from libra.cli.replay_text import event_text
 from libra.config import resolve_model
 from libra.envs import run_action, run_grader
@@ -172,14 +172,14 @@ def test_a_store_replaces_what_zarr_has_no_form_for(tmp_path):
 
 
 def test_every_text_goes_through_the_event_log(tmp_path):
-    written = [events.FailureClassified("demo", 0.0, text[:100], "tool", text) for text in TEXTS]
+    written = [facts.Line("demo", 0.0, facts.FailureClassified(text[:100], "tool", text)) for text in TEXTS]
     with EventLog(tmp_path / "events.jsonl") as log:
         for event in written:
             log.write(event)
     found = read_events(tmp_path / "events.jsonl")
-    assert found.torn is None and [events.from_dict(values) for values in found.events] == written
-    for event in written:
-        line = event_text(event)
+    assert found.torn is None and [facts.from_dict(values) for values in found.events] == written
+    for _, _, fact in written:
+        line = event_text(fact)
         assert not acts(line) and "\n" not in line and len(line) <= 3000
 
 

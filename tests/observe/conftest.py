@@ -6,7 +6,7 @@ import pytest
 from made_events import an_iteration
 
 import factories
-from libra import events
+from libra import facts
 
 platform.processor()  # once in a process it starts `uname -p`, which no test is to be blamed for: Dask's clients ask
 
@@ -87,5 +87,5 @@ def made_run(tmp_path):
     run.mkdir()
     (run / "config.resolved.yaml").write_text("run: {name: made, iterations: 2}\n")
     (run / "metrics.jsonl").write_text('{"step": 0, "wall_time_s": 40.0, "reward": 0.5}\n')
-    (run / "events.jsonl").write_text("".join(events.to_json(event) + "\n" for event in an_iteration()))
+    (run / "events.jsonl").write_text("".join(facts.to_json(event) + "\n" for event in an_iteration()))
     return run

@@ -1,10 +1,11 @@
 """What came of decisions, from hand-made logs: seconds per token before and after, and nothing where nothing is comparable."""
 
 import pytest
-from made_events import CONSIDERED, RUN
+from made_events import CONSIDERED, RUN, at
 
-from libra import events
+from libra import facts
 from libra.observe.decision_outcomes import DecisionOutcomes
+from libra.types import Phase
 
 
 class Log:
@@ -16,29 +17,27 @@ class Log:
 
     def start(self):
         self.t_s = 0.0
-        self.told.add(events.RunStarted(RUN, 0.0, 0, 0, 2, 1, "fifo", ""))
+        self.told.add(at(0.0, facts.RunStarted(0, 0, 2, 1, "fifo", "")))
 
     def iterations(self, *seconds, tokens=100, split="train"):
         for each in seconds:
             self.t_s += each
             key = f"trajectory-{split}-{self.iteration}-0-0-e0-{RUN}"
-            self.told.add(
-                events.QuantumFinished(RUN, self.t_s, key, "ROLLOUT", 0, tokens, "", "", 0, 0.1, "rollout-0", 0, "")
-            )
-            self.told.add(events.IterationFinished(RUN, self.t_s, self.iteration, 0.5, 0.0))
+            self.told.add(at(self.t_s, facts.QuantumFinished(key, Phase.ROLLOUT, tokens, "", "", 0.1)))
+            self.told.add(at(self.t_s, facts.IterationFinished(self.iteration, 0.5, 0.0)))
             self.iteration += 1
 
     def plan(self, *, accepted=True):
-        self.told.add(events.PlanConsidered(RUN, self.t_s, self.iteration, accepted=accepted, **CONSIDERED))
+        self.told.add(at(self.t_s, facts.PlanConsidered(self.iteration, accepted=accepted, **CONSIDERED)))
 
     def change(self, generation, worker="hybrid-0"):
         role = {worker: {"role": "rollout", "tp": 1}}
-        self.told.add(events.RoleChangeStarted(RUN, self.t_s, generation, role, "a plan", None))
+        self.told.add(at(self.t_s, facts.RoleChangeStarted(generation, role, "a plan", None)))
 
     def changed(self, generation, worker="hybrid-0"):
-        self.told.add(events.RoleChanged(RUN, self.t_s, worker, generation, "train", "rollout", 1, 1, {}, 2.0))
+        self.told.add(at(self.t_s, facts.RoleChanged(worker, generation, "train", "rollout", 1, 1, {}, 2.0)))
 
-    def outcomes(self, kind=events.PlanConsidered):
+    def outcomes(self, kind=facts.PlanConsidered):
         return [each for each in self.told.outcomes() if isinstance(each.event, kind)]
 
 
@@ -55,18 +54,18 @@ def test_a_plan_that_was_carried_out_is_compared_by_seconds_per_token():
     assert plan.predicted_frac == pytest.approx(0.2)
     assert plan.realised_frac == pytest.approx(0.3)
     assert (plan.before, plan.after, plan.realised_words) == (3, 2, "30.0 % (3 iterations against 2)")
-    (change,) = log.outcomes(events.RoleChangeStarted)
+    (change,) = log.outcomes(facts.RoleChangeStarted)
     assert change.realised_frac == plan.realised_frac and change.predicted_words == ""
 
 
 def test_only_iterations_between_this_change_and_the_next_count():
     log = Log()
     log.iterations(50.0, 10.0)
-    log.told.add(events.SlotsSet(RUN, log.t_s, "rollout-0", 1, 8, 16, "asked for"))
+    log.told.add(at(log.t_s, facts.SlotsSet("rollout-0", 1, 8, 16, "asked for")))
     log.iterations(99.0, 5.0)
-    log.told.add(events.SlotsSet(RUN, log.t_s, "rollout-0", 1, 4, 16, "asked for"))
+    log.told.add(at(log.t_s, facts.SlotsSet("rollout-0", 1, 4, 16, "asked for")))
     log.iterations(99.0, 20.0, 20.0)
-    first, second = log.outcomes(events.SlotsSet)
+    first, second = log.outcomes(facts.SlotsSet)
     assert (first.realised_frac, first.before, first.after) == (pytest.approx(0.5), 1, 1)
     assert (second.realised_frac, second.before, second.after) == (pytest.approx(-3.0), 1, 2)
 
@@ -79,7 +78,7 @@ def test_evaluations_lost_workers_and_other_starts_are_not_compared():
     log.change(1)
     log.changed(1)
     log.iterations(99.0)
-    log.told.add(events.WorkerLost(RUN, log.t_s, "tcp://gone"))
+    log.told.add(at(log.t_s, facts.WorkerLost("tcp://gone")))
     log.iterations(5.0)
     log.start()
     log.iterations(5.0, 5.0)
@@ -97,11 +96,11 @@ def test_what_was_not_carried_out_has_no_gain():
     log.iterations(10.0)
     log.plan()
     log.change(1)
-    log.told.add(events.RoleChangeFailed(RUN, log.t_s, 1, "its engine did not start"))
+    log.told.add(at(log.t_s, facts.RoleChangeFailed(1, "its engine did not start")))
     log.iterations(10.0, 10.0)
-    log.told.add(events.PlanBlocked(RUN, log.t_s, 5, "a third worker", 0.4, 0.0, 1, ((1, 2),), ()))
+    log.told.add(at(log.t_s, facts.PlanBlocked(5, "a third worker", 0.4, 0.0, 1, ((1, 2),), ())))
     log.iterations(10.0)
-    *plans, blocked = log.outcomes((events.PlanConsidered, events.PlanBlocked))
+    *plans, blocked = log.outcomes((facts.PlanConsidered, facts.PlanBlocked))
     whys = [each.why for each in plans]
     assert whys == ["not carried out"] * 2 + ["not carried out: its change of roles failed or was cancelled"]
     assert (blocked.predicted_words, blocked.realised_words) == ("40.0 %", "not carried out")
@@ -109,15 +108,15 @@ def test_what_was_not_carried_out_has_no_gain():
 
 def test_a_layout_that_the_run_began_with_has_predicted_and_real_seconds():
     log = Log()
-    log.told.add(events.LayoutPlanned(RUN, 0.0, "m", "cpu", 2, 1, ((1, 1, 8),), (), 512, 8.0, "tables", "fastest", ()))
-    assert log.outcomes(events.LayoutPlanned)[0].realised_words == "not known: no iteration with it alone"
+    log.told.add(at(0.0, facts.LayoutPlanned("m", "cpu", 2, 1, ((1, 1, 8),), (), 512, 8.0, "tables", "fastest", ())))
+    assert log.outcomes(facts.LayoutPlanned)[0].realised_words == "not known: no iteration with it alone"
     log.iterations(50.0, 9.0, 11.0)
-    (layout,) = log.outcomes(events.LayoutPlanned)
+    (layout,) = log.outcomes(facts.LayoutPlanned)
     assert (layout.predicted_words, layout.realised_words) == ("8.0 s", "10.0 s (2 iterations)")
 
 
 def test_no_change_before_a_comparison_is_not_known():
     log = Log()
-    log.told.add(events.BoundariesSet(RUN, 0.0, ((1, 100.0),), "policy.boundaries_tokens"))
+    log.told.add(at(0.0, facts.BoundariesSet(((1, 100.0),), "policy.boundaries_tokens")))
     log.iterations(50.0, 10.0)
-    assert [each.why for each in log.outcomes(events.BoundariesSet)] == ["not known: no comparable iteration before it"]
+    assert [each.why for each in log.outcomes(facts.BoundariesSet)] == ["not known: no comparable iteration before it"]

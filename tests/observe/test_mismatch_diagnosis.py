@@ -5,7 +5,7 @@ from click.testing import CliRunner
 
 from libra.cli.main import cli
 from libra.errors import ConfigError, RunDirectoryError
-from libra.events import EngineQuarantined, VersionRechecked
+from libra.facts import EngineQuarantined, Line, VersionRechecked
 from libra.observe.mismatch_diagnosis import diagnose
 from libra.seals import sealed_text
 from libra.store.event_log import EventLog
@@ -67,12 +67,18 @@ def test_the_threshold_is_the_given_one_or_the_alarm_of_the_run(make_run):
 def test_layers_are_those_of_failed_checks_since_then(make_run):
     run = make_run(*[CALM] * 5, (1e-3, {"b": 1e-3}), (1e-3, {"b": 1e-3}))
     log = EventLog(run / "events.jsonl")
-    check = {"run": "run", "t_s": 0.0, "method": "projections", "tolerance": 1e-5, "detail": ""}
-    log.write(VersionRechecked(**check, version=3, worker="b", passed=False, layer="early", gap=1.0))
-    log.write(VersionRechecked(**check, version=5, worker="a", passed=True, layer="", gap=0.0))
+    check = {"method": "projections", "tolerance": 1e-5, "detail": ""}
+    log.write(Line("run", 0.0, VersionRechecked(**check, version=3, worker="b", passed=False, layer="early", gap=1.0)))
+    log.write(Line("run", 0.0, VersionRechecked(**check, version=5, worker="a", passed=True, layer="", gap=0.0)))
     for version in (5, 6):
-        log.write(VersionRechecked(**check, version=version, worker="b", passed=False, layer="q_proj", gap=0.5))
-    log.write(EngineQuarantined(**check, version=6, worker="b", layer="(all)", gap=None, out=False))
+        log.write(
+            Line(
+                "run",
+                0.0,
+                VersionRechecked(**check, version=version, worker="b", passed=False, layer="q_proj", gap=0.5),
+            )
+        )
+    log.write(Line("run", 0.0, EngineQuarantined(**check, version=6, worker="b", layer="(all)", gap=None, out=False)))
     log.close()
     first, second = diagnose(run).layers
     assert (first.worker, first.layer, first.version, first.last_version, first.checks) == ("b", "q_proj", 5, 6, 2)

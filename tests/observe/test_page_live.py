@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 from distributed import Client, Reschedule, Worker, get_worker
 
-from libra import keys
-from libra.events import from_dict
+from libra import facts, keys
+from libra.facts import STREAM_OP, QuantumFinished, from_dict, pack
 from libra.observe.page_snapshot import numbers
 from libra.observe.worker_time import worker_times
 from libra.scheduler import LibraPlugin, RunRegistration
@@ -48,10 +48,9 @@ def check_time(row, events, trainers):
     }
 
 
-def say(run, messages):
+def say(run, told):
     """Task that sends what workers of a run report."""
-    for message in messages:
-        get_worker().log_event("libra", {"run": run, "epoch": 0, **message})
+    get_worker().batched_send({"op": STREAM_OP, "run": run, "epoch": 0, "packed": pack(told)})
 
 
 def gate(run, iteration):
@@ -64,13 +63,13 @@ async def quantum(key, run, length):
     DONE[key] = done + 1
     phase, more = (Phase.TOOL if done % 2 else Phase.ROLLOUT), done + 1 < length
     following = Phase.ROLLOUT if done % 2 else Phase.TOOL
-    message = {
-        "kind": "quantum", "run": run, "epoch": 0, "key": key, "quantum": done, "end": "" if more else "answered",
-        "next": str(following) if more else "", "goes_on": False, "failure": "none", "detail": "", "version": 0, "status": "ok",
-        "tokens": 7 if phase is Phase.ROLLOUT else 0, "tool": "calculator" if phase is Phase.TOOL else "",
-        "payload_tokens": 3, "context_tokens": 10 * (done + 1), "start_s": 1000.0 + done, "stop_s": 1000.5 + done,
-    }  # fmt: skip
-    get_worker().log_event("libra", message)
+    tokens, tool = (7, "") if phase is Phase.ROLLOUT else (0, "calculator")
+    finished = QuantumFinished(
+        key, phase, tokens, tool, "ok", 0.5, 3, quantum=done, worker=str(get_worker().name), version=0,
+        end="" if more else "answered", next=str(following) if more else "", context_tokens=10 * (done + 1),
+        stop_s=1000.5 + done,
+    )  # fmt: skip
+    say(run, [finished])
     if more:
         raise Reschedule
     return length
@@ -98,8 +97,7 @@ def test_what_the_page_shows_of_the_plugin_agrees_with_the_event_log(live_schedu
         async with emulated_cluster(live_scheduler) as live:
             answer = live.plugin.register_run(RunRegistration("demo", 0, str(tmp_path), 1, 4, 2, True))
             assert "error" not in answer
-            published = {"kind": "published", "version": 0, "digest": "d0", "num_bytes": 10}
-            await live.client.submit(say, "demo", [published], key="say-0")
+            await live.client.submit(say, "demo", [facts.VersionPublished(0, "d0", 10)], key="say-0")
             opened = keys.make("gate", (0,), epoch=0, run="demo")
             assert await live.client.submit(gate, "demo", 0, key=opened, resources={keys.PARK: 1}) == 0
             named = {keys.make("trajectory", (0, 0, i), epoch=0, run="demo"): n for i, n in enumerate(lengths)}
@@ -108,21 +106,17 @@ def test_what_the_page_shows_of_the_plugin_agrees_with_the_event_log(live_schedu
                 for key, n in named.items()
             ]
             assert await live.client.gather(tasks) == lengths
-            rollout = next(a for a, w in live.scheduler.workers.items() if w.name == "rollout-0")
-            reports = [
+            happened = [
                 *(
-                    {"kind": "group", "split": split, "iteration": 0, "group": g, "oldest_version": 0, "reward": 0.5,
-                     "failures": {"tool": g}}
+                    facts.GroupCommitted(split, 0, g, 0, 0.5, {"tool": g})
                     for split, g in (("train", 0), ("train", 1), ("eval", 2))
                 ),
-                {"kind": "iteration", "iteration": 0, "reward": 0.4375, "lag": 0.25},
-                published | {"version": 1, "digest": "d1"},
-                {"kind": "served", "version": 1, "name": "rollout-0", "address": rollout, "load_s": 0.1,
-                 "check": {"method": "columns", "gap": 0.0, "tolerance": 0.0, "moved_nats": 0.1, "layers": 1,
-                           "changed_layers": 1, "smallest_change": 0.0, "measured": True, "check_s": 0.1,
-                           "stopped_s": 0.1}},
-            ]  # fmt: skip
-            await live.client.submit(say, "demo", reports, key="say-1")
+                facts.IterationFinished(0, 0.4375, 0.25),
+                facts.VersionPublished(1, "d1", 10),
+                facts.VersionServed(1, "rollout-0", 0.1),
+                facts.VersionChecked(1, "rollout-0", "columns", 0.0, 0.0, 0.1, 1, 1, 0.0, True, 0.1, 0.1),
+            ]
+            await live.client.submit(say, "demo", happened, key="say-1")
             live.plugin.runs["demo"].log.flush()
             logged = read_events(tmp_path / "events.jsonl").events
             (snapshot,) = live.plugin.snapshots()

@@ -12,7 +12,7 @@ from made_events import CONSIDERED, an_iteration
 from tokenizers import Tokenizer, decoders, models
 
 from factories import trajectory
-from libra import events
+from libra import facts
 from libra.hardware.prices import load_prices
 from libra.observe.report import write_report
 from libra.observe.report.page import SECTIONS
@@ -20,7 +20,7 @@ from libra.observe.report.where_time import coarse
 from libra.observe.worker_time import worker_times
 from libra.store.event_log import EventLog
 from libra.store.trajectories import TrajectoryStore
-from libra.types import EndReason, FailureClass, Prompt
+from libra.types import EndReason, FailureClass, Phase, Prompt
 
 
 @pytest.fixture
@@ -104,21 +104,21 @@ def test_hostile_text_reaches_the_page_only_as_text(prices, tmp_path):
         store.append([hostile], batch=0)
     key = "trajectory-train-0-0-0-e0-hostile"
     with EventLog(run / "events.jsonl") as log:
-        for event in (
-            events.RunStarted("hostile", 0.0, 0, 0, 1, 1, "fifo", EVIL),
-            events.WorkerCapacity("hostile", 0.0, EVIL, "", 1, 0, 0, 0.0, 0.0, 0.0, 0.0),
-            events.VersionServed("hostile", 1.0, 0, EVIL, 0.1),
-            events.TrajectoryParked("hostile", 1.0, key, "ROLLOUT", 0, 0, (0, 0), EVIL),
-            events.QuantumDispatched("hostile", 1.0, key, "ROLLOUT", 0, EVIL, (0, 0), EVIL, True),
-            events.QuantumFinished("hostile", 2.0, key, "ROLLOUT", 0, 1, EVIL, "ok", 0, 0.9, EVIL, 0, ""),
-            events.QuantumDispatched("hostile", 2.0, key, "TOOL", 1, EVIL, (0, 0), EVIL, True),
-            events.QuantumFinished("hostile", 3.0, key, "TOOL", 1, 0, EVIL, "ok", 0, 0.9, EVIL, 0, "failure"),
-            events.FailureClassified("hostile", 3.0, key, "tool", EVIL),
-            events.TrajectoryEnded("hostile", 3.0, key, False),
-            events.SlotsSet("hostile", 4.0, EVIL, 1, 1, 1, EVIL),
-            events.WorkerSetupFailed("hostile", 5.0, EVIL, EVIL, EVIL),
+        for t_s, event in (
+            (0.0, facts.RunStarted(0, 0, 1, 1, "fifo", EVIL)),
+            (0.0, facts.WorkerCapacity(EVIL, "", 1)),
+            (1.0, facts.VersionServed(0, EVIL, 0.1)),
+            (1.0, facts.TrajectoryParked(key, 0, Phase.ROLLOUT, 0)),
+            (1.0, facts.QuantumDispatched(key, Phase.ROLLOUT, EVIL, 0, (0, 0), EVIL, True)),
+            (2.0, facts.QuantumFinished(key, Phase.ROLLOUT, 1, EVIL, "ok", 0.9, worker=EVIL)),
+            (2.0, facts.QuantumDispatched(key, Phase.TOOL, EVIL, 1, (0, 0), EVIL, True)),
+            (3.0, facts.QuantumFinished(key, Phase.TOOL, 0, EVIL, "ok", 0.9, worker=EVIL, end="failure")),
+            (3.0, facts.FailureClassified(key, "tool", EVIL)),
+            (3.0, facts.TrajectoryEnded(key, False)),
+            (4.0, facts.SlotsSet(EVIL, 1, 1, 1, EVIL)),
+            (5.0, facts.WorkerSetupFailed(EVIL, EVIL, EVIL)),
         ):
-            log.write(event)
+            log.write(facts.Line("hostile", t_s, event))
     output = tmp_path / "hostile.html"
     write_report([run], output, prices)
     page = output.read_text()
@@ -149,14 +149,11 @@ def planned(tmp_path):
     (run / "metrics.jsonl").write_text(json.dumps(row) + "\n")
     with EventLog(run / "events.jsonl") as log:
         for event in (
-            events.RunStarted("planned", 0.0, 0, 0, 2, 1, "fifo", ""),
-            *(
-                events.WorkerCapacity("planned", 0.0, name, "", 1, 0, 0, 0.0, 0.0, 0.0, 0.0)
-                for name in ("rollout-0", "rollout-1")
-            ),
-            events.PlanConsidered("planned", 5.0, 0, accepted=True, **CONSIDERED),
-            events.PlanRealised("planned", 9.0, 0, 3, 0.2, 0.17, 1, 2.5),
-            events.IterationFinished("planned", 1800.0, 0, 0.5, 0.0),
+            facts.Line("planned", 0.0, facts.RunStarted(0, 0, 2, 1, "fifo", "")),
+            *(facts.Line("planned", 0.0, facts.WorkerCapacity(name, "", 1)) for name in ("rollout-0", "rollout-1")),
+            facts.Line("planned", 5.0, facts.PlanConsidered(0, accepted=True, **CONSIDERED)),
+            facts.Line("planned", 9.0, facts.PlanRealised(0, 3, 0.2, 0.17, 1, 2.5)),
+            facts.Line("planned", 1800.0, facts.IterationFinished(0, 0.5, 0.0)),
         ):
             log.write(event)
     return run
@@ -165,11 +162,11 @@ def planned(tmp_path):
 def test_decisions_have_their_predicted_and_realised_gain(planned, prices, tmp_path):
     def tokens(t_s, iteration):
         key = f"trajectory-train-{iteration}-0-0-e0-planned"
-        yield events.QuantumFinished("planned", t_s, key, "ROLLOUT", 0, 100, "", "", 0, 0.1, "rollout-0", 0, "")
-        yield events.IterationFinished("planned", t_s, iteration, 0.5, 0.0)
+        yield facts.Line("planned", t_s, facts.QuantumFinished(key, Phase.ROLLOUT, 100, "", "", 0.1))
+        yield facts.Line("planned", t_s, facts.IterationFinished(iteration, 0.5, 0.0))
 
     with EventLog(planned / "events.jsonl") as log:
-        slots = events.SlotsSet("planned", 1810.0, "rollout-0", 1, 8, 16, "asked for")
+        slots = facts.Line("planned", 1810.0, facts.SlotsSet("rollout-0", 1, 8, 16, "asked for"))
         for event in (*tokens(1810.0, 1), slots, *tokens(1900.0, 2), *tokens(1904.0, 3)):
             log.write(event)
     (priced,) = write_report([planned], tmp_path / "planned.html", prices, gpu="h100_80g")

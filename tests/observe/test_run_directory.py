@@ -5,12 +5,13 @@ import shutil
 
 import pytest
 
-from libra import events
+from libra import facts
 from libra.cli.main import main
 from libra.driver.start_records import log_start, write_given
 from libra.observe.recorded_run import RecordedRun
 from libra.observe.run_directory import list_runs, read_config
 from libra.store.committer_lock import CommitterLock
+from libra.types import Phase
 
 
 @pytest.fixture
@@ -43,17 +44,15 @@ def runs(tmp_path):
     return tmp_path
 
 
-FINISHED = events.to_json(
-    events.QuantumFinished(
-        "done", 1.0, "trajectory-train-0-0-0-e0-done", "ROLLOUT", 0, 4, "", "", 0, 0.5, "rollout-0", 0, ""
-    )
+FINISHED = facts.to_json(
+    facts.Line("done", 1.0, facts.QuantumFinished("trajectory-train-0-0-0-e0-done", Phase.ROLLOUT, 4, "", "", 0.5))
 )
 
 
 @pytest.mark.parametrize(("old", "new"), [('"ROLLOUT"', '"SLEEP"'), ("0.5", "1e999"), ("0.5", "[" * 3000 + "]" * 3000)])
 @pytest.mark.parametrize("command", ["trace", "replay", "report"])
 def test_an_event_with_changed_values_is_named_with_its_line(old, new, command, runs, libra):
-    begun = events.to_json(events.RunStarted("done", 0.0, 0, 1, 3, 2, "fifo", "demo"))
+    begun = facts.to_json(facts.Line("done", 0.0, facts.RunStarted(0, 1, 3, 2, "fifo", "demo")))
     (runs / "done" / "events.jsonl").write_text(f"{begun}\n{FINISHED.replace(old, new)}\n{FINISHED}\n")
     code, _, err = libra(command, runs / "done")
     assert "events.jsonl, line 2: " in err and len(err.strip().splitlines()) <= 3

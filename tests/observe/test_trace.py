@@ -8,7 +8,7 @@ from collections import defaultdict
 import pytest
 from made_events import an_iteration
 
-from libra import events
+from libra import facts
 from libra.errors import ConfigError, StoreError
 from libra.observe.log_facts import read_log
 from libra.observe.trace import STATE_TID, trace_lines, write_trace
@@ -38,12 +38,14 @@ def test_the_trace_has_every_quantum_step_sync_and_state(log):
     threads = names_of(lines, "thread_name")
     slices = [line for line in lines if line["ph"] == "X"]
     quanta = [line for line in slices if threads[line["pid"], line["tid"]].split()[0] in ("ROLLOUT", "TOOL")]
-    finished = [event for event in log if isinstance(event, events.QuantumFinished)]
+    finished = [line.fact for line in log if isinstance(line.fact, facts.QuantumFinished)]
     assert len(quanta) == len(finished) > 0
     assert sum(line["args"]["tokens"] for line in quanta) == sum(event.tokens for event in finished)
     named = [line["name"] for line in slices]
-    assert {f"step {event.step}" for event in log if isinstance(event, events.StepFinished)} <= set(named)
-    assert {f"load version {event.version}" for event in log if isinstance(event, events.VersionServed)} <= set(named)
+    assert {f"step {line.fact.step}" for line in log if isinstance(line.fact, facts.StepFinished)} <= set(named)
+    assert {f"load version {line.fact.version}" for line in log if isinstance(line.fact, facts.VersionServed)} <= set(
+        named
+    )
     states = defaultdict(float)
     for line in slices:
         if line["tid"] == STATE_TID and processes[line["pid"]] != "run":

@@ -5,9 +5,9 @@ import itertools
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from made_events import CHECK, RUN, an_iteration, capacity, dispatched, ended, finished, parked, published, started
+from made_events import CHECK, an_iteration, at, capacity, dispatched, ended, finished, parked, published, started
 
-from libra import events
+from libra import facts
 from libra.observe.worker_states import STATES
 from libra.observe.worker_time import WorkerTimes, worker_times
 
@@ -41,14 +41,14 @@ def test_each_second_of_an_iteration_has_its_cause():
 def test_a_trainer_trains_in_waves_while_it_waits_for_trajectories():
     log = [
         started(), capacity(0.0, "a", rollout=2), published(0.0, 0),
-        events.VersionServed(RUN, 0.0, 0, "a", 0.0), events.GateParked(RUN, 0.0, 0), events.WaveParked(RUN, 0.0, 0, 0),
-        events.WaveParked(RUN, 0.0, 0, 1), events.GateOpened(RUN, 0.0, 0, ""), parked(0.0, 0), parked(0.0, 1),
+        at(0.0, facts.VersionServed(0, "a", 0.0)), at(0.0, facts.GateParked(0)), at(0.0, facts.WaveParked(0, 0)),
+        at(0.0, facts.WaveParked(0, 1)), at(0.0, facts.OpenGate(0, "")), parked(0.0, 0), parked(0.0, 1),
         dispatched(0.0, 0, "a"), dispatched(0.0, 1, "a"), finished(4.0, 0, "a", end="answered"),
-        ended(4.0, 0), events.WaveOpened(RUN, 4.0, 0, 0, ((0, 0),), ""),
-        events.WaveTrained(RUN, 7.0, 0, 0, 1, 1, 3.0), finished(10.0, 1, "a", end="answered"),
-        ended(10.0, 1), events.WaveOpened(RUN, 10.0, 0, 1, ((0, 1),), ""),
-        events.BatchParked(RUN, 10.0, 0), events.BatchOpened(RUN, 10.0, 0, ((0, 0), (0, 1)), ""),
-        events.WaveTrained(RUN, 12.0, 0, 1, 1, 0, 2.0), events.StepFinished(RUN, 13.0, 0, 0.5, 6.0),
+        ended(4.0, 0), at(4.0, facts.OpenWave(0, 0, ((0, 0),), "")),
+        at(7.0, facts.WaveTrained(0, 0, 1, 1, 3.0)), finished(10.0, 1, "a", end="answered"),
+        ended(10.0, 1), at(10.0, facts.OpenWave(0, 1, ((0, 1),), "")),
+        at(10.0, facts.BatchParked(0)), at(10.0, facts.OpenBatch(0, ((0, 0), (0, 1)), "")),
+        at(12.0, facts.WaveTrained(0, 1, 1, 0, 2.0)), at(13.0, facts.StepFinished(0, 0.5, 6.0)),
         published(13.0, 1),
     ]  # fmt: skip
     by_name = {worker.worker: worker.seconds for worker in worker_times(log, ("train-0",)).times().workers}
@@ -61,21 +61,21 @@ def a_turn():
     change = {"a": {"role": "train", "tp": 1}}
     return [
         started(), capacity(0.0, "a", rollout=2), capacity(0.0, "b", rollout=2), published(0.0, 0),
-        events.VersionServed(RUN, 0.0, 0, "a", 0.0), events.VersionServed(RUN, 0.0, 0, "b", 0.0),
-        events.WaveParked(RUN, 0.0, 0, 0), events.WaveParked(RUN, 0.0, 0, 1), parked(0.0, 0), parked(0.0, 1),
+        at(0.0, facts.VersionServed(0, "a", 0.0)), at(0.0, facts.VersionServed(0, "b", 0.0)),
+        at(0.0, facts.WaveParked(0, 0)), at(0.0, facts.WaveParked(0, 1)), parked(0.0, 0), parked(0.0, 1),
         dispatched(0.0, 0, "a"), dispatched(0.0, 1, "b"),
-        events.EngineTurned(RUN, 2.0, "a", "training", "why"), events.RoleChangeStarted(RUN, 2.0, 1, change, "", None),
-        events.WorkerWithdrawn(RUN, 2.0, "a"), finished(4.0, 0, "a", end="answered"),
-        ended(4.0, 0), events.WaveOpened(RUN, 5.0, 0, 0, ((0, 0),), ""),
-        events.RoleChanged(RUN, 9.0, "a", 1, "rollout", "train", 1, 1, {}, 7.0), events.RoleStage(RUN, 9.5, "a", 1, "state", 0.5),
-        events.WaveTrained(RUN, 10.0, 0, 0, 1, 1, 4.0), finished(12.0, 1, "b", end="answered"),
-        ended(12.0, 1), events.WaveOpened(RUN, 12.0, 0, 1, ((0, 1),), ""),
-        events.BatchParked(RUN, 12.0, 0), events.BatchOpened(RUN, 12.0, 0, ((0, 0), (0, 1)), ""),
-        events.WaveTrained(RUN, 18.0, 0, 1, 1, 0, 5.0, 1), events.StepFinished(RUN, 19.0, 0, 0.5, 9.0),
-        published(20.0, 1), events.EngineTurned(RUN, 21.0, "a", "rollout", "why"),
-        events.RoleChangeStarted(RUN, 21.0, 2, {"a": {"role": "rollout", "tp": 1}}, "", None),
-        events.RoleChanged(RUN, 24.0, "a", 2, "train", "rollout", 1, 1, {}, 3.0), capacity(24.0, "a", rollout=2),
-        events.IterationFinished(RUN, 25.0, 0, 0.5, 0.0),
+        at(2.0, facts.Turn("a", "training", "why")), at(2.0, facts.RoleChangeStarted(1, change, "", None)),
+        at(2.0, facts.WorkerWithdrawn("a")), finished(4.0, 0, "a", end="answered"),
+        ended(4.0, 0), at(5.0, facts.OpenWave(0, 0, ((0, 0),), "")),
+        at(9.0, facts.RoleChanged("a", 1, "rollout", "train", 1, 1, {}, 7.0)), at(9.5, facts.RoleStage("a", 1, "state", 0.5)),
+        at(10.0, facts.WaveTrained(0, 0, 1, 1, 4.0)), finished(12.0, 1, "b", end="answered"),
+        ended(12.0, 1), at(12.0, facts.OpenWave(0, 1, ((0, 1),), "")),
+        at(12.0, facts.BatchParked(0)), at(12.0, facts.OpenBatch(0, ((0, 0), (0, 1)), "")),
+        at(18.0, facts.WaveTrained(0, 1, 1, 0, 5.0, 1)), at(19.0, facts.StepFinished(0, 0.5, 9.0)),
+        published(20.0, 1), at(21.0, facts.Turn("a", "rollout", "why")),
+        at(21.0, facts.RoleChangeStarted(2, {"a": {"role": "rollout", "tp": 1}}, "", None)),
+        at(24.0, facts.RoleChanged("a", 2, "train", "rollout", 1, 1, {}, 3.0)), capacity(24.0, "a", rollout=2),
+        at(25.0, facts.IterationFinished(0, 0.5, 0.0)),
     ]  # fmt: skip
 
 
@@ -101,7 +101,7 @@ def test_a_worker_in_an_open_wave_trains_before_its_end_is_known():
 def test_an_engine_is_idle_because_the_last_trajectories_are_on_another_one():
     log = [
         started(), capacity(0.0, "a", rollout=1), capacity(0.0, "b", rollout=1), published(0.0, 0),
-        events.VersionServed(RUN, 0.0, 0, "a", 0.0), events.VersionServed(RUN, 0.0, 0, "b", 0.0),
+        at(0.0, facts.VersionServed(0, "a", 0.0)), at(0.0, facts.VersionServed(0, "b", 0.0)),
         parked(0.0, 0), dispatched(0.0, 0, "a"), finished(8.0, 0, "a", end="answered"),
         ended(8.0, 0),
     ]  # fmt: skip
@@ -112,7 +112,7 @@ def test_an_engine_is_idle_because_the_last_trajectories_are_on_another_one():
 
 def test_time_of_absence_and_between_two_starts_counts_nowhere():
     log = [
-        *an_iteration(), events.WorkerWithdrawn(RUN, 41.0, "rollout-0"), capacity(47.0, "rollout-0", rollout=2),
+        *an_iteration(), at(41.0, facts.WorkerWithdrawn("rollout-0")), capacity(47.0, "rollout-0", rollout=2),
         started(0.0, epoch=1), capacity(5.0, "rollout-0", rollout=2), published(6.0, 1),
     ]  # fmt: skip
     times = worker_times(log, ("train-0",))
@@ -125,8 +125,8 @@ def test_time_of_absence_and_between_two_starts_counts_nowhere():
 def test_a_lent_worker_needs_no_gpu_of_its_own():
     log = [
         started(), capacity(0.0, "a", rollout=1), capacity(0.0, "b", rollout=1),
-        events.RoleChanged(RUN, 10.0, "b", 1, "rollout", "lent", 1, 1, {}, 1.0),
-        events.RoleChanged(RUN, 10.0, "a", 1, "rollout", "rollout", 1, 2, {}, 1.0),
+        at(10.0, facts.RoleChanged("b", 1, "rollout", "lent", 1, 1, {}, 1.0)),
+        at(10.0, facts.RoleChanged("a", 1, "rollout", "rollout", 1, 2, {}, 1.0)),
         published(20.0, 0),
     ]  # fmt: skip
     times = worker_times(log).times()
@@ -149,33 +149,33 @@ STEPS = st.one_of(
     st.builds(lambda k, w, p: lambda t: finished(t, k, w, p), KEYS, WORKERS, PHASES),
     st.builds(lambda k: lambda t: ended(t, k), KEYS),
     st.builds(lambda w, r, n: lambda t: capacity(t, w, r, n), WORKERS, NUMBERS, NUMBERS),
-    st.builds(lambda w: lambda t: events.WorkerWithdrawn(RUN, t, w), WORKERS),
-    st.builds(lambda w: lambda t: events.WorkerJoined(RUN, t, w, "tcp://h:1"), WORKERS),
-    st.builds(lambda w: lambda t: events.WorkerLost(RUN, t, "tcp://h:1", w), WORKERS),
+    st.builds(lambda w: lambda t: at(t, facts.WorkerWithdrawn(w)), WORKERS),
+    st.builds(lambda w: lambda t: at(t, facts.WorkerJoined(w, "tcp://h:1")), WORKERS),
+    st.builds(lambda w: lambda t: at(t, facts.WorkerLost("tcp://h:1", w)), WORKERS),
     st.builds(lambda n: lambda t: published(t, n), NUMBERS),
-    st.builds(lambda w, n, s: lambda t: events.VersionServed(RUN, t, n, w, s), WORKERS, NUMBERS, SECONDS),
-    st.builds(lambda w, s: lambda t: events.VersionChecked(RUN, t, 0, w, **CHECK, stopped_s=s), WORKERS, SECONDS),
-    st.builds(lambda n: lambda t: events.GateParked(RUN, t, n), NUMBERS),
-    st.builds(lambda n: lambda t: events.GateOpened(RUN, t, n, ""), NUMBERS),
-    st.builds(lambda n: lambda t: events.BatchParked(RUN, t, n), NUMBERS),
-    st.builds(lambda n: lambda t: events.BatchOpened(RUN, t, n, (), ""), NUMBERS),
-    st.builds(lambda n, s: lambda t: events.StepFinished(RUN, t, n, 0.0, s), NUMBERS, SECONDS),
-    st.builds(lambda w: lambda t: events.GangFormed(RUN, t, 1, (w,), 0), WORKERS),
-    st.builds(lambda w: lambda t: events.GangLost(RUN, t, 1, w, ""), WORKERS),
+    st.builds(lambda w, n, s: lambda t: at(t, facts.VersionServed(n, w, s)), WORKERS, NUMBERS, SECONDS),
+    st.builds(lambda w, s: lambda t: at(t, facts.VersionChecked(0, w, **CHECK, stopped_s=s)), WORKERS, SECONDS),
+    st.builds(lambda n: lambda t: at(t, facts.GateParked(n)), NUMBERS),
+    st.builds(lambda n: lambda t: at(t, facts.OpenGate(n, "")), NUMBERS),
+    st.builds(lambda n: lambda t: at(t, facts.BatchParked(n)), NUMBERS),
+    st.builds(lambda n: lambda t: at(t, facts.OpenBatch(n, (), "")), NUMBERS),
+    st.builds(lambda n, s: lambda t: at(t, facts.StepFinished(n, 0.0, s)), NUMBERS, SECONDS),
+    st.builds(lambda w: lambda t: at(t, facts.GangFormed(1, (w,), 0)), WORKERS),
+    st.builds(lambda w: lambda t: at(t, facts.GangLost(1, w, "")), WORKERS),
     st.builds(
-        lambda w, r: lambda t: events.RoleChangeStarted(RUN, t, 1, {w: {"role": r}}, "", None),
+        lambda w, r: lambda t: at(t, facts.RoleChangeStarted(1, {w: {"role": r}}, "", None)),
         WORKERS, st.sampled_from(["rollout", "train"]),
     ),
-    st.builds(lambda w, r: lambda t: events.EngineTurned(RUN, t, w, r, ""), WORKERS, st.sampled_from(["rollout", "training"])),
-    st.builds(lambda w: lambda t: events.TurnRefused(RUN, t, w, ""), WORKERS),
-    st.builds(lambda w: lambda t: events.RoleStage(RUN, t, w, 1, "state", 0.0), WORKERS),
-    st.builds(lambda: lambda t: events.RoleChangeFailed(RUN, t, 1, "")),
-    st.builds(lambda n, k: lambda t: events.WaveOpened(RUN, t, n, k, ((n, 0),), ""), NUMBERS, NUMBERS),
+    st.builds(lambda w, r: lambda t: at(t, facts.Turn(w, r, "")), WORKERS, st.sampled_from(["rollout", "training"])),
+    st.builds(lambda w: lambda t: at(t, facts.TurnRefused(w, "")), WORKERS),
+    st.builds(lambda w: lambda t: at(t, facts.RoleStage(w, 1, "state", 0.0)), WORKERS),
+    st.builds(lambda: lambda t: at(t, facts.RoleChangeFailed(1, ""))),
+    st.builds(lambda n, k: lambda t: at(t, facts.OpenWave(n, k, ((n, 0),), "")), NUMBERS, NUMBERS),
     st.builds(
-        lambda n, k, h, s: lambda t: events.WaveTrained(RUN, t, n, k, 1, 0, s, h), NUMBERS, NUMBERS, NUMBERS, SECONDS
+        lambda n, k, h, s: lambda t: at(t, facts.WaveTrained(n, k, 1, 0, s, h)), NUMBERS, NUMBERS, NUMBERS, SECONDS
     ),
     st.builds(
-        lambda w, r, n: lambda t: events.RoleChanged(RUN, t, w, 1, "rollout", r, 1, n + 1, {}, 1.0),
+        lambda w, r, n: lambda t: at(t, facts.RoleChanged(w, 1, "rollout", r, 1, n + 1, {}, 1.0)),
         WORKERS, st.sampled_from(["rollout", "train", "lent"]), NUMBERS,
     ),
     st.builds(lambda: lambda t: started(t)),
@@ -187,7 +187,7 @@ def test_shares_sum_to_one_and_folding_or_stopping_midway_changes_nothing(steps)
     log, t_s = [started()], 0.0
     for elapsed, make in steps:
         event = make(t_s + elapsed)
-        t_s = 0.0 if isinstance(event, events.RunStarted) else t_s + elapsed
+        t_s = 0.0 if isinstance(event, facts.RunStarted) else t_s + elapsed
         log.append(event if t_s else started())
     whole, folded = worker_times(log, ("c",)), WorkerTimes(("c",), keep=2)
     for event in log:

@@ -9,10 +9,11 @@ import torch
 import libra
 from libra.config import config_from_dict
 from libra.errors import ConfigError, EngineError, ModelError
+from libra.facts import TrajectoryParked
 from libra.model_loader import PretrainedLoader, loader_of
 from libra.named_parts import name_of, named_part
 from libra.orderings import blank, check_ordering, ordering_of
-from libra.policy import Fifo, TrajectoryParked
+from libra.policy import Fifo
 from libra.rollout.chat_format import load_chat_format
 from libra.rollout.weight_loading import load_causal_lm
 from libra.testing.engines import EngineContract

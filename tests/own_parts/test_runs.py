@@ -72,7 +72,7 @@ def test_a_run_with_its_own_loss_advantage_schedule_policy_engine_and_callbacks(
 
     lines = [json.loads(line) for line in (summary.directory / "events.jsonl").read_text().splitlines()]
     assert lines[0]["policy"] == "own_policy:FewestTurnsFirst"
-    reasons = {line["reason"] for line in lines if line["name"] == "trajectory_parked"}
+    reasons = {line["reason"] for line in lines if line["name"] == "priority_set"}
     assert reasons >= {"0 quanta are done", "1 quanta are done"}
     served = [line for line in lines if line["name"] == "version_served"]
     assert served and all(line["bucket"].startswith("own_engine:RemembersGreedy-tp1") for line in served)

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libra.policy import Admission, CommittedGroup, OpenBatch, OpenGate, OpenWave, StalenessPolicy, Verdict, Waves
+from libra.facts import OpenBatch, OpenGate, OpenWave
+from libra.policy import Admission, CommittedGroup, StalenessPolicy, Verdict, Waves
 from libra.policy.admission import KEPT_BATCHES
 
 Group = tuple[int, int]

@@ -7,25 +7,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libra.config.models import PolicySection
-from libra.policy import (
-    CMLFQ,
-    ORDERINGS,
+from libra.facts import (
     BoundariesSet,
-    CompletedCalls,
-    GroupsNamed,
-    Mlfq,
-    Oracle,
     Prefer,
     Priority,
+    PromptsNamed,
     QuantumFinished,
     QuantumStarted,
     SetPriority,
     TrajectoryEnded,
     TrajectoryParked,
     VersionPublished,
-    WorkerJoined,
-    WorkerLeft,
+    WorkerCapacity,
+    WorkerWithdrawn,
 )
+from libra.policy import CMLFQ, ORDERINGS, CompletedCalls, Mlfq, Oracle
 from libra.policy.attained_service import PATIENCE as DEFAULT
 from libra.policy.calibration_log import CalibrationLog
 from libra.policy.forecast import Forecast
@@ -47,9 +43,9 @@ FINISHED = st.builds(
 EVENTS = st.lists(
     st.one_of(
         PARKED, FINISHED, st.builds(TrajectoryEnded, KEYS), st.builds(QuantumStarted, KEYS, PHASES, WORKERS),
-        st.builds(GroupsNamed, st.just((("g", "p"), ("h", "q")))), st.builds(VersionPublished, st.integers(0, 3)),
-        st.builds(WorkerJoined, WORKERS, st.sampled_from(["tp1", "tp4"]), st.integers(0, 2), st.integers(0, 2)),
-        st.builds(WorkerLeft, WORKERS),
+        st.builds(PromptsNamed, st.just((("g", "p"), ("h", "q")))), st.builds(VersionPublished, st.integers(0, 3)),
+        st.builds(WorkerCapacity, WORKERS, st.sampled_from(["tp1", "tp4"]), st.integers(0, 2), st.integers(0, 2)),
+        st.builds(WorkerWithdrawn, WORKERS),
     ),
     max_size=40,
 )  # fmt: skip
@@ -172,7 +168,7 @@ def test_by_default_nobody_is_overdue_within_one_large_iteration():
 
 
 def engine(token_bytes=1000):
-    return WorkerJoined(
+    return WorkerCapacity(
         "e0", "tp1", 64, kv_tokens=10_000, alone_s_per_token=0.01, full_s_per_token=0.02, prefill_s_per_token=1e-4,
         kv_token_bytes=token_bytes,
     )  # fmt: skip
@@ -232,7 +228,7 @@ def test_whoever_waits_is_looked_at_anew_when_boundaries_are_set_and_it_survives
     assert other.handle(late) == policy.handle(late)
     assert [a.begins_tp for a in other.handle(BoundariesSet(((1, 5.0),))) if isinstance(a, Prefer)] == []  # still TP 2
     policy.forget_live()
-    assert "boundaries" not in policy.snapshot()
+    assert policy.snapshot()["boundaries"] == []
     plain.handle(BoundariesSet(((1, 10.0),)))
     assert plain.handle(late)[0] == CMLFQ().handle(late)[0], "the order of service does not heed them"
 

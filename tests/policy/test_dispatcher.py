@@ -6,21 +6,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libra.policy import (
-    CMLFQ,
-    Dispatcher,
+from libra.facts import (
     HomeForgotten,
-    Place,
     Prefer,
     Priority,
     QuantumFinished,
     SetPriority,
     TrajectoryEnded,
     TrajectoryParked,
-    WorkerJoined,
-    WorkerLeft,
+    WorkerCapacity,
+    WorkerWithdrawn,
     boundaries_of,
 )
+from libra.policy import CMLFQ, Dispatcher, Place
 from libra.policy.dispatcher import PLANNED_FACTOR
 from libra.policy.fleet import degree_of
 from libra.types import Phase, ToolStatus
@@ -34,7 +32,7 @@ TOLD = {"kv_tokens": 10**9, "alone_s_per_token": 0.01, "full_s_per_token": 0.02}
 
 def joined(name, **more):
     bucket, slots = WORKERS[name]
-    return WorkerJoined(name, bucket, rollout_slots=slots, tool_slots=slots, **(TOLD | more))
+    return WorkerCapacity(name, bucket, rollout_slots=slots, tool_slots=slots, **(TOLD | more))
 
 
 def park(dispatcher, key, order, *, phase=ROLLOUT, context=0):
@@ -79,7 +77,7 @@ def test_nothing_is_lost_or_run_twice_and_no_slot_is_given_twice(moves):
                 dispatcher.handle(joined(what[0]))
             case "leave":
                 there.discard(what[0])
-                dispatcher.handle(WorkerLeft(what[0]))
+                dispatcher.handle(WorkerWithdrawn(what[0]))
                 running = {key: at for key, at in running.items() if at[1] != what[0]}
             case "dispatch":
                 for phase in Phase:
@@ -102,7 +100,7 @@ def test_trajectories_leave_in_the_order_of_their_priority(orders, slots):
     dispatcher = Dispatcher()
     for key, order in zip(KEYS, orders, strict=True):
         park(dispatcher, key, order)
-    dispatcher.handle(WorkerJoined("w", rollout_slots=slots))
+    dispatcher.handle(WorkerCapacity("w", rollout_slots=slots))
     placed = [place.key for place in dispatcher.dispatch(ROLLOUT)]
     assert placed == sorted(KEYS, key=lambda key: orders[KEYS.index(key)])[:slots]
 
@@ -136,14 +134,14 @@ def test_a_slot_goes_to_who_is_at_home_there_before_one_who_would_move():
 def test_a_move_must_pay():
     for price, moved in ((0.001, True), (10.0, False)):
         dispatcher = Dispatcher()
-        dispatcher.handle(WorkerJoined("a", rollout_slots=1, prefill_s_per_token=price, **TOLD))
+        dispatcher.handle(WorkerCapacity("a", rollout_slots=1, prefill_s_per_token=price, **TOLD))
         for key in ("x", "y"):  # y waits for x's slot
             at_home(dispatcher, key, 100)
             dispatcher.handle(QuantumFinished(key, ROLLOUT, 10, "", "", 4.0))
         park(dispatcher, "x", 0, context=100)
         assert dispatcher.dispatch(ROLLOUT)[0].worker == "a"
         park(dispatcher, "y", 1, context=100)
-        dispatcher.handle(WorkerJoined("b", rollout_slots=1, prefill_s_per_token=price, **TOLD))
+        dispatcher.handle(WorkerCapacity("b", rollout_slots=1, prefill_s_per_token=price, **TOLD))
         places = dispatcher.dispatch(ROLLOUT)
         assert [place.worker for place in places] == (["b"] if moved else [])
 
@@ -163,7 +161,7 @@ def test_a_preferred_bucket_takes_it_as_soon_as_it_has_room():
 
 def test_new_trajectories_do_not_push_out_the_kv_of_those_under_way_and_the_overdue_one_is_next():
     dispatcher = Dispatcher()
-    dispatcher.handle(WorkerJoined("a", rollout_slots=4, **(TOLD | {"kv_tokens": 1300})))
+    dispatcher.handle(WorkerCapacity("a", rollout_slots=4, **(TOLD | {"kv_tokens": 1300})))
     assert at_home(dispatcher, "x", 700) == "a"
     park(dispatcher, "y", 0, context=700)
     park(dispatcher, "z", 5, context=200)
@@ -180,7 +178,7 @@ def test_new_trajectories_do_not_push_out_the_kv_of_those_under_way_and_the_over
 
 def test_a_context_that_does_not_fit_any_more_waits_until_it_does_and_pushes_nobody_out():
     dispatcher = Dispatcher()
-    dispatcher.handle(WorkerJoined("a", rollout_slots=4, **(TOLD | {"kv_tokens": 1000})))
+    dispatcher.handle(WorkerCapacity("a", rollout_slots=4, **(TOLD | {"kv_tokens": 1000})))
     assert at_home(dispatcher, "x", 400) == at_home(dispatcher, "y", 400) == "a"
     dispatcher.handle(QuantumFinished("x", ROLLOUT, 1, "", "", 1.0))
     dispatcher.handle(QuantumFinished("y", ROLLOUT, 300, "", "", 1.0))
@@ -199,15 +197,15 @@ KEEPS = TOLD | {"kv_tokens": 1000, "kv_token_bytes": 100, "prefill_s_per_token":
 @pytest.mark.parametrize("asleep", [False, True])
 def test_where_the_kv_of_those_is_whose_engine_dropped_it_or_was_put_to_sleep_is_not_forgotten(asleep):
     dispatcher = Dispatcher()
-    dispatcher.handle(WorkerJoined("a", rollout_slots=4, **KEEPS))
+    dispatcher.handle(WorkerCapacity("a", rollout_slots=4, **KEEPS))
     assert at_home(dispatcher, "x", 400) == at_home(dispatcher, "y", 400) == "a"
     if asleep:
-        dispatcher.handle(WorkerLeft("a"))
+        dispatcher.handle(WorkerWithdrawn("a"))
     else:
         dispatcher.handle(QuantumFinished("x", ROLLOUT, 1, "", "", 1.0))
         dispatcher.handle(QuantumFinished("y", ROLLOUT, 300, "", "", 1.0))
     park(dispatcher, "x", 0, context=400)
-    dispatcher.handle(WorkerJoined("b", rollout_slots=1, **KEEPS))
+    dispatcher.handle(WorkerCapacity("b", rollout_slots=1, **KEEPS))
     (place,) = dispatcher.dispatch(ROLLOUT)
     assert (place.key, place.worker, place.reason) == ("x", "b", "first home")
     assert place.move is not None and place.move.sends
@@ -217,7 +215,7 @@ def test_where_the_kv_of_those_is_whose_engine_dropped_it_or_was_put_to_sleep_is
 def test_the_only_engine_with_room_is_found_among_many():
     dispatcher = Dispatcher()
     for i in range(200):
-        dispatcher.handle(WorkerJoined(f"w{i}", rollout_slots=2, **(TOLD | {"kv_tokens": 1000})))
+        dispatcher.handle(WorkerCapacity(f"w{i}", rollout_slots=2, **(TOLD | {"kv_tokens": 1000})))
         at_home(dispatcher, f"k{i}", 900)
     dispatcher.handle(TrajectoryEnded("k137"))
     park(dispatcher, "new", 0, context=900)
@@ -231,7 +229,7 @@ def test_siblings_begin_on_different_engines_whoever_is_first_in_order():
     dispatcher = Dispatcher()
     for name in ("a", "b"):
         dispatcher.handle(
-            WorkerJoined(name, "tp1", rollout_slots=8, kv_tokens=10**6, alone_s_per_token=0.01, full_s_per_token=0.03)
+            WorkerCapacity(name, "tp1", rollout_slots=8, kv_tokens=10**6, alone_s_per_token=0.01, full_s_per_token=0.03)
         )
     for order, (sample, group) in enumerate((s, g) for s in range(4) for g in ("g", "h")):
         key = f"{group}{sample}"
@@ -246,8 +244,8 @@ def test_siblings_begin_on_different_engines_whoever_is_first_in_order():
 
 def test_where_an_engine_told_nothing_first_homes_go_by_free_slots_and_say_so():
     dispatcher = Dispatcher()
-    dispatcher.handle(WorkerJoined("fast", rollout_slots=2, **TOLD))
-    dispatcher.handle(WorkerJoined("silent", rollout_slots=4))
+    dispatcher.handle(WorkerCapacity("fast", rollout_slots=2, **TOLD))
+    dispatcher.handle(WorkerCapacity("silent", rollout_slots=4))
     for order in range(6):
         park(dispatcher, f"k{order}", order)
         dispatcher.apply([Prefer(f"k{order}", (), "test", 1000, 2000)])
@@ -276,10 +274,10 @@ class Twice:
         speed = {"alone_s_per_token": step_s, "full_s_per_token": 2 * step_s, "beside_s_per_token": step_s / 4}
         told = {"rollout_slots": self.rng.choice((3, 4)), "tool_slots": 4, "kv_tokens": kv_tokens}
         told |= speed if self.rng.random() < 0.5 else {}
-        self.handle(WorkerJoined(name, WORKERS[name][0], **told, max_context_tokens=300))
+        self.handle(WorkerCapacity(name, WORKERS[name][0], **told, max_context_tokens=300))
 
     def leave(self, name):
-        self.handle(WorkerLeft(name))
+        self.handle(WorkerWithdrawn(name))
         for key in [key for key, place in self.running.items() if place.worker == name]:
             phase = self.running.pop(key).phase
             for each in (self.live, self.replayed):
@@ -342,7 +340,7 @@ def test_a_dispatch_that_places_nothing_changes_no_later_answer(seed):
 
 
 def planned_engine(name, tp, token_s, slots=4):
-    return WorkerJoined(name, f"tp{tp}", slots, 0, 100_000, token_s, 2 * token_s, 1e-5)
+    return WorkerCapacity(name, f"tp{tp}", slots, 0, 100_000, token_s, 2 * token_s, 1e-5)
 
 
 def begun(dispatcher, key, begins_tp, left=1000):

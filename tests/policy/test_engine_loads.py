@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libra.policy import QuantumFinished, QuantumStarted, TrajectoryParked, WorkerJoined, joined_of
+from libra.facts import QuantumFinished, QuantumStarted, TrajectoryParked, WorkerCapacity
+from libra.policy import joined_of
 from libra.policy.engine_loads import SURE, UNSURE, Loads
 from libra.policy.fleet import Fleet
 from libra.policy.kv_profile import Demand, peak_tokens
@@ -23,7 +24,7 @@ STEP = st.one_of(
 def engines():
     fleet = Fleet()
     for worker in WORKERS:
-        fleet.handle(WorkerJoined(worker, "tp2", 8, 0, 100_000, 0.01, 0.03, 1e-5))
+        fleet.handle(WorkerCapacity(worker, "tp2", 8, 0, 100_000, 0.01, 0.03, 1e-5))
     return fleet, Loads(fleet)
 
 
@@ -98,7 +99,7 @@ def test_no_trajectory_is_better_off_on_an_engine_that_told_nothing_nor_moved_fr
         fleet = Fleet()
         for name in ("a", "b"):
             fleet.handle(
-                WorkerJoined(
+                WorkerCapacity(
                     name, "tp1", rollout_slots=4, **(told | {"alone_s_per_token": alone[name]} if name in known else {})
                 )
             )

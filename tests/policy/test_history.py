@@ -3,7 +3,14 @@
 import numpy as np
 import pytest
 
-from libra.policy import GroupsNamed, QuantumFinished, TrajectoryEnded, TrajectoryParked, VersionPublished, groups_named
+from libra.facts import (
+    PromptsNamed,
+    QuantumFinished,
+    TrajectoryEnded,
+    TrajectoryParked,
+    VersionPublished,
+    prompts_named,
+)
 from libra.policy.posterior import Posterior, PosteriorConfig
 from libra.policy.posterior.prompt_history import FIRST_PERSISTENCE, KEPT, History
 from libra.types import Phase, ToolStatus
@@ -13,7 +20,7 @@ PROMPTS, SAMPLES = 40, 4
 
 def begin(posterior, iteration, prompts):
     """All groups of an iteration are named and parked; their keys."""
-    posterior.handle(groups_named("train", iteration, prompts))
+    posterior.handle(prompts_named("train", iteration, prompts))
     groups = [[f"t-{iteration}-{g}-{s}" for s in range(SAMPLES)] for g in range(len(prompts))]
     for g, keys in enumerate(groups):
         for key in keys:
@@ -105,5 +112,5 @@ def test_what_is_kept_is_bounded():
     assert history.recall(f"p{KEPT}", 1.0) is not None
     posterior = Posterior()
     for k in range(3):
-        posterior.handle(GroupsNamed(tuple((f"train-{k}-{g}", f"p{g}") for g in range(40_000))))
+        posterior.handle(PromptsNamed(tuple((f"train-{k}-{g}", f"p{g}") for g in range(40_000))))
     assert len(posterior.snapshot()["named"]) == 65_536

@@ -5,20 +5,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libra.policy import (
-    Dispatcher,
-    KVTransferred,
-    Move,
-    Priority,
-    SetPriority,
-    TrajectoryParked,
-    WorkerJoined,
-    WorkerLeft,
-)
+from libra.facts import HomeChanged, Priority, SetPriority, TrajectoryParked, WorkerCapacity, WorkerWithdrawn
+from libra.policy import Dispatcher, Move
 from libra.policy.move_price import PRIOR_BYTES_PER_S, PRIOR_LATENCY_S, TransferPace, priced
 from libra.types import Phase
 
-HOME = WorkerJoined("a", "tp1", 4, 0, 10_000, 0.01, 0.02, 1e-4, kv_token_bytes=1000)
+HOME = WorkerCapacity("a", "tp1", 4, 0, 10_000, 0.01, 0.02, 1e-4, kv_token_bytes=1000)
 TARGET = msgspec.structs.replace(HOME, worker="b", prefill_s_per_token=2e-4)
 SIZES, SECONDS = st.integers(1, 10**10), st.floats(1e-5, 100.0)
 
@@ -75,7 +67,7 @@ def test_a_move_costs_the_lesser_of_the_two(tokens, prefill_s, token_bytes, meas
 def test_the_dispatcher_prices_a_move_by_the_transfers_it_was_told_of():
     def moved(*transfers):
         dispatcher = Dispatcher()
-        for events in ((HOME,), (WorkerLeft("a"), *transfers, TARGET)):
+        for events in ((HOME,), (WorkerWithdrawn("a"), *transfers, TARGET)):
             for event in (*events, TrajectoryParked("x", 0, Phase.ROLLOUT, 0, context_tokens=2000)):
                 dispatcher.handle(event)
             dispatcher.apply([SetPriority("x", Priority(0, 0, 0), "")])
@@ -83,6 +75,6 @@ def test_the_dispatcher_prices_a_move_by_the_transfers_it_was_told_of():
         assert place.worker == "b"
         return place.move
 
-    before, after = moved(), moved(*[KVTransferred(2_000_000, 3.0)] * 20)
+    before, after = moved(), moved(*[HomeChanged("y", "a", "b", 9, 0.0, 0.0, True, 3.0, 2_000_000, "")] * 20)
     assert before is not None and before.sends and before.transfer_s == pytest.approx(0.007)
     assert after is None or not after.sends

@@ -8,11 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libra.policy import (
-    Dispatcher,
+from libra.facts import (
     HomeForgotten,
     LoadVersion,
-    OneVersion,
     Priority,
     QuantumStarted,
     SetPriority,
@@ -20,9 +18,10 @@ from libra.policy import (
     TrajectoryParked,
     Vacate,
     VersionPublished,
-    WorkerJoined,
-    WorkerLeft,
+    WorkerCapacity,
+    WorkerWithdrawn,
 )
+from libra.policy import Dispatcher, OneVersion
 from libra.policy.version_shares import version_shares
 from libra.types import Phase
 
@@ -49,7 +48,8 @@ class Played:
         self.lost = False
 
     def told(self, event):
-        again = OneVersion.restored(json.loads(json.dumps(self.one.snapshot())))
+        again = OneVersion()
+        again.restore(json.loads(json.dumps(self.one.snapshot())))
         commands = self.one.handle(event)
         assert again.handle(event) == commands and again.snapshot() == self.one.snapshot()
         for command in commands:
@@ -111,9 +111,9 @@ class Played:
                 self.told(VersionPublished(self.newest))
             case "join":
                 self.serves.setdefault(worker, -1)
-                self.told(WorkerJoined(worker, rollout_slots=SLOTS, kv_tokens=KV))
+                self.told(WorkerCapacity(worker, rollout_slots=SLOTS, kv_tokens=KV))
             case "leave" | "mute":
-                self.lose(worker, WorkerLeft(worker) if move == "leave" else WorkerJoined(worker))
+                self.lose(worker, WorkerWithdrawn(worker) if move == "leave" else WorkerCapacity(worker))
 
 
 @given(MOVES, st.booleans())
@@ -132,7 +132,7 @@ def with_versions(under_way, *, context=10, slots=8):
     one = OneVersion(rounded=True)
     one.handle(VersionPublished(0))
     for worker in under_way:
-        one.handle(WorkerJoined(worker, rollout_slots=slots, kv_tokens=100))
+        one.handle(WorkerCapacity(worker, rollout_slots=slots, kv_tokens=100))
     for worker, count in under_way.items():
         for number in range(count):
             key = f"{worker}-{number}"
@@ -174,7 +174,7 @@ def test_an_engine_keeps_what_others_of_its_version_have_no_room_for(kept):
 def test_what_is_given_away_waits_for_another_engine_with_the_price_of_its_kv():
     dispatcher = Dispatcher()
     for worker in ("a", "b"):
-        dispatcher.handle(WorkerJoined(worker, "tp1", 1, 0, 10_000, 0.01, 0.02, 1e-1, kv_token_bytes=1000))
+        dispatcher.handle(WorkerCapacity(worker, "tp1", 1, 0, 10_000, 0.01, 0.02, 1e-1, kv_token_bytes=1000))
     dispatcher.handle(parked("k", 0, 100))
     dispatcher.apply([SetPriority("k", Priority(0, 0, 0), "")])
     (first,) = dispatcher.dispatch(Phase.ROLLOUT)

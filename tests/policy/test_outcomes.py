@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from libra.envs import tool
 from libra.envs.actions import run_action
-from libra.policy import QuantumFinished, TrajectoryParked, make_ordering
+from libra.facts import QuantumFinished, TrajectoryParked
+from libra.policy import make_ordering
 from libra.policy.posterior.forecast_columns import ADDS, OUTCOMES, state_of, tool_of
 from libra.testing import FixedTurns
 from libra.types import NO_TOOL, Phase, Prompt, ToolCall, ToolReturn, ToolStatus, tool_outcome

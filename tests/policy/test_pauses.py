@@ -3,9 +3,7 @@
 import pytest
 from msgspec import structs
 
-from libra.policy import Dispatcher
-from libra.policy.fleet import Fleet
-from libra.policy.messages import (
+from libra.facts import (
     Prefer,
     Priority,
     QuantumFinished,
@@ -13,13 +11,15 @@ from libra.policy.messages import (
     SetPriority,
     TrajectoryEnded,
     TrajectoryParked,
-    WorkerJoined,
+    WorkerCapacity,
 )
+from libra.policy import Dispatcher
+from libra.policy.fleet import Fleet
 from libra.types import Phase
 
 
 def engine(name="e0", *, token_bytes=1000, kv_tokens=10_000):
-    return WorkerJoined(
+    return WorkerCapacity(
         name, "tp1", 64, kv_tokens=kv_tokens, alone_s_per_token=0.01, full_s_per_token=0.02, prefill_s_per_token=1e-4,
         kv_token_bytes=token_bytes,
     )  # fmt: skip

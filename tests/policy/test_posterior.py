@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libra.policy import GroupsNamed, KnownLengths, QuantumFinished, TrajectoryEnded, TrajectoryParked, VersionPublished
+from libra.facts import PromptsNamed, QuantumFinished, TrajectoryEnded, TrajectoryParked, VersionPublished
+from libra.policy import KnownLengths
 from libra.policy.posterior import SIGNALS, Posterior, PosteriorConfig
 from libra.types import NO_TOOL, Phase, ToolStatus
 
@@ -43,7 +44,7 @@ def take(forecaster, step):
         case ("learn",):
             forecaster.learn()
         case ("named", prompt):
-            forecaster.handle(GroupsNamed((("t-0", prompt), ("t-1", "p"))))
+            forecaster.handle(PromptsNamed((("t-0", prompt), ("t-1", "p"))))
         case ("version",):
             forecaster.handle(VersionPublished(1))
     return None

@@ -15,25 +15,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libra.config import config_from_dict
-from libra.graph.member_rows import member_rows
-from libra.policy import (
-    Admission,
-    CommittedGroup,
-    OneVersion,
+from libra.facts import (
     OpenBatch,
     OpenGate,
     OpenWave,
     QuantumStarted,
-    StalenessPolicy,
     TrajectoryEnded,
     TrajectoryParked,
     Vacate,
-    Verdict,
     VersionPublished,
-    Waves,
-    WorkerJoined,
-    judge,
+    WorkerCapacity,
 )
+from libra.graph.member_rows import member_rows
+from libra.policy import Admission, CommittedGroup, OneVersion, StalenessPolicy, Verdict, Waves, judge
 from libra.policy.late import WaitingGroup, settle
 from libra.types import EndReason, Phase, Prompt, Trajectory, TrajectoryId
 from libra.worker.batch_rows import without_stale
@@ -140,7 +134,7 @@ class Run:
         submitted, rng = 0, self.rng
         lazy = rng.choice((0.2, 1.0, 8.0))  # how much rarer than its start a quantum's end is
         for engine in ENGINES if self.one else ():
-            self.obeyed(self.one.handle(WorkerJoined(engine, rollout_slots=4)))
+            self.obeyed(self.one.handle(WorkerCapacity(engine, rollout_slots=4)))
         self.published()
         while len(self.taken) < self.rules.iterations or self.training or self.trained:
             starts = [place for place in self.parked if place not in self.generating and self.may(place)]

@@ -6,7 +6,8 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libra.policy import Admission, CommittedGroup, OpenGate
+from libra.facts import OpenGate
+from libra.policy import Admission, CommittedGroup
 from libra.policy.streamed_batches import StreamedBatches
 
 

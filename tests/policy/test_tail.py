@@ -7,23 +7,29 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libra.policy import (
-    Admission,
-    CommittedGroup,
-    Tail,
-    TailSettings,
-    Waves,
-    WayChoice,
-    WaySettings,
-    WorkerJoined,
-    WorkerLeft,
+from libra.facts import (
+    GroupCommitted,
+    QuantumFinished,
+    QuantumStarted,
+    RoleChanged,
+    RoleChangeStarted,
+    RoleMemberKnown,
+    RoleRestored,
+    TrajectoryEnded,
+    TrajectoryParked,
+    Turned,
+    TurnRefused,
+    VersionPublished,
+    WaveTrained,
+    WorkerCapacity,
+    WorkerWithdrawn,
 )
-from libra.policy.messages import QuantumFinished, QuantumStarted, TrajectoryEnded, TrajectoryParked, VersionPublished
-from libra.policy.tail import RoleBegins, RoleKnown, RoleTaken, TurnRefused, WaveDone
-from libra.policy.turning import OpenStep, Turned
+from libra.policy import Admission, CommittedGroup, Tail, TailSettings, Waves, WayChoice, WaySettings
+from libra.policy.turning import OpenStep
 from libra.types import Phase
 
 GROUPS, SIZE, SLOTS = 4, 2, 4
+COMMITTED = GroupCommitted("train", 0, 0, 0, None, {})
 
 
 class Run:
@@ -33,9 +39,9 @@ class Run:
         self.admission = Admission(0, GROUPS, Waves(GROUPS, 1, 1))
         self.tail = Tail(self.admission, TailSettings(core_gpus=1, group_size=SIZE, change_s=change_s))
         for number in range(engines):
-            self.tail.handle(WorkerJoined(f"e{number}", "tp1", rollout_slots=SLOTS))
+            self.tail.handle(WorkerCapacity(f"e{number}", "tp1", rollout_slots=SLOTS))
         for number in range(hybrids):
-            self.tail.handle(RoleKnown(f"e{number}", 1))
+            self.tail.handle(RoleMemberKnown(f"e{number}", 1))
         self.publish(0)
         for wave in range(GROUPS):
             self.admission.wave_parked(0, wave)
@@ -59,16 +65,19 @@ class Run:
             key = f"t-0-{group}-{sample}"
             self.tail.handle(QuantumFinished(key, Phase.ROLLOUT, tokens, "", "", 1.0))
             self.tail.handle(TrajectoryEnded(key))
-        self.tail.group_committed()
+        self.tail.handle(COMMITTED)
         self.admission.group_committed(CommittedGroup(0, group, 0))
 
     def train(self, wave, seconds, hybrids=0):
-        self.tail.handle(WaveDone(0, wave, seconds, hybrids))
+        self.tail.handle(WaveTrained(0, wave, 1, 0, seconds, hybrids))
         self.admission.wave_trained(0, wave)
 
     def turn(self, worker, role, seconds):
-        self.tail.handle(RoleBegins(worker, role))
-        self.tail.handle(RoleTaken(worker, role, seconds))
+        self.tail.handle(RoleChangeStarted(1, {worker: {"role": role, "tp": 1}}, "", None))
+        if seconds is None:
+            self.tail.handle(RoleRestored(worker, 1, role, 1, {}, 1.0))
+        else:
+            self.tail.handle(RoleChanged(worker, 1, "", role, 1, 1, {"sleeping": seconds, "draining": 9.0}, seconds))
 
 
 def test_it_counts_what_is_open_and_what_is_left_in_gpu_seconds():
@@ -99,11 +108,11 @@ def test_the_thinnest_turns_once_and_returns_for_the_next_rollout():
     (turn,) = run.tail.look()
     assert (turn.worker, turn.to) == ("e0", Turned.TRAINING)
     assert "4 open trajectories fit on 2 other GPUs" in turn.reason
-    run.tail.group_committed()
+    run.tail.handle(COMMITTED)
     assert run.tail.look() == (), "it was asked"
     run.turn("e0", "train", 0.5)
     assert run.tail.rule().to_training_s == 0.5
-    run.tail.handle(WorkerLeft("e0"))
+    run.tail.handle(WorkerWithdrawn("e0"))
     run.end(2)
     run.end(3)
     for wave in (1, 2, 3):
@@ -113,7 +122,7 @@ def test_the_thinnest_turns_once_and_returns_for_the_next_rollout():
     assert run.tail.look() == (), "nothing is open yet"
     run.begin(1)
     assert run.tail.look() == (), "eight fit on two engines of four"
-    run.tail.handle(WorkerLeft("e1"))
+    run.tail.handle(WorkerWithdrawn("e1"))
     (back,) = run.tail.look()
     assert (back.worker, back.to) == ("e0", Turned.ROLLOUT)
 
@@ -158,7 +167,7 @@ def test_engines_should_have_as_many_as_slow_each_by_half():
     run = Run()
     assert run.tail.trajectories_per_gpu() == SLOTS, "without a speed, its slots"
     fast = {"kv_tokens": 1000, "alone_s_per_token": 0.01, "beside_s_per_token": 0.001}
-    run.tail.handle(WorkerJoined("e0", "tp2", rollout_slots=64, full_s_per_token=0.073, **fast))
+    run.tail.handle(WorkerCapacity("e0", "tp2", rollout_slots=64, full_s_per_token=0.073, **fast))
     assert run.tail.trajectories_per_gpu() == pytest.approx((1 + 0.005 / 0.001) / 2)
 
 
@@ -176,9 +185,9 @@ def test_a_snapshot_changes_no_later_answer(seed):
         elif move == "role":
             run.turn(worker, rng.choice(["train", "rollout", "lent"]), rng.choice([None, 0.2]))
         elif move == "left":
-            run.tail.handle(WorkerLeft(worker))
+            run.tail.handle(WorkerWithdrawn(worker))
         elif move == "joined":
-            run.tail.handle(WorkerJoined(worker, "tp1", rollout_slots=SLOTS))
+            run.tail.handle(WorkerCapacity(worker, "tp1", rollout_slots=SLOTS))
         elif move == "refused":
             run.tail.handle(TurnRefused(worker))
         again = Tail(run.admission)

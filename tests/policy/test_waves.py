@@ -5,7 +5,8 @@ from itertools import chain, combinations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libra.policy import OpenWave, Waves
+from libra.facts import OpenWave
+from libra.policy import Waves
 from libra.policy.first_come import first_come
 
 

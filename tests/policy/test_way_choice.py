@@ -6,17 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libra.policy import (
-    Admission,
-    CommittedGroup,
-    MeasuredStep,
-    OpenBatch,
-    OpenWave,
-    TakeSteps,
-    Waves,
-    WayChoice,
-    WaySettings,
-)
+from libra.facts import OpenBatch, OpenWave, StepMeasured, TakeSteps
+from libra.policy import Admission, CommittedGroup, Waves, WayChoice, WaySettings
 from libra.policy.way_choice import streamed_end_s, wave_price
 
 WAYS = ("split", "streaming", "turning")
@@ -30,7 +21,7 @@ def choice(ways=WAYS, way="streaming", train_gpus=1):
 def step(complete_s=LATE, **given):
     values = {"step": 0, "complete_s": complete_s, "waves": ((1, 1.0), (3, 3.0)), "update_s": 0.5, "longest_s": 0.0}
     values |= {"rollout_gpus": 2.0, "rollout_gpu_s": 12.0, "change_s": 0.0}
-    return MeasuredStep(**(values | given))
+    return StepMeasured(**(values | given))
 
 
 def test_a_long_tail_is_streamed_and_groups_that_end_together_are_not():
@@ -84,11 +75,12 @@ def test_a_streamed_batch_never_ends_before_its_work_nor_long_after_one_that_wai
 def test_the_state_survives_json():
     made = choice()
     made.measured(step())
-    again = WayChoice.restored(json.loads(json.dumps(made.snapshot())))
+    again = WayChoice()
+    again.restore(json.loads(json.dumps(made.snapshot())))
     assert again.snapshot() == made.snapshot()
     assert again.measured(step(ALIKE)) == made.measured(step(ALIKE)) is not None
     with pytest.raises(KeyError):
-        WayChoice.restored({"way": "split"})
+        WayChoice().restore({"way": "split"})
 
 
 def held():

@@ -11,6 +11,7 @@ from distributed import Client, Reschedule, Scheduler, Worker, get_worker
 
 from libra import keys
 from libra.cluster.settings import DASK_SETTINGS
+from libra.facts import STREAM_OP, QuantumFinished, VersionPublished, pack
 from libra.scheduler import LibraPlugin, RunRegistration
 from libra.types import Phase
 
@@ -30,13 +31,13 @@ def pytest_pyfunc_call(pyfuncitem):
 
 def report(key, run, quantum, *, following, goes_on=False, epoch=0):
     """What a worker reports at the end of a quantum; ``following`` is the next phase, None at the end."""
-    message = {
-        "kind": "quantum", "run": run, "epoch": epoch, "key": key, "quantum": quantum,
-        "end": "" if following else "answered", "next": str(following or ""), "goes_on": goes_on, "failure": "none",
-        "detail": "", "tokens": 1, "version": 0, "tool": "", "status": "", "payload_tokens": 0,
-        "context_tokens": quantum + 1, "start_s": 1.0, "stop_s": 2.0,
-    }  # fmt: skip
-    get_worker().log_event("libra", message)
+    worker = get_worker()
+    phase = Phase.TOOL if worker.name.startswith("tool") else Phase.ROLLOUT
+    finished = QuantumFinished(
+        key, phase, 1, "", "", 1.0, quantum=quantum, worker=str(worker.name), version=0, stop_s=2.0, goes_on=goes_on,
+        end="" if following else "answered", next=str(following or ""), context_tokens=quantum + 1,
+    )  # fmt: skip
+    worker.batched_send({"op": STREAM_OP, "run": run, "epoch": epoch, "packed": pack([finished])})
 
 
 async def quantum(key, run, length, epoch=0):
@@ -76,8 +77,12 @@ def register(live, directory, run="demo", **changes):
 
 def publish(live, version, run="demo", epoch=0):
     """Report a version as published."""
-    said = {"kind": "published", "run": run, "epoch": epoch, "version": version, "digest": "", "num_bytes": 0}
-    live.plugin.log_event("libra", said)
+    say(live, VersionPublished(version), run=run, epoch=epoch)
+
+
+def say(live, *facts, run="demo", epoch=0, worker=""):
+    """Facts, as a worker at this address or the driver sends them."""
+    live.plugin.told(run, epoch, pack(facts), worker)
 
 
 async def until(condition):
@@ -99,5 +104,5 @@ def submit(live, run, lengths, iteration=0, group=0):
 @pytest.fixture(scope="session")
 def emulation():
     """The functions of this file, for tests."""
-    functions = (cluster, register, publish, submit, quantum, report, until)
+    functions = (cluster, register, publish, say, submit, quantum, report, until)
     return SimpleNamespace(**{each.__name__: each for each in functions})

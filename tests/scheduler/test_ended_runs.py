@@ -4,10 +4,9 @@ import asyncio
 
 from distributed import Client, WorkerPlugin
 
-from libra import events
+from libra import facts
 from libra.keys import host_name
 from libra.scheduler import RunRegistration
-from libra.scheduler.gang_plugin import GangPlugin
 from libra.scheduler.run_log import RunLog
 from libra.store.event_log import EventLog, read_events
 from libra.store.log_segments import segments_of
@@ -18,8 +17,7 @@ async def test_a_run_whose_driver_leaves_makes_room_for_the_next_and_one_that_wa
 ):
     caplog.set_level("WARNING", "libra.scheduler.plugin")
     async with emulation.cluster() as live:
-        await live.client.register_plugin(GangPlugin())
-        gangs = live.scheduler.plugins["libra-gang"]
+        gangs = live.plugin.gangs
         async with Client(live.scheduler.address, asynchronous=True, set_as_default=False) as driver:
             emulation.register(live, tmp_path, client=driver.id)
             assert gangs.register_gang("demo", 0, 2) == {}
@@ -107,7 +105,7 @@ def test_the_log_of_an_ended_run_is_compressed_to_its_last_line_and_goes_on_in_a
     def part(first, last):
         log = RunLog("demo", EventLog(path))
         for number in range(first, last):
-            log.emit(events.PolicyLearned, seconds=float(number))
+            log.emit(facts.PolicyLearned(seconds=float(number)))
         log.close()
         log.wait_compressed()
 

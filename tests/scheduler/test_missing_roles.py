@@ -1,8 +1,13 @@
 """A resource that nobody has is reported once, again with a new cause or after a long time, and when it is back."""
 
+import asyncio
+
+import pytest
 from distributed import Worker
 
 from libra import keys
+from libra.errors import EngineError
+from libra.facts import WorkerReady
 from libra.scheduler.missing_roles import REMIND_S, START_S, TELL_AFTER_S, MissingRoles
 
 
@@ -15,8 +20,7 @@ async def test_missing_roles_are_reported_with_cause_and_advice(emulation, tmp_p
         plugin.missing_roles = missing
 
         def ready(worker):
-            said = {"kind": "ready", "run": "demo", "epoch": 0, "name": worker.name, "address": worker.address}
-            plugin.log_event("libra", said)
+            emulation.say(live, WorkerReady(worker.name), worker=worker.address)
 
         def told(at_s):
             missing.look(state, at_s)
@@ -58,9 +62,13 @@ async def test_missing_roles_are_reported_with_cause_and_advice(emulation, tmp_p
                 plugin.progress("demo", 0)[2:] == (missing.lack("demo"), "")
                 and missing.lack("demo") == "nobody generates"
             )
-            state.workers.out.add(live.workers[0].address)
-            assert told(507.0) == ""
-            out = told(513.0)
-            assert f"kill -9 {pid} and start it again" in out and "dask worker" not in out
+            waiting = keys.make("trajectory", (0, 0, 0), epoch=0, run="demo")
+            trajectory = live.client.submit(str, 1, key=waiting, resources={keys.PARK: 1})
+            await emulation.until(lambda: getattr(live.scheduler.tasks.get(waiting), "state", "") == "no-worker")
+            state.workers.out[live.workers[0].address] = "version 3: layers.0: gap 0.5"
+            told(513.0)
+            with pytest.raises(EngineError, match=r"version 3: layers\.0: gap 0\.5.*libra resume"):
+                await asyncio.wait_for(trajectory, 10)
+            trajectory.release()
         assert plugin.notices("demo", 1, 0) == plugin.notices("other", 0, 0) == []
         step.release()

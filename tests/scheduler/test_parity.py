@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from benchmarks import emulated_run
-from libra.events import from_dict
+from libra.facts import from_dict
 from libra.hardware import engine_seconds
 from libra.hardware.virtual_engine import EngineTables
 from libra.policy import make_ordering
@@ -60,5 +60,5 @@ def test_live_dispatch_is_the_simulators(name, layout, tmp_path):
     )
     assert live_s == pytest.approx(outcome.makespan_s, rel=1e-9)
 
-    lines = ((i, from_dict(event)) for i, event in enumerate(emulated_run.plugin_events(tmp_path), 1))
+    lines = ((i, from_dict(event).fact) for i, event in enumerate(emulated_run.plugin_events(tmp_path), 1))
     assert [told.difference for told in replay(lines) if told.difference] == []

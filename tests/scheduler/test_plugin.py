@@ -7,7 +7,16 @@ from collections import Counter
 from distributed import Reschedule
 
 from libra import keys
-from libra.policy import Priority, SetPriority, TrajectoryParked
+from libra.facts import (
+    EngineJoined,
+    EngineKindFields,
+    EngineQuarantined,
+    Priority,
+    SetPriority,
+    TrajectoryParked,
+    VersionChecked,
+    VersionServed,
+)
 from libra.store.event_log import read_events
 from libra.types import Phase
 
@@ -35,7 +44,10 @@ def check_order_and_capacity(events, totals):
     for event in events:
         match event["name"]:
             case "trajectory_parked":
-                waiting[event["phase"]][event["key"]] = event["priority"]
+                waiting[event["phase"]][event["key"]] = None
+            case "priority_set":
+                (phase,) = (phase for phase, keys in waiting.items() if event["key"] in keys)
+                waiting[phase][event["key"]] = event["priority"]
             case "quantum_dispatched":
                 others = waiting[event["phase"]]
                 assert event["priority"] == others.pop(event["key"])
@@ -121,8 +133,8 @@ async def test_a_trajectory_keeps_its_slot_only_while_nobody_waits_for_one(emula
             (KEPT["told"] if contended else free_again).set()
 
         rollout.stream_handlers["libra-contended"] = contention
-        joined = {"kind": "joined", "run": "demo", "epoch": 0, "name": "rollout-0"}
-        live.plugin.log_event("libra", joined | {"address": rollout.address})
+        joined = EngineJoined("rollout-0", EngineKindFields("transformers", "", 1, 1))
+        emulation.say(live, joined, worker=rollout.address)
         first, second = (keys.make("trajectory", (0, 0, sample), epoch=0, run="demo") for sample in range(2))
         park = {keys.PARK: 1}
         one = live.client.submit(keeps_its_slot, first, key=first, resources=park)
@@ -137,26 +149,22 @@ async def test_a_trajectory_keeps_its_slot_only_while_nobody_waits_for_one(emula
 
 
 async def test_a_worker_with_a_quarantined_engine_generates_nothing_until_it_serves_again(emulation, tmp_path):
-    check = {
-        "method": "columns", "gap": 0.0, "tolerance": 0.0, "moved_nats": None, "layers": 1, "changed_layers": 1,
-        "smallest_change": 0.0, "measured": True, "check_s": 0.1, "stopped_s": 0.1,
-    }  # fmt: skip
-    engine = {"tp": 1, "bucket": "transformers-tp1", "stats": {}}
-    wrong = {"layer": "lm_head.weight", "method": "columns", "gap": 0.5, "tolerance": 0.0, "detail": "", "out": False}
+    checked = VersionChecked(1, "rollout-0", "columns", 0.0, 0.0, None, 1, 1, 0.0, True, 0.1, 0.1)
+    wrong = EngineQuarantined(1, "rollout-0", "lm_head.weight", "columns", 0.5, 0.0, "", out=False)
 
     async with emulation.cluster() as live:
         for run in ("one", "two"):
             emulation.register(live, tmp_path / run, run)
         live.workers[0].stream_handlers["libra-contended"] = lambda contended: None
-        said = {"run": "one", "epoch": 0, "name": "rollout-0", "address": live.workers[0].address, "version": 1}
-        live.plugin.log_event("libra", said | wrong | {"kind": "quarantined"})
+        at = {"run": "one", "worker": live.workers[0].address}
+        emulation.say(live, wrong, **at)
         one, two = emulation.submit(live, "one", [3, 2, 1]), emulation.submit(live, "two", [3, 2, 5, 1])
         dispatch = live.plugin.trajectories
         await emulation.until(lambda: dispatch.dispatcher.num_waiting(Phase.ROLLOUT) == len(one) + len(two))
         dispatch.kick()
         await emulation.until(lambda: not dispatch.kicked)
         assert {live.scheduler.tasks[future.key].state for future in (*one, *two)} == {"no-worker"}
-        live.plugin.log_event("libra", said | {"kind": "served", "load_s": 0.1, "check": check} | engine)
+        emulation.say(live, VersionServed(1, "rollout-0", 0.1, 1, "transformers-tp1"), checked, **at)
         assert await live.client.gather(one) == [3, 2, 1]
         assert await live.client.gather(two) == [3, 2, 5, 1]
         for run in ("one", "two"):

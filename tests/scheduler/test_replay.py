@@ -14,8 +14,8 @@ from distributed import Worker
 
 from libra import keys
 from libra.errors import StoreError
-from libra.events import SCHEMA, from_dict
-from libra.policy import CMLFQ, Admission, CommittedGroup, SetPriority
+from libra.facts import SCHEMA, GroupCommitted, SetPriority, from_dict, prompts_named
+from libra.policy import CMLFQ, Admission, CommittedGroup
 from libra.policy.log_replay import learned, replay
 from libra.scheduler import dask_internals
 from libra.store.event_log import from_last_snapshot, read_events
@@ -29,15 +29,12 @@ async def record(emulation, directory, **changes):
     async with emulation.cluster(rollout=2, tool=2) as live:
         emulation.register(live, directory, eta=1, groups_per_batch=GROUPS, iterations=ITERATIONS, **changes)
 
-        def say(kind, **fields):
-            live.plugin.log_event("libra", {"kind": kind, "run": "demo", "epoch": 0, **fields})
-
         def node(name, k):
             key = keys.make(name, (k,), epoch=0, run="demo")
             return live.client.submit(int, k, key=key, resources={keys.PARK: 1})
 
         for k in range(ITERATIONS):
-            say("prompts", iteration=k, prompts=["p0", "p1"])
+            emulation.say(live, prompts_named("train", k, ["p0", "p1"]))
             batch = node("batch", k)
             assert await node("gate", k) == k
             lengths = [[rng.randint(1, 5) for _ in range(3)] for _ in range(GROUPS)]
@@ -49,8 +46,8 @@ async def record(emulation, directory, **changes):
             live.plugin.runs["demo"].emit_snapshot()
             for g in reversed(range(GROUPS)):
                 await live.client.gather(futures[g])
-                say("group", split="train", iteration=k, group=g, oldest_version=k, reward=0.5, failures={})
-            say("group", split="eval", iteration=k, group=0, oldest_version=k, reward=0.5, failures={})
+                emulation.say(live, GroupCommitted("train", k, g, k, 0.5, {}))
+            emulation.say(live, GroupCommitted("eval", k, 0, k, 0.5, {}))
             assert await batch == k
             del futures
             emulation.publish(live, k + 1)
@@ -70,7 +67,7 @@ def lines_of(path):
 
 
 def told(events):
-    return list(replay((line, from_dict(event)) for line, event in enumerate(events, start=1)))
+    return list(replay((line, from_dict(event).fact) for line, event in enumerate(events, start=1)))
 
 
 def commands(steps):
@@ -102,15 +99,15 @@ def test_what_was_learned_is_replayed_and_restored(emulation, tmp_path):
 
     reader = from_last_snapshot(tmp_path / "events.jsonl")
     assert reader is not None
-    whole = [(line, from_dict(event)) for line, event in enumerate(events, start=1)]
-    snapshot, of_tail = learned(whole), learned([(line, from_dict(event)) for line, event in reader])
+    whole = [(line, from_dict(event).fact) for line, event in enumerate(events, start=1)]
+    snapshot, of_tail = learned(whole), learned([(line, from_dict(event).fact) for line, event in reader])
     assert snapshot is not None and of_tail is not None and snapshot["forecaster"]["all"][0] > 0
     assert of_tail["forecaster"]["all"] == pytest.approx(snapshot["forecaster"]["all"])
     died_at_once = learned([*whole, (len(whole) + 1, msgspec.structs.replace(whole[0][1], epoch=1))])
     assert died_at_once is not None and died_at_once["forecaster"]["all"] == snapshot["forecaster"]["all"]
     cut = next(at for at, (_, event) in enumerate(whole) if event.name == "quantum_dispatched")
     alive = learned(whole[: cut + 1])  # those that lived are not kept
-    assert alive is not None and alive["lives"]["lives"] == {} == alive["groups"] and alive["unbegun"] == []
+    assert alive is not None and alive["trajectories"]["by_key"] == {} == alive["groups"] == alive["unbegun"]
     ordering = CMLFQ()
     ordering.restore(json.loads(json.dumps(snapshot)))
     assert ordering.snapshot() == snapshot
@@ -150,7 +147,7 @@ def test_a_replay_begins_at_the_last_snapshot_and_reads_the_tail_only(recorded, 
     (tmp_path / "events.jsonl").write_bytes(b"\n".join(damaged))
     reader = from_last_snapshot(tmp_path / "events.jsonl")
     assert reader is not None
-    tail = list(replay((line, from_dict(event)) for line, event in reader))
+    tail = list(replay((line, from_dict(event).fact) for line, event in reader))
     assert [step.line for step in tail] == [step.line for step in whole]
     assert [step.now for step in tail] == [step.now for step in whole]
     assert [step.difference for step in tail if step.difference] == []
@@ -177,7 +174,7 @@ def index_of(events, name, nth=0):
 
 def test_every_kind_of_tampering_is_found_and_named(recorded):
     events = lines_of(recorded)
-    parked = next(i for i, event in enumerate(events) if event.get("quanta", 0) > 0)  # a trajectory that has its place
+    parked = 1 + next(i for i, event in enumerate(events) if event.get("quanta", 0) > 0)  # a trajectory gets its place
     gate, batch = index_of(events, "gate_opened", 2), index_of(events, "batch_opened", 1)
     snapshot = index_of(events, "policy_snapshot", 3)
     for at, change, words in (
@@ -232,8 +229,7 @@ async def test_a_resumed_epoch_goes_on_from_what_it_was_given(emulation, tmp_pat
         emulation.register(live, tmp_path, eta=1, groups_per_batch=GROUPS, epoch=1, restored=restored)
         key = keys.make("batch", (1,), epoch=1, run="demo")
         batch = live.client.submit(int, 1, key=key, resources={keys.PARK: 1})
-        report = {"kind": "group", "run": "demo", "epoch": 1, "split": "train", "iteration": 1, "group": 1}
-        live.plugin.log_event("libra", report | {"oldest_version": 0, "reward": 0.5, "failures": {}})
+        emulation.say(live, GroupCommitted("train", 1, 1, 0, 0.5, {}), epoch=1)
         assert await batch == 1
         assert live.plugin.runs["demo"].members(1) == [[1, 0], [1, 1]]
         assert live.plugin.runs["demo"].members(0) == [[0, 0], [0, 1]]

@@ -39,13 +39,11 @@ def quantum(blocks):
         try:
             os.close(os.open(marker, os.O_CREAT | os.O_EXCL))
         except FileExistsError:
-            message = {
-                "kind": "quantum", "run": "demo", "epoch": 0, "key": "trajectory-train-0-0-0-e0-demo", "quantum": 0,
-                "end": "answered", "next": "", "goes_on": False, "failure": "none", "detail": "", "tokens": 1,
-                "version": 0, "tool": "", "status": "", "payload_tokens": 0, "context_tokens": 1,
-                "start_s": 1.0, "stop_s": 2.0,
-            }  # fmt: skip
-            get_worker().log_event("libra", message)
+            from libra.facts import STREAM_OP, QuantumFinished, pack
+            from libra.types import Phase
+
+            finished = QuantumFinished("trajectory-train-0-0-0-e0-demo", Phase.ROLLOUT, 1, "", "", 1.0, end="answered")
+            get_worker().batched_send({"op": STREAM_OP, "run": "demo", "epoch": 0, "packed": pack([finished])})
             return "answered"
         match blocks:
             case "event loop":

@@ -7,6 +7,7 @@ from distributed import Worker
 from distributed.diagnostics.plugin import WorkerPlugin
 
 from libra import keys
+from libra.facts import STREAM_OP, SetupFailed, WorkerReady, pack
 from libra.scheduler import unready_workers
 from libra.store.event_log import read_events
 
@@ -27,9 +28,8 @@ class Host(WorkerPlugin):
         if worker.name != "late":
             return
         detail = await self.ends.setdefault(self.run, asyncio.get_running_loop().create_future())
-        said = {"run": self.run, "epoch": 0, "name": worker.name, "address": worker.address}
-        kind = {"kind": "not_ready", "detail": detail} if detail else {"kind": "ready"}
-        worker.log_event("libra", said | kind)
+        fact = SetupFailed(worker.name, detail) if detail else WorkerReady(worker.name)
+        worker.batched_send({"op": STREAM_OP, "run": self.run, "epoch": 0, "packed": pack([fact])})
         if detail:
             raise OSError(detail)
 
@@ -117,11 +117,10 @@ async def test_a_worker_with_a_nanny_is_started_anew_so_often_and_then_left_to_p
         emulation.register(live, tmp_path)
         async with joining(emulation, live, "demo") as address:
             live.scheduler.workers[address].nanny = "tcp://127.0.0.1:1"
-            said = {"run": "demo", "epoch": 0, "name": "late", "address": address}
 
             def fails():
                 live.plugin.not_ready.joined("demo", address)
-                live.plugin.log_event("libra", said | {"kind": "not_ready", "detail": "OSError: no space left"})
+                emulation.say(live, SetupFailed("late", "OSError: no space left"), worker=address)
                 (row,) = live.plugin.not_ready.rows("demo")
                 return row["again_in_s"]
 
@@ -129,7 +128,7 @@ async def test_a_worker_with_a_nanny_is_started_anew_so_often_and_then_left_to_p
             await emulation.until(lambda: restarted == [address])
             assert 3000 < (fails() or 0) <= 3600
             assert fails() is None  # the third time in a row
-            live.plugin.log_event("libra", said | {"kind": "ready"})
+            emulation.say(live, WorkerReady("late"), worker=address)
             assert fails() == 0  # it was well meanwhile
             await emulation.until(lambda: restarted == [address] * 2)
     events = [e for e in read_events(tmp_path / "events.jsonl").events if e["name"] == "worker_setup_failed"]
@@ -157,8 +156,7 @@ async def test_a_failure_where_the_run_is_only_starting_takes_nothing_from_anybo
     async with emulation.cluster() as live:
         emulation.register(live, tmp_path)
         address = live.workers[0].address
-        said = {"kind": "not_ready", "run": "demo", "epoch": 0, "name": "rollout-0", "detail": "OSError"}
-        for changes in ({"address": address}, {"address": "tcp://10.0.0.1:1"}, {"address": address, "epoch": 7}):
-            live.plugin.log_event("libra", said | changes)
+        for at in ({"worker": address}, {"worker": "tcp://10.0.0.1:1"}, {"worker": address, "epoch": 7}):
+            emulation.say(live, SetupFailed("rollout-0", "OSError"), **at)
         assert rows(live) == [] and supplied(live, address) == {keys.ROLLOUT, keys.GRADE}
     assert not [record for record in caplog.records if record.name == "libra.scheduler.unready_workers"]

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from libra.facts import QuantumFinished, TrajectoryEnded, TrajectoryParked, VersionPublished, WorkerCapacity
 from libra.hardware.host_kv import HostPool
-from libra.policy import Fifo, QuantumFinished, TrajectoryEnded, TrajectoryParked, VersionPublished, WorkerJoined
+from libra.policy import Fifo
 from libra.sim import synthetic
 from libra.sim.disciplines import DISCIPLINES
 from libra.sim.own_versions import Handover, OwnVersions
@@ -36,7 +37,7 @@ def placed(placement):
 def test_an_engine_takes_its_share_and_a_new_version_when_it_is_empty():
     placement = OwnVersions(3)
     for worker in "ab":
-        placement.handle(WorkerJoined(worker, rollout_slots=2))
+        placement.handle(WorkerCapacity(worker, rollout_slots=2))
     park(placement, *"123456789")
     assert placed(placement) == [("1", "a"), ("2", "a"), ("4", "b"), ("5", "b")]
     assert placement.num_waiting(Phase.ROLLOUT) == 5 and placement.residents("a") == 3 and not placement.loads
@@ -88,7 +89,7 @@ def test_a_trajectory_has_one_version_and_batches_are_full(engines, system, seed
 def test_engines_above_the_share_of_their_version_are_emptied_and_take_the_newest():
     placement, memory = VersionWindow(2), dict.fromkeys("abcd", 1000)
     for worker in "abcd":
-        placement.handle(WorkerJoined(worker, rollout_slots=2))
+        placement.handle(WorkerCapacity(worker, rollout_slots=2))
     park(placement, *"12345678")
     assert [place.worker for place in placement.dispatch(Phase.ROLLOUT)] == [*"aabbccdd"]
     placement.handle(VersionPublished(1))

@@ -7,9 +7,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from libra.errors import ConfigError
+from libra.facts import Turned
 from libra.hardware.host_kv import HostPool
 from libra.policy import Fifo
-from libra.policy.turning import Turned, TurningRule
+from libra.policy.turning import TurningRule
 from libra.sim import synthetic
 from libra.sim.against import compare
 from libra.sim.disciplines import DISCIPLINES, disciplines

@@ -6,20 +6,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from libra.facts import HomeChanged, QuantumFinished, SetPriority, TrajectoryParked
 from libra.hardware import Residuals
 from libra.hardware.host_kv import HostPool
-from libra.policy import (
-    CMLFQ,
-    LEARNS_EVERY,
-    ORDERINGS,
-    Fifo,
-    KnownLengths,
-    KVTransferred,
-    Oracle,
-    QuantumFinished,
-    SetPriority,
-    TrajectoryParked,
-)
+from libra.policy import CMLFQ, LEARNS_EVERY, ORDERINGS, Fifo, KnownLengths, Oracle
 from libra.policy.move_price import PRIOR_BYTES_PER_S
 from libra.sim import Loss, SimulationOptions, Simulator, synthetic
 from libra.types import Phase
@@ -90,7 +80,7 @@ def test_a_simulated_fetch_is_a_measured_transfer_for_the_price_of_moves(engines
 
     class Seen(Fifo):
         def handle(self, event):
-            if isinstance(event, KVTransferred):
+            if isinstance(event, HomeChanged):
                 told.append(event)
             return super().handle(event)
 
@@ -102,7 +92,7 @@ def test_a_simulated_fetch_is_a_measured_transfer_for_the_price_of_moves(engines
     assert pooled.moves > 0 and pooled.fetched_tokens > 0
     token_bytes = 1e-5 * PRIOR_BYTES_PER_S
     assert sum(each.num_bytes for each in told) == pytest.approx(pooled.fetched_tokens * token_bytes)
-    assert all(each.seconds == pytest.approx(0.01 + each.num_bytes / PRIOR_BYTES_PER_S) for each in told)
+    assert all(each.took_s == pytest.approx(0.01 + each.num_bytes / PRIOR_BYTES_PER_S) for each in told)
 
 
 def test_a_later_iteration_waits_for_its_gate(engines, workload):

@@ -40,7 +40,7 @@ from replaying import Replayer, check_published
 from faults import STAGES, STRUCK, TURNS, WORKERS
 from libra.config import RunConfig, load_config, resolve_model
 from libra.driver import damage
-from libra.policy import replayed_objects
+from libra.policy import tail
 from libra.store.trajectory_journal import Journal
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "support"))
@@ -263,7 +263,7 @@ def check_turned(case: Case, directory: Path) -> dict[str, Any]:
     config: RunConfig = load_config(str(directory / "config.resolved.yaml"))
     model = config.model.model_copy(update={"path": str(resolve_model(config.model.path))})
     config = config.model_copy(update={"model": model})
-    replayed_objects.price_s = lambda stage_s: 0.0  # type: ignore[assignment]
+    tail.price_s = lambda stage_s: 0.0  # type: ignore[assignment]
     streamed_runs.check_whole(directory, case.iterations, config)
     streamed_runs.check_taken_again(directory, config, case.iterations, alone=False)
     turns = Counter(event["to"] for event in whole_run.events_of(directory, "engine_turned"))

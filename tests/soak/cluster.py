@@ -23,7 +23,7 @@ from libra.cluster import local
 from libra.cluster.certificates import CERTIFICATE_FILE, KEY_FILE, shown_by, write_private
 from libra.cluster.scheduler_address import Contact
 from libra.config import load_config
-from libra.scheduler import role_plugin
+from libra.policy import tail
 
 METHOD = "distributed.worker.multiprocessing-method"
 
@@ -66,7 +66,7 @@ def serve_nanny(scheduler: str, name: str, options: dict[str, Any], settings: di
 def main() -> None:
     """Start scheduler and workers."""
     config, directory, apart = load_config(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]
-    role_plugin.price_s = lambda stage_s: 0.0  # where engines turn they do so in every tail, whatever a change costs
+    tail.price_s = lambda stage_s: 0.0  # where engines turn they do so in every tail, whatever a change costs
     local.Nanny = lambda scheduler, name, **options: (NannyProcess if name in apart else Nanny)(
         scheduler, name=name, **options
     )

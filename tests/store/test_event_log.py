@@ -6,12 +6,12 @@ import os
 import pytest
 
 from libra.errors import StoreError
-from libra.events import GateOpened, WorkerLost, from_dict
+from libra.facts import Line, OpenGate, WorkerLost, from_dict
 from libra.store.event_log import EventLog, read_events
 
 
 def _gate(iteration):
-    return GateOpened(run="demo", t_s=float(iteration), iteration=iteration, reason="because")
+    return Line("demo", float(iteration), OpenGate(iteration, "because"))
 
 
 def test_events_and_lines_come_back_in_order(tmp_path):
@@ -21,7 +21,7 @@ def test_events_and_lines_come_back_in_order(tmp_path):
         log.write_line('{"schema":1,"name":"custom","t_s":1.0}')
         log.flush()
         log.flush()
-        log.write(WorkerLost(run="demo", t_s=2.0, address="tcp://w0"))
+        log.write(Line("demo", 2.0, WorkerLost("tcp://w0")))
         for iteration in range(2000):  # more than the buffer holds
             log.write(_gate(iteration))
         assert 3 < len(read_events(path).events) < 2003

@@ -11,18 +11,18 @@ from pathlib import Path
 import pytest
 
 from libra.errors import StoreError
-from libra.events import GateOpened, PolicySnapshot
+from libra.facts import Line, OpenGate, PolicySnapshot
 from libra.store import event_log, log_segments
 from libra.store.event_log import EventLog, EventReader, from_last_snapshot, lines_of, read_events
 from libra.store.log_segments import segments_of
 
 
 def _gate(number):
-    return GateOpened(run="demo", t_s=float(number), iteration=number, reason="because")
+    return Line("demo", float(number), OpenGate(iteration=number, reason="because"))
 
 
 def _snapshot(number):
-    return PolicySnapshot("demo", float(number), "fifo", "", {"arrivals": number}, {})
+    return Line("demo", float(number), PolicySnapshot("fifo", "", {"arrivals": number}, {}))
 
 
 @pytest.fixture(autouse=True)
@@ -104,12 +104,12 @@ def test_a_missing_or_short_part_is_named_with_its_lines(tmp_path):
         log.rotate()
         log.write(_gate(40))
     assert [number for number, _ in EventReader(path, line=31)] == list(range(31, 42))
-    assert len(list(lines_of(path, GateOpened))) == 9 + 9 + 1  # and whatever can be read, by those who repair
+    assert len(list(lines_of(path, OpenGate))) == 9 + 9 + 1  # and whatever can be read, by those who repair
 
 
 KILLED = """
 import os, pathlib, signal, sys
-from libra.events import GateOpened
+from libra.facts import Line, OpenGate
 from libra.store import event_log, log_segments
 event_log.SEGMENT_BYTES = 200
 path, step = pathlib.Path(sys.argv[1]), sys.argv[2]
@@ -119,7 +119,7 @@ def die(*arguments, **named):
 
 log = event_log.EventLog(path)
 for number in range(30):
-    log.write(GateOpened(run="demo", t_s=float(number), iteration=number, reason="because"))
+    log.write(Line("demo", float(number), OpenGate(number, "because")))
 match step:
     case "link": pathlib.Path.hardlink_to = die
     case "empty the file": pathlib.Path.rename = die

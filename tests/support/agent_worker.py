@@ -112,7 +112,7 @@ async def agent_worker(directory, chat, engine, agent, *, environment=None, **se
     )  # fmt: skip
     context = SimpleNamespace(
         environment=environment, spec=spec, journal=Journal(directory / "journal"), epoch=SimpleNamespace(check=lambda: None),
-        report=reports.append, name="tool-0", worker=SimpleNamespace(state=SimpleNamespace(tasks={})),
+        report=lambda *facts: reports.extend(facts), name="tool-0", worker=SimpleNamespace(state=SimpleNamespace(tasks={})),
     )  # fmt: skip
     serving = SimpleNamespace(
         serving=engine, generate=lambda key, request: engine.generate(request), contended=True, turn_ended=lambda: None

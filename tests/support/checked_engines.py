@@ -3,10 +3,10 @@
 import asyncio
 from collections.abc import Callable
 
-import msgspec
 import numpy as np
 import torch
 
+from libra.facts import fields_of
 from libra.rollout import TransformersEngine
 from libra.train import Replica, TrainSettings
 from libra.types import TurnRequest
@@ -69,8 +69,8 @@ class Worker:
         self.trainer = trainer
         self.serving = Serving(model_dir, build=build, newest=self.newest, report=self.report, store=trainer.store)
 
-    def report(self, report):
-        self.reports.append((report.__struct_config__.tag, msgspec.to_builtins(report)))
+    def report(self, fact):
+        self.reports.append((fact.name, fields_of(fact)))
 
     async def newest(self):
         return self.trainer.store.latest()

@@ -2,7 +2,9 @@
 
 from typing import Any
 
-from libra import events
+from libra import facts
+from libra.facts import Line
+from libra.types import Phase
 
 RUN = "demo"
 KEY = "trajectory-train-0-0-{}-e0-demo"
@@ -18,45 +20,54 @@ CONSIDERED: dict[str, Any] = {
 """Values of `PlanConsidered` apart from ``accepted``."""
 
 
-def capacity(t_s: float, worker: str, rollout: int = 0, tool: int = 0) -> events.WorkerCapacity:
-    return events.WorkerCapacity(RUN, t_s, worker, "", rollout, tool, 0, 0.0, 0.0, 0.0, 0.0)
+def at(t_s: float, fact: facts.Fact) -> Line:
+    return Line(RUN, t_s, fact)
 
 
-def parked(t_s: float, key: object, phase: str = "ROLLOUT", level: int = 0) -> events.TrajectoryParked:
-    return events.TrajectoryParked(RUN, t_s, KEY.format(key), phase, 0, 0, (0, level, 0), "")
+def capacity(t_s: float, worker: str, rollout: int = 0, tool: int = 0) -> Line:
+    return at(t_s, facts.WorkerCapacity(worker, "", rollout, tool))
 
 
-def dispatched(t_s: float, key: object, worker: str, phase: str = "ROLLOUT") -> events.QuantumDispatched:
-    return events.QuantumDispatched(RUN, t_s, KEY.format(key), phase, 0, worker, (0, 0, 0), "", True)
+def parked(t_s: float, key: object, phase: str = "ROLLOUT") -> Line:
+    return at(t_s, facts.TrajectoryParked(KEY.format(key), 0, Phase(phase), 0))
 
 
-def finished(t_s: float, key: object, worker: str, phase: str = "ROLLOUT", end: str = "") -> events.QuantumFinished:
-    return events.QuantumFinished(RUN, t_s, KEY.format(key), phase, 0, 5, "", "", 0, 0.1, worker, 0, end)
+def ranked(t_s: float, key: object, level: int) -> Line:
+    return at(t_s, facts.SetPriority(KEY.format(key), facts.Priority(0, level, 0), ""))
 
 
-def ended(t_s: float, key: object) -> events.TrajectoryEnded:
-    return events.TrajectoryEnded(RUN, t_s, KEY.format(key), True)
+def dispatched(t_s: float, key: object, worker: str, phase: str = "ROLLOUT") -> Line:
+    return at(t_s, facts.QuantumDispatched(KEY.format(key), Phase(phase), worker, 0, (0, 0, 0), "", True))
 
 
-def started(t_s: float = 0.0, epoch: int = 0, iterations: int = 2, group_size: int = 1) -> events.RunStarted:
-    return events.RunStarted(RUN, t_s, epoch, 0, iterations, group_size, "fifo", "")
+def finished(t_s: float, key: object, worker: str, phase: str = "ROLLOUT", end: str = "") -> Line:
+    finished = facts.QuantumFinished(KEY.format(key), Phase(phase), 5, "", "", 0.1, worker=worker, version=0, end=end)
+    return at(t_s, finished)
 
 
-def published(t_s: float, version: int) -> events.VersionPublished:
-    return events.VersionPublished(RUN, t_s, version, "d", 1)
+def ended(t_s: float, key: object) -> Line:
+    return at(t_s, facts.TrajectoryEnded(KEY.format(key), True))
 
 
-def an_iteration() -> list[events.Event]:
+def started(t_s: float = 0.0, epoch: int = 0, iterations: int = 2, group_size: int = 1) -> Line:
+    return at(t_s, facts.RunStarted(epoch, 0, iterations, group_size, "fifo", ""))
+
+
+def published(t_s: float, version: int) -> Line:
+    return at(t_s, facts.VersionPublished(version, "d", 1))
+
+
+def an_iteration() -> list[Line]:
     """One iteration of an engine, a tool worker and one training worker."""
     return [
         started(),
         capacity(0.0, "rollout-0", rollout=2),
         capacity(0.0, "tool-0", tool=1),
         published(9.0, 0),
-        events.VersionServed(RUN, 10.0, 0, "rollout-0", 0.0),
-        events.GateParked(RUN, 10.0, 0),
-        events.GateOpened(RUN, 10.0, 0, ""),
-        events.BatchParked(RUN, 10.0, 0),
+        at(10.0, facts.VersionServed(0, "rollout-0", 0.0)),
+        at(10.0, facts.GateParked(0)),
+        at(10.0, facts.OpenGate(0, "")),
+        at(10.0, facts.BatchParked(0)),
         parked(10.0, 0),
         dispatched(10.0, 0, "rollout-0"),
         finished(14.0, 0, "rollout-0"),
@@ -67,10 +78,10 @@ def an_iteration() -> list[events.Event]:
         dispatched(18.0, 0, "rollout-0"),
         finished(20.0, 0, "rollout-0", end="answered"),
         ended(20.0, 0),
-        events.BatchOpened(RUN, 21.0, 0, ((0, 0),), ""),
-        events.StepFinished(RUN, 29.0, 0, 0.5, 6.0),
+        at(21.0, facts.OpenBatch(0, ((0, 0),), "")),
+        at(29.0, facts.StepFinished(0, 0.5, 6.0)),
         published(30.0, 1),
-        events.VersionServed(RUN, 32.0, 1, "rollout-0", 1.0),
-        events.VersionChecked(RUN, 32.0, 1, "rollout-0", **CHECK, stopped_s=1.5),
-        events.IterationFinished(RUN, 40.0, 0, 0.5, 0.0),
+        at(32.0, facts.VersionServed(1, "rollout-0", 1.0)),
+        at(32.0, facts.VersionChecked(1, "rollout-0", **CHECK, stopped_s=1.5)),
+        at(40.0, facts.IterationFinished(0, 0.5, 0.0)),
     ]

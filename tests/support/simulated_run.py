@@ -1,6 +1,6 @@
 """A run directory out of a simulation in virtual time: a declared emulation of a run whose every second is known.
 
-Event log, store, metrics and configuration are of the form of a real run's, and hold what the simulation did. Tokens are fillers.
+Fact log, store, metrics and configuration are of the form of a real run's, and hold what the simulation did. Tokens are fillers.
 """
 
 import json
@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 
 from libra.config import config_from_dict, dump_config
-from libra.events import SCHEMA
+from libra.facts import SCHEMA, Fact, QuantumFinished, QuantumStarted, TrajectoryEnded, TrajectoryParked, WorkerCapacity
 from libra.hardware.virtual_engine import VirtualEngine
-from libra.policy import Event, QuantumFinished, QuantumStarted, TrajectoryEnded, TrajectoryParked, WorkerJoined
 from libra.sim import Simulator
 from libra.sim.simulated_trajectory import SimulatedTrajectory
 from libra.store.trajectories import TrajectoryStore
@@ -24,10 +23,10 @@ class RecordedSimulator(Simulator):
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
-        self.told: list[tuple[float, Event]] = []
+        self.told: list[tuple[float, Fact]] = []
         self.cached: dict[str, list[int]] = {}  # of each turn's context, what was in its engine
 
-    def notify(self, event: Event) -> None:
+    def notify(self, event: Fact) -> None:
         self.told.append((self.agenda.now_s, event))
         super().notify(event)
 
@@ -98,8 +97,8 @@ def _told(simulator: RecordedSimulator) -> Iterator[Line]:
     homes: dict[str, str] = {}
     for at_s, event in simulator.told:
         match event:
-            case WorkerJoined():
-                fields = {name: getattr(event, name) for name in WorkerJoined.__struct_fields__}
+            case WorkerCapacity():
+                fields = {name: getattr(event, name) for name in WorkerCapacity.__struct_fields__}
                 yield _line(1, "worker_capacity", at_s, **fields)
             case TrajectoryParked(key=key, phase=phase, quanta=number):
                 yield _line(5, "trajectory_parked", at_s, key=key, phase=str(phase), quanta=number)

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from libra.config import RunConfig
-from libra.events import Event, QuantumFinished, from_dict
+from libra.facts import Fact, QuantumFinished, from_dict
 from libra.observe.metrics import read_metrics
 from libra.policy.log_replay import replay
 from libra.store.batch_membership import read_batch_facts
@@ -19,11 +19,11 @@ from libra.worker.run_spec import RunSpec
 from libra.worker.trainer import recover
 
 
-def events_of(directory: Path) -> list[Event]:
-    return [from_dict(event) for event in read_events(directory / "events.jsonl").events]
+def events_of(directory: Path) -> list[Fact]:
+    return [from_dict(event).fact for event in read_events(directory / "events.jsonl").events]
 
 
-def replayed_differences(events: Iterable[Event]) -> list[str]:
+def replayed_differences(events: Iterable[Fact]) -> list[str]:
     return [told.difference for told in replay(enumerate(events, start=1)) if told.difference]
 
 

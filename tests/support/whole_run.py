@@ -13,7 +13,7 @@ import zarr
 from libra import keys
 from libra.cluster.present_workers import present_workers
 from libra.driver import run_checkpoints
-from libra.events import from_dict
+from libra.facts import from_dict
 from libra.policy.log_replay import replay
 from libra.store.event_log import read_events
 from libra.store.trajectory_journal import Journal
@@ -44,7 +44,7 @@ def named(events, *names: str) -> list[dict[str, Any]]:
 
 def unexplained(directory: Path) -> list[str]:
     """Decisions in the log that the policy does not come to again."""
-    told = replay((line, from_dict(event)) for line, event in enumerate(events_of(directory), start=1))
+    told = replay((line, from_dict(event).fact) for line, event in enumerate(events_of(directory), start=1))
     return [step.difference for step in told if step.difference]
 
 

@@ -18,7 +18,7 @@ def test_the_most_of_a_step_counts_and_not_that_of_the_step_before():
     assert memory.peak_bytes() == 0  # no step has begun
     memory.start()
     torch.ones(LARGE // 4)
-    assert LARGE * 0.9 < memory.peak_bytes() < 3 * LARGE
+    assert LARGE * 0.7 < memory.peak_bytes() < 3 * LARGE  # what others gave back meanwhile does not count
     memory.start()
     assert memory.before_bytes > LARGE and resident_bytes() >= before.nbytes
     assert memory.peak_bytes() < LARGE * 0.5  # it was given back, and the mark was set back

@@ -68,6 +68,11 @@ def test_kv_of_another_trajectory_or_version_or_that_is_too_large_is_refused(sen
         ask(address, new_secret(), "a", 0, LIMIT)
 
 
+MOVE = {
+    "home": "a", "worker": "b", "tokens": 43, "prefill_s": 0.0, "transfer_s": 0.0, "sent": True,
+}  # fmt: skip
+
+
 class Home:
     """One engine with what a worker has around it; ``reports`` are those it sent."""
 
@@ -107,7 +112,7 @@ def moved(model, home_of, before=lambda home: None):
             first = await transfers[0].generate("key", request(0, list(range(40))))
             assert not home.reports
             await asyncio.gather(*filter(None, [before(home)]))
-            transfers[1].announced("key", home_of(transfers[0]))
+            transfers[1].announced("key", home_of(transfers[0]), MOVE)
             context = [*range(40), *first.token_ids.tolist(), 1, 2, 3]
             second = await transfers[1].generate("key", request(1, context))
             if home.closed:
@@ -214,12 +219,12 @@ def test_a_home_that_is_stopped_is_given_up_once_and_holds_up_nobody_else(sender
         try:
             monkeypatch.setattr(kv_transfer, "GIVE_UP_S", 1.0)
             for number in range(6):
-                transfers.announced(f"early {number}", stopped.getsockname())
+                transfers.announced(f"early {number}", stopped.getsockname(), MOVE)
             await asyncio.gather(*(transfers.generate(f"early {n}", request(1, [0])) for n in range(6)))
             monkeypatch.setattr(kv_transfer, "GIVE_UP_S", 100.0)
-            transfers.announced("late", stopped.getsockname())
+            transfers.announced("late", stopped.getsockname(), MOVE)
             await transfers.generate("late", request(1, [0]))
-            transfers.announced("good", sender("good")[1])
+            transfers.announced("good", sender("good")[1], MOVE)
             await transfers.generate("good", request(1, [0]))
         finally:
             transfers.close()

@@ -16,7 +16,7 @@ from libra.config.effects import ignored_settings
 from libra.envs.retries import NEVER
 from libra.envs.tool_arithmetic import ToolArithmetic
 from libra.errors import ConfigError, EngineError, FencedOff, StoreError, ToolFault, Unstorable
-from libra.events.reports import FoundEndedReport
+from libra.facts import QuantumFinished, TrajectoryFoundEnded
 from libra.rollout import TransformersEngine
 from libra.rollout.chat_format import load_chat_format
 from libra.store.epochs import take_epoch
@@ -99,7 +99,7 @@ def runner_of(directory, chat, serving, environment, *, config, contended=True):
     reports = []
     context = SimpleNamespace(
         environment=environment, spec=spec, journal=Journal(directory / "journal"), epoch=SimpleNamespace(check=lambda: None),
-        report=reports.append, reports=reports, name="w", worker=None,
+        report=lambda *facts: reports.extend(facts), reports=reports, name="w", worker=None,
     )  # fmt: skip
     engine = SimpleNamespace(
         serving=serving, generate=lambda key, request: serving.generate(request), contended=contended, turn_ended=lambda: None
@@ -124,7 +124,7 @@ class Played:
             while phase is not None:
                 runner = fresh()
                 phase = asyncio.run(runner.run("key", TID, QUESTION)).phase
-                self.reports += runner.context.reports
+                self.reports += [fact for fact in runner.context.reports if isinstance(fact, QuantumFinished)]
                 self.rounds += 1
             self.state = fresh().state(TID, QUESTION)
         self.trajectory = self.state.trajectory(epoch=0)
@@ -329,7 +329,7 @@ def test_a_trajectory_of_a_committed_group_is_not_run_again_by_a_worker_that_doe
         runner.engine.serving.turns = []  # no generation could be made
         found = run(runner)
         assert (found.end, found.failure, found.detail) == (state.end, state.failure, state.detail)
-        assert runner.context.reports == [FoundEndedReport("key", 3, str(state.end))]
+        assert runner.context.reports == [TrajectoryFoundEnded("key", 3, "w", str(state.end))]
     assert not first.context.journal.trajectories()
 
 
@@ -347,7 +347,10 @@ def test_an_ended_trajectory_leaves_no_tokens_within_a_bound_and_is_still_known_
         assert (tid in runner.states) == (tid == tids[0]), "its group is graded next"
     journal.remove(str(tids[-1]))
     found = run(runner, tids[-1])
-    assert runner.context.reports[-1] == FoundEndedReport("key", state.quanta, str(state.end)) and found.phase is None
+    assert (
+        runner.context.reports[-1] == TrajectoryFoundEnded("key", state.quanta, "w", str(state.end))
+        and found.phase is None
+    )
     assert not found.records and not len(found.context_ids)
     whole = runner.state(tids[0], Prompt("p", ()))  # a worker that also grades
     assert len(whole.records) == state.quanta and len(whole.context_ids) > 9

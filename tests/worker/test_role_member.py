@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import queue
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from libra import keys
 from libra.config import config_from_dict
 from libra.errors import EngineError, TrainError, TransferError
+from libra.facts import fields_of, unpack
 from libra.policy.role_messages import Assignment, Role
 from libra.worker import hybrid_training
 from libra.worker.context import WorkerContext
@@ -78,7 +80,8 @@ class Case:
         supply = {"total_resources": {keys.ROLLOUT: 8}, "available_resources": {keys.ROLLOUT: 8}, "tasks": {}}
         worker = SimpleNamespace(
             name="rollout-0", address="tcp://10.0.0.1:1", state=SimpleNamespace(**supply), stream_handlers={},
-            log_event=self._heard, loop=SimpleNamespace(add_callback=lambda call, *a, **k: None),
+            batched_send=self._heard, thread_id=threading.get_ident(),
+            loop=SimpleNamespace(add_callback=lambda call, *a, **k: None),
         )  # fmt: skip
         config = config_from_dict({"cluster": {"hybrid_workers": 1}})
         spec = SimpleNamespace(run="demo", epoch=0, secret="s", config=config)
@@ -97,8 +100,8 @@ class Case:
     async def aclose(self):
         self.member.close()
 
-    def _heard(self, topic, message):
-        self.said.append(message)
+    def _heard(self, message):
+        self.said += [{"name": fact.name, **fields_of(fact)} for fact in unpack(message["packed"])]
         self.news.set()
 
     def tell(self, stage, generation=1, role="train", pool=None):
@@ -112,7 +115,7 @@ class Case:
         """Wait until it has said this, and forget all before."""
         while True:
             for index, message in enumerate(self.said):
-                if message["kind"] == kind and fields.items() <= message.items():
+                if message["name"] == kind and fields.items() <= message.items():
                     del self.said[: index + 1]
                     return message
             self.news.clear()
@@ -164,10 +167,10 @@ async def test_stages_of_an_older_change_are_not_begun(case):
 async def test_what_fails_is_told_and_the_next_stage_is_done(case):
     case.tell("sleeping")
     case.tell("taking_up")
-    await case.hears("role_failed", generation=1)  # there is no core
+    await case.hears("role_stage_failed", generation=1)  # there is no core
     case.serving.fails = True
     case.tell("taking_up", 2, "rollout")
-    assert (await case.hears("role_failed", generation=2))["detail"] == "no memory"
+    assert (await case.hears("role_stage_failed", generation=2))["detail"] == "no memory"
     assert case.slots() == (0, 0)
     case.serving.fails = False
     case.tell("taking_up", 3, "rollout")
@@ -197,13 +200,13 @@ async def test_a_core_that_does_not_want_it_is_told(case, how):
         FakeHybrid.closed |= {("core", 1), ("core", 2)}
         hybrid.ends.put("the core is gone")
         case.tell(None, pool=(1, "core", 2))
-    await case.hears("role_failed", generation=1)
+    await case.hears("role_stage_failed", generation=1)
 
 
 async def test_what_breaks_while_it_trains_is_told_whatever_it_is(case):
     hybrid = await case.to_train()
     hybrid.ends.put(RuntimeError("out of memory"))
-    assert (await case.hears("role_failed", generation=1))["detail"] == "RuntimeError: out of memory"
+    assert (await case.hears("role_stage_failed", generation=1))["detail"] == "RuntimeError: out of memory"
     await case.stages(2, "rollout")  # and it goes back
     assert case.slots() == (8, 8)
 

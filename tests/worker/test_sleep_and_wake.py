@@ -37,9 +37,9 @@ async def test_sleep_waits_for_the_turns_under_way_and_frees_the_model_and_wake_
         await serving.generate(request())
     trainer.step(1e-3)
     await worker.pull()
-    assert [told["version"] for told in worker.of("served")] == [0], "one asleep takes nothing"
+    assert [told["version"] for told in worker.of("version_served")] == [0], "one asleep takes nothing"
     await serving.wake()
-    assert worker.of("served")[-1]["version"] == 1 and worker.of("served")[-1]["check"]["method"] == "columns"
+    assert worker.of("version_served")[-1]["version"] == 1 and worker.of("version_checked")[-1]["method"] == "columns"
     assert set((await serving.generate(request())).weight_versions) == {1}
     assert serving.engine is not engine and serving.engine.loaded == [], "it was started from the version"
     trainer.step(1e-3)
@@ -99,12 +99,12 @@ async def test_an_engine_woken_with_wrong_weights_is_quarantined_and_one_that_is
     await serving.sleep()
     with pytest.raises(EngineError, match=r"lm_head\.weight"):
         await serving.wake(always_wrong(build))
-    assert [told["out"] for told in worker.of("quarantined")] == [False, True]
+    assert [told["out"] for told in worker.of("engine_quarantined")] == [False, True]
     with pytest.raises(EngineAsleep):
         await serving.generate(request())
     wrong = iter([always_wrong(build)])
     await serving.wake(lambda directory, version: next(wrong, build)(directory, version))
-    assert [told["out"] for told in worker.of("quarantined")] == [False, True, False]
+    assert [told["out"] for told in worker.of("engine_quarantined")] == [False, True, False]
     assert set((await serving.generate(request())).weight_versions) == {1}
     # Another kind of engine has tolerances of its own, measured at the version it was woken with.
     assert serving.engine_check.calibration.measured and serving.engine_check.calibration.probe_nats < 1e-4

@@ -38,20 +38,20 @@ def test_a_fault_is_named_quarantined_and_mended(trainer, worker, dtype, fault, 
 
     async def body():
         await worker.pull()
-        assert worker.of("served")[-1]["version"] == 0 and not worker.of("quarantined")
+        assert worker.of("version_served")[-1]["version"] == 0 and not worker.of("engine_quarantined")
         trainer.step(size)
         assert layer in changed(trainer.store, 1) | {"", NORM}, "a layer that is the same is not left out"
         await worker.pull()
-        (told,) = worker.of("quarantined")
+        (told,) = worker.of("engine_quarantined")
         assert (told["version"], told["out"]) == (1, False)
         assert told["layer"] == layer or layer == ""
-        assert worker.of("served")[-1]["version"] == 1
-        assert worker.reports[-1][0] == "served", "served only after the quarantine"
+        assert worker.of("version_served")[-1]["version"] == 1
+        assert worker.reports[-1][0] == "version_checked", "served only after the quarantine"
         trainer.step(size)
         await worker.pull()  # the engine that was started again goes on with the next version in flight
         output = await worker.serving.generate(request())
         assert set(output.weight_versions) == {2}
-        assert len(worker.of("quarantined")) == 1
+        assert len(worker.of("engine_quarantined")) == 1
 
     use(worker, body)
 
@@ -62,10 +62,10 @@ async def test_an_engine_that_fails_twice_stays_out_with_the_layers_name(trainer
     worker.serving.starter.build = always_wrong(worker.serving.starter.build)
     with pytest.raises(EngineError, match=r"lm_head\.weight"):
         await worker.pull()
-    assert [told["out"] for told in worker.of("quarantined")] == [False, True]
+    assert [told["out"] for told in worker.of("engine_quarantined")] == [False, True]
     with pytest.raises(EngineError, match=r"lm_head\.weight"):
         await worker.serving.generate(request())
-    assert [told["version"] for told in worker.of("served")] == [0]
+    assert [told["version"] for told in worker.of("version_served")] == [0]
 
 
 @serving(stale_head)
@@ -91,7 +91,7 @@ async def test_a_turn_under_way_never_returns_tokens_of_an_engine_that_disagrees
     output = await worker.serving.generate(request(new=40))
     await asyncio.wrap_future(seen[0])
     assert worker.serving.engine is not engine
-    assert len(worker.of("quarantined")) == 1
+    assert len(worker.of("engine_quarantined")) == 1
     expected = await worker.serving.engine.generate(request("again", new=40))
     assert set(output.weight_versions) == {1}
     assert output.token_ids.tolist() == expected.token_ids.tolist()
@@ -109,10 +109,10 @@ def test_without_a_fault_twenty_versions_pass_and_say_what_they_could_have_seen(
             trainer.step([1e-6, 1e-4, 3e-3][number % 3])
             if number % 5 != 4:  # a version that is passed over is no fault
                 await worker.pull()
-        assert not worker.of("quarantined")
-        last = worker.of("served")[-1]
+        assert not worker.of("engine_quarantined")
+        last = worker.of("version_served")[-1]
         assert last["version"] == 20
-        check = last["check"]
+        check = worker.of("version_checked")[-1]
         assert check["measured"] and check["method"] == "columns" and check["smallest_change"] == 0
         assert check["changed_layers"] > 0 and check["layers"] == 2 * 7 + 2
 
@@ -121,9 +121,9 @@ def test_without_a_fault_twenty_versions_pass_and_say_what_they_could_have_seen(
 
 @serving(behind=2)
 async def test_a_worker_that_joins_late_measures_its_tolerance_at_version_0(trainer, worker):
-    served = worker.of("served")
+    served = worker.of("version_served")
     assert [told["version"] for told in served] == [2]
-    assert served[0]["check"]["measured"]
+    assert worker.of("version_checked")[0]["measured"]
     assert worker.serving.engine_check.calibration.probe_nats < 1e-4
 
 
@@ -131,13 +131,13 @@ async def test_a_worker_that_joins_late_measures_its_tolerance_at_version_0(trai
 async def test_an_engine_whose_process_was_replaced_is_asked_again(trainer, worker):
     engine = worker.serving.engine
     await worker.serving.generate(request())
-    assert len(worker.of("served")) == 1
+    assert len(worker.of("version_served")) == 1
     engine.restarts = 1  # and came back with something else
     engine._batch.model.lm_head.weight.data.mul_(1.01)
     output = await worker.serving.generate(request())
-    assert len(worker.of("quarantined")) == 1 and worker.serving.engine is not engine
+    assert len(worker.of("engine_quarantined")) == 1 and worker.serving.engine is not engine
     assert set(output.weight_versions) == {0}
-    assert [told["version"] for told in worker.of("served")] == [0, 0]
+    assert [told["version"] for told in worker.of("version_served")] == [0, 0]
 
 
 @serving(layer_left_out("model.layers.0.mlp.up_proj.weight"))
@@ -146,7 +146,7 @@ async def test_a_version_published_without_a_check_is_compared_with_its_file(tra
     trainer.store.publish(1, tensors)
     trainer.replica.steps_done = 1
     await worker.pull()
-    assert worker.of("quarantined")[0]["layer"] == "model.layers.0.mlp.up_proj.weight"
+    assert worker.of("engine_quarantined")[0]["layer"] == "model.layers.0.mlp.up_proj.weight"
 
 
 @pytest.mark.parametrize("recheck", [True, False])
@@ -166,8 +166,8 @@ def test_a_layer_that_changes_after_the_check_is_named_before_the_version_is_lef
         batch.forward.weights_changed()
         trainer.step(1e-3)
         await worker.pull()
-        found = [(each["version"], each["passed"], each["layer"]) for each in worker.of("rechecked")]
+        found = [(each["version"], each["passed"], each["layer"]) for each in worker.of("version_rechecked")]
         assert found == ([(0, True, ""), (1, False, layer)] if recheck else [])
-        assert not worker.of("quarantined") and worker.of("served")[-1]["version"] == 2
+        assert not worker.of("engine_quarantined") and worker.of("version_served")[-1]["version"] == 2
 
     use(worker, body)

@@ -9,10 +9,9 @@ from typing import Any, Final
 import numpy as np
 import yaml
 
-from libra import events
+from libra import facts
 from libra.errors import ModelError, StoreError
 from libra.observe.decision_outcomes import Outcome
-from libra.observe.decision_words import decision_words, trouble_words
 from libra.observe.html import Html, duration, missing, named_number, percent, table, text
 from libra.observe.inspect_page import headline, trajectory_text
 from libra.observe.log_facts import Logged
@@ -49,9 +48,9 @@ def _decisions_of(run: ReportedRun) -> list[Part]:
 
 
 def _decision_row(logged: Logged, outcomes: Sequence[Outcome]) -> tuple[str, str, str, str, str]:
-    what, why = decision_words(logged.event)
+    what, why = facts.said(logged.event)
     predicted = realised = "–"
-    if isinstance(logged.event, events.PlanRealised):
+    if isinstance(logged.event, facts.PlanRealised):
         predicted, realised = percent(logged.event.predicted_gain_frac), percent(logged.event.realised_gain_frac)
     elif logged.outcome is not None:
         outcome = outcomes[logged.outcome]
@@ -76,10 +75,10 @@ def _failures_of(run: ReportedRun) -> list[Part]:
         parts.append(table(("attempts", "class", "detail"), found, (0,)))
     if run.facts.troubles:
         rows = [
-            (duration(each.t_s), *(shown_line(word, 300) for word in trouble_words(each.event)))
+            (duration(each.t_s), *(shown_line(word, 300) for word in facts.said(each.event)))
             for each in list(run.facts.troubles)[-MAX_ROWS:]
         ]
-        parts.append(table(("at", "what", "where", "detail"), rows, (0,)))
+        parts.append(table(("at", "what", "detail"), rows, (0,)))
     elif run.log_error:
         parts.append(missing(f"Troubles of workers are not known: {run.log_error}."))
     return parts

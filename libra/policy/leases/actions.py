@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from libra.errors import ConfigError
+from libra.facts import ActionRequested, Priority, ToolCapacity, ToolNeeds, ToolsDeclared
 from libra.policy.leases.quotas import read_quota
 from libra.policy.leases.resources import Lease, LeaseRequest, Resources, Revoke, described
 from libra.policy.leases.speed_up import SpeedUp
 from libra.policy.leases.table import LeaseTable
-from libra.policy.messages import ActionRequested, Priority, ToolCapacity, ToolNeeds, ToolsDeclared
 
 SLOT = Resources(slots=1)
 

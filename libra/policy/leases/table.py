@@ -29,14 +29,14 @@ from functools import partial
 
 import msgspec
 
+from libra.facts import Priority
 from libra.policy.leases.enlargement import Candidate, Pressure, enlarged
 from libra.policy.leases.quotas import Quota
 from libra.policy.leases.resources import KINDS, Lease, LeaseRequest, Resources, Revoke, described, quota_kind
 from libra.policy.leases.revocation import Running, stopped_for
 from libra.policy.leases.speed_up import SpeedUp
 from libra.policy.leases.waiting import Place, WaitingRequests
-from libra.policy.messages import Priority
-from libra.types import NO_TOOL, ToolOutcome, ToolStatus
+from libra.types import NO_TOOL, ToolStatus
 
 FORGETTING = 0.1
 """Weight of the newest action in its tool's mean seconds."""
@@ -146,7 +146,7 @@ class LeaseTable:
         self._leave(holder)
         self._first.discard(holder)
 
-    def release(self, holder: str, seconds: float | None = None, status: ToolOutcome = ToolStatus.OK) -> Lease | None:
+    def release(self, holder: str, seconds: float | None = None, status: str = ToolStatus.OK) -> Lease | None:
         """The lease of ``holder`` has ended, whatever ended it; ``seconds``: how long its action ran until it ended by itself, with
         ``status``. None: it was stopped, or never ran."""
         lease = self._leases.get(holder)
@@ -381,7 +381,7 @@ class LeaseTable:
         for name, units in lease.resources.quotas:
             self._quotas[name].give_back(units)
 
-    def _learn(self, lease: Lease, seconds: float, status: ToolOutcome) -> None:
+    def _learn(self, lease: Lease, seconds: float, status: str) -> None:
         """Take what an action took into its tool's mean, however it ended: the next may end so, too. How much faster more cores are
         is learned from those that returned."""
         curve = self._curves.get(lease.tool)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator
 
+from libra.facts import Priority
 from libra.policy.leases.resources import LeaseRequest
-from libra.policy.messages import Priority
 
 Place = tuple[Priority, int]
 """The order of a request: its priority, then its arrival."""

@@ -26,7 +26,7 @@ TOKEN_SCALE = 1e-3
 
 OUTCOMES = tuple(ToolStatus)
 """All outcomes. Each but the first (the ordinary one) has its own decayed count."""
-_OUTCOME = {status: number for number, status in enumerate(OUTCOMES)}
+_OUTCOME: dict[str, int] = {status: number for number, status in enumerate(OUTCOMES)}
 _PAYLOAD = TOOL_SLOTS + len(OUTCOMES) - 1  # tools, outcomes but the first, then the payload's size
 _COUNTED = _PAYLOAD + 1
 _WIDTHS = {"tools": _COUNTED, "last": 2, "tree": 2, "siblings": 4, "family": 1}
@@ -49,7 +49,7 @@ TOOLS = 64
 """Tools with states of their own, the last for all others."""
 
 
-def state_of(tool: int, status: ToolStatus, payload_tokens: int) -> int:
+def state_of(tool: int, status: str, payload_tokens: int) -> int:
     """Number of the tool-return state (tool, outcome, payload class); 0 is the start, so never that.
 
     ValueError for a status that is not one of `OUTCOMES`.

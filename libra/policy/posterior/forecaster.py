@@ -27,15 +27,8 @@ from typing import Any
 
 import numpy as np
 
+from libra.facts import Fact, PromptsNamed, QuantumFinished, TrajectoryEnded, TrajectoryParked, VersionPublished
 from libra.policy.forecast import Forecast
-from libra.policy.messages import (
-    Event,
-    GroupsNamed,
-    QuantumFinished,
-    TrajectoryEnded,
-    TrajectoryParked,
-    VersionPublished,
-)
 from libra.policy.posterior import packed_columns
 from libra.policy.posterior.cohorts import Cohorts, lognormal_remaining
 from libra.policy.posterior.compact_rows import (
@@ -114,7 +107,7 @@ class Posterior:
 
     # --- events ---
 
-    def handle(self, event: Event) -> None:
+    def handle(self, event: Fact) -> None:
         """Learn from one event; it must be cheap, because the scheduler's loop waits for it."""
         self._moment += 1
         if type(event) is QuantumFinished:
@@ -134,7 +127,7 @@ class Posterior:
             live = self._live.pop(event.key, None)
             if live is not None:
                 self._ended(event.key, live, event.completed)
-        elif type(event) is GroupsNamed:
+        elif type(event) is PromptsNamed:
             self._named.update(event.groups)
             for group in list(self._named)[: max(0, len(self._named) - NAMED)]:
                 del self._named[group]
@@ -158,7 +151,7 @@ class Posterior:
         known = groups.prior * persistence / (1.0 - persistence) if shift is not None and self.config.history else 0.0
         groups.recall(group, prompt, known, shift or 0.0)
 
-    def _returned(self, live: Live, tool: str, status: ToolStatus, payload_tokens: int) -> None:
+    def _returned(self, live: Live, tool: str, status: str, payload_tokens: int) -> None:
         number = self._tools.get(tool)
         if number is None:
             number = min(len(self._tools), TOOLS - 1)

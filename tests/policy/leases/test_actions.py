@@ -2,8 +2,18 @@
 
 import pytest
 
-from libra.policy import Dispatcher, Priority, QuantumFinished, SetPriority, TrajectoryParked, WorkerJoined
-from libra.policy.messages import ActionRequested, ToolCapacity, ToolNeeds, ToolsDeclared
+from libra.facts import (
+    ActionRequested,
+    Priority,
+    QuantumFinished,
+    SetPriority,
+    ToolCapacity,
+    ToolNeeds,
+    ToolsDeclared,
+    TrajectoryParked,
+    WorkerCapacity,
+)
+from libra.policy import Dispatcher
 from libra.types import NO_TOOL, Phase, ToolStatus
 
 TOOLS = {"long": ToolNeeds(1, 1, revocable=True), "kept": ToolNeeds(1, 1), "short": ToolNeeds(1, 1)}
@@ -29,7 +39,7 @@ def ended(dispatcher, key, tool, took_s, status=ToolStatus.OK):
 def dispatcher():
     """A tool worker with one core, after an action of each tool."""
     made = Dispatcher()
-    made.handle(WorkerJoined("a", tool_slots=4))
+    made.handle(WorkerCapacity("a", tool_slots=4))
     made.handle(ToolsDeclared(TOOLS, {}))
     made.handle(ToolCapacity("a", 1, 0, 0))
     for tool, took_s in (("long", 60.0), ("kept", 60.0), ("short", 1.0)):

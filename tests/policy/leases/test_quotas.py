@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libra.errors import ConfigError
-from libra.policy import Priority
+from libra.facts import Priority
 from libra.policy.leases import LeaseRequest, LeaseTable, Quota, Resources, read_quota
 
 

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libra.policy import Priority
+from libra.facts import Priority
 from libra.policy.leases import Lease, LeaseRequest, LeaseTable, Quota, Resources, Revoke, SpeedUp
 
 GIB = 2**30

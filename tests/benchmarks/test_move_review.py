@@ -2,9 +2,9 @@
 
 import pytest
 
-from libra import events
-from libra.policy.move_review import moves
-from libra.types import NO_TOOL
+from benchmarks.move_review import moves
+from libra import facts
+from libra.types import NO_TOOL, Phase
 
 FAST_S, SLOW_S = 0.012, 0.036
 
@@ -13,28 +13,26 @@ def _log(short, *, long):
     """One trajectory generates 10 tokens on each of two engines; with ``long`` another one 100 on the fast engine."""
 
     def capacity(worker, seconds):
-        return events.WorkerCapacity("run", 0.0, worker, "tp1", 8, 0, 10_000, seconds, seconds, 1e-6, 0.0)
+        return facts.Line("run", 0.0, facts.WorkerCapacity(worker, "tp1", 8, 0, 10_000, seconds, seconds, 1e-6))
 
     def quantum(key, number, worker, tokens, end):
         return [
-            events.QuantumDispatched("run", 0.1, key, "ROLLOUT", number, worker, (0,), "move: because", True),
-            events.QuantumFinished(
-                "run", 0.2, key, "ROLLOUT", number, tokens, "", NO_TOOL, 0, 0.1, worker, 0, end
-            ),
+            facts.Line("run", 0.1, facts.QuantumDispatched(key, Phase.ROLLOUT, worker, number, (0,), "move: because", True)),
+            facts.Line("run", 0.2, facts.QuantumFinished(
+                key, Phase.ROLLOUT, tokens, "", NO_TOOL, 0.1, quantum=number, worker=worker, end=end)),
         ]  # fmt: skip
 
     def parked(key):
-        return events.TrajectoryParked("run", 0.0, key, "ROLLOUT", 0, 0, (0,), "")
+        return facts.Line("run", 0.0, facts.TrajectoryParked(key, 0, Phase.ROLLOUT, 0))
 
     one, other = "trajectory-train-0-0-0-e0-run", "trajectory-train-0-0-1-e0-run"
     begin, finish = quantum(other, 0, "fast", 100, "eos") if long else ([], [])
-    happened = [
+    return [
         capacity("fast", FAST_S), capacity("slow", SLOW_S), parked(one), *([parked(other), begin] if long else []),
         *quantum(one, 0, short[0], 10, ""), *quantum(one, 1, short[1], 10, "eos"),
-        events.TrajectoryEnded("run", 1.0, one, True),
-        *([finish, events.TrajectoryEnded("run", 1.2, other, True)] if long else []),
+        facts.Line("run", 1.0, facts.TrajectoryEnded(one, True)),
+        *([finish, facts.Line("run", 1.2, facts.TrajectoryEnded(other, True))] if long else []),
     ]  # fmt: skip
-    return list(enumerate(happened))
 
 
 def test_a_move_beside_a_longer_trajectory_makes_no_difference():

@@ -1,4 +1,4 @@
-"""RolePlugin: workers that change roles during a run; beside `LibraPlugin`, which keeps the trajectories.
+"""Workers that change roles during a run.
 
 `libra.policy.role_changes.Roles` decides. This module carries out: it withdraws and restores what workers supply, sends them
 their stages (`libra.worker.role_member`), and logs the outcome. Calls for clients::
@@ -27,29 +27,18 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from distributed.diagnostics.plugin import SchedulerPlugin
-
-from libra import events, keys
-from libra.events.reports import (
-    HybridPoolReport,
-    NotReadyReport,
-    RoleFailedReport,
-    RoleMemberReport,
-    RoleReport,
-    RoleStageReport,
-    decode,
-)
+from libra import facts, keys
+from libra.facts import Fact
 from libra.policy import role_messages as messages
 from libra.policy.role_changes import Roles
 from libra.policy.role_messages import Assignment, Role, RoleCommand, RoleEvent, Stage
-from libra.policy.tail import RoleBegins, RoleKnown, RoleTaken, TailEvent, price_s
 from libra.scheduler import dask_internals
-from libra.scheduler.run_log import run_log
+from libra.scheduler.run_state import Handler, RunState
+from libra.scheduler.slot_limits import Concurrency
+from libra.scheduler.trajectories import Trajectories
 
 if TYPE_CHECKING:
     from distributed.scheduler import Scheduler
-
-    from libra.scheduler.run_state import RunState
 
 logger = logging.getLogger(__name__)
 
@@ -100,18 +89,19 @@ class _Run:
     news: asyncio.Event = field(default_factory=asyncio.Event)  # set and replaced when a change ends
 
 
-class RolePlugin(SchedulerPlugin):
-    """One per scheduler, for the one run at a time whose workers can change roles."""
+class WorkerRoles:
+    """One per scheduler, for the one run at a time whose workers can change roles; ``registered`` are the plugin's own runs."""
 
-    name = "libra-roles"
-    idempotent = True
-
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        registered: Mapping[str, RunState],
+        trajectories: Trajectories,
+        concurrency: Concurrency,
+    ) -> None:
+        self._scheduler, self._registered = scheduler, registered
+        self._trajectories, self._concurrency = trajectories, concurrency
         self._runs: dict[str, _Run] = {}
-
-    async def start(self, scheduler: Scheduler) -> None:
-        """Add the calls of the driver and of workers."""
-        self._scheduler = scheduler
         dask_internals.add_handlers(
             scheduler,
             {
@@ -245,14 +235,14 @@ class RolePlugin(SchedulerPlugin):
 
     # ---------------------------------------------------------------- scheduler hooks
 
-    def add_worker(self, scheduler: Scheduler, worker: str) -> None:
+    def add_worker(self, worker: str) -> None:
         """A worker that returns supplies what its command line says; zero it until its host reports, when its role is known."""
-        name = dask_internals.worker_name(scheduler, worker)
+        name = dask_internals.worker_name(self._scheduler, worker)
         for state in self._runs.values():
             if name in state.roles.members:
-                dask_internals.set_supply(scheduler, worker, keys.ROLLOUT, 0)
+                dask_internals.set_supply(self._scheduler, worker, keys.ROLLOUT, 0)
 
-    def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
+    def remove_worker(self, worker: str) -> None:
         """A member is lost, or the core's pool."""
         for state in self._runs.values():
             if worker == state.pool_of:
@@ -262,50 +252,53 @@ class RolePlugin(SchedulerPlugin):
                 del state.address[name]
                 self._handle(state, messages.MemberLost(name))
 
-    def log_event(self, topic: str, msg: Any) -> None:
-        """A worker announces itself, reports on a stage, or on the core's pool."""
-        if (received := decode(topic, msg, (RoleReport, NotReadyReport))) is None:
-            return
-        state, report = self._of(received.run, received.epoch), received.report
+    def handlers(self) -> dict[type[Fact], Handler]:
+        """What to do with what workers say of their role."""
+        return {
+            facts.RoleMemberJoined: self._announced,
+            facts.HybridPoolOpened: self._pool_opened,
+            facts.RoleStageFailed: self._stage_failed,
+            facts.RoleStage: self._stage_done,
+        }
+
+    def setup_failed(self, run: RunState, fact: facts.SetupFailed, address: str) -> None:
+        """The setup of a worker for a run failed."""
+        state = self._of(run.run, run.epoch)
+        if state is not None and fact.worker in state.roles.members:
+            self._mark_failed(state, fact.worker, address, fact.detail)
+
+    def _pool_opened(self, run: RunState, fact: facts.HybridPoolOpened, address: str) -> None:
+        if (state := self._of(run.run, run.epoch)) is not None:
+            state.pool, state.pool_of = (fact.gang, fact.host, fact.port), address
+            for member in state.address.values():
+                self._send(state, member, pool=state.pool)
+
+    def _stage_failed(self, run: RunState, fact: facts.RoleStageFailed, _: str) -> None:
+        if (state := self._of(run.run, run.epoch)) is not None:
+            self._handle(state, messages.MemberFailed(fact.worker, fact.generation, fact.detail))
+
+    def _stage_done(self, run: RunState, fact: facts.RoleStage, _: str) -> None:
+        state = self._of(run.run, run.epoch)
         if state is None:
             return
-        match report:
-            case RoleMemberReport():
-                self._announced(state, report)
-            case HybridPoolReport():
-                state.pool, state.pool_of = (report.gang, report.host, report.port), received.worker
-                for address in state.address.values():
-                    self._send(state, address, pool=state.pool)
-            case NotReadyReport(name=name) if name in state.roles.members:
-                self._mark_failed(state, report.name, report.address, report.detail)
-            case RoleFailedReport():
-                self._handle(state, messages.MemberFailed(report.name, report.generation, report.detail))
-            case RoleStageReport():
-                fields: dict[str, Any] = {
-                    "generation": report.generation,
-                    "stage": report.stage,
-                    "seconds": report.seconds,
-                }
-                run_log(self._scheduler, state.run).emit(events.RoleStage, worker=report.name, **fields)
-                if report.stage in _STAGES:
-                    stages = state.stage_s.setdefault((report.generation, report.name), {})
-                    stages[report.stage] = report.seconds
-                    self._handle(state, messages.StageDone(report.name, report.generation, Stage(report.stage)))
+        run.log.emit(fact)
+        if fact.stage in _STAGES:
+            state.stage_s.setdefault((fact.generation, fact.worker), {})[fact.stage] = fact.seconds
+            self._handle(state, messages.StageDone(fact.worker, fact.generation, Stage(fact.stage)))
 
-    def _announced(self, state: _Run, report: RoleMemberReport) -> None:
-        name, address = report.name, report.address
-        if (ws := self._scheduler.workers.get(address)) is None:
+    def _announced(self, run: RunState, fact: facts.RoleMemberJoined, address: str) -> None:
+        name, state = fact.worker, self._of(run.run, run.epoch)
+        if state is None or (ws := self._scheduler.workers.get(address)) is None:
             return
         member = state.members.setdefault(name, _Member(int(ws.resources.get(keys.TP, 0))))
-        member.slots, member.share = report.slots, report.share
+        member.slots, member.share = fact.slots, fact.share
         state.address[name] = address
         state.failed.pop(name, None)
         if state.pool is not None:
             self._send(state, address, pool=state.pool)
-        base = Assignment(Role.ROLLOUT, report.tp)
-        if (run := self._turning(state)) is not None:
-            run.log.emit(events.RoleMemberKnown, worker=name, tp=report.tp)
-            self._tell(state, RoleKnown(name, report.tp))
+        base = Assignment(Role.ROLLOUT, fact.tp)
+        if run.tail.settings is not None:
+            self._tell(state, facts.RoleMemberKnown(name, fact.tp))
         self._handle(state, messages.MemberAnnounced(name, base, urlsplit(address).hostname or address))
 
     @staticmethod
@@ -327,7 +320,6 @@ class RolePlugin(SchedulerPlugin):
         return commands
 
     def _carry_out(self, state: _Run, command: RoleCommand) -> None:
-        log = run_log(self._scheduler, state.run)
         match command:
             case messages.Withdraw(worker=worker):
                 self._supply(state, worker, 0, None)
@@ -350,21 +342,21 @@ class RolePlugin(SchedulerPlugin):
                 self._supply(state, worker, self._allowed(state, worker, has.tp, names), tp)
             case messages.RestartMember(worker=worker, reason=reason):
                 logger.warning("run %s: %s is restarted: %s", state.run, worker, reason)
-                log.emit(events.RoleMemberFailed, worker=worker, detail=reason, restarts=True)
+                self._tell(state, facts.RoleMemberFailed(worker, reason, restarts=True))
                 self._scheduler.loop.add_callback(
                     dask_internals.restart_worker, self._scheduler, state.address[worker], f"libra-roles-{worker}"
                 )
             case messages.GiveUp(worker=worker, reason=reason):
                 logger.error("run %s: %s gets no work until it is restarted: %s", state.run, worker, reason)
                 self._mark_failed(state, worker, state.address.get(worker, ""), reason)
-                log.emit(events.RoleMemberFailed, worker=worker, detail=reason, restarts=False)
+                self._tell(state, facts.RoleMemberFailed(worker, reason, restarts=False))
             case messages.ReportStarted() | messages.ReportUndone() | messages.ReportEnded():
                 self._report(state, command)
 
     def _allowed(self, state: _Run, worker: str, tp: int, names: Sequence[str]) -> int:
         """Slots that an engine of these workers may use (`libra.scheduler.slot_limits`)."""
-        slots, libra = sum(state.members[name].slots for name in names), self._libra
-        return slots if libra is None else int(libra.concurrency.supplied(state.run, worker, tp, slots))
+        slots = sum(state.members[name].slots for name in names)
+        return self._concurrency.supplied(state.run, worker, tp, slots)
 
     def _supply(self, state: _Run, name: str, slots: int, tp: int | None) -> None:
         """Set the slots of a worker; ``tp`` None keeps its present TP."""
@@ -374,8 +366,7 @@ class RolePlugin(SchedulerPlugin):
         if tp is not None and (tp or keys.TP in self._scheduler.workers[address].resources):
             dask_internals.set_supply(self._scheduler, address, keys.TP, tp)
         dask_internals.set_supply(self._scheduler, address, keys.ROLLOUT, slots)
-        if (libra := self._libra) is not None:
-            libra.trajectories.kick()
+        self._trajectories.workers_changed()
 
     def _send(self, state: _Run, address: str, *, pool: Any = None, stage: str | None = None, **fields: Any) -> None:
         message = {"op": "libra-role", "run": state.run, "epoch": state.epoch, "pool": pool, "stage": stage, **fields}
@@ -383,14 +374,10 @@ class RolePlugin(SchedulerPlugin):
 
     # ---------------------------------------------------------------- log
 
-    @property
-    def _libra(self) -> Any:
-        return self._scheduler.plugins.get("libra")
-
     def _report(
         self, state: _Run, command: messages.ReportStarted | messages.ReportUndone | messages.ReportEnded
     ) -> None:
-        generation, log = command.generation, run_log(self._scheduler, state.run)
+        generation = command.generation
         match command:
             case messages.ReportStarted(moves=moves, reason=reason, undoes=undoes):
                 state.begun_s[generation] = time.monotonic()
@@ -398,42 +385,34 @@ class RolePlugin(SchedulerPlugin):
                     state.members[name].reason = reason
                 wanted = {name: {"role": str(to.role), "tp": to.tp} for name, (_, to) in moves.items()}
                 logger.info("%s: roles change (%d) to %s", reason, generation, wanted)
-                log.emit(events.RoleChangeStarted, generation, wanted, reason, undoes)
-                self._tell(state, *(RoleBegins(name, str(to.role)) for name, (_, to) in moves.items()))
+                self._tell(state, facts.RoleChangeStarted(generation, wanted, reason, undoes))
             case messages.ReportUndone(cancelled=True):
                 state.undone.add(generation)
                 self._forget(state, generation)
-                log.emit(events.RoleChangeCancelled, generation)
+                self._tell(state, facts.RoleChangeCancelled(generation))
             case messages.ReportUndone(detail=detail):
                 state.undone.add(generation)
                 self._forget(state, generation)
                 logger.warning("role change %d is undone: %s", generation, detail)
-                log.emit(events.RoleChangeFailed, generation, detail)
+                self._tell(state, facts.RoleChangeFailed(generation, detail))
             case messages.ReportEnded(moves=moves):
                 seconds = round(time.monotonic() - state.begun_s[generation], 6)
                 for name, (before, to) in moves.items():
                     stage_s = state.stage_s.get((generation, name), {})
                     if before == to:
-                        log.emit(events.RoleRestored, name, generation, to.role, to.tp, stage_s, seconds)
-                        self._tell(state, RoleTaken(name, str(to.role), None))
+                        self._tell(state, facts.RoleRestored(name, generation, str(to.role), to.tp, stage_s, seconds))
                     else:
                         state.members[name].took_s = seconds
-                        roles = (before.role, to.role, before.tp, to.tp)
-                        log.emit(events.RoleChanged, name, generation, *roles, stage_s, seconds)
-                        self._tell(state, RoleTaken(name, str(to.role), price_s(stage_s)))
+                        roles = str(before.role), str(to.role), before.tp, to.tp
+                        self._tell(state, facts.RoleChanged(name, generation, *roles, stage_s, seconds))
                 self._forget(state, generation)
 
-    def _turning(self, state: _Run) -> RunState | None:
-        """The run, if its engines turn."""
-        run = self._libra.runs.get(state.run) if self._libra is not None else None
-        return run if run is not None and run.tail.settings is not None else None
-
-    def _tell(self, state: _Run, *happened: TailEvent) -> None:
-        """Tell the run's tail what its log has just got."""
-        if (run := self._turning(state)) is not None:
-            for event in happened:
-                run.tail.handle(event)
-            self._libra.trajectories.applier.apply(run, ())
+    def _tell(self, state: _Run, fact: Fact) -> None:
+        """Log a fact, and tell the run's tail."""
+        if (run := self._registered.get(state.run)) is not None:
+            run.log.emit(fact)
+            run.tail.handle(fact)
+            self._trajectories.applier.apply(run, ())
 
     @staticmethod
     def _forget(state: _Run, generation: int) -> None:

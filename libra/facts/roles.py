@@ -4,47 +4,68 @@ from __future__ import annotations
 
 from typing import Any
 
-from libra.events.event import Event
+from libra.facts.fact import Fact, Signal
 
 
-class RoleMemberKnown(Event, frozen=True):
-    """A worker that can change roles is there; ``tp``: GPUs that it was started with."""
+class HybridPoolOpened(Signal, frozen=True):
+    """The core of group ``gang`` (0 if it is alone) accepts hybrid replicas at ``host`` and ``port``."""
+
+    gang: int
+    host: str
+    port: int
+
+
+class RoleMemberJoined(Signal, frozen=True):
+    """A worker that can change roles has joined; ``tp`` and ``slots`` of the engine that it was started for.
+
+    ``share``: its part of the machine, the fields of `libra.worker.engine_factory.Share`.
+    """
+
+    worker: str
+    tp: int
+    slots: int
+    share: dict[str, str]
+
+
+class RoleStageFailed(Signal, frozen=True):
+    """A stage of change ``generation`` failed on ``worker``, or it cannot go on in the role that this change gave it."""
+
+    worker: str
+    generation: int
+    detail: str
+
+
+class RoleMemberKnown(Fact, frozen=True):
+    """A worker that can change roles is there, and generates; ``tp``: GPUs that it was started with."""
+
+    words = "{worker} can change its role"
 
     worker: str
     tp: int
 
 
-class EngineTurned(Event, frozen=True):
-    """The GPUs of the engine of ``worker`` are to train for the open step, or to generate again, for this reason.
-
-    ``to``: training or rollout. See `libra.policy.turning`; a change of roles follows, or `TurnRefused`.
-    """
-
-    worker: str
-    to: str
-    reason: str
-
-
-class TurnRefused(Event, frozen=True):
+class TurnRefused(Fact, frozen=True):
     """A turn could not begin because of ``detail``; the worker rests until the next version."""
 
+    words = "{worker} stays as it is until the next version"
+
     worker: str
-    detail: str
+    detail: str = ""
 
 
-class RoleChangeStarted(Event, frozen=True):
+class RoleChangeStarted(Fact, frozen=True):
     """A change to other roles has begun: ``assignments`` has ``role`` and ``tp`` by worker.
 
     ``undoes`` is the generation of the change that it undoes; None: it was requested, or a worker returned.
     """
 
     generation: int
-    assignments: dict[str, Any]
+    assignments: dict[str, dict[str, Any]]
     reason: str
     undoes: int | None
 
 
-class RoleStage(Event, frozen=True):
+class RoleStage(Fact, frozen=True):
     """A worker finished its part of a stage (draining, sleeping, taking_up) after so many seconds.
 
     Stages outside a change: ``state`` (a training worker received its first weights, and counts from then on; seconds since
@@ -57,9 +78,13 @@ class RoleStage(Event, frozen=True):
     seconds: float
 
 
-class RoleChanged(Event, frozen=True):
+class RoleChanged(Fact, frozen=True):
     """A worker is in its new role. ``stage_s`` are seconds of its own work by stage, ``seconds`` those of the change as the
     scheduler measured them, waiting for other members included."""
+
+    words = (
+        "{worker} changes from {from_role} tp={from_tp} to {to_role} tp={to_tp} in {seconds:.2f} s, change {generation}"
+    )
 
     worker: str
     generation: int
@@ -71,8 +96,10 @@ class RoleChanged(Event, frozen=True):
     seconds: float
 
 
-class RoleRestored(Event, frozen=True):
+class RoleRestored(Fact, frozen=True):
     """A worker has the role again that it had before an undone change, or before it was lost."""
+
+    words = "{worker} is {role} tp={tp} again, change {generation} was undone"
 
     worker: str
     generation: int
@@ -82,21 +109,27 @@ class RoleRestored(Event, frozen=True):
     seconds: float
 
 
-class RoleChangeFailed(Event, frozen=True):
+class RoleChangeFailed(Fact, frozen=True):
     """A change failed because of ``detail``; its members return to their old assignments."""
+
+    words = "change {generation} is undone"
 
     generation: int
     detail: str
 
 
-class RoleChangeCancelled(Event, frozen=True):
+class RoleChangeCancelled(Fact, frozen=True):
     """A change was cancelled on request; its members return to their old assignments."""
+
+    words = "change {generation} was cancelled on request"
 
     generation: int
 
 
-class RoleMemberFailed(Event, frozen=True):
+class RoleMemberFailed(Fact, frozen=True):
     """A worker could not return to its old assignment. ``restarts``: it is restarted; else it gets no more work."""
+
+    words = "role member failed: {worker}"
 
     worker: str
     detail: str

@@ -15,18 +15,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from libra import events
+from libra.facts import (
+    HomeChanged,
+    HomeForgotten,
+    Line,
+    QuantumDispatched,
+    QuantumFinished,
+    TrajectoryEnded,
+    WorkerWithdrawn,
+)
 from libra.policy.engine_loads import SURE, Loads
 from libra.policy.fleet import Fleet
-from libra.policy.messages import (
-    HomeForgotten,
-    KVTransferred,
-    QuantumFinished,
-    QuantumStarted,
-    TrajectoryEnded,
-    WorkerLeft,
-)
-from libra.policy.replayed_objects import policy_event
 from libra.types import Phase
 
 NOISE_FRAC = 0.05
@@ -60,7 +59,7 @@ class Moved:
         )
 
 
-def moves(log: Iterable[tuple[int, events.Event]]) -> tuple[list[Moved], int]:
+def moves(log: Iterable[Line]) -> tuple[list[Moved], int]:
     """The moves of a log, in order, and the number of dispatched generations."""
     lines = list(log)
     generated, final = _lengths(lines)
@@ -69,60 +68,53 @@ def moves(log: Iterable[tuple[int, events.Event]]) -> tuple[list[Moved], int]:
     found: list[Moved] = []
     done: dict[str, int] = {}
     dispatched = 0
-    for line, event in lines:
-        if isinstance(event, events.QuantumDispatched):
-            if event.phase == Phase.ROLLOUT:
-                dispatched += 1
-                home = fleet.home.get(event.key)
-                if event.key in generated:
-                    loads.set_forecast(event.key, generated[event.key] - done.get(event.key, 0), final[event.key])
-                if home is not None and home != event.worker:
-                    found.append(_judged(event, home, fleet, loads, event.key in generated))
-                loads.settle(event.key, event.worker)
-            fleet.handle(QuantumStarted(event.key, Phase(event.phase), event.worker))
-            continue
-        received = policy_event(line, event, "")
-        if received is None:
-            continue
-        match received:
+    for _, t_s, event in lines:
+        match event:
+            case QuantumDispatched(key=key, worker=worker):
+                if event.phase is Phase.ROLLOUT:
+                    dispatched += 1
+                    home = fleet.home.get(key)
+                    if key in generated:
+                        loads.set_forecast(key, generated[key] - done.get(key, 0), final[key])
+                    if home is not None and home != worker:
+                        found.append(_judged(t_s, event, home, fleet, loads, key in generated))
+                    loads.settle(key, worker)
             case QuantumFinished(key=key, tokens=tokens):
                 done[key] = done.get(key, 0) + tokens
-                fleet.handle(received)
+                fleet.handle(event)
                 loads.generated(key, tokens)
                 continue
             case TrajectoryEnded(key=key):
                 loads.end(key)
-            case KVTransferred(num_bytes=num_bytes, seconds=seconds):
-                loads.transfers.add(num_bytes, seconds)
+            case HomeChanged(num_bytes=num_bytes, took_s=took_s) if num_bytes:
+                loads.transfers.add(num_bytes, took_s)
             case HomeForgotten(key=key):
                 loads.settle(key, None)
-            case WorkerLeft(worker=worker):
+            case WorkerWithdrawn(worker=worker):
                 loads.lose(worker)
-        fleet.handle(received)
+        fleet.handle(event)
     return found, dispatched
 
 
-def _lengths(lines: list[tuple[int, events.Event]]) -> tuple[dict[str, int], dict[str, int]]:
+def _lengths(lines: list[Line]) -> tuple[dict[str, int], dict[str, int]]:
     """Tokens generated, and context at the end, of each trajectory that ended."""
     fleet, tokens, final = Fleet(), dict[str, int](), dict[str, int]()
-    for line, event in lines:
-        if isinstance(event, events.QuantumDispatched):
+    for _, _, event in lines:
+        if isinstance(event, QuantumDispatched):
             continue
-        received = policy_event(line, event, "")
-        if isinstance(received, TrajectoryEnded):
-            final[received.key] = fleet.context_tokens.get(received.key, 0)
-        if isinstance(received, QuantumFinished):
-            tokens[received.key] = tokens.get(received.key, 0) + received.tokens
-        if received is not None:
-            fleet.handle(received)
+        if isinstance(event, TrajectoryEnded):
+            final[event.key] = fleet.context_tokens.get(event.key, 0)
+        if isinstance(event, QuantumFinished):
+            tokens[event.key] = tokens.get(event.key, 0) + event.tokens
+        fleet.handle(event)
     return {key: tokens[key] for key in final if tokens.get(key)}, final
 
 
-def _judged(event: events.QuantumDispatched, home: str, fleet: Fleet, loads: Loads, known: bool) -> Moved:
-    moved = Moved(event.key, event.t_s, home, event.worker, event.reason)
+def _judged(t_s: float, event: QuantumDispatched, home: str, fleet: Fleet, loads: Loads, known: bool) -> Moved:
+    moved = Moved(event.key, t_s, home, event.worker, event.reason)
     declared = all(name in fleet.hosts and fleet.hosts[name].spec.declared for name in (home, event.worker))
     if not known or not declared or not loads.has_forecast(event.key):
         return moved
     home_s, moved_s, _ = loads.moved_s(event.key, event.worker)
     stayed_s = max(home_s, loads.over_s(event.worker))
-    return Moved(event.key, event.t_s, home, event.worker, event.reason, stayed_s, moved_s)
+    return Moved(event.key, t_s, home, event.worker, event.reason, stayed_s, moved_s)

@@ -1,14 +1,17 @@
-"""The run as a whole: iterations, batches, steps, decisions of policy and planner."""
+"""The run as a whole: iterations, batches, steps, decisions of planner and driver."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from libra.events.event import Event
+from libra.facts.fact import Fact
 
 
-class RunStarted(Event, frozen=True):
+class RunStarted(Fact, frozen=True):
     """A driver begins ``epoch`` of a run; ``policy`` names the ordering of its trajectories, ``family`` their environment."""
+
+    words = "epoch {epoch} begins: eta {eta}, {groups_per_batch} groups per batch, policy {policy}"
 
     epoch: int
     eta: int
@@ -18,11 +21,13 @@ class RunStarted(Event, frozen=True):
     family: str
 
 
-class PolicySnapshot(Event, frozen=True):
+class PolicySnapshot(Fact, frozen=True):
     """State of the policy objects: ``order`` of the ordering ``policy``, ``admission``, ``turning`` and ``versions`` (empty: off).
 
     An epoch begins with the first after ``run_started``; a replay can begin at any later one.
     """
+
+    words = "snapshot of the policy"
 
     policy: str
     family: str
@@ -32,83 +37,68 @@ class PolicySnapshot(Event, frozen=True):
     versions: dict[str, Any] = {}
 
 
-class GateParked(Event, frozen=True):
-    """An iteration waits at its gate."""
+class PromptsNamed(Fact, frozen=True, gc=False):
+    """Prompts of groups that have not started yet, as (group, prompt); a prompt has the same name in every iteration."""
 
-    iteration: int
-
-
-class PromptsNamed(Event, frozen=True):
-    """Group ``k`` of a training iteration is of ``prompts[k]``, the same name in every iteration; empty: it does not return."""
-
-    iteration: int
-    prompts: tuple[str, ...]
+    groups: tuple[tuple[str, str], ...]
 
 
-class GateOpened(Event, frozen=True):
-    """An iteration may generate, for this reason."""
-
-    iteration: int
-    reason: str
+def prompts_named(split: str, iteration: int, prompts: Sequence[str]) -> PromptsNamed:
+    """`PromptsNamed` of an iteration whose group ``k`` is of ``prompts[k]``, by the names that the scheduler gives to groups."""
+    return PromptsNamed(tuple((f"{split}-{iteration}-{k}", prompt) for k, prompt in enumerate(prompts) if prompt))
 
 
-class BoundariesSet(Event, frozen=True):
-    """From now on trajectories should begin on engines of the degree that ``boundaries`` assign to their length, for this reason.
+class BoundariesSet(Fact, frozen=True, gc=False):
+    """A plan assigns buckets to lengths: pairs (TP degree, generated tokens), ascending in both.
 
-    Pairs (TP degree, generated tokens), ascending; see `libra.policy.messages.BoundariesSet`.
+    A trajectory of at most that many tokens should begin on engines of that degree; one longer than all, on engines of a
+    higher one. Empty: there is no plan.
     """
 
     boundaries: tuple[tuple[int, float], ...]
-    reason: str
+    reason: str = ""
 
 
-class ToolsDeclared(Event, frozen=True):
-    """Tools of the run have declared resources, and actions hold leases from now on; `libra.policy.messages.ToolsDeclared`."""
-
-    tools: dict[str, Any]
-    quotas: dict[str, str]
+def boundaries_of(tokens: Mapping[Any, float]) -> tuple[tuple[int, float], ...]:
+    """Boundaries as a configuration has them (``{"tp1": 3000}``), for `BoundariesSet`."""
+    return tuple(sorted((int(name.removeprefix("tp")), float(end)) for name, end in tokens.items()))
 
 
-class PolicyLearned(Event, frozen=True):
+class PolicyLearned(Fact, frozen=True):
     """The policy's expensive update ran, and took ``seconds`` of the scheduler's loop."""
 
     seconds: float
 
 
-class BatchParked(Event, frozen=True):
+# ---------------------------------------------------------------- gates, batches and waves
+
+
+class GateParked(Fact, frozen=True):
+    """An iteration waits at its gate."""
+
+    words = "iteration {iteration} waits at its gate"
+
+    iteration: int
+
+
+class BatchParked(Fact, frozen=True):
     """A step requests its groups."""
 
-    batch: int
-
-
-class BatchOpened(Event, frozen=True):
-    """A step may train on these groups, each (iteration, group), for this reason."""
+    words = "batch {batch} waits for its groups"
 
     batch: int
-    members: tuple[tuple[int, int], ...]
-    reason: str
 
 
-class WaveParked(Event, frozen=True):
+class WaveParked(Fact, frozen=True):
     """A wave of a streamed step requests its groups."""
 
-    batch: int
-    wave: int
-
-
-class WaveOpened(Event, frozen=True):
-    """A wave of step ``batch`` may train on these groups, each (iteration, group), for this reason.
-
-    Without members: the waves before it have all groups of the batch.
-    """
+    words = "wave {wave} of batch {batch} requests its groups"
 
     batch: int
     wave: int
-    members: tuple[tuple[int, int], ...]
-    reason: str
 
 
-class WaveTrained(Event, frozen=True):
+class WaveTrained(Fact, frozen=True):
     """The gradient of a wave with ``groups`` groups was added in ``train_s`` seconds, with the help of ``hybrids`` workers that
     can change roles; ``missing`` groups of its batch were left for later waves."""
 
@@ -120,16 +110,36 @@ class WaveTrained(Event, frozen=True):
     hybrids: int = 0
 
 
-class StepsPlanned(Event, frozen=True):
+class StepsPlanned(Fact, frozen=True):
     """The run may take its steps in any of these ``ways``, and begins with ``way``, for this reason (`libra.policy.way_choice`)."""
+
+    words = "steps begin by {way}, of {ways}"
 
     ways: tuple[str, ...]
     way: str
     reason: str
 
 
-class StepMeasured(Event, frozen=True):
-    """A step of a run that chooses how to take its steps; fields as of `libra.policy.way_choice.MeasuredStep`."""
+class StepMeasured(Fact, frozen=True):
+    """A step, as it was measured, of a run that chooses how to take its steps.
+
+    Attributes
+    ----------
+    complete_s : tuple of float
+        Seconds from the opening of its iteration's gate until each of its groups was complete, ascending.
+    waves : tuple of (int, float)
+        Groups of each of its waves, and seconds of its gradient if the core trainers alone had computed it.
+    update_s : float
+        From its last gradient until the new weights were published.
+    longest_s : float
+        The longest trajectory of its iteration, had it been alone; 0: not known.
+    rollout_gpus, rollout_gpu_s : float
+        GPUs of engines while it was taken, on average, and their GPU-seconds with requests.
+    change_s : float
+        Mean seconds of both changes of an engine, as far as they were measured; 0: not at all.
+    beside_s : float
+        Of ``update_s``, the seconds after the step's end, which passed beside the next step; 0: that waited for them.
+    """
 
     step: int
     complete_s: tuple[float, ...]
@@ -142,14 +152,7 @@ class StepMeasured(Event, frozen=True):
     beside_s: float = 0.0
 
 
-class StepsChosen(Event, frozen=True):
-    """Steps are taken in this way from now on (split, streaming or turning), for this reason."""
-
-    way: str
-    reason: str
-
-
-class StepFinished(Event, frozen=True):
+class StepFinished(Fact, frozen=True):
     """All ranks took step ``step``. ``beside``: its weights are published beside the next step, which may begin now."""
 
     step: int
@@ -158,7 +161,7 @@ class StepFinished(Event, frozen=True):
     beside: bool = False
 
 
-class LateRewardsTaken(Event, frozen=True):
+class LateRewardsTaken(Fact, frozen=True):
     """What a batch does about rewards that come later than their trajectory (`libra.policy.late`).
 
     Input: groups that ``waited``, each (iteration, group, batch that trained it, samples ...), for at most ``versions``, and the
@@ -169,17 +172,17 @@ class LateRewardsTaken(Event, frozen=True):
     """
 
     batch: int
-    versions: int
-    waited: tuple[tuple[int, ...], ...]
-    came: tuple[tuple[int, int, int], ...]
-    arrived: tuple[tuple[int, ...], ...]
-    dropped: tuple[tuple[int, int, int], ...]
-    on_time: int
-    waiting: int
-    awaited: int
+    versions: int = 0
+    waited: tuple[tuple[int, ...], ...] = ()
+    came: tuple[tuple[int, int, int], ...] = ()
+    arrived: tuple[tuple[int, ...], ...] = ()
+    dropped: tuple[tuple[int, int, int], ...] = ()
+    on_time: int = 0
+    waiting: int = 0
+    awaited: int = 0
 
 
-class IterationFinished(Event, frozen=True):
+class IterationFinished(Fact, frozen=True):
     """The summary of an iteration returned; ``reward`` is None if no trajectory had one."""
 
     iteration: int
@@ -187,14 +190,16 @@ class IterationFinished(Event, frozen=True):
     lag: float
 
 
-class MismatchFound(Event, frozen=True):
+class MismatchFound(Fact, frozen=True):
     """Engine and trainer do not compute the same model: the alarm of a step's mismatch, where the run goes on."""
+
+    words = "engine and trainer disagree at step {step}"
 
     step: int
     detail: str
 
 
-class EvaluationFinished(Event, frozen=True):
+class EvaluationFinished(Fact, frozen=True):
     """``prompts`` held-out questions were answered with the weights ``version``; ``reward`` is None if none could be graded."""
 
     version: int
@@ -202,7 +207,10 @@ class EvaluationFinished(Event, frozen=True):
     prompts: int
 
 
-class LayoutPlanned(Event, frozen=True):
+# ---------------------------------------------------------------- the planner
+
+
+class LayoutPlanned(Fact, frozen=True):
     """The run starts the layout planned for ``model`` on ``num_gpus`` x ``gpu`` ("cpu": ranks on cores), for this reason.
 
     ``engines`` are (TP degree, number, trajectories at once on each); ``boundaries`` pairs (TP degree, longest trajectory
@@ -222,7 +230,7 @@ class LayoutPlanned(Event, frozen=True):
     lost: tuple[str, ...]
 
 
-class PlanConsidered(Event, frozen=True):
+class PlanConsidered(Fact, frozen=True):
     """A plan was compared with the present layout after an iteration, and accepted or not, for this reason.
 
     ``predicted_step_s`` was predicted before the iteration that took ``realised_step_s`` (None: nothing was); ``current_step_s``
@@ -255,8 +263,10 @@ class PlanConsidered(Event, frozen=True):
     kv_demand: float = 0.0
 
 
-class PlanAccepted(Event, frozen=True):
+class PlanAccepted(Fact, frozen=True):
     """The plan of the preceding line will be carried out by ``commands``, each (name, numbers in words)."""
+
+    words = "carry out the plan of iteration {iteration}"
 
     iteration: int
     train_gpus: int
@@ -266,11 +276,13 @@ class PlanAccepted(Event, frozen=True):
     commands: tuple[tuple[str, str], ...]
 
 
-class PlanBlocked(Event, frozen=True):
+class PlanBlocked(Fact, frozen=True):
     """A plan cannot be carried out because of what is ``missing``; each is logged once.
 
     It would gain ``gain_frac`` of a step, and need ``kv_demand`` of the KV of its fullest engine.
     """
+
+    words = "plan of iteration {iteration} cannot be carried out, missing: {missing}"
 
     iteration: int
     missing: str
@@ -281,13 +293,17 @@ class PlanBlocked(Event, frozen=True):
     concurrency: tuple[tuple[int, int], ...]
 
 
-class PlanRealised(Event, frozen=True):
+class PlanRealised(Fact, frozen=True):
     """Result of the change that was accepted after ``iteration``, in the first iteration with it.
 
     Gains are shares of a step; the realised gain compares with the predicted seconds of the previous split for the batch of
     ``realised_iteration``. ``cost_s``: seconds until the slowest worker of change ``generation`` was in its new role; None:
     not known, because there was no ``role_changed``.
     """
+
+    words = (
+        "result of the plan of iteration {iteration}, in iteration {realised_iteration}, by the forecast of its batch"
+    )
 
     iteration: int
     generation: int

@@ -1,13 +1,12 @@
 """The gang plugin against a scheduler that is two dicts and a list: whole gangs or none, losses named, nothing stale heard."""
 
-import json
 from types import SimpleNamespace
 
 import pytest
 
 from libra import keys
-from libra.events import to_json
-from libra.scheduler.gang_plugin import GangPlugin
+from libra.facts import GangOpen, GangRankFailed, GangRankJoined, TrainerJoined, fields_of
+from libra.scheduler.gangs import Gangs
 
 
 class Stage:
@@ -19,28 +18,27 @@ class Stage:
         self.sent = []
         self.later = []
         self.events = []
-        state = SimpleNamespace(log=SimpleNamespace(emit=self.emit))
-        self.plugins = {"libra": SimpleNamespace(runs={"demo": state})}
+        self.state = SimpleNamespace(run="demo", epoch=0, log=SimpleNamespace(emit=self.emit))
+        self.handlers = {}
         self.loop = SimpleNamespace(
             add_callback=lambda call, *args: call(*args),
             call_later=lambda _, call, *args: self.later.append((call, args)),
         )
-        self.plugin = GangPlugin()
-        self.plugin._scheduler = self
+        self.plugin = Gangs(self, {"demo": self.state})
         self.plugin.register_gang("demo", 0, 2)
         for name in workers:
-            self.say("trainer", name=name, address=self.address(name))
+            self.say(TrainerJoined(name), name)
 
-    def emit(self, kind, **fields):
-        event = json.loads(to_json(kind("demo", 0.0, **fields)))
-        self.events.append((event["name"], {name: event[name] for name in fields}))
+    def emit(self, fact):
+        self.events.append((fact.name, fields_of(fact)))
 
     @staticmethod
     def address(name):
         return f"tcp://{name}:1"
 
-    def say(self, kind, **fields):
-        self.plugin.log_event("libra", {"kind": kind, "run": "demo", "epoch": 0, **fields})
+    def say(self, fact, name="a", epoch=0):
+        state = SimpleNamespace(run="demo", epoch=epoch, log=self.state.log)
+        self.plugin.handlers()[type(fact)](state, fact, self.address(name))
 
     def worker_send(self, address, message):
         self.sent.append((address, message))
@@ -63,9 +61,9 @@ class Stage:
 
     def form(self, number):
         """Everybody does as told, up to a ready group."""
-        self.say("gang_open", gang=number, host="h", port=1)
+        self.say(GangOpen(number, "h", 1))
         for rank in range(2):
-            self.say("gang_joined", gang=number, rank=rank, steps=number)
+            self.say(GangRankJoined(number, rank, number))
 
     def lose(self, name):
         address = self.address(name)
@@ -74,7 +72,7 @@ class Stage:
             if task.state == "processing" and task.worker_restrictions == {address}:
                 self.move(key, "released")
                 self.move(key, "no-worker")
-        self.plugin.remove_worker(self, address)
+        self.plugin.remove_worker(address)
 
     def running(self):
         return {key: task.worker_restrictions for key, task in self.tasks.items() if task.state == "processing"}
@@ -127,11 +125,11 @@ def test_a_member_that_leaves_is_named_and_its_gang_placed_again_on_the_next_gro
     assert not stage.running()
     if not spare:
         stage.workers.add(stage.address("b"))
-        stage.say("trainer", name="b", address=stage.address("b"))
+        stage.say(TrainerJoined("b"), "b")
     assert stage.sent[-1][1]["do"] == "open" and stage.sent[-1][1]["gang"] == 1
-    stage.say("gang_failed", gang=0, rank=0, detail="late: group 0 is over")  # of the group before
+    stage.say(GangRankFailed(0, 0, "late: group 0 is over"))  # of the group before
     stage.form(1)
-    members = ["a", "c" if spare else "b"]
+    members = ("a", "c" if spare else "b")
     assert stage.events[-1] == ("gang_formed", {"gang": 1, "members": members, "steps": 1})
     assert list(stage.running().values()) == [{stage.address(name)} for name in members]
 
@@ -143,14 +141,14 @@ def test_a_rank_done_before_is_not_waited_for():
     stage.move(first, "memory")
     stage.lose("b")
     stage.workers.add(stage.address("b"))
-    stage.say("trainer", name="b", address=stage.address("b"))
+    stage.say(TrainerJoined("b"), "b")
     stage.form(1)
     assert stage.running() == {second: {stage.address("b")}}
 
 
 def test_a_group_that_cannot_form_is_tried_again():
     stage = Stage("a", "b")
-    stage.say("gang_failed", gang=0, rank=1, detail="nobody answers")
+    stage.say(GangRankFailed(0, 1, "nobody answers"))
     assert not stage.events
     ((call, args),) = stage.later
     call(*args)
@@ -163,7 +161,7 @@ def test_a_group_that_cannot_form_is_tried_again():
 def test_who_cannot_reach_the_others_is_not_blamed_when_one_of_them_left():
     stage = Stage("a", "b", "c")
     stage.form(0)
-    stage.say("gang_failed", gang=0, rank=1, detail="connection closed")
+    stage.say(GangRankFailed(0, 1, "connection closed"))
     stage.park("step", 0, 0), stage.park("step", 0, 1)
     assert not stage.running()  # the group may be broken
     stage.lose("a")

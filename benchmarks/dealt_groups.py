@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from libra.policy import Event, Fifo, Prefer, SetPriority
-from libra.policy.messages import TrajectoryParked
+from libra.facts import Fact, Prefer, SetPriority, TrajectoryParked
+from libra.policy import Fifo
 from libra.sim.engines import EngineSpec
 
 
@@ -23,7 +23,7 @@ class DealtGroups(Fifo):
         self._buckets = tuple(buckets)
         self._dealt: dict[str, str] = {}
 
-    def handle(self, event: Event) -> tuple[SetPriority | Prefer, ...]:  # type: ignore[override]
+    def handle(self, event: Fact) -> tuple[SetPriority | Prefer, ...]:  # type: ignore[override]
         """Answer one event."""
         answers = super().handle(event)
         if not isinstance(event, TrajectoryParked):

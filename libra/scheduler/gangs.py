@@ -1,4 +1,4 @@
-"""GangPlugin: the training replicas of a run as one process group, formed, placed and supervised; beside `LibraPlugin`.
+"""The training replicas of a run as one process group, formed, placed and supervised.
 
 ::
 
@@ -17,30 +17,21 @@ Invariants
 2. A member that leaves ends the group at once, named in the event log and by a warning. Placed tasks return here, and are
    released to the next group.
 3. However a task of a gang ends, it is parked again, or a result lost with its worker would stay pinned to it.
-4. Reports of another gang epoch or run epoch are ignored.
+4. Facts of another gang epoch are ignored.
 5. A rank stays with its worker's name if that returns; workers beyond the size of the group are spares.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from distributed.diagnostics.plugin import SchedulerPlugin
-
-from libra import events, keys
-from libra.events.reports import (
-    GangFailedReport,
-    GangJoinedReport,
-    GangMemberReport,
-    GangOpenReport,
-    GangReport,
-    TrainerReport,
-    decode,
-)
+from libra import facts, keys
+from libra.facts import Fact
 from libra.scheduler import dask_internals
-from libra.scheduler.run_log import run_log
+from libra.scheduler.run_state import Handler, RunState
 
 if TYPE_CHECKING:
     from distributed.scheduler import Scheduler
@@ -70,20 +61,28 @@ class _Gang:
         return [self.replicas[name] for name in self.names]
 
 
-class GangPlugin(SchedulerPlugin):
-    """One per scheduler, shared by all runs that train on more than one replica."""
+class Gangs:
+    """One per scheduler, for the run that trains on more than one replica; ``runs`` is the plugin's own."""
 
-    name = "libra-gang"
-    idempotent = True
-
-    def __init__(self) -> None:
+    def __init__(self, scheduler: Scheduler, runs: Mapping[str, RunState]) -> None:
+        self._scheduler, self._runs = scheduler, runs
         self._gangs: dict[str, _Gang] = {}
         self._on_worker: dict[str, _Gang] = {}  # placed tasks that have not returned, by key
-
-    async def start(self, scheduler: Scheduler) -> None:
-        """Add the calls of the driver."""
-        self._scheduler = scheduler
         dask_internals.add_handlers(scheduler, {"libra_register_gang": self.register_gang})
+
+    @property
+    def present(self) -> bool:
+        """Whether there is a run with such a group."""
+        return bool(self._gangs)
+
+    def handlers(self) -> dict[type[Fact], Handler]:
+        """What to do with what workers say of their group."""
+        return {
+            facts.TrainerJoined: self._trainer_joined,
+            facts.GangOpen: self._member_told,
+            facts.GangRankJoined: self._member_told,
+            facts.GangRankFailed: self._member_told,
+        }
 
     def register_gang(self, run: str, epoch: int, size: int) -> dict[str, Any]:
         """Form groups of ``size`` for a run from now on; an older epoch of it is dropped.
@@ -103,7 +102,7 @@ class GangPlugin(SchedulerPlugin):
 
     # ---------------------------------------------------------------- scheduler hooks
 
-    def transition(self, key: Any, start: str, finish: str, *args: Any, **kwargs: Any) -> None:
+    def transition(self, key: Any, start: str, finish: str) -> None:
         """Follow the tasks of gangs; others cost one look-up."""
         if start == "processing" and (gang := self._on_worker.pop(key, None)) is not None:
             if (ts := self._scheduler.tasks.get(key)) is not None:
@@ -116,7 +115,7 @@ class GangPlugin(SchedulerPlugin):
         elif start == "no-worker" and key not in self._on_worker:
             self._gone(key)
 
-    def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
+    def remove_worker(self, worker: str) -> None:
         """Log a member that leaves, and form the next group if enough replicas remain."""
         for gang in self._gangs.values():
             for name in [name for name, address in gang.replicas.items() if address == worker]:
@@ -126,36 +125,32 @@ class GangPlugin(SchedulerPlugin):
                     self._lost(gang, name, f"worker {name} at {worker} left the cluster")
                     self._form(gang)
 
-    def log_event(self, topic: str, msg: Any) -> None:
-        """A worker reports on its group."""
-        if (received := decode(topic, msg, GangReport)) is None:
-            return
-        gang, report = self._gangs.get(received.run), received.report
-        if gang is None or gang.run_epoch != received.epoch:
-            return
-        if isinstance(report, TrainerReport):
-            gang.replicas[report.name] = report.address
+    def _trainer_joined(self, state: RunState, fact: facts.TrainerJoined, address: str) -> None:
+        if (gang := self._of(state)) is not None:
+            gang.replicas[fact.worker] = address
             self._form(gang)
+
+    def _of(self, state: RunState) -> _Gang | None:
+        gang = self._gangs.get(state.run)
+        return gang if gang is not None and gang.run_epoch == state.epoch else None
+
+    def _member_told(self, state: RunState, fact: facts.GangSignal, _: str) -> None:
+        gang = self._of(state)
+        if gang is None or fact.gang != gang.number or gang.status == "waiting":
             return
-        if not isinstance(report, GangMemberReport) or report.gang != gang.number or gang.status == "waiting":
-            return
-        match report:
-            case GangOpenReport():
-                self._send(gang, "join", host=report.host, port=report.port)
-            case GangJoinedReport():
-                gang.joined[report.rank] = report.steps
+        match fact:
+            case facts.GangOpen():
+                self._send(gang, "join", host=fact.host, port=fact.port)
+            case facts.GangRankJoined():
+                gang.joined[fact.rank] = fact.steps
                 if len(gang.joined) == gang.size and gang.status == "forming":
                     gang.status = "ready"
-                    steps = max(gang.joined.values())
-                    log = run_log(self._scheduler, gang.run)
-                    log.emit(events.GangFormed, gang=gang.number, members=tuple(gang.names), steps=steps)
+                    state.log.emit(facts.GangFormed(gang.number, tuple(gang.names), max(gang.joined.values())))
                     self._soon(gang)
-            case GangFailedReport() if gang.status != "doubtful":
+            case facts.GangRankFailed() if gang.status != "doubtful":
                 # The reporting worker is not to blame: Dask usually reports the lost one a moment later.
                 gang.status = "doubtful"
-                self._scheduler.loop.call_later(
-                    RETRY_S, self._unexplained, gang, gang.number, report.rank, report.detail
-                )
+                self._scheduler.loop.call_later(RETRY_S, self._unexplained, gang, gang.number, fact.rank, fact.detail)
 
     # ---------------------------------------------------------------- the group
 
@@ -183,7 +178,8 @@ class GangPlugin(SchedulerPlugin):
             return
         gang.status = "waiting"
         logger.warning("run %s: training group %d lost %s: %s", gang.run, gang.number, name, detail)
-        run_log(self._scheduler, gang.run).emit(events.GangLost, gang=gang.number, worker=name, detail=detail)
+        if (state := self._runs.get(gang.run)) is not None:
+            state.log.emit(facts.GangLost(gang.number, name, detail))
 
     def _send(self, gang: _Gang, do: str, *, ranks: list[int] | None = None, **fields: Any) -> None:
         for rank in range(gang.size) if ranks is None else ranks:

@@ -6,13 +6,21 @@ from types import SimpleNamespace
 import pytest
 
 from libra import keys
-from libra.events import to_dict
-from libra.events.reports import EngineKindFields
+from libra.facts import (
+    EngineKindFields,
+    HybridPoolOpened,
+    RoleMemberJoined,
+    RoleStage,
+    RoleStageFailed,
+    SetupFailed,
+    fields_of,
+)
 from libra.policy import Admission, Tail
-from libra.scheduler.role_plugin import RolePlugin
 from libra.scheduler.slot_limits import Concurrency
+from libra.scheduler.worker_roles import WorkerRoles
 
 NAMES = ("a", "b", "plain")
+BROKEN = "tcp://10.0.0.1:777"
 
 
 class Stage:
@@ -26,22 +34,21 @@ class Stage:
         self.sent = []
         self.events = []
         self.later = []
-        state = SimpleNamespace(log=SimpleNamespace(emit=self.emit), tail=Tail(Admission(0, 1)))
-        kicked = SimpleNamespace(kick=lambda: None)
-        concurrency = Concurrency(self, kicked.kick)
-        self.plugins = {"libra": SimpleNamespace(runs={"demo": state}, trajectories=kicked, concurrency=concurrency)}
+        self.handlers = {}
+        self.state = SimpleNamespace(
+            run="demo", epoch=0, log=SimpleNamespace(emit=self.emit), tail=Tail(Admission(0, 1))
+        )
+        applier = SimpleNamespace(apply=lambda state, commands: None)
+        trajectories = SimpleNamespace(workers_changed=lambda: None, applier=applier)
+        self.concurrency = Concurrency(self, trajectories.workers_changed)
         self.loop = SimpleNamespace(add_callback=lambda call, *args: self.later.append((call, args)))
-        self.plugin = RolePlugin()
-        self.plugin._scheduler = self
+        self.plugin = WorkerRoles(self, {"demo": self.state}, trajectories, self.concurrency)
         assert self.plugin.register_roles("demo", 0) == {}
         for name in NAMES:
             self.join(name)
 
-    def emit(self, kind, *values, **fields):
-        logged = to_dict(kind("demo", 0.0, *values, **fields))
-        for envelope in ("schema", "name", "run", "t_s"):
-            del logged[envelope]
-        self.events.append((kind.name, logged))
+    def emit(self, fact):
+        self.events.append((fact.name, fields_of(fact)))
 
     @staticmethod
     def address(name):
@@ -55,20 +62,23 @@ class Stage:
         self.running.append(self.workers[address])
         for resource, count in resources.items():
             self.resources.setdefault(resource, {})[address] = count
-        self.plugin.add_worker(self, address)
+        self.plugin.add_worker(address)
         self.supplied_when_it_came = self.slots(name)
         if name != "plain":
-            self.say("role_member", name=name, address=address, tp=self.tp or 1, slots=8, share={"cores": name})
+            self.say(RoleMemberJoined(name, self.tp or 1, 8, {"cores": name}), name)
 
     def leave(self, name):
         address = self.address(name)
         self.running.remove(self.workers.pop(address))
         for supply in self.resources.values():
             supply.pop(address, None)
-        self.plugin.remove_worker(self, address)
+        self.plugin.remove_worker(address)
 
-    def say(self, kind, **fields):
-        self.plugin.log_event("libra", {"kind": kind, "run": "demo", "epoch": 0, **fields})
+    def say(self, fact, name="a"):
+        self.plugin.handlers()[type(fact)](self.state, fact, self.address(name))
+
+    def breaks(self, name):
+        self.plugin.setup_failed(self.state, SetupFailed(name, "OSError: no space left"), BROKEN)
 
     def worker_send(self, address, message):
         self.sent.append((address, message))
@@ -85,8 +95,7 @@ class Stage:
         """These workers finish the stage that they were told."""
         for name in names:
             told = self.told(name)
-            fields = {"generation": told["generation"], "stage": told["stage"], "seconds": 0.5}
-            self.say("role_stage", name=name, **fields)
+            self.say(RoleStage(name, told["generation"], told["stage"], 0.5))
 
     def names(self):
         return [name for name, _ in self.events]
@@ -177,7 +186,7 @@ def test_cancelling_is_written_down_and_waited_for():
 
 def test_the_pool_of_the_core_is_told_to_members_old_and_new_and_forgotten_with_its_worker():
     stage = Stage()
-    stage.say("hybrid_pool", gang=3, host="h", port=7, worker=stage.address("plain"))
+    stage.say(HybridPoolOpened(3, "h", 7), "plain")
     assert stage.told("a")["pool"] == (3, "h", 7) and stage.told("a")["stage"] is None
     stage.leave("b")
     stage.join("b")
@@ -209,15 +218,14 @@ def test_who_is_there_and_can_do_nothing_is_failed_until_it_is_gone_or_back():
     stage = Stage()
     stage.leave("a")
     assert row(stage, "a")["stage"] == "lost"
-    broken = {"name": "a", "address": "tcp://10.0.0.1:777", "detail": "OSError: no space left"}
-    stage.say("not_ready", **broken)
+    stage.breaks("a")
     assert (row(stage, "a")["stage"], row(stage, "a")["reason"]) == ("failed", "OSError: no space left")
-    stage.plugin.remove_worker(stage, broken["address"])
+    stage.plugin.remove_worker(BROKEN)
     assert row(stage, "a")["stage"] == "lost"
-    stage.say("not_ready", **broken)
+    stage.breaks("a")
     stage.join("a")
     assert row(stage, "a")["stage"] == "taking_up"
-    stage.say("not_ready", **broken | {"name": "plain"})  # cannot change roles: not in this table
+    stage.breaks("plain")  # cannot change roles: not in this table
     assert [row["worker"] for row in stage.plugin.roles("demo", 0)] == ["a", "b"]
 
 
@@ -225,13 +233,13 @@ def test_who_cannot_go_back_is_restarted_and_then_failed():
     stage = Stage()
     generation = change(stage, a={"role": "train"})
     stage.plugin.cancel_roles("demo", 0, generation)
-    stage.say("role_failed", name="a", generation=generation + 1, detail="no memory")
+    stage.say(RoleStageFailed("a", generation + 1, "no memory"))
     ((_, arguments),) = stage.later
     assert arguments[1] == stage.address("a")
     assert stage.events[-1] == ("role_member_failed", {"worker": "a", "detail": "no memory", "restarts": True})
     stage.leave("a")
     stage.join("a")
-    stage.say("role_failed", name="a", generation=stage.told("a")["generation"], detail="still no memory")
+    stage.say(RoleStageFailed("a", stage.told("a")["generation"], "still no memory"))
     assert ("role_member_failed", {"worker": "a", "detail": "still no memory", "restarts": False}) in stage.events
     assert (row(stage, "a")["stage"], row(stage, "a")["reason"]) == ("failed", "still no memory")
     assert stage.slots("a") == 0
@@ -249,7 +257,6 @@ def test_assignments_that_make_no_sense_and_stale_messages_change_nothing():
     assert not stage.sent[2:] and stage.slots("a") == 8
     assert "error" in stage.plugin.set_roles("demo", 1, {"a": {"role": "train"}})
     assert stage.plugin.roles("demo", 1) == []
-    stage.plugin.log_event("libra", {"kind": "role_failed", "run": "demo", "epoch": 1, "name": "a"})
     assert "only one run at a time" in stage.plugin.register_roles("other", 0)["error"]
     change(stage, a={"role": "train"}, b={"role": "train"})  # the worker that cannot change is left
     stage = Stage()
@@ -261,11 +268,10 @@ def test_assignments_that_make_no_sense_and_stale_messages_change_nothing():
 
 def test_an_engine_of_two_workers_has_a_limit_of_its_own_that_may_be_set_before_it_is_there():
     stage = Stage(tp=1)
-    libra = stage.plugins["libra"]
-    state = SimpleNamespace(run="demo", workers=SimpleNamespace(engines={}), log=libra.runs["demo"].log)
+    state = SimpleNamespace(run="demo", workers=SimpleNamespace(engines={}), log=stage.state.log)
     for name in ("a", "b"):
-        libra.concurrency.joined("demo", name, EngineKindFields("vllm", "vllm-tp1-threads1", 1, 8))
-    assert libra.concurrency.set(state, {"a": {"tp": 2, "slots": 5}}, "a plan") == {}
+        stage.concurrency.joined("demo", name, EngineKindFields("vllm", "vllm-tp1-threads1", 1, 8))
+    assert stage.concurrency.set(state, {"a": {"tp": 2, "slots": 5}}, "a plan") == {}
     change(stage, a={"role": "rollout", "tp": 2}, b={"role": "lent"})
     for _ in range(3):
         stage.done("a", "b")

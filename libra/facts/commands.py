@@ -1,0 +1,135 @@
+"""What policy objects answer: each a decision with its reason, which the log has as soon as it is carried out."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import NamedTuple
+
+from libra.facts.fact import Command
+
+
+class Priority(NamedTuple):
+    """Order of parked tasks, compared left to right, smaller first. It is what ``ts.priority`` holds in the scheduler."""
+
+    deadline: int  # iteration that must not wait for later ones
+    level: int  # MLFQ level, 0 first; -1 is overdue
+    order: int  # within a level
+
+
+class SetPriority(Command, frozen=True, gc=False, tag="priority_set"):
+    """Give a parked trajectory this place in the order."""
+
+    words = "{key} has priority {priority}"
+
+    key: str
+    priority: Priority
+    reason: str
+
+
+class Prefer(Command, frozen=True, gc=False, tag="buckets_preferred"):
+    """Let a parked trajectory take slots of these buckets: besides those of its home, or preferably if it has no home.
+
+    Forecast: it generates ``left_tokens`` more, and reaches ``final_tokens`` of context; 0: no forecast. Without a home it should
+    begin on engines of degree ``begins_tp``, or of the next higher one present; 0: on any engine.
+    """
+
+    words = "{key} may use buckets {buckets}, forecast final context {final_tokens} tokens"
+
+    key: str
+    buckets: tuple[str, ...]
+    reason: str
+    left_tokens: int = 0
+    final_tokens: int = 0
+    begins_tp: int = 0
+
+
+class OpenGate(Command, frozen=True, gc=False, tag="gate_opened"):
+    """Let iteration ``iteration`` generate."""
+
+    words = "iteration {iteration} begins"
+
+    iteration: int
+    reason: str
+
+
+class OpenBatch(Command, frozen=True, gc=False, tag="batch_opened"):
+    """Let step ``batch`` train on these groups, given as (iteration, group)."""
+
+    words = "batch {batch} opens with {members:n} groups"
+
+    batch: int
+    members: tuple[tuple[int, int], ...]
+    reason: str
+
+
+class OpenWave(Command, frozen=True, gc=False, tag="wave_opened"):
+    """Let wave ``wave`` of step ``batch`` train on these groups, given as (iteration, group).
+
+    Without members: the waves before it have all groups of the batch.
+    """
+
+    words = "wave {wave} of batch {batch} opens with {members:n} groups"
+
+    batch: int
+    wave: int
+    members: tuple[tuple[int, int], ...]
+    reason: str
+
+
+class Turned(StrEnum):
+    """What the GPUs of an engine do; the changes between the two take time."""
+
+    ROLLOUT = "rollout"
+    TO_TRAINING = "to_training"
+    TRAINING = "training"
+    TO_ROLLOUT = "to_rollout"
+
+
+class Turn(Command, frozen=True, gc=False, tag="engine_turned"):
+    """Let the GPUs of an engine train for the open step, or generate again (``to``); see `libra.policy.turning`.
+
+    A change of roles follows, or `libra.facts.TurnRefused`.
+    """
+
+    words = "the engine of {worker} turns to {to}"
+
+    worker: str
+    to: Turned
+    reason: str
+
+
+class TakeSteps(Command, frozen=True, gc=False, tag="steps_chosen"):
+    """Take steps in this way from now on: split, streaming or turning."""
+
+    words = "steps are taken by {way}"
+
+    way: str
+    reason: str
+
+    @property
+    def about(self) -> str:
+        """Always the steps."""
+        return "steps"
+
+
+class LoadVersion(Command, frozen=True, gc=False, tag="version_ordered"):
+    """Let the engine of ``worker`` take weights of ``version``; only in runs with one version per trajectory."""
+
+    words = "{worker} is to take version {version}"
+
+    worker: str
+    version: int
+    reason: str
+
+
+class Vacate(Command, frozen=True, gc=False, tag="engine_vacated"):
+    """Let these trajectories, at home on ``worker``, go on on other engines of their version: it is to take newer weights.
+
+    Those that generate there end their turn first, and are named by another command then.
+    """
+
+    words = "{worker} gives {keys:n} trajectories to other engines of their version"
+
+    worker: str
+    keys: tuple[str, ...]
+    reason: str

@@ -1,0 +1,96 @@
+"""Facts in words, for page, report and ``libra replay``: what happened, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from libra.facts import roles, runs, trajectories, workers
+from libra.facts.fact import Fact
+
+__all__ = ["said", "sentence"]
+
+
+class _Many(tuple[Any, ...]):
+    """Values of a field; in a template its format ``n`` is their number."""
+
+    def __format__(self, spec: str) -> str:
+        return str(len(self)) if spec == "n" else ", ".join(map(str, self)) or "none"
+
+
+def sentence(fact: Fact) -> str:
+    """A fact as one sentence."""
+    what, why = said(fact)
+    return f"{what}: {why}" if why else what
+
+
+def said(fact: Fact) -> tuple[str, str]:
+    """What happened, or was decided, and why (empty: nothing says it)."""
+    match fact:
+        case runs.PlanConsidered():
+            verdict = "accepted" if fact.accepted else "not accepted"
+            plan = f"{fact.train_gpus} training, {_engines(fact.engines)}"
+            steps = f"{fact.proposed_step_s:.1f} s per step, now {fact.current_step_s:.1f} s"
+            return f"after iteration {fact.iteration}: {plan}: {verdict}, {steps}", fact.reason
+        case runs.LayoutPlanned():
+            return f"start with {fact.train_gpus} training, {_engines(fact.engines)}", fact.reason
+        case runs.PlanAccepted():
+            return _filled(fact), ", ".join(f"{name} {words}" for name, words in fact.commands)
+        case runs.PlanRealised():
+            cost = "" if fact.cost_s is None else f", cost {fact.cost_s:,.2f} s"
+            gains = (
+                f"predicted gain {100 * fact.predicted_gain_frac:.1f} %, realised {100 * fact.realised_gain_frac:.1f} %"
+            )
+            return f"{_filled(fact)}: {gains}", f"change {fact.generation}{cost}"
+        case runs.BoundariesSet():
+            return f"boundaries {', '.join(f'tp{tp}: {tokens:g}' for tp, tokens in fact.boundaries)}", fact.reason
+        case runs.LateRewardsTaken():
+            return _late(fact)
+        case runs.WaveTrained():
+            missing = f", {fact.missing} were left for later ones" if fact.missing else ""
+            helped = f" by the trainers and {fact.hybrids} engines that turned" if fact.hybrids else ""
+            wave = f"wave {fact.wave} of batch {fact.batch}"
+            return f"{wave}: {fact.groups} groups trained in {fact.train_s:.3g} s{helped}{missing}", ""
+        case runs.StepMeasured():
+            trained_s = sum(seconds for _, seconds in fact.waves)
+            first_s, last_s = min(fact.complete_s, default=0.0), max(fact.complete_s, default=0.0)
+            complete = f"groups complete after {first_s:.3g} to {last_s:.3g} s"
+            waves = f"{len(fact.waves)} waves of {trained_s:.3g} s, {fact.update_s:.3g} s for new weights"
+            return f"step {fact.step} was measured: {complete}, {waves}", ""
+        case trajectories.QuantumFinished():
+            what = f"{fact.tokens} tokens" if fact.tokens else f"tool {fact.tool or '-'}: {fact.status or '-'}"
+            end = f"; the trajectory ends: {fact.end}" if fact.end else "; the turn goes on" if fact.unfinished else ""
+            return f"quantum {fact.quantum} of {fact.key} is committed by {fact.worker} ({fact.phase}, {what}){end}", ""
+        case trajectories.TrajectoryEnded():
+            return f"{fact.key} has ended" + ("" if fact.completed else ", incomplete"), ""
+        case workers.WorkerLost():
+            return f"worker lost: {fact.worker or fact.address}", ""
+        case workers.StallDetected():
+            return f"no progress for {fact.idle_s:.0f} s: {fact.worker or fact.key}", fact.detail
+        case roles.RoleChangeStarted():
+            wanted = ", ".join(
+                f"{worker}: {has.get('role')} tp={has.get('tp')}" for worker, has in fact.assignments.items()
+            )
+            return f"change {fact.generation} of roles begins: {wanted}", fact.reason
+    return _filled(fact), str(getattr(fact, "reason", getattr(fact, "detail", "")))
+
+
+def _filled(fact: Fact) -> str:
+    values = {name: getattr(fact, name) for name in fact.__struct_fields__}
+    many = {name: _Many(value) for name, value in values.items() if isinstance(value, tuple)}
+    return fact.words.format(**values | many) or fact.name.replace("_", " ")
+
+
+def _engines(engines: Sequence[tuple[int, ...]]) -> str:
+    return ", ".join(f"{count} x tp{tp}" for tp, count, *_ in engines) or "no engine"
+
+
+def _late(fact: runs.LateRewardsTaken) -> tuple[str, str]:
+    """What a batch does about late rewards, and why."""
+    if fact.awaited:
+        return f"step {fact.batch} waits", f"{fact.awaited} rewards of its members are late"
+    dropped = f", {len(fact.dropped)} are dropped after {fact.versions} versions" if fact.dropped else ""
+    ages = [group[-1] for group in fact.arrived if group]
+    old = f"{min(ages)} to {max(ages)} versions old; " if ages else ""
+    why = f"{old}{fact.on_time} more came before their own step, {fact.waiting} groups wait"
+    return f"step {fact.batch} corrects for {len(ages)} late rewards{dropped}", why
