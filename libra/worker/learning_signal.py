@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from libra.types import EndReason, Trajectory
+from libra.types import EndReason, ToolStatus, Trajectory
 from libra.untrusted import shown
 from libra.worker.trajectory_state import CONTEXT_FULL
 
@@ -77,7 +77,7 @@ def _cause(trajectories: Sequence[Trajectory], rows: Sequence[Mapping[str, Any]]
     rewards = [member.reward for member in trained]
     low, high = min(rewards), max(rewards)
     if low == high:
-        return f"all {len(trained)} rewards are {low:g}{_cut(trained)}{cause}"
+        return f"all {len(trained)} rewards are {low:g}{_cut(trained)}{_refused(trained)}{cause}"
     return f"no group has rewards that differ ({low:g} to {high:g} between groups){cause}"
 
 
@@ -91,6 +91,18 @@ def _cut(members: Sequence[Trajectory]) -> str:
     if 2 * len(full) > len(cut):
         limit, tokens = "max_context_tokens", max(len(member.token_ids) for member in full)
     return f"; {len(cut)} of them were cut by rollout.{limit}: type a larger one, e.g. rollout.{limit}={2 * tokens}"
+
+
+def _refused(members: Sequence[Trajectory]) -> str:
+    """How many turns called no tool of the environment, or not as it can be read; empty if none did."""
+    named = [
+        str(turn.get("tool", "")) for m in members for turn in m.turns if turn.get("status") == ToolStatus.MALFORMED
+    ]
+    if not named:
+        return ""
+    name = shown(max(set(named), key=named.count))
+    what = f"no tool that is there, most often {name!r}" if name else "a tool in no form that can be read"
+    return f"; {len(named)} turns called {what}"
 
 
 def _one_line(text: str) -> str:
