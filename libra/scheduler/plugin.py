@@ -247,12 +247,15 @@ class LibraPlugin(SchedulerPlugin):
             logger.debug("ignored: facts of %s, epoch %s, which is not on this scheduler", run, epoch)
             return
         try:
-            for fact in facts.unpack(packed):
-                self._take(state, fact, worker)
+            received = facts.unpack(packed)
         except msgspec.DecodeError as error:
             logger.error("run %s: malformed facts of %s are ignored: %s", run, worker or client, error)
-        except Exception:  # the boundary to Dask, where an exception would end the worker
-            logger.exception("run %s: facts of %s could not be taken in", run, worker or client)
+            return
+        for fact in received:
+            try:
+                self._take(state, fact, worker)
+            except Exception:  # the boundary to Dask, where an exception would end the worker
+                logger.exception("run %s: a fact of %s could not be taken in: %s", run, worker or client, fact)
 
     def _take(self, state: RunState, fact: Fact, worker: str) -> None:
         key = fact.key if type(fact) is facts.QuantumFinished else None
