@@ -37,7 +37,8 @@ def test_another_word_is_refused_with_one_that_would_do(word):
         assignments([word])
 
 
-def test_a_run_that_cannot_be_asked_says_what_to_type(capsys, tmp_path):
+def test_a_run_that_cannot_be_asked_says_what_to_type(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr("libra.cluster.scheduler_address.CONNECT_TIMEOUT_S", 1)
     run = tmp_path / "demo"
     run.mkdir()
     assert "no run here" in _fails(capsys, str(run))
