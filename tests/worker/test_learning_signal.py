@@ -58,7 +58,9 @@ def test_members_that_were_cut_are_told_with_the_limit(detail, typed):
 
 
 def test_calls_of_no_tool_are_told_with_the_name_that_is_most_often_called():
-    turns = [{"generated_tokens": 2, "tool": name, "status": "malformed"} for name in ("calculator", "add", "calculator")]
+    turns = [
+        {"generated_tokens": 2, "tool": name, "status": "malformed"} for name in ("calculator", "add", "calculator")
+    ]
     lost = trajectory(TrajectoryId(0, 0, 0), lengths=(1, 2), reward=0.0, turns=turns)
     cause = signal_numbers([lost, member(0, 1, 0.0)], [{"advantages": [0.0] * 2, "trains": [True] * 2}])["no_signal"]
     assert cause == "all 2 rewards are 0; 3 turns called no tool that is there, most often 'calculator'"
