@@ -196,7 +196,7 @@ def test_a_run_that_goes_on_has_what_its_policy_had_learned(make_config, client)
     weight, _, _, _, running = begin["order"]["forecaster"]["all"]
     assert 0.6 * len(ended) < weight <= len(ended)  # a new version lets older ones count a little less
     assert running == pytest.approx(0, abs=1e-9)
-    assert begin["order"]["lives"]["lives"] == {}
+    assert begin["order"]["trajectories"]["by_key"] == {}
     assert whole_run.unexplained(directory) == []
 
 
