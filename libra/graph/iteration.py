@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import dask
-from dask import delayed
+from dask._task_spec import List, Task, TaskRef
 from dask.delayed import Delayed
+from dask.highlevelgraph import HighLevelGraph
 
 from libra import keys
 from libra.config.streaming import most_waves
@@ -108,9 +109,20 @@ def beside(resource: str) -> AbstractContextManager[Any]:
 
 
 def node(function: Callable[..., Any], key: str, *args: Any, **kwargs: Any) -> Delayed:
-    """One task with one of Libra's keys."""
-    made: Delayed = delayed(function, pure=False, traverse=False)(*args, **kwargs, dask_key_name=key)
-    return made
+    """One task with one of Libra's keys; an argument may be a node, or a list of nodes.
+
+    `dask.delayed` makes the same, but also searches every argument for collections and hashes it.
+    """
+    below: list[Delayed] = []
+
+    def reference(value: Any) -> Any:
+        if isinstance(value, Delayed):
+            below.append(value)
+            return TaskRef(value.key)
+        return List(*map(reference, value)) if isinstance(value, list) and value else value
+
+    task = Task(key, function, *map(reference, args), **{name: reference(value) for name, value in kwargs.items()})
+    return Delayed(key, HighLevelGraph.from_collections(key, {key: task}, dependencies=below))
 
 
 def iteration_graph(spec: RunSpec, k: int, *, score: Score | None = None, point: ResumePoint = FRESH) -> Graph:
