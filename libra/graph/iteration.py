@@ -113,7 +113,7 @@ def node(function: Callable[..., Any], key: str, *args: Any, **kwargs: Any) -> D
 
     `dask.delayed` makes the same, but also searches every argument for collections and hashes it.
     """
-    below: list[Delayed] = []
+    below: list[Any] = []
 
     def reference(value: Any) -> Any:
         if isinstance(value, Delayed):
@@ -213,8 +213,11 @@ def iteration_groups(spec: RunSpec, k: int, *, score: Score | None = None, point
                 ]
         with on(keys.GRADE):
             if score and trajectories:
-                extra = score(node(rollout_nodes.episodes, spec.key("episodes", k, g), run, trajectories))
-            groups.append(node(rollout_nodes.group, spec.key("group", k, g), run, trajectories, k, g, extra=extra))
+                extra = score(node(rollout_nodes.episodes, spec.key("episodes", k, g), run, prompts, trajectories, k, g))
+            asked: Delayed | list[Any] = prompts if trajectories else []
+            groups.append(
+                node(rollout_nodes.group, spec.key("group", k, g), run, asked, trajectories, k, g, extra=extra)
+            )
         if spec.config.distil.teacher is not None:
             with on(keys.TEACHER):
                 groups.append(node(teacher_nodes.teach, spec.key("teach", k, g), run, groups[-1], k, g))
@@ -241,6 +244,7 @@ def evaluation_graph(spec: RunSpec, version: int, point: ResumePoint = FRESH) ->
                     rollout_nodes.group,
                     spec.key("group", version, g, split="eval"),
                     run,
+                    prompts if trajectories else [],
                     trajectories,
                     version,
                     g,

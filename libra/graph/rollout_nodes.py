@@ -55,14 +55,14 @@ def prompts(run: str, iteration: int, split: str = "train", count: int = 0) -> l
 
 async def trajectory(
     run: str, asked: list[Prompt | str], iteration: int, group: int, sample: int, split: str = "train"
-) -> dict[str, Any]:
-    """One quantum of a trajectory, then ``Reschedule`` until the trajectory has ended."""
+) -> None:
+    """One quantum of a trajectory, then ``Reschedule`` until the trajectory has ended; its records are in the journal."""
     host = host_here(run)
     tid = TrajectoryId(iteration, group, sample, split)
     question = asked[group]
     key = host.spec.key("trajectory", iteration, group, sample, split=split)
     if isinstance(question, str):
-        return {"trajectory": tuple(tid), "prompt": question}
+        return
     try:
         with asking(host.services):
             state = await host.quanta.run(key, tid, question)
@@ -70,14 +70,15 @@ async def trajectory(
         raise Reschedule() from None  # another worker ran this quantum, or has to; or it was stopped for another
     if state.phase is not None:
         raise Reschedule()
-    return {"trajectory": tuple(tid), "prompt": question}
 
 
-def finished(host: LibraHost, results: list[dict[str, Any]]) -> list[tuple[Trajectory, Episode]]:
-    """Trajectories of a group with their episodes, read from the journal."""
+def finished(
+    host: LibraHost, asked: list[Prompt | str], iteration: int, group: int, split: str, samples: int
+) -> list[tuple[Trajectory, Episode]]:
+    """The ``samples`` trajectories of a group with their episodes, read from the journal."""
     pairs: list[tuple[Trajectory, Episode]] = []
-    for result in results:
-        tid, question = TrajectoryId(*result["trajectory"]), result["prompt"]
+    for sample in range(samples):
+        tid, question = TrajectoryId(iteration, group, sample, split), asked[group]
         if isinstance(question, str):
             state = host.quanta.state(tid, Prompt(f"{tid.split}-{tid.iteration}-{tid.group}", ()))
             state.end, state.failure, state.detail = EndReason.FAILURE, FailureClass.ENVIRONMENT, question
@@ -89,20 +90,21 @@ def finished(host: LibraHost, results: list[dict[str, Any]]) -> list[tuple[Traje
     return pairs
 
 
-def episodes(run: str, results: list[dict[str, Any]]) -> list[Episode]:
+def episodes(run: str, asked: list[Prompt | str], ended: list[None], iteration: int, group: int) -> list[Episode]:
     """The finished trajectories of a group as a grader sees them: the input of a user's own node."""
-    return [episode for _, episode in finished(host_here(run), results)]
+    return [episode for _, episode in finished(host_here(run), asked, iteration, group, "train", len(ended))]
 
 
 async def group(
     run: str,
-    results: list[dict[str, Any]],
+    asked: list[Prompt | str],
+    ended: list[None],
     iteration: int,
     group: int,
     split: str = "train",
     extra: list[float] | None = None,
 ) -> dict[str, Any]:
-    """Grade a group and write its immutable record.
+    """Grade a group, once its trajectories have ``ended``, and write its immutable record.
 
     ``extra``, from a user's own node, has one number per trajectory, which is added to the environment's reward.
     """
@@ -111,7 +113,7 @@ async def group(
     if path.exists():
         members = read_group(path)
     else:
-        pairs = finished(host, results)
+        pairs = finished(host, asked, iteration, group, split, len(ended))
         members = [trajectory for trajectory, _ in pairs]
         if extra is not None and (fault := score_fault(extra, len(pairs))):
             raise ConfigError(f"{fault}; return a list with one number for each episode")
