@@ -213,7 +213,9 @@ def iteration_groups(spec: RunSpec, k: int, *, score: Score | None = None, point
                 ]
         with on(keys.GRADE):
             if score and trajectories:
-                extra = score(node(rollout_nodes.episodes, spec.key("episodes", k, g), run, prompts, trajectories, k, g))
+                extra = score(
+                    node(rollout_nodes.episodes, spec.key("episodes", k, g), run, prompts, trajectories, k, g)
+                )
             asked: Delayed | list[Any] = prompts if trajectories else []
             groups.append(
                 node(rollout_nodes.group, spec.key("group", k, g), run, asked, trajectories, k, g, extra=extra)

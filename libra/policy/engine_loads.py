@@ -403,7 +403,7 @@ class Loads:
 
     def _is_declared(self, worker: str) -> bool:
         host = self._fleet.hosts.get(worker)
-        return host is not None and host.spec.declared
+        return host is not None and host.declared
 
     def _ends_here_s(self, key: str, home: str) -> tuple[float, float]:
         """Seconds until the home of ``key`` finishes, with and without it."""
@@ -458,12 +458,13 @@ class Loads:
 
     def _end_s(self, worker: str, longest: float, left: float, work: float) -> float:
         """Seconds until an engine finishes whose longest trajectory has ``longest`` tokens left, and all together ``left``."""
-        spec = self._fleet.hosts[worker].spec
+        host = self._fleet.hosts[worker]
+        spec = host.spec
         steps = max(longest, left / max(1, spec.rollout_slots))
         return (
             (spec.alone_s_per_token - spec.beside_s_per_token) * steps
             + spec.beside_s_per_token * left
-            + spec.context_s_per_token * work
+            + host.context_s_per_token * work
         )
 
     def _peak(self, power: float) -> float:

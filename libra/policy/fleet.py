@@ -56,6 +56,9 @@ class Host:
     generated_s, tools_s : float
         Seconds that generations of those at home there took, without waits for memory, and their tools, inline or not; the newest
         with most weight. Of an engine that exchanges KV, else 0.
+    declared : bool
+    context_s_per_token : float
+        Of ``spec``, which derives them; every comparison of engines reads them.
     """
 
     spec: WorkerCapacity
@@ -64,6 +67,13 @@ class Host:
     residents: int = 0
     generated_s: float = 0.0
     tools_s: float = 0.0
+    declared: bool = False
+    context_s_per_token: float = 0.0
+
+    def declare(self, spec: WorkerCapacity) -> None:
+        """Take a new declaration."""
+        self.spec, self.declared = spec, spec.declared
+        self.context_s_per_token = spec.context_s_per_token if spec.declared else 0.0
 
     @property
     def open_tokens(self) -> float:
@@ -76,7 +86,7 @@ class Host:
 
     def generation_s(self, tokens: int, most_s: float) -> float:
         """Seconds of ``tokens`` beside those that its memory holds, at most ``most_s``, which may include a wait for memory."""
-        if not self.spec.declared:
+        if not self.declared:
             return most_s
         fits = min(1.0, self.spec.kv_tokens / max(1, self.context_tokens))
         others = max(0, round(fits * self.running) - 1)
@@ -86,7 +96,7 @@ class Host:
         """Seconds per token beside ``others`` generations, with ``held_tokens`` of context in all; `spec` is declared."""
         spec = self.spec
         beside = min(others, max(0, spec.rollout_slots - 1))
-        return spec.alone_s_per_token + spec.beside_s_per_token * beside + spec.context_s_per_token * held_tokens
+        return spec.alone_s_per_token + spec.beside_s_per_token * beside + self.context_s_per_token * held_tokens
 
 
 class Fleet(Saved):
@@ -172,10 +182,10 @@ class Fleet(Saved):
     def _joined(self, spec: WorkerCapacity) -> None:
         host = self.hosts.get(spec.worker)
         if host is None:
-            self.hosts[spec.worker] = Host(spec)
+            host = self.hosts[spec.worker] = Host(spec)
         else:
             self._out_of_bucket(host.spec)
-            host.spec = spec
+        host.declare(spec)
         self.buckets.setdefault(spec.bucket, []).append(spec.worker)
         (self.silent.discard if spec.declared else self.silent.add)(spec.worker)
         specs = [host.spec for host in self.hosts.values()]
