@@ -44,12 +44,13 @@ from typing import NamedTuple
 import numpy as np
 
 import libra
+from benchmarks.orderings import CompletedCalls, Oracle, Paper, Predictor
 from benchmarks.report import Figure, command_parser, emit
 from libra.errors import ConfigError
 from libra.facts import VersionPublished
 from libra.hardware import engine_seconds
 from libra.hardware.virtual_engine import EngineTables
-from libra.policy import CMLFQ, ORDERINGS, Oracle, Ordering, Predictor
+from libra.policy import CMLFQ, Fifo, Mlfq, Ordering
 from libra.sim.engines import fleet, slots_of
 from libra.sim.recorded_agents import load_traces
 from libra.sim.simulator import Simulator
@@ -82,12 +83,12 @@ BOOTSTRAPS = 2000
 
 Layout = Mapping[int, int]
 POLICIES: dict[str, Callable[[Workload, int], Ordering]] = {
-    "fifo": lambda workload, seed: ORDERINGS["fifo"](),
+    "fifo": lambda workload, seed: Fifo(),
     "cmlfq": lambda workload, seed: CMLFQ(),
     "cmlfq_again": lambda workload, seed: CMLFQ(),
-    "paper": lambda workload, seed: ORDERINGS["paper"](),
-    "mlfq": lambda workload, seed: ORDERINGS["mlfq"](),
-    "completed_calls": lambda workload, seed: ORDERINGS["completed_calls"](),
+    "paper": lambda workload, seed: Paper(),
+    "mlfq": lambda workload, seed: Mlfq(),
+    "completed_calls": lambda workload, seed: CompletedCalls(),
     "predictor": lambda workload, seed: Predictor(workload.totals(), accuracy=0.6, seed=seed),
     "oracle": lambda workload, seed: Oracle(workload.totals()),
 }

@@ -38,7 +38,6 @@ UNUSED = (
     "noise",
     "calibration",
     "objective",
-    "accuracy",
 )
 """Keys of section `simulation` that every system of the table sets itself."""
 

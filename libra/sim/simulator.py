@@ -38,7 +38,7 @@ from libra.facts import (
 )
 from libra.hardware.host_kv import HostKv
 from libra.hardware.virtual_engine import Counters, Request, VirtualEngine
-from libra.policy import Admission, CommittedGroup, Dispatcher, OnlineLearner, Oracle, Ordering, learns_after
+from libra.policy import Admission, CommittedGroup, Dispatcher, OnlineLearner, Ordering, learns_after
 from libra.policy.move_price import PRIOR_BYTES_PER_S
 from libra.sim.agenda import Agenda
 from libra.sim.engines import EngineSpec, typical_context
@@ -68,7 +68,7 @@ class Simulator:
         self.options = SimulationOptions() if options is None else options
         self.record, self.agenda = SimulationRecord(), Agenda()
         self._workload, self._ordering = workload, ordering
-        self._dispatcher = Dispatcher(sure=isinstance(ordering, Oracle))
+        self._dispatcher = Dispatcher(sure=getattr(ordering, "exact_lengths", False))
         self._specs = {spec.name: spec for spec in engines}
         if len(self._specs) != len(engines):
             raise ConfigError("engines: two have the same name; give each its own")

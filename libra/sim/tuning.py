@@ -14,11 +14,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from benchmarks.orderings import CompletedCalls, Oracle, Paper, SeerOrder
 from libra.errors import ConfigError
 from libra.hardware import GPU, ModelShape, engine_seconds, load_gpu, load_shape
 from libra.hardware.host_kv import HostPool
 from libra.hardware.virtual_engine import EngineTables
-from libra.policy import CMLFQ, Oracle, Ordering, make_ordering
+from libra.policy import CMLFQ, Ordering, make_ordering
 from libra.policy.turning import TurningRule
 from libra.sim.disciplines import Discipline, Roles, Unfinished
 from libra.sim.engines import fleet, slots_of
@@ -26,7 +27,6 @@ from libra.sim.pipeline import Pipeline
 from libra.sim.pipeline_options import PipelineOptions
 from libra.sim.pipeline_result import PipelineResult
 from libra.sim.repacking_pipeline import RepackingPipeline
-from libra.sim.seer_order import SeerOrder
 from libra.sim.training_gpus import SampleId, group_work, sample_seconds
 from libra.sim.workload import Trace, TrajectoryPlan, Workload, draw
 from libra.types import NO_TOOL
@@ -146,6 +146,10 @@ def _ordering(name: str, workload: Workload) -> Ordering:
             return CMLFQ()
         case "seer":
             return SeerOrder()
+        case "paper":
+            return Paper()
+        case "completed_calls":
+            return CompletedCalls()
     return make_ordering(name)
 
 

@@ -46,7 +46,7 @@ def test_json_repeats_and_a_saved_workload_gives_the_same(libra, tmp_path):
 
 
 def test_mixed_layouts_and_policies_are_simulated(libra):
-    for policy in ("cmlfq", "fifo", "predictor", "oracle"):
+    for policy in ("cmlfq", "fifo", "benchmarks.orderings:Paper"):
         layout = "simulation.layout={tp2: 1, tp4: 1}"
         code, out, _ = libra("simulate", "libra/quickstart", *SMALL, layout, f"simulation.policy={policy}", "--json")
         assert code == 0 and json.loads(out)["trajectories"] == 8
