@@ -12,14 +12,14 @@ is small, GPUs are the limit, and what keeps them busy helps; where it is large,
 them.
 
 The forms are rough (15 % where they were compared with a simulation): engines are taken to drain as long as in the plan, and where
-it is not measured, half of a batch's gradient to be computed before its last group arrives. Where two forms are nearer to each
-other than that, or turning is the fastest, a simulation of the steps decides, if the caller has one.
+it is not measured, half of a batch's gradient to be computed before its last group arrives. A run with an "auto" way decides again
+after each measured step (`libra.policy.way_choice`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 SPLIT, STREAMING, TURNING, COLOCATED = "split", "streaming", "turning", "colocated"
@@ -30,17 +30,12 @@ LEFT_FRAC = 0.5
 of traces, for groups end late."""
 WORTH_FRAC, STAYS_FRAC = 0.05, 0.025
 """Gain over `split` from which on another way is taken, and from which on it stays taken: the forms are no better than that."""
-NEAR_FRAC = 0.15
-"""Ways whose forms are within this of the best are too near for the forms to decide."""
 CHANGES_S = 10.8 + 8.0
 """Seconds in which an engine's GPUs turn to training, and back (Libra, arXiv:2606.03077 v2, Qwen3-14B on A800)."""
 CHANGES_FRAC = 0.1
 """Roles that change within a step are only considered where both changes take less than this part of it."""
 MOST_ETA = 4
 """A larger staleness bound is not recommended: 4 gained nothing over 2 where work is the limit."""
-
-Simulate = Callable[[Sequence[str]], Mapping[str, float]]
-"""Seconds of a step with each of these ways; a way that it did not finish is left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,14 +146,10 @@ class Regime:
     path_over_work : float
         x, as above.
     step_s : mapping of str to float
-        Predicted seconds of a step by way: simulated where ``simulated`` says so, else of the closed forms.
+        Predicted seconds of a step by way.
     choice : str
         The way to take: the fastest of those that can be configured, ``split`` (change nothing) unless another saves
         `WORTH_FRAC`.
-    decided_by : str
-        "closed forms" or "simulation".
-    simulated : tuple of str
-        Ways that were simulated.
     obstacles : mapping of str to str
         Ways that this configuration cannot take, and why.
     words : str
@@ -168,8 +159,6 @@ class Regime:
     path_over_work: float
     step_s: Mapping[str, float]
     choice: str
-    decided_by: str
-    simulated: tuple[str, ...]
     obstacles: Mapping[str, str]
     words: str
 
@@ -180,13 +169,7 @@ NO_COLOCATED = (
 )
 
 
-def regime(
-    parts: StepParts,
-    *,
-    changes_s: float = CHANGES_S,
-    obstacles: Mapping[str, str] | None = None,
-    simulate: Simulate | None = None,
-) -> Regime:
+def regime(parts: StepParts, *, changes_s: float = CHANGES_S, obstacles: Mapping[str, str] | None = None) -> Regime:
     """What bounds a planned step, and how to take it.
 
     Parameters
@@ -195,50 +178,15 @@ def regime(
         Seconds in which an engine's GPUs turn to training, and back.
     obstacles : mapping of str to str
         Ways that the configuration cannot take, and why. One that cannot stream has no seconds of ways that do.
-    simulate : callable, optional
-        None, or where it does not finish: the forms decide.
     """
     given = dict(obstacles or {})
     step_s, x = forms(parts, changes_s), parts.path_over_work
     if STREAMING in given:
         step_s = {way: seconds for way, seconds in step_s.items() if way not in (STREAMING, TURNING)}
     barred = given | {COLOCATED: NO_COLOCATED}
-    ways = [way for way in (SPLIT, STREAMING, TURNING) if way not in barred]
-    simulated: tuple[str, ...] = ()
-    near = near_ways(step_s, [way for way in ways if way != TURNING or x <= LATENCY_BOUND])
-    if simulate is not None and near:
-        seconds = simulate(near)
-        if all(way in seconds for way in near):
-            off = seconds[near[0]] / step_s[near[0]]  # the others keep their distance
-            step_s = {way: seconds.get(way, form * off) for way, form in step_s.items()}
-            simulated = tuple(near)
-    choice = chosen(x, step_s, [way for way in ways if way in simulated] if simulated else ways)
-    decided_by = "simulation" if simulated else "closed forms"
-    found = Regime(x, step_s, choice, decided_by, simulated, barred, "")
-    return replace(found, words=f"{_words(parts, found)} (decided by {_decided(found, near, simulate is not None)})")
-
-
-def near_ways(step_s: Mapping[str, float], ways: Sequence[str]) -> list[str]:
-    """Those of ``ways`` whose forms are within `NEAR_FRAC` of the fastest of them; none if that is only one.
-
-    All of them if that is ``turning``: how soon engines turn depends on the tail, which its form does not know.
-    """
-    known = [way for way in ways if way in step_s]
-    best = min(known, key=lambda way: step_s[way])
-    near = [way for way in known if best == TURNING or step_s[way] <= (1.0 + NEAR_FRAC) * step_s[best]]
-    return near if len(near) > 1 else []
-
-
-def _decided(found: Regime, near: Sequence[str], asked: bool) -> str:
-    if found.simulated:
-        return f"a simulation of {_listed(found.simulated)}, whose closed forms do not settle it"
-    if near and asked:
-        return f"closed forms: the simulation of {_listed(near)} took too long"
-    return "closed forms"
-
-
-def _listed(ways: Sequence[str]) -> str:
-    return f"{', '.join(ways[:-1])} and {ways[-1]}"
+    choice = chosen(x, step_s, [way for way in (SPLIT, STREAMING, TURNING) if way not in barred])
+    found = Regime(x, step_s, choice, barred, "")
+    return replace(found, words=_words(parts, found))
 
 
 def _words(parts: StepParts, found: Regime) -> str:
@@ -270,7 +218,7 @@ def _words(parts: StepParts, found: Regime) -> str:
 _SHORT = {STREAMING: "trainer.streaming=on saves", TURNING: "trainer.streaming=on trainer.turning=on saves"}
 _HOW = {
     STREAMING: "gradients of complete groups while others are generated (trainer.streaming=on)",
-    COLOCATED: "all GPUs generating and then training (simulated only, see libra simulate --against all)",
+    COLOCATED: "all GPUs generating and then training (simulated only, see benchmarks/systems)",
     TURNING: "engines that train while the tail runs (trainer.streaming=on trainer.turning=on, with cluster.hybrid_workers)",
 }
 

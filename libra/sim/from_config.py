@@ -22,6 +22,7 @@ from libra.hardware.timing_residuals import shipped_residuals
 from libra.hardware.virtual_engine import EngineTables
 from libra.named_parts import is_named
 from libra.orderings import ordering_of
+from libra.planner.cost import Layout
 from libra.planner.cost.training_cost import sequences_s
 from libra.policy import CMLFQ, Fifo, Ordering, staleness_of
 from libra.policy.cmlfq import Objective
@@ -31,10 +32,13 @@ from libra.sim.recorded_agents import load_traces
 from libra.sim.run_record import digest_of
 from libra.sim.simulation_options import SimulationOptions
 from libra.sim.simulator import Simulator
-from libra.sim.training_gpus import LAYOUT, PASSES
 from libra.sim.workload import Workload, draw, synthetic
 
 CALIBRATION = "simulation.calibration"
+LAYOUT = Layout()
+"""Training of the cost model, with gradient checkpointing."""
+PASSES = 4.0
+"""Forward passes that gradients cost: forward, forward again because of checkpointing, and backward, twice as long."""
 
 
 def drawn_workload(config: RunConfig) -> Workload:

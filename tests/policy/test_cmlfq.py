@@ -30,9 +30,7 @@ from libra.policy.starvation_guard import StarvationGuard
 from libra.types import Phase
 
 ROLLOUT = Phase.ROLLOUT
-KINDS = ORDERINGS | {
-    kind.name: kind for kind in (CompletedCalls, Oracle, Paper)
-}  # and those to compare with
+KINDS = ORDERINGS | {kind.name: kind for kind in (CompletedCalls, Oracle, Paper)}  # and those to compare with
 KEYS = st.sampled_from([f"trajectory-train-{i}-0-{s}-e0-demo" for i in range(3) for s in range(3)])
 WORKERS, PHASES = st.sampled_from(["a", "b"]), st.sampled_from(Phase)
 PARKED = st.builds(

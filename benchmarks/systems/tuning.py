@@ -15,19 +15,19 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks.orderings import CompletedCalls, Oracle, Paper, SeerOrder
+from benchmarks.systems.disciplines import Discipline, Roles, Unfinished
+from benchmarks.systems.pipeline import Pipeline
+from benchmarks.systems.pipeline_options import PipelineOptions
+from benchmarks.systems.pipeline_result import PipelineResult
+from benchmarks.systems.repacking_pipeline import RepackingPipeline
+from benchmarks.systems.training_gpus import SampleId, group_work, sample_seconds
 from libra.errors import ConfigError
 from libra.hardware import GPU, ModelShape, engine_seconds, load_gpu, load_shape
 from libra.hardware.host_kv import HostPool
 from libra.hardware.virtual_engine import EngineTables
 from libra.policy import CMLFQ, Ordering, make_ordering
 from libra.policy.turning import TurningRule
-from libra.sim.disciplines import Discipline, Roles, Unfinished
 from libra.sim.engines import fleet, slots_of
-from libra.sim.pipeline import Pipeline
-from libra.sim.pipeline_options import PipelineOptions
-from libra.sim.pipeline_result import PipelineResult
-from libra.sim.repacking_pipeline import RepackingPipeline
-from libra.sim.training_gpus import SampleId, group_work, sample_seconds
 from libra.sim.workload import Trace, TrajectoryPlan, Workload, draw
 from libra.types import NO_TOOL
 
@@ -158,7 +158,7 @@ def play(
 ) -> PipelineResult:
     """One system in one cell, on the trajectories of one seed; given up once its step must take longer than ``limit_s``.
 
-    ``causes``: see `libra.sim.pipeline_options.PipelineOptions`.
+    ``causes``: see `systems.pipeline_options.PipelineOptions`.
     """
     workload, steps = cell.drawn_for(discipline, seed)
     plans = workload.trajectories
