@@ -19,7 +19,7 @@ from benchmarks.systems.training_gpus import GroupWork
 from libra.config import RunConfig
 from libra.config.streaming import enough_groups, most_waves, wave_groups
 from libra.facts import Turn
-from libra.policy.role_messages import Role, Stage
+from libra.policy.role_changes import Role, Stage
 from libra.policy.tail import price_s
 from libra.policy.turning import OpenStep, TurningEngine, TurningRule
 from libra.policy.waves import GroupId

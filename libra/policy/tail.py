@@ -46,7 +46,7 @@ from libra.facts import (
 )
 from libra.policy.admission import Admission
 from libra.policy.fleet import degree_of
-from libra.policy.role_messages import Role, Stage
+from libra.policy.role_changes import Role, Stage
 from libra.policy.snapshots import Saved
 from libra.policy.turning import OpenStep, TurningEngine, TurningRule
 from libra.policy.waves import GroupId
