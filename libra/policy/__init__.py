@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from libra.policy.admission import Admission, CommittedGroup
+from libra.policy.admission import (
+    Admission,
+    CommittedGroup,
+    StalenessPolicy,
+    Verdict,
+    judge,
+    keeps_version,
+    staleness_of,
+)
 from libra.policy.attained_service import Mlfq
 from libra.policy.cmlfq import CMLFQ
 from libra.policy.declared_capacity import joined_of, off_by_frac
@@ -20,7 +28,6 @@ from libra.policy.ordering import (
     make_ordering,
 )
 from libra.policy.placements import Move, Place
-from libra.policy.staleness import StalenessPolicy, Verdict, judge, keeps_version, staleness_of
 from libra.policy.tail import Tail, TailSettings
 from libra.policy.waves import Waves
 from libra.policy.way_choice import WayChoice, WaySettings
