@@ -235,8 +235,8 @@ def replanned(course: Course, eta: int, share: bool, say: bool = True) -> Played
         if say:
             print(
                 f"  eta {eta}, iteration {k:2d}: rollout {rollout_s:5.0f} s, training {train_s:4.0f} s on {history[-1][0]} "
-                f"({layout_text(history[-1][1])}); proposed {considered.layout.train_gpus} train, "
-                f"{layout_text(dict(considered.layout.engines))}, "
+                f"({layout_text(history[-1][1])}); proposed {considered.train_gpus} train, "
+                f"{layout_text(dict(considered.engines))}, "
                 f"{100 * considered.gain_frac:+.1f} %: {'ACCEPTED, ' if considered.accepted else ''}{considered.reason}",
                 flush=True,
             )

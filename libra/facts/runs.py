@@ -262,6 +262,11 @@ class PlanConsidered(Fact, frozen=True):
     context_tokens: float = 0.0
     kv_demand: float = 0.0
 
+    @property
+    def gain_frac(self) -> float:
+        """Gain per step, as a share of the current one."""
+        return 1.0 - self.proposed_step_s / self.current_step_s if self.current_step_s > 0 else 0.0
+
 
 class PlanAccepted(Fact, frozen=True):
     """The plan of the preceding line will be carried out by ``commands``, each (name, numbers in words)."""
