@@ -29,7 +29,7 @@ import numpy as np
 
 from libra.facts import Priority
 from libra.policy.leases import LeaseRequest, LeaseTable, Resources, Revoke, SpeedUp
-from libra.sim.recorded_agents import tool_seconds
+from libra.sim.workload import tool_seconds
 from libra.traces.agent_turns import read_agent_turns
 from libra.types import NO_TOOL
 

@@ -52,9 +52,8 @@ from libra.hardware import engine_seconds
 from libra.hardware.virtual_engine import EngineTables
 from libra.policy import CMLFQ, Fifo, Mlfq, Ordering
 from libra.sim.engines import fleet, slots_of
-from libra.sim.recorded_agents import load_traces
 from libra.sim.simulator import Simulator
-from libra.sim.workload import Workload, draw
+from libra.sim.workload import Workload, draw, load_traces
 from libra.traces.agent_turns import agent_turn_files
 
 GPU, MODEL, DEGREES = "a800", "qwen3-14b", (1, 2, 4, 8)

@@ -40,9 +40,8 @@ from libra.planner.cost import training_table
 from libra.planner.replan import Rules
 from libra.policy import CMLFQ
 from libra.sim.engines import fleet, slots_of
-from libra.sim.recorded_agents import load_traces
 from libra.sim.simulator import Simulator
-from libra.sim.workload import Trace, TurnPlan, Workload, draw
+from libra.sim.workload import Trace, TurnPlan, Workload, draw, load_traces
 
 GPU, MODEL, DEGREES = "A800-80G", "Qwen3-14B", (1, 2, 4, 8)
 NODE, NODES = 8, 4

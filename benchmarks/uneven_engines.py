@@ -36,10 +36,9 @@ from libra.policy import CMLFQ, strain
 from libra.policy.engine_loads import Loads
 from libra.policy.fleet import Fleet, Host
 from libra.sim import EngineSpec, Workload, synthetic
-from libra.sim.recorded_agents import load_traces
 from libra.sim.simulation_options import SimulationOptions
 from libra.sim.simulator import Simulator
-from libra.sim.workload import draw
+from libra.sim.workload import draw, load_traces
 
 TRACES = Path(__file__).parent / "data" / "agent_turns" / "tau_airline_gpt4o.csv"
 FLEETS = {"alike": (1, 1), "1_2": (1, 2), "1_4": (1, 4), "1_1_2_2": (1, 1, 2, 2), "1_2_4_8": (1, 2, 4, 8)}

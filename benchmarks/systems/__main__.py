@@ -19,8 +19,7 @@ from libra.config.run_config import RunConfig
 from libra.errors import ConfigError
 from libra.sim.from_config import Simulated, drawn_workload, expected_teacher_token_s
 from libra.sim.from_run import run_setting
-from libra.sim.recorded_agents import load_traces
-from libra.sim.workload import Trace, Workload
+from libra.sim.workload import Trace, Workload, load_traces
 
 ALL = "all"
 MOSTLY = 0.5

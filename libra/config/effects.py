@@ -117,6 +117,10 @@ _DIVIDES = Need(
     ),
 )
 _NO_TRACE = (missing("planner.trace"), without("--trace", "--from-run"))
+_TRACED = either(
+    given("planner.trace"),
+    Need((), "--trace or --from-run", lambda _, situation: bool(situation.options & {"--trace", "--from-run"})),
+)
 _DRAWN = without("--from-run", "--workload")
 _NOT_OF_RUN = without("--from-run")  # such a simulation has the sections of that run
 _BY_TABLES = Need(
@@ -153,7 +157,7 @@ _ALIKE = either(
 
 _TABLE: tuple[tuple[str, str, Reading], ...] = (  # section, keys, who reads them and when
     ("run", "name dir iterations from_checkpoint", _run()),
-    ("run", "seed", {"run": (), "plan": (), "simulate": ()}),
+    ("run", "seed", {"run": (), "plan": (_TRACED,), "simulate": ()}),
     ("run", "eta", _of("run", "plan", "simulate")),
     ("staleness", "eta", _of("run", "plan", "simulate")),
     ("distil", "teacher", _of("run", "plan", "simulate", "slurm")),

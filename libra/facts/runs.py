@@ -111,7 +111,7 @@ class WaveTrained(Fact, frozen=True):
 
 
 class StepsPlanned(Fact, frozen=True):
-    """The run may take its steps in any of these ``ways``, and begins with ``way``, for this reason (`libra.policy.way_choice`)."""
+    """The run may take its steps in any of these ``ways``, and begins with ``way``, for this reason (`libra.policy.step_ways`)."""
 
     words = "steps begin by {way}, of {ways}"
 

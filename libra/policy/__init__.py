@@ -28,9 +28,9 @@ from libra.policy.ordering import (
     make_ordering,
 )
 from libra.policy.placements import Move, Place
+from libra.policy.step_ways import WayChoice, WaySettings
 from libra.policy.tail import Tail, TailSettings
 from libra.policy.waves import Waves
-from libra.policy.way_choice import WayChoice, WaySettings
 
 __all__ = [
     "CMLFQ",

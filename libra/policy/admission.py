@@ -26,7 +26,7 @@ Invariants
    whole, each with ``groups_per_batch`` groups, are one number.
 7. In a run whose steps are streamed (`libra.policy.waves`) batch ``j`` is instead the groups of iteration ``j``, in the order of
    its waves; by 1 they meet their deadlines. Its waves open by 2 without the number of groups, and it when they have all groups.
-   Where the run chooses not to stream for now (`libra.policy.way_choice`), one wave has all of them, once they are complete.
+   Where the run chooses not to stream for now (`libra.policy.step_ways`), one wave has all of them, once they are complete.
    With ``first_come`` its waves take what is complete first, as far as 3 allows (`libra.policy.waves.first_come`).
 8. With a window of ``w`` versions batch ``j`` opens only when no group that is being generated has tokens older than version
    ``j + 2 - w`` or could begin with such a version, so that at most ``w`` versions live once it has published ``j + 1``. It waits
@@ -44,8 +44,8 @@ from typing import Self
 from libra.config.models import RunSections
 from libra.facts import OpenBatch, OpenGate, OpenWave, StepMeasured, TakeSteps
 from libra.policy.snapshots import Saved
+from libra.policy.step_ways import WayChoice
 from libra.policy.waves import GroupId, Members, Waves, first_come
-from libra.policy.way_choice import WayChoice
 
 
 class Verdict(StrEnum):

@@ -28,11 +28,10 @@ from libra.policy import CMLFQ, Fifo, Ordering, staleness_of
 from libra.policy.cmlfq import Objective
 from libra.sim.engines import EngineSpec, QuantumOverhead, fleet, slots_of
 from libra.sim.from_run import RunSetting, engine_spec
-from libra.sim.recorded_agents import load_traces
 from libra.sim.run_record import digest_of
 from libra.sim.simulation_options import SimulationOptions
 from libra.sim.simulator import Simulator
-from libra.sim.workload import Workload, draw, synthetic
+from libra.sim.workload import Workload, draw, load_traces, synthetic
 
 CALIBRATION = "simulation.calibration"
 LAYOUT = Layout()

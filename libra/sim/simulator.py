@@ -42,10 +42,9 @@ from libra.policy import Admission, CommittedGroup, Dispatcher, OnlineLearner, O
 from libra.policy.move_price import PRIOR_BYTES_PER_S
 from libra.sim.agenda import Agenda
 from libra.sim.engines import EngineSpec, typical_context
-from libra.sim.simulated_trajectory import SimulatedTrajectory, WorkloadGroups
+from libra.sim.simulated_trajectory import SimulatedTrajectory, TeacherQueue, WorkloadGroups
 from libra.sim.simulation_options import Loss, SimulationOptions
 from libra.sim.simulation_result import Dispatched, SimulationRecord, SimulationResult
-from libra.sim.teacher_queue import TeacherQueue
 from libra.sim.workload import TrajectoryPlan, TurnPlan, Workload, prompts_of
 from libra.types import NO_TOOL, Phase
 

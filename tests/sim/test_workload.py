@@ -5,8 +5,7 @@ import pytest
 from libra.errors import ConfigError, RunDirectoryError
 from libra.sim import Workload, draw, load_workload, synthetic
 from libra.sim.from_run import workload_of_run
-from libra.sim.recorded_agents import load_traces
-from libra.sim.workload import Trace, TurnPlan
+from libra.sim.workload import Trace, TurnPlan, load_traces
 from libra.traces.agent_turns import agent_turn_files
 from libra.types import ToolStatus
 
