@@ -119,9 +119,10 @@ def fingerprint() -> str:
     """Digest of the code that a simulation runs."""
     digest, root = hashlib.sha256(), Path(libra.__file__).parent
     folders = [root / name for name in ("policy", "sim", "hardware", "planner/cost")]
-    for folder in (*folders, Path(__file__).parent / "systems"):
-        for path in sorted(folder.rglob("*.py")):
-            digest.update(path.read_bytes())
+    paths = [path for folder in (*folders, Path(__file__).parent / "systems") for path in sorted(folder.rglob("*.py"))]
+    paths += [Path(__file__).with_name(f"{name}.py") for name in ("draws", "orderings", "prefix_tree")]
+    for path in paths:
+        digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 
 

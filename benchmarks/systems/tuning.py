@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from benchmarks.draws import draw_alike
 from benchmarks.orderings import CompletedCalls, Oracle, Paper, SeerOrder
 from benchmarks.systems.disciplines import Discipline, Roles, Unfinished
 from benchmarks.systems.pipeline import Pipeline
@@ -28,7 +29,7 @@ from libra.hardware.virtual_engine import EngineTables
 from libra.policy import CMLFQ, Ordering, make_ordering
 from libra.policy.turning import TurningRule
 from libra.sim.engines import fleet, slots_of
-from libra.sim.workload import Trace, TrajectoryPlan, Workload, draw
+from libra.sim.workload import Trace, TrajectoryPlan, Workload
 from libra.types import NO_TOOL
 
 DEGREES = (2, 4, 8)
@@ -54,7 +55,7 @@ class Cell:
     group_size : int
         Samples of one prompt.
     kinship : float
-        Correlation of lengths within a group, see `libra.sim.workload.draw`.
+        Correlation of lengths within a group, see `benchmarks.draws.draw_alike`.
     groups : int
         Groups of a batch.
     gpus : int
@@ -82,7 +83,7 @@ class Cell:
 
     def workload(self, seed: int, iterations: int | None = None, spare: int = 0) -> Workload:
         """As many iterations as the steps that are simulated need, or more, with ``spare`` samples of each prompt more."""
-        return draw(
+        return draw_alike(
             self.traces, num_groups=self.groups, group_size=self.group_size, seed=seed,
             iterations=iterations or STEPS[self.eta][0] + self.eta + 1, kinship=self.kinship, spare=spare,
         )  # fmt: skip
