@@ -29,7 +29,7 @@ import numpy as np
 
 from libra.facts import Priority
 from libra.policy.leases import LeaseRequest, LeaseTable, Resources, Revoke, SpeedUp
-from libra.sim.recorded_agents import tool_seconds
+from libra.sim.workload import tool_seconds
 from libra.traces.agent_turns import read_agent_turns
 from libra.types import NO_TOOL
 
@@ -143,13 +143,16 @@ class ActionSimulation:
     ) -> None:
         self._load, self._way = load, way
         self._curves = curves or {}
-        self._table = LeaseTable(enlarges=way in ("leases", "revocable"))
         size = {"bound": 1, "pools": POOL_CORES}.get(way, NODE_CORES)
         self._workers = [f"w{i}" for i in range(-(-cores // size))]
+        alone = way in ("bound", "pools")  # a trajectory has one worker, whose table is its own
+        self._tables = [LeaseTable() for _ in self._workers[: None if alone else 1]]
         for i, worker in enumerate(self._workers):
-            self._table.supply(worker, Resources(slots=SLOTS, cores=min(size, cores - i * size)))
+            self._table(i).supply(worker, Resources(slots=SLOTS, cores=min(size, cores - i * size)))
         for tool, curve in self._curves.items():
-            self._table.declare(tool, curve)
+            larger = curve if way in ("leases", "revocable") else SpeedUp(1, 1, [1.0])
+            for table in self._tables:
+                table.declare(tool, larger)
         self._agenda: list[tuple[float, int, str, int, int]] = []
         self._serial = 0
         self._turn = [0] * len(load)
@@ -159,6 +162,9 @@ class ActionSimulation:
         self._stopped: set[int] = set()  # whose action was stopped, and has not ended since
         self._outcome = Outcome()
         self._happens = {"generated": self._generated, "acted": self._acted, "revoked": self._revoked}
+
+    def _table(self, index: int) -> LeaseTable:
+        return self._tables[index % len(self._tables)]
 
     def run(self) -> Outcome:
         """All trajectories, which begin at time 0."""
@@ -176,7 +182,7 @@ class ActionSimulation:
                     self._happens[kind](index, now_s)
             self._admit(now_s)
             self._outcome.makespan_s = now_s
-        assert not self._table.leases()
+        assert not any(table.leases() for table in self._tables)
         return self._outcome
 
     def _at(self, at_s: float, kind: str, index: int) -> None:
@@ -206,19 +212,18 @@ class ActionSimulation:
         return begun
 
     def _request(self, holder: str, tool: str, index: int) -> None:
-        only = self._workers[index % len(self._workers)] if self._way in ("bound", "pools") else ""
         elastic = tool if tool in self._curves else ""
         priority = self._load[index][self._turn[index]].priority
         if self._way == "revocable":
             may = index not in self._stopped
-            self._table.request(LeaseRequest(holder, Resources(1, 1), tool, revocable=may), priority)
+            self._table(index).request(LeaseRequest(holder, Resources(1, 1), tool, revocable=may), priority)
             return
-        request = LeaseRequest(holder, Resources(slots=1, cores=1), elastic, only=only)
-        self._table.request(request, priority)
+        request = LeaseRequest(holder, Resources(slots=1, cores=1), elastic)
+        self._table(index).request(request, priority)
 
     def _acted(self, index: int, now_s: float) -> None:
         if self._way != "reserved":
-            lease = self._table.release(str(index), now_s - self._began_s[index])
+            lease = self._table(index).release(str(index), now_s - self._began_s[index])
             assert lease is not None
             self._outcome.core_s += lease.resources.cores * (now_s - self._began_s[index])
             self._stopped.discard(index)
@@ -226,7 +231,7 @@ class ActionSimulation:
         self._next(index, now_s)
 
     def _revoked(self, index: int, now_s: float) -> None:
-        lease = self._table.release(str(index))
+        lease = self._table(index).release(str(index))
         assert lease is not None
         self._outcome.core_s += lease.resources.cores * (now_s - self._began_s[index])
         self._request(str(index), self._load[index][self._turn[index]].tool, index)
@@ -236,10 +241,10 @@ class ActionSimulation:
         if self._turn[index] < len(self._load[index]):
             self._generate(index, now_s)
         elif self._way == "reserved":
-            self._table.release(f"reserved {index}")
+            self._table(index).release(f"reserved {index}")
 
     def _admit(self, now_s: float) -> None:
-        for lease in self._table.admit(now_s):
+        for lease in (each for table in self._tables for each in table.admit(now_s)):
             if isinstance(lease, Revoke):
                 index = int(lease.holder)
                 self._attempt[index] += 1
@@ -258,5 +263,5 @@ class ActionSimulation:
             took_s = step.work_s / (curve.speed(cores) if curve is not None else 1.0)
             self._began_s[index] = now_s
             self._at(now_s + took_s, "acted", index)
-        held = sum(self._table.held(worker).cores for worker in self._workers)
+        held = sum(self._table(i).held(worker).cores for i, worker in enumerate(self._workers))
         self._outcome.most_held = max(self._outcome.most_held, held)

@@ -44,16 +44,17 @@ from typing import NamedTuple
 import numpy as np
 
 import libra
+from benchmarks.draws import draw_alike
+from benchmarks.orderings import CompletedCalls, Oracle, Paper, Predictor
 from benchmarks.report import Figure, command_parser, emit
 from libra.errors import ConfigError
 from libra.facts import VersionPublished
 from libra.hardware import engine_seconds
 from libra.hardware.virtual_engine import EngineTables
-from libra.policy import CMLFQ, ORDERINGS, Oracle, Ordering, Predictor
+from libra.policy import CMLFQ, Fifo, Mlfq, Ordering
 from libra.sim.engines import fleet, slots_of
-from libra.sim.recorded_agents import load_traces
 from libra.sim.simulator import Simulator
-from libra.sim.workload import Workload, draw
+from libra.sim.workload import Workload, load_traces
 from libra.traces.agent_turns import agent_turn_files
 
 GPU, MODEL, DEGREES = "a800", "qwen3-14b", (1, 2, 4, 8)
@@ -69,7 +70,7 @@ SURVIVES = 0.8
 USED_BY = {
     "posterior": {"cmlfq", "cmlfq_again"},
     "cmlfq": {"cmlfq", "cmlfq_again", "predictor", "oracle"},
-    "paper": {"paper"},
+    "prefix_tree": {"paper"},
 }
 """Folders and modules that only these policies run: changes there invalidate no result of others."""
 BEHIND = 1.10
@@ -82,12 +83,12 @@ BOOTSTRAPS = 2000
 
 Layout = Mapping[int, int]
 POLICIES: dict[str, Callable[[Workload, int], Ordering]] = {
-    "fifo": lambda workload, seed: ORDERINGS["fifo"](),
+    "fifo": lambda workload, seed: Fifo(),
     "cmlfq": lambda workload, seed: CMLFQ(),
     "cmlfq_again": lambda workload, seed: CMLFQ(),
-    "paper": lambda workload, seed: ORDERINGS["paper"](),
-    "mlfq": lambda workload, seed: ORDERINGS["mlfq"](),
-    "completed_calls": lambda workload, seed: ORDERINGS["completed_calls"](),
+    "paper": lambda workload, seed: Paper(),
+    "mlfq": lambda workload, seed: Mlfq(),
+    "completed_calls": lambda workload, seed: CompletedCalls(),
     "predictor": lambda workload, seed: Predictor(workload.totals(), accuracy=0.6, seed=seed),
     "oracle": lambda workload, seed: Oracle(workload.totals()),
 }
@@ -148,7 +149,7 @@ def group_size(traces: str) -> int:
 def workload_of(traces: str, kinship: float, num: int, seed: int, earlier: float | None = None) -> Workload:
     """``num`` trajectories in groups of the set's own size; with ``earlier`` (see `draw`) groups have other numbers."""
     found, size = load_traces(Path(traces)), group_size(traces)
-    drawn = draw(
+    drawn = draw_alike(
         found, num_groups=max(1, num // size), group_size=size, seed=seed, kinship=kinship, earlier=earlier,
         name="sim" if earlier is None else "before",
     )  # fmt: skip
@@ -185,10 +186,11 @@ def fingerprint(policy: str) -> str:
     skipped = {name for name, users in USED_BY.items() if policy not in users}
     digest = hashlib.sha256()
     root = Path(libra.__file__).parent
-    for folder in ("policy", "sim", "hardware"):
-        for path in sorted((root / folder).rglob("*.py")):
-            if not skipped.intersection((path.stem, path.parent.name)):
-                digest.update(path.read_bytes())
+    paths = [path for folder in ("policy", "sim", "hardware") for path in sorted((root / folder).rglob("*.py"))]
+    paths += [Path(__file__).with_name(f"{name}.py") for name in ("draws", "orderings", "prefix_tree")]
+    for path in paths:
+        if not skipped.intersection((path.stem, path.parent.name)):
+            digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 
 

@@ -30,10 +30,10 @@ MODULES = (
     "libra/policy/kv_profile.py",
     "libra/policy/move_price.py",
     "libra/policy/phase_queue.py",
-    "libra/policy/streamed_batches.py",
+    "benchmarks/systems/streamed_batches.py",
     "libra/policy/turning.py",
     "libra/sim/agenda.py",
-    "libra/sim/pipeline.py",
+    "benchmarks/systems/pipeline.py",
     "libra/sim/simulator.py",
 )
 """Nearly all of a simulation's time. Forecasts are numpy, and stay as they are."""

@@ -35,14 +35,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.dealt_groups import DealtGroups, apart
+from benchmarks.orderings import DealtGroups, Oracle, SeerOrder, apart
 from benchmarks.report import Figure, command_parser, emit
 from libra.hardware import EngineSeconds, engine_seconds, load_gpu, load_shape
 from libra.hardware.host_kv import HostPool
 from libra.hardware.virtual_engine import EngineTables
-from libra.policy import CMLFQ, Fifo, Oracle, Ordering
+from libra.policy import CMLFQ, Fifo, Ordering
 from libra.sim.engines import fleet
-from libra.sim.seer_order import SeerOrder
 from libra.sim.simulation_options import SimulationOptions
 from libra.sim.simulation_result import SimulationResult
 from libra.sim.simulator import Simulator

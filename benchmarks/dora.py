@@ -1,7 +1,7 @@
 """DORA's training systems in virtual time: fitted on one row of its table, compared with the others.
 
 Minutes of a step of Qwen2.5-32B on H800s, DAPO-Math, 512 prompts x 16 samples of 2.4K tokens on average and 30K at most, window
-of 3 versions (arXiv:2604.26256). Systems are those of `libra.sim.disciplines`: ``colocated`` (synchronous), ``one_step_off``
+of 3 versions (arXiv:2604.26256). Systems are those of `systems.disciplines`: ``colocated`` (synchronous), ``one_step_off``
 (one-off), ``partial`` (partial rollout) and ``dora``, the latter with two versions of lag, which are its three at once. All GPUs
 by the cost model of `libra.hardware`, from the datasheet: no H800 was measured.
 
@@ -34,8 +34,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks.report import Figure, command_parser, emit
-from libra.sim.disciplines import DISCIPLINES, Roles
-from libra.sim.tuning import Cell, Setting, core_choices, play, step_s
+from benchmarks.systems.disciplines import DISCIPLINES, Roles
+from benchmarks.systems.tuning import Cell, Setting, core_choices, play, step_s
 from libra.sim.workload import Trace, TurnPlan
 from libra.types import NO_TOOL
 

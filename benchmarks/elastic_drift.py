@@ -29,6 +29,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.cmlfq_sim import KINSHIP, layout_text
+from benchmarks.draws import draw_alike
 from benchmarks.plan_loop import PlanLoop, Sharing, proposal
 from benchmarks.report import Figure
 from libra.hardware import engine_seconds, load_gpu, load_shape
@@ -40,9 +41,8 @@ from libra.planner.cost import training_table
 from libra.planner.replan import Rules
 from libra.policy import CMLFQ
 from libra.sim.engines import fleet, slots_of
-from libra.sim.recorded_agents import load_traces
 from libra.sim.simulator import Simulator
-from libra.sim.workload import Trace, TurnPlan, Workload, draw
+from libra.sim.workload import Trace, TurnPlan, Workload, load_traces
 
 GPU, MODEL, DEGREES = "A800-80G", "Qwen3-14B", (1, 2, 4, 8)
 NODE, NODES = 8, 4
@@ -77,7 +77,7 @@ class Course:
         traces = [cut(trace) for trace in load_traces(data / TRACE)]
         windows = [traces[at : at + WINDOW] for at in range(0, len(traces) - WINDOW + 1, WINDOW)][:iterations]
         workloads = [
-            draw(window, num_groups=groups, group_size=GROUP_SIZE, seed=number, kinship=KINSHIP)
+            draw_alike(window, num_groups=groups, group_size=GROUP_SIZE, seed=number, kinship=KINSHIP)
             for number, window in enumerate(windows)
         ]
         tables = {tp: EngineTables(engine_seconds(GPU, MODEL, tp)) for tp in DEGREES}
@@ -235,8 +235,8 @@ def replanned(course: Course, eta: int, share: bool, say: bool = True) -> Played
         if say:
             print(
                 f"  eta {eta}, iteration {k:2d}: rollout {rollout_s:5.0f} s, training {train_s:4.0f} s on {history[-1][0]} "
-                f"({layout_text(history[-1][1])}); proposed {considered.layout.train_gpus} train, "
-                f"{layout_text(dict(considered.layout.engines))}, "
+                f"({layout_text(history[-1][1])}); proposed {considered.train_gpus} train, "
+                f"{layout_text(dict(considered.engines))}, "
                 f"{100 * considered.gain_frac:+.1f} %: {'ACCEPTED, ' if considered.accepted else ''}{considered.reason}",
                 flush=True,
             )

@@ -1,8 +1,8 @@
 """Forecasters that the posterior is compared with: the global mean, the turn index, the paper's prefix tree, single signals.
 
 Those of one signal, and of progress alone, are a `Posterior` with other settings; the true lengths are
-`libra.policy.oracle_lengths.KnownLengths`. `PaperTree` is the tree of the published code (Libra, arXiv:2606.03077 v2, C-MLFQ;
-`libra.policy.prefix_tree`): a node is a prompt and the path of tool returns so far, an unseen prompt falls back to one root over
+`benchmarks.orderings.KnownLengths`. `PaperTree` is the tree of the published code (Libra, arXiv:2606.03077 v2, C-MLFQ;
+`benchmarks.prefix_tree`): a node is a prompt and the path of tool returns so far, an unseen prompt falls back to one root over
 all prompts, an unseen path to its deepest known ancestor, whose mean is of the remaining length *there*.
 """
 
@@ -12,10 +12,10 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
+from benchmarks.prefix_tree import Node, state_name
 from libra.facts import Fact, QuantumFinished, TrajectoryEnded, TrajectoryParked
 from libra.policy.forecast import Forecast
 from libra.policy.posterior import SIGNALS, Posterior, PosteriorConfig
-from libra.policy.prefix_tree import Node, state_name
 from libra.types import ToolStatus
 
 LAST_TURN = 100

@@ -21,7 +21,7 @@ from libra.hardware import engine_seconds
 from libra.hardware.virtual_engine import EngineTables
 from libra.policy import make_ordering
 from libra.sim import EngineSpec, SimulationOptions, Simulator, Workload, draw, fleet
-from libra.sim.recorded_agents import load_traces
+from libra.sim.workload import load_traces
 
 LAYOUT = {1: 4, 2: 3, 4: 2, 8: 1}
 TOOL_SLOTS = 64

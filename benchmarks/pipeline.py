@@ -1,21 +1,21 @@
 """Training systems against each other in virtual time: streaming steps and turning engines over the best static systems.
 
 Qwen3-14B on A800s by the cost model of `libra.hardware`, 12 trajectories per GPU and step, contexts cut at 40,960 tokens, groups of
-16 (4 where a set has as many of a task). Every system (`libra.sim.disciplines`) is tuned on its own on a seed that is not scored:
+16 (4 where a set has as many of a task). Every system (`systems.disciplines`) is tuned on its own on a seed that is not scored:
 training GPUs in whole nodes, TP degree, rule of turning. All run in the simulator of `libra simulate`, first come, first served
 unless a system has its own order. Seconds of changes of roles, updates and merges are the defaults of
-`libra.sim.pipeline.PipelineOptions` and `libra.policy.turning.TurningRule`.
+`systems.pipeline.PipelineOptions` and `libra.policy.turning.TurningRule`.
 
 * ``over_sync_geomean``: steps per hour of ours over the better of colocated and split, eta 0, geometric mean over cells;
   ``over_async_eta1_geomean``, ``over_async_eta2_geomean``: over the best static system of the same eta. *Ours* is the one of all
   systems without true lengths that is best on the tuning seed; the best static one is chosen likewise.
 * ``worst_cell``: the smallest of these ratios.
-* ``fraction_of_bound_eta0_mini_swe``, ``..._eta1_...``: `libra.sim.tuning.lower_bound_s` over the seconds of ours.
+* ``fraction_of_bound_eta0_mini_swe``, ``..._eta1_...``: `systems.tuning.lower_bound_s` over the seconds of ours.
 
-What is left out of the search (`libra.sim.against.race`): static systems are tuned in full; of the others only those that are
+What is left out of the search (`systems.against.race`): static systems are tuned in full; of the others only those that are
 within 2 % of the best so far where their search begins; a setting is given up once its step must take longer than the best one's;
 on seeds that are not used for tuning only the best static system and the best of all are scored. A system that is left out could
-only have made a ratio larger. ``--whole`` tunes and scores every system, true lengths included, as `libra simulate --against all`
+only have made a ratio larger. ``--whole`` tunes and scores every system, true lengths included, as `python -m benchmarks.systems`
 does.
 
 ``python -m benchmarks.pipeline [--data DIR] [--sets ...] [--gpus 16 48 96] [--etas 0 1 2] [--out FILE] [--processes N] --json``.
@@ -43,11 +43,10 @@ import numpy as np
 import libra
 from benchmarks.elastic_drift import cut
 from benchmarks.report import Figure, command_parser, emit
-from libra.sim.against import Comparison, compare, race
-from libra.sim.disciplines import DISCIPLINES, disciplines
-from libra.sim.recorded_agents import load_traces
-from libra.sim.tuning import Cell, Setting, play, step_s
-from libra.sim.workload import Trace, TurnPlan
+from benchmarks.systems.against import Comparison, compare, race
+from benchmarks.systems.disciplines import DISCIPLINES, disciplines
+from benchmarks.systems.tuning import Cell, Setting, play, step_s
+from libra.sim.workload import Trace, TurnPlan, load_traces
 from libra.traces.agent_turns import agent_turn_files
 from libra.types import NO_TOOL, ToolStatus
 
@@ -119,9 +118,11 @@ def seconds(job: Job) -> float:
 def fingerprint() -> str:
     """Digest of the code that a simulation runs."""
     digest, root = hashlib.sha256(), Path(libra.__file__).parent
-    for folder in ("policy", "sim", "hardware", "planner/cost"):
-        for path in sorted((root / folder).rglob("*.py")):
-            digest.update(path.read_bytes())
+    folders = [root / name for name in ("policy", "sim", "hardware", "planner/cost")]
+    paths = [path for folder in (*folders, Path(__file__).parent / "systems") for path in sorted(folder.rglob("*.py"))]
+    paths += [Path(__file__).with_name(f"{name}.py") for name in ("draws", "orderings", "prefix_tree")]
+    for path in paths:
+        digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 
 

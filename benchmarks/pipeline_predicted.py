@@ -12,18 +12,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from benchmarks.systems.disciplines import DISCIPLINES
+from benchmarks.systems.pipeline import Pipeline
+from benchmarks.systems.pipeline_options import PipelineOptions, WavePrices
+from benchmarks.systems.training_gpus import GroupWork
 from libra.config import RunConfig
 from libra.config.streaming import enough_groups, most_waves, wave_groups
 from libra.facts import Turn
-from libra.policy.role_messages import Role, Stage
+from libra.policy.role_changes import Role, Stage
 from libra.policy.tail import price_s
 from libra.policy.turning import OpenStep, TurningEngine, TurningRule
 from libra.policy.waves import GroupId
-from libra.sim.disciplines import DISCIPLINES
 from libra.sim.from_run import RunSetting
-from libra.sim.pipeline import Pipeline
-from libra.sim.pipeline_options import PipelineOptions, WavePrices
-from libra.sim.training_gpus import GroupWork
 from libra.sim.workload import Workload
 
 SYSTEMS = {"off": "split", "streaming": "streaming", "turning": "turning"}

@@ -17,11 +17,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from libra.errors import PlanError
+from libra.facts import PlanConsidered
 from libra.planner.arrangement_loop import MIXED_MARGIN_FRAC
 from libra.planner.build_plan import plan
 from libra.planner.cost import TrajectoryTotals
 from libra.planner.plan import Plan
-from libra.planner.replan import Considered, Deployed, Proposal, Replanner, Rules
+from libra.planner.replan import Deployed, Proposal, Replanner, Rules
 from libra.planner.search import Planner
 from libra.planner.snapshot import Corrections, PlanningSnapshot, formulate
 
@@ -172,7 +173,7 @@ def _quickest(snapshot: PlanningSnapshot, planner: Planner, sharing: Sharing | N
 class LoopOutcome:
     """Results of an iteration: the decision, its predicted seconds, those of the next one, and the proposal."""
 
-    considered: Considered
+    considered: PlanConsidered
     predicted_step_s: float
     next_step_s: float
     proposed: SharedPlan

@@ -28,6 +28,7 @@ from unittest.mock import patch
 
 import numpy as np
 
+from benchmarks.draws import draw_alike
 from benchmarks.report import Figure, command_parser, emit
 from libra.hardware import engine_seconds, load_gpu, load_shape
 from libra.hardware.host_kv import HostPool
@@ -36,10 +37,9 @@ from libra.policy import CMLFQ, strain
 from libra.policy.engine_loads import Loads
 from libra.policy.fleet import Fleet, Host
 from libra.sim import EngineSpec, Workload, synthetic
-from libra.sim.recorded_agents import load_traces
 from libra.sim.simulation_options import SimulationOptions
 from libra.sim.simulator import Simulator
-from libra.sim.workload import draw
+from libra.sim.workload import load_traces
 
 TRACES = Path(__file__).parent / "data" / "agent_turns" / "tau_airline_gpt4o.csv"
 FLEETS = {"alike": (1, 1), "1_2": (1, 2), "1_4": (1, 4), "1_1_2_2": (1, 1, 2, 2), "1_2_4_8": (1, 2, 4, 8)}
@@ -98,7 +98,7 @@ def workload_of(traces: str, num: int, seed: int) -> Workload:
     """``num`` trajectories in each iteration: recorded ones of one kind of task, or made up with heavy tails."""
     if traces == "synthetic":
         return synthetic(num, turns=6, seed=seed, iterations=ITERATIONS, group_size=GROUP)
-    return draw(
+    return draw_alike(
         load_traces(TRACES), num_groups=num // GROUP, group_size=GROUP, seed=seed, iterations=ITERATIONS, kinship=0.55
     )
 

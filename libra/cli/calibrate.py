@@ -102,14 +102,8 @@ def _between_s(engine: EngineOfRun) -> float:
 
 
 def _run_lines(found: RunCalibration) -> list[str]:
-    declared = all(engine.declared for engine in found.engines)
-    how = (
-        "by the declared capacity of its engines"
-        if declared
-        else "fitted to its generations, as no engine declared its seconds"
-    )
     lines = [
-        f"{found.model} (sizes {found.digest[:12] or 'unknown'}), {how}",
+        f"{found.model} (sizes {found.digest[:12] or 'unknown'}), by the declared capacity of its engines",
         "",
         f"{'worker':<16} {'engine':<14} {'slots':>5} {'KV tokens':>10} {'pass ms':>8} {'+ sequence':>10} {'+ 1k context':>12} "
         f"{'+ 1k prefill':>12} {'wall':>5} {'between ms':>10} {'error':>7}",

@@ -295,26 +295,8 @@ def replay(run_dir: Path, **choice: Any) -> None:
 )
 @click.option("--workload", type=click.Path(path_type=Path), metavar="FILE", help="Simulate a saved workload.")
 @click.option("--save-workload", type=click.Path(path_type=Path), metavar="FILE", help="Save the simulated workload.")
-@click.option(
-    "--against",
-    metavar="all|NAME,...",
-    help="Compare training systems instead (docs/simulator.md lists them), each tuned on its own, beside a lower bound.",
-)
-@click.option("--gpus", metavar="N,...", help="With --against: numbers of GPUs; without it, those of the run.")
-@click.option(
-    "--seeds", type=click.IntRange(1), default=5, show_default=True, help="With --against: seeds that are scored."
-)
-@click.option("--plot", type=click.Path(path_type=Path), metavar="FILE", help="With --against: save a picture as HTML.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object.")
-def simulate(
-    config: str,
-    overrides: tuple[str, ...],
-    against: str | None,
-    gpus: str | None,
-    seeds: int,
-    plot: Path | None,
-    **choice: Any,
-) -> None:
+def simulate(config: str, overrides: tuple[str, ...], **choice: Any) -> None:
     """Simulate CONFIG, or a recorded run, in virtual time: its policy, model and engines, or those of section `simulation`.
     Engines, tools and training take measured seconds, or those of the hardware model.
 
@@ -324,25 +306,12 @@ def simulate(
     libra simulate libra/quickstart --from-run runs/NAME                         # predict its time
     libra simulate libra/quickstart --from-run runs/NAME simulation.policy=fifo  # predict it under another policy
     libra simulate libra/quickstart simulation.calibration=FILE 'simulation.layout={tp1: 4}'
-    libra simulate libra/quickstart simulation.model=Qwen3-14B --against all --gpus 16
     """
     from libra.cli.settings_output import warn_of_ignored
     from libra.cli.simulate import simulate_run
     from libra.config import load_config
 
     loaded = load_config(config, overrides)
-    if against is None and (gpus is not None or plot is not None):
-        raise click.UsageError("--gpus and --plot need --against; type e.g. --against all")
-    if against is not None:
-        from libra.cli.simulate_against import simulate_against
-
-        if choice["workload"] is not None or choice["save_workload"] is not None:
-            raise click.UsageError("--against draws its own workloads; leave --workload and --save-workload out")
-        simulate_against(
-            loaded, against=against, gpus=gpus, seeds=seeds, from_run=choice["from_run"], plot=plot,
-            as_json=choice["as_json"], overrides=overrides,
-        )  # fmt: skip
-        return
     warn_of_ignored(loaded, "simulate", overrides, {"--from-run": choice["from_run"], "--workload": choice["workload"]})
     simulate_run(loaded, overrides=overrides, **choice)
 

@@ -30,7 +30,6 @@ from libra.planner.search import Planner
 from libra.planner.snapshot import PlanningSnapshot
 from libra.policy.step_ways import SPLIT
 from libra.sim.from_run import workload_of_run
-from libra.sim.next_step import simulated_ways
 
 HEAD = "# Written by libra plan, for"
 """How a file with a plan begins."""
@@ -73,7 +72,7 @@ def print_plan(
     snapshot, note = snapshot_of(config, turns, what_if, on_cores=planned_hardware(config) == CPU)
     planner = Planner()
     answer = plan(snapshot, planner)
-    bounds = planned_regime(config, answer, snapshot, simulated_ways)
+    bounds = planned_regime(config, answer, snapshot)
     settings = settings_for(config, answer, bounds.choice)
     asked = [compare(snapshot, fixed_by(snapshot, choice), choice, planner) for choice in why]
     configured, not_planned = configured_workers(config, snapshot, answer, planner)
@@ -148,7 +147,7 @@ def lengths_of_run(run_dir: Path) -> tuple[TrajectoryTotals, float]:
 
 def write_planned(config: RunConfig, name: str, file: Path, turns: TrajectoryTotals | None) -> PlannedLayout:
     """Write the configuration that starts a plan for ``config`` into ``file``, as a delta to the one that was typed."""
-    layout = plan_for_datasheet(config, turns, simulated_ways)
+    layout = plan_for_datasheet(config, turns)
     made = with_plan(without_layout(config), layout)
     delta = written_delta(config, name, with_way(made, layout.way or SPLIT), file)
     try:

@@ -94,18 +94,13 @@ def _simulate_of_run(
 def _engine_lines(setting: RunSetting, of_run: RunSimulation) -> list[str]:
     if not of_run.measured:
         return [f"engines: {', '.join(spec.name for spec in of_run.simulator.engines)}, instead of the run's"]
-    declared = [engine for engine in setting.calibration.engines if engine.declared]
     counts: dict[str, int] = {}
     for spec in of_run.simulator.engines:
         name = f"tp{spec.tp} with {spec.slots} slots"
         counts[name] = counts.get(name, 0) + 1
     engines = " + ".join(f"{count} x {name}" for name, count in counts.items())
     error = max(engine.steps.error_frac for engine in setting.calibration.engines)
-    how = (
-        f"by their declared capacity (error at most {100 * error:.0f} % of a pass)"
-        if declared
-        else f"fitted to its generations (error {100 * error:.0f} %): its log has no engine_declared with seconds"
-    )
+    how = f"by their declared capacity (error at most {100 * error:.0f} % of a pass)"
     return [f"engines of {setting.calibration.model}: {engines}, {how}"]
 
 
@@ -127,8 +122,7 @@ def _document(
         "source": str(setting.record.directory),
         "given": list(of_run.given),
         "engines": [
-            {"worker": e.worker, "engine": e.engine, "tp": e.tp, "slots": e.slots, "declared": e.declared}
-            for e in setting.calibration.engines
+            {"worker": e.worker, "engine": e.engine, "tp": e.tp, "slots": e.slots} for e in setting.calibration.engines
         ]
         if of_run.measured
         else [spec.name for spec in of_run.simulator.engines],

@@ -43,7 +43,7 @@ class ElasticTools:
             self._reserve[order.give_up] = specs.pop(order.give_up)  # first: nothing may start it again
             await self._cluster.scheduler.retire_workers(names=[order.give_up], close_workers=True, remove=True)
             return True
-        wanted, there = order.wanted, sum(name.startswith("tool-") for name in specs)
+        wanted, there = order.ordered, sum(name.startswith("tool-") for name in specs)
         for name in sorted(self._reserve, key=lambda name: int(name.removeprefix("tool-")))[: max(0, wanted - there)]:
             specs[name] = self._reserve.pop(name)
         return True

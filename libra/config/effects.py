@@ -117,6 +117,10 @@ _DIVIDES = Need(
     ),
 )
 _NO_TRACE = (missing("planner.trace"), without("--trace", "--from-run"))
+_TRACED = either(
+    given("planner.trace"),
+    Need((), "--trace or --from-run", lambda _, situation: bool(situation.options & {"--trace", "--from-run"})),
+)
 _DRAWN = without("--from-run", "--workload")
 _NOT_OF_RUN = without("--from-run")  # such a simulation has the sections of that run
 _BY_TABLES = Need(
@@ -133,7 +137,7 @@ _OWN_SIMULATED = Need(
     "a policy of your own",
     lambda config, _: ":" in (config.simulation.policy or config.policy.name),
 )
-_FORECASTS = _simulated_policy("cmlfq", "predictor", "oracle")
+_FORECASTS = _simulated_policy("cmlfq")
 _JOB_KEYS = "jobs partition cpus memory walltime directives skip"
 _JOB_GPUS: Reading = {"slurm": (), "plan": (either(_TEACHES, _HAS_MODELS),)}
 _SOME_SLOTS = Need(
@@ -153,7 +157,7 @@ _ALIKE = either(
 
 _TABLE: tuple[tuple[str, str, Reading], ...] = (  # section, keys, who reads them and when
     ("run", "name dir iterations from_checkpoint", _run()),
-    ("run", "seed", {"run": (), "plan": (), "simulate": ()}),
+    ("run", "seed", {"run": (), "plan": (_TRACED,), "simulate": ()}),
     ("run", "eta", _of("run", "plan", "simulate")),
     ("staleness", "eta", _of("run", "plan", "simulate")),
     ("distil", "teacher", _of("run", "plan", "simulate", "slurm")),
@@ -269,8 +273,8 @@ _TABLE: tuple[tuple[str, str, Reading], ...] = (  # section, keys, who reads the
         "policy",
         "patience",
         {
-            "run": (is_not("policy.name", "fifo", "paper"),),
-            "simulate": (either(_simulated_policy("cmlfq", "mlfq", "completed_calls"), _OWN_SIMULATED), _NOT_OF_RUN),
+            "run": (is_not("policy.name", "fifo"),),
+            "simulate": (either(_simulated_policy("cmlfq", "mlfq"), _OWN_SIMULATED), _NOT_OF_RUN),
         },
     ),
     ("cluster", "scheduler", {"run": (NO_CLIENT,), "plan": (_HAS_ASKED_MODELS,)}),
@@ -302,7 +306,6 @@ _TABLE: tuple[tuple[str, str, Reading], ...] = (  # section, keys, who reads the
     ("simulation", "calibration layout slots policy train_s load_s tool_slots noise", _of("simulate")),
     ("simulation", "gpu model", _simulated(missing("simulation.calibration"))),
     ("simulation", "objective", _simulated(either(_FORECASTS, _OWN_SIMULATED))),
-    ("simulation", "accuracy", _simulated(_simulated_policy("predictor"))),
     ("simulation", "traces iterations", _simulated(_DRAWN)),
     ("simulation", "turns", _simulated(missing("simulation.traces"), _DRAWN)),
     ("planner", "layout", _of("run", "slurm")),

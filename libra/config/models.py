@@ -19,7 +19,7 @@ from libra.config.own_parts import OwnOr, OwnPart
 from libra.config.planner import PlannerSection
 from libra.config.section import AtLeastOne, AtLeastZero, Section, VariableNames
 from libra.config.services import ServicesSection
-from libra.config.simulation import RUN_POLICIES, SimulationSection
+from libra.config.simulation import POLICIES, SimulationSection
 from libra.config.slurm import SlurmRolloutJobs, SlurmSection, SlurmToolJobs, SlurmTrainJobs
 from libra.config.staleness import StalenessSection, with_both
 from libra.config.trainer import TrainerSection
@@ -185,10 +185,10 @@ class EvaluationSection(Section):
 class PolicySection(Section):
     """Which waiting trajectory gets the next free slot, and where."""
 
-    name: Annotated[str, OwnOr(RUN_POLICIES)] = "cmlfq"
+    name: Annotated[str, OwnOr(POLICIES)] = "cmlfq"
     """cmlfq: by forecasts of remaining tokens, learned from what tools return; without measured skill, least attained service
-    first. fifo: first come, first served. mlfq: least attained service first. completed_calls: most tool calls first (DynaRL).
-    paper: the Libra paper's rule. docs/scheduling.md compares them. Your own: `libra.policy.Ordering`."""
+    first. fifo: first come, first served. mlfq: least attained service first. docs/scheduling.md compares them. Your
+    own: `libra.policy.Ordering`."""
     objective: Literal["makespan", "stream"] = "makespan"
     """For cmlfq. makespan: longest forecast first, so that the iteration ends soon. stream: complete one group after
     the other, so that a step can begin while other groups generate (`run.eta` of 1 or more)."""
@@ -196,7 +196,7 @@ class PolicySection(Section):
     """Starvation bound, counted in parkings (a trajectory begins to wait for a slot). A trajectory is served next after
     this many further parkings for its kind of slot, plus one for each trajectory that already waited when it parked.
     The default equals five thousand trajectories of forty turns. With a small number every trajectory is overdue, and
-    the order is first come, first served. Not for fifo and paper; for a policy of your own if it takes it."""
+    the order is first come, first served. Not for fifo; for a policy of your own if it takes it."""
     boundaries_tokens: dict[Literal["tp1", "tp2", "tp4", "tp8"], Annotated[float, Field(gt=0)]] = {}
     """For cmlfq: generated tokens up to which a trajectory begins on engines of a tensor-parallel degree, e.g. {"tp1":
     3000, "tp2": 12000}; longer ones begin on higher degrees. `libra plan` prints these boundaries of its buckets. They

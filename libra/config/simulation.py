@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from libra.config.own_parts import OwnOr
 from libra.config.section import AtLeastOne, Section
 
-PolicyName = Literal["cmlfq", "paper", "fifo", "mlfq", "completed_calls", "predictor", "oracle"]
-"""Every ordering of `libra.policy.ORDERINGS`."""
-RUN_POLICIES = ("cmlfq", "fifo", "mlfq", "completed_calls", "paper")
-"""Those that a run can have: predictor and oracle know the future."""
+POLICIES = ("cmlfq", "fifo", "mlfq")
+"""Names in `libra.policy.ORDERINGS`."""
 
 
 class SimulationSection(Section):
@@ -34,15 +32,11 @@ class SimulationSection(Section):
     slots: AtLeastOne | None = None
     """Concurrent generations of each engine. None: as many as fit into its KV memory at mean length, 256 at most; with
     `calibration` the slots of the measured engine."""
-    policy: Annotated[str, OwnOr(get_args(PolicyName))] | None = None
-    """Scheduling policy: cmlfq (forecasts of remaining tokens), paper (the published rule), fifo, mlfq (least attained
-    service), completed_calls (DynaRL), predictor (lengths predicted with `accuracy`), oracle (the true lengths). None:
-    `policy.name`."""
+    policy: Annotated[str, OwnOr(POLICIES)] | None = None
+    """Scheduling policy: cmlfq (forecasts of remaining tokens), fifo, mlfq (least attained service). None: `policy.name`."""
     objective: Literal["makespan", "stream"] | None = None
-    """For cmlfq, predictor and oracle: makespan ends the iteration soon, stream completes one group after the other.
+    """For cmlfq: makespan ends the iteration soon, stream completes one group after the other.
     None: `policy.objective`."""
-    accuracy: Annotated[float, Field(gt=0, le=1)] = 0.6
-    """For predictor: correlation of the logarithms of predicted and true lengths."""
     traces: Annotated[Path, Field(strict=False)] | None = None
     """File of agent turns (CSV, one row a turn) to draw trajectories from. None: synthetic ones, of `turns` turns."""
     turns: AtLeastOne = 36

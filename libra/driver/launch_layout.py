@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from libra.cluster.hardware_inventory import CPU, Machine, cluster_gpu, this_machine
 from libra.config import RunConfig
 from libra.config.planner import PlannedLayout
-from libra.driver.planned_steps import Simulate, planned_regime
+from libra.driver.planned_steps import planned_regime
 from libra.errors import ConfigError, ModelError, PlanError
 from libra.facts import LayoutPlanned
 from libra.hardware import load_gpu
@@ -77,22 +77,15 @@ def laid_out(config: RunConfig, machine: Machine | None = None, *, started_here:
     return made
 
 
-def plan_layout(
-    config: RunConfig,
-    gpu: str,
-    rests_on: str,
-    turns: TrajectoryTotals | None = None,
-    simulate: Simulate | None = None,
-) -> PlannedLayout:
-    """The plan that a run of ``config`` starts, on ``gpu``; ``turns`` None: from `planner.trace`, or drawn. ``simulate`` None:
-    closed forms decide how its steps are taken."""
+def plan_layout(config: RunConfig, gpu: str, rests_on: str, turns: TrajectoryTotals | None = None) -> PlannedLayout:
+    """The plan that a run of ``config`` starts, on ``gpu``; ``turns`` None: from `planner.trace`, or drawn."""
     if turns is None and config.planner.trace is not None:
         turns = read_trace(config.planner.trace, config.planner.tool_s)
     snapshot, _ = snapshot_of(config, turns, what_if=False, on_cores=gpu == CPU)
     floor = max(config.rollout.max_context_tokens, config.trainer.max_row_tokens)
     plan, micro_batch_tokens = planned(snapshot, floor, may_grow=gpu != CPU)
     layout = layout_of(plan, snapshot.shape, micro_batch_tokens, gpu, rests_on)
-    found = planned_regime(config, plan, snapshot, simulate)
+    found = planned_regime(config, plan, snapshot)
     return layout.model_copy(update={"way": found.choice, "way_why": found.words})
 
 
@@ -200,13 +193,11 @@ def _known(gpu: str) -> bool:
     return True
 
 
-def plan_for_datasheet(
-    config: RunConfig, turns: TrajectoryTotals | None = None, simulate: Simulate | None = None
-) -> PlannedLayout:
+def plan_for_datasheet(config: RunConfig, turns: TrajectoryTotals | None = None) -> PlannedLayout:
     """The plan for ``config`` on the hardware that section ``planner`` names; the last two as in `plan_layout`."""
     calibration, sheet = config.planner.calibration, planned_gpu(config.planner.gpu).name
     rests_on = f"datasheet and tables of {sheet}" if calibration is None else calibrated_rests_on(calibration, sheet)
-    return plan_layout(without_layout(config), planned_hardware(config), rests_on, turns, simulate)
+    return plan_layout(without_layout(config), planned_hardware(config), rests_on, turns)
 
 
 def planned_hardware(config: RunConfig) -> str:

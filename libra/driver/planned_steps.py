@@ -6,8 +6,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-
 from libra.config import RunConfig, config_from_dict
 from libra.config.streaming import streaming_obstacle, turning_obstacle
 from libra.errors import ConfigError
@@ -18,23 +16,13 @@ from libra.planner.plan import Plan
 from libra.planner.snapshot import PlanningSnapshot
 from libra.policy.step_ways import SPLIT, STREAMING, TURNING, Regime, StepParts, regime
 
-Simulate = Callable[[RunConfig, Plan, PlanningSnapshot, Sequence[str]], Mapping[str, float]]
-"""Seconds of a planned step with each of some ways (`libra.sim.next_step`); one that it did not finish is left out."""
 
-
-def planned_regime(
-    config: RunConfig, plan: Plan, snapshot: PlanningSnapshot, simulate: Simulate | None = None
-) -> Regime:
+def planned_regime(config: RunConfig, plan: Plan, snapshot: PlanningSnapshot) -> Regime:
     """What bounds a step of ``plan``, and how a run of ``config`` with its layout should take it."""
-
-    def simulated(ways: Sequence[str]) -> Mapping[str, float]:
-        return {} if simulate is None else simulate(config, plan, snapshot, ways)
-
     return regime(
         step_parts(plan, snapshot),
         changes_s=config.planner.change_cost_s,
         obstacles=obstacles(config, plan, snapshot),
-        simulate=None if simulate is None else simulated,
     )
 
 

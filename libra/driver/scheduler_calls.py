@@ -22,7 +22,7 @@ from libra.errors import ClusterError, ConfigError
 from libra.facts import Fact, pack, prompts_named
 from libra.planner.arrangements import Seat
 from libra.policy import Admission, TailSettings, Waves, WaySettings, keeps_version, staleness_of
-from libra.policy.step_lengths import FLOOR_S
+from libra.policy.stall import FLOOR_S
 from libra.scheduler import LibraPlugin, RunRegistration
 from libra.types import EngineCapacity, Phase
 from libra.worker.grading import GRADE_TIMEOUT_S

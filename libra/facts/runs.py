@@ -111,7 +111,7 @@ class WaveTrained(Fact, frozen=True):
 
 
 class StepsPlanned(Fact, frozen=True):
-    """The run may take its steps in any of these ``ways``, and begins with ``way``, for this reason (`libra.policy.way_choice`)."""
+    """The run may take its steps in any of these ``ways``, and begins with ``way``, for this reason (`libra.policy.step_ways`)."""
 
     words = "steps begin by {way}, of {ways}"
 
@@ -261,6 +261,11 @@ class PlanConsidered(Fact, frozen=True):
     concurrency: tuple[tuple[int, int], ...] = ()
     context_tokens: float = 0.0
     kv_demand: float = 0.0
+
+    @property
+    def gain_frac(self) -> float:
+        """Gain per step, as a share of the current one."""
+        return 1.0 - self.proposed_step_s / self.current_step_s if self.current_step_s > 0 else 0.0
 
 
 class PlanAccepted(Fact, frozen=True):

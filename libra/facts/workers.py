@@ -311,9 +311,31 @@ class ToolCapacity(Fact, frozen=True, gc=False):
 
 
 class ToolWorkersOrdered(Fact, frozen=True):
-    """There should be ``ordered`` tool workers from now on, without ``give_up`` (empty: none is given up), for this ``reason``.
+    """The number of tool workers from now on, and what `libra.policy.tool_fleet` decided it from.
 
-    The other fields are what that follows from (`libra.policy.tool_fleet.FleetFacts`).
+    Attributes
+    ----------
+    least, most, wanted : int
+        Bounds, and the workers that there are or that start.
+    starting : int
+        Those of them that start.
+    units : int
+        What all present workers together give to actions: cores, or slots where no action leases any.
+    waiting : int
+        Actions that wait.
+    waiting_s : float
+        Unit-seconds of all of these.
+    behind_s : float
+        Seconds for which some have waited without a pause.
+    start_s : float
+        Mean seconds from asking for a worker until it is there.
+    idle : tuple of (str, float)
+        Present workers beyond the first ``least`` that have nothing to do, and for how many seconds.
+    ordered : int
+        Workers that there should be; 0: not decided yet.
+    give_up : str
+        The worker to end; empty: none.
+    reason : str
     """
 
     least: int
@@ -325,10 +347,10 @@ class ToolWorkersOrdered(Fact, frozen=True):
     waiting_s: float
     behind_s: float
     start_s: float
-    idle: tuple[tuple[str, float], ...]
-    ordered: int
-    give_up: str
-    reason: str
+    idle: tuple[tuple[str, float], ...] = ()
+    ordered: int = 0
+    give_up: str = ""
+    reason: str = ""
 
 
 # ---------------------------------------------------------------- training groups

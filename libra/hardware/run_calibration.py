@@ -1,8 +1,7 @@
 """Measured hardware of a run: capacity and seconds of its engines, its trainer, and the seconds between them.
 
 `libra calibrate RUN --save FILE` writes it as one JSON file; `simulation.calibration` and `planner.calibration` read it. `libra
-simulate --from-run` computes it from the run. Seconds are those that engines declared (`engine_declared`), else they are fitted to
-the run's generations (`libra.hardware.run_step_fit`).
+simulate --from-run` computes it from the run. Seconds of engines are those that they declared (`engine_declared`).
 """
 
 from __future__ import annotations
@@ -36,8 +35,6 @@ class EngineOfRun:
         Its worker, its kind (``transformers``, ``vllm``) and its bucket.
     tp, slots, kv_tokens : int
     steps : StepSeconds
-    declared : bool
-        The engine measured ``steps`` itself; else they are fitted to the seconds of its generations.
     wall_over_passes : float
         Wall seconds of its turns over those by ``steps``.
     transport_s, worker_s : tuple of float
@@ -51,7 +48,6 @@ class EngineOfRun:
     slots: int
     kv_tokens: int
     steps: StepSeconds
-    declared: bool
     wall_over_passes: float = 1.0
     transport_s: tuple[float, ...] = (0.0,)
     worker_s: tuple[float, ...] = (0.0,)

@@ -12,8 +12,9 @@ the last batch (`libra.planner.arrangement_forecast`).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
+
+from msgspec.structs import replace
 
 from libra.facts import Fact, PlanAccepted, PlanConsidered
 from libra.planner.arrangement_forecast import ArrangementForecast, ArrangementScore, EndedIteration
@@ -27,7 +28,7 @@ from libra.planner.arrangements import (
 from libra.planner.cost import TrajectoryTotals
 from libra.planner.kv_memory import MAX_DEMAND, RAISED_DEMAND, ContextTrend, refuge
 from libra.planner.measured_step import ExpectedStep, StepForecast
-from libra.planner.replan import Considered, Proposal, Replanner, Rules
+from libra.planner.replan import Command, Proposal, Replanner, Rules
 from libra.planner.run_facts import RunFacts
 from libra.planner.split_forecast import SplitForecast
 
@@ -45,7 +46,10 @@ class SplitDecision:
 
     Attributes
     ----------
-    considered : Considered
+    considered : PlanConsidered
+        Without the seconds of the iteration and its contexts.
+    orders : tuple of Command
+        The commands that carry it out; empty if it was not accepted.
     now, chosen : ArrangementScore
         The present arrangement and the chosen one: equal if nothing was accepted.
     context_tokens : float
@@ -59,7 +63,8 @@ class SplitDecision:
         Arrangements that would pay off and are not possible.
     """
 
-    considered: Considered
+    considered: PlanConsidered
+    orders: tuple[Command, ...]
     now: ArrangementScore
     chosen: ArrangementScore
     context_tokens: float
@@ -72,27 +77,17 @@ class SplitDecision:
 
         ``predicted_step_s`` was predicted before the iteration that took ``realised_step_s``; None: nothing was.
         """
-        seen = self.considered
-        layout: dict[str, Any] = {
-            "iteration": seen.iteration,
-            "train_gpus": seen.layout.train_gpus,
-            "engines": tuple(sorted(seen.layout.engines.items())),
-            "concurrency": tuple(sorted(seen.layout.concurrency.items())),
-        }
-        considered = PlanConsidered(
-            **layout,
-            predicted_step_s=predicted_step_s, realised_step_s=realised_step_s,
-            current_step_s=seen.current_step_s, proposed_step_s=seen.proposed_step_s,
-            gain_s=seen.gain_s, cost_s=seen.cost_s, num_changes=seen.num_changes,
-            remaining_iterations=seen.remaining_iterations, required_gain_frac=seen.required_gain_frac,
-            rollout_factor=1.0, training_factor=1.0, accepted=seen.accepted, reason=seen.reason,
+        considered = replace(
+            self.considered, predicted_step_s=predicted_step_s, realised_step_s=realised_step_s,
             context_tokens=self.context_tokens, kv_demand=self.now.kv_demand,
         )  # fmt: skip
-        if not seen.accepted:
+        if not considered.accepted:
             return (considered,)
-        boundaries = tuple(self.boundaries_tokens.values())
-        commands = tuple((type(command).__name__, str(command)) for command in seen.commands)
-        accepted = PlanAccepted(**layout, boundaries_tokens=boundaries, commands=commands)
+        accepted = PlanAccepted(
+            considered.iteration, considered.train_gpus, considered.engines, concurrency=considered.concurrency,
+            boundaries_tokens=tuple(self.boundaries_tokens.values()),
+            commands=tuple((type(command).__name__, str(command)) for command in self.orders),
+        )  # fmt: skip
         return (considered, accepted)
 
 
@@ -145,7 +140,7 @@ class ArrangementLoop:
         impossible = tuple(self._impossible(judge, now, best, considered.required_gain_frac))
         chosen, kinds = (best, kinds) if considered.accepted else (now, ())
         boundaries = judge.boundaries(chosen.arrangement)
-        return SplitDecision(considered, now, chosen, context, kinds, boundaries, impossible)
+        return SplitDecision(considered, self.replanner.orders, now, chosen, context, kinds, boundaries, impossible)
 
     def expected(self, forecast: StepForecast, ended: EndedIteration, option: Arrangement) -> ExpectedStep | None:
         """The step of the batch in an arrangement, from the present facts about the seats; None if it cannot be

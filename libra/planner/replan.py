@@ -5,7 +5,7 @@ flapping.
    `Rules.cost_factor`, and its gain per step exceeds both `Rules.least_gain_frac` and the error of predictions.
 2. It must win `Rules.confirmations` comparisons in a row, and `Rules.rest_iterations` must have passed since the last
    change. So in n iterations there are at most 1 + n / max(confirmations, rest) changes, whatever the metrics do.
-3. Every comparison is a `Considered`, accepted or not, with its numbers; no clock, no I/O.
+3. Every comparison is a `libra.facts.PlanConsidered`, accepted or not, with its numbers; no clock, no I/O.
 
 Differs from the published code of Libra, which compares the cost of a change with one iteration's gain, assumes that cost instead
 of measuring it, and has a cooldown of one iteration.
@@ -18,6 +18,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from libra.errors import PlanError
+from libra.facts import PlanConsidered
 from libra.planner.plan import Plan
 
 ROLES, REBUCKET, SLOTS = "roles", "rebucket", "slots"
@@ -147,55 +148,6 @@ class Proposal:
     decisive: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Considered:
-    """A layout that was compared with the present one.
-
-    Attributes
-    ----------
-    iteration : int
-        The one that just finished.
-    current_step_s, proposed_step_s : float
-        Predicted for the present layout and for the proposal, by the same model.
-    gain_s : float
-        Over the remaining iterations.
-    cost_s : float
-        Mean of past changes, or an assumption before the first.
-    num_changes : int
-        Changes in that mean.
-    remaining_iterations : int
-    required_gain_frac : float
-        Per step, from hysteresis and noise.
-    confirmed : int
-        Consecutive comparisons that found enough gain, this one included.
-    accepted : bool
-    reason : str
-    layout : Deployed
-        The proposal.
-    commands : tuple
-        The commands that carry it out; empty if it was not accepted.
-    """
-
-    iteration: int
-    current_step_s: float
-    proposed_step_s: float
-    gain_s: float
-    cost_s: float
-    num_changes: int
-    remaining_iterations: int
-    required_gain_frac: float
-    confirmed: int
-    accepted: bool
-    reason: str
-    layout: Deployed
-    commands: tuple[Command, ...]
-
-    @property
-    def gain_frac(self) -> float:
-        """Gain per step, as a share of the current one."""
-        return 1.0 - self.proposed_step_s / self.current_step_s if self.current_step_s > 0 else 0.0
-
-
 @dataclass(slots=True)
 class Replanner:
     """Compares proposals with the present layout; keeps the cost of changes and how often a proposal has won.
@@ -205,6 +157,11 @@ class Replanner:
     deployed : Deployed
         What runs now.
     rules : Rules
+
+    Attributes
+    ----------
+    orders : tuple of Command
+        The commands that carry out the proposal compared last; empty if it was not accepted.
     """
 
     deployed: Deployed
@@ -212,6 +169,7 @@ class Replanner:
     costs_s: dict[str, list[float]] = field(default_factory=dict)
     confirmed: int = 0
     last_change: int | None = None
+    orders: tuple[Command, ...] = ()
 
     def cost_s(self, kinds: Collection[str] = (ROLES,)) -> float:
         """Expected cost of a change of these kinds: for each the mean of past ones, or the assumption for the first."""
@@ -234,8 +192,10 @@ class Replanner:
         proposal: Proposal,
         remaining_iterations: int,
         noise_frac: float = 0.0,
-    ) -> Considered:
+    ) -> PlanConsidered:
         """Compare a proposal with the present layout; if it is accepted, it is the present layout from now on.
+
+        The caller adds the seconds of the iteration, and its contexts.
 
         Parameters
         ----------
@@ -275,11 +235,14 @@ class Replanner:
             reason = f"the last change was {since} iterations ago, {rules.rest_iterations} must pass"
         else:
             reason = f"found {self.confirmed} times in a row, {rules.confirmations} are required"
-        considered = Considered(
-            iteration, current_step_s, proposal.step_s, gain_s, cost_s,
-            sum(len(self.costs_s.get(kind, ())) for kind in kinds or (ROLES,)), remaining_iterations, required,
-            self.confirmed, accepted, reason, wanted, commands(self.deployed, wanted, reason) if accepted else (),
-        )  # fmt: skip
+        self.orders = commands(self.deployed, wanted, reason) if accepted else ()
         if accepted:
             self.deployed, self.last_change, self.confirmed = wanted, iteration, 0
-        return considered
+        return PlanConsidered(
+            iteration=iteration, predicted_step_s=None, realised_step_s=0.0, current_step_s=current_step_s,
+            proposed_step_s=proposal.step_s, gain_s=gain_s, cost_s=cost_s,
+            num_changes=sum(len(self.costs_s.get(kind, ())) for kind in kinds or (ROLES,)),
+            remaining_iterations=remaining_iterations, required_gain_frac=required, rollout_factor=1.0, training_factor=1.0,
+            train_gpus=wanted.train_gpus, engines=tuple(sorted(wanted.engines.items())), accepted=accepted, reason=reason,
+            concurrency=tuple(sorted(wanted.concurrency.items())),
+        )  # fmt: skip

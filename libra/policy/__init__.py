@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from libra.policy.admission import Admission, CommittedGroup
-from libra.policy.attained_service import CompletedCalls, Mlfq
-from libra.policy.cmlfq import CMLFQ, Oracle, Predictor
+from libra.policy.admission import (
+    Admission,
+    CommittedGroup,
+    StalenessPolicy,
+    Verdict,
+    judge,
+    keeps_version,
+    staleness_of,
+)
+from libra.policy.attained_service import Mlfq
+from libra.policy.cmlfq import CMLFQ
 from libra.policy.declared_capacity import joined_of, off_by_frac
 from libra.policy.dispatcher import Dispatcher
 from libra.policy.fifo import Fifo
 from libra.policy.forecast import Forecast, Forecaster
 from libra.policy.one_version import OneVersion
-from libra.policy.oracle_lengths import KnownLengths
 from libra.policy.ordering import (
     LEARNS_EVERY,
     ORDERINGS,
@@ -20,12 +27,10 @@ from libra.policy.ordering import (
     learns_after,
     make_ordering,
 )
-from libra.policy.paper_rule import PaperRule
 from libra.policy.placements import Move, Place
-from libra.policy.staleness import StalenessPolicy, Verdict, judge, keeps_version, staleness_of
+from libra.policy.step_ways import WayChoice, WaySettings
 from libra.policy.tail import Tail, TailSettings
 from libra.policy.waves import Waves
-from libra.policy.way_choice import WayChoice, WaySettings
 
 __all__ = [
     "CMLFQ",
@@ -33,22 +38,17 @@ __all__ = [
     "ORDERINGS",
     "Admission",
     "CommittedGroup",
-    "CompletedCalls",
     "Dispatcher",
     "Fifo",
     "Forecast",
     "Forecaster",
     "Inspectable",
-    "KnownLengths",
     "Mlfq",
     "Move",
     "OneVersion",
     "OnlineLearner",
-    "Oracle",
     "Ordering",
-    "PaperRule",
     "Place",
-    "Predictor",
     "StalenessPolicy",
     "Tail",
     "TailSettings",

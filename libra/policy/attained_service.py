@@ -1,4 +1,4 @@
-"""Orderings by attained service only: least attained service, and most completed tool calls.
+"""Least attained service first: an ordering without forecasts.
 
 Promises
 --------
@@ -51,19 +51,6 @@ class Mlfq(Saved):
     def _level(self, stats: TrajectoryStats) -> tuple[int, str]:
         level = length_class(stats.generated_tokens)
         return 1 + level, f"mlfq: class {level} by tokens generated"
-
-
-class CompletedCalls(Mlfq):
-    """Most completed tool calls first, then by arrival (DynaRL, OSDI '26, as its README describes it)."""
-
-    name: ClassVar[str] = "completed_calls"
-
-    def _level(self, stats: TrajectoryStats) -> tuple[int, str]:
-        return 1 + max(0, MOST_CALLS - stats.calls), f"completed_calls: {stats.calls} tool calls came back"
-
-
-MOST_CALLS = 10_000
-"""`CompletedCalls` does not count calls beyond these."""
 
 
 def overdue_first(overdue: list[tuple[str, int]], trajectories: TrajectoryTable) -> tuple[SetPriority, ...]:

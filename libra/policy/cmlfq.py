@@ -50,7 +50,6 @@ from libra.facts import (
 from libra.policy.attained_service import PATIENCE
 from libra.policy.calibration_log import CalibrationLog
 from libra.policy.forecast import Forecast, Forecaster
-from libra.policy.oracle_lengths import KnownLengths
 from libra.policy.posterior import Posterior
 from libra.policy.snapshots import Saved
 from libra.policy.starvation_guard import OVERDUE, StarvationGuard
@@ -87,7 +86,7 @@ class SelfScoring(Protocol):
 
 
 class CMLFQ(Saved):
-    """Libra's ordering; `Predictor` and `Oracle` are the same rule with other forecasts.
+    """Libra's ordering.
 
     Parameters
     ----------
@@ -356,35 +355,3 @@ class CMLFQ(Saved):
         """Take the state of ``snapshot``; KeyError, TypeError or ValueError if it is not a snapshot."""
         super().restore(snapshot)
         self._calibration = CalibrationLog()
-
-
-class Predictor(CMLFQ):
-    """C-MLFQ's rule with lengths predicted before the start, with a given accuracy; a baseline."""
-
-    name: ClassVar[str] = "predictor"
-
-    def __init__(
-        self,
-        totals: Mapping[str, int] | None = None,
-        *,
-        accuracy: float = 0.6,
-        seed: int = 0,
-        objective: Objective = "makespan",
-        patience: int = PATIENCE,
-    ) -> None:
-        super().__init__(KnownLengths(totals, accuracy=accuracy, seed=seed), objective=objective, patience=patience)
-
-
-class Oracle(CMLFQ):
-    """C-MLFQ's rule with the true lengths: an upper bound of this rule's gain."""
-
-    name: ClassVar[str] = "oracle"
-
-    def __init__(
-        self,
-        totals: Mapping[str, int] | None = None,
-        *,
-        objective: Objective = "makespan",
-        patience: int = PATIENCE,
-    ) -> None:
-        super().__init__(KnownLengths(totals), objective=objective, patience=patience)

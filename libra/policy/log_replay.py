@@ -15,25 +15,44 @@ Promises
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from math import isclose
 from typing import Any, NamedTuple
 
-from libra import facts
+from libra import facts, keys
 from libra.errors import StoreError
 from libra.facts import Command, Fact, Priority, SetPriority, sentence
-from libra.policy.admission import Admission
+from libra.policy.admission import Admission, CommittedGroup
 from libra.policy.dispatcher import Dispatcher
 from libra.policy.late import WaitingGroup, settle
-from libra.policy.ordering import OnlineLearner, blank_ordering
-from libra.policy.replayed_objects import BlankOrdering, ReplayedObjects
-from libra.policy.tool_fleet import FleetFacts, ordered
+from libra.policy.leases.resources import Revoke
+from libra.policy.one_version import OneVersion
+from libra.policy.ordering import ORDERINGS, OnlineLearner, Ordering, blank_ordering
+from libra.policy.placements import Place
+from libra.policy.tail import Tail
+from libra.policy.tool_fleet import ordered
+from libra.types import Phase
 
 NOISE_FRAC = 1e-7
 """Tolerance for numbers in snapshots: the last bits of sums of products depend on the alignment of memory in each process.
 Commands are compared exactly, because the numbers they rest on are rounded first."""
+
+_RECEIVED = (
+    facts.TrajectoryParked, facts.QuantumFinished, facts.QuantumContinued, facts.HomeForgotten, facts.HomeChanged,
+    facts.PromptsNamed, facts.TrajectoryEnded, facts.WorkerCapacity, facts.WorkerWithdrawn, facts.BoundariesSet,
+)  # fmt: skip
+"""Facts that dispatcher and ordering receive as they are."""
+_OF_THE_TAIL = (
+    facts.RoleMemberKnown, facts.RoleChangeStarted, facts.RoleChanged, facts.RoleRestored, facts.TurnRefused,
+)  # fmt: skip
+"""Facts that only the tail receives."""
+
+BlankOrdering = Callable[[str], Ordering]
+"""Makes an ordering by the name that a log gives it, to be restored; KeyError for an unknown name."""
 
 
 class Logged(NamedTuple):
@@ -44,7 +63,7 @@ class Logged(NamedTuple):
     before: Priority | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Told:
     """One event that the policy objects received, with the commands that answered it.
 
@@ -53,22 +72,29 @@ class Told:
     line : int
         Its line in the log.
     event : libra.Fact
-    logged : tuple of Logged
-        The commands in the log.
     now : tuple of commands
         The commands of the replay.
     difference : str
-        How they differ; empty if they do not.
+        How the commands in the log differ from them; empty if they do not.
+    logged : list of Logged
+        The commands in the log.
     cut : bool
         The log, or the epoch, ends before all of ``now`` was written.
     """
 
     line: int
     event: Fact
-    logged: tuple[Logged, ...]
-    now: tuple[Command, ...]
-    difference: str
+    now: tuple[Command, ...] = ()
+    difference: str = ""
+    logged: list[Logged] = field(default_factory=list)
     cut: bool = False
+
+    def compared(self, *, last: bool = False) -> Told:
+        """Itself, once the log has all of its commands; ``last``: no event follows."""
+        logged, now = tuple(entry.command for entry in self.logged), self.now
+        self.cut = last and len(logged) < len(now)
+        self.difference = self.difference or _difference(logged, now[: len(logged)] if self.cut else now)
+        return self
 
 
 def replay(lines: Iterable[tuple[int, Fact]], blank: BlankOrdering = blank_ordering) -> Iterator[Told]:
@@ -78,44 +104,37 @@ def replay(lines: Iterable[tuple[int, Fact]], blank: BlankOrdering = blank_order
 
     Raises StoreError if the log begins with neither, or has a policy or a key that this Libra does not know.
     """
-    objects: ReplayedObjects | None = None
-    waiting: _Answers | None = None
+    objects: _Objects | None = None
+    waiting: Told | None = None
     fresh = False
     for line, event in lines:
         if isinstance(event, Command):
-            if waiting is None:
-                difference = f"no event precedes it, yet {sentence(event)}"
-                yield Told(line, event, (Logged(line, event, None),), (), difference)
+            if objects is None or waiting is None:
+                logged = [Logged(line, event, None)]
+                yield Told(line, event, difference=f"no event precedes it, yet {sentence(event)}", logged=logged)
             else:
-                waiting.add(line, event)
-            continue
-        if isinstance(event, facts.RunStarted | facts.PolicySnapshot):
+                waiting.logged.append(objects.logged(line, event))
+        elif isinstance(event, facts.RunStarted | facts.PolicySnapshot):
             if waiting is not None:
                 yield waiting.compared(last=isinstance(event, facts.RunStarted))
                 waiting = None
             if isinstance(event, facts.RunStarted):
-                objects, fresh = (
-                    ReplayedObjects(line, event.policy, event.eta, event.groups_per_batch, event.family, blank),
-                    True,
-                )
+                objects, fresh = _Objects.started(line, event, blank), True
                 objects.dispatcher = Dispatcher()
-            elif objects is None:
-                objects = _begun(line, event, blank)
-            elif fresh:
+            elif objects is None or fresh:
+                objects = objects or _Objects(line, event.policy, blank)
                 objects.restore(line, event)
                 fresh = False
             else:
-                yield Told(line, event, (), (), _snapshot_difference(line, objects, event))
-            continue
-        if objects is None:
+                yield Told(line, event, difference=objects.unlike(line, event))
+        elif objects is None:
             raise StoreError(
                 f"line {line}: a replay begins at run_started or policy_snapshot, got {event.name}; is the log's head missing?"
             )
-        answers = _answers(line, event, objects)
-        if answers is not None:
+        elif (told := objects.answered(line, event)) is not None:
             if waiting is not None:
                 yield waiting.compared()
-            waiting, fresh = answers, False
+            waiting, fresh = told, False
     if waiting is not None:
         yield waiting.compared(last=True)
 
@@ -125,17 +144,15 @@ def learned(lines: Iterable[tuple[int, Fact]], blank: BlankOrdering = blank_orde
 
     A snapshot for ``Ordering.restore``; None if the log has none, or its ordering does not learn. Raises as `replay`.
     """
-    objects: ReplayedObjects | None = None
-    fresh = False
+    objects: _Objects | None = None
+    fresh = True
     for line, event in lines:
         if isinstance(event, facts.RunStarted):
             fresh = True  # a start that died before its first snapshot changes nothing
-            if objects is None:
-                objects = ReplayedObjects(line, event.policy, event.eta, event.groups_per_batch, event.family, blank)
+            objects = objects or _Objects.started(line, event, blank)
         elif isinstance(event, facts.PolicySnapshot):
-            if objects is None:
-                objects = _begun(line, event, blank)
-            elif fresh:
+            if objects is None or fresh:
+                objects = objects or _Objects(line, event.policy, blank)
                 objects.restore(line, event)
             fresh = False
         elif objects is not None:
@@ -146,69 +163,253 @@ def learned(lines: Iterable[tuple[int, Fact]], blank: BlankOrdering = blank_orde
     return objects.ordering.snapshot()
 
 
-class _Answers:
-    """A received event, while the lines with its commands are read."""
+class _Objects:
+    """The policy objects of one epoch, and the priorities they gave."""
 
-    def __init__(
-        self, line: int, event: Fact, now: tuple[Command, ...], places: dict[str, Priority], difference: str
-    ) -> None:
-        self._line, self._event, self._now, self._places, self._difference = line, event, now, places, difference
-        self._logged: list[Logged] = []
+    def __init__(self, line: int, policy: str, blank: BlankOrdering, eta: int = 0, groups_per_batch: int = 1) -> None:
+        try:
+            self.ordering: Ordering = blank(policy)
+        except KeyError:
+            raise StoreError(
+                f"line {line}: decisions of policy {policy!r}; this Libra has {', '.join(ORDERINGS)}; "
+                "replay it with the Libra that wrote it"
+            ) from None
+        self.admission = Admission(eta, groups_per_batch)
+        self.tail = Tail(self.admission)
+        self.dispatcher: Dispatcher | None = None
+        self.one: OneVersion | None = None
+        self._places: dict[str, Priority] = {}
+        self._dispatched: set[str] = set()  # since they were last parked
+        self._placed: deque[Place] = deque()
+        self._at_s = 0.0  # of the last lease that was granted
+        self._lease: facts.LeaseGranted | None = None
+        self._revoked: deque[Revoke] = deque()
 
-    def add(self, line: int, command: Command) -> None:
-        before = None
-        if isinstance(command, SetPriority):
-            before = self._places.get(command.key)
-            self._places[command.key] = command.priority
-        self._logged.append(Logged(line, command, before))
+    @classmethod
+    def started(cls, line: int, run: facts.RunStarted, blank: BlankOrdering) -> _Objects:
+        """Those of a run that starts."""
+        return cls(line, run.policy, blank, run.eta, run.groups_per_batch)
 
-    def compared(self, *, last: bool = False) -> Told:
-        logged, now = tuple(entry.command for entry in self._logged), self._now
-        cut = last and len(logged) < len(now)
-        difference = self._difference or _difference(logged, now[: len(logged)] if cut else now)
-        return Told(self._line, self._event, tuple(self._logged), now, difference, cut)
+    def restore(self, line: int, snapshot: facts.PolicySnapshot) -> None:
+        with _readable(line):
+            self.ordering.restore(snapshot.order)
+            self.admission.restore(snapshot.admission)
+            self.tail.restore(snapshot.turning)
+            self.one = OneVersion() if snapshot.versions else None
+            if self.one is not None:
+                self.one.restore(snapshot.versions)
+                if self.dispatcher is not None:
+                    self.dispatcher.allowed = self.one.may
 
+    def unlike(self, line: int, snapshot: facts.PolicySnapshot) -> str:
+        """How a snapshot differs from the present state; empty if it does not."""
+        if snapshot.policy != self.ordering.name:
+            return f"a snapshot of policy {snapshot.policy!r}, now it is {self.ordering.name!r}"
+        admission = Admission(0, 1)
+        with _readable(line):
+            admission.restore(snapshot.admission)
+        parts = (
+            ("order", snapshot.order, self.ordering.snapshot()),
+            ("admission", admission.snapshot(), self.admission.snapshot()),
+            ("turning", snapshot.turning, self.tail.snapshot()),
+        )
+        return next((text for part, then, now in parts if (text := _unlike(then, now, part))), "")
 
-def _answers(line: int, fact: Fact, objects: ReplayedObjects) -> _Answers | None:
-    """Pass a fact to the objects; None if they do not receive this kind."""
-    places = objects.places
-    difference = ""
-    if isinstance(fact, facts.LateRewardsTaken):
-        return None if fact.awaited else _Answers(line, fact, (), places, _late_difference(fact))
-    if isinstance(fact, facts.ToolWorkersOrdered):
-        return _Answers(line, fact, (), places, _fleet_difference(fact))
-    if isinstance(fact, facts.LeaseRevoked):
-        return _Answers(line, fact, (), places, objects.revoked(fact))
-    if isinstance(fact, facts.QuantumDispatched):
-        difference = _misplaced(fact, objects) or objects.placed(line, fact)
-    now = objects.tell(line, fact)
-    if now is None:
+    def logged(self, line: int, command: Command) -> Logged:
+        """A command of the log; its priority is the trajectory's from now on."""
+        if not isinstance(command, SetPriority):
+            return Logged(line, command, None)
+        before = self._places.get(command.key)
+        self._places[command.key] = command.priority
+        return Logged(line, command, before)
+
+    def answered(self, line: int, fact: Fact) -> Told | None:
+        """A fact and their answers to it; None if they do not receive this kind."""
+        difference = ""
+        match fact:
+            case facts.LateRewardsTaken():
+                return None if fact.awaited else Told(line, fact, difference=_late_difference(fact))
+            case facts.ToolWorkersOrdered():
+                if (order := ordered(fact)) != fact:
+                    instead = "nothing" if order is None else f"{order.ordered} ({order.reason})"
+                    difference = f"{fact.ordered} tool workers were ordered ({fact.reason}); now {instead}"
+                return Told(line, fact, difference=difference)
+            case facts.LeaseRevoked():
+                return Told(line, fact, difference=self._revoked_as(fact))
+            case facts.QuantumDispatched():
+                difference = self._misplaced(fact) or self._placed_as(fact)
+        now = self.tell(line, fact)
+        if now is None:
+            return None
+        match fact:
+            case facts.TrajectoryParked(key=key):
+                self._dispatched.discard(key)
+            case facts.QuantumDispatched(key=key):
+                self._dispatched.add(key)
+            case facts.TrajectoryEnded(key=key):
+                self._dispatched.discard(key)
+                self._places.pop(key, None)
+        return Told(line, fact, now, difference)
+
+    def tell(self, line: int, fact: Fact) -> tuple[Command, ...] | None:
+        """Their answers to a fact; None if they do not receive this kind."""
+        self.tail.handle(fact)
+        answers, turns = self._answers(line, fact), self.tail.look()
+        if answers is None and not turns and (self.tail.settings is None or not isinstance(fact, _OF_THE_TAIL)):
+            return None
+        return (*(answers or ()), *turns)
+
+    def _answers(self, line: int, fact: Fact) -> tuple[Command, ...] | None:
+        match fact:
+            case facts.VersionPublished(version=version):
+                return (*self._handle(fact), *self.admission.version_published(version))
+            case facts.PolicyLearned():
+                if isinstance(self.ordering, OnlineLearner):
+                    self.ordering.learn()
+                return ()
+            case facts.QuantumDispatched(key=key, phase=phase):
+                parsed = keys.parse(key)
+                if parsed is None or len(parsed.indices) != 3:
+                    raise StoreError(
+                        f"line {line}: {key!r} is not the key of a trajectory, as in trajectory-train-3-0-7-e0-demo"
+                    )
+                if parsed.split == "train" and phase is Phase.ROLLOUT:
+                    iteration, group, _ = parsed.indices
+                    self.admission.generation_started(iteration, group, self.admission.version)
+                return self._decided(fact)
+        if isinstance(fact, _RECEIVED):
+            return self._handle(fact)
+        admitted = self._admitted(fact)
+        return self._dispatchers(fact) if admitted is None else admitted
+
+    def _admitted(self, fact: Fact) -> tuple[Command, ...] | None:
+        """Answers about gates, batches and waves; None if the fact is about none of them."""
+        match fact:
+            case facts.GroupCommitted(split=split, iteration=iteration, group=group, oldest_version=oldest):
+                done = CommittedGroup(iteration, group, oldest)
+                return self.admission.group_committed(done) if split == "train" else ()
+            case facts.GateParked(iteration=iteration):
+                return self.admission.gate_parked(iteration)
+            case facts.BatchParked(batch=batch):
+                return self.admission.batch_parked(batch)
+            case facts.WaveParked(batch=batch, wave=wave):
+                return self.admission.wave_parked(batch, wave)
+            case facts.StepFinished(step=step) if fact.beside:
+                return self.admission.step_ended(step)
+            case facts.WaveTrained(batch=batch, wave=wave):
+                return self.admission.wave_trained(batch, wave)
+            case facts.StepMeasured():
+                return self.admission.steps_measured(fact)
         return None
-    match fact:
-        case facts.TrajectoryParked(key=key):
-            objects.dispatched.discard(key)
-        case facts.QuantumDispatched(key=key):
-            objects.dispatched.add(key)
-        case facts.TrajectoryEnded(key=key):
-            objects.dispatched.discard(key)
-            places.pop(key, None)
-    return _Answers(line, fact, now, places, difference)
+
+    def _dispatchers(self, fact: Fact) -> tuple[Command, ...] | None:
+        """Facts that only the dispatcher receives, which answers none; None: another fact."""
+        match fact:
+            case facts.LeaseGranted(at_s=at_s):
+                self._at_s, self._lease = at_s, fact
+            case facts.ToolsDeclared() | facts.ToolCapacity() | facts.ActionRequested():
+                if self.dispatcher is not None:
+                    self.dispatcher.handle(fact)
+            case facts.QuantumLost(key=key) | facts.QuantumGivenBack(key=key):
+                if self.dispatcher is not None:
+                    self.dispatcher.stopped(key)
+            case facts.PlacementVoid(key=key, phase=phase):
+                if self.dispatcher is not None:
+                    if not self._placed:
+                        self._dispatch(self.dispatcher, phase)
+                    if self._placed:
+                        self._placed.popleft()
+                    self.dispatcher.stopped(key)
+                    self._revoked = deque(each for each in self._revoked if each.holder != key)
+            case _:
+                return None
+        return ()
+
+    def _handle(self, fact: Fact) -> tuple[Command, ...]:
+        if self.dispatcher is not None:
+            self.dispatcher.handle(fact)
+        return self._decided(fact)
+
+    def _decided(self, fact: Fact) -> tuple[Command, ...]:
+        """Answers of the ordering, and about the versions of engines."""
+        answers: tuple[Command, ...] = self.ordering.handle(fact)
+        answers = answers if self.one is None else (*answers, *self.one.handle(fact))
+        if self.dispatcher is not None:
+            self.dispatcher.apply(answers)
+        return answers
+
+    def _misplaced(self, event: facts.QuantumDispatched) -> str:
+        """How a dispatch differs from the priority last logged; unknown (empty) for priorities given before a snapshot."""
+        if event.key in self._dispatched:
+            return f"{event.key} was dispatched twice and not parked in between"
+        place = self._places.get(event.key)
+        if place is None or tuple(place) == event.priority:
+            return ""
+        return f"{event.key} was dispatched with priority {list(event.priority)}; the last one logged is {list(place)}"
+
+    def _placed_as(self, fact: facts.QuantumDispatched) -> str:
+        """How a dispatch differs from the dispatcher's choice now; empty if the log does not have all of the dispatcher's
+        input."""
+        if not fact.alone:
+            self.dispatcher = None
+        if self.dispatcher is None:
+            return ""
+        if not self._placed:
+            if self._revoked:
+                return self._differs(
+                    f"{self._revoked[0].holder} is revoked now ({self._revoked[0].reason}), and was not"
+                )
+            self._dispatch(self.dispatcher, fact.phase)
+        if not self._placed:
+            return f"{fact.key} was given a slot of {fact.worker}; now no trajectory gets one"
+        place = self._placed.popleft()
+        if (place.key, place.phase, place.worker, place.reason) == (fact.key, fact.phase, fact.worker, fact.reason):
+            logged, self._lease = self._lease, None
+            if place.lease is None or logged is None or place.lease.cores == logged.cores:
+                return ""
+            return f"{fact.key} was leased {logged.cores} cores; now it gets {place.lease.cores}"
+        return self._differs(
+            f"{fact.key} was given a {fact.phase} slot of {fact.worker} ({fact.reason}); now {place.key} gets a "
+            f"{place.phase} slot of {place.worker} ({place.reason})"
+        )
+
+    def _revoked_as(self, fact: facts.LeaseRevoked) -> str:
+        """How a revocation differs from the lease table's choice now; empty as of `_placed_as`."""
+        if not fact.alone:
+            self.dispatcher = None
+        if self.dispatcher is None:
+            return ""
+        if not self._revoked:
+            self._at_s = fact.at_s
+            self._dispatch(self.dispatcher, Phase.TOOL)
+        if not self._revoked:
+            return self._differs(f"the lease of {fact.key} was revoked ({fact.reason}); now none is")
+        now = self._revoked.popleft()
+        if (now.holder, now.worker, now.ran_s, now.reason) == (fact.key, fact.worker, fact.ran_s, fact.reason):
+            return ""
+        return self._differs(
+            f"the lease of {fact.key} was revoked on {fact.worker} ({fact.reason}); now that of {now.holder} on {now.worker} "
+            f"({now.reason})"
+        )
+
+    def _dispatch(self, dispatcher: Dispatcher, phase: Phase) -> None:
+        self._placed.extend(dispatcher.dispatch(phase, self._at_s))
+        self._revoked.extend(dispatcher.revocations())
+
+    def _differs(self, text: str) -> str:
+        self.dispatcher = None  # later differences would only follow from this one
+        return text
 
 
-def _begun(line: int, snapshot: facts.PolicySnapshot, blank: BlankOrdering) -> ReplayedObjects:
-    objects = ReplayedObjects(line, snapshot.policy, 0, 1, snapshot.family, blank)
-    objects.restore(line, snapshot)
-    return objects
-
-
-def _misplaced(event: facts.QuantumDispatched, objects: ReplayedObjects) -> str:
-    """How a dispatch differs from the priority last logged; unknown (empty) for priorities given before a snapshot."""
-    if event.key in objects.dispatched:
-        return f"{event.key} was dispatched twice and not parked in between"
-    place = objects.places.get(event.key)
-    if place is None or tuple(place) == event.priority:
-        return ""
-    return f"{event.key} was dispatched with priority {list(event.priority)}; the last one logged is {list(place)}"
+@contextmanager
+def _readable(line: int) -> Iterator[None]:
+    """The boundary to a snapshot in a log."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise StoreError(
+            f"line {line}: this policy_snapshot cannot be read: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _late_difference(event: facts.LateRewardsTaken) -> str:
@@ -228,16 +429,6 @@ def _late_difference(event: facts.LateRewardsTaken) -> str:
     )
 
 
-def _fleet_difference(event: facts.ToolWorkersOrdered) -> str:
-    """How what was ordered differs from what would be ordered now."""
-    now = ordered(FleetFacts(**{name: getattr(event, name) for name in FleetFacts.__struct_fields__}))
-    told = (event.ordered, event.give_up, event.reason)
-    if now is not None and (now.wanted, now.give_up, now.reason) == told:
-        return ""
-    instead = "nothing" if now is None else f"{now.wanted} ({now.reason})"
-    return f"{event.ordered} tool workers were ordered ({event.reason}); now {instead}"
-
-
 def _difference(logged: tuple[Command, ...], now: tuple[Command, ...]) -> str:
     for recorded, taken in zip_longest(logged, now):
         if recorded == taken:
@@ -253,31 +444,6 @@ def _difference(logged: tuple[Command, ...], now: tuple[Command, ...]) -> str:
             if getattr(recorded, name) != getattr(taken, name)
         )
         return f"logged: {sentence(recorded)}; now: {sentence(taken)}" + (f"; {differing}" if differing else "")
-    return ""
-
-
-def _as_now(line: int, recorded: Mapping[str, Any]) -> dict[str, Any]:
-    """A snapshot of admission, of whichever Libra, as this one would write it."""
-    admission = Admission(0, 1)
-    try:
-        admission.restore(recorded)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise StoreError(
-            f"line {line}: this policy_snapshot cannot be read: {type(error).__name__}: {error}"
-        ) from error
-    return admission.snapshot()
-
-
-def _snapshot_difference(line: int, objects: ReplayedObjects, snapshot: facts.PolicySnapshot) -> str:
-    if snapshot.policy != objects.ordering.name:
-        return f"a snapshot of policy {snapshot.policy!r}, now it is {objects.ordering.name!r}"
-    for part, recorded, now in (
-        ("order", snapshot.order, objects.ordering.snapshot()),
-        ("admission", _as_now(line, snapshot.admission), objects.admission.snapshot()),
-        ("turning", snapshot.turning, objects.tail.snapshot()),
-    ):
-        if text := _unlike(recorded, now, part):
-            return text
     return ""
 
 

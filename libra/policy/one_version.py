@@ -1,7 +1,7 @@
 """When each engine takes new weights, in a run whose trajectories keep those that they began with (``staleness.versions=one``).
 
 DORA, arXiv:2604.26256, C1. An engine is emptied by the ends of its own trajectories, or, with ``rounded``, by DORA's rule too: live
-versions have `libra.policy.version_shares` of the engines, and an engine above its version's share, the one with the fewest
+versions have `version_shares` of the engines, and an engine above its version's share, the one with the fewest
 trajectories first, gives its trajectories to others of its version, as far as their slots and KV memory allow.
 
 Differs from the paper: looked at with each new version, and whenever a trajectory begins to wait or ends, instead of by a timer and
@@ -38,7 +38,6 @@ from libra.facts import (
     WorkerWithdrawn,
 )
 from libra.policy.snapshots import Saved
-from libra.policy.version_shares import version_shares
 from libra.types import Phase
 
 Orders = tuple[Vacate | LoadVersion, ...]
@@ -249,3 +248,29 @@ class OneVersion(Saved):
         """Take the state of ``snapshot``; KeyError, TypeError or ValueError if it is not a snapshot."""
         super().restore(snapshot)
         self._counts = Counter(self._began.values())
+
+
+def version_shares(engines: int, under_way: Mapping[int, int]) -> dict[int, int]:
+    """Engines of each version: ``round(engines x R_w / sum of R)``, with ``R_w`` trajectories of version ``w`` under way.
+
+    Those of the newest version count together with the ones that are to begin with it. Differs from the paper, which does not say
+    what happens then: a version with trajectories has at least one engine, and the newest version what the others leave. Where
+    there are not enough engines, the versions with the fewest trajectories per engine give one up.
+
+    Parameters
+    ----------
+    engines : int
+        All, at least as many as versions.
+    under_way : mapping of version to trajectories
+        Those without a trajectory get no engine.
+    """
+    live = {version: count for version, count in sorted(under_way.items()) if count > 0}
+    if not live:
+        return {}
+    total, newest = sum(live.values()), max(live)
+    shares = {version: max(1, round(engines * count / total)) for version, count in live.items()}
+    shares[newest] = max(1, engines - sum(share for version, share in shares.items() if version != newest))
+    while sum(shares.values()) > engines and any(share > 1 for share in shares.values()):
+        least = min((v for v in shares if shares[v] > 1), key=lambda v: (live[v] / shares[v], v))
+        shares[least] -= 1
+    return shares

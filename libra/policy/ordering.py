@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from libra.facts import Fact, Prefer, SetPriority
-from libra.policy.attained_service import PATIENCE, CompletedCalls, Mlfq
-from libra.policy.cmlfq import CMLFQ, Objective, Oracle, Predictor
+from libra.policy.attained_service import PATIENCE, Mlfq
+from libra.policy.cmlfq import CMLFQ, Objective
 from libra.policy.fifo import Fifo
-from libra.policy.paper_rule import PaperRule
 
 
 @runtime_checkable
@@ -72,9 +71,7 @@ class Inspectable(Protocol):
         """The figures as JSON-able values: ``objective``, ``skill``, ``weights`` by signal, ``outcomes``; see `CMLFQ`."""
 
 
-ORDERINGS: dict[str, type[Ordering]] = {
-    kind.name: kind for kind in (Fifo, CMLFQ, PaperRule, Mlfq, CompletedCalls, Predictor, Oracle)
-}
+ORDERINGS: dict[str, type[Ordering]] = {kind.name: kind for kind in (Fifo, CMLFQ, Mlfq)}
 """Every ordering by the name that an event log gives it; without arguments each is built with defaults, until it is
 restored."""
 
@@ -86,8 +83,6 @@ def blank_ordering(name: str) -> Ordering:
 
 def make_ordering(name: str, *, objective: Objective = "makespan", patience: int = PATIENCE) -> Ordering:
     """The ordering that section ``policy`` of a configuration names; KeyError for an unknown name."""
-    if name in (Fifo.name, PaperRule.name):
-        return ORDERINGS[name]()
     if name == CMLFQ.name:
         return CMLFQ(objective=objective, patience=patience)
-    return ORDERINGS[name](patience=patience)  # type: ignore[call-arg]
+    return Mlfq(patience=patience) if name == Mlfq.name else ORDERINGS[name]()

@@ -23,10 +23,143 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any
 
-from libra.policy import role_messages as messages
-from libra.policy.role_messages import Assignment, Role, RoleCommand, RoleEvent, Stage
+from libra.facts import (
+    RoleChangeCancelled,
+    RoleChangeFailed,
+    RoleChangeStarted,
+    RoleMemberFailed,
+    RoleStage,
+    RoleStageFailed,
+)
+
+
+class Role(StrEnum):
+    """What a worker does with its GPUs; ``lent``: they belong to the engine of another worker of its node."""
+
+    ROLLOUT = "rollout"
+    TRAIN = "train"
+    LENT = "lent"
+
+
+class Stage(StrEnum):
+    """Stage of a change; `RESUPPLIED` is the last."""
+
+    DRAINING = "draining"
+    SLEEPING = "sleeping"
+    TAKING_UP = "taking_up"
+    RESUPPLIED = "resupplied"
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """A role; for an engine its tensor-parallel degree, for other roles the number of GPUs that the worker itself has."""
+
+    role: Role
+    tp: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.role} tp={self.tp}"
+
+
+Moves = Mapping[str, tuple[Assignment, Assignment]]
+"""Old and new assignment, by worker."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChangeRequested:
+    """These assignments are wanted, by worker name; workers that have theirs already stay as they are."""
+
+    targets: Mapping[str, Assignment]
+    reason: str = "asked for"
+
+
+@dataclass(frozen=True, slots=True)
+class CancelRequested:
+    """A client requests that a change which has not ended be undone."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemberAnnounced:
+    """A worker that can change roles has joined: a new worker has the role it was started for, ``base``; a worker that
+    returned has none."""
+
+    worker: str
+    base: Assignment
+    node: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class MemberLost:
+    """A worker has left the cluster."""
+
+    worker: str
+
+
+RoleEvent = ChangeRequested | CancelRequested | MemberAnnounced | MemberLost | RoleStage | RoleStageFailed
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """The request is refused."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Withdraw:
+    """Send the worker no more tasks."""
+
+    worker: str
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Perform:
+    """Make the worker perform a stage of its change to ``assignment``, after which its engine has the slots of
+    ``slots_of``."""
+
+    worker: str
+    generation: int
+    stage: Stage
+    assignment: Assignment
+    slots_of: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Supply:
+    """The worker is in its role and takes tasks; an engine has the slots of ``slots_of``."""
+
+    worker: str
+    generation: int
+    assignment: Assignment
+    slots_of: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A change has ended and its members are in their assignments."""
+
+    generation: int
+    moves: Moves
+
+
+RoleCommand = (
+    Refuse
+    | Withdraw
+    | Perform
+    | Supply
+    | Ended
+    | RoleMemberFailed
+    | RoleChangeStarted
+    | RoleChangeCancelled
+    | RoleChangeFailed
+)
+
 
 _NEXT = {
     Stage.DRAINING: Stage.SLEEPING,
@@ -90,17 +223,17 @@ class Roles:
     def handle(self, event: RoleEvent) -> tuple[RoleCommand, ...]:
         """Commands that follow from one event."""
         match event:
-            case messages.ChangeRequested(targets=targets, reason=reason):
+            case ChangeRequested(targets=targets, reason=reason):
                 return tuple(self._requested(targets, reason))
-            case messages.CancelRequested(generation=generation):
+            case CancelRequested(generation=generation):
                 return tuple(self._cancelled(generation))
-            case messages.MemberAnnounced():
+            case MemberAnnounced():
                 return tuple(self._announced(event))
-            case messages.MemberLost(worker=worker):
+            case MemberLost(worker=worker):
                 return tuple(self._lost(worker))
-            case messages.StageDone(worker=worker, generation=generation, stage=stage):
+            case RoleStage(worker=worker, generation=generation, stage=stage):
                 return tuple(self._stage_done(worker, generation, stage))
-            case messages.MemberFailed(worker=worker, generation=generation, detail=detail):
+            case RoleStageFailed(worker=worker, generation=generation, detail=detail):
                 return tuple(self._failed(worker, generation, detail))
 
     def change_of(self, worker: str) -> Change | None:
@@ -128,19 +261,15 @@ class Roles:
         for name in targets:
             if name not in self.members:
                 known = ", ".join(sorted(self.members)) or "none"
-                return [messages.Refuse(f"worker {name!r} cannot change roles here; those that can: {known}")]
+                return [Refuse(f"worker {name!r} cannot change roles here; those that can: {known}")]
         wanted = {name: target for name, target in targets.items() if self.members[name].settled != target}
         busy = next((change for change in map(self.change_of, targets) if change is not None), None)
         if busy is not None:
             names = ", ".join(busy.moves)
-            return [
-                messages.Refuse(
-                    f"{names}: change {busy.generation} is {busy.stage}; wait until it has ended, or cancel it"
-                )
-            ]
+            return [Refuse(f"{names}: change {busy.generation} is {busy.stage}; wait until it has ended, or cancel it")]
         to_base = all(target == self.members[name].base for name, target in wanted.items())
         if (refusal := self._refusal(targets, wanted, to_base)) is not None:
-            return [messages.Refuse(refusal)]
+            return [Refuse(refusal)]
         lends = any(target.role is Role.LENT for target in wanted.values())
         bond = frozenset(wanted) if lends else frozenset[str]()
         absent = any(not self.members[name].present for name in wanted)
@@ -178,18 +307,14 @@ class Roles:
         change = self.changes.get(generation)
         if change is None:
             going = ", ".join(map(str, self.changes)) or "none"
-            return [messages.Refuse(f"change {generation} is not in progress; in progress: {going}")]
+            return [Refuse(f"change {generation} is not in progress; in progress: {going}")]
         if change.final:
-            return [
-                messages.Refuse(
-                    f"change {generation} returns workers to their old assignments, and cannot be cancelled"
-                )
-            ]
+            return [Refuse(f"change {generation} returns workers to their old assignments, and cannot be cancelled")]
         return self._undo(change, "cancelled", cancelled=True)
 
     # ---------------------------------------------------------------- what workers do
 
-    def _announced(self, event: messages.MemberAnnounced) -> list[RoleCommand]:
+    def _announced(self, event: MemberAnnounced) -> list[RoleCommand]:
         member = self.members.get(event.worker)
         if member is None:
             self.members[event.worker] = Member(event.base, event.node, event.base, generation=self.generation)
@@ -224,9 +349,9 @@ class Roles:
         change.done.add(worker)
         return self._go_on(change)
 
-    def _stage_done(self, worker: str, generation: int, stage: Stage) -> list[RoleCommand]:
+    def _stage_done(self, worker: str, generation: int, stage: str) -> list[RoleCommand]:
         change = self.changes.get(generation)
-        if change is None or worker not in change.moves or stage is not change.stage:
+        if change is None or worker not in change.moves or stage != change.stage:
             return []
         if worker in change.done or worker in change.broken:
             return []
@@ -248,15 +373,15 @@ class Roles:
         if change.undoes is None and any(to != self.members[name].base for name, (_, to) in change.moves.items()):
             # It returned and could not start its assignment: fall back to its base.
             del self.changes[generation]
-            return [messages.ReportUndone(generation, False, detail), *self._to_base(worker, detail)]
+            return [RoleChangeFailed(generation, detail), *self._to_base(worker, detail)]
         change.broken.add(worker)
         change.done.discard(worker)
         member.failures += 1
         if member.failures == 1:  # the change continues when it is lost; until then it may hold GPUs
-            return [messages.RestartMember(worker, detail)]
+            return [RoleMemberFailed(worker, detail, restarts=True)]
         member.present = False
         change.done.add(worker)
-        return [messages.GiveUp(worker, detail), *self._go_on(change)]
+        return [RoleMemberFailed(worker, detail, restarts=False), *self._go_on(change)]
 
     # ---------------------------------------------------------------- changes
 
@@ -285,8 +410,9 @@ class Roles:
         change = Change(self.generation, moves, at, bonds, final, undoes)
         self.changes[self.generation] = change
         change.done = {name for name in moves if not self.members[name].present}
-        commands: list[RoleCommand] = [messages.ReportStarted(change.generation, moves, reason, undoes)]
-        commands += [messages.Withdraw(name, change.generation) for name in moves if name not in change.done]
+        wanted = {name: {"role": str(to.role), "tp": to.tp} for name, to in targets.items()}
+        commands: list[RoleCommand] = [RoleChangeStarted(change.generation, wanted, reason, undoes)]
+        commands += [Withdraw(name, change.generation) for name in moves if name not in change.done]
         return [*commands, *self._perform_all(change), *self._go_on(change)]
 
     def _undo(self, change: Change, detail: str, *, cancelled: bool = False) -> list[RoleCommand]:
@@ -295,13 +421,12 @@ class Roles:
         at = Stage.TAKING_UP if change.stage is Stage.DRAINING else Stage.SLEEPING
         old = {name: before for name, (before, _) in change.moves.items()}
         bonds = {name: self.members[name].bond for name in old}
-        undone = messages.ReportUndone(change.generation, cancelled, detail)
+        number = change.generation
+        undone = RoleChangeCancelled(number) if cancelled else RoleChangeFailed(number, detail)
         return [undone, *self._begin(old, detail, bonds=bonds, at=at, final=True, undoes=change.generation)]
 
-    def _perform(self, change: Change, name: str) -> messages.Perform:
-        return messages.Perform(
-            name, change.generation, change.stage, change.moves[name][1], self._slots_of(change, name)
-        )
+    def _perform(self, change: Change, name: str) -> Perform:
+        return Perform(name, change.generation, change.stage, change.moves[name][1], self._slots_of(change, name))
 
     def _perform_all(self, change: Change) -> list[RoleCommand]:
         return [self._perform(change, name) for name in change.moves if name not in change.done]
@@ -331,5 +456,5 @@ class Roles:
             member.settled, member.bond, member.generation = target, change.bonds[name], change.generation
             if member.present:
                 member.failures = 0
-                commands.append(messages.Supply(name, change.generation, target, self._slots_of(change, name)))
-        return [*commands, messages.ReportEnded(change.generation, change.moves, change.undoes)]
+                commands.append(Supply(name, change.generation, target, self._slots_of(change, name)))
+        return [*commands, Ended(change.generation, change.moves)]

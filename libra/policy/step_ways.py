@@ -12,15 +12,30 @@ is small, GPUs are the limit, and what keeps them busy helps; where it is large,
 them.
 
 The forms are rough (15 % where they were compared with a simulation): engines are taken to drain as long as in the plan, and where
-it is not measured, half of a batch's gradient to be computed before its last group arrives. Where two forms are nearer to each
-other than that, or turning is the fastest, a simulation of the steps decides, if the caller has one.
+it is not measured, half of a batch's gradient to be computed before its last group arrives.
+
+A live run that may choose (``trainer.streaming`` or ``trainer.turning`` auto) starts with the planned way, or without a plan with
+all that is possible. After each step its waves are played again on the times at which the groups of its batch were complete, and
+the forms compare the ways. A choice costs nothing: it opens waves or holds them back (`libra.policy.admission`), and lets the rule
+of turning act or not (`libra.policy.tail`).
+
+Invariants
+----------
+1. A choice depends on the settings, on the choice before, and on what was measured since the run began, and on nothing else.
+2. ``restore(snapshot())`` changes no later choice.
+3. Gradients do not depend on the choice, except for the rounding of their sums.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+
+import msgspec
+
+from libra.facts import StepMeasured, TakeSteps
+from libra.policy.snapshots import Saved
 
 SPLIT, STREAMING, TURNING, COLOCATED = "split", "streaming", "turning", "colocated"
 LATENCY_BOUND, WORK_BOUND = 3.0, 0.8
@@ -30,17 +45,12 @@ LEFT_FRAC = 0.5
 of traces, for groups end late."""
 WORTH_FRAC, STAYS_FRAC = 0.05, 0.025
 """Gain over `split` from which on another way is taken, and from which on it stays taken: the forms are no better than that."""
-NEAR_FRAC = 0.15
-"""Ways whose forms are within this of the best are too near for the forms to decide."""
 CHANGES_S = 10.8 + 8.0
 """Seconds in which an engine's GPUs turn to training, and back (Libra, arXiv:2606.03077 v2, Qwen3-14B on A800)."""
 CHANGES_FRAC = 0.1
 """Roles that change within a step are only considered where both changes take less than this part of it."""
 MOST_ETA = 4
 """A larger staleness bound is not recommended: 4 gained nothing over 2 where work is the limit."""
-
-Simulate = Callable[[Sequence[str]], Mapping[str, float]]
-"""Seconds of a step with each of these ways; a way that it did not finish is left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,14 +161,10 @@ class Regime:
     path_over_work : float
         x, as above.
     step_s : mapping of str to float
-        Predicted seconds of a step by way: simulated where ``simulated`` says so, else of the closed forms.
+        Predicted seconds of a step by way.
     choice : str
         The way to take: the fastest of those that can be configured, ``split`` (change nothing) unless another saves
         `WORTH_FRAC`.
-    decided_by : str
-        "closed forms" or "simulation".
-    simulated : tuple of str
-        Ways that were simulated.
     obstacles : mapping of str to str
         Ways that this configuration cannot take, and why.
     words : str
@@ -168,8 +174,6 @@ class Regime:
     path_over_work: float
     step_s: Mapping[str, float]
     choice: str
-    decided_by: str
-    simulated: tuple[str, ...]
     obstacles: Mapping[str, str]
     words: str
 
@@ -180,13 +184,7 @@ NO_COLOCATED = (
 )
 
 
-def regime(
-    parts: StepParts,
-    *,
-    changes_s: float = CHANGES_S,
-    obstacles: Mapping[str, str] | None = None,
-    simulate: Simulate | None = None,
-) -> Regime:
+def regime(parts: StepParts, *, changes_s: float = CHANGES_S, obstacles: Mapping[str, str] | None = None) -> Regime:
     """What bounds a planned step, and how to take it.
 
     Parameters
@@ -195,50 +193,15 @@ def regime(
         Seconds in which an engine's GPUs turn to training, and back.
     obstacles : mapping of str to str
         Ways that the configuration cannot take, and why. One that cannot stream has no seconds of ways that do.
-    simulate : callable, optional
-        None, or where it does not finish: the forms decide.
     """
     given = dict(obstacles or {})
     step_s, x = forms(parts, changes_s), parts.path_over_work
     if STREAMING in given:
         step_s = {way: seconds for way, seconds in step_s.items() if way not in (STREAMING, TURNING)}
     barred = given | {COLOCATED: NO_COLOCATED}
-    ways = [way for way in (SPLIT, STREAMING, TURNING) if way not in barred]
-    simulated: tuple[str, ...] = ()
-    near = near_ways(step_s, [way for way in ways if way != TURNING or x <= LATENCY_BOUND])
-    if simulate is not None and near:
-        seconds = simulate(near)
-        if all(way in seconds for way in near):
-            off = seconds[near[0]] / step_s[near[0]]  # the others keep their distance
-            step_s = {way: seconds.get(way, form * off) for way, form in step_s.items()}
-            simulated = tuple(near)
-    choice = chosen(x, step_s, [way for way in ways if way in simulated] if simulated else ways)
-    decided_by = "simulation" if simulated else "closed forms"
-    found = Regime(x, step_s, choice, decided_by, simulated, barred, "")
-    return replace(found, words=f"{_words(parts, found)} (decided by {_decided(found, near, simulate is not None)})")
-
-
-def near_ways(step_s: Mapping[str, float], ways: Sequence[str]) -> list[str]:
-    """Those of ``ways`` whose forms are within `NEAR_FRAC` of the fastest of them; none if that is only one.
-
-    All of them if that is ``turning``: how soon engines turn depends on the tail, which its form does not know.
-    """
-    known = [way for way in ways if way in step_s]
-    best = min(known, key=lambda way: step_s[way])
-    near = [way for way in known if best == TURNING or step_s[way] <= (1.0 + NEAR_FRAC) * step_s[best]]
-    return near if len(near) > 1 else []
-
-
-def _decided(found: Regime, near: Sequence[str], asked: bool) -> str:
-    if found.simulated:
-        return f"a simulation of {_listed(found.simulated)}, whose closed forms do not settle it"
-    if near and asked:
-        return f"closed forms: the simulation of {_listed(near)} took too long"
-    return "closed forms"
-
-
-def _listed(ways: Sequence[str]) -> str:
-    return f"{', '.join(ways[:-1])} and {ways[-1]}"
+    choice = chosen(x, step_s, [way for way in (SPLIT, STREAMING, TURNING) if way not in barred])
+    found = Regime(x, step_s, choice, barred, "")
+    return replace(found, words=_words(parts, found))
 
 
 def _words(parts: StepParts, found: Regime) -> str:
@@ -270,7 +233,7 @@ def _words(parts: StepParts, found: Regime) -> str:
 _SHORT = {STREAMING: "trainer.streaming=on saves", TURNING: "trainer.streaming=on trainer.turning=on saves"}
 _HOW = {
     STREAMING: "gradients of complete groups while others are generated (trainer.streaming=on)",
-    COLOCATED: "all GPUs generating and then training (simulated only, see libra simulate --against all)",
+    COLOCATED: "all GPUs generating and then training (simulated only, see benchmarks/systems)",
     TURNING: "engines that train while the tail runs (trainer.streaming=on trainer.turning=on, with cluster.hybrid_workers)",
 }
 
@@ -292,3 +255,120 @@ def _remedies(parts: StepParts) -> str:
     else:
         words.append(f"or faster engines (tools are next to nothing of its {parts.longest_s:.3g} s)")
     return f"{', '.join(words)} would help"
+
+
+class WaySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a run says of its choice.
+
+    Attributes
+    ----------
+    ways : tuple of str
+        Ways that it may take, the least change first.
+    way, reason : str
+        The way of its first steps, and why.
+    train_gpus : int
+        Workers that always train.
+    change_s : float
+        Assumed seconds of both changes of an engine, until they were measured.
+    """
+
+    ways: tuple[str, ...]
+    way: str
+    reason: str
+    train_gpus: int
+    change_s: float = CHANGES_S
+
+
+class WayChoice(Saved):
+    """The choice of one run.
+
+    Parameters
+    ----------
+    settings : WaySettings or None
+        None: there is nothing to choose; steps are streamed where there are waves, and engines turn where they can.
+    eta, most_waves : int
+        Staleness bound, and waves of a batch.
+    """
+
+    SAVED = {"settings": WaySettings | None, "_eta": int, "_most": int, "way": str, "_fixed_s": float, "_told": bool}
+
+    def __init__(self, settings: WaySettings | None = None, eta: int = 0, most_waves: int = 0) -> None:
+        self.settings, self._eta, self._most = settings, eta, most_waves
+        self.way = "" if settings is None else settings.way
+        self._fixed_s = 0.0  # seconds of a wave beside those of its groups
+        self._told = False
+
+    @property
+    def streams(self) -> bool:
+        """Whether waves open before their batch is complete."""
+        return self.way != SPLIT
+
+    @property
+    def turns(self) -> bool:
+        """Whether engines may turn to training."""
+        return self.settings is None or self.way == TURNING
+
+    def measured(self, step: StepMeasured) -> TakeSteps | None:
+        """Learn from a step; the choice, if it is the first one or another than before."""
+        settings = self.settings
+        if settings is None or not step.complete_s or not step.waves:
+            return None
+        self._fixed_s, each_s = wave_price(step.waves, self._fixed_s)
+        groups = len(step.complete_s)
+        last_s, streamed_s = step.complete_s[-1], streamed_end_s(step.complete_s, self._fixed_s, each_s, self._most)
+        parts = StepParts(
+            gpus=round(step.rollout_gpus) + settings.train_gpus, train_gpus=settings.train_gpus, eta=self._eta,
+            rollout_s=last_s, train_s=self._fixed_s + each_s * groups, update_s=step.update_s,
+            throughput_s=step.rollout_gpu_s / max(step.rollout_gpus, 1.0), longest_s=step.longest_s or last_s,
+            left_s=streamed_s - last_s, beside_s=step.beside_s if self._eta else 0.0,
+        )  # fmt: skip
+        changes_s = step.change_s or settings.change_s
+        step_s, x = forms(parts, changes_s), parts.path_over_work
+        way = chosen(x, step_s, settings.ways, self.way)
+        if way == self.way and self._told:
+            return None
+        self.way, self._told = way, True
+        return TakeSteps(way, _reason(step.step, way, settings.ways, step_s, x))
+
+
+def wave_price(waves: Sequence[tuple[int, float]], fixed_s: float = 0.0) -> tuple[float, float]:
+    """Seconds of a wave beside those of its groups, and of a group, from (groups, seconds) of waves.
+
+    The line through them; where all have as many groups, ``fixed_s`` is what they have besides.
+    """
+    number, groups, seconds = len(waves), sum(size for size, _ in waves), sum(took for _, took in waves)
+    mean, mean_s = groups / number, seconds / number
+    spread = sum((size - mean) ** 2 for size, _ in waves)
+    if spread > 0.0:
+        slope = sum((size - mean) * (took - mean_s) for size, took in waves) / spread
+        slope = min(max(slope, 0.0), mean_s / mean)
+        return mean_s - slope * mean, slope
+    fixed_s = min(fixed_s, mean_s)
+    return fixed_s, (mean_s - fixed_s) / mean
+
+
+def streamed_end_s(complete_s: Sequence[float], fixed_s: float, each_s: float, most_waves: int) -> float:
+    """When the last wave of a streamed batch would be trained, its groups complete at these seconds, ascending.
+
+    As `libra.policy.waves` opens them: one after the other, each with all groups that are complete, at most ``most_waves``.
+    """
+    now_s, taken, groups = 0.0, 0, len(complete_s)
+    for wave in range(max(most_waves, 1)):
+        if taken == groups:
+            break
+        wanted = -(-(groups - taken) // (max(most_waves, 1) - wave))
+        now_s = max(now_s, complete_s[taken + wanted - 1])
+        ready = taken + wanted
+        while ready < groups and complete_s[ready] <= now_s:
+            ready += 1
+        now_s += fixed_s + each_s * (ready - taken)
+        taken = ready
+    return now_s
+
+
+def _reason(step: int, way: str, ways: Sequence[str], step_s: Mapping[str, float], x: float) -> str:
+    others = ", ".join(f"{other} {step_s[other]:.3g} s" for other in ways if other != way and other in step_s)
+    bound = "; latency-bound, so roles stay" if x > LATENCY_BOUND and TURNING in ways else ""
+    longest = f"the longest trajectory takes {x:.2g} times as long as the work of all GPUs"
+    own = f"{step_s[way]:.3g} s" if way in step_s else "seconds are not known"
+    return f"as step {step} was measured: {own} a step, {others or 'no other way'}; {longest}{bound}"

@@ -10,7 +10,7 @@ Invariants
 3. One worker at least generates, or is on its way to it. Workers that others moved (``libra roles``) are never moved back.
 4. Before a wave was trained nothing is known of the price of a gradient, and no engine turns.
 5. ``restore(snapshot())`` changes no later answer.
-6. Where the run chooses not to turn for now (`libra.policy.way_choice`), engines only return.
+6. Where the run chooses not to turn for now (`libra.policy.step_ways`), engines only return.
 
 Sources of the rule's numbers: changes cost what the run measured, before its first one what the planner assumes
 (``planner.change_cost_s``); engines should have as many trajectories as slow each of them down by `SLOWER`, by the speed that
@@ -46,7 +46,7 @@ from libra.facts import (
 )
 from libra.policy.admission import Admission
 from libra.policy.fleet import degree_of
-from libra.policy.role_messages import Role, Stage
+from libra.policy.role_changes import Role, Stage
 from libra.policy.snapshots import Saved
 from libra.policy.turning import OpenStep, TurningEngine, TurningRule
 from libra.policy.waves import GroupId

@@ -19,7 +19,9 @@ Invariants
 
 from __future__ import annotations
 
-import msgspec
+from msgspec.structs import replace
+
+from libra.facts import ToolWorkersOrdered
 
 IDLE_S = 60.0
 HOLD = 2.0
@@ -29,61 +31,19 @@ NEWEST = 0.3
 """Weight of the newest start in their mean."""
 
 
-class FleetFacts(msgspec.Struct, frozen=True, gc=False):
-    """What the size of a fleet depends on.
-
-    Attributes
-    ----------
-    least, most, wanted : int
-        Bounds, and the workers that there are or that start.
-    starting : int
-        Those of them that start.
-    units : int
-        What all present workers together give to actions: cores, or slots where no action leases any.
-    waiting : int
-        Actions that wait.
-    waiting_s : float
-        Unit-seconds of all of these.
-    behind_s : float
-        Seconds for which some have waited without a pause.
-    start_s : float
-        Mean seconds from asking for a worker until it is there.
-    idle : tuple of (str, float)
-        Present workers beyond the first ``least`` that have nothing to do, and for how many seconds.
-    """
-
-    least: int
-    most: int
-    wanted: int
-    starting: int
-    units: int
-    waiting: int
-    waiting_s: float
-    behind_s: float
-    start_s: float
-    idle: tuple[tuple[str, float], ...] = ()
-
-
-class FleetOrder(msgspec.Struct, frozen=True, gc=False):
-    """There should be ``wanted`` workers, without ``give_up`` (empty: none of them is given up)."""
-
-    wanted: int
-    give_up: str
-    reason: str
-
-
-def ordered(facts: FleetFacts) -> FleetOrder | None:
-    """What changes; None: nothing."""
+def ordered(facts: ToolWorkersOrdered) -> ToolWorkersOrdered | None:
+    """``facts`` with another number of workers; None: nothing changes."""
     if facts.waiting and facts.wanted < facts.most:
         return _more(facts)
     if not facts.waiting and not facts.starting and facts.wanted > facts.least and facts.idle:
         worker, idle_s = max(facts.idle, key=lambda each: (each[1], each[0]))
         if idle_s >= max(IDLE_S, HOLD * facts.start_s):
-            return FleetOrder(facts.wanted - 1, worker, f"{worker} has had nothing to do for {idle_s:.0f} s")
+            reason = f"{worker} has had nothing to do for {idle_s:.0f} s"
+            return replace(facts, ordered=facts.wanted - 1, give_up=worker, reason=reason)
     return None
 
 
-def _more(facts: FleetFacts) -> FleetOrder | None:
+def _more(facts: ToolWorkersOrdered) -> ToolWorkersOrdered | None:
     if facts.starting or facts.behind_s < HOLD * facts.start_s:
         return None
     present = facts.wanted - facts.starting
@@ -102,12 +62,11 @@ def _more(facts: FleetFacts) -> FleetOrder | None:
     if best is None:
         return None
     _, more, saved_s = best
-    return FleetOrder(
-        facts.wanted + more,
-        "",
+    reason = (
         f"{facts.waiting} actions wait, for {facts.behind_s:.0f} s now; {more} more end that {saved_s:.0f} s sooner, and take "
-        f"{facts.start_s:.0f} s to start",
+        f"{facts.start_s:.0f} s to start"
     )
+    return replace(facts, ordered=facts.wanted + more, give_up="", reason=reason)
 
 
 class ToolFleet:
@@ -129,9 +88,9 @@ class ToolFleet:
 
     def facts(
         self, at_s: float, *, present: frozenset[str], idle: frozenset[str], units: int, waiting: int, waiting_s: float
-    ) -> FleetFacts:
+    ) -> ToolWorkersOrdered:
         """Facts of this moment: names of the ``present`` workers, those that have nothing to do now and may be given up (``idle``),
-        and the rest as in `FleetFacts`."""
+        and the rest as in `ToolWorkersOrdered`; nothing is ordered yet."""
         if self._asked_s is not None and len(present) >= self.wanted:
             self.start_s += NEWEST * (at_s - self._asked_s - self.start_s)
             self._asked_s = None
@@ -140,7 +99,7 @@ class ToolFleet:
         elif self._behind_since_s is None:
             self._behind_since_s = at_s
         self._idle_since_s = {name: self._idle_since_s.get(name, at_s) for name in sorted(idle & present)}
-        return FleetFacts(
+        return ToolWorkersOrdered(
             self.least,
             self.most,
             self.wanted,
@@ -153,10 +112,10 @@ class ToolFleet:
             tuple((name, round(at_s - since_s, 6)) for name, since_s in self._idle_since_s.items()),
         )
 
-    def follow(self, order: FleetOrder, at_s: float) -> None:
+    def follow(self, order: ToolWorkersOrdered, at_s: float) -> None:
         """``order`` is carried out from now on."""
-        if order.wanted > self.wanted:
+        if order.ordered > self.wanted:
             self._asked_s = at_s
             self._behind_since_s = None
-        self.wanted = order.wanted
+        self.wanted = order.ordered
         self._idle_since_s.pop(order.give_up, None)

@@ -1,7 +1,7 @@
 """Engines that train while the tail of a rollout runs: which engines turn, and when they return. Pure.
 
 When a rollout thins out, its open trajectories fit on fewer engines. The thinnest engine hands its trajectories over to the
-others, and its GPUs train on groups that are complete. This needs a streaming step (`libra.policy.streamed_batches`): without
+others, and its GPUs train on groups that are complete. This needs a streaming step (`libra.policy.waves`): without
 one there is nothing to train on before the batch is complete.
 
 Invariants

@@ -29,7 +29,7 @@ from libra.facts import (
     sentence,
 )
 from libra.policy import Dispatcher
-from libra.policy.role_messages import Role
+from libra.policy.role_changes import Role
 from libra.scheduler import dask_internals
 from libra.scheduler.announcements import announce_version
 from libra.scheduler.run_state import RunState

@@ -35,7 +35,7 @@ from libra.facts import Command, Fact, Signal, boundaries_of
 from libra.observe.page import attach_page
 from libra.orderings import ordering_of
 from libra.policy import CommittedGroup, Tail
-from libra.policy.step_lengths import FixedLimit, StepLengths
+from libra.policy.stall import FixedLimit, StepLengths
 from libra.scheduler import dask_internals
 from libra.scheduler.announcements import announce_version, engine_told, newest_version, send_contention
 from libra.scheduler.ended_runs import EndedRuns

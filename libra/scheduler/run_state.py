@@ -58,7 +58,7 @@ class RunRegistration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     waves, wave_groups, wave_enough : int
         Most waves of a step (0: steps are not streamed), and fewest and most groups of one (0: any number).
     first_come : bool
-        Whether batches of streamed steps take groups of any iteration (`libra.policy.first_come`).
+        Whether batches of streamed steps take groups of any iteration (`libra.policy.waves.first_come`).
     turning : TailSettings or None
         None: no engine trains while the tail of a rollout runs.
     ways : WaySettings or None

@@ -17,8 +17,7 @@ from tornado.ioloop import PeriodicCallback
 from libra import facts, keys
 from libra.cluster.readiness import NEEDED
 from libra.cluster.worker_stacks import stacks_of
-from libra.policy.stall import Picture, RunningTask, Stall, Waiting, Watchdog
-from libra.policy.step_lengths import Limits, StepLengths
+from libra.policy.stall import Limits, Picture, RunningTask, Stall, StepLengths, Waiting, Watchdog
 from libra.scheduler import dask_internals
 from libra.scheduler.run_state import RunState
 from libra.types import Phase

@@ -10,10 +10,8 @@ import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from msgspec.structs import asdict
-
 from libra.facts import ToolWorkersOrdered
-from libra.policy.tool_fleet import FleetOrder, ToolFleet, ordered
+from libra.policy.tool_fleet import ToolFleet, ordered
 from libra.scheduler.run_state import RunState
 from libra.scheduler.worker_registry import Workers
 from libra.types import Phase
@@ -45,7 +43,7 @@ class ToolWorkers:
         """An action took so long."""
         self._action_s += NEWEST * (seconds - self._action_s)
 
-    def look(self, least: int, most: int) -> FleetOrder | None:
+    def look(self, least: int, most: int) -> ToolWorkersOrdered | None:
         """What is to change now, which whoever calls this carries out; None: nothing."""
         fleet = self._fleet
         if fleet is None or (fleet.least, fleet.most) != (least, most):
@@ -65,10 +63,9 @@ class ToolWorkers:
         if order is None:
             return None
         fleet.follow(order, at_s)
-        logger.info("%s: %d tool workers", order.reason, order.wanted)
-        ordered_fields = {"ordered": order.wanted, "give_up": order.give_up, "reason": order.reason}
+        logger.info("%s: %d tool workers", order.reason, order.ordered)
         for state in self._runs.values():
-            state.log.emit(ToolWorkersOrdered(**(asdict(seen) | ordered_fields)))
+            state.log.emit(order)
         return order
 
     def _load(self, present: Iterable[str]) -> tuple[int, int, float]:

@@ -29,9 +29,8 @@ from urllib.parse import urlsplit
 
 from libra import facts, keys
 from libra.facts import Fact
-from libra.policy import role_messages as messages
-from libra.policy.role_changes import Roles
-from libra.policy.role_messages import Assignment, Role, RoleCommand, RoleEvent, Stage
+from libra.policy import role_changes as messages
+from libra.policy.role_changes import Assignment, Role, RoleCommand, RoleEvent, Roles, Stage
 from libra.scheduler import dask_internals
 from libra.scheduler.run_state import Handler, RunState
 from libra.scheduler.slot_limits import Concurrency
@@ -231,7 +230,7 @@ class WorkerRoles:
         for command in commands:
             if isinstance(command, messages.Refuse):
                 return {"error": command.reason}
-        return {"generation": next(c.generation for c in commands if isinstance(c, messages.ReportStarted))}
+        return {"generation": next(c.generation for c in commands if isinstance(c, facts.RoleChangeStarted))}
 
     # ---------------------------------------------------------------- scheduler hooks
 
@@ -275,7 +274,7 @@ class WorkerRoles:
 
     def _stage_failed(self, run: RunState, fact: facts.RoleStageFailed, _: str) -> None:
         if (state := self._of(run.run, run.epoch)) is not None:
-            self._handle(state, messages.MemberFailed(fact.worker, fact.generation, fact.detail))
+            self._handle(state, fact)
 
     def _stage_done(self, run: RunState, fact: facts.RoleStage, _: str) -> None:
         state = self._of(run.run, run.epoch)
@@ -284,7 +283,7 @@ class WorkerRoles:
         run.log.emit(fact)
         if fact.stage in _STAGES:
             state.stage_s.setdefault((fact.generation, fact.worker), {})[fact.stage] = fact.seconds
-            self._handle(state, messages.StageDone(fact.worker, fact.generation, Stage(fact.stage)))
+            self._handle(state, fact)
 
     def _announced(self, run: RunState, fact: facts.RoleMemberJoined, address: str) -> None:
         name, state = fact.worker, self._of(run.run, run.epoch)
@@ -340,18 +339,29 @@ class WorkerRoles:
                 own = has.tp == state.roles.members[worker].base.tp
                 tp = state.members[worker].started_tp if own else has.tp
                 self._supply(state, worker, self._allowed(state, worker, has.tp, names), tp)
-            case messages.RestartMember(worker=worker, reason=reason):
-                logger.warning("run %s: %s is restarted: %s", state.run, worker, reason)
-                self._tell(state, facts.RoleMemberFailed(worker, reason, restarts=True))
+            case facts.RoleMemberFailed(worker=worker, detail=detail, restarts=True):
+                logger.warning("run %s: %s is restarted: %s", state.run, worker, detail)
+                self._tell(state, command)
                 self._scheduler.loop.add_callback(
                     dask_internals.restart_worker, self._scheduler, state.address[worker], f"libra-roles-{worker}"
                 )
-            case messages.GiveUp(worker=worker, reason=reason):
-                logger.error("run %s: %s gets no work until it is restarted: %s", state.run, worker, reason)
-                self._mark_failed(state, worker, state.address.get(worker, ""), reason)
-                self._tell(state, facts.RoleMemberFailed(worker, reason, restarts=False))
-            case messages.ReportStarted() | messages.ReportUndone() | messages.ReportEnded():
-                self._report(state, command)
+            case facts.RoleMemberFailed(worker=worker, detail=detail):
+                logger.error("run %s: %s gets no work until it is restarted: %s", state.run, worker, detail)
+                self._mark_failed(state, worker, state.address.get(worker, ""), detail)
+                self._tell(state, command)
+            case facts.RoleChangeStarted(generation=generation, reason=reason):
+                state.begun_s[generation] = time.monotonic()
+                for name in command.assignments:
+                    state.members[name].reason = reason
+                logger.info("%s: roles change (%d) to %s", reason, generation, command.assignments)
+                self._tell(state, command)
+            case facts.RoleChangeCancelled(generation=generation):
+                self._undone(state, generation, command)
+            case facts.RoleChangeFailed(generation=generation, detail=detail):
+                logger.warning("role change %d is undone: %s", generation, detail)
+                self._undone(state, generation, command)
+            case messages.Ended():
+                self._ended(state, command)
 
     def _allowed(self, state: _Run, worker: str, tp: int, names: Sequence[str]) -> int:
         """Slots that an engine of these workers may use (`libra.scheduler.slot_limits`)."""
@@ -374,38 +384,23 @@ class WorkerRoles:
 
     # ---------------------------------------------------------------- log
 
-    def _report(
-        self, state: _Run, command: messages.ReportStarted | messages.ReportUndone | messages.ReportEnded
-    ) -> None:
+    def _undone(self, state: _Run, generation: int, fact: Fact) -> None:
+        state.undone.add(generation)
+        self._forget(state, generation)
+        self._tell(state, fact)
+
+    def _ended(self, state: _Run, command: messages.Ended) -> None:
         generation = command.generation
-        match command:
-            case messages.ReportStarted(moves=moves, reason=reason, undoes=undoes):
-                state.begun_s[generation] = time.monotonic()
-                for name in moves:
-                    state.members[name].reason = reason
-                wanted = {name: {"role": str(to.role), "tp": to.tp} for name, (_, to) in moves.items()}
-                logger.info("%s: roles change (%d) to %s", reason, generation, wanted)
-                self._tell(state, facts.RoleChangeStarted(generation, wanted, reason, undoes))
-            case messages.ReportUndone(cancelled=True):
-                state.undone.add(generation)
-                self._forget(state, generation)
-                self._tell(state, facts.RoleChangeCancelled(generation))
-            case messages.ReportUndone(detail=detail):
-                state.undone.add(generation)
-                self._forget(state, generation)
-                logger.warning("role change %d is undone: %s", generation, detail)
-                self._tell(state, facts.RoleChangeFailed(generation, detail))
-            case messages.ReportEnded(moves=moves):
-                seconds = round(time.monotonic() - state.begun_s[generation], 6)
-                for name, (before, to) in moves.items():
-                    stage_s = state.stage_s.get((generation, name), {})
-                    if before == to:
-                        self._tell(state, facts.RoleRestored(name, generation, str(to.role), to.tp, stage_s, seconds))
-                    else:
-                        state.members[name].took_s = seconds
-                        roles = str(before.role), str(to.role), before.tp, to.tp
-                        self._tell(state, facts.RoleChanged(name, generation, *roles, stage_s, seconds))
-                self._forget(state, generation)
+        seconds = round(time.monotonic() - state.begun_s[generation], 6)
+        for name, (before, to) in command.moves.items():
+            stage_s = state.stage_s.get((generation, name), {})
+            if before == to:
+                self._tell(state, facts.RoleRestored(name, generation, str(to.role), to.tp, stage_s, seconds))
+            else:
+                state.members[name].took_s = seconds
+                roles = str(before.role), str(to.role), before.tp, to.tp
+                self._tell(state, facts.RoleChanged(name, generation, *roles, stage_s, seconds))
+        self._forget(state, generation)
 
     def _tell(self, state: _Run, fact: Fact) -> None:
         """Log a fact, and tell the run's tail."""

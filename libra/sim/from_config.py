@@ -22,19 +22,22 @@ from libra.hardware.timing_residuals import shipped_residuals
 from libra.hardware.virtual_engine import EngineTables
 from libra.named_parts import is_named
 from libra.orderings import ordering_of
+from libra.planner.cost import Layout
 from libra.planner.cost.training_cost import sequences_s
-from libra.policy import CMLFQ, Oracle, Ordering, Predictor, staleness_of
+from libra.policy import CMLFQ, Fifo, Ordering, staleness_of
 from libra.policy.cmlfq import Objective
 from libra.sim.engines import EngineSpec, QuantumOverhead, fleet, slots_of
 from libra.sim.from_run import RunSetting, engine_spec
-from libra.sim.recorded_agents import load_traces
 from libra.sim.run_record import digest_of
 from libra.sim.simulation_options import SimulationOptions
 from libra.sim.simulator import Simulator
-from libra.sim.training_gpus import LAYOUT, PASSES
-from libra.sim.workload import Workload, draw, synthetic
+from libra.sim.workload import Workload, draw, load_traces, synthetic
 
 CALIBRATION = "simulation.calibration"
+LAYOUT = Layout()
+"""Training of the cost model, with gradient checkpointing."""
+PASSES = 4.0
+"""Forward passes that gradients cost: forward, forward again because of checkpointing, and backward, twice as long."""
 
 
 def drawn_workload(config: RunConfig) -> Workload:
@@ -105,25 +108,13 @@ class Simulated:
             counts[group.tp] += group.count
         return dict(counts)
 
-    def ordering(self, workload: Workload, seed: int) -> Ordering:
-        """A new object of the policy; an oracle gets the workload's lengths, a predictor noisy ones."""
-        match self.policy:
-            case "cmlfq":
-                return CMLFQ(objective=self.objective, patience=self.config.policy.patience)
-            case "predictor":
-                accuracy = self.config.simulation.accuracy
-                return Predictor(workload.totals(), accuracy=accuracy, seed=seed, objective=self.objective)
-            case "oracle":
-                return Oracle(workload.totals(), objective=self.objective)
-        return ordering_of(self.policy, **self._taken_by_policy)
-
-    @property
-    def _taken_by_policy(self) -> dict[str, Any]:
-        """Options of an ordering without forecasts, by the settings that such an ordering reads."""
-        if self.policy in ("fifo", "paper"):
-            return {}
-        own = {"objective": self.objective} if is_named(self.policy) else {}
-        return own | {"patience": self.config.policy.patience}
+    def ordering(self) -> Ordering:
+        """A new object of the policy."""
+        if self.policy == Fifo.name:
+            return Fifo()
+        learns = self.policy == CMLFQ.name or is_named(self.policy)
+        options: dict[str, Any] = {"objective": self.objective} if learns else {}
+        return ordering_of(self.policy, patience=self.config.policy.patience, **options)
 
     def as_settings(self) -> dict[str, Any]:
         """The choices as values of section `simulation`, for JSON."""
@@ -198,9 +189,7 @@ def simulator_of(config: RunConfig, workload: Workload | None = None) -> Simulat
         tool_slots=section.tool_slots,
         chunk_tokens=config.rollout.chunk_tokens,
         residuals=shipped_residuals() if section.noise else None,
-        boundaries=(
-            boundaries_of(config.policy.boundaries_tokens) if choices.policy in ("cmlfq", "predictor", "oracle") else ()
-        ),
+        boundaries=(boundaries_of(config.policy.boundaries_tokens) if choices.policy == CMLFQ.name else ()),
         teacher_token_s=expected_teacher_token_s(choices, measured, workload),
     )
     if measured is None:
@@ -216,7 +205,7 @@ def simulator_of(config: RunConfig, workload: Workload | None = None) -> Simulat
             gate_s=measured.gate_s,
             commit_s=measured.commit_s,
         )
-    ordering = choices.ordering(workload, config.run.seed)
+    ordering = choices.ordering()
     return Simulator(workload, engines, ordering, seed=config.run.seed, options=options)
 
 
@@ -317,6 +306,6 @@ def simulator_of_setting(config: RunConfig, setting: RunSetting, typed: Set[str]
     if section.noise and "noise" in given:
         options = replace(options, residuals=shipped_residuals())
     seed = config.run.seed if "run.seed" in typed else setting.record.config.run.seed
-    ordering = choices.ordering(setting.workload, seed)
+    ordering = choices.ordering()
     simulator = Simulator(setting.workload, engines, ordering, seed=seed, options=options)
     return RunSimulation(simulator, tuple(sorted(typed)), not tables)

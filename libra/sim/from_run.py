@@ -70,21 +70,16 @@ class RunSetting:
         return Simulator(self.workload, self.engines, self.ordering(), seed=config.run.seed, options=self.options)
 
 
-def simulator_of_run(run_dir: Path) -> Simulator:
-    """The simulation of a run on its own engines, under its own policy; `run_setting` also has the run's own seconds.
+def run_setting(run_dir: Path) -> RunSetting:
+    """Everything that a simulation needs of a run.
 
     Raises
     ------
     RunDirectoryError
         There is no run, or one that stored nothing.
     ConfigError
-        Its engines generated too little to measure their speed.
+        None of its engines declared its seconds.
     """
-    return run_setting(run_dir).simulator()
-
-
-def run_setting(run_dir: Path) -> RunSetting:
-    """Everything that a simulation needs of a run; raises as `simulator_of_run`."""
     record = RunRecord.read(run_dir)
     workload = workload_of_run(run_dir, family=record.family, arrivals=record.arrivals())
     calibration = record.calibration()

@@ -20,7 +20,7 @@ from libra.facts import WorkerCapacity
 from libra.hardware import load_shape
 from libra.hardware.run_calibration import UNBOUNDED_TOKENS, EngineOfRun, RunCalibration
 from libra.hardware.run_quanta import Quantum, TurnsTaken, binned, quanta_of, transport_s
-from libra.hardware.run_step_fit import fit_engines, fit_trainer
+from libra.hardware.run_step_fit import fit_trainer
 from libra.hardware.shapes import shape_digest
 from libra.observe.metrics import read_metrics
 from libra.store.event_log import read_events
@@ -178,9 +178,14 @@ class RunRecord:
     # ---------------------------------------------------------------- calibration
 
     def calibration(self) -> RunCalibration:
-        """The run's hardware; ConfigError if no worker generated often enough to fit its speed."""
+        """The run's hardware; ConfigError if no engine declared its seconds."""
         declared = self.declared()
-        engines = self._declared_engines(declared) if declared else self._fitted_engines()
+        if not declared:
+            raise ConfigError(
+                f"{self.directory}: no engine declared its seconds, which takes 32 forward passes; continue the run "
+                "(libra resume RUN), or take another one"
+            )
+        engines = self._declared_engines(declared)
         tools = [quantum for quantum in self.quanta if quantum.phase == Phase.TOOL]
         called = self._called_s()
         waits = [q.latency_s - called[q.place].pop(0) for q in tools if called.get(q.place)]
@@ -238,36 +243,10 @@ class RunRecord:
             engines.append(
                 EngineOfRun(
                     worker, event["engine"], self._bucket(worker, event["bucket"]), event["tp"], event["slots"],
-                    event["kv_tokens"] or UNBOUNDED_TOKENS, steps, True,
+                    event["kv_tokens"] or UNBOUNDED_TOKENS, steps,
                     taken.wall_over_passes(steps) if taken is not None else 1.0,
                     transport_s(mine),
                     taken.worker_s() if taken is not None else (0.0,),
-                )
-            )  # fmt: skip
-        return tuple(engines)
-
-    def _fitted_engines(self) -> tuple[EngineOfRun, ...]:
-        """Engines that declared nothing, as their generations show them: a context token is free, and time before the first
-        token does not count as the engine's."""
-        served = {event["worker"]: event for event in self.named("version_served")}
-        train = [event for event in self.events if "-train-" in str(event.get("key", ""))]
-        fits = fit_engines(train)
-        engines = []
-        for worker, fit in fits.items():
-            mine = [q for q in self.quanta if q.worker == worker and q.phase == Phase.ROLLOUT]
-            bucket = str(served.get(worker, {}).get("bucket", ""))
-            told = self.capacities.get(worker)
-            slots = int(told[-1]["rollout_slots"]) if told else self.config.rollout.slots
-            kind = bucket.split("-", 1)[0] or self.config.rollout.engine
-            # An engine of slots has room for the longest context in each.
-            kv_tokens = slots * self.config.rollout.max_context_tokens if kind == "transformers" else UNBOUNDED_TOKENS
-            steps = StepSeconds(
-                max(fit.token_s - fit.sequence_s, 0.0), fit.sequence_s, 0.0, 0.0, fit.num_generations, fit.error_frac
-            )
-            engines.append(
-                EngineOfRun(
-                    worker, kind, self._bucket(worker, bucket), int(served.get(worker, {}).get("tp", 1)), slots, kv_tokens,
-                    steps, False, 1.0, transport_s(mine), (fit.fixed_s,),
                 )
             )  # fmt: skip
         return tuple(engines)

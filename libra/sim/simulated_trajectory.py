@@ -1,11 +1,13 @@
-"""Trajectories of a simulation that have begun, and the groups that wait for theirs."""
+"""Trajectories of a simulation that have begun, the groups that wait for theirs, and the teacher that scores groups."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from libra.errors import ConfigError
+from libra.policy.waves import GroupId
 from libra.sim.workload import TrajectoryPlan, TurnPlan, Workload
 from libra.types import Phase
 
@@ -54,3 +56,31 @@ class WorkloadGroups:
         if len(sizes) != 1 or sorted(self.plans) != list(range(len(self.plans))):
             raise ConfigError("workload: iterations 0, 1, ... must have equally many groups each, as batches do")
         self.per_iteration = sizes.pop()
+
+
+class TeacherQueue:
+    """The teacher of a simulated run: it scores finished groups one after the other, on a GPU of its own.
+
+    Parameters
+    ----------
+    token_s : float
+        Seconds per token of a trajectory; 0: there is no teacher, or nobody waits for it.
+    plans : mapping of int to sequence of TrajectoryPlan
+        Trajectories of each iteration.
+    """
+
+    def __init__(self, token_s: float, plans: Mapping[int, Sequence[TrajectoryPlan]]) -> None:
+        self._group_s: dict[GroupId, float] = {}
+        for plan in (plan for of_iteration in plans.values() for plan in of_iteration) if token_s else ():
+            place = (plan.iteration, plan.group)
+            self._group_s[place] = self._group_s.get(place, 0.0) + token_s * plan.final_tokens
+        self._scored_s: dict[GroupId, float] = {}
+        self._free_s = 0.0
+
+    def committed(self, place: GroupId, now_s: float) -> None:
+        """A group is complete, and waits for the teacher."""
+        self._free_s = self._scored_s[place] = max(self._free_s, now_s) + self._group_s.get(place, 0.0)
+
+    def scored_s(self, places: Iterable[GroupId], now_s: float) -> float:
+        """When all of these groups have their scores, not before ``now_s``."""
+        return max([now_s, *(self._scored_s[place] for place in places)])

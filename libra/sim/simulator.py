@@ -38,14 +38,13 @@ from libra.facts import (
 )
 from libra.hardware.host_kv import HostKv
 from libra.hardware.virtual_engine import Counters, Request, VirtualEngine
-from libra.policy import Admission, CommittedGroup, Dispatcher, OnlineLearner, Oracle, Ordering, learns_after
+from libra.policy import Admission, CommittedGroup, Dispatcher, OnlineLearner, Ordering, learns_after
 from libra.policy.move_price import PRIOR_BYTES_PER_S
 from libra.sim.agenda import Agenda
 from libra.sim.engines import EngineSpec, typical_context
-from libra.sim.simulated_trajectory import SimulatedTrajectory, WorkloadGroups
+from libra.sim.simulated_trajectory import SimulatedTrajectory, TeacherQueue, WorkloadGroups
 from libra.sim.simulation_options import Loss, SimulationOptions
 from libra.sim.simulation_result import Dispatched, SimulationRecord, SimulationResult
-from libra.sim.teacher_queue import TeacherQueue
 from libra.sim.workload import TrajectoryPlan, TurnPlan, Workload, prompts_of
 from libra.types import NO_TOOL, Phase
 
@@ -68,7 +67,7 @@ class Simulator:
         self.options = SimulationOptions() if options is None else options
         self.record, self.agenda = SimulationRecord(), Agenda()
         self._workload, self._ordering = workload, ordering
-        self._dispatcher = Dispatcher(sure=isinstance(ordering, Oracle))
+        self._dispatcher = Dispatcher(sure=getattr(ordering, "exact_lengths", False))
         self._specs = {spec.name: spec for spec in engines}
         if len(self._specs) != len(engines):
             raise ConfigError("engines: two have the same name; give each its own")
@@ -198,26 +197,6 @@ class Simulator:
         for key in in_transit:
             del self._in_transit[key]
         return in_transit
-
-    def hand_over(self, worker: str) -> None:
-        """The engine of ``worker`` stops; its trajectories keep the tokens that they have, and go on on other engines.
-
-        What is on its way to or from the engine is lost, and generated again.
-        """
-        engine = self.running_engines.pop(worker)
-        in_transit = self._leave(worker)
-        self.record.lost_quanta += len(in_transit)
-        left = dict.fromkeys(in_transit, 0) | engine.hand_over(self.agenda.now_s)
-        self._counters.append((worker, engine.counters))
-        for key, generated in left.items():
-            one = self._running[key]
-            one.attempt += 1
-            one.generated += generated
-            one.context_tokens += generated
-            one.computed_tokens = one.context_tokens if generated or one.computed_tokens else 0
-            if self._host is not None and generated:
-                self._host.put(key, one.context_tokens)
-            self._park(one)
 
     def _carry_out(self, commands: Sequence[object]) -> None:
         for command in commands:

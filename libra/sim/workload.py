@@ -9,9 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import count, islice
-from math import sqrt
 from pathlib import Path
-from statistics import NormalDist
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +17,7 @@ import numpy as np
 from libra import keys
 from libra.errors import ConfigError
 from libra.facts import PromptsNamed
+from libra.traces.agent_turns import AgentTurn, read_agent_turns
 from libra.types import NO_TOOL, ToolOutcome, ToolStatus, tool_outcome
 
 SCHEMA = 1
@@ -192,47 +191,15 @@ class Trace(NamedTuple):
 
 
 def draw(
-    traces: Sequence[Trace],
-    *,
-    num_groups: int,
-    group_size: int,
-    seed: int,
-    iterations: int = 1,
-    kinship: float = 0.0,
-    earlier: float | None = None,
-    spare: int = 0,
-    name: str = "sim",
+    traces: Sequence[Trace], *, num_groups: int, group_size: int, seed: int, iterations: int = 1, name: str = "sim"
 ) -> Workload:
-    """A workload of ``iterations`` x ``num_groups`` groups drawn from traces.
+    """A workload of ``iterations`` x ``num_groups`` groups drawn from traces (`groups_of`)."""
+    groups = groups_of(traces, group_size, seed)
+    return workload_of_groups(groups, num_groups=num_groups, iterations=iterations, name=name)
 
-    Tasks that were recorded at least ``group_size`` times make groups of their own samples. If there is none, a group has
-    different tasks: its samples are independent, the worst case for a policy that learns from siblings.
-    ``kinship`` (only in that case) draws them so that the ranks of their lengths have about that intra-class correlation,
-    as samples of one prompt have (0.55 measured on tau-bench's airline trials): a stated construction, not a recording.
 
-    ``earlier`` (with ``kinship``) draws an earlier pass over the same prompts: other samples, whose common part per prompt has this
-    correlation, in [0, 1], with that of the workload drawn without it.
-
-    ``spare`` samples more are in each group, drawn likewise after the others, which are the same without them; of a task that was
-    not recorded so often, recordings repeat.
-    """
-    if not traces:
-        raise ConfigError("traces: none to draw from; name a directory with agent_turns/*.csv")
-    if earlier is not None and not (kinship and 0.0 <= earlier <= 1.0):
-        raise ConfigError(
-            f"earlier: got {earlier} with kinship {kinship}; it is a correlation of the two passes, from 0 to 1"
-        )
-    rng, extra = np.random.default_rng([seed, 0x5EED]), np.random.default_rng([seed, 0x5BA6])
-    by_task: dict[str, list[Trace]] = {}
-    for trace in traces:
-        by_task.setdefault(trace.task, []).append(trace)
-    repeated = [samples for _, samples in sorted(by_task.items()) if len(samples) >= group_size]
-    if repeated and group_size > 1:
-        groups = _of_one_task(repeated, group_size, rng, spare, extra)
-    elif kinship:
-        groups = _of_like_lengths(traces, group_size, seed, kinship, earlier, rng, spare, extra)
-    else:
-        groups = _of_any_tasks(traces, group_size, rng, spare, extra)
+def workload_of_groups(groups: Iterator[list[Trace]], *, num_groups: int, iterations: int, name: str) -> Workload:
+    """The first ``iterations`` x ``num_groups`` of these groups."""
     return Workload(
         name,
         tuple(
@@ -243,52 +210,30 @@ def draw(
     )
 
 
-def _of_one_task(
-    repeated: list[list[Trace]], group_size: int, rng: np.random.Generator, spare: int, extra: np.random.Generator
-) -> Iterator[list[Trace]]:
-    """Groups of samples of one task; every task once before any repeats."""
+def groups_of(traces: Sequence[Trace], group_size: int, seed: int) -> Iterator[list[Trace]]:
+    """Groups without end: of samples of one task, where tasks were recorded at least ``group_size`` times.
+
+    If none was, a group has different tasks: its samples are independent, the worst case for a policy that learns from
+    siblings. Every task, or trace, comes once before any repeats. ConfigError without traces.
+    """
+    if not traces:
+        raise ConfigError("traces: none to draw from; name a directory with agent_turns/*.csv")
+    rng = np.random.default_rng([seed, 0x5EED])
+    by_task: dict[str, list[Trace]] = {}
+    for trace in traces:
+        by_task.setdefault(trace.task, []).append(trace)
+    repeated = [samples for _, samples in sorted(by_task.items()) if len(samples) >= group_size]
+    if repeated and group_size > 1:
+        return _of_one_task(repeated, group_size, rng)
+    endless = (traces[int(i)] for _ in count() for i in rng.permutation(len(traces))[::-1])
+    return ([*islice(endless, group_size)] for _ in count())
+
+
+def _of_one_task(repeated: list[list[Trace]], group_size: int, rng: np.random.Generator) -> Iterator[list[Trace]]:
     while True:
         for task in rng.permutation(len(repeated))[::-1]:
             samples = repeated[int(task)]
-            chosen = [*rng.permutation(len(samples))[:group_size], *extra.integers(len(samples), size=spare)]
-            yield [samples[int(i)] for i in chosen]
-
-
-def _of_like_lengths(
-    traces: Sequence[Trace],
-    group_size: int,
-    seed: int,
-    kinship: float,
-    earlier: float | None,
-    rng: np.random.Generator,
-    spare: int,
-    extra: np.random.Generator,
-) -> Iterator[list[Trace]]:
-    """Groups whose ranks of lengths correlate by ``kinship``."""
-    ranked = sorted(traces, key=lambda trace: sum(turn.new_tokens for turn in trace.turns))
-    for index in count():
-        shared, own = rng.standard_normal(), rng.standard_normal(group_size)
-        if earlier is not None:
-            before = np.random.default_rng([seed, 0xEA71, index])
-            shared = earlier * shared + sqrt(1.0 - earlier * earlier) * before.standard_normal()
-            own = before.standard_normal(group_size)
-        own = np.concatenate([own, extra.standard_normal(spare)])
-        ranks = [NormalDist().cdf(x) for x in sqrt(kinship) * shared + sqrt(1.0 - kinship) * own]
-        yield [ranked[int(rank * len(ranked))] for rank in ranks]
-
-
-def _of_any_tasks(
-    traces: Sequence[Trace], group_size: int, rng: np.random.Generator, spare: int, extra: np.random.Generator
-) -> Iterator[list[Trace]]:
-    """Groups of different tasks; every trace once before any repeats."""
-
-    def endless() -> Iterator[Trace]:
-        while True:
-            yield from (traces[int(i)] for i in rng.permutation(len(traces))[::-1])
-
-    each = endless()
-    while True:
-        yield [*islice(each, group_size), *(traces[int(i)] for i in extra.integers(len(traces), size=spare))]
+            yield [samples[int(i)] for i in rng.permutation(len(samples))[:group_size]]
 
 
 def synthetic(
@@ -328,3 +273,47 @@ def prompts_of(workload: Workload, plans: Sequence[TrajectoryPlan]) -> PromptsNa
 def by_key(workload: Workload) -> Mapping[str, TrajectoryPlan]:
     """Plans by key, in the order of the workload."""
     return {workload.key(plan): plan for plan in workload.trajectories}
+
+
+REQUIRED = ("task", "turn", "tool", "status", "completion_tokens")
+"""Columns of a file of agents' turns."""
+
+
+def tool_seconds(rng: np.random.Generator, count: int) -> np.ndarray:
+    """Seconds of tool calls of a coding agent: three quarters are file tools (0.04 s), the rest tests and installs (mean 10 s).
+
+    Shaped after what was measured on agentcgroup's runs: median 0.04 s, P90 9.1 s, P99 21 s; their timeouts are left out.
+    """
+    return np.where(rng.random(count) < 0.75, 0.04, np.minimum(rng.gamma(2.0, 5.0, count), 60.0))
+
+
+def load_traces(path: Path, *, seed: int = 0) -> list[Trace]:
+    """Trajectories of one file, in its order; those of one source and model form a family.
+
+    Seconds of tools that were not timed are drawn (`tool_seconds`). ConfigError if columns are missing, or a field is not a
+    number or not a status.
+    """
+    rng = np.random.default_rng([seed, 0x7001])
+    return [
+        _trace(f"{one.model}/{one.task}" if one.model else one.task, one.source, one.turns, rng)
+        for one in read_agent_turns(path, REQUIRED, "simulation.traces")
+    ]
+
+
+def _trace(task: str, source: str, recorded: tuple[AgentTurn, ...], rng: np.random.Generator) -> Trace:
+    prompts = [turn.prompt_tokens or 0 for turn in recorded]
+    new = [max(1, turn.completion_tokens) for turn in recorded]
+    drawn = tool_seconds(rng, len(recorded))
+    turns = []
+    for i, turn in enumerate(recorded):
+        last = i + 1 == len(recorded)
+        payload = prompts[i + 1] - prompts[i] - new[i] if not last and prompts[i] and prompts[i + 1] else 0
+        if payload <= 0:
+            payload = turn.payload_tokens
+        tool_s = float(drawn[i]) if turn.tool_s is None else turn.tool_s
+        turns.append(
+            TurnPlan(new[i], "", NO_TOOL, 0, 0.0)
+            if last  # no turn reads what its tool returned
+            else TurnPlan(new[i], turn.tool or "tool", turn.status, payload, tool_s)
+        )
+    return Trace(task, next((prompt for prompt in prompts if prompt), 1), tuple(turns), source)

@@ -9,8 +9,7 @@ from typing import Any
 
 from libra.envs import Environment, tool
 from libra.envs.scripted import ScriptedTurn
-from libra.sim.recorded_agents import load_traces
-from libra.sim.workload import draw
+from libra.sim.workload import draw, load_traces
 from libra.types import NO_TOOL, Episode, Prompt, ToolCall, ToolStatus, TrajectoryId
 
 

@@ -26,7 +26,7 @@ from typing import Any
 from libra import keys
 from libra.errors import LibraError
 from libra.facts import RoleMemberJoined, RoleStage, RoleStageFailed
-from libra.policy.role_messages import Assignment, Role, Stage
+from libra.policy.role_changes import Assignment, Role, Stage
 from libra.worker.context import WorkerContext
 from libra.worker.dask_internals import set_supply, takes
 from libra.worker.engine_factory import EngineKind, Share, check_parallel, make_engine

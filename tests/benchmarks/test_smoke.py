@@ -28,6 +28,8 @@ from benchmarks.length_skill import folds_of
 from benchmarks.pipeline_live import SIDES, configured
 from benchmarks.report import DATA, MIN_PAIRS, QUICKSTART, Figure, alternate, emit, machine
 from benchmarks.service_loads import MAX_WAIT_S, Asked, asked_all
+from benchmarks.systems.disciplines import DISCIPLINES
+from benchmarks.systems.tuning import Setting, play
 from libra.config import config_from_dict, dump_config, load_config
 from libra.config.model_paths import resolve_model
 from libra.config.streaming import most_waves, turns
@@ -38,8 +40,6 @@ from libra.planner.cost import TrajectoryTotals
 from libra.planner.replan import Rules
 from libra.planner.search import Planner
 from libra.planner.snapshot import PlanningSnapshot
-from libra.sim.disciplines import DISCIPLINES
-from libra.sim.tuning import Setting, play
 from libra.sim.workload import Workload
 
 ROOT = Path(__file__).parents[2]

@@ -9,7 +9,7 @@ from libra.config import RunConfig, config_from_dict, load_config, resolve_model
 from libra.config.effect_conditions import Situation
 from libra.config.effects import READ
 from libra.config.field_help import sections
-from libra.config.simulation import RUN_POLICIES
+from libra.config.simulation import POLICIES
 from libra.config.staleness import TWINS
 
 TEACHES = {"model": "Qwen3-8B", "function": "teach"}
@@ -93,7 +93,7 @@ def test_a_run_that_replans_reads_of_the_planner_what_the_table_says():
     assert read | {"planner.replan", "planner.layout", "planner.planned"} == effective(config, "run", "planner.")
 
 
-@pytest.mark.parametrize("policy", ["fifo", "cmlfq", "predictor", None])
+@pytest.mark.parametrize("policy", ["fifo", "cmlfq", "mlfq", None])
 @pytest.mark.parametrize("drawn_from_traces", [False, True])  # with traces also a teacher
 def test_libra_simulate_reads_what_the_table_says(policy, drawn_from_traces, tmp_path):
     from libra.cli.simulate import simulate_run
@@ -163,7 +163,7 @@ def test_an_engine_reads_what_the_table_says(engine, tiny_model):
     assert read & looked_at == effective(config, "run") & looked_at
 
 
-@pytest.mark.parametrize("name", RUN_POLICIES)
+@pytest.mark.parametrize("name", POLICIES)
 def test_an_ordering_has_the_settings_that_the_table_says(name):
     from libra.policy import make_ordering
 

@@ -101,7 +101,6 @@ WRONG_VALUES = (
     ("slurm_rollout.memory=lots", "'lots'", "64 GiB"),
     ("slurm_train.walltime=tomorrow", "'tomorrow'", "04:00:00"),
     ("slurm_tool.cpus=0", "0", "slurm_tool.cpus=8"),
-    ("simulation.accuracy=2", "2", "simulation.accuracy=0.6"),
     ("simulation.layout={tp2: 0}", "0", "simulation.layout="),
     ("observe.trackers=[neptune]", "neptune", "wandb"),
     ("planner.num_gpus=0", "0", "planner.num_gpus="),

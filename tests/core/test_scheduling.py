@@ -20,7 +20,7 @@ from libra.config import RunConfig
 from libra.driver.session import RunSummary, Session, run
 from libra.envs import tool
 from libra.errors import ClusterError
-from libra.policy.role_messages import Stage
+from libra.policy.role_changes import Stage
 from libra.testing import FixedTurns
 from libra.types import ToolCall
 from libra.weights import WeightStore

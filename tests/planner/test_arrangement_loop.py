@@ -131,7 +131,7 @@ def test_fewer_slots_are_taken_before_the_iteration_that_would_run_out():
     assert {engine.slots for engine in first.chosen.arrangement.engines} == {7}
     assert first.kinds == (SLOTS,)
     assert first.considered.accepted and first.considered.gain_s <= 0
-    assert [type(command).__name__ for command in first.considered.commands] == ["SetConcurrency"]
+    assert [type(command).__name__ for command in first.orders] == ["SetConcurrency"]
 
 
 @pytest.mark.parametrize(("ratio", "kinds"), [(0.8, (REBUCKET,)), (6.0, (SLOTS,))])

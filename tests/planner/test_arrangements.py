@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from libra.facts import RoleStage
 from libra.planner.arrangements import Seat, arranged, arrangements, blocked, kinds_of_change, limits_for, steps_to
 from libra.planner.replan import REBUCKET, ROLES, SLOTS
-from libra.policy.role_changes import Roles
-from libra.policy.role_messages import Assignment, ChangeRequested, MemberAnnounced, Refuse, Role, StageDone
+from libra.policy.role_changes import Assignment, ChangeRequested, MemberAnnounced, Refuse, Role, Roles
 
 
 def seat(name, host="node", **more):
@@ -105,7 +105,7 @@ def carry_out(roles, assignments):
     while roles.changes:
         (generation, change), *_ = roles.changes.items()
         for name in change.moves:
-            roles.handle(StageDone(name, generation, change.stage))
+            roles.handle(RoleStage(name, generation, str(change.stage), 0.0))
 
 
 NAMES = ("a", "b", "c", "d")

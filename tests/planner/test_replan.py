@@ -77,7 +77,7 @@ def test_a_gain_is_weighed_against_what_changes_cost_over_the_iterations_that_re
         assert considered.accepted is accepted
         assert considered.gain_s == pytest.approx(remaining * gain_s)
         assert (considered.cost_s, considered.num_changes) == (pytest.approx(cost_s), 1)
-        assert bool(considered.commands) is accepted
+        assert bool(replanner.orders) is accepted
 
 
 def test_what_predictions_are_off_by_is_no_gain(some_plan):
@@ -90,7 +90,7 @@ def test_commands_turn_what_runs_into_the_plan_and_nothing_else(some_plan):
     wanted = Deployed.of(some_plan)
     replanner = Replanner(Deployed(wanted.train_gpus + 2, {1: 1}, {1: 3}), Rules(confirmations=1, first_cost_s=0.0))
     considered = consider(replanner, 0, some_plan.step_s * 2, some_plan, 10)
-    role, rebucket, *concurrency = considered.commands
+    role, rebucket, *concurrency = replanner.orders
     assert role == SetRole("rollout", 2, considered.reason)
     assert isinstance(rebucket, Rebucket)
     assert dict(rebucket.engines) == dict(wanted.engines)

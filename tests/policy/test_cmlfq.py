@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.orderings import CompletedCalls, KnownLengths, Oracle, Paper
 from libra.config.models import PolicySection
 from libra.facts import (
     BoundariesSet,
@@ -21,15 +22,15 @@ from libra.facts import (
     WorkerCapacity,
     WorkerWithdrawn,
 )
-from libra.policy import CMLFQ, ORDERINGS, CompletedCalls, Mlfq, Oracle
+from libra.policy import CMLFQ, ORDERINGS, Mlfq
 from libra.policy.attained_service import PATIENCE as DEFAULT
 from libra.policy.calibration_log import CalibrationLog
 from libra.policy.forecast import Forecast
-from libra.policy.oracle_lengths import KnownLengths
 from libra.policy.starvation_guard import StarvationGuard
 from libra.types import Phase
 
 ROLLOUT = Phase.ROLLOUT
+KINDS = ORDERINGS | {kind.name: kind for kind in (CompletedCalls, Oracle, Paper)}  # and those to compare with
 KEYS = st.sampled_from([f"trajectory-train-{i}-0-{s}-e0-demo" for i in range(3) for s in range(3)])
 WORKERS, PHASES = st.sampled_from(["a", "b"]), st.sampled_from(Phase)
 PARKED = st.builds(
@@ -51,7 +52,7 @@ EVENTS = st.lists(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ORDERINGS.values(), ids=ORDERINGS)
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 @given(before=EVENTS, after=EVENTS)
 def test_it_goes_on_from_its_snapshot(kind, before, after):
     original, restored = kind(), kind()
@@ -69,7 +70,7 @@ def test_it_goes_on_from_its_snapshot(kind, before, after):
         restored.restore({})
 
 
-@pytest.mark.parametrize("kind", ORDERINGS.values(), ids=ORDERINGS)
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 @given(events=st.lists(st.one_of(PARKED, FINISHED), max_size=40))
 def test_an_earlier_iteration_goes_before_a_later_one(kind, events):
     ordering, places = kind(), dict[str, tuple[int, Priority]]()

@@ -22,7 +22,7 @@ from libra.facts import (
     WorkerWithdrawn,
 )
 from libra.policy import Dispatcher, OneVersion
-from libra.policy.version_shares import version_shares
+from libra.policy.one_version import version_shares
 from libra.types import Phase
 
 MOVES = st.lists(

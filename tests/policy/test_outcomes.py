@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.orderings import Paper
 from libra.envs import tool
 from libra.envs.actions import run_action
 from libra.facts import QuantumFinished, TrajectoryParked
-from libra.policy import make_ordering
 from libra.policy.posterior.forecast_columns import ADDS, OUTCOMES, state_of, tool_of
 from libra.testing import FixedTurns
 from libra.types import NO_TOOL, Phase, Prompt, ToolCall, ToolReturn, ToolStatus, tool_outcome
@@ -60,7 +60,7 @@ def test_words_that_are_no_outcome_are_refused_where_they_are_read():
 
 
 def test_the_papers_rule_counts_what_came_back_by_its_outcome():
-    rule = make_ordering(name="paper", objective="makespan", patience=1)
+    rule = Paper()
     rule.handle(TrajectoryParked("t", 0, Phase.ROLLOUT, 0, "g"))
     rule.handle(QuantumFinished("t", Phase.TOOL, 0, "", ToolStatus.MALFORMED, 1.0))
     rule.handle(QuantumFinished("t", Phase.ROLLOUT, 5, "", NO_TOOL, 1.0))

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.orderings import KnownLengths
 from libra.facts import PromptsNamed, QuantumFinished, TrajectoryEnded, TrajectoryParked, VersionPublished
-from libra.policy import KnownLengths
 from libra.policy.posterior import SIGNALS, Posterior, PosteriorConfig
 from libra.types import NO_TOOL, Phase, ToolStatus
 

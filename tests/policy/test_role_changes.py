@@ -8,9 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libra.policy import role_messages as say
-from libra.policy.role_changes import Roles
-from libra.policy.role_messages import Assignment, Role, Stage
+from libra.facts import (
+    RoleChangeCancelled,
+    RoleChangeFailed,
+    RoleChangeStarted,
+    RoleMemberFailed,
+    RoleStage,
+    RoleStageFailed,
+)
+from libra.policy import role_changes as say
+from libra.policy.role_changes import Assignment, Role, Roles, Stage
 
 ROLLOUT, TRAIN, LENT = Assignment(Role.ROLLOUT), Assignment(Role.TRAIN), Assignment(Role.LENT)
 LEADS_2, LEADS_3 = Assignment(Role.ROLLOUT, 2), Assignment(Role.ROLLOUT, 3)
@@ -36,7 +43,7 @@ class World:
         self.mail = deque()
         self.sent = []
         self.restarts = []
-        self.begun = {}
+        self.begun, self.before = {}, {}
         self.undone = set()
         self.ended = {}
         self.refused = []
@@ -47,6 +54,7 @@ class World:
         self.handle(say.MemberAnnounced(name, ROLLOUT, NODES[name]))
 
     def handle(self, event):
+        self.settled = {name: member.settled for name, member in self.roles.members.items()}
         commands = self.roles.handle(event)
         for command in commands:
             self.obey(command)
@@ -66,17 +74,19 @@ class World:
                 assert process.alive and process.supplied is None
                 assert process.holds == assignment, "it is given work of the role it is in"
                 process.supplied = assignment
-            case say.RestartMember(worker=worker) | say.GiveUp(worker=worker):
-                if isinstance(command, say.RestartMember):
+            case RoleMemberFailed(worker=worker):
+                if command.restarts:
                     self.restarts.append(worker)
                 assert process.supplied is None
-            case say.ReportStarted(generation=generation):
+            case RoleChangeStarted(generation=generation):
                 assert generation > max(self.begun, default=0)
                 self.begun[generation] = command
-            case say.ReportUndone(generation=generation):
+                settled = {name: self.settled[name] for name in command.assignments}
+                self.before[generation] = {name: {"role": str(has.role), "tp": has.tp} for name, has in settled.items()}
+            case RoleChangeCancelled(generation=generation) | RoleChangeFailed(generation=generation):
                 assert generation in self.begun and generation not in self.ended
                 self.undone.add(generation)
-            case say.ReportEnded(generation=generation):
+            case say.Ended(generation=generation):
                 assert generation not in self.undone
                 self.ended[generation] = command
             case say.Refuse(reason=reason):
@@ -92,7 +102,7 @@ class World:
         told = process.told.popleft()
         assert process.supplied is None
         if fails:
-            self.tell(say.MemberFailed(name, told.generation, "no room"))
+            self.tell(RoleStageFailed(name, told.generation, "no room"))
             return
         if told.stage is Stage.SLEEPING:
             process.holds = None
@@ -106,7 +116,7 @@ class World:
                     if NODES[worker] == node and other.holds is not None and other.holds.role is not Role.LENT
                 ]
                 assert sum(held) <= list(NODES.values()).count(node), "no GPU is in two hands"
-        self.tell(say.StageDone(name, told.generation, told.stage))
+        self.tell(RoleStage(name, told.generation, str(told.stage), 0.0))
 
     def tell(self, event):
         self.mail.append(event)
@@ -121,11 +131,11 @@ class World:
         if not self.sent:
             return
         event = self.sent[index % len(self.sent)]
-        assert isinstance(event, say.StageDone | say.MemberFailed)
+        assert isinstance(event, RoleStage | RoleStageFailed)
         change = self.roles.changes.get(event.generation)
         current = change is not None and event.worker not in change.broken and self.roles.members[event.worker].present
-        if isinstance(event, say.StageDone):
-            current = current and change is not None and event.stage is change.stage and event.worker not in change.done
+        if isinstance(event, RoleStage):
+            current = current and change is not None and event.stage == change.stage and event.worker not in change.done
         elif change is None:
             current = event.generation == self.roles.members[event.worker].generation
         if not current:
@@ -159,7 +169,7 @@ class World:
             case "late":
                 change = self.roles.change_of(name)
                 if change is not None and self.processes[name].alive and not self.processes[name].told:
-                    self.tell(say.MemberFailed(name, change.generation, "no room after all"))
+                    self.tell(RoleStageFailed(name, change.generation, "no room after all"))
             case "deliver":
                 self.deliver()
             case "cancel":
@@ -216,8 +226,7 @@ def test_every_interleaving_ends_in_the_old_or_the_new_assignments(steps):
     assert set(world.begun) == set(world.ended) | world.undone
     for generation in world.undone & {began.undoes for began in world.begun.values()}:
         again = next(began for began in world.begun.values() if began.undoes == generation)
-        back = {worker: to for worker, (_, to) in again.moves.items()}
-        assert back == {worker: before for worker, (before, _) in world.begun[generation].moves.items()}
+        assert again.assignments == world.before[generation]
     for name, member in roles.members.items():
         process = world.processes[name]
         if member.present:
@@ -248,7 +257,7 @@ def test_a_change_goes_through_its_stages_and_withdraws_first():
     world = World()
     commands = world.handle(say.ChangeRequested({"a": TRAIN}))
     kinds = [type(command) for command in commands]
-    assert kinds == [say.ReportStarted, say.Withdraw, say.Perform]
+    assert kinds == [RoleChangeStarted, say.Withdraw, say.Perform]
     stages = [everybody(world) for _ in range(3)]
     assert stages == [[("a", Stage.DRAINING)], [("a", Stage.SLEEPING)], [("a", Stage.TAKING_UP)]]
     assert world.processes["a"].supplied == TRAIN
@@ -310,8 +319,8 @@ def test_who_fails_on_the_way_back_holds_what_it_has_until_it_is_gone():
     while world.mail:
         world.deliver()
     assert world.restarts == ["a"]
-    world.handle(say.MemberFailed("a", 3, "said twice"))
-    world.handle(say.StageDone("a", 3, Stage.SLEEPING))
+    world.handle(RoleStageFailed("a", 3, "said twice"))
+    world.handle(RoleStage("a", 3, str(Stage.SLEEPING), 0.0))
     assert world.restarts == ["a"] and not world.processes["b"].told  # which would take up GPUs that a may hold
     world.lose("a")
     assert world.processes["b"].told[0].stage is Stage.TAKING_UP
@@ -325,7 +334,7 @@ def test_a_role_that_cannot_go_on_is_left_for_what_the_worker_was_started_for():
     world = World()
     world.handle(say.ChangeRequested({"a": TRAIN}))
     world.settle()
-    world.handle(say.MemberFailed("a", 1, "the core refuses it"))
+    world.handle(RoleStageFailed("a", 1, "the core refuses it"))
     assert world.processes["a"].supplied is None
     world.settle()
     assert world.processes["a"].supplied == ROLLOUT

@@ -49,15 +49,6 @@ def test_a_verdict_is_the_policys_beyond_the_bound_and_acceptance_up_to_it(polic
     assert judge(version, frontier, policy) is (Verdict.ACCEPT if frontier - version <= policy.eta else policy.over_age)
 
 
-def test_verdicts_of_evolving_prompts_are_for_callers_that_allow_them():
-    for verdict in (Verdict.REBASE, Verdict.DISTIL):
-        policy = StalenessPolicy(1, verdict)
-        assert judge(3, 4, policy) is Verdict.ACCEPT
-        assert judge(3, 5, policy, allowed={verdict}) is verdict
-        with pytest.raises(ValueError, match=verdict):
-            judge(3, 5, policy)
-
-
 @pytest.mark.parametrize("wrong", [{"eta": -1}, {"window": 1}, {"in_flight": 0}, {"over_age": Verdict.ACCEPT}])
 def test_a_policy_that_could_not_work_is_refused(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):

@@ -3,8 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libra.policy.stall import Picture, RunningTask, Waiting, Watchdog
-from libra.policy.step_lengths import FLOOR_S, START_S, StepLengths
+from libra.policy.stall import FLOOR_S, START_S, Picture, RunningTask, StepLengths, Waiting, Watchdog
 
 SLOT = Waiting("trajectory-train-0-0-0-e0-demo", "a slot of ROLLOUT", "ROLLOUT")
 

@@ -5,15 +5,17 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
-from libra.policy.tool_fleet import HOLD, IDLE_S, FleetFacts, FleetOrder, ToolFleet, ordered
+from libra.facts import ToolWorkersOrdered
+from libra.policy.tool_fleet import HOLD, IDLE_S, ToolFleet, ordered
 
-BUSY = FleetFacts(1, 4, 1, 0, 2, 20, 200.0, 60.0, 15.0)
+BUSY = ToolWorkersOrdered(1, 4, 1, 0, 2, 20, 200.0, 60.0, 15.0)
 
 
 def test_more_workers_where_many_actions_wait_for_long():
     order = ordered(BUSY)
-    assert order is not None and 1 < order.wanted <= 4 and order.give_up == ""
+    assert order is not None and 1 < order.ordered <= 4 and order.give_up == ""
     assert "20 actions wait, for 60 s now" in order.reason
 
 
@@ -29,15 +31,16 @@ def test_more_workers_where_many_actions_wait_for_long():
     ],
 )
 def test_no_more_workers_otherwise(change):
-    facts = FleetFacts(**{name: change.get(name, getattr(BUSY, name)) for name in BUSY.__struct_fields__})
+    facts = replace(BUSY, **change)
     assert ordered(facts) is None
 
 
 def test_an_idle_worker_is_given_up_after_a_while_and_only_if_nothing_waits():
-    idle = FleetFacts(1, 4, 3, 0, 6, 0, 0.0, 0.0, 15.0, (("tool-1", IDLE_S - 1), ("tool-2", IDLE_S)))
-    assert ordered(idle) == FleetOrder(2, "tool-2", "tool-2 has had nothing to do for 60 s")
+    idle = ToolWorkersOrdered(1, 4, 3, 0, 6, 0, 0.0, 0.0, 15.0, (("tool-1", IDLE_S - 1), ("tool-2", IDLE_S)))
+    reason = "tool-2 has had nothing to do for 60 s"
+    assert ordered(idle) == replace(idle, ordered=2, give_up="tool-2", reason=reason)
     for change in ({"waiting": 1, "waiting_s": 1.0}, {"starting": 1}, {"wanted": 1}, {"start_s": 31.0}):
-        facts = FleetFacts(**{name: change.get(name, getattr(idle, name)) for name in idle.__struct_fields__})
+        facts = replace(idle, **change)
         assert ordered(facts) is None
 
 
@@ -51,7 +54,7 @@ class Cluster:
     queue: int = 0
     running: int = 0
     starts: list[tuple[float, str]] = field(default_factory=list)
-    orders: list[tuple[float, FleetOrder]] = field(default_factory=list)
+    orders: list[tuple[float, ToolWorkersOrdered]] = field(default_factory=list)
 
     def second(self, at_s, arrivals):
         for due in [due for due in self.starts if due[0] <= at_s]:
@@ -68,12 +71,12 @@ class Cluster:
         order = ordered(facts)
         if order is None:
             return
-        assert order != FleetOrder(self.fleet.wanted, "", order.reason)
+        assert order.ordered != self.fleet.wanted
         if order.give_up:
             assert order.give_up in self.present and order.give_up not in busy and not self.queue
             self.present.remove(order.give_up)
         else:
-            new = range(order.wanted - self.fleet.wanted)
+            new = range(order.ordered - self.fleet.wanted)
             self.starts += [(at_s + self.start_s, f"extra-{at_s}-{number}") for number in new]
         self.fleet.follow(order, at_s)
         self.orders.append((at_s, order))

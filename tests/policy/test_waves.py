@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from libra.facts import OpenWave
 from libra.policy import Waves
-from libra.policy.first_come import first_come
+from libra.policy.waves import first_come
 
 
 def test_a_wave_takes_all_that_is_complete_and_the_last_is_small():

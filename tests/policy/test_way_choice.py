@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from libra.facts import OpenBatch, OpenWave, StepMeasured, TakeSteps
 from libra.policy import Admission, CommittedGroup, Waves, WayChoice, WaySettings
-from libra.policy.way_choice import streamed_end_s, wave_price
+from libra.policy.step_ways import streamed_end_s, wave_price
 
 WAYS = ("split", "streaming", "turning")
 LATE, ALIKE = (1.0, 1.0, 1.0, 9.0), (9.0, 9.0, 9.0, 9.0)

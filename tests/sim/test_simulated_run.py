@@ -14,7 +14,7 @@ from libra.hardware.virtual_engine import EngineTables
 from libra.policy import make_ordering
 from libra.sim import EngineSpec, SimulationResult, TrajectoryPlan, TurnPlan, Workload
 from libra.sim.engines import QuantumOverhead
-from libra.sim.from_run import run_setting, simulator_of_run
+from libra.sim.from_run import run_setting
 from libra.sim.simulation_options import SimulationOptions
 from libra.types import NO_TOOL, StepSeconds, ToolStatus
 from simulated_run import write_simulated_run
@@ -117,7 +117,7 @@ def test_everything_between_engines_is_read_from_the_log(run):
     directory, _ = run()
     setting = run_setting(directory)
     for engine, steps in zip(setting.calibration.engines, (FAST, SLOW), strict=True):
-        assert (engine.steps, engine.declared) == (steps, True)
+        assert engine.steps == steps
         assert engine.wall_over_passes == pytest.approx(1.0, abs=0.05)
         assert sum(engine.transport_s) / len(engine.transport_s) == pytest.approx(0.06, rel=1e-3)
         assert sum(engine.worker_s) / len(engine.worker_s) == pytest.approx(0.02, rel=1e-3)
@@ -130,12 +130,10 @@ def test_everything_between_engines_is_read_from_the_log(run):
     assert around.tool_slots == 64
 
 
-def test_a_log_without_declarations_is_fitted_and_says_so(run, libra):
-    directory, was = run(declares=False)
-    assert not any(engine.declared for engine in run_setting(directory).calibration.engines)
-    assert simulator_of_run(directory).run().makespan_s == pytest.approx(was.makespan_s, rel=0.25)
-    code, out, _ = libra("simulate", "libra/quickstart", "--from-run", directory)
-    assert code == 0 and "fitted to its generations" in out and "A800" not in out
+def test_a_log_without_declarations_is_refused(run, libra):
+    directory, _ = run(declares=False)
+    code, _, err = libra("simulate", "libra/quickstart", "--from-run", directory)
+    assert code == 2 and "libra resume" in err
 
 
 def test_a_calibration_is_what_the_run_said(run, libra, tmp_path):

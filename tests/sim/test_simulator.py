@@ -6,10 +6,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from benchmarks.orderings import KnownLengths, Oracle
 from libra.facts import HomeChanged, QuantumFinished, SetPriority, TrajectoryParked
 from libra.hardware import Residuals
 from libra.hardware.host_kv import HostPool
-from libra.policy import CMLFQ, LEARNS_EVERY, ORDERINGS, Fifo, KnownLengths, Oracle
+from libra.policy import CMLFQ, LEARNS_EVERY, ORDERINGS, Fifo
 from libra.policy.move_price import PRIOR_BYTES_PER_S
 from libra.sim import Loss, SimulationOptions, Simulator, synthetic
 from libra.types import Phase

@@ -5,8 +5,7 @@ import pytest
 from libra.errors import ConfigError, RunDirectoryError
 from libra.sim import Workload, draw, load_workload, synthetic
 from libra.sim.from_run import workload_of_run
-from libra.sim.recorded_agents import load_traces
-from libra.sim.workload import Trace, TurnPlan
+from libra.sim.workload import load_traces
 from libra.traces.agent_turns import agent_turn_files
 from libra.types import ToolStatus
 
@@ -43,17 +42,6 @@ def test_a_draw_is_the_same_for_a_seed_and_keeps_samples_of_a_task_together(tmp_
     assert [plan[:3] for plan in work.trajectories] == [(i, g, s) for i in range(2) for g in range(3) for s in range(2)]
     for plan in work.trajectories:  # t1 is the only task with two samples
         assert plan.prompt_tokens in (100, 90)
-
-
-def test_kin_have_lengths_like_each_other():
-    traces = [Trace(f"t{i}", 10, (TurnPlan(i + 1, "", "", 0, 0.0),)) for i in range(1000)]
-
-    def spread(kinship):
-        plans = draw(traces, num_groups=100, group_size=4, seed=0, kinship=kinship).trajectories
-        groups = [[plan.new_tokens for plan in plans[i : i + 4]] for i in range(0, 400, 4)]
-        return sum(max(group) - min(group) for group in groups) / len(groups)
-
-    assert spread(0.9) < 0.6 * spread(0.3) < 0.6 * spread(0.0)
 
 
 def test_a_workload_file_reads_back(tmp_path):
@@ -96,11 +84,6 @@ def test_missing_files_and_columns_are_named(tmp_path):
         agent_turn_files(tmp_path)
     with pytest.raises(ConfigError):
         draw([], num_groups=1, group_size=1, seed=0)
-    with pytest.raises(ConfigError, match="earlier"):
-        draw(
-            [Trace("t", 10, (TurnPlan(1, "", "", 0, 0.0),))], num_groups=1, group_size=2, seed=0, kinship=0.0,
-            earlier=0.8,
-        )  # fmt: skip
     with pytest.raises(RunDirectoryError):
         workload_of_run(tmp_path)
 

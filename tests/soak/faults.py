@@ -133,7 +133,7 @@ def dask_setup(worker: Any) -> None:
     plan = Plan(Path(text))
     (plan.directory / f"{worker.name}.pid").write_text(str(os.getpid()))
     from libra.graph import batch_nodes, rollout_nodes
-    from libra.policy.role_messages import Role
+    from libra.policy.role_changes import Role
     from libra.store.record_codec import unpack
     from libra.store.trajectory_journal import Journal
     from libra.train import checkpoint

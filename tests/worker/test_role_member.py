@@ -15,7 +15,7 @@ from libra import keys
 from libra.config import config_from_dict
 from libra.errors import EngineError, TrainError, TransferError
 from libra.facts import fields_of, unpack
-from libra.policy.role_messages import Assignment, Role
+from libra.policy.role_changes import Assignment, Role
 from libra.worker import hybrid_training
 from libra.worker.context import WorkerContext
 from libra.worker.engine_factory import EngineKind

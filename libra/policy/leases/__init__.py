@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-from libra.policy.leases.quotas import Quota, read_quota
-from libra.policy.leases.resources import KINDS, Lease, LeaseRequest, Resources, Revoke, described
-from libra.policy.leases.speed_up import SpeedUp
+from libra.policy.leases.elastic import SpeedUp
+from libra.policy.leases.resources import (
+    KINDS,
+    Lease,
+    LeaseRequest,
+    Quota,
+    Resources,
+    Revoke,
+    described,
+    read_quota,
+)
 from libra.policy.leases.table import LeaseTable
 
 __all__ = [

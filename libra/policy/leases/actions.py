@@ -11,9 +11,8 @@ from collections.abc import Mapping
 
 from libra.errors import ConfigError
 from libra.facts import ActionRequested, Priority, ToolCapacity, ToolNeeds, ToolsDeclared
-from libra.policy.leases.quotas import read_quota
-from libra.policy.leases.resources import Lease, LeaseRequest, Resources, Revoke, described
-from libra.policy.leases.speed_up import SpeedUp
+from libra.policy.leases.elastic import SpeedUp
+from libra.policy.leases.resources import Lease, LeaseRequest, Resources, Revoke, described, read_quota
 from libra.policy.leases.table import LeaseTable
 
 SLOT = Resources(slots=1)

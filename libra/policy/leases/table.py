@@ -6,7 +6,7 @@ is the same object; time arrives with every call and never goes back.
 Invariants
 ----------
 1. Leases of a worker never hold more of any kind than it has. (If it declares less than is held, it grants nothing until enough is
-   released.) Of a quota they never hold more than `libra.policy.leases.quotas` promises.
+   released.) Of a quota they never hold more than `libra.policy.leases.resources` promises.
 2. A holder has at most one lease or request. A request is granted once; what is granted is its least, or a larger legal number of
    cores of its curve, and the same amounts of all else.
 3. Arrival order: requests are considered in their order (priority, then arrival). One that does not fit keeps the kinds that it
@@ -24,18 +24,16 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import heapq
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import msgspec
 
 from libra.facts import Priority
-from libra.policy.leases.enlargement import Candidate, Pressure, enlarged
-from libra.policy.leases.quotas import Quota
-from libra.policy.leases.resources import KINDS, Lease, LeaseRequest, Resources, Revoke, described, quota_kind
+from libra.policy.leases.elastic import Candidate, Pressure, SpeedUp, enlarged
+from libra.policy.leases.resources import KINDS, Lease, LeaseRequest, Quota, Resources, Revoke, described, quota_kind
 from libra.policy.leases.revocation import Running, stopped_for
-from libra.policy.leases.speed_up import SpeedUp
-from libra.policy.leases.waiting import Place, WaitingRequests
 from libra.types import NO_TOOL, ToolStatus
 
 FORGETTING = 0.1
@@ -49,17 +47,81 @@ FIRST = Priority(-1, -1, -1)
 """Of a request for which leases are revoked."""
 
 
+Place = tuple[Priority, int]
+"""The order of a request: its priority, then its arrival."""
+Kinds = frozenset[str]
+
+
+class WaitingRequests:
+    """Every request with its place; those of the same kinds form a line."""
+
+    def __init__(self) -> None:
+        self._requests: dict[str, tuple[Place, LeaseRequest]] = {}
+        self._lines: dict[Kinds, list[tuple[Place, str]]] = {}
+        self._with: dict[str, int] = {}  # waiting requests by kind
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __contains__(self, holder: object) -> bool:
+        return holder in self._requests
+
+    def __iter__(self) -> Iterator[LeaseRequest]:
+        """In no order."""
+        return (request for _, request in self._requests.values())
+
+    def wanting(self, kind: str) -> int:
+        """How many want some of ``kind``."""
+        return self._with.get(kind, 0)
+
+    def join(self, place: Place, request: LeaseRequest) -> None:
+        """``request`` waits at ``place``, in place of an earlier one of its holder."""
+        self.leave(request.holder)
+        kinds = request.least.kinds
+        self._requests[request.holder] = (place, request)
+        line = self._lines.setdefault(kinds, [])
+        heapq.heappush(line, (place, request.holder))
+        if len(line) > 64 + 4 * len(self._requests):  # most have left
+            line[:] = [entry for entry in line if self._waits(entry, kinds)]
+            heapq.heapify(line)
+        for kind in kinds:
+            self._with[kind] = self._with.get(kind, 0) + 1
+
+    def leave(self, holder: str) -> LeaseRequest | None:
+        """``holder`` no longer waits; returns its request."""
+        _, request = self._requests.pop(holder, (None, None))
+        if request is not None:
+            for kind in request.least.kinds:
+                self._with[kind] -= 1
+        return request
+
+    def lines(self) -> list[Kinds]:
+        """The kinds of every line with a request, by the place of its first."""
+        heads = [(line[0], kinds) for kinds in list(self._lines) if (line := self._line(kinds))]
+        return [kinds for _, kinds in sorted(heads, key=lambda head: head[0])]
+
+    def first(self, kinds: Kinds) -> tuple[Place, LeaseRequest] | None:
+        """The first of a line; None: it is empty."""
+        line = self._line(kinds)
+        return self._requests[line[0][1]] if line else None
+
+    def _line(self, kinds: Kinds) -> list[tuple[Place, str]]:
+        line = self._lines.get(kinds, [])
+        while line and not self._waits(line[0], kinds):
+            heapq.heappop(line)
+        if not line:
+            self._lines.pop(kinds, None)
+        return line
+
+    def _waits(self, entry: tuple[Place, str], kinds: Kinds) -> bool:
+        found = self._requests.get(entry[1])
+        return found is not None and found[0] == entry[0] and found[1].least.kinds == kinds
+
+
 class LeaseTable:
-    """One per scheduler.
+    """One per scheduler."""
 
-    Parameters
-    ----------
-    enlarges : bool
-        Whether elastic actions may get more than their least.
-    """
-
-    def __init__(self, *, enlarges: bool = True) -> None:
-        self._enlarges = enlarges
+    def __init__(self) -> None:
         self._capacity: dict[str, tuple[int, ...]] = {}
         self._free: dict[str, list[int]] = {}
         self._quotas: dict[str, Quota] = {}
@@ -135,12 +197,6 @@ class LeaseTable:
             free[index] -= amount
         self._leases[lease.holder] = lease
 
-    def reorder(self, holder: str, priority: Priority) -> None:
-        """A waiting request has another priority."""
-        request = self._request(holder)
-        if request is not None:
-            self.request(request, priority)
-
     def cancel(self, holder: str) -> None:
         """``holder`` no longer waits."""
         self._leave(holder)
@@ -190,10 +246,6 @@ class LeaseTable:
     def capacity(self) -> dict[str, Resources]:
         """What every worker has."""
         return {worker: _vector(amounts) for worker, amounts in self._capacity.items()}
-
-    def num_enlarged(self) -> int:
-        """Leases with more cores than their least."""
-        return sum(lease.resources.cores > lease.least_cores for lease in self._leases.values())
 
     def stranded(self) -> tuple[LeaseRequest, ...]:
         """Requests that no present worker could take even if it were free, by holder; as of the last `admit`."""
@@ -252,10 +304,10 @@ class LeaseTable:
         need = request.least.local
         fits: list[str] = []
         able, lacks = False, set[str]()
-        for worker in (request.only,) if request.only else self._capacity:
-            capacity, free = self._capacity.get(worker), self._free.get(worker)
-            if capacity is None or free is None or any(has < want for has, want in zip(capacity, need, strict=True)):
+        for worker, capacity in self._capacity.items():
+            if any(has < want for has, want in zip(capacity, need, strict=True)):
                 continue
+            free = self._free[worker]
             able = True
             short = [kind for kind, has, want in zip(KINDS, free, need, strict=True) if has < want]
             lacks.update(short)
@@ -285,8 +337,6 @@ class LeaseTable:
         )  # fmt: skip
 
     def _enlarge(self, granted: list[str]) -> None:
-        if not self._enlarges:
-            return
         candidates = [
             Candidate(
                 lease.holder,
@@ -329,8 +379,7 @@ class LeaseTable:
         free = {
             worker: amounts
             for worker, amounts in self._free.items()
-            if request.only in ("", worker)
-            and all(has >= want for has, want in zip(self._capacity[worker], need, strict=True))
+            if all(has >= want for has, want in zip(self._capacity[worker], need, strict=True))
         }
         running = [self._running(lease, at_s) for lease in self._leases.values()]
         price = self._waiting.wanting("cores") / max(1, self._total_cores())  # each of them waits longer
@@ -391,10 +440,6 @@ class LeaseTable:
             seconds *= curve.speed(lease.resources.cores)
         mean = self._seconds.get(lease.tool, seconds)
         self._seconds[lease.tool] = round(mean + FORGETTING * (seconds - mean), 9)
-
-    def _request(self, holder: str) -> LeaseRequest | None:
-        stranded = self._stranded.get(holder)
-        return stranded[1] if stranded is not None else self._waiting.request(holder)
 
 
 def _vector(amounts: tuple[int, ...]) -> Resources:

@@ -27,7 +27,6 @@ CORES = st.builds(Resources, slots=st.just(1), cores=st.integers(1, 4))
 OTHERS = (
     st.tuples(st.just("release"), st.sampled_from(HOLDERS)), st.tuples(st.just("end"), st.sampled_from(HOLDERS)),
     st.tuples(st.just("cancel"), st.sampled_from(HOLDERS)),
-    st.tuples(st.just("reorder"), st.sampled_from(HOLDERS), st.integers(-1, 2)),
     st.tuples(st.just("supply"), st.sampled_from(sorted(WORKERS))),
     st.tuples(st.just("withdraw"), st.sampled_from(sorted(WORKERS))),
     st.tuples(st.just("wait"), st.sampled_from([0.0, 0.1, 0.5, 1.0])), st.tuples(st.just("admit")),
@@ -51,11 +50,11 @@ MOVES = st.one_of(
 class Model:
     """A table, and what must be true of it whatever was done."""
 
-    def __init__(self, **options):
-        self.table = LeaseTable(**options)
+    def __init__(self, curve=TESTS):
+        self.table = LeaseTable()
         for name, (units, per_s) in LIMITS.items():
             self.table.limit(name, Quota(units, per_s))
-        self.table.declare("tests", TESTS)
+        self.table.declare("tests", curve)
         for tool, seconds in SECONDS.items():  # actions of each have ended
             self.table.adopt(Lease("before", "gone", Resources(), 0, tool, 0.0))
             self.table.release("before", seconds)
@@ -81,10 +80,6 @@ class Model:
                 self._join(
                     LeaseRequest(holder, least, tool, home, revocable=tool in ("tests", "long")), Priority(0, level, 0)
                 )
-            case ("reorder", holder, level):
-                if holder in self.waiting:
-                    table.reorder(holder, Priority(0, level, 0))
-                    self._moved(self.waiting[holder][1], Priority(0, level, 0))
             case ("release", holder):
                 table.release(holder)
                 self.revoked.discard(holder)
@@ -239,7 +234,7 @@ def test_everything_that_waits_is_granted_once_the_others_end(moves):
 def test_enlargement_grants_the_same_requests_at_the_same_moment(moves):
     """Until cores that enlargement took are missed: the first admission from the same state grants the same."""
     model = Model()
-    plain = Model(enlarges=False)
+    plain = Model(SpeedUp(1, 1, [1.0]))
     for move in (("supply", "a"), ("supply", "b"), *(move for move in moves if move[0] != "admit")):
         model.act(move)
         plain.act(move)

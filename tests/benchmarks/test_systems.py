@@ -6,19 +6,19 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from benchmarks.systems.against import compare
+from benchmarks.systems.disciplines import DISCIPLINES, disciplines
+from benchmarks.systems.gpu_seconds import Cause
+from benchmarks.systems.pipeline import Pipeline
+from benchmarks.systems.pipeline_options import PipelineOptions, WavePrices
+from benchmarks.systems.training_gpus import GroupWork
+from benchmarks.systems.tuning import Cell, lower_bound_s, play, step_s
 from libra.errors import ConfigError
 from libra.facts import Turned
 from libra.hardware.host_kv import HostPool
 from libra.policy import Fifo
 from libra.policy.turning import TurningRule
 from libra.sim import synthetic
-from libra.sim.against import compare
-from libra.sim.disciplines import DISCIPLINES, disciplines
-from libra.sim.gpu_seconds import Cause
-from libra.sim.pipeline import Pipeline
-from libra.sim.pipeline_options import PipelineOptions, WavePrices
-from libra.sim.training_gpus import GroupWork
-from libra.sim.tuning import Cell, lower_bound_s, play, step_s
 from libra.sim.workload import Trace
 
 QUICK = TurningRule(trajectories_per_gpu=2.0, min_gain_s=1.0, to_training_s=0.5, to_rollout_s=0.5)

@@ -7,9 +7,9 @@ Invariants
 ----------
 1. Every group is trained on at most once, in one batch; a step closes when its batch is complete and all its gradients are
    computed. What is thrown away is generated anew, or never trained on, as the discipline says.
-2. A GPU generates, trains, or has one of the causes of idle time (`libra.sim.gpu_seconds`): their seconds add up to GPUs x seconds.
-3. Lags are within the bound, as `libra.policy.admission` (gates) and `libra.policy.streamed_batches` keep it, or
-   `libra.sim.open_groups`, unless groups over age are trained on.
+2. A GPU generates, trains, or has one of the causes of idle time (`systems.gpu_seconds`): their seconds add up to GPUs x seconds.
+3. Lags are within the bound, as `libra.policy.admission` (gates) and `systems.streamed_batches` keep it, or
+   `systems.open_groups`, unless groups over age are trained on.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from collections.abc import Mapping, Sequence
 
 from msgspec.structs import replace
 
+from benchmarks.systems.disciplines import Discipline, Roles
+from benchmarks.systems.gpu_seconds import Cause, GpuSeconds
+from benchmarks.systems.open_groups import OpenGroups
+from benchmarks.systems.pipeline_options import PipelineOptions
+from benchmarks.systems.pipeline_result import PipelineResult, TurnDone
+from benchmarks.systems.streamed_batches import StreamedBatches
+from benchmarks.systems.training_gpus import GroupWork, SampleId, TrainingGpus
 from libra.errors import ConfigError
 from libra.facts import OpenWave, TrajectoryEnded, Turn, Turned
 from libra.policy import CommittedGroup, Ordering
-from libra.policy.streamed_batches import StreamedBatches
 from libra.policy.turning import OpenStep, TurningEngine
 from libra.policy.waves import GroupId, Waves
-from libra.sim.disciplines import Discipline, Roles
 from libra.sim.engines import EngineSpec
-from libra.sim.gpu_seconds import Cause, GpuSeconds
-from libra.sim.open_groups import OpenGroups
-from libra.sim.pipeline_options import PipelineOptions
-from libra.sim.pipeline_result import PipelineResult, TurnDone
 from libra.sim.simulated_trajectory import SimulatedTrajectory
 from libra.sim.simulation_options import SimulationOptions
 from libra.sim.simulator import Simulator
-from libra.sim.training_gpus import GroupWork, SampleId, TrainingGpus
 from libra.sim.workload import TrajectoryPlan, Workload
 
 
@@ -347,6 +347,26 @@ class Pipeline(Simulator):
         self.agenda.at(begins_s + seconds, self._step_ended, self._batches.batch)
 
     # ---------------------------------------------------------------- roles
+
+    def hand_over(self, worker: str) -> None:
+        """The engine of ``worker`` stops; its trajectories keep the tokens that they have, and go on on other engines.
+
+        What is on its way to or from the engine is lost, and generated again.
+        """
+        engine = self.running_engines.pop(worker)
+        in_transit = self._leave(worker)
+        self.record.lost_quanta += len(in_transit)
+        left = dict.fromkeys(in_transit, 0) | engine.hand_over(self.agenda.now_s)
+        self._counters.append((worker, engine.counters))
+        for key, generated in left.items():
+            one = self._running[key]
+            one.attempt += 1
+            one.generated += generated
+            one.context_tokens += generated
+            one.computed_tokens = one.context_tokens if generated or one.computed_tokens else 0
+            if self._host is not None and generated:
+                self._host.put(key, one.context_tokens)
+            self._park(one)
 
     def _turn(self) -> None:
         trainer, rule = self._trainer, self._pipeline.rule

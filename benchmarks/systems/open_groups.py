@@ -1,7 +1,7 @@
 """Groups that begin one by one, as many as may be open: which begin, which a batch takes, which are thrown away. Pure.
 
-The counterpart of `libra.policy.admission` and `libra.policy.streamed_batches`, in the words of the latter, for disciplines that
-bound the number of open groups, or throw groups away (`libra.sim.disciplines`).
+The counterpart of `libra.policy.admission` and `systems.streamed_batches`, in the words of the latter, for disciplines that
+bound the number of open groups, or throw groups away (`systems.disciplines`).
 
 Invariants
 ----------
@@ -15,9 +15,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
+from benchmarks.systems.disciplines import OverAge, Unfinished
 from libra.policy.admission import CommittedGroup
 from libra.policy.waves import GroupId
-from libra.sim.disciplines import OverAge, Unfinished
 
 
 class OpenGroups:

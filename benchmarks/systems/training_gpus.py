@@ -9,15 +9,10 @@ from typing import NamedTuple
 import numpy as np
 
 from libra.hardware import GPU, ModelShape
-from libra.planner.cost import Layout
 from libra.planner.cost.training_cost import sequences_s
 from libra.policy.waves import GroupId
+from libra.sim.from_config import LAYOUT, PASSES
 from libra.sim.workload import Workload
-
-LAYOUT = Layout()
-"""With gradient checkpointing."""
-PASSES = 4.0
-"""Forward passes that gradients cost: forward, forward again because of checkpointing, and backward, twice as long."""
 
 
 class GroupWork(NamedTuple):

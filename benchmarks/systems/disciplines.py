@@ -1,7 +1,7 @@
 """Training systems as data: which groups begin and which of them a batch takes, when they are trained on, who trains, in which
 order and where trajectories run, how old a group may be, and what is thrown away.
 
-Each is a rule of one simulator (`libra.sim.pipeline`), with the same engines, seconds and workload. Systems of others are known by
+Each is a rule of one simulator (`systems.pipeline`), with the same engines, seconds and workload. Systems of others are known by
 what their papers and manuals say of these choices; what they have besides is not simulated:
 
 * RollPacker (arXiv:2509.21009; the factor 1.25 for prompts and for samples is its paper's and its released configuration's). Of its
@@ -15,9 +15,9 @@ what their papers and manuals say of these choices; what they have besides is no
   Its four optimizer steps between two publications take the time of one here.
 * prime-rl and verl's ``drop``: a group of which a token is older than the bound when a batch opens is dropped, begun or complete,
   and another prompt begins. By prime-rl's documentation of ``max_off_policy_steps``; its default is 8, here it is the bound.
-* DORA (arXiv:2604.26256): `libra.sim.version_window`. As many batches are open as the window has versions, ``eta`` + 1; that
+* DORA (arXiv:2604.26256): `systems.version_window`. As many batches are open as the window has versions, ``eta`` + 1; that
   the window moves only when its oldest version has no trajectory left is not enforced, and lags say whether it would have had to.
-* Laminar (arXiv:2510.12633): `libra.sim.own_versions`. Its trainer waits 0.64 s for a publication (32B in the paper).
+* Laminar (arXiv:2510.12633): `systems.own_versions`. Its trainer waits 0.64 s for a publication (32B in the paper).
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class OverAge(StrEnum):
     """What becomes of groups that would be older than the staleness bound."""
 
     WAITS = "waits"
-    """There are none: a batch keeps places for groups at their deadline (`libra.policy.streamed_batches`)."""
+    """There are none: a batch keeps places for groups at their deadline (`systems.streamed_batches`)."""
     DROPPED = "dropped"
     """They are thrown away when a batch opens for which they are too old; others begin."""
     TRAINED = "trained"
@@ -77,7 +77,7 @@ class Discipline:
     etas : tuple of int
         Staleness bounds for which it is defined.
     own_batches : bool
-        Batch ``j`` takes the groups of iteration ``j``; False: those that are complete first (`libra.policy.streamed_batches`).
+        Batch ``j`` takes the groups of iteration ``j``; False: those that are complete first (`systems.streamed_batches`).
     streaming : bool
         A group is trained on as soon as its batch has taken it; False: when the batch is complete.
     roles : Roles
@@ -108,9 +108,9 @@ class Discipline:
     over_age : OverAge
     own_versions : bool
         With ``by_group``: each engine takes new weights by itself, when it has no trajectory, and thin ones hand theirs over
-        (`libra.sim.own_versions`); False: all engines take each version, and compute their contexts again.
+        (`systems.own_versions`); False: all engines take each version, and compute their contexts again.
     version_shares : bool
-        With ``own_versions``: engines are shared out among the live versions by trajectories (`libra.sim.version_window`).
+        With ``own_versions``: engines are shared out among the live versions by trajectories (`systems.version_window`).
     update_s : float or None
         Seconds from the optimizer until the trainer goes on and engines may take the new weights. None: those of the pipeline.
     """
@@ -253,7 +253,7 @@ DISCIPLINES: Final[Mapping[str, Discipline]] = MappingProxyType({
         "turning, with the true lengths", (0, 1, 2), streaming=True, roles=Roles.TURNING, order="oracle"
     ),
 })  # fmt: skip
-"""By name; `libra simulate --against NAME[,NAME]` takes them."""
+"""By name; `python -m benchmarks.systems CONFIG --against NAME[,NAME]` takes them."""
 
 OTHER_NAMES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType({
     "areal": ("bounded",),

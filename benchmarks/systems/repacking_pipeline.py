@@ -1,5 +1,5 @@
-"""A training run whose engines have versions of their own, and hand over in ramp-down (`libra.sim.own_versions`) or are shared
-out among versions (`libra.sim.version_window`)."""
+"""A training run whose engines have versions of their own, and hand over in ramp-down (`systems.own_versions`) or are shared
+out among versions (`systems.version_window`)."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from libra.sim.own_versions import REPACK_S, OwnVersions
-from libra.sim.pipeline import Pipeline
+from benchmarks.systems.own_versions import REPACK_S, OwnVersions
+from benchmarks.systems.pipeline import Pipeline
+from benchmarks.systems.version_window import VersionWindow
 from libra.sim.simulated_trajectory import SimulatedTrajectory
-from libra.sim.version_window import VersionWindow
 from libra.sim.workload import TrajectoryPlan
 
 

@@ -6,9 +6,9 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.systems.streamed_batches import StreamedBatches
 from libra.facts import OpenGate
 from libra.policy import Admission, CommittedGroup
-from libra.policy.streamed_batches import StreamedBatches
 
 
 def train(eta, groups, steps, own, seed):

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from libra.sim.gpu_seconds import Cause
-from libra.sim.pipeline_result import PipelineResult
+from benchmarks.systems.gpu_seconds import Cause
+from benchmarks.systems.pipeline_result import PipelineResult
 
 WIDTH = 15
 SHOWN_FROM = 5e-4

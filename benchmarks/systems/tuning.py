@@ -14,21 +14,22 @@ from typing import NamedTuple
 
 import numpy as np
 
+from benchmarks.draws import draw_alike
+from benchmarks.orderings import CompletedCalls, Oracle, Paper, SeerOrder
+from benchmarks.systems.disciplines import Discipline, Roles, Unfinished
+from benchmarks.systems.pipeline import Pipeline
+from benchmarks.systems.pipeline_options import PipelineOptions
+from benchmarks.systems.pipeline_result import PipelineResult
+from benchmarks.systems.repacking_pipeline import RepackingPipeline
+from benchmarks.systems.training_gpus import SampleId, group_work, sample_seconds
 from libra.errors import ConfigError
 from libra.hardware import GPU, ModelShape, engine_seconds, load_gpu, load_shape
 from libra.hardware.host_kv import HostPool
 from libra.hardware.virtual_engine import EngineTables
-from libra.policy import CMLFQ, Oracle, Ordering, make_ordering
+from libra.policy import CMLFQ, Ordering, make_ordering
 from libra.policy.turning import TurningRule
-from libra.sim.disciplines import Discipline, Roles, Unfinished
 from libra.sim.engines import fleet, slots_of
-from libra.sim.pipeline import Pipeline
-from libra.sim.pipeline_options import PipelineOptions
-from libra.sim.pipeline_result import PipelineResult
-from libra.sim.repacking_pipeline import RepackingPipeline
-from libra.sim.seer_order import SeerOrder
-from libra.sim.training_gpus import SampleId, group_work, sample_seconds
-from libra.sim.workload import Trace, TrajectoryPlan, Workload, draw
+from libra.sim.workload import Trace, TrajectoryPlan, Workload
 from libra.types import NO_TOOL
 
 DEGREES = (2, 4, 8)
@@ -54,7 +55,7 @@ class Cell:
     group_size : int
         Samples of one prompt.
     kinship : float
-        Correlation of lengths within a group, see `libra.sim.workload.draw`.
+        Correlation of lengths within a group, see `benchmarks.draws.draw_alike`.
     groups : int
         Groups of a batch.
     gpus : int
@@ -82,7 +83,7 @@ class Cell:
 
     def workload(self, seed: int, iterations: int | None = None, spare: int = 0) -> Workload:
         """As many iterations as the steps that are simulated need, or more, with ``spare`` samples of each prompt more."""
-        return draw(
+        return draw_alike(
             self.traces, num_groups=self.groups, group_size=self.group_size, seed=seed,
             iterations=iterations or STEPS[self.eta][0] + self.eta + 1, kinship=self.kinship, spare=spare,
         )  # fmt: skip
@@ -146,6 +147,10 @@ def _ordering(name: str, workload: Workload) -> Ordering:
             return CMLFQ()
         case "seer":
             return SeerOrder()
+        case "paper":
+            return Paper()
+        case "completed_calls":
+            return CompletedCalls()
     return make_ordering(name)
 
 
@@ -154,7 +159,7 @@ def play(
 ) -> PipelineResult:
     """One system in one cell, on the trajectories of one seed; given up once its step must take longer than ``limit_s``.
 
-    ``causes``: see `libra.sim.pipeline_options.PipelineOptions`.
+    ``causes``: see `systems.pipeline_options.PipelineOptions`.
     """
     workload, steps = cell.drawn_for(discipline, seed)
     plans = workload.trajectories

@@ -1,4 +1,4 @@
-"""The table of `libra simulate --against`: systems of a cell, each tuned and scored, beside the lower bound."""
+"""The table of `python -m benchmarks.systems`: systems of a cell, each tuned and scored, beside the lower bound."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from benchmarks.systems.disciplines import DISCIPLINES, Discipline
+from benchmarks.systems.tuning import Cell, Setting, lower_bound_s, tune
 from libra.errors import ConfigError
-from libra.sim.disciplines import DISCIPLINES, Discipline
-from libra.sim.tuning import Cell, Setting, lower_bound_s, tune
 
 TUNING_SEED = 101
 """Seed of the trajectories that systems are tuned on; scores use 0, 1, ..."""
@@ -51,7 +51,7 @@ class Scored(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """All systems of a cell; ``bound_s`` is the mean of `libra.sim.tuning.lower_bound_s` over the scored seeds."""
+    """All systems of a cell; ``bound_s`` is the mean of `systems.tuning.lower_bound_s` over the scored seeds."""
 
     cell: Cell
     scored: tuple[Scored, ...]

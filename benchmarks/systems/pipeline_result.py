@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from benchmarks.systems.gpu_seconds import Cause
 from libra.facts import Turn
-from libra.sim.gpu_seconds import Cause
 
 
 class TurnDone(NamedTuple):

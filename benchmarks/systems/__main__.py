@@ -1,27 +1,25 @@
-"""``libra simulate --against``: a table of training systems on one batch size, each tuned, beside the lower bound."""
+"""A table of training systems on one batch size, each tuned, beside the lower bound: ``python -m benchmarks.systems CONFIG``."""
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import click
-import numpy as np
-
+from benchmarks.systems.against import TUNING_SEED, Comparison, compare
+from benchmarks.systems.cause_table import Went, lines
+from benchmarks.systems.disciplines import DISCIPLINES, disciplines, named
+from benchmarks.systems.gpu_seconds import Cause
+from benchmarks.systems.pipeline_result import PipelineResult
+from benchmarks.systems.tuning import DEGREES, STEPS, Cell, Setting, play, step_s
+from libra.config import load_config
 from libra.config.run_config import RunConfig
 from libra.errors import ConfigError
-from libra.sim.against import TUNING_SEED, Comparison, compare
-from libra.sim.cause_table import Went, lines
-from libra.sim.disciplines import DISCIPLINES, disciplines, named
 from libra.sim.from_config import Simulated, drawn_workload, expected_teacher_token_s
 from libra.sim.from_run import run_setting
-from libra.sim.gpu_seconds import Cause
-from libra.sim.pipeline_result import PipelineResult
-from libra.sim.recorded_agents import load_traces
-from libra.sim.tuning import DEGREES, STEPS, Cell, Setting, play, step_s
-from libra.sim.workload import Trace, Workload
+from libra.sim.workload import Trace, Workload, load_traces
 
 ALL = "all"
 MOSTLY = 0.5
@@ -38,7 +36,6 @@ UNUSED = (
     "noise",
     "calibration",
     "objective",
-    "accuracy",
 )
 """Keys of section `simulation` that every system of the table sets itself."""
 
@@ -50,7 +47,6 @@ def simulate_against(
     gpus: str | None,
     seeds: int,
     from_run: Path | None,
-    plot: Path | None,
     as_json: bool,
     overrides: Sequence[str] = (),
 ) -> None:
@@ -74,14 +70,12 @@ def simulate_against(
         found.append(compared(replace(base, gpus=count), list(chosen), seeds))
         if not as_json:
             comparison, went = found[-1]
-            click.echo("\n".join([*comparison.lines(), *lines(went)]))
+            print("\n".join([*comparison.lines(), *lines(went)]))
             if (share := assumed_frac(comparison, went)) > MOSTLY:
-                click.echo(
+                print(
                     f"{100 * share:.0f} % of what {comparison.static.system} takes are the assumed seconds of updates and changes "
                     "of roles: this model or batch is too small for the systems to differ; type e.g. simulation.model=Qwen3-8B"
                 )
-    if plot is not None:
-        draw_bars(found, plot)
     about = (
         f"seconds of engines and gradients: {shown_model(base.model)} on {base.gpu} by the hardware model, nothing is fitted; "
         "seconds of updates, of changes of roles and of fetches from host memory are assumed; "
@@ -96,9 +90,9 @@ def simulate_against(
             }
             for each, went in found
         ]  # fmt: skip
-        click.echo(json.dumps({"about": about, "seeds": seeds, "comparisons": rows}))
+        print(json.dumps({"about": about, "seeds": seeds, "comparisons": rows}))
         return
-    click.echo(about)
+    print(about)
 
 
 def compared(cell: Cell, systems: Sequence[str], seeds: int) -> tuple[Comparison, Mapping[str, Went]]:
@@ -175,61 +169,25 @@ def gpu_counts(text: str | None, own: int, whose: str) -> list[int]:
     return counts
 
 
-COLORS = {
-    Cause.GENERATING: "#2a6f97",
-    Cause.TRAINING: "#2d6a4f",
-    Cause.THROWN_AWAY: "#d00000",
-    Cause.AGAIN: "#f48c06",
-    Cause.TOOLS: "#ffd166",
-    Cause.STEP: "#b8b8d1",
-    Cause.UPDATE: "#9d4edd",
-    Cause.ROLES: "#c77dff",
-    Cause.NO_WORK: "#d9d9d9",
-}
-
-
-def draw_bars(found: Sequence[tuple[Comparison, Mapping[str, Went]]], path: Path) -> None:
-    """An HTML file without requests: a bar per system with the seconds of its step, divided by where GPU-seconds go, and the
-    spread over seeds; the bound is a line."""
-    from bokeh.embed import file_html
-    from bokeh.layouts import column
-    from bokeh.models import ColumnDataSource, FactorRange, Range1d
-    from bokeh.models.annotations import Span, Whisker
-    from bokeh.plotting import figure
-    from bokeh.resources import INLINE
-
-    plots = []
-    for each, went in found:
-        scored = [one for one in each.scored if one.step_s]
-        names = [one.system for one in scored]
-        mean = [float(np.mean(one.step_s)) for one in scored]
-        data = {
-            "system": names, "mean": mean, "text": [one.discipline.text for one in scored],
-            "low": [min(one.step_s) for one in scored], "high": [max(one.step_s) for one in scored],
-        }  # fmt: skip
-        data |= {
-            cause: [step_s * went[name].gpu_frac[cause].mean for name, step_s in zip(names, mean, strict=True)]
-            for cause in Cause
-        }
-        source = ColumnDataSource(data)
-        longest_s = 1.1 * max(max(one.step_s) for one in scored)
-        plot = figure(
-            y_range=FactorRange(factors=names[::-1]), x_range=Range1d(start=0, end=longest_s),
-            height=max(300, 60 + 34 * len(names)), width=1100, tools="hover,save",
-            tooltips=[("", "@text"), ("seconds of a step", "@mean{0.0} (@low{0.0} to @high{0.0})"), ("$name", "@$name{0.0} s")],
-            x_axis_label="seconds of a step", title=f"{each.cell.gpus} GPUs, staleness bound {each.cell.eta}",
-        )  # fmt: skip
-        plot.hbar_stack(
-            list(COLORS), y="system", height=0.6, color=list(COLORS.values()), source=source,
-            legend_label=[cause.value for cause in COLORS],
-        )  # fmt: skip
-        plot.add_layout(plot.legend[0], "right")
-        plot.add_layout(Whisker(base="system", lower="low", upper="high", dimension="width", source=source))
-        plot.add_layout(Span(location=each.bound_s, dimension="height", line_dash="dashed"))
-        plots.append(plot)
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.systems", description=__doc__)
+    parser.add_argument("config", metavar="CONFIG", help="as of libra simulate")
+    parser.add_argument("overrides", nargs="*", metavar="SECTION.NAME=VALUE")
+    parser.add_argument("--against", default=ALL, metavar="all|NAME,...", help="systems (docs/simulator.md lists them)")
+    parser.add_argument("--gpus", metavar="N,...", help="numbers of GPUs; default: those of the run")
+    parser.add_argument("--seeds", type=int, default=5, help="seeds that are scored")
+    parser.add_argument("--from-run", type=Path, metavar="RUN", help="with the trajectories of this run")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    given = parser.parse_intermixed_args()
     try:
-        path.write_text(file_html(column(*plots), INLINE, "Training systems compared"))
-    except OSError as error:
-        raise ConfigError(
-            f"--plot {path}: {error.strerror or error}; type the name of a file to write, e.g. systems.html"
-        ) from error
+        simulate_against(
+            load_config(given.config, given.overrides), against=given.against, gpus=given.gpus, seeds=given.seeds,
+            from_run=given.from_run, as_json=given.json, overrides=given.overrides,
+        )  # fmt: skip
+    except ConfigError as error:
+        parser.error(str(error))
+
+
+if __name__ == "__main__":
+    main()

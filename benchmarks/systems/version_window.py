@@ -1,7 +1,7 @@
 """Engines shared out among the live weight versions: DORA (arXiv:2604.26256), in virtual time.
 
-As `libra.sim.own_versions`, in whose place it is: a trajectory keeps the version that it began with, and each engine serves one.
-With each new version, and every `REPACK_S`, versions get engines by `libra.policy.version_shares.version_shares`. An engine above
+As `systems.own_versions`, in whose place it is: a trajectory keeps the version that it began with, and each engine serves one.
+With each new version, and every `REPACK_S`, versions get engines by `libra.policy.one_version.version_shares`. An engine above
 its version's share, the one with the fewest trajectories first, hands them to the others of its version, as far as their memory
 and slots allow, and takes the newest version. Trajectories begin on engines of the newest version, as many as there are slots.
 
@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from benchmarks.systems.own_versions import Handover, OwnVersions
 from libra.policy import Place
-from libra.policy.version_shares import version_shares
-from libra.sim.own_versions import Handover, OwnVersions
+from libra.policy.one_version import version_shares
 from libra.types import Phase
 
 

@@ -1,0 +1,351 @@
+"""Orderings to compare with; a run takes one by ``policy.name=benchmarks.orderings:Paper``, or another name of this file.
+
+`Oracle` and `Predictor` need the lengths of a workload, and are for simulations only.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from math import exp, log, sqrt
+from typing import Any, ClassVar
+
+import numpy as np
+
+from benchmarks.prefix_tree import Node, dump, load, state_name
+from libra.facts import (
+    Fact,
+    Prefer,
+    Priority,
+    QuantumFinished,
+    SetPriority,
+    TrajectoryEnded,
+    TrajectoryParked,
+)
+from libra.policy import CMLFQ, Fifo, Mlfq
+from libra.policy.attained_service import PATIENCE
+from libra.policy.cmlfq import Objective
+from libra.policy.fleet import Fleet
+from libra.policy.forecast import Forecast
+from libra.policy.snapshots import Saved
+from libra.policy.trajectory_table import NUM_CLASSES, TrajectoryStats, length_class
+from libra.sim.engines import EngineSpec
+from libra.types import Phase
+
+
+class CompletedCalls(Mlfq):
+    """Most completed tool calls first, then by arrival (DynaRL, OSDI '26, as its README describes it)."""
+
+    name: ClassVar[str] = "completed_calls"
+
+    def _level(self, stats: TrajectoryStats) -> tuple[int, str]:
+        return 1 + max(0, MOST_CALLS - stats.calls), f"completed_calls: {stats.calls} tool calls came back"
+
+
+MOST_CALLS = 10_000
+"""`CompletedCalls` does not count calls beyond these."""
+
+
+THRESHOLDS = {2: (5_000,), 3: (4_000, 12_000), 4: (4_000, 12_000, 30_000)}
+"""Longest remaining output of each bucket but the last, by number of buckets; its defaults and its production settings."""
+
+
+class Paper:
+    """The published rule: a prefix tree of tool returns, and a move if mean and P90 fall into one bucket.
+
+    First come, first served; every trajectory begins in the slowest bucket. Source: Libra, arXiv:2606.03077 v2, C-MLFQ, with
+    additions of its released code (NetX-lab/Libra @c51bf84): one root per prompt and a global one; an unknown state falls back to
+    the deepest known ancestor. Deviations, beside those of `benchmarks.prefix_tree`: placement goes through
+    `libra.policy.dispatcher`, which is work conserving, instead of a router that queues at one server; prompts are forgotten with
+    their last trajectory.
+    """
+
+    name: ClassVar[str] = "paper"
+
+    def __init__(self) -> None:
+        self._fifo = Fifo()
+        self._fleet = Fleet()
+        self._root = Node()
+        self._prompts: dict[str, Node] = {}
+        self._alive: dict[str, int] = {}
+        self._paths: dict[str, tuple[str, list[str], list[int]]] = {}  # group, states, tokens generated before each
+
+    def handle(self, event: Fact) -> tuple[SetPriority | Prefer, ...]:
+        """Answer one event; deterministic in the sequence of events."""
+        self._fleet.handle(event)
+        answers = self._fifo.handle(event)
+        match event:
+            case TrajectoryParked(key=key, phase=phase, group=group):
+                if key not in self._paths:
+                    self._paths[key] = (group, [], [0])
+                    self._alive[group] = self._alive.get(group, 0) + 1
+                if phase is Phase.ROLLOUT:
+                    return (*answers, *self._prefer(key))
+            case QuantumFinished(key=key) if key in self._paths:
+                self._returned(event)
+            case TrajectoryEnded(key=key) if key in self._paths:
+                self._ended(key, event.completed)
+        return answers
+
+    def _returned(self, event: QuantumFinished) -> None:
+        _, states, generated = self._paths[event.key]
+        generated[-1] += event.tokens
+        if event.status:
+            states.append(state_name(event.tool, event.status, event.payload_tokens))
+            generated.append(generated[-1])
+
+    def _ended(self, key: str, completed: bool) -> None:
+        group, states, generated = self._paths.pop(key)
+        if completed and states:
+            trees = [self._root]
+            if group:
+                trees.append(self._prompts.setdefault(group, Node()))
+            for node in trees:
+                node.enter(states, (generated[-1] - before for before in generated[: len(states)]))
+        self._alive[group] -= 1
+        if not self._alive[group]:
+            del self._alive[group]
+            self._prompts.pop(group, None)
+
+    def _prefer(self, key: str) -> tuple[Prefer, ...]:
+        buckets = self._slowest_first()
+        if len(buckets) < 2:
+            return ()
+        group, states, _ = self._paths[key]
+        home = self._fleet.bucket_of(key)
+        if home is None:
+            return (Prefer(key, (buckets[0],), "paper: everybody begins in the slowest bucket"),)
+        node = self._prompts.get(group, self._root).deepest(states)
+        if not node.count:
+            return ()
+        edges = THRESHOLDS.get(len(buckets), THRESHOLDS[4])
+        by_mean, by_p90 = bisect_left(edges, node.mean), bisect_left(edges, node.p90())
+        if by_mean != by_p90 or buckets[by_mean] == home:
+            return ()
+        return (Prefer(key, (buckets[by_mean],), f"paper: mean {int(node.mean)} and P90 are in one bucket"),)
+
+    def _slowest_first(self) -> list[str]:
+        fleet = self._fleet
+        return sorted(
+            fleet.buckets, key=lambda bucket: (-fleet.hosts[fleet.buckets[bucket][0]].spec.alone_s_per_token, bucket)
+        )
+
+    def snapshot(self) -> dict[str, Any]:
+        """Its state, as JSON-able values."""
+        return {
+            "fifo": self._fifo.snapshot(),
+            "fleet": self._fleet.snapshot(),
+            "root": dump(self._root),
+            "prompts": {group: dump(node) for group, node in sorted(self._prompts.items())},
+            "alive": dict(sorted(self._alive.items())),
+            "paths": {key: [group, states, tokens] for key, (group, states, tokens) in sorted(self._paths.items())},
+        }
+
+    def restore(self, snapshot: Mapping[str, Any]) -> None:
+        """Take the state of ``snapshot``; KeyError, TypeError or ValueError if it is not a snapshot."""
+        self._fifo.restore(snapshot["fifo"])
+        self._fleet.restore(snapshot["fleet"])
+        self._root = load(snapshot["root"])
+        self._prompts = {group: load(node) for group, node in snapshot["prompts"].items()}
+        self._alive = {str(group): int(count) for group, count in snapshot["alive"].items()}
+        self._paths = {
+            str(key): (str(group), [str(s) for s in states], [int(t) for t in tokens])
+            for key, (group, states, tokens) in snapshot["paths"].items()
+        }
+
+
+class SeerOrder(Saved):
+    """Seer's order (arXiv:2511.14617 v3): a probe of every group first, then the groups that are expected to be longest.
+
+    The first member of a group is its probe; probes go first, those with fewest tokens before others. A group is expected to be
+    as long as its longest member that has ended, and as long as can be before one has. Differs from the paper: it has a
+    starvation guard, and places requests itself; here the dispatcher does, as for every order.
+    """
+
+    name: ClassVar[str] = "seer"
+    SAVED = {
+        "_members": dict[str, dict[str, int]],
+        "_probe": dict[str, str],
+        "_longest": dict[str, int],
+        "_group": dict[str, str],
+        "_iteration": dict[str, int],
+        "_arrival": dict[str, int],
+    }
+
+    def __init__(self) -> None:
+        self._members: dict[str, dict[str, int]] = {}  # of each group, in order of arrival: tokens generated
+        self._probe: dict[str, str] = {}
+        self._longest: dict[str, int] = {}  # of its members that have ended
+        self._group: dict[str, str] = {}
+        self._iteration: dict[str, int] = {}
+        self._arrival: dict[str, int] = {}
+
+    def handle(self, event: Fact) -> tuple[SetPriority, ...]:
+        """Answer one event."""
+        match event:
+            case TrajectoryParked(key=key, iteration=iteration, group=group):
+                if key not in self._group:
+                    self._group[key], self._iteration[key], self._arrival[key] = group, iteration, len(self._arrival)
+                    self._members.setdefault(group, {})[key] = 0
+                    self._probe.setdefault(group, key)
+                return (self._placed(key),)
+            case QuantumFinished(key=key, tokens=tokens) if key in self._group:
+                self._members[self._group[key]][key] += tokens
+            case TrajectoryEnded(key=key) if key in self._group:
+                group = self._group.pop(key)
+                members = self._members[group]
+                self._longest[group] = max(self._longest.get(group, 0), members.pop(key))
+                return tuple(self._placed(member) for member in members)
+        return ()
+
+    def _placed(self, key: str) -> SetPriority:
+        group = self._group[key]
+        longest = self._longest.get(group)
+        if longest is None and self._probe[group] == key:
+            place = Priority(self._iteration[key], 0, self._members[group][key])
+            return SetPriority(key, place, "seer: probe of its group")
+        level = 1 if longest is None else 1 + NUM_CLASSES - length_class(longest)
+        reason = (
+            "seer: nobody of its group has ended" if longest is None else f"seer: its group has up to {longest} tokens"
+        )
+        return SetPriority(key, Priority(self._iteration[key], level, self._arrival[key]), reason)
+
+
+class DealtGroups(Fifo):
+    """Whole groups dealt to engines in turn, as synchronous systems without a scheduler do (verl): a baseline for placement.
+
+    First come, first served on the engine that the group was dealt to; each engine is a bucket of its own, see `apart`.
+    With as many slots as trajectories everything goes to its engine at once; the engine's own queue does the rest.
+    """
+
+    name: ClassVar[str] = "dealt"
+
+    def __init__(self, buckets: Sequence[str]) -> None:
+        super().__init__()
+        self._buckets = tuple(buckets)
+        self._dealt: dict[str, str] = {}
+
+    def handle(self, event: Fact) -> tuple[SetPriority | Prefer, ...]:  # type: ignore[override]
+        """Answer one event."""
+        answers = super().handle(event)
+        if not isinstance(event, TrajectoryParked):
+            return answers
+        bucket = self._dealt.setdefault(event.group, self._buckets[len(self._dealt) % len(self._buckets)])
+        return (*answers, Prefer(event.key, (bucket,), "dealt with its group"))
+
+    def snapshot(self) -> dict[str, Any]:
+        """Its state, as JSON-able values."""
+        return {**super().snapshot(), "buckets": list(self._buckets), "dealt": dict(self._dealt)}
+
+    def restore(self, snapshot: Mapping[str, Any]) -> None:
+        """Take the state of ``snapshot``."""
+        super().restore(snapshot)
+        self._buckets, self._dealt = tuple(snapshot["buckets"]), dict(snapshot["dealt"])
+
+
+def apart(engines: Sequence[EngineSpec], slots: int) -> tuple[EngineSpec, ...]:
+    """Engines with a bucket of their own each, and ``slots`` slots."""
+    return tuple(spec._replace(bucket_name=spec.name, slots=slots) for spec in engines)
+
+
+OUTRUN_FRAC = 0.1
+"""Forecast for a trajectory longer than its given length: this share of what it has generated."""
+
+
+class KnownLengths:
+    """Forecasts from lengths given beforehand, exact or of a given accuracy.
+
+    Total generated tokens by key, known from the start; a key that was not given has forecast 0 with skill 0.
+
+    Parameters
+    ----------
+    totals : mapping of key to tokens
+    accuracy : float
+        Correlation of the logarithms of forecast and truth, in (0, 1]; 1: the truth. Below, errors are lognormal, and forecasts
+        regress to the mean, as calibrated ones do.
+    seed : int
+        Of the errors.
+    """
+
+    def __init__(self, totals: Mapping[str, int] | None = None, *, accuracy: float = 1.0, seed: int = 0) -> None:
+        if not 0.0 < accuracy <= 1.0:
+            raise ValueError(f"accuracy: got {accuracy}; it is a correlation above 0 and at most 1, e.g. 0.6")
+        self._totals = guessed_lengths(dict(sorted((totals or {}).items())), accuracy, seed)
+        self._generated: dict[str, int] = {}
+
+    def handle(self, event: Fact) -> None:
+        """Count generated tokens."""
+        match event:
+            case TrajectoryParked(key=key):
+                self._generated.setdefault(key, 0)
+            case QuantumFinished(key=key, tokens=tokens):
+                if key in self._generated:
+                    self._generated[key] += tokens
+            case TrajectoryEnded(key=key):
+                self._generated.pop(key, None)
+
+    def learn(self) -> None:
+        """No effect: there is nothing to learn."""
+
+    def remaining(self, key: str) -> Forecast:
+        """The remainder of the given length; KeyError for a trajectory that does not run."""
+        generated = self._generated[key]
+        total = self._totals.get(key)
+        if total is None:
+            return Forecast(0.0, 0.0, 0.0)
+        left = max(total - generated, OUTRUN_FRAC * generated if total < generated else 0.0)
+        return Forecast(left, left, 1.0)
+
+    def snapshot(self) -> dict[str, Any]:
+        """Its state, as JSON-able values."""
+        return {"totals": self._totals, "generated": dict(sorted(self._generated.items()))}
+
+    def restore(self, snapshot: Mapping[str, Any]) -> None:
+        """Take the state of ``snapshot``."""
+        self._totals = {str(key): float(total) for key, total in snapshot["totals"].items()}
+        self._generated = {str(key): int(tokens) for key, tokens in snapshot["generated"].items()}
+
+
+def guessed_lengths(totals: Mapping[str, int], accuracy: float, seed: int) -> dict[str, float]:
+    """Best predictions whose logarithms correlate with those of ``totals`` by ``accuracy``; their spread is smaller by the
+    same factor."""
+    if accuracy == 1.0 or not totals:
+        return {key: float(total) for key, total in totals.items()}
+    logs = np.array([log(1.0 + total) for total in totals.values()])
+    mean, spread = float(logs.mean()), float(logs.std())
+    noise = np.random.default_rng(seed).standard_normal(len(logs))
+    guesses = mean + accuracy * (accuracy * (logs - mean) + sqrt(1.0 - accuracy * accuracy) * spread * noise)
+    return {key: exp(float(value)) - 1.0 for key, value in zip(totals, guesses, strict=True)}
+
+
+class Predictor(CMLFQ):
+    """C-MLFQ's rule with lengths predicted before the start, with a given accuracy; a baseline."""
+
+    name: ClassVar[str] = "predictor"
+
+    def __init__(
+        self,
+        totals: Mapping[str, int] | None = None,
+        *,
+        accuracy: float = 0.6,
+        seed: int = 0,
+        objective: Objective = "makespan",
+        patience: int = PATIENCE,
+    ) -> None:
+        super().__init__(KnownLengths(totals, accuracy=accuracy, seed=seed), objective=objective, patience=patience)
+
+
+class Oracle(CMLFQ):
+    """C-MLFQ's rule with the true lengths: an upper bound of this rule's gain."""
+
+    name: ClassVar[str] = "oracle"
+    exact_lengths = True
+
+    def __init__(
+        self,
+        totals: Mapping[str, int] | None = None,
+        *,
+        objective: Objective = "makespan",
+        patience: int = PATIENCE,
+    ) -> None:
+        super().__init__(KnownLengths(totals), objective=objective, patience=patience)
