@@ -13,8 +13,8 @@ from typing import Any, Final
 
 from libra.observe.page_snapshot import BUSY_WINDOW_S, Snapshot, duration, numbers
 from libra.observe.state_colors import STATE_COLORS
-from libra.observe.streamed_steps import groups_text
-from libra.observe.worker_states import BUSY, STATES
+from libra.observe.timeline.states import BUSY, STATES
+from libra.observe.timeline.steps import groups_text
 from libra.untrusted import shown, shown_line
 
 Row = Mapping[str, Any]

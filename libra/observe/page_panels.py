@@ -19,8 +19,8 @@ from bokeh.models.widgets import Div
 from libra.observe.page_html import STYLESHEET
 from libra.observe.page_snapshot import Snapshot
 from libra.observe.plots import PHASE_COLORS, log_ticks, plot
-from libra.observe.run_facts import BANDS, MAX_SAMPLES
 from libra.observe.state_colors import STATE_COLORS
+from libra.observe.timeline.timeline import BANDS, MAX_SAMPLES
 from libra.types import Phase
 
 RATE_S: Final = 3.0

@@ -12,14 +12,14 @@ A snapshot is one dict per run:
   generated], ...]}
 - ``roles``: one row per worker that can change its role, see `libra.scheduler.worker_roles.WorkerRoles.roles`
 - ``not_ready``: one row per worker that the run does not use yet, see `libra.scheduler.unready_workers.NotReady.rows`
-- ``time``: what workers did since the run's start, of `time_row`
+- ``time``: what workers did since the run's start, `libra.observe.timeline.timeline.Timeline.worker_time`
 - ``quanta``: {phase: finished}, ``parts`` int of them generations whose turn went on; ``tokens`` int generated, ``groups`` int
   committed, ``failures`` {class: count} of trajectories that ended so, ``resampled`` int attempts that failed before
 - ``rewards``, ``lag``: [[iteration, mean], ...]; ``evaluations``: [[version, mean reward, held-out questions], ...]
 - ``steps``: [[step, {state: seconds of the training worker from the weights before to those of this step}], ...]
-- ``waves``: the open streamed step, see `libra.observe.streamed_steps.StreamedSteps.open_step`; None: no step is streamed
+- ``waves``: the open streamed step, see `libra.observe.timeline.steps.Steps.open_step`; None: no step is streamed
 - ``decisions``: [[t_s, what, why], ...], the newest first
-- ``history``: rows of `libra.observe.run_facts.RunFacts`, the oldest first
+- ``history``: rows of `libra.observe.timeline.timeline.Timeline`, the oldest first
 
 The scheduler's are of this start of a run, those of `libra page` of all its starts, without the time between them.
 """
@@ -31,15 +31,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
-from libra.observe.worker_time import WorkerTimes
+from libra.observe.timeline.timeline import BUSY_WINDOW_S
 
 Snapshot = dict[str, Any]
 
 RATE_WINDOW_S: Final = 10.0
 """Seconds of history behind the figure of tokens per second."""
-
-BUSY_WINDOW_S: Final = 60.0
-"""Seconds of the figure of busy worker time "now"."""
 
 
 class Feed:
@@ -91,31 +88,6 @@ def tokens_per_s(history: Sequence[Sequence[float]], window_s: float = RATE_WIND
     last = history[-1]
     first = next((row for row in reversed(history[:-1]) if row[0] <= last[0] - window_s), history[0])
     return (last[5] - first[5]) / (last[0] - first[0]) if last[0] > first[0] else 0.0
-
-
-def time_row(times: WorkerTimes, now_s: float) -> dict[str, Any]:
-    """Where worker time went, JSON-able, over the run and over the last `BUSY_WINDOW_S`.
-
-    ``until_s``, ``busy_frac`` and ``now_busy_frac`` (None: no time yet), ``shares`` and ``now_shares`` {state: share},
-    ``workers``: [{"worker", "kind", "state" (empty: it has left), "busy_frac", "slots_used_frac" (None: no slots),
-    "seconds": {state: s}}, ...]; states as in `libra.observe.worker_time`.
-    """
-    whole, now = times.times(now_s), times.times(now_s, max(now_s - BUSY_WINDOW_S, 1e-9))
-    states = times.states()
-    return {
-        "until_s": whole.until_s,
-        "busy_frac": whole.busy_frac,
-        "now_busy_frac": now.busy_frac,
-        "shares": whole.shares,
-        "now_shares": now.shares,
-        "workers": [
-            {
-                "worker": each.worker, "kind": each.kind, "state": states.get(each.worker, ""), "busy_frac": each.busy_frac,
-                "slots_used_frac": each.slots_used_frac, "seconds": dict(each.seconds),
-            }
-            for each in whole.workers
-        ],
-    }  # fmt: skip
 
 
 def numbers(snapshot: Snapshot) -> dict[str, tuple[str, str]]:

@@ -12,4 +12,4 @@ STATE_COLORS: Final[Mapping[str, str]] = {
     "turning": "#c9a27e", "wave": "#d9c3a5", "returning": "#a67f5d",
     "role": "#6d5a4f", "lost": "#8e2430", "quarantined": "#5d1f2b", "lent": "#b0bec5", "nothing": "#aab4ba",
 }  # fmt: skip
-"""Colour by state of `libra.observe.worker_time`."""
+"""Colour by state of `libra.observe.timeline.states`."""

@@ -143,7 +143,7 @@ def forecasts(runs: Sequence[ReportedRun]) -> Section:
     """Forecasts of lengths against the truth."""
     parts: list[Part] = []
     for run in runs:
-        pairs = list(run.facts.forecasts)[-MAX_DOTS:]
+        pairs = list(run.timeline.forecasts)[-MAX_DOTS:]
         if not pairs:
             why = run.log_error or "its policy made no forecast of a trajectory that ended"
             parts.append(missing(f"{run.name}: {why}."))

@@ -122,15 +122,15 @@ def figures_of(run: ReportedRun) -> dict[str, tuple[str, str, str]]:
     )
     failed = records.failure_counts(run)
     wall_s = time.until_s or _wall_s(run)
-    rate = run.facts.run.tokens / wall_s if wall_s else None
-    starts = f"{run.facts.starts} starts" if run.facts.starts > 1 else "one start"
+    rate = run.timeline.tokens / wall_s if wall_s else None
+    starts = f"{run.timeline.starts} starts" if run.timeline.starts > 1 else "one start"
     return {
         "reward": ("Reward, training", number(rewards[-1] if rewards else None), _at_first(rewards)),
         "evaluation": ("Reward, held out", number(held[-1] if held else None), _at_first(held)),
         "busy": ("Busy", percent(time.busy_frac), split or "no event log"),
         "iterations": ("Iterations", f"{len(run.rows)}", f"of {run.iterations}, {run.state}"),
         "wall": ("Time", duration(wall_s) if wall_s else "–", starts),
-        "tokens": ("Generated tokens", f"{run.facts.run.tokens:,}", f"{number(rate, ',.0f')} per second"),
+        "tokens": ("Generated tokens", f"{run.timeline.tokens:,}", f"{number(rate, ',.0f')} per second"),
         "cost": ("Cost", "–", cost) if isinstance(cost, str) else _cost_tile(cost),
         "failures": ("Failures", "–" if failed is None else f"{sum(failed.values()):,}", "of training trajectories"),
     }
@@ -155,7 +155,9 @@ def _head(run: ReportedRun, *, several: bool) -> str:
         for name, (title, value, remark) in figures_of(run).items()
     )
     name = f'<span class="swatch" style="background:{run.color}"></span>{text(run.name)}: ' if several else ""
-    notes = [f"The event log ends early: {run.log_error}."] if run.log_error and run.facts.num_events else []
-    notes += [f"There is no event log to read: {run.log_error}."] if run.log_error and not run.facts.num_events else []
+    notes = [f"The event log ends early: {run.log_error}."] if run.log_error and run.timeline.num_facts else []
+    notes += (
+        [f"There is no event log to read: {run.log_error}."] if run.log_error and not run.timeline.num_facts else []
+    )
     warnings = "".join(missing(note).source for note in notes)
     return f'<p class="soft">{name}{text(run.directory)}</p><div class="tiles">{tiles}</div>{warnings}'

@@ -11,12 +11,12 @@ import yaml
 
 from libra import facts
 from libra.errors import ModelError, StoreError
-from libra.observe.decision_outcomes import Outcome
 from libra.observe.html import Html, duration, missing, named_number, percent, table, text
 from libra.observe.inspect_page import headline, trajectory_text
-from libra.observe.log_facts import Logged
 from libra.observe.report.reported_run import ReportedRun
 from libra.observe.report.section import Part, Section, for_each
+from libra.observe.timeline.outcomes import Outcome
+from libra.observe.timeline.recorded import Logged
 from libra.observe.token_text import Decode, load_decode
 from libra.untrusted import shown_line
 
@@ -34,13 +34,13 @@ def decisions(runs: Sequence[ReportedRun]) -> Section:
 
 
 def _decisions_of(run: ReportedRun) -> list[Part]:
-    logged = list(run.facts.decisions)
+    logged = list(run.timeline.decisions)
     if not logged:
         why = (
             run.log_error or "no layout was planned, no role changed and no limit was set (planner.replan, libra roles)"
         )
         return [missing(f"{run.name}: {why}.")]
-    outcomes = run.facts.outcomes.outcomes()
+    outcomes = run.timeline.outcomes.outcomes()
     rows = [_decision_row(each, outcomes) for each in logged[-MAX_ROWS:]]
     before = f" The {len(logged) - MAX_ROWS} before them are left out." if len(logged) > MAX_ROWS else ""
     note = f'<p class="soft">{len(rows)} decisions.{before}</p>'
@@ -69,14 +69,14 @@ def failures(runs: Sequence[ReportedRun]) -> Section:
 
 def _failures_of(run: ReportedRun) -> list[Part]:
     parts: list[Part] = [_failure_table(run)]
-    if run.facts.failure_details:
-        counted = run.facts.failure_details.most_common(MAX_DETAILS)
+    if run.timeline.failed_attempts:
+        counted = run.timeline.failed_attempts.most_common(MAX_DETAILS)
         found = [(f"{count:,}", failure, shown_line(detail, 300)) for (failure, detail), count in counted]
         parts.append(table(("attempts", "class", "detail"), found, (0,)))
-    if run.facts.troubles:
+    if run.timeline.troubles:
         rows = [
             (duration(each.t_s), *(shown_line(word, 300) for word in facts.said(each.event)))
-            for each in list(run.facts.troubles)[-MAX_ROWS:]
+            for each in list(run.timeline.troubles)[-MAX_ROWS:]
         ]
         parts.append(table(("at", "what", "detail"), rows, (0,)))
     elif run.log_error:
@@ -91,7 +91,7 @@ def failure_counts(run: ReportedRun) -> dict[str, int] | None:
     ended = (
         Counter(run.columns["failure"][run.columns["split"] == "train"].tolist())
         if run.log_error
-        else run.facts.run.failures
+        else run.timeline.failures
     )
     return {name: count for name, count in ended.items() if count and name != "none"}
 

@@ -8,7 +8,7 @@ from typing import Final
 from libra.observe.html import duration, missing, number, table
 from libra.observe.report.reported_run import ReportedRun
 from libra.observe.report.section import Part, Section, for_each
-from libra.observe.streamed_steps import EngineTurn, Wave, groups_text
+from libra.observe.timeline.steps import EngineTurn, Wave, groups_text
 from libra.untrusted import shown_line
 
 MAX_STEPS: Final = 20
@@ -25,7 +25,7 @@ def streamed(runs: Sequence[ReportedRun]) -> Section:
 
 
 def _streamed_of(run: ReportedRun) -> list[Part]:
-    facts = run.facts.run.streamed
+    facts = run.timeline.steps
     found = [(step, waves) for step, waves in sorted(facts.waves.items()) if waves]
     if not found:
         return [missing(f"{run.name}: {run.log_error or 'no step was trained in waves (trainer.streaming)'}.")]

@@ -13,7 +13,7 @@ from libra.observe.plots import PHASE_COLORS, legend_only, plain, plot, spans
 from libra.observe.report.reported_run import ReportedRun
 from libra.observe.report.section import Part, Section, for_each
 from libra.observe.state_colors import STATE_COLORS
-from libra.observe.worker_states import STATES
+from libra.observe.timeline.states import STATES
 
 ALL: Final = "all engines and training workers"
 MAX_SPANS: Final = 4000
@@ -117,7 +117,7 @@ def _gantt_of(run: ReportedRun) -> list[Part]:
 
 
 def _workers_plot(run: ReportedRun) -> Any:
-    by_worker = {name: found for name, found in run.facts.run.times.segments().items() if found}
+    by_worker = {name: found for name, found in run.timeline.workers.segments().items() if found}
     bars = coarse(by_worker, MAX_SPANS)
     states = [state for state in STATES if any(bar[3] == state for bar in bars)]
     names = [plain(name) for name in by_worker]
@@ -165,7 +165,7 @@ def coarse(
 
 def _turns_plot(run: ReportedRun) -> Any:
     ends: dict[str, float] = {}
-    for span in run.facts.turns:
+    for span in run.timeline.turns:
         ends[span.key] = max(span.stop_s, ends.get(span.key, 0.0))
     if not ends:
         return missing("No training trajectory has ended yet, so there are no turns to draw.")
@@ -174,14 +174,14 @@ def _turns_plot(run: ReportedRun) -> Any:
     shown = shown[-MAX_ROWS:]
     names = {key: _short(key) for key in shown}
     rows = []
-    for span in run.facts.turns:
+    for span in run.timeline.turns:
         if span.key in names:
             what = f"{plain(span.tool) or span.phase} on {plain(span.worker)}"
             rows.append((names[span.key], span.start_s, span.stop_s, PHASE_COLORS[span.phase], what))
     begin, end = min(row[1] for row in rows), max(row[2] for row in rows)
     of = f", the last {len(shown)} to end" if left_out else ""
     made = plot(
-        f"iteration {run.facts.turns_of}{of}", "seconds since the start", "", height=110 + max(140, 5 * len(shown)),
+        f"iteration {run.timeline.turns_of}{of}", "seconds since the start", "", height=110 + max(140, 5 * len(shown)),
         y_range=list(names.values())[::-1], x_range=(begin, end if end > begin else begin + 1),
     )  # fmt: skip
     spans(made, rows)

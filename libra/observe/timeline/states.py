@@ -125,8 +125,8 @@ class WorkerClock:
     folded: Counter[str] = field(default_factory=Counter)
     folded_gpu: Counter[str] = field(default_factory=Counter)
     gpus: int = 1
-    running: set[str] = field(default_factory=set)
-    acting: set[str] = field(default_factory=set)
+    running: int = 0
+    acting: int = 0
     num_slots: int = 0
     slot_s: float = 0.0
     room_s: float = 0.0
@@ -186,7 +186,7 @@ class WorkerClock:
 
     def _slot_time(self, t_s: float) -> tuple[float, float]:
         elapsed = 0.0 if self.away or t_s <= self.slot_at_s else t_s - self.slot_at_s
-        running, used = len(self.acting if self.kind == "tools" else self.running), self.num_slots
+        running, used = self.acting if self.kind == "tools" else self.running, self.num_slots
         used = running if running < used else used
         return self.slot_s + elapsed * used, self.room_s + elapsed * self.num_slots
 

@@ -1,7 +1,4 @@
-"""Where worker time went: what each worker did at each moment of a run, and why it was idle, from the events of the log.
-
-`WorkerTimes` takes events one by one (the live page) or all at once (`worker_times`: the report), with the same result. It reads no
-clock.
+"""Where worker time went: what each worker did at each moment of a run, and why it was idle.
 
 A worker is in one state at a time. Busy: ``generating`` (a trajectory of the run has a ROLLOUT slot there; tools that run within a
 generation are part of it), ``acting`` (a TOOL slot), ``training`` (an optimizer step, or a wave of it), ``turned`` (a wave, on an
@@ -20,13 +17,13 @@ Invariants
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from libra import facts
-from libra.facts import Fact, Line
-from libra.observe.worker_states import AWAY, STATES, Kind, RunTime, WorkerClock, WorkerTime
+from libra.facts import Fact
+from libra.observe.timeline.places import Places, Slot
+from libra.observe.timeline.states import AWAY, STATES, Kind, RunTime, WorkerClock, WorkerTime
 from libra.types import Phase
 
 _NOT_TRAINING: Final = frozenset(STATES) - {"training"}
@@ -35,11 +32,16 @@ _NOT_WAITING: Final = frozenset({"starting", "lost", "training", "role", "turnin
 _NOT_LOADING: Final = frozenset({"starting", "role", "lent", "training", "turning", "returning"})
 
 
+Handler = Callable[["WorkerTimes", Any], None]
+
+
 class WorkerTimes:
-    """The state of every worker of a run, event by event.
+    """The state of every worker of a run.
 
     Parameters
     ----------
+    places : Places
+        Where trajectories are; the handlers here keep it.
     trainers : sequence of str
         Names of the training workers, for runs whose log does not name them: with one training worker no group forms.
     keep : int or None
@@ -48,12 +50,12 @@ class WorkerTimes:
     Attributes
     ----------
     now_s : float
-        Time of the newest event, over all starts of the run: time between two starts is left out.
+        Time of the newest fact, over all starts of the run: time between two starts is left out.
     """
 
-    def __init__(self, trainers: Sequence[str] = (), *, keep: int | None = None) -> None:
-        self.now_s = self._base_s = 0.0
-        self._trainers, self._keep = tuple(trainers), keep
+    def __init__(self, places: Places, trainers: Sequence[str] = (), *, keep: int | None = None) -> None:
+        self.now_s = 0.0
+        self._places, self._trainers, self._keep = places, tuple(trainers), keep
         self._clocks: dict[str, WorkerClock] = {}
         self._begin()
 
@@ -62,14 +64,10 @@ class WorkerTimes:
         for clock in self._clocks.values():
             clock.enter(self.now_s, AWAY)
             clock.count_slots(self.now_s)
+            clock.running = clock.acting = 0
             clock.away, clock.served, clock.quarantined, clock.lent = True, False, False, False
             clock.changing, clock.turned, clock.ready_s = "", False, math.inf
-            clock.running.clear()
-            clock.acting.clear()
-        self._place: dict[str, tuple[str, Phase]] = {}  # of running quanta: worker and phase
-        self._waiting: dict[str, Phase] = {}
-        self._num_waiting: Counter[Phase] = Counter()
-        self._open: set[str] = set()
+        self._places.clear()
         self._gates: set[int] = set()
         self._batches_parked: set[int] = set()
         self._batches_opened: set[int] = set()
@@ -80,13 +78,12 @@ class WorkerTimes:
         self._prepared_s = 0.0  # since when the batch now in training could have been trained on
         self._group_lost = False
         self._has_ended = False  # a trajectory, since the newest gate opened
-        self._num_generating = self._num_acting = 0
         self._signature: tuple[Any, ...] = ()
 
     # ---------------------------------------------------------------- reading
 
     def times(self, until_s: float | None = None, since_s: float = 0.0) -> RunTime:
-        """The totals between two times (None: up to the newest event), those of folded segments only if ``since_s`` is 0."""
+        """The totals between two times (None: up to the newest fact), those of folded segments only if ``since_s`` is 0."""
         end_s = max(self.now_s, until_s or 0.0)
         found = []
         for name, clock in sorted(self._clocks.items()):
@@ -110,16 +107,6 @@ class WorkerTimes:
         found: list[dict[str, float]] = [{**clock.totals(max(since_s, 1e-9), until_s)[0]} for clock in trainers]
         return max(found, key=lambda seconds: sum(seconds.values()), default={})
 
-    def in_use(self, phase: Phase) -> int:
-        """Trajectories that have a slot of this phase."""
-        return self._num_generating if phase is Phase.ROLLOUT else self._num_acting
-
-    def time_of(self, line: Line) -> float:
-        """Its time over all starts of the run, if it is the next one."""
-        now_s = self.now_s
-        event_s = (now_s if type(line.fact) is facts.RunStarted else self._base_s) + line.t_s
-        return event_s if event_s > now_s else now_s
-
     def segments(self) -> dict[str, list[tuple[float, float, str]]]:
         """(start, stop, state) of each worker, those kept, without absences; in seconds of `now_s`."""
         found: dict[str, list[tuple[float, float, str]]] = {}
@@ -131,19 +118,16 @@ class WorkerTimes:
 
     # ---------------------------------------------------------------- events
 
-    def add(self, line: Line, now_s: float | None = None) -> None:
-        """Take the next line of the log, whose `time_of` may be given; kinds that say nothing about workers advance the time."""
-        event, kind = line.fact, type(line.fact)
-        if kind is facts.RunStarted:
-            self._base_s = self.now_s
-            self._begin()
-            for name in self._trainers:
-                self._clock(name, "trainer")
-        self.now_s = self.time_of(line) if now_s is None else now_s
-        handler = _HANDLERS.get(kind)
-        if handler is not None:
-            handler(self, event)
-            self._update_all()
+    def take(self, handler: Handler, fact: Fact) -> None:
+        """Take a fact of `HANDLERS` that happened at `now_s`."""
+        handler(self, fact)
+        self._update_all()
+
+    def started(self) -> None:
+        """The run starts."""
+        self._begin()
+        for name in self._trainers:
+            self._clock(name, "trainer")
 
     def _clock(self, name: str, kind: Kind) -> WorkerClock:
         clock = self._clocks.get(name)
@@ -195,12 +179,13 @@ class WorkerTimes:
 
     def _engine_idle(self) -> str:
         """Why an engine without a trajectory has none."""
-        if self._num_waiting[Phase.ROLLOUT]:
+        places = self._places
+        if places.levels[Phase.ROLLOUT]:
             return "dispatch"
-        if self._open:
-            if self._num_generating:
+        if places.open:
+            if places.used[Phase.ROLLOUT]:
                 return "tail"
-            return "tools" if self._num_acting or self._num_waiting[Phase.TOOL] else "dispatch"
+            return "tools" if places.used[Phase.TOOL] or places.levels[Phase.TOOL] else "dispatch"
         if self._batches_parked and not self._trains and not self._gates:
             return "grading" if self._has_ended else "dispatch"
         return "version" if self._gates or self._trains else "nothing"
@@ -219,8 +204,8 @@ class WorkerTimes:
         if self._stepped >= self._published:
             return "moving"
         if self._batches_parked:
-            return "trajectories" if self._open or not self._has_ended else "grading"
-        return "evaluation" if self._open else "nothing"
+            return "trajectories" if self._places.open or not self._has_ended else "grading"
+        return "evaluation" if self._places.open else "nothing"
 
     @property
     def _newest_wave_s(self) -> float:
@@ -229,91 +214,67 @@ class WorkerTimes:
     def _tool_idle(self) -> str:
         if self._published < 0:
             return "starting"
-        return "dispatch" if self._num_waiting[Phase.TOOL] else "no_calls"
+        return "dispatch" if self._places.levels[Phase.TOOL] else "no_calls"
 
     # ---------------------------------------------------------------- handlers: trajectories
 
-    def _parked(self, event: facts.TrajectoryParked) -> None:
-        self._stopped(event.key)
-        self._waits(event.key, Phase(event.phase))
-        self._open.add(event.key)
+    def _parked(self, fact: facts.TrajectoryParked) -> None:
+        self._stopped(fact.key)
+        self._places.waits(fact.key, (Phase(fact.phase), 0))
 
-    def _waits(self, key: str, phase: Phase | None) -> None:
-        """The trajectory waits for a slot of a phase; None: it does not wait any more."""
-        if (before := self._waiting.pop(key, None)) is not None:
-            self._num_waiting[before] -= 1
-        if phase is not None:
-            self._waiting[key] = phase
-            self._num_waiting[phase] += 1
-
-    def _started(self, event: facts.QuantumDispatched | facts.QuantumContinued) -> None:
-        self._stopped(event.key)
-        self._waits(event.key, None)
-        phase = Phase(event.phase)
-        clock = self._clock(event.worker, "engine" if phase is Phase.ROLLOUT else "tools")
-        clock.count_slots(self.now_s)
-        if phase is Phase.ROLLOUT:
-            clock.running.add(event.key)
-            self._num_generating += 1
-        else:
-            clock.acting.add(event.key)
-            self._num_acting += 1
-        self._place[event.key] = event.worker, phase
-        self._open.add(event.key)
-        self._update(clock)
+    def _started(self, fact: facts.QuantumDispatched | facts.QuantumContinued) -> None:
+        self._stopped(fact.key)
+        phase = Phase(fact.phase)
+        clock = self._clock(fact.worker, "engine" if phase is Phase.ROLLOUT else "tools")
+        self._places.started(fact.key, Slot(fact.worker, phase, self.now_s))
+        self._runs(clock, phase, 1)
 
     def _stopped(self, key: str) -> None:
         """The trajectory has no slot any more."""
-        place = self._place.pop(key, None)
-        if place is None:  # it was stopped before, as most that park
-            return
-        worker, phase = place
-        clock = self._clocks.get(worker)
-        if clock is None:
-            return
+        if (slot := self._places.stopped(key)) is not None:  # most that park were stopped before
+            self._runs(self._clocks[slot.worker], slot.phase, -1)
+
+    def _runs(self, clock: WorkerClock, phase: Phase, more: int) -> None:
         clock.count_slots(self.now_s)
-        if phase is Phase.ROLLOUT and key in clock.running:
-            clock.running.discard(key)
-            self._num_generating -= 1
-        elif key in clock.acting:
-            clock.acting.discard(key)
-            self._num_acting -= 1
+        if phase is Phase.ROLLOUT:
+            clock.running += more
+        else:
+            clock.acting += more
         self._update(clock)
 
-    def _ended(self, event: facts.TrajectoryEnded) -> None:
-        self._stopped(event.key)
-        self._waits(event.key, None)
-        self._open.discard(event.key)
+    def _ended(self, fact: facts.TrajectoryEnded) -> None:
+        self._stopped(fact.key)
+        self._places.ended(fact.key)
         self._has_ended = True
 
-    def _gate_opened(self, event: facts.OpenGate) -> None:
-        self._gates.discard(event.iteration)
+    def _gate_opened(self, fact: facts.OpenGate) -> None:
+        self._gates.discard(fact.iteration)
         self._has_ended = False
 
     # ---------------------------------------------------------------- handlers: training
 
-    def _batch_opened(self, event: facts.OpenBatch) -> None:
-        self._batches_parked.discard(event.batch)
+    def _batch_opened(self, fact: facts.OpenBatch) -> None:
+        self._batches_parked.discard(fact.batch)
         if not self._batches_opened:
             self._prepared_s = self.now_s
-        self._batches_opened.add(event.batch)
+        self._batches_opened.add(fact.batch)
 
-    def _step_finished(self, event: facts.StepFinished) -> None:
-        self._batches_opened = {batch for batch in self._batches_opened if batch > event.step}
-        self._waves_opened = {at: t_s for at, t_s in self._waves_opened.items() if at[0] > event.step}
-        self._stepped = event.step
+    def _step_finished(self, fact: facts.StepFinished) -> None:
+        self._batches_opened = {batch for batch in self._batches_opened if batch > fact.step}
+        self._waves_opened = {at: t_s for at, t_s in self._waves_opened.items() if at[0] > fact.step}
+        self._stepped = fact.step
         for clock in self._clocks.values():
             if clock.kind == "trainer" and not clock.turned:
-                clock.relabel(self._prepared_s, self.now_s - event.train_s, "batch", _NOT_TRAINING)
+                clock.relabel(self._prepared_s, self.now_s - fact.train_s, "batch", _NOT_TRAINING)
 
-    def _wave_opened(self, event: facts.OpenWave) -> None:
-        if event.members:
-            self._waves_opened[event.batch, event.wave] = self.now_s
+    def _wave_opened(self, fact: facts.OpenWave) -> None:
+        if fact.members:
+            self._waves_opened[fact.batch, fact.wave] = self.now_s
 
-    def _wave_trained(self, event: facts.WaveTrained) -> None:
+    def _wave_trained(self, fact: facts.WaveTrained) -> None:
         """What was training since the wave opened was that only since its gradient began."""
-        begun_s = self.now_s - event.train_s
-        opened_s = min(self._waves_opened.pop((event.batch, event.wave), begun_s), begun_s)
+        begun_s = self.now_s - fact.train_s
+        opened_s = min(self._waves_opened.pop((fact.batch, fact.wave), begun_s), begun_s)
         turned = []
         for clock in self._clocks.values():
             if clock.kind == "trainer" and clock.turned:
@@ -322,98 +283,98 @@ class WorkerTimes:
             elif clock.kind == "trainer":
                 clock.relabel(opened_s, begun_s, "batch", _NOT_TRAINING)
                 clock.relabel(begun_s, self.now_s, "training", _NOT_WAITING)
-        for clock in sorted(turned, key=lambda each: each.ready_s)[: event.hybrids]:
+        for clock in sorted(turned, key=lambda each: each.ready_s)[: fact.hybrids]:
             clock.relabel(max(begun_s, clock.ready_s), self.now_s, "turned", _NOT_IN_WAVES)
 
-    def _version_published(self, event: facts.VersionPublished) -> None:
-        self._published = max(self._published, event.version)
+    def _version_published(self, fact: facts.VersionPublished) -> None:
+        self._published = max(self._published, fact.version)
         self._prepared_s = self.now_s
 
     # ---------------------------------------------------------------- handlers: workers
 
-    def _capacity(self, event: facts.WorkerCapacity) -> None:
-        if event.worker not in self._clocks and not (event.rollout_slots or event.tool_slots):
+    def _capacity(self, fact: facts.WorkerCapacity) -> None:
+        if fact.worker not in self._clocks and not (fact.rollout_slots or fact.tool_slots):
             return
-        known = self._clocks.get(event.worker)
-        kind: Kind = "engine" if event.rollout_slots else "tools"
-        clock = self._clock(event.worker, known.kind if known is not None and not event.rollout_slots else kind)
+        known = self._clocks.get(fact.worker)
+        kind: Kind = "engine" if fact.rollout_slots else "tools"
+        clock = self._clock(fact.worker, known.kind if known is not None and not fact.rollout_slots else kind)
         clock.count_slots(self.now_s)
-        clock.num_slots = event.tool_slots if clock.kind == "tools" else event.rollout_slots
+        clock.num_slots = fact.tool_slots if clock.kind == "tools" else fact.rollout_slots
 
-    def _declared(self, event: facts.EngineDeclared) -> None:
-        self._has_gpus(self._clock(event.worker, "engine"), event.tp)
+    def _declared(self, fact: facts.EngineDeclared) -> None:
+        self._has_gpus(self._clock(fact.worker, "engine"), fact.tp)
 
-    def _served(self, event: facts.VersionServed) -> None:
-        clock = self._clock(event.worker, "engine")
+    def _served(self, fact: facts.VersionServed) -> None:
+        clock = self._clock(fact.worker, "engine")
         clock.served, clock.quarantined = True, False
-        self._has_gpus(clock, event.tp)
-        clock.relabel(self.now_s - event.load_s, self.now_s, "moving", _NOT_LOADING)
+        self._has_gpus(clock, fact.tp)
+        clock.relabel(self.now_s - fact.load_s, self.now_s, "moving", _NOT_LOADING)
 
-    def _checked(self, event: facts.VersionChecked) -> None:
-        clock = self._clock(event.worker, "engine")
-        clock.relabel(self.now_s - event.stopped_s, self.now_s, "moving", _NOT_LOADING)
+    def _checked(self, fact: facts.VersionChecked) -> None:
+        clock = self._clock(fact.worker, "engine")
+        clock.relabel(self.now_s - fact.stopped_s, self.now_s, "moving", _NOT_LOADING)
 
     def _has_gpus(self, clock: WorkerClock, tp: int) -> None:
         clock.gpus = max(tp, 1)
         self._update(clock)
 
-    def _quarantined(self, event: facts.EngineQuarantined) -> None:
-        clock = self._clock(event.worker, "engine")
+    def _quarantined(self, fact: facts.EngineQuarantined) -> None:
+        clock = self._clock(fact.worker, "engine")
         clock.quarantined = True
         self._update(clock)
 
-    def _joined(self, event: facts.WorkerJoined) -> None:
-        clock = self._clocks.get(event.worker)
+    def _joined(self, fact: facts.WorkerJoined) -> None:
+        clock = self._clocks.get(fact.worker)
         if clock is not None and clock.turned:  # it was lost while it trained
             clock.kind, clock.ready_s = "engine", math.inf
         if clock is not None and clock.kind != "trainer":
-            self._clock(event.worker, clock.kind).served = False
+            self._clock(fact.worker, clock.kind).served = False
             self._update(clock)
 
-    def _lost(self, event: facts.WorkerLost) -> None:
+    def _lost(self, fact: facts.WorkerLost) -> None:
         """It is gone; one that had slots is also withdrawn, and a change of its role that was under way fails."""
-        clock = self._clocks.get(event.worker)
+        clock = self._clocks.get(fact.worker)
         if clock is not None and clock.turned and not clock.changing:
             clock.count_slots(self.now_s)
             clock.kind, clock.away, clock.ready_s = "engine", True, math.inf
             self._update(clock)
 
-    def _withdrawn(self, event: facts.WorkerWithdrawn) -> None:
-        clock = self._clocks.get(event.worker)
+    def _withdrawn(self, fact: facts.WorkerWithdrawn) -> None:
+        clock = self._clocks.get(fact.worker)
         if clock is not None and clock.changing:  # it has no slots any more; what runs there goes on
             clock.count_slots(self.now_s)
             clock.num_slots = 0
         elif clock is not None and clock.kind != "trainer":
-            for key in [*clock.running, *clock.acting]:
+            for key in self._places.on(fact.worker):
                 self._stopped(key)
             clock.count_slots(self.now_s)
             clock.away, clock.served = True, False
             self._update(clock)
 
-    def _turned(self, event: facts.Turn) -> None:
-        self._asked[event.worker] = event.to
-        if event.to == "training":
-            self._clock(event.worker, "engine").turned = True
+    def _turned(self, fact: facts.Turn) -> None:
+        self._asked[fact.worker] = fact.to
+        if fact.to == "training":
+            self._clock(fact.worker, "engine").turned = True
 
-    def _turn_refused(self, event: facts.TurnRefused) -> None:
-        clock = self._clocks.get(event.worker)
-        if clock is not None and self._asked.get(event.worker) == "training":
+    def _turn_refused(self, fact: facts.TurnRefused) -> None:
+        clock = self._clocks.get(fact.worker)
+        if clock is not None and self._asked.get(fact.worker) == "training":
             clock.turned = False
 
-    def _gang_formed(self, event: facts.GangFormed) -> None:
+    def _gang_formed(self, fact: facts.GangFormed) -> None:
         self._group_lost = False
-        for name in event.members:
+        for name in fact.members:
             clock = self._clock(name, "trainer")
             if not clock.running and not clock.acting:
                 clock.kind = "trainer"
                 self._update(clock)
 
-    def _gang_lost(self, event: facts.GangLost) -> None:
+    def _gang_lost(self, fact: facts.GangLost) -> None:
         self._group_lost = True
 
-    def _role_change_started(self, event: facts.RoleChangeStarted) -> None:
-        self._changes[event.generation] = tuple(event.assignments)
-        for name, has in event.assignments.items():
+    def _role_change_started(self, fact: facts.RoleChangeStarted) -> None:
+        self._changes[fact.generation] = tuple(fact.assignments)
+        for name, has in fact.assignments.items():
             if (clock := self._clocks.get(name)) is not None:
                 trains, clock = has.get("role") == "train", self._clock(name, clock.kind)
                 clock.changing = ("turning" if trains else "returning") if clock.turned else "role"
@@ -421,25 +382,25 @@ class WorkerTimes:
                     clock.ready_s = math.inf
                 self._update(clock)
 
-    def _role_change_undone(self, event: facts.RoleChangeFailed | facts.RoleChangeCancelled) -> None:
+    def _role_change_undone(self, fact: facts.RoleChangeFailed | facts.RoleChangeCancelled) -> None:
         """Those of its workers that are still there change back at once."""
-        for name in self._changes.pop(event.generation, ()):
+        for name in self._changes.pop(fact.generation, ()):
             if (clock := self._clocks.get(name)) is not None and clock.changing:
                 clock.count_slots(self.now_s)
                 clock.changing, clock.away, clock.served = "", True, False
                 self._update(clock)
 
-    def _role_stage(self, event: facts.RoleStage) -> None:
-        clock = self._clocks.get(event.worker)
-        if clock is not None and event.stage == "state":
+    def _role_stage(self, fact: facts.RoleStage) -> None:
+        clock = self._clocks.get(fact.worker)
+        if clock is not None and fact.stage == "state":
             clock.ready_s = self.now_s
             self._update(clock)
 
-    def _role_changed(self, event: facts.RoleChanged) -> None:
-        self._has_role(event.worker, event.to_role, event.to_tp)
+    def _role_changed(self, fact: facts.RoleChanged) -> None:
+        self._has_role(fact.worker, fact.to_role, fact.to_tp)
 
-    def _role_restored(self, event: facts.RoleRestored) -> None:
-        self._has_role(event.worker, event.role, event.tp)
+    def _role_restored(self, fact: facts.RoleRestored) -> None:
+        self._has_role(fact.worker, fact.role, fact.tp)
 
     def _has_role(self, name: str, role: str, tp: int) -> None:
         clock = self._clock(name, "trainer" if role == "train" else "engine")
@@ -451,19 +412,19 @@ class WorkerTimes:
         self._update(clock)
 
 
-_HANDLERS: Final[dict[type[Fact], Callable[[WorkerTimes, Any], None]]] = {
+HANDLERS: Final[dict[type[Fact], Handler]] = {
     facts.TrajectoryParked: WorkerTimes._parked,
     facts.QuantumDispatched: WorkerTimes._started,
     facts.QuantumContinued: WorkerTimes._started,
-    facts.QuantumFinished: lambda self, event: self._stopped(event.key),
-    facts.QuantumLost: lambda self, event: self._stopped(event.key),
-    facts.QuantumGivenBack: lambda self, event: self._stopped(event.key),
-    facts.TrajectoryFoundEnded: lambda self, event: self._stopped(event.key),
+    facts.QuantumFinished: lambda self, fact: self._stopped(fact.key),
+    facts.QuantumLost: lambda self, fact: self._stopped(fact.key),
+    facts.QuantumGivenBack: lambda self, fact: self._stopped(fact.key),
+    facts.TrajectoryFoundEnded: lambda self, fact: self._stopped(fact.key),
     facts.TrajectoryEnded: WorkerTimes._ended,
-    facts.GateParked: lambda self, event: self._gates.add(event.iteration),
+    facts.GateParked: lambda self, fact: self._gates.add(fact.iteration),
     facts.OpenGate: WorkerTimes._gate_opened,
-    facts.BatchParked: lambda self, event: self._batches_parked.add(event.batch),
-    facts.WaveParked: lambda self, event: self._batches_parked.add(event.batch),
+    facts.BatchParked: lambda self, fact: self._batches_parked.add(fact.batch),
+    facts.WaveParked: lambda self, fact: self._batches_parked.add(fact.batch),
     facts.OpenWave: WorkerTimes._wave_opened,
     facts.WaveTrained: WorkerTimes._wave_trained,
     facts.OpenBatch: WorkerTimes._batch_opened,
@@ -489,10 +450,4 @@ _HANDLERS: Final[dict[type[Fact], Callable[[WorkerTimes, Any], None]]] = {
     facts.RoleRestored: WorkerTimes._role_restored,
 }
 
-
-def worker_times(log: Iterable[Line], trainers: Sequence[str] = ()) -> WorkerTimes:
-    """The states of all workers over a whole log."""
-    times = WorkerTimes(trainers)
-    for line in log:
-        times.add(line)
-    return times
+"""By kind of fact; others say nothing about workers."""
