@@ -71,8 +71,8 @@ def trace(run_dir: Path, output: Path | None) -> None:
     libra trace runs/my_run -o trace.json.gz
     """
     from libra.cli.replay import event_log_path
-    from libra.observe.timeline.recorded import read_log, trainers_of
     from libra.observe.run_directory import read_config
+    from libra.observe.timeline.recorded import read_log, trainers_of
     from libra.observe.trace import write_trace
 
     path = event_log_path(run_dir, "trace")

@@ -3,12 +3,11 @@
 Invariants
 ----------
 1. A panel without data draws no plot.
-2. Legends are above the curves. Colours of texts and grids come from the browser (`libra.observe.color_scheme`).
+2. Legends are above the curves. Colours of texts and grids come from the browser (``templates/scheme.js``).
 """
 
 from __future__ import annotations
 
-from html import escape
 from typing import Any, Final, Literal
 
 from bokeh.layouts import column
@@ -16,10 +15,10 @@ from bokeh.models import AdaptiveTicker, ColumnDataSource, FixedTicker, HoverToo
 from bokeh.models.annotations import Span
 from bokeh.models.widgets import Div
 
+from libra.observe.html import STATE_COLORS, percent, piece
 from libra.observe.page_html import STYLESHEET
-from libra.observe.page_snapshot import Snapshot
 from libra.observe.plots import PHASE_COLORS, log_ticks, plot
-from libra.observe.state_colors import STATE_COLORS
+from libra.observe.snapshots import Snapshot
 from libra.observe.timeline.timeline import BANDS, MAX_SAMPLES
 from libra.types import Phase
 
@@ -66,7 +65,7 @@ class Panel:
         """Draw the plot or not; ``note`` follows the line of text."""
         set_changed(self.plot, "visible", there)
         line = f"{self.what} {note}".strip() if there else f"Waits for {self.waits}."
-        set_changed(self.head, "text", f'<h3>{self.title}</h3><p class="what">{escape(line)}</p>')
+        set_changed(self.head, "text", str(piece("panel", self.title, line)))
 
 
 class RewardPanel(Panel):
@@ -246,7 +245,7 @@ class LagPanel(Panel):
         self.has_data(bool(pairs) and (eta > 0 or any(means)))
         if pairs and not self.plot.visible:
             line = "None: with the bound 0, every token was trained on with the weights that made it."
-            set_changed(self.head, "text", f'<h3>{self.title}</h3><p class="what">{line}</p>')
+            set_changed(self.head, "text", str(piece("panel", self.title, line)))
 
 
 class OutcomePanel(Panel):
@@ -286,7 +285,10 @@ class OutcomePanel(Panel):
         for axis in self.plot.axis:
             set_changed(axis.ticker, "ticks", log_ticks(max(1.0, low / 1.5), high * 1.5))
         skill = "" if policy["skill"] is None else f", skill {policy['skill']:.2f}"
-        self.has_data(bool(lines), f"The latest {len(lines)}{skill}.")
+        told = sum(line[2] for line in lines) or 1
+        first, half = (sum(abs(line[i] - line[2]) for line in lines) / told for i in (0, 1))
+        off = f", off by {percent(first, 0)} at first and {percent(half, 0)} half way, on average"
+        self.has_data(bool(lines), f"The latest {len(lines)}{skill}{off}.")
 
 
 def sample_columns(history: list[Any], start: int = 0) -> dict[str, Any]:

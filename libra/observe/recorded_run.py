@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Final
 
-from libra.observe.page_snapshot import Snapshot
 from libra.observe.run_directory import (
     STARTS_FILE,
     evaluations,
@@ -18,6 +17,7 @@ from libra.observe.run_directory import (
     state_of,
     whole_number,
 )
+from libra.observe.snapshots import Snapshot
 from libra.observe.timeline.recorded import RecordedTimeline, trainers_of
 
 SHOWN_FORECASTS: Final = 256
@@ -25,7 +25,7 @@ FILES: Final = (STARTS_FILE, "events.jsonl", "metrics.jsonl", "evaluations")
 
 
 class RecordedRun:
-    """A run directory; `snapshots` is a source of `libra.observe.page_snapshot.Feed`.
+    """A run directory; `snapshots` is a source of `libra.observe.snapshots.Feed`.
 
     Attributes
     ----------

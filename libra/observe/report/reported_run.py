@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -121,3 +122,19 @@ class ReportedRun(RecordedRun):
         total = np.zeros(self.store.num_trajectories, np.int64)
         np.add.at(total, turns["trajectory"], np.maximum(turns["generated_tokens"], 0))
         return total
+
+    @property
+    def failures(self) -> dict[str, int] | None:
+        """Training trajectories that ended as failures, by class, as the page counts them; of the store where there is no log."""
+        if self.log_error and not self.columns:
+            return None
+        ended = self.timeline.failures
+        if self.log_error:
+            ended = Counter(self.columns["failure"][self.columns["split"] == "train"].tolist())
+        return {name: count for name, count in ended.items() if count and name != "none"}
+
+    @property
+    def wall_s(self) -> float:
+        """Seconds between the first and the last line of its metrics."""
+        times = [float(row["wall_time_s"]) for row in self.metrics if "wall_time_s" in row]
+        return max(times) - min(times) if times else 0.0

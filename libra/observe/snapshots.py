@@ -31,6 +31,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
+from libra.observe.html import duration, number, percent
 from libra.observe.timeline.timeline import BUSY_WINDOW_S
 
 Snapshot = dict[str, Any]
@@ -97,13 +98,13 @@ def numbers(snapshot: Snapshot) -> dict[str, tuple[str, str]]:
     rewards, quanta, lag = snapshot["rewards"], snapshot["quanta"], snapshot["lag"]
     running = snapshot["state"] == "running"
     mean_rate = snapshot["tokens"] / snapshot["uptime_s"] if snapshot["uptime_s"] > 0 else 0.0
-    last_minute = f"{_percent(now)} in the last {BUSY_WINDOW_S:.0f} s" if running else "of the whole run"
+    last_minute = f"{percent(now, 0)} in the last {BUSY_WINDOW_S:.0f} s" if running else "of the whole run"
     waiting = {phase: sum(levels.values()) for phase, levels in snapshot["queue"].items()}
     return {
-        "busy": (_percent(busy), "no worker yet" if busy is None else last_minute),
+        "busy": (percent(busy, 0), "no worker yet" if busy is None else last_minute),
         "reward": (
-            _reward(rewards[-1][1]) if rewards else "–",
-            f"iteration {rewards[-1][0]}; {_reward(rewards[0][1])} in {rewards[0][0]}"
+            number(rewards[-1][1] if rewards else None),
+            f"iteration {rewards[-1][0]}; {number(rewards[0][1])} in {rewards[0][0]}"
             if rewards
             else "no iteration finished",
         ),
@@ -118,7 +119,7 @@ def numbers(snapshot: Snapshot) -> dict[str, tuple[str, str]]:
         ),
         "waiting": (f"{sum(waiting.values()):,}", _queue(snapshot["queue"]) or "no trajectory waits for a slot"),
         "lag": (
-            f"{lag[-1][1]:.2f}" if lag and _is_number(lag[-1][1]) else "–",
+            number(lag[-1][1] if lag else None, ".2f"),
             f"versions behind, bound {snapshot['eta']}",
         ),
         "version": _version(snapshot["versions"]),
@@ -134,19 +135,6 @@ def numbers(snapshot: Snapshot) -> dict[str, tuple[str, str]]:
     }
 
 
-def duration(seconds: float) -> str:
-    """Seconds for readers, e.g. ``1 h 05 min``; in whole units, so that the text seldom changes."""
-    minutes, rest_s = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours} h {minutes:02d} min"
-    return f"{minutes} min {rest_s:02d} s" if minutes else f"{rest_s} s"
-
-
-def _percent(share: float | None) -> str:
-    return "–" if share is None else f"{100 * share:.0f} %"
-
-
 def _left(left_s: float | None, snapshot: Snapshot) -> tuple[str, str]:
     """The estimated rest of a run that goes on; of another how long it took."""
     took = duration(snapshot["uptime_s"])
@@ -154,7 +142,7 @@ def _left(left_s: float | None, snapshot: Snapshot) -> tuple[str, str]:
         return ("done" if snapshot["state"] == "finished" else "stopped"), f"after {took}"
     if left_s is None:
         return "–", "known after the first iteration"
-    return f"{duration(left_s)}", f"by the mean of the last iterations; up {took}"
+    return duration(left_s), f"by the mean of the last iterations; up {took}"
 
 
 def _step(steps: Sequence[tuple[int, Mapping[str, float]]]) -> tuple[str, str]:
@@ -171,8 +159,8 @@ def _evaluated(evaluations: Sequence[tuple[int, float | None, int]]) -> tuple[st
     if not evaluations:
         return "–", "nothing evaluated yet"
     version, mean, prompts = evaluations[-1]
-    first = f"; {_reward(evaluations[0][1])} of v{evaluations[0][0]}" if len(evaluations) > 1 else ""
-    return _reward(mean), f"v{version}, {prompts:,} questions{first}"
+    first = f"; {number(evaluations[0][1])} of v{evaluations[0][0]}" if len(evaluations) > 1 else ""
+    return number(mean), f"v{version}, {prompts:,} questions{first}"
 
 
 def _queue(queue: Mapping[str, Mapping[Any, int]]) -> str:
@@ -208,12 +196,3 @@ def _trust(policy: Mapping[str, Any]) -> str:
         return f"{policy['objective']}, forecasts not used yet"
     followed = ", ".join(f"{name} {weight:.2f}" for name, weight in policy["weights"].items() if weight >= 0.005)
     return f"{policy['objective']}, skill {policy['skill']:.2f} ({followed or 'progress'})"
-
-
-def _is_number(value: float | None) -> bool:
-    return value is not None and math.isfinite(value)
-
-
-def _reward(mean: float | None) -> str:
-    """A mean reward as shown; a dash where no trajectory could be graded."""
-    return f"{mean:.3f}" if mean is not None and math.isfinite(mean) else "–"
