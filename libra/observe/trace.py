@@ -44,6 +44,7 @@ class Tracer:
         self._lanes: dict[tuple[int, Phase], list[float]] = {}
         self._sampled_tokens, self._sampled_s = 0, 0.0
         self._names: dict[tuple[int, int], str] = {}
+        self._levels: set[str] = set()
 
     def add(self, logged: Line) -> Iterator[TraceLine]:
         """The lines of one fact."""
@@ -118,10 +119,11 @@ class Tracer:
 
     def _counters(self, now_s: float) -> Iterator[TraceLine]:
         places, tokens = self.timeline.places, self.timeline.tokens
-        by_level: Counter[str] = Counter()
+        by_level = Counter(dict.fromkeys(self._levels, 0))  # a level that nobody waits at any more is shown as 0
         for levels in places.levels.values():
             for level, count in levels.items():
                 by_level[f"level {level:02d}" if level < MAX_LEVELS else f"level {MAX_LEVELS} and deeper"] += count
+        self._levels |= by_level.keys()
         elapsed_s = now_s - self._sampled_s
         rate = (tokens - self._sampled_tokens) / elapsed_s if elapsed_s > 0 else 0.0
         self._sampled_s, self._sampled_tokens = now_s, tokens

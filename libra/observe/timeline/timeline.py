@@ -16,6 +16,7 @@ from typing import Any, Final
 from libra import facts
 from libra.facts import Fact, Line, said
 from libra.observe.timeline.places import Places
+from libra.observe.timeline.states import busy_frac
 from libra.observe.timeline.steps import OF_MEASURES, OF_STEPS, Steps
 from libra.observe.timeline.workers import HANDLERS as OF_WORKERS
 from libra.observe.timeline.workers import WorkerTimes
@@ -28,13 +29,14 @@ DECISIONS: Final = (
     facts.SlotsSet, facts.BoundariesSet, facts.StepsPlanned, facts.TakeSteps,
 )  # fmt: skip
 LATE: Final = (facts.LateRewardsTaken,)
-TURNS: Final = (facts.Turn, facts.TurnRefused)
 TROUBLES: Final = (
     facts.WorkerLost, facts.WorkerSetupFailed, facts.EngineQuarantined, facts.StallDetected,
     facts.GangLost, facts.RoleMemberFailed, facts.MismatchFound,
 )  # fmt: skip
 BUSY_WINDOW_S: Final = 60.0
 """Seconds of the figure of busy worker time "now"."""
+NOTED: Final = (*DECISIONS, facts.Turn, facts.TurnRefused, *TROUBLES)
+"""Kinds of facts among the last decisions of the page, beside those that let something through."""
 SAMPLE_S: Final = 0.5
 """Seconds between two rows of the history, at first."""
 MAX_SAMPLES: Final = 1200
@@ -157,7 +159,8 @@ class Timeline:
             "workers": [
                 {
                     "worker": each.worker, "kind": each.kind, "state": states.get(each.worker, ""),
-                    "busy_frac": each.busy_frac, "slots_used_frac": each.slots_used_frac, "seconds": dict(each.seconds),
+                    "busy_frac": busy_frac(each.seconds) or 0.0, "slots_used_frac": each.slots_used_frac,
+                    "seconds": dict(each.seconds),
                 }
                 for each in whole.workers
             ],
@@ -236,16 +239,6 @@ class Timeline:
                 self._interval_s *= 2
             self._next_s = self.history[-1][0] + self._interval_s
 
-    def _run_started(self, fact: facts.RunStarted) -> None:
-        self.epoch, self.eta, self.policy = fact.epoch, fact.eta, fact.policy
-        self.iterations = fact.iterations
-        self._published_s = -1.0  # what the next version took is not a step's time
-        self._capacity.clear()
-        self._served.clear()
-
-    def _dispatched(self, fact: facts.QuantumDispatched) -> None:
-        self._sent = self.now_s, fact
-
     def _finished(self, fact: facts.QuantumFinished) -> None:
         self.quanta[str(fact.phase)] += 1
         self.parts += fact.unfinished
@@ -253,72 +246,71 @@ class Timeline:
         if (found := self.places.open.get(fact.key)) is not None:
             found.tokens += fact.tokens
 
-    def _group_committed(self, fact: facts.GroupCommitted) -> None:
-        if fact.split == "train":
-            self.groups += 1
-            self.failures.update(fact.failures)
-            self.resampled += fact.resampled
+    def _dispatched(self, fact: facts.QuantumDispatched) -> None:
+        self._sent = self.now_s, fact
 
-    def _gate_opened(self, fact: facts.OpenGate) -> None:
-        if self.iteration < 0:
-            self._began_s = self.now_s
-        self.iteration = max(self.iteration, fact.iteration)
-        self._opened.append((self.now_s, fact))
-
-    def _version_published(self, fact: facts.VersionPublished) -> None:
+    def _progressed(self, fact: Fact) -> None:
+        """A fact about the run, its iterations or its weights."""
         now_s = self.now_s
-        if fact.version > self.published >= 0 and self._published_s >= 0:
-            self._steps[fact.version - 1] = {
-                state: round(seconds, 6)
-                for state, seconds in self.workers.training_split(self._published_s, now_s).items()
-            }
-            while len(self._steps) > MAX_STEPS:
-                del self._steps[min(self._steps)]
-        self.published, self._published_s = max(self.published, fact.version), now_s
+        match fact:
+            case facts.RunStarted():
+                self.epoch, self.eta, self.policy = fact.epoch, fact.eta, fact.policy
+                self.iterations = fact.iterations
+                self._published_s = -1.0  # what the next version took is not a step's time
+                self._capacity.clear()
+                self._served.clear()
+            case facts.GroupCommitted(split="train"):
+                self.groups += 1
+                self.failures.update(fact.failures)
+                self.resampled += fact.resampled
+            case facts.OpenGate():
+                self._began_s = now_s if self.iteration < 0 else self._began_s
+                self.iteration = max(self.iteration, fact.iteration)
+                self._opened.append((now_s, fact))
+            case facts.OpenBatch() | facts.LateRewardsTaken():
+                self._opened.append((now_s, fact))
+            case facts.VersionPublished():
+                if fact.version > self.published >= 0 and self._published_s >= 0:
+                    split = self.workers.training_split(self._published_s, now_s)
+                    self._steps[fact.version - 1] = {state: round(seconds, 6) for state, seconds in split.items()}
+                    while len(self._steps) > MAX_STEPS:
+                        del self._steps[min(self._steps)]
+                self.published, self._published_s = max(self.published, fact.version), now_s
+            case facts.IterationFinished():
+                self._ended[fact.iteration] = now_s, fact.reward, fact.lag
+            case facts.EvaluationFinished():
+                self._evaluations[fact.version] = fact.reward, fact.prompts
 
-    def _withdrawn(self, fact: facts.WorkerWithdrawn | facts.WorkerSetupFailed) -> None:
-        self._capacity.pop(fact.worker, None)
-        self._served.pop(fact.worker, None)
-
-    def _noted(self, fact: Fact) -> None:
+    def _changed(self, fact: Fact) -> None:
+        """A decision, a trouble, or a change of a worker."""
+        match fact:
+            case facts.WorkerCapacity():
+                self._capacity[fact.worker] = fact.rollout_slots, fact.tool_slots
+            case facts.VersionServed():
+                self._served[fact.worker] = fact.version
+            case facts.WorkerWithdrawn() | facts.WorkerSetupFailed():
+                self._capacity.pop(fact.worker, None)
+                self._served.pop(fact.worker, None)
+            case facts.RoleChanged() if fact.to_role != "rollout":
+                self._served.pop(fact.worker, None)
+        if not isinstance(fact, NOTED) or (
+            isinstance(fact, facts.RoleChangeStarted) and self.steps.is_turn(fact.generation)
+        ):
+            return  # a turn has a line with the same reason
         self._decided.append((self.now_s, fact))
-
-    def _role_change_started(self, fact: facts.RoleChangeStarted) -> None:
-        if not self.steps.is_turn(fact.generation):  # a turn has a line with the same reason
-            self._noted(fact)
-
-    def _setup_failed(self, fact: facts.WorkerSetupFailed) -> None:
-        self._withdrawn(fact)
-        self._noted(fact)
-
-    def _role_changed(self, fact: facts.RoleChanged) -> None:
-        if fact.to_role != "rollout":
-            self._served.pop(fact.worker, None)
-        self._noted(fact)
-
-
-def _set(known: dict[Any, Any], key: int | str, value: Any) -> None:
-    known[key] = value
 
 
 _HANDLERS: Final[Mapping[type[Fact], Callable[[Timeline, Any], None]]] = {
-    **dict.fromkeys((*DECISIONS, *TURNS, *TROUBLES), Timeline._noted),
-    facts.RunStarted: Timeline._run_started,
     facts.SetPriority: lambda self, fact: self.places.ranked(fact.key, fact.priority),
-    facts.QuantumDispatched: Timeline._dispatched,
     facts.PlacementVoid: lambda self, fact: self.places.waits(fact.key, None),
+    facts.QuantumDispatched: Timeline._dispatched,
     facts.QuantumFinished: Timeline._finished,
-    facts.GroupCommitted: Timeline._group_committed,
-    facts.OpenGate: Timeline._gate_opened,
-    facts.OpenBatch: lambda self, fact: self._opened.append((self.now_s, fact)),
-    facts.LateRewardsTaken: lambda self, fact: self._opened.append((self.now_s, fact)),
-    facts.VersionPublished: Timeline._version_published,
-    facts.IterationFinished: lambda self, fact: _set(self._ended, fact.iteration, (self.now_s, fact.reward, fact.lag)),
-    facts.EvaluationFinished: lambda self, fact: _set(self._evaluations, fact.version, (fact.reward, fact.prompts)),
-    facts.WorkerCapacity: lambda self, fact: _set(self._capacity, fact.worker, (fact.rollout_slots, fact.tool_slots)),
-    facts.VersionServed: lambda self, fact: _set(self._served, fact.worker, fact.version),
-    facts.WorkerWithdrawn: Timeline._withdrawn,
-    facts.WorkerSetupFailed: Timeline._setup_failed,
-    facts.RoleChangeStarted: Timeline._role_change_started,
-    facts.RoleChanged: Timeline._role_changed,
-}
+    **dict.fromkeys((*NOTED, facts.WorkerCapacity, facts.VersionServed, facts.WorkerWithdrawn), Timeline._changed),
+    **dict.fromkeys(
+        (
+            facts.RunStarted, facts.GroupCommitted, facts.OpenGate, facts.OpenBatch, facts.LateRewardsTaken,
+            facts.VersionPublished, facts.IterationFinished, facts.EvaluationFinished,
+        ),
+        Timeline._progressed,
+    ),
+}  # fmt: skip

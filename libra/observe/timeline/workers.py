@@ -216,7 +216,7 @@ class WorkerTimes:
             return "starting"
         return "dispatch" if self._places.levels[Phase.TOOL] else "no_calls"
 
-    # ---------------------------------------------------------------- handlers: trajectories
+    # ---------------------------------------------------------------- trajectories
 
     def _parked(self, fact: facts.TrajectoryParked) -> None:
         self._stopped(fact.key)
@@ -247,29 +247,36 @@ class WorkerTimes:
         self._places.ended(fact.key)
         self._has_ended = True
 
-    def _gate_opened(self, fact: facts.OpenGate) -> None:
-        self._gates.discard(fact.iteration)
-        self._has_ended = False
+    # ---------------------------------------------------------------- training
 
-    # ---------------------------------------------------------------- handlers: training
-
-    def _batch_opened(self, fact: facts.OpenBatch) -> None:
-        self._batches_parked.discard(fact.batch)
-        if not self._batches_opened:
-            self._prepared_s = self.now_s
-        self._batches_opened.add(fact.batch)
-
-    def _step_finished(self, fact: facts.StepFinished) -> None:
-        self._batches_opened = {batch for batch in self._batches_opened if batch > fact.step}
-        self._waves_opened = {at: t_s for at, t_s in self._waves_opened.items() if at[0] > fact.step}
-        self._stepped = fact.step
-        for clock in self._clocks.values():
-            if clock.kind == "trainer" and not clock.turned:
-                clock.relabel(self._prepared_s, self.now_s - fact.train_s, "batch", _NOT_TRAINING)
-
-    def _wave_opened(self, fact: facts.OpenWave) -> None:
-        if fact.members:
-            self._waves_opened[fact.batch, fact.wave] = self.now_s
+    def _training(self, fact: Fact) -> None:
+        match fact:
+            case facts.GateParked():
+                self._gates.add(fact.iteration)
+            case facts.OpenGate():
+                self._gates.discard(fact.iteration)
+                self._has_ended = False
+            case facts.BatchParked() | facts.WaveParked():
+                self._batches_parked.add(fact.batch)
+            case facts.OpenBatch():
+                self._batches_parked.discard(fact.batch)
+                if not self._batches_opened:
+                    self._prepared_s = self.now_s
+                self._batches_opened.add(fact.batch)
+            case facts.OpenWave() if fact.members:
+                self._waves_opened[fact.batch, fact.wave] = self.now_s
+            case facts.WaveTrained():
+                self._wave_trained(fact)
+            case facts.StepFinished():
+                self._batches_opened = {batch for batch in self._batches_opened if batch > fact.step}
+                self._waves_opened = {at: t_s for at, t_s in self._waves_opened.items() if at[0] > fact.step}
+                self._stepped = fact.step
+                for clock in self._clocks.values():
+                    if clock.kind == "trainer" and not clock.turned:
+                        clock.relabel(self._prepared_s, self.now_s - fact.train_s, "batch", _NOT_TRAINING)
+            case facts.VersionPublished():
+                self._published = max(self._published, fact.version)
+                self._prepared_s = self.now_s
 
     def _wave_trained(self, fact: facts.WaveTrained) -> None:
         """What was training since the wave opened was that only since its gradient began."""
@@ -286,91 +293,93 @@ class WorkerTimes:
         for clock in sorted(turned, key=lambda each: each.ready_s)[: fact.hybrids]:
             clock.relabel(max(begun_s, clock.ready_s), self.now_s, "turned", _NOT_IN_WAVES)
 
-    def _version_published(self, fact: facts.VersionPublished) -> None:
-        self._published = max(self._published, fact.version)
-        self._prepared_s = self.now_s
+    # ---------------------------------------------------------------- workers and engines
 
-    # ---------------------------------------------------------------- handlers: workers
+    def _engine(self, fact: Any) -> None:
+        """A fact of the engine of a worker, which is there."""
+        clock = self._clock(fact.worker, "engine")
+        match fact:
+            case facts.EngineDeclared():
+                clock.gpus = max(fact.tp, 1)
+            case facts.VersionServed():
+                clock.served, clock.quarantined, clock.gpus = True, False, max(fact.tp, 1)
+                self._update(clock)
+                clock.relabel(self.now_s - fact.load_s, self.now_s, "moving", _NOT_LOADING)
+            case facts.VersionChecked():
+                clock.relabel(self.now_s - fact.stopped_s, self.now_s, "moving", _NOT_LOADING)
+            case facts.EngineQuarantined():
+                clock.quarantined = True
+        self._update(clock)
 
     def _capacity(self, fact: facts.WorkerCapacity) -> None:
-        if fact.worker not in self._clocks and not (fact.rollout_slots or fact.tool_slots):
-            return
         known = self._clocks.get(fact.worker)
+        if known is None and not (fact.rollout_slots or fact.tool_slots):
+            return
         kind: Kind = "engine" if fact.rollout_slots else "tools"
         clock = self._clock(fact.worker, known.kind if known is not None and not fact.rollout_slots else kind)
         clock.count_slots(self.now_s)
         clock.num_slots = fact.tool_slots if clock.kind == "tools" else fact.rollout_slots
 
-    def _declared(self, fact: facts.EngineDeclared) -> None:
-        self._has_gpus(self._clock(fact.worker, "engine"), fact.tp)
-
-    def _served(self, fact: facts.VersionServed) -> None:
-        clock = self._clock(fact.worker, "engine")
-        clock.served, clock.quarantined = True, False
-        self._has_gpus(clock, fact.tp)
-        clock.relabel(self.now_s - fact.load_s, self.now_s, "moving", _NOT_LOADING)
-
-    def _checked(self, fact: facts.VersionChecked) -> None:
-        clock = self._clock(fact.worker, "engine")
-        clock.relabel(self.now_s - fact.stopped_s, self.now_s, "moving", _NOT_LOADING)
-
-    def _has_gpus(self, clock: WorkerClock, tp: int) -> None:
-        clock.gpus = max(tp, 1)
+    def _membership(self, fact: Any) -> None:
+        """A known worker joins, leaves, or loses its slots."""
+        if (clock := self._clocks.get(fact.worker)) is None:
+            return
+        match fact:
+            case facts.WorkerJoined():
+                if clock.turned:  # it was lost while it trained
+                    clock.kind, clock.ready_s = "engine", math.inf
+                if clock.kind == "trainer":
+                    return
+                self._clock(fact.worker, clock.kind).served = False
+            case facts.WorkerLost() if clock.turned and not clock.changing:  # one that had slots is also withdrawn
+                clock.count_slots(self.now_s)
+                clock.kind, clock.away, clock.ready_s = "engine", True, math.inf
+            case facts.WorkerWithdrawn() if clock.changing:  # it has no slots any more; what runs there goes on
+                clock.count_slots(self.now_s)
+                clock.num_slots = 0
+            case facts.WorkerWithdrawn() if clock.kind != "trainer":
+                for key in self._places.on(fact.worker):
+                    self._stopped(key)
+                clock.count_slots(self.now_s)
+                clock.away, clock.served = True, False
+            case _:
+                return
         self._update(clock)
 
-    def _quarantined(self, fact: facts.EngineQuarantined) -> None:
-        clock = self._clock(fact.worker, "engine")
-        clock.quarantined = True
-        self._update(clock)
-
-    def _joined(self, fact: facts.WorkerJoined) -> None:
-        clock = self._clocks.get(fact.worker)
-        if clock is not None and clock.turned:  # it was lost while it trained
-            clock.kind, clock.ready_s = "engine", math.inf
-        if clock is not None and clock.kind != "trainer":
-            self._clock(fact.worker, clock.kind).served = False
-            self._update(clock)
-
-    def _lost(self, fact: facts.WorkerLost) -> None:
-        """It is gone; one that had slots is also withdrawn, and a change of its role that was under way fails."""
-        clock = self._clocks.get(fact.worker)
-        if clock is not None and clock.turned and not clock.changing:
-            clock.count_slots(self.now_s)
-            clock.kind, clock.away, clock.ready_s = "engine", True, math.inf
-            self._update(clock)
-
-    def _withdrawn(self, fact: facts.WorkerWithdrawn) -> None:
-        clock = self._clocks.get(fact.worker)
-        if clock is not None and clock.changing:  # it has no slots any more; what runs there goes on
-            clock.count_slots(self.now_s)
-            clock.num_slots = 0
-        elif clock is not None and clock.kind != "trainer":
-            for key in self._places.on(fact.worker):
-                self._stopped(key)
-            clock.count_slots(self.now_s)
-            clock.away, clock.served = True, False
-            self._update(clock)
-
-    def _turned(self, fact: facts.Turn) -> None:
-        self._asked[fact.worker] = fact.to
-        if fact.to == "training":
-            self._clock(fact.worker, "engine").turned = True
-
-    def _turn_refused(self, fact: facts.TurnRefused) -> None:
-        clock = self._clocks.get(fact.worker)
-        if clock is not None and self._asked.get(fact.worker) == "training":
-            clock.turned = False
-
-    def _gang_formed(self, fact: facts.GangFormed) -> None:
-        self._group_lost = False
-        for name in fact.members:
+    def _gang(self, fact: facts.GangFormed | facts.GangLost) -> None:
+        self._group_lost = isinstance(fact, facts.GangLost)
+        for name in fact.members if isinstance(fact, facts.GangFormed) else ():
             clock = self._clock(name, "trainer")
             if not clock.running and not clock.acting:
                 clock.kind = "trainer"
                 self._update(clock)
 
-    def _gang_lost(self, fact: facts.GangLost) -> None:
-        self._group_lost = True
+    # ---------------------------------------------------------------- roles
+
+    def _roles(self, fact: Fact) -> None:
+        match fact:
+            case facts.Turn():
+                self._asked[fact.worker] = fact.to
+                if fact.to == "training":
+                    self._clock(fact.worker, "engine").turned = True
+            case facts.TurnRefused():
+                if fact.worker in self._clocks and self._asked.get(fact.worker) == "training":
+                    self._clocks[fact.worker].turned = False
+            case facts.RoleChangeStarted():
+                self._role_change_started(fact)
+            case facts.RoleChangeFailed() | facts.RoleChangeCancelled():
+                for name in self._changes.pop(fact.generation, ()):  # those that are still there change back at once
+                    if (clock := self._clocks.get(name)) is not None and clock.changing:
+                        clock.count_slots(self.now_s)
+                        clock.changing, clock.away, clock.served = "", True, False
+                        self._update(clock)
+            case facts.RoleStage(stage="state") if fact.worker in self._clocks:
+                self._clocks[fact.worker].ready_s = self.now_s
+                self._update(self._clocks[fact.worker])
+            case facts.RoleChanged():
+                self._has_role(fact.worker, fact.to_role, fact.to_tp)
+            case facts.RoleRestored():
+                self._has_role(fact.worker, fact.role, fact.tp)
 
     def _role_change_started(self, fact: facts.RoleChangeStarted) -> None:
         self._changes[fact.generation] = tuple(fact.assignments)
@@ -381,26 +390,6 @@ class WorkerTimes:
                 if trains:  # one that returns first ends its slice
                     clock.ready_s = math.inf
                 self._update(clock)
-
-    def _role_change_undone(self, fact: facts.RoleChangeFailed | facts.RoleChangeCancelled) -> None:
-        """Those of its workers that are still there change back at once."""
-        for name in self._changes.pop(fact.generation, ()):
-            if (clock := self._clocks.get(name)) is not None and clock.changing:
-                clock.count_slots(self.now_s)
-                clock.changing, clock.away, clock.served = "", True, False
-                self._update(clock)
-
-    def _role_stage(self, fact: facts.RoleStage) -> None:
-        clock = self._clocks.get(fact.worker)
-        if clock is not None and fact.stage == "state":
-            clock.ready_s = self.now_s
-            self._update(clock)
-
-    def _role_changed(self, fact: facts.RoleChanged) -> None:
-        self._has_role(fact.worker, fact.to_role, fact.to_tp)
-
-    def _role_restored(self, fact: facts.RoleRestored) -> None:
-        self._has_role(fact.worker, fact.role, fact.tp)
 
     def _has_role(self, name: str, role: str, tp: int) -> None:
         clock = self._clock(name, "trainer" if role == "train" else "engine")
@@ -414,40 +403,31 @@ class WorkerTimes:
 
 HANDLERS: Final[dict[type[Fact], Handler]] = {
     facts.TrajectoryParked: WorkerTimes._parked,
-    facts.QuantumDispatched: WorkerTimes._started,
-    facts.QuantumContinued: WorkerTimes._started,
-    facts.QuantumFinished: lambda self, fact: self._stopped(fact.key),
-    facts.QuantumLost: lambda self, fact: self._stopped(fact.key),
-    facts.QuantumGivenBack: lambda self, fact: self._stopped(fact.key),
-    facts.TrajectoryFoundEnded: lambda self, fact: self._stopped(fact.key),
     facts.TrajectoryEnded: WorkerTimes._ended,
-    facts.GateParked: lambda self, fact: self._gates.add(fact.iteration),
-    facts.OpenGate: WorkerTimes._gate_opened,
-    facts.BatchParked: lambda self, fact: self._batches_parked.add(fact.batch),
-    facts.WaveParked: lambda self, fact: self._batches_parked.add(fact.batch),
-    facts.OpenWave: WorkerTimes._wave_opened,
-    facts.WaveTrained: WorkerTimes._wave_trained,
-    facts.OpenBatch: WorkerTimes._batch_opened,
-    facts.StepFinished: WorkerTimes._step_finished,
-    facts.VersionPublished: WorkerTimes._version_published,
-    facts.VersionServed: WorkerTimes._served,
-    facts.VersionChecked: WorkerTimes._checked,
-    facts.EngineDeclared: WorkerTimes._declared,
-    facts.EngineQuarantined: WorkerTimes._quarantined,
     facts.WorkerCapacity: WorkerTimes._capacity,
-    facts.WorkerJoined: WorkerTimes._joined,
-    facts.WorkerLost: WorkerTimes._lost,
-    facts.WorkerWithdrawn: WorkerTimes._withdrawn,
-    facts.GangFormed: WorkerTimes._gang_formed,
-    facts.GangLost: WorkerTimes._gang_lost,
-    facts.Turn: WorkerTimes._turned,
-    facts.TurnRefused: WorkerTimes._turn_refused,
-    facts.RoleChangeStarted: WorkerTimes._role_change_started,
-    facts.RoleChangeFailed: WorkerTimes._role_change_undone,
-    facts.RoleChangeCancelled: WorkerTimes._role_change_undone,
-    facts.RoleStage: WorkerTimes._role_stage,
-    facts.RoleChanged: WorkerTimes._role_changed,
-    facts.RoleRestored: WorkerTimes._role_restored,
-}
-
+    **dict.fromkeys((facts.QuantumDispatched, facts.QuantumContinued), WorkerTimes._started),
+    **dict.fromkeys(
+        (facts.QuantumFinished, facts.QuantumLost, facts.QuantumGivenBack, facts.TrajectoryFoundEnded),
+        lambda self, fact: self._stopped(fact.key),
+    ),
+    **dict.fromkeys(
+        (
+            facts.GateParked, facts.OpenGate, facts.BatchParked, facts.WaveParked, facts.OpenWave, facts.WaveTrained,
+            facts.OpenBatch, facts.StepFinished, facts.VersionPublished,
+        ),
+        WorkerTimes._training,
+    ),
+    **dict.fromkeys(
+        (facts.VersionServed, facts.VersionChecked, facts.EngineDeclared, facts.EngineQuarantined), WorkerTimes._engine
+    ),
+    **dict.fromkeys((facts.WorkerJoined, facts.WorkerLost, facts.WorkerWithdrawn), WorkerTimes._membership),
+    **dict.fromkeys((facts.GangFormed, facts.GangLost), WorkerTimes._gang),
+    **dict.fromkeys(
+        (
+            facts.Turn, facts.TurnRefused, facts.RoleChangeStarted, facts.RoleChangeFailed, facts.RoleChangeCancelled,
+            facts.RoleStage, facts.RoleChanged, facts.RoleRestored,
+        ),
+        WorkerTimes._roles,
+    ),
+}  # fmt: skip
 """By kind of fact; others say nothing about workers."""
