@@ -313,7 +313,7 @@ def diagnose(run_dir: Path, above: float | None, tokens: int, as_json: bool) -> 
     from libra.observe.mismatch_diagnosis import diagnose as find
 
     found = find(run_dir, above=above, num_tokens=tokens)
-    click.echo(json.dumps(_finite(found.as_dict())) if as_json else "\n".join(lines(found)))
+    click.echo(json.dumps(_finite(asdict(found))) if as_json else "\n".join(lines(found)))
     if found.first is not None:
         raise click.exceptions.Exit(1)
 
