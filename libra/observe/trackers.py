@@ -65,7 +65,7 @@ class TensorBoard:
 
         self._writer: Any = SummaryWriter(str(directory / "tensorboard"))  # type: ignore[no-untyped-call]
         for part in hparams(dict(settings), {})[:2]:  # type: ignore[no-untyped-call]  # the third says that it has ended
-            self._writer.file_writer.add_summary(part)
+            self._writer.file_writer.add_summary(part)  # type: ignore[attr-defined]
 
     def numbers(self, step: int, wall_time_s: float, values: Mapping[str, float]) -> None:
         for name, value in values.items():
