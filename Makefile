@@ -130,7 +130,6 @@ check: setup ## lint, formatting and types
 
 docs: setup-docs ## make the generated pages again, then the site: site/index.html
 	$(BIN)/python tests/config/doc_pages.py docs
-	$(BIN)/python -m libra.cli.reference_page docs/cli.md
 	$(BIN)/libra doctor --settings > docker/dask.yaml
 	$(BIN)/python tests/architecture/picture.py docs/architecture.md
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet

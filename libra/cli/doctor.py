@@ -1,28 +1,66 @@
-"""`libra doctor`: every check of this machine and of a cluster, and what to type where one fails."""
+"""`libra doctor`: every check of this machine, a cluster or a run, and what to type where one fails."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from libra.cli.check_result import Check
-from libra.cli.doctor_cluster import cluster_checks
-from libra.cli.doctor_machine import environment_check, machine_checks
-from libra.cluster.settings import SETTINGS
-from libra.config import RunConfig
+from libra.cli.options import OVERRIDES, SCHEDULER
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from libra.config import RunConfig
+
+
+@click.command()
+@click.argument("config", metavar="[CONFIG|RUN]", required=False)
+@OVERRIDES
+@SCHEDULER
+@click.option("--json", "as_json", is_flag=True, help="Print the checks as JSON.")
+@click.option("--settings", is_flag=True, help="Print a Dask configuration for your own scheduler and workers.")
+def doctor(
+    config: str | None, overrides: tuple[str, ...], scheduler: str | None, as_json: bool, settings: bool
+) -> None:
+    """Check that this machine, and a Dask cluster, have what a run needs; exit with 1 if a check fails.
+
+    Of CONFIG it tells in one line each what libra run would refuse before any worker starts: files of the model, parts of your
+    own, an agent's variables, tools, services, a teacher, layout, prompts and evaluation. Without CONFIG it checks for the default
+    settings. Given the directory of a run instead, it reads every file of that run, and exits with 2 and what to type if one is
+    damaged.
+    """
+    if config is not None and Path(config).is_dir():
+        doctor_run(Path(config), as_json=as_json)
+        return
+    if settings:
+        from libra.cluster.settings import settings_yaml
+
+        click.echo(settings_yaml(), nl=False)
+        return
+    from libra.config import config_from_dict, load_config
+
+    loaded = load_config(config, overrides) if config is not None else config_from_dict({})
+    checks = diagnose(loaded, scheduler or loaded.cluster.scheduler)
+    print_checks(checks, as_json=as_json)
+    if any(check.state == "fail" for check in checks):
+        raise click.exceptions.Exit(1)
+
 
 _STYLE = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 
 def diagnose(config: RunConfig, scheduler: str | None) -> list[Check]:
     """Every check of this machine and, where there is an address, of the cluster behind it."""
+    from libra.cli.doctor_cluster import cluster_checks
+    from libra.cli.doctor_machine import environment_check, machine_checks
     from libra.cli.doctor_start import start_checks  # here: the driver takes two seconds to import
+    from libra.cluster.settings import SETTINGS
 
     check, environment = environment_check(config)
     checks = [*machine_checks(config, local_cluster=scheduler is None), check]
@@ -38,6 +76,10 @@ def print_checks(checks: Sequence[Check], *, as_json: bool, console: Console | N
     if as_json:
         click.echo(json.dumps([asdict(check) for check in checks], indent=1))
         return
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
     console = console or Console()
     table = Table(box=None, padding=(0, 1), pad_edge=False, show_header=False)
     table.add_column(no_wrap=True)
@@ -53,3 +95,33 @@ def print_checks(checks: Sequence[Check], *, as_json: bool, console: Console | N
     worst = next(state for state in ("fail", "warn", "ok") if count[state] or state == "ok")
     warnings = f"{count['warn']} warning{'s' * (count['warn'] != 1)}"
     console.print(Text(f"{count['ok']} passed, {warnings}, {count['fail']} failed", _STYLE[worst]))
+
+
+def doctor_run(run_dir: Path, *, as_json: bool) -> None:
+    """Print that the files of a run are whole, or raise DamagedRun; as JSON, a list of the damaged ones."""
+    from libra.driver.damage import SETTLE_S, advice, check_settled
+    from libra.errors import DamagedRun
+
+    # Of a run at work, whose committer keeps the store, each check finds other files that were removed while it was read.
+    check = check_settled(run_dir, wait_s=0.0 if _is_running(run_dir) else SETTLE_S)
+    if as_json:
+        click.echo(json.dumps([asdict(damage) for damage in check.damages], indent=1))
+        if check.damages:
+            raise click.exceptions.Exit(2)
+        return
+    if check.damages:
+        raise DamagedRun(advice(check, run_dir))
+    click.echo(
+        f"{run_dir}: every file is whole; {check.num_batches} batches, {len(check.whole_checkpoints)} checkpoints"
+    )
+
+
+def _is_running(run_dir: Path) -> bool:
+    from libra.driver.run_lock import refuse_running
+    from libra.errors import RunDirectoryError
+
+    try:
+        refuse_running(run_dir.expanduser().absolute())
+    except RunDirectoryError:
+        return True
+    return False

@@ -85,12 +85,8 @@ def python_check(found: tuple[int, ...]) -> Check:
 def package_checks(needed: list[Requirement], version_of: VersionOf) -> Iterator[Check]:
     """Each required package is installed, in the range Libra was tested with; those that pass share one check."""
     if not needed:
-        yield Check(
-            "packages",
-            "warn",
-            "Libra is not installed as a package, so its requirements are unknown",
-            "pip install -e .",
-        )
+        unknown = "Libra is not installed as a package, so its requirements are unknown"
+        yield Check("packages", "warn", unknown, "pip install -e .")
         return
     fitting = []
     for requirement in needed:
@@ -118,12 +114,8 @@ def torch_check(config: RunConfig) -> Check:
     found = f"{gpus} GPUs, CUDA {torch.version.cuda}" if gpus else "no GPU"
     detail = f"{found}; {threads} threads per worker on {cores} cores"
     if threads > cores:
-        return Check(
-            "torch devices",
-            "warn",
-            f"{detail}: more threads than cores slow all workers down",
-            f"cluster.threads={cores}",
-        )
+        slow = f"{detail}: more threads than cores slow all workers down"
+        return Check("torch devices", "warn", slow, f"cluster.threads={cores}")
     if config.model.dtype == "bfloat16" and not gpus:
         return Check("torch devices", "warn", f"{detail}; bfloat16 is slow on most CPUs", "model.dtype=float32")
     return Check("torch devices", "ok", detail)
@@ -139,12 +131,9 @@ def companion_checks(version_of: VersionOf, runs: Runs) -> Iterator[Check]:
         if error is None:
             yield Check(package, "ok", f"{found} (not needed)")
         else:
-            yield Check(
-                package,
-                "fail",
-                f"{found} was built for another torch than {version_of('torch')} and breaks imports of transformers: {error}",
-                f"pip uninstall -y {package}",
-            )
+            other = f"{found} was built for another torch than {version_of('torch')}"
+            detail = f"{other} and breaks imports of transformers: {error}"
+            yield Check(package, "fail", detail, f"pip uninstall -y {package}")
 
 
 def engine_check(config: RunConfig, version_of: VersionOf) -> Check:
@@ -166,12 +155,8 @@ def port_check(port: int) -> Check:
     try:
         check_port(port)
     except ClusterError as error:
-        return Check(
-            "dashboard port",
-            "warn",
-            f"{str(error).partition('; ')[0]}; a run takes a free one",
-            "cluster.dashboard_port=0",
-        )
+        taken = f"{str(error).partition('; ')[0]}; a run takes a free one"
+        return Check("dashboard port", "warn", taken, "cluster.dashboard_port=0")
     return Check("dashboard port", "ok", f"{port} is free" if port else "any free port")
 
 
@@ -197,12 +182,8 @@ def shared_memory_check(place: Path) -> Check:
         return Check("shared memory", "warn", f"no {place}; engines with several processes need it")
     free = shutil.disk_usage(place).free
     if free < MIN_SHM_BYTES:
-        return Check(
-            "shared memory",
-            "warn",
-            f"{free / 2**20:.0f} MiB free in {place}, engines with several processes need more",
-            "docker run --shm-size=2g ...",
-        )
+        detail = f"{free / 2**20:.0f} MiB free in {place}, engines with several processes need more"
+        return Check("shared memory", "warn", detail, "docker run --shm-size=2g ...")
     return Check("shared memory", "ok", f"{free / GIB:.1f} GiB")
 
 

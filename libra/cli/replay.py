@@ -13,10 +13,11 @@ from typing import Any
 import click
 
 from libra import facts, keys
-from libra.cli.replay_text import NAMES, Subject, concerns, event_text, forecast_results, subject_of, subject_text
+from libra.cli.log_lines import event_text
 from libra.errors import ConfigError, RunDirectoryError, StoreError, nearest_name, shell_path
 from libra.facts import Fact, Line, OpenBatch, OpenWave, SetPriority, name_of
-from libra.observe.decision_outcomes import DecisionOutcomes, Outcome
+from libra.facts.words import NAMES, Subject, concerns, subject_of, subject_text
+from libra.observe.timeline.outcomes import DecisionOutcomes, Outcome, forecast_results
 from libra.orderings import blank
 from libra.policy.log_replay import Told, replay
 from libra.store.event_log import EventReader, from_last_snapshot

@@ -42,10 +42,9 @@ from libra.graph.iteration import Score, evaluation_graph, node, on, restored
 from libra.graph.training_nodes import pause_reason
 from libra.observe.metrics import MetricsLog, read_metrics
 from libra.observe.progress import RunProgress
-from libra.observe.samples import EVERY, sample_texts
 from libra.observe.start_stages import StartStages
 from libra.observe.token_text import load_decode
-from libra.observe.trackers import Trackers
+from libra.observe.trackers import EVERY, Trackers, sample_texts
 from libra.store.batch_membership import read_batch_facts
 from libra.store.late_rewards import run_here
 from libra.types import FailureClass

@@ -20,6 +20,7 @@ class SetPriority(Command, frozen=True, gc=False, tag="priority_set"):
     """Give a parked trajectory this place in the order."""
 
     words = "{key} has priority {priority}"
+    plural = "priorities"
 
     key: str
     priority: Priority
@@ -34,6 +35,7 @@ class Prefer(Command, frozen=True, gc=False, tag="buckets_preferred"):
     """
 
     words = "{key} may use buckets {buckets}, forecast final context {final_tokens} tokens"
+    plural = "bucket preferences"
 
     key: str
     buckets: tuple[str, ...]
@@ -47,6 +49,8 @@ class OpenGate(Command, frozen=True, gc=False, tag="gate_opened"):
     """Let iteration ``iteration`` generate."""
 
     words = "iteration {iteration} begins"
+    plural = "gate openings"
+    subject = "gate"
 
     iteration: int
     reason: str
@@ -56,6 +60,8 @@ class OpenBatch(Command, frozen=True, gc=False, tag="batch_opened"):
     """Let step ``batch`` train on these groups, given as (iteration, group)."""
 
     words = "batch {batch} opens with {members:n} groups"
+    plural = "batch openings"
+    subject = "batch"
 
     batch: int
     members: tuple[tuple[int, int], ...]
@@ -69,6 +75,8 @@ class OpenWave(Command, frozen=True, gc=False, tag="wave_opened"):
     """
 
     words = "wave {wave} of batch {batch} opens with {members:n} groups"
+    plural = "wave openings"
+    subject = "batch"
 
     batch: int
     wave: int
@@ -92,6 +100,8 @@ class Turn(Command, frozen=True, gc=False, tag="engine_turned"):
     """
 
     words = "the engine of {worker} turns to {to}"
+    plural = "turns of engines"
+    subject = "worker"
 
     worker: str
     to: Turned
@@ -102,6 +112,8 @@ class TakeSteps(Command, frozen=True, gc=False, tag="steps_chosen"):
     """Take steps in this way from now on: split, streaming or turning."""
 
     words = "steps are taken by {way}"
+    plural = "choices of how steps are taken"
+    subject = "steps"
 
     way: str
     reason: str
@@ -116,6 +128,8 @@ class LoadVersion(Command, frozen=True, gc=False, tag="version_ordered"):
     """Let the engine of ``worker`` take weights of ``version``; only in runs with one version per trajectory."""
 
     words = "{worker} is to take version {version}"
+    plural = "loads of versions"
+    subject = "worker"
 
     worker: str
     version: int
@@ -129,6 +143,8 @@ class Vacate(Command, frozen=True, gc=False, tag="engine_vacated"):
     """
 
     words = "{worker} gives {keys:n} trajectories to other engines of their version"
+    plural = "engines that give their trajectories away"
+    subject = "worker"
 
     worker: str
     keys: tuple[str, ...]

@@ -19,10 +19,12 @@ def _tag(class_name: str) -> str:
 class Fact(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="name", tag=_tag, gc=False):
     """Something that happened in a run, or was decided there. It does not say in which run and when; its `Line` does.
 
-    ``words`` says it to people, with fields in braces (`libra.facts.words`).
+    ``words`` says it to people, with fields in braces (`libra.facts.words`). ``subject`` is the kind of thing whose history it
+    belongs to: trajectory, gate, batch, worker or steps.
     """
 
     words: ClassVar[str] = ""
+    subject: ClassVar[str] = "trajectory"
 
     @property
     def name(self) -> str:
@@ -36,7 +38,12 @@ def name_of(kind: type[Fact]) -> str:
 
 
 class Command(Fact, frozen=True):
-    """A decision of a policy object, with its ``reason``. It is imperative as an object; the log names it in the past tense."""
+    """A decision of a policy object, with its ``reason``. It is imperative as an object; the log names it in the past tense.
+
+    ``plural`` is its name where many are counted.
+    """
+
+    plural: ClassVar[str] = "decisions"
 
     @property
     def about(self) -> str:

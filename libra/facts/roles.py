@@ -47,6 +47,7 @@ class RoleMemberKnown(Fact, frozen=True):
 class TurnRefused(Fact, frozen=True):
     """A turn could not begin because of ``detail``; the worker rests until the next version."""
 
+    subject = "worker"
     words = "{worker} stays as it is until the next version"
 
     worker: str
@@ -82,6 +83,7 @@ class RoleChanged(Fact, frozen=True):
     """A worker is in its new role. ``stage_s`` are seconds of its own work by stage, ``seconds`` those of the change as the
     scheduler measured them, waiting for other members included."""
 
+    subject = "worker"
     words = (
         "{worker} changes from {from_role} tp={from_tp} to {to_role} tp={to_tp} in {seconds:.2f} s, change {generation}"
     )

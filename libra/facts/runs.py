@@ -76,6 +76,7 @@ class PolicyLearned(Fact, frozen=True):
 class GateParked(Fact, frozen=True):
     """An iteration waits at its gate."""
 
+    subject = "gate"
     words = "iteration {iteration} waits at its gate"
 
     iteration: int
@@ -84,6 +85,7 @@ class GateParked(Fact, frozen=True):
 class BatchParked(Fact, frozen=True):
     """A step requests its groups."""
 
+    subject = "batch"
     words = "batch {batch} waits for its groups"
 
     batch: int
@@ -92,6 +94,7 @@ class BatchParked(Fact, frozen=True):
 class WaveParked(Fact, frozen=True):
     """A wave of a streamed step requests its groups."""
 
+    subject = "batch"
     words = "wave {wave} of batch {batch} requests its groups"
 
     batch: int
@@ -101,6 +104,8 @@ class WaveParked(Fact, frozen=True):
 class WaveTrained(Fact, frozen=True):
     """The gradient of a wave with ``groups`` groups was added in ``train_s`` seconds, with the help of ``hybrids`` workers that
     can change roles; ``missing`` groups of its batch were left for later waves."""
+
+    subject = "batch"
 
     batch: int
     wave: int
@@ -113,6 +118,7 @@ class WaveTrained(Fact, frozen=True):
 class StepsPlanned(Fact, frozen=True):
     """The run may take its steps in any of these ``ways``, and begins with ``way``, for this reason (`libra.policy.step_ways`)."""
 
+    subject = "steps"
     words = "steps begin by {way}, of {ways}"
 
     ways: tuple[str, ...]
@@ -140,6 +146,8 @@ class StepMeasured(Fact, frozen=True):
     beside_s : float
         Of ``update_s``, the seconds after the step's end, which passed beside the next step; 0: that waited for them.
     """
+
+    subject = "steps"
 
     step: int
     complete_s: tuple[float, ...]
@@ -170,6 +178,8 @@ class LateRewardsTaken(Fact, frozen=True):
     were there; ``waiting``, groups that wait for the next batch. ``awaited``: the batch still waits for so many rewards, and
     has decided nothing.
     """
+
+    subject = "batch"
 
     batch: int
     versions: int = 0

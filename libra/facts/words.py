@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
-from libra.facts import roles, runs, trajectories, workers
-from libra.facts.fact import Fact
+from libra.facts import commands, roles, runs, trajectories, workers
+from libra.facts.fact import Command, Fact, kinds
 
-__all__ = ["said", "sentence"]
+__all__ = ["NAMES", "Subject", "concerns", "said", "sentence", "subject_of", "subject_text"]
+
+Subject = tuple[str, str | int]
+"""What a history is about: ("trajectory", key), ("gate", iteration), ("batch", step), ("worker", name) or ("steps", "steps")."""
+_FIELDS: Final = {"trajectory": "key", "gate": "iteration", "batch": "batch", "worker": "worker"}
 
 
 class _Many(tuple[Any, ...]):
@@ -94,3 +98,33 @@ def _late(fact: runs.LateRewardsTaken) -> tuple[str, str]:
     old = f"{min(ages)} to {max(ages)} versions old; " if ages else ""
     why = f"{old}{fact.on_time} more came before their own step, {fact.waiting} groups wait"
     return f"step {fact.batch} corrects for {len(ages)} late rewards{dropped}", why
+
+
+NAMES: Final = {kind.__name__: kind.plural for kind in kinds(Command) if issubclass(kind, Command)}
+"""The name of each decision, in the plural."""
+
+
+def subject_text(subject: Subject) -> str:
+    """The subject in words."""
+    kind, which = subject
+    return {"gate": f"iteration {which}", "batch": f"batch {which}"}.get(kind, str(which))
+
+
+def subject_of(command: Command) -> Subject:
+    """The subject of a decision."""
+    return command.subject, getattr(command, _FIELDS.get(command.subject, "about"))
+
+
+def concerns(fact: Fact, subject: Subject, members: tuple[tuple[int, int], ...]) -> bool:
+    """Whether a fact belongs to the history of a subject; ``members`` are the groups of a batch."""
+    kind, which = subject
+    match fact:
+        case runs.RunStarted():
+            return True
+        case workers.VersionPublished():
+            return kind in ("gate", "batch") and fact.version <= int(which)
+        case commands.Vacate() if kind == "trajectory":
+            return which in fact.keys
+        case trajectories.GroupCommitted(split="train"):
+            return kind == "batch" and (fact.iteration, fact.group) in members
+    return fact.subject == kind and (kind == "steps" or getattr(fact, _FIELDS[kind], None) == which)

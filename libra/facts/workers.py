@@ -34,6 +34,7 @@ class VersionServed(Fact, frozen=True):
     and ``draft_gain_batchN``: tokens per second of steps with drafts over those without.
     """
 
+    subject = "worker"
     words = "{worker} serves version {version}, loaded in {load_s:.3g} s"
 
     version: int

@@ -1,95 +1,29 @@
-"""Pieces of the report's HTML. `text` is the border: every string from outside passes it."""
+"""HTML of page, report and trajectories: jinja2 templates (``templates/``), and numbers as text.
+
+Invariant: every value reaches HTML through a template. It escapes the value and takes from it everything that acts on a
+reader (`libra.untrusted.shown`); only what a template made, and Bokeh's own scripts, are put in as they are.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from html import escape
-from typing import Any, Final, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
 
-from libra.observe.color_scheme import COLORS
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from libra.observe.timeline.states import BUSY, STATES
 from libra.untrusted import shown
 
-STYLE: Final = (
-    COLORS
-    + """
-body { margin: 0; background: var(--back); color: var(--text); font: 15px/1.5 system-ui, Helvetica, Arial, sans-serif; }
-main { max-width: 1280px; margin: 0 auto; padding: 20px; }
-h1 { font-size: 24px; margin: 0 0 4px; } h2 { font-size: 18px; margin: 0 0 2px; } h3 { font-size: 14px; margin: 14px 0 6px; }
-p { margin: 4px 0 10px; } .what, .soft { color: var(--soft); font-size: 13px; }
-section { background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: 14px 18px; margin: 14px 0; }
-nav { font-size: 13px; } nav a { color: var(--soft); margin-right: 12px; }
-.side { display: grid; gap: 18px; grid-template-columns: repeat(auto-fit, minmax(min(100%, 480px), 1fr)); }
-.side > div { min-width: 0; }
-.tiles { display: flex; flex-wrap: wrap; gap: 8px; margin: 8px 0; }
-.tile { flex: 1 1 116px; border: 1px solid var(--line); border-radius: 6px; padding: 6px 11px; }
-.tile h4 { margin: 0; font-size: 11px; font-weight: 600; color: var(--soft); }
-.tile b { display: block; font-size: 22px; line-height: 1.3; font-variant-numeric: tabular-nums; }
-.tile small { font-size: 12px; color: var(--soft); }
-.scroll { overflow-x: auto; }
-table { border-collapse: collapse; font-size: 13px; }
-th, td { padding: 3px 10px; border-bottom: 1px solid var(--line); text-align: left; vertical-align: top; }
-td.num, th.num { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
-th { color: var(--soft); font-weight: 600; }
-.swatch { display: inline-block; width: 11px; height: 11px; border-radius: 2px; margin-right: 6px; }
-.label { white-space: nowrap; }
-.missing { color: var(--soft); border-left: 3px solid var(--line); padding-left: 10px; }
-.bad { color: var(--bad); }
-pre { background: var(--code); border-radius: 6px; padding: 10px; white-space: pre-wrap; overflow-wrap: anywhere; font-size: 12px; }
-pre i { font-style: normal; color: var(--soft); }
-details > summary { cursor: pointer; font-size: 13px; }
-"""
-)
-
-
-class Html(NamedTuple):
-    """A piece of HTML that is safe to put into the page as it is."""
-
-    source: str
-
-
-def content_policy(*, scripts: bool) -> str:
-    """What a page in one file may do, as an element of its head: no request to anywhere, and no scripts but its own, or none."""
-    allowed = "script-src 'unsafe-inline'; " if scripts else ""
-    rules = (
-        f"default-src 'none'; {allowed}style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
-    )
-    return f'<meta http-equiv="Content-Security-Policy" content="{rules}">'
-
-
-def text(value: object) -> str:
-    """Any value as text of the page: markup is escaped, and nothing in it acts on the reader."""
-    return escape(shown(str(value)))
-
-
-def missing(why: str) -> Html:
-    """A sentence in place of a plot; ``why`` may contain text from outside."""
-    return Html(f'<p class="missing">{text(why)}</p>')
-
-
-def named_number(name: str, run: str, value: str) -> str:
-    """A number that a program can find in the page: ``data-libra`` and ``data-run``."""
-    return f'<b data-libra="{text(name)}" data-run="{text(run)}">{text(value)}</b>'
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[object | Html]], numbers: Sequence[int] = ()) -> Html:
-    """A table; columns in ``numbers`` are right-aligned. A cell that is `Html` is put in as it is."""
-
-    def cells(values: Sequence[object | Html], tag: str) -> str:
-        return "".join(
-            f"<{tag}{' class=num' if index in numbers else ''}>{value.source if isinstance(value, Html) else text(value)}</{tag}>"
-            for index, value in enumerate(values)
-        )
-
-    body = "".join(f"<tr>{cells(row, 'td')}</tr>" for row in rows)
-    return Html(f'<div class="scroll"><table><tr>{cells(head, "th")}</tr>{body}</table></div>')
-
-
-def swatch(color: str, label: str) -> Html:
-    """A label with its colour."""
-    return Html(
-        f'<span class="label"><span class="swatch" style="background:{text(color)}"></span>{text(label)}</span>'
-    )
+STATE_COLORS: Final[Mapping[str, str]] = {
+    "generating": "#3f7fc4", "acting": "#e08214", "training": "#2a9d6f", "turned": "#7cc29f", "moving": "#7b68b5",
+    "starting": "#8fa1ab", "version": "#d4b13f", "trajectories": "#e3cf7a", "grading": "#c58b6b", "batch": "#a1887f",
+    "tail": "#d06a6a", "tools": "#e6a57e", "dispatch": "#b85c8a", "no_calls": "#c3ccd1", "evaluation": "#8fb8de",
+    "turning": "#c9a27e", "wave": "#d9c3a5", "returning": "#a67f5d",
+    "role": "#6d5a4f", "lost": "#8e2430", "quarantined": "#5d1f2b", "lent": "#b0bec5", "nothing": "#aab4ba",
+}  # fmt: skip
+"""Colour by state of a worker."""
 
 
 def number(value: Any, spec: str = ",.3f", unit: str = "") -> str:
@@ -99,15 +33,44 @@ def number(value: Any, spec: str = ",.3f", unit: str = "") -> str:
     return f"{value:{spec}}{unit}"
 
 
-def percent(share: float | None) -> str:
-    """A share as percent, one digit after the point."""
-    return "–" if share is None or not math.isfinite(share) else f"{100 * share:.1f} %"
+def percent(share: float | None, digits: int = 1) -> str:
+    """A share as percent."""
+    return number(None if share is None else 100 * share, f".{digits}f", " %")
 
 
-def duration(seconds: float) -> str:
-    """Seconds for readers, e.g. ``1 h 05 min``."""
+def duration(seconds: float, digits: int = 0) -> str:
+    """Seconds for readers, e.g. ``1 h 05 min``; ``digits`` behind the point where it is less than a minute."""
     if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest_s = divmod(round(seconds), 60)
+        return f"{math.floor(seconds * 10**digits) / 10**digits:.{digits}f} s"
+    minutes, rest_s = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest_s:02d} s"
+
+
+ENVIRONMENT: Final = Environment(
+    loader=PackageLoader("libra.observe"), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
+    lstrip_blocks=True, finalize=lambda value: value if isinstance(value, Markup) else shown(str(value)),
+)  # fmt: skip
+ENVIRONMENT.filters |= {"duration": duration, "percent": percent}
+ENVIRONMENT.globals |= {"STATES": STATES, "BUSY": BUSY, "COLORS": STATE_COLORS}
+_SHARED: Final[Any] = ENVIRONMENT.get_template("shared.html").module
+
+
+def render(template: str, **values: Any) -> Markup:
+    """A template of ``templates/`` with these values."""
+    return Markup(ENVIRONMENT.get_template(template).render(**values))
+
+
+def table(
+    head: Sequence[str],
+    rows: Iterable[Sequence[object]],
+    numbers: Sequence[int] = (),
+    names: Sequence[tuple[str, str]] = (),
+) -> Markup:
+    """A table; columns in ``numbers`` are right-aligned, ``names``: each row's name for programs, and its class."""
+    return Markup(_SHARED.table(head, list(rows), numbers, names))
+
+
+def piece(name: str, *values: Any, **named: Any) -> Markup:
+    """A piece of ``templates/shared.html`` by its name, e.g. ``missing``: a sentence in place of a plot."""
+    return Markup(getattr(_SHARED, name)(*values, **named))

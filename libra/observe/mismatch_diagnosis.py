@@ -12,7 +12,7 @@ step that is above. Step s trains version s, and only tokens of version s count 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any, Final
@@ -109,10 +109,6 @@ class Diagnosis:
     checked: int = 0
     damaged: list[str] = field(default_factory=list)
 
-    def as_dict(self) -> dict[str, Any]:
-        """JSON-able."""
-        return asdict(self)
-
 
 def diagnose(run_dir: Path, *, above: float | None = None, num_tokens: int = 5) -> Diagnosis:
     """Where the mismatch of a run began; ``above``: threshold of k3 in nats.
@@ -132,24 +128,14 @@ def diagnose(run_dir: Path, *, above: float | None = None, num_tokens: int = 5) 
     threshold, origin = _threshold(read_config(directory), records, above)
     over = {step: _above(record, threshold) for step, record in records.items()}
     steps = [step for step, parts in over.items() if parts]
+    found = Diagnosis(threshold, origin, len(records), damaged=damaged)
     if not steps:
-        return Diagnosis(threshold, origin, len(records), damaged=damaged)
+        return found
     parts = _suspects(records, over)
     engines = {part.name.removeprefix("engine ") for part in parts if part.name.startswith("engine ")}
     layers, passed = _layers(directory, steps[0], engines)
-    tokens = _tokens(records, {steps[0], steps[-1]}, engines, num_tokens)
-    return Diagnosis(
-        threshold,
-        origin,
-        len(records),
-        steps[0],
-        steps[-1],
-        parts,
-        _with_text(directory, tokens),
-        layers,
-        passed,
-        damaged,
-    )
+    tokens = _with_text(directory, _tokens(records, {steps[0], steps[-1]}, engines, num_tokens))
+    return replace(found, first=steps[0], last=steps[-1], parts=parts, tokens=tokens, layers=layers, checked=passed)
 
 
 def _records(directory: Path) -> tuple[dict[int, dict[str, Any]], list[str]]:
@@ -260,4 +246,4 @@ def _spelled(token: SuspectToken, store: TrajectoryStore, row: int | None, decod
     if not 0 <= token.token < len(ids) or int(ids[token.token]) != token.token_id:
         return token  # another draw of the trajectory is in the store
     before = decode(ids[max(0, token.token - CONTEXT_TOKENS) : token.token].tolist())
-    return SuspectToken(**{**asdict(token), "text": decode([token.token_id]), "before": before})
+    return replace(token, text=decode([token.token_id]), before=before)

@@ -2,7 +2,7 @@
 
 Invariants
 ----------
-1. Both show what ``snapshots()`` returns (`libra.observe.page_snapshot`).
+1. Both show what ``snapshots()`` returns (`libra.observe.snapshots`).
 2. Attaching twice leaves one page, fed by the latest ``snapshots``.
 3. Nothing here writes to the scheduler's state.
 """
@@ -18,8 +18,8 @@ import msgspec
 from tornado.ioloop import IOLoop
 from tornado.web import RequestHandler
 
-from libra.observe.page_snapshot import Feed, Snapshot
 from libra.observe.prometheus import export
+from libra.observe.snapshots import Feed, Snapshot
 
 if TYPE_CHECKING:
     from distributed import Scheduler

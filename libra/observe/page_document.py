@@ -17,10 +17,10 @@ from bokeh.layouts import column, row
 from bokeh.models.widgets import Div, Select
 from jinja2 import Environment
 
-from libra.observe.color_scheme import COLORS, SCRIPT
+from libra.observe.html import render
 from libra.observe.page_html import STYLESHEET, decisions_html, overview_html, summary_html, waves_html, workers_html
 from libra.observe.page_panels import LagPanel, OutcomePanel, RewardPanel, StepPanel, TimePanels, set_changed
-from libra.observe.page_snapshot import Feed, Snapshot
+from libra.observe.snapshots import Feed, Snapshot
 
 UPDATE_MS: Final = 500
 GRID: Final = {
@@ -33,21 +33,8 @@ TABLES: Final = GRID | {
     "align-items": "start",
 }
 
-_STYLE: Final = (
-    f"<style>{COLORS}\n"
-    "html, body { background: var(--back); color: var(--text); }\n"
-    ".navbar ul { background-color: var(--card) !important; border-bottom: 1px solid var(--line); }\n"
-    ".navbar li a { color: var(--text) !important; } .dropdown-content { background-color: var(--card) !important; }\n"
-    "#theme { display: block; margin: 10px 0 4px auto; font: 12px system-ui, sans-serif; padding: 5px 10px; "
-    "color: var(--soft); background: var(--card); border: 1px solid var(--line); border-radius: 6px; cursor: pointer; }\n"
-    ".bk-tooltip { background: var(--card) !important; color: var(--text) !important; }\n</style>"
-)
-CONTENT: Final = (
-    f"{_STYLE}\n{{{{ plot_div }}}}\n{{{{ plot_script }}}}\n"
-    '<button id="theme" type="button" title="light or dark; ?theme=dark in the address does the same">light / dark</button>\n'
-    f"<script>{SCRIPT}</script>"
-)
-"""The page below Dask's links; jinja2."""
+CONTENT: Final = render("live.html")
+"""The page below Dask's links; a template of Bokeh."""
 ALONE: Final = (
     '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
     '<link rel="icon" href="data:,"><title>{{ title }}</title>{{ bokeh_css }}{{ bokeh_js }}'

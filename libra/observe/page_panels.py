@@ -3,12 +3,12 @@
 Invariants
 ----------
 1. A panel without data draws no plot.
-2. Legends are above the curves. Colours of texts and grids come from the browser (`libra.observe.color_scheme`).
+2. Legends are above the curves. Colours of texts and grids come from the browser (``templates/scheme.js``).
 """
 
 from __future__ import annotations
 
-from html import escape
+from collections.abc import Sequence
 from typing import Any, Final, Literal
 
 from bokeh.layouts import column
@@ -16,11 +16,11 @@ from bokeh.models import AdaptiveTicker, ColumnDataSource, FixedTicker, HoverToo
 from bokeh.models.annotations import Span
 from bokeh.models.widgets import Div
 
+from libra.observe.html import STATE_COLORS, percent, piece
 from libra.observe.page_html import STYLESHEET
-from libra.observe.page_snapshot import Snapshot
 from libra.observe.plots import PHASE_COLORS, log_ticks, plot
-from libra.observe.run_facts import BANDS, MAX_SAMPLES
-from libra.observe.state_colors import STATE_COLORS
+from libra.observe.snapshots import Snapshot
+from libra.observe.timeline.timeline import BANDS, MAX_SAMPLES
 from libra.types import Phase
 
 RATE_S: Final = 3.0
@@ -40,16 +40,8 @@ _SAMPLE_COLUMNS: Final = (
     "t_s", "queued_rollout", "queued_tool", "used_rollout", "used_tool", "tokens_per_s", *_BAND_COLUMNS,
 )  # fmt: skip
 _STEP_STATES: Final = (
-    "trajectories",
-    "grading",
-    "batch",
-    "training",
-    "moving",
-    "evaluation",
-    "lost",
-    "starting",
-    "nothing",
-)
+    "trajectories", "grading", "batch", "training", "moving", "evaluation", "lost", "starting", "nothing",
+)  # fmt: skip
 _OUTCOME_COLUMNS: Final = ("first", "half", "tokens")
 _SINCE: Final = "h:mm:ss since the start"
 
@@ -66,37 +58,25 @@ class Panel:
         """Draw the plot or not; ``note`` follows the line of text."""
         set_changed(self.plot, "visible", there)
         line = f"{self.what} {note}".strip() if there else f"Waits for {self.waits}."
-        set_changed(self.head, "text", f'<h3>{self.title}</h3><p class="what">{escape(line)}</p>')
+        set_changed(self.head, "text", str(piece("panel", self.title, line)))
 
 
 class RewardPanel(Panel):
     """Mean reward of training and of held-out questions."""
 
     def __init__(self) -> None:
-        self.rewards, self.evaluations = (
-            _source("libra_rewards", "iteration", "reward"),
-            _source("libra_evaluations", "version", "reward"),
-        )
+        self.rewards = _source("libra_rewards", "iteration", "reward")
+        self.evaluations = _source("libra_evaluations", "version", "reward")
         made = plot("", "iteration (held out: weights version)", "mean reward", height=230)
-        for source, x, color, dash, label in (
-            (self.rewards, "iteration", _TRAINING, "solid", "training"),
-            (self.evaluations, "version", _HELD_OUT, "dashed", "held out"),
-        ):
-            made.line(x, "reward", source=source, color=color, line_width=2, line_dash=dash, legend_label=label)
-            dots = made.scatter(x, "reward", source=source, color=color, size=6, legend_label=label)
-            _hover(made, [(x, f"@{x}"), (f"mean reward, {label}", "@reward{0.000}")], dots)
-        made.xaxis.ticker.min_interval = 1
-        super().__init__(
-            "Reward", "Mean reward of each iteration, and of the held-out questions: is it learning?",
-            "the end of the first iteration", made,
-        )  # fmt: skip
+        _dotted(made, self.rewards, ("iteration", "reward"), "training", _TRAINING)
+        _dotted(made, self.evaluations, ("version", "reward"), "held out", _HELD_OUT, "dashed")
+        what = "Mean reward of each iteration, and of the held-out questions: is it learning?"
+        super().__init__("Reward", what, "the end of the first iteration", made)
 
     def show(self, snapshot: Snapshot) -> None:
         training, held_out = snapshot["rewards"], snapshot["evaluations"]
-        means = [NO_NUMBER if mean is None or mean != mean else float(mean) for _, mean in training]
-        set_changed(self.rewards, "data", {"iteration": [int(k) for k, _ in training], "reward": means})
-        means = [NO_NUMBER if mean is None or mean != mean else float(mean) for _, mean, _ in held_out]
-        set_changed(self.evaluations, "data", {"version": [int(k) for k, _, _ in held_out], "reward": means})
+        _set_means(self.rewards, training)
+        _set_means(self.evaluations, held_out)
         self.has_data(bool(training or held_out))
 
 
@@ -115,10 +95,8 @@ class StepPanel(Panel):
             _hover(made, [("step", "@step"), (state, f"@{state}{{0.00}} s")], drawn)
         made.y_range.start = 0
         made.xaxis.ticker.min_interval = 1
-        super().__init__(
-            "Step time", "Seconds from one weights version to the next, by what training did or waited for: where to save time.",
-            "the first step", made,
-        )  # fmt: skip
+        what = "Seconds from one weights version to the next, by what training did or waited for: where to save time."
+        super().__init__("Step time", what, "the first step", made)
 
     def show(self, snapshot: Snapshot) -> None:
         steps = snapshot["steps"]
@@ -226,27 +204,21 @@ class LagPanel(Panel):
     def __init__(self) -> None:
         self.source = _source("libra_lag", "iteration", "lag")
         made = plot("", "iteration", "versions behind", height=230, y_range=Range1d(start=0, end=1))
-        made.line("iteration", "lag", source=self.source, color=_TRAINING, line_width=2)
-        dots = made.scatter("iteration", "lag", source=self.source, color=_TRAINING, size=6)
-        _hover(made, [("iteration", "@iteration"), ("mean lag", "@lag{0.00}")], dots)
+        _dotted(made, self.source, ("iteration", "lag"), "mean lag", _TRAINING)
         self.bound = Span(location=0, dimension="width", line_color="#c62828", line_dash="dashed")
         made.add_layout(self.bound)
-        made.xaxis.ticker.min_interval = 1
-        super().__init__(
-            "Lag", "How many weights versions the trained tokens were behind, on average; dashed: the bound.",
-            "the end of the first iteration", made,
-        )  # fmt: skip
+        what = "How many weights versions the trained tokens were behind, on average; dashed: the bound."
+        super().__init__("Lag", what, "the end of the first iteration", made)
 
     def show(self, snapshot: Snapshot) -> None:
         pairs, eta = snapshot["lag"], snapshot["eta"]
-        means = [NO_NUMBER if mean is None or mean != mean else float(mean) for _, mean in pairs]
-        set_changed(self.source, "data", {"iteration": [int(k) for k, _ in pairs], "lag": means})
+        means = _set_means(self.source, pairs)
         set_changed(self.bound, "location", eta)
         set_changed(self.plot.y_range, "end", 1.15 * max([1.0, eta, *(lag for lag in means if lag == lag)]))
         self.has_data(bool(pairs) and (eta > 0 or any(means)))
         if pairs and not self.plot.visible:
             line = "None: with the bound 0, every token was trained on with the weights that made it."
-            set_changed(self.head, "text", f'<h3>{self.title}</h3><p class="what">{line}</p>')
+            set_changed(self.head, "text", str(piece("panel", self.title, line)))
 
 
 class OutcomePanel(Panel):
@@ -286,7 +258,10 @@ class OutcomePanel(Panel):
         for axis in self.plot.axis:
             set_changed(axis.ticker, "ticks", log_ticks(max(1.0, low / 1.5), high * 1.5))
         skill = "" if policy["skill"] is None else f", skill {policy['skill']:.2f}"
-        self.has_data(bool(lines), f"The latest {len(lines)}{skill}.")
+        told = sum(line[2] for line in lines) or 1
+        first, half = (sum(abs(line[i] - line[2]) for line in lines) / told for i in (0, 1))
+        off = f", off by {percent(first, 0)} at first and {percent(half, 0)} half way, on average"
+        self.has_data(bool(lines), f"The latest {len(lines)}{skill}{off}.")
 
 
 def sample_columns(history: list[Any], start: int = 0) -> dict[str, Any]:
@@ -307,6 +282,25 @@ def set_changed(model: Any, name: str, value: Any) -> None:
     """Set a property if it differs, so that an unchanged page sends nothing."""
     if getattr(model, name) != value:
         setattr(model, name, value)
+
+
+def _dotted(made: Any, source: Any, columns: tuple[str, str], label: str, color: str, dash: str = "solid") -> None:
+    """A curve with dots of two columns of a source, by whole numbers."""
+    x, y = columns
+    made.line(x, y, source=source, color=color, line_width=2, line_dash=dash, legend_label=label)
+    dots = made.scatter(x, y, source=source, color=color, size=6, legend_label=label)
+    _hover(made, [(x, f"@{x}"), (label, f"@{y}{{0.000}}")], dots)
+    made.xaxis.ticker.min_interval = 1
+
+
+def _set_means(source: Any, rows: Sequence[Sequence[Any]]) -> list[float]:
+    """Show the means of rows (number, mean, ...); the means, NaN where there is none."""
+    (x, y), means = (
+        source.column_names,
+        [NO_NUMBER if row[1] is None or row[1] != row[1] else float(row[1]) for row in rows],
+    )
+    set_changed(source, "data", {x: [int(row[0]) for row in rows], y: means})
+    return means
 
 
 def _source(name: str, *columns: str) -> Any:

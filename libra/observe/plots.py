@@ -1,6 +1,6 @@
 """Plots of reports and of the page in one style: transparent, so that the page's colours show in light and dark.
 
-The colours of texts and grids are set in the browser (`libra.observe.color_scheme`), which knows the scheme.
+The colours of texts and grids are set in the browser (``templates/scheme.js``), which knows the scheme.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, Literal, NamedTuple
 
-from libra.observe.page_snapshot import Feed, tokens_per_s
+from libra.observe.snapshots import Feed, tokens_per_s
 from libra.types import Phase
 
 logger = logging.getLogger(__name__)

@@ -60,25 +60,22 @@ class StartStages:
     def begin(self, stage: str) -> None:
         """The stage before has ended, and this one of `STAGES` begins."""
         self._end_stage()
-        self._stage, self._began_s = stage, self._clock_s()
         if self.enabled and self._stream.isatty():
             self._write(f"{', ' if self._any else 'start: '}{stage}")
-        self._any = True
+        self._stage, self._began_s, self._any = stage, self._clock_s(), True
 
     def end(self, *, failed: bool = False) -> None:
         """The last stage has ended."""
-        if failed:
-            self._stage = ""
-        self._end_stage()
+        if not failed:
+            self._end_stage()
         if self.enabled and self._any and self._stream.isatty():
             self._write("\n")
-        self._any = False
+        self._stage, self._any = "", False
 
     def _end_stage(self) -> None:
-        stage, self._stage = self._stage, ""
-        if self.enabled and stage:
+        if self.enabled and self._stage:
             seconds = f"{self._clock_s() - self._began_s:.1f} s"
-            self._write(f" {seconds}" if self._stream.isatty() else f"start: {stage} {seconds}\n")
+            self._write(f" {seconds}" if self._stream.isatty() else f"start: {self._stage} {seconds}\n")
 
     def _write(self, text: str) -> None:
         self._stream.write(text)

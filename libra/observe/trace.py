@@ -1,6 +1,6 @@
 """`libra trace`: the event log as a trace for Perfetto (https://ui.perfetto.dev) and Chrome, in the Trace Fact Format as JSON.
 
-Each worker is a process with one line for its state (`libra.observe.worker_time`), one for weight syncs, and one for each slot
+Each worker is a process with one line for its state (`libra.observe.timeline`), one for weight syncs, and one for each slot
 that was in use at the same time, with its quanta. The process ``run`` has steps, published versions, and counters: open
 trajectories, those that wait by phase and by level, and generated tokens per second.
 
@@ -9,20 +9,18 @@ Times are microseconds since the run's first start; time between two starts is l
 
 from __future__ import annotations
 
-import contextlib
 import gzip
 import json
 import math
-import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, TextIO
 
 from libra import facts, keys
-from libra.errors import ConfigError, StoreError, disk_refusal
 from libra.facts import Line
-from libra.observe.worker_time import WorkerTimes
+from libra.observe.output_file import written
+from libra.observe.timeline.timeline import Timeline
 from libra.types import Phase
 from libra.untrusted import shown_line
 
@@ -38,65 +36,47 @@ TraceLine = dict[str, Any]
 
 
 class Tracer:
-    """Turns events into lines of a trace. `add` gives those of an event, `finish` the rest."""
+    """Turns facts into lines of a trace. `add` gives those of a fact, `finish` the rest."""
 
     def __init__(self, trainers: Sequence[str] = ()) -> None:
-        self.times = WorkerTimes(trainers)
+        self.timeline = Timeline(trainers)
         self._pids: dict[str, int] = {}
         self._lanes: dict[tuple[int, Phase], list[float]] = {}
-        self._begun: dict[str, float] = {}
-        self._level: dict[str, tuple[str, int]] = {}  # of waiting trajectories: phase and level
-        self._waiting: Counter[tuple[str, int]] = Counter()
-        self._open: set[str] = set()
-        self._tokens = self._sampled_tokens = 0
-        self._sampled_s = 0.0
+        self._sampled_tokens, self._sampled_s = 0, 0.0
         self._names: dict[tuple[int, int], str] = {}
+        self._levels: set[str] = set()
 
     def add(self, logged: Line) -> Iterator[TraceLine]:
         """The lines of one fact."""
-        self.times.add(logged)
-        now_s, event = self.times.now_s, logged.fact
-        match event:
+        fact = logged.fact
+        before = self.timeline.places.open.get(getattr(fact, "key", ""))
+        slot = before.slot if before is not None else None
+        self.timeline.add(logged)
+        now_s = self.timeline.now_s
+        match fact:
             case facts.RunStarted():
-                self._level.clear()
-                self._waiting.clear()
-                self._open.clear()
-                yield _instant(RUN_PID, f"start {event.epoch}", now_s)
-            case facts.TrajectoryParked():
-                self._open.add(event.key)
-                self._waits(event.key, (str(event.phase), 0))
-            case facts.SetPriority() if (waits := self._level.get(event.key)) is not None:
-                self._waits(event.key, (waits[0], event.priority.level))
-            case facts.QuantumDispatched() | facts.QuantumContinued():
-                self._waits(event.key, None)
-                self._begun[event.key] = now_s
+                yield _instant(RUN_PID, f"start {fact.epoch}", now_s)
             case facts.QuantumFinished():
-                yield self._quantum(event, now_s)
-            case facts.TrajectoryEnded():
-                self._waits(event.key, None)
-                self._open.discard(event.key)
+                yield self._quantum(fact, now_s - fact.latency_s if slot is None else slot.since_s, now_s)
             case facts.VersionServed():
-                yield self._slice(
-                    self._pid(event.worker), SYNC_TID, f"load version {event.version}", now_s - event.load_s, now_s
-                )
+                name, start_s = f"load version {fact.version}", now_s - fact.load_s
+                yield self._slice(self._pid(fact.worker), SYNC_TID, name, start_s, now_s)
             case facts.StepFinished():
-                what = {"loss": event.loss if math.isfinite(event.loss) else str(event.loss)}  # JSON has no NaN
-                yield self._slice(RUN_PID, STATE_TID, f"step {event.step}", now_s - event.train_s, now_s, what)
+                what = {"loss": fact.loss if math.isfinite(fact.loss) else str(fact.loss)}  # JSON has no NaN
+                yield self._slice(RUN_PID, STATE_TID, f"step {fact.step}", now_s - fact.train_s, now_s, what)
             case facts.VersionPublished():
-                yield _instant(RUN_PID, f"version {event.version}", now_s)
+                yield _instant(RUN_PID, f"version {fact.version}", now_s)
             case facts.OpenBatch() | facts.OpenGate():
-                yield _instant(
-                    RUN_PID, f"{event.name} {getattr(event, 'batch', getattr(event, 'iteration', ''))}", now_s
-                )
+                yield _instant(RUN_PID, f"{fact.name} {fact.about}", now_s)
             case facts.WorkerLost() | facts.FailureClassified() | facts.StallDetected():
-                yield _instant(RUN_PID, event.name, now_s)
+                yield _instant(RUN_PID, fact.name, now_s)
         if now_s - self._sampled_s >= SAMPLE_S:
             yield from self._counters(now_s)
 
     def finish(self) -> Iterator[TraceLine]:
         """The states of all workers, and the names of all lines."""
-        yield from self._counters(self.times.now_s)
-        for worker, found in self.times.segments().items():
+        yield from self._counters(self.timeline.now_s)
+        for worker, found in self.timeline.workers.segments().items():
             pid = self._pid(worker)
             for start_s, stop_s, state in found:
                 yield self._slice(pid, STATE_TID, state, start_s, stop_s)
@@ -106,10 +86,8 @@ class Tracer:
         for (pid, tid), name in sorted(self._names.items()):
             yield _meta(pid, tid, "thread_name", name)
 
-    def _quantum(self, event: facts.QuantumFinished, now_s: float) -> TraceLine:
+    def _quantum(self, event: facts.QuantumFinished, begun_s: float, now_s: float) -> TraceLine:
         phase, pid = Phase(event.phase), self._pid(event.worker)
-        begun_s = self._begun.pop(event.key, now_s - event.latency_s)
-        self._tokens += event.tokens
         lanes = self._lanes.setdefault((pid, phase), [])
         lane = next((index for index, free_s in enumerate(lanes) if free_s <= begun_s), len(lanes))
         if lane == len(lanes):
@@ -132,39 +110,25 @@ class Tracer:
     ) -> TraceLine:
         if tid in (STATE_TID, SYNC_TID):
             self._names[pid, tid] = "steps" if pid == RUN_PID else "state" if tid == STATE_TID else "weights"
-        start_s = max(start_s, 0.0)
-        line = {
-            "ph": "X",
-            "pid": pid,
-            "tid": tid,
-            "name": shown_line(name),
-            "ts": _us(start_s),
-            "dur": _us(stop_s) - _us(start_s),
-        }
+        ts = _us(max(start_s, 0.0))
+        line = {"ph": "X", "pid": pid, "tid": tid, "name": shown_line(name), "ts": ts, "dur": _us(stop_s) - ts}
         return line | ({"args": what} if what else {})
 
     def _pid(self, worker: str) -> int:
         return self._pids.setdefault(worker, RUN_PID + 1 + len(self._pids))
 
-    def _waits(self, key: str, where: tuple[str, int] | None) -> None:
-        before = self._level.pop(key, None)
-        if before is not None:
-            self._waiting[before] -= 1
-        if where is not None:
-            self._level[key] = where
-            self._waiting[where] += 1
-
     def _counters(self, now_s: float) -> Iterator[TraceLine]:
-        by_phase: Counter[str] = Counter()
-        by_level: Counter[str] = Counter()
-        for (phase, level), count in self._waiting.items():
-            by_phase[phase] += count
-            by_level[f"level {level:02d}" if level < MAX_LEVELS else f"level {MAX_LEVELS} and deeper"] += count
+        places, tokens = self.timeline.places, self.timeline.tokens
+        by_level = Counter(dict.fromkeys(self._levels, 0))  # a level that nobody waits at any more is shown as 0
+        for levels in places.levels.values():
+            for level, count in levels.items():
+                by_level[f"level {level:02d}" if level < MAX_LEVELS else f"level {MAX_LEVELS} and deeper"] += count
+        self._levels |= by_level.keys()
         elapsed_s = now_s - self._sampled_s
-        rate = (self._tokens - self._sampled_tokens) / elapsed_s if elapsed_s > 0 else 0.0
-        self._sampled_s, self._sampled_tokens = now_s, self._tokens
-        yield _counter("open trajectories", now_s, {"open": len(self._open)})
-        yield _counter("waiting by phase", now_s, {str(phase): by_phase[phase] for phase in Phase})
+        rate = (tokens - self._sampled_tokens) / elapsed_s if elapsed_s > 0 else 0.0
+        self._sampled_s, self._sampled_tokens = now_s, tokens
+        yield _counter("open trajectories", now_s, {"open": len(places.open)})
+        yield _counter("waiting by phase", now_s, {str(phase): places.levels[phase].total() for phase in Phase})
         yield _counter("waiting by level", now_s, dict(sorted(by_level.items())) or {"level 00": 0})
         yield _counter("generated tokens per second", now_s, {"tokens/s": round(rate, 1)})
 
@@ -198,30 +162,14 @@ def write_trace(log: Iterable[Line], output: Path, trainers: Sequence[str] = ())
 
     Raises StoreError where the log is damaged, ConfigError if the file cannot be written; then nothing is left.
     """
-    unfinished = output.with_name(f".{output.name}.{os.getpid()}.tmp")
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        with _opened(unfinished, packed=output.suffix == ".gz") as file:
-            count = _write_lines(file, trace_lines(log, trainers))
-        unfinished.replace(output)
-    except StoreError:
-        raise  # of the log: it is an OSError, too
-    except OSError as error:
-        raise ConfigError(f"-o {output}: {disk_refusal(output, error)}; name another file with -o FILE") from error
-    finally:
-        with contextlib.suppress(OSError):
-            unfinished.unlink(missing_ok=True)
+    count = 0
+    with written(output, "-o") as path, _opened(path, packed=output.suffix == ".gz") as file:
+        file.write('{"displayTimeUnit":"ms","traceEvents":[')
+        for count, line in enumerate(trace_lines(log, trainers), 1):
+            file.write(("\n" if count == 1 else ",\n") + json.dumps(line, separators=(",", ":")))
+        file.write("\n]}\n")
     return count
 
 
 def _opened(path: Path, *, packed: bool) -> TextIO:
     return gzip.open(path, "wt", encoding="utf-8") if packed else path.open("w", encoding="utf-8")
-
-
-def _write_lines(file: TextIO, lines: Iterable[TraceLine]) -> int:
-    count = 0
-    file.write('{"displayTimeUnit":"ms","traceEvents":[')
-    for count, line in enumerate(lines, 1):
-        file.write(("\n" if count == 1 else ",\n") + json.dumps(line, separators=(",", ":")))
-    file.write("\n]}\n")
-    return count

@@ -3,7 +3,7 @@
 Invariants
 ----------
 1. A tracker never ends a run: its first error is one warning, and it gets nothing more.
-2. All get the same: numbers by `libra.observe.metric_groups`, settings when they open, texts that act on no reader.
+2. All get the same: numbers in groups (`grouped`), settings when they open, texts that act on no reader.
 3. They write into the run directory. Nothing leaves the machine unless the tracker's own environment variables say so
    (``WANDB_MODE=online``, ``MLFLOW_TRACKING_URI``, ``TRACKIO_SPACE_ID`` or ``TRACKIO_SERVER_URL``).
 4. Each start of a run is a run of its own in Weights & Biases and MLflow, under the run's name; in the others it goes on.
@@ -18,14 +18,16 @@ import logging
 import math
 import os
 import re
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any, Final, Protocol
 
 from libra.errors import ConfigError
-from libra.observe.metric_groups import grouped
+from libra.observe.inspect_page import headline
+from libra.observe.token_text import Decode
+from libra.types import Trajectory
+from libra.untrusted import shown
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +35,9 @@ PROJECT: Final = "libra"
 SECTIONS: Final = ("run", "model", "environment", "rollout", "trainer", "policy", "evaluation")
 """Sections of the configuration whose settings trackers get."""
 
+EVERY: Final = 10
+"""Iterations from one sample to the next; the last one has a sample too."""
+MAX_CHARS: Final = 6000
 Setting = bool | int | float | str
 
 
@@ -52,45 +57,25 @@ class Tracker(Protocol):
 
 
 class TensorBoard:
-    """TensorBoard's own event files in ``RUN/tensorboard``: no torch, no TensorFlow."""
+    """TensorBoard's event files in ``RUN/tensorboard``."""
 
     def __init__(self, directory: Path, run: str, settings: Mapping[str, Setting]) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.compat.proto.summary_pb2 import Summary
-        from tensorboard.plugins.hparams import metadata, plugin_data_pb2
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        from torch.utils.tensorboard import SummaryWriter
+        from torch.utils.tensorboard.summary import hparams
 
-        self._event, self._summary = Event, Summary
-        self._writer = EventFileWriter(str(directory / "tensorboard"))
-        started = plugin_data_pb2.SessionStartInfo(start_time_secs=time.time(), group_name=run)
-        for name, value in settings.items():
-            kind = "bool" if isinstance(value, bool) else "string" if isinstance(value, str) else "number"
-            setattr(started.hparams[name], f"{kind}_value", value)
-        about = metadata.create_summary_metadata(plugin_data_pb2.HParamsPluginData(session_start_info=started))
-        self._add(
-            0,
-            time.time(),
-            [{"tag": metadata.SESSION_START_INFO_TAG, "metadata": about, "tensor": metadata.NULL_TENSOR}],
-        )
-
-    def _add(self, step: int, wall_time_s: float, values: Sequence[Mapping[str, Any]]) -> None:
-        summary = self._summary(value=[self._summary.Value(**value) for value in values])
-        self._writer.add_event(self._event(wall_time=wall_time_s, step=step, summary=summary))
-        self._writer.flush()
+        self._writer: Any = SummaryWriter(str(directory / "tensorboard"))  # type: ignore[no-untyped-call]
+        for part in hparams(dict(settings), {})[:2]:  # type: ignore[no-untyped-call]  # the third says that it has ended
+            self._writer.file_writer.add_summary(part)  # type: ignore[attr-defined]
 
     def numbers(self, step: int, wall_time_s: float, values: Mapping[str, float]) -> None:
-        self._add(step, wall_time_s, [{"tag": name, "simple_value": value} for name, value in values.items()])
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step, wall_time_s)
+        self._writer.flush()
 
     def texts(self, step: int, texts: Mapping[str, str]) -> None:
-        from tensorboard.plugins.text import metadata
-        from tensorboard.util import tensor_util
-
-        about = metadata.create_summary_metadata(display_name=None, description=None)
-        indented = {
-            name: "\n".join(f"    {line}" for line in text.split("\n")) for name, text in texts.items()
-        }  # code in Markdown
-        tensors = {name: tensor_util.make_tensor_proto([text.encode()]) for name, text in indented.items()}
-        self._add(step, time.time(), [{"tag": n, "metadata": about, "tensor": tensor} for n, tensor in tensors.items()])
+        for name, text in texts.items():
+            self._writer.add_text(name, "\n".join(f"    {line}" for line in text.split("\n")), step)  # code in Markdown
+        self._writer.flush()
 
     def close(self) -> None:
         self._writer.close()
@@ -166,19 +151,14 @@ class Trackio:
 
     def __init__(self, directory: Path, run: str, settings: Mapping[str, Setting]) -> None:
         os.environ.setdefault("TRACKIO_DIR", str((directory / "trackio").absolute()))
-        with _silent():
+        with contextlib.redirect_stdout(io.StringIO()):  # the terminal is the run's
             import trackio
 
             self._trackio = trackio
             self._run = trackio.init(
-                project=PROJECT,
-                name=run,
-                config=dict(settings),
-                resume="allow",
-                embed=False,
-                auto_log_gpu=False,
+                project=PROJECT, name=run, config=dict(settings), resume="allow", embed=False, auto_log_gpu=False,
                 auto_log_cpu=False,
-            )
+            )  # fmt: skip
 
     def numbers(self, step: int, wall_time_s: float, values: Mapping[str, float]) -> None:
         self._run.log({name: value for name, value in values.items() if math.isfinite(value)}, step=step)
@@ -187,15 +167,8 @@ class Trackio:
         self._run.log({name: self._trackio.Markdown(f"```\n{text}\n```") for name, text in texts.items()}, step=step)
 
     def close(self) -> None:
-        with _silent():
+        with contextlib.redirect_stdout(io.StringIO()):
             self._trackio.finish()  # the run's own would leave it current, to be ended again at exit
-
-
-@contextlib.contextmanager
-def _silent() -> Iterator[None]:
-    """Without what a library prints: the terminal is the run's."""
-    with contextlib.redirect_stdout(io.StringIO()):
-        yield
 
 
 TRACKERS: Final[Mapping[str, type[Tracker]]] = {
@@ -277,3 +250,42 @@ class Trackers:
             first = (str(error).strip() or "no message").splitlines()[0]
             logger.warning("%s gets nothing more of this run: %s: %s", name, type(error).__name__, first[:300])
             self._open.pop(name, None)
+
+
+# ---------------------------------------------------------------- names and texts
+
+_RENAMED: Final = {
+    "reward": "reward/mean", "frac_reward_zero_std": "reward/frac_zero_std",
+    "groups_without_signal": "reward/groups_without_signal",
+    "evaluation/reward": "reward/held_out", "evaluation/wall_s": "time/evaluation_s", "lag": "lag/mean", "version": "lag/version",
+    "failures": "failures/all", "left_out": "failures/left_out", "resampled": "failures/tried_again",
+}  # fmt: skip
+_PREFIXES: Final = (
+    ("evaluation/reward/", "reward/held_out_by/"), ("evaluation/", "reward/held_out_"), ("reward_", "reward/"), ("lag_", "lag/"),
+    ("mismatch_", "lag/mismatch_"), ("failures/", "failures/"), ("resampled/", "failures/tried_again_"), ("forecast_", "forecast/"),
+    ("plan/", "plan/"), ("late_", "late/"), ("sessions_", "sessions/"),
+)  # fmt: skip
+
+
+def grouped(name: str) -> str:
+    """The name of a metric of ``metrics.jsonl`` in its group; seconds are in ``time/``, and what has no group in ``train/``."""
+    if name in _RENAMED:
+        return _RENAMED[name]
+    for prefix, group in _PREFIXES:
+        if name.startswith(prefix):
+            return group + name.removeprefix(prefix)
+    return f"time/{name}" if name.endswith("_s") else f"train/{name}"
+
+
+def sample_texts(trajectories: Sequence[Trajectory], decode: Decode) -> dict[str, str]:
+    """Texts of the best and the worst of these, as ``samples/best`` and ``samples/worst``."""
+    graded = sorted((each for each in trajectories if each.reward == each.reward), key=lambda each: each.reward)
+    if not graded:
+        return {}
+    chosen = {"samples/best": graded[-1], "samples/worst": graded[0]}
+    return {name: f"{shown(headline(each))}\n\n{_text(each, decode)}" for name, each in chosen.items()}
+
+
+def _text(trajectory: Trajectory, decode: Decode) -> str:
+    words = shown(decode(trajectory.token_ids.tolist()))
+    return words if len(words) <= MAX_CHARS else f"{words[:MAX_CHARS]} ... (cut here)"

@@ -196,12 +196,12 @@ class LibraPlugin(SchedulerPlugin):
 
     def progress(self, run: str, epoch: int) -> tuple[int, int, str, str]:
         """Trajectories that have ended and tokens generated since this start of the run, `MissingRoles.lack`, and
-        `RunFacts.training`."""
+        `Timeline.training`."""
         state = self.runs.get(run)
         if state is None or state.epoch != epoch:
             return 0, 0, "", ""
-        facts = state.log.facts
-        return state.num_ended, facts.tokens, self.missing_roles.lack(run), facts.training(state.log.uptime_s)
+        seen = state.log.timeline
+        return state.num_ended, seen.tokens, self.missing_roles.lack(run), seen.training(state.log.uptime_s)
 
     def set_slots(
         self, run: str, epoch: int, slots: Mapping[str, Mapping[str, int]], reason: str = "asked for"

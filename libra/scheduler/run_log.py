@@ -8,9 +8,8 @@ from collections.abc import Sequence
 
 from libra.errors import StoreError
 from libra.facts import Fact, Line, PolicySnapshot, to_json
-from libra.observe.run_facts import RunFacts
+from libra.observe.timeline.timeline import Timeline
 from libra.policy import Admission, OneVersion, Ordering, Tail
-from libra.scheduler.step_clock import StepClock
 from libra.store.event_log import EventLog
 
 logger = logging.getLogger(__name__)
@@ -29,7 +28,7 @@ MOST_PENDING = 2000
 class RunLog:
     """Facts of a run with their times, and snapshots of its policy.
 
-    A fact costs little when it happens: lines are encoded, and counted, in `flush`, or when someone looks at `facts`.
+    A fact costs little when it happens: lines are encoded, and counted, in `flush`, or when someone looks at `timeline`.
 
     Parameters
     ----------
@@ -37,20 +36,17 @@ class RunLog:
     file : EventLog or None
         None: the run keeps no log, and only the newest fact is known.
     trainers : sequence of str
-        Names of its training workers, for ``facts``.
+        Names of its training workers, for ``timeline``.
 
     Attributes
     ----------
     started_s : float
         Unix time of the run's start; lines count from it.
-    clock : StepClock or None
-        None: nobody measures steps.
     """
 
     def __init__(self, run: str, file: EventLog | None, trainers: Sequence[str] = ()) -> None:
         self.started_s = time.time()
-        self.clock: StepClock | None = None
-        self._facts = RunFacts(trainers, keep=KEPT_SEGMENTS)
+        self._timeline = Timeline(trainers, keep=KEPT_SEGMENTS)
         self._run, self._file = run, file
         self._closed: EventLog | None = None
         self._pending: list[Line] = []
@@ -71,19 +67,17 @@ class RunLog:
             self._take_in()
 
     @property
-    def facts(self) -> RunFacts:
+    def timeline(self) -> Timeline:
         """Counts, curves and worker time since the run's start, as the lines of this log show them."""
         self._take_in()
-        return self._facts
+        return self._timeline
 
     def _take_in(self) -> None:
         """Count what has happened since the last call, and write its lines."""
         pending, self._pending = self._pending, []
         lines = []
         for line in pending:
-            self._facts.add(line)
-            if self.clock is not None:
-                self.clock.add(line)
+            self._timeline.add(line)
             if self._file is not None:
                 try:
                     lines.append(to_json(line))

@@ -14,7 +14,6 @@ import msgspec
 from libra import facts
 from libra.facts import Command, Fact, ToolNeeds
 from libra.keys import Key
-from libra.observe.page_snapshot import time_row
 from libra.policy import (
     Admission,
     Fifo,
@@ -33,7 +32,6 @@ from libra.policy import (
 )
 from libra.scheduler.notices import Notices
 from libra.scheduler.run_log import RunLog
-from libra.scheduler.step_clock import StepClock
 from libra.scheduler.version_holders import Holders
 from libra.store.batch_membership import read_batch
 from libra.types import EndReason, Phase
@@ -296,23 +294,22 @@ class RunState:
         )
         if new.ways is not None:
             self.admission.ways = WayChoice(new.ways, new.eta, new.waves)
-            self.log.clock = StepClock(new.groups_per_batch, new.ways.train_gpus)
+            self.log.timeline.steps.train_gpus = new.ways.train_gpus
         self.emit_snapshot()
         if new.ways is not None:
             self.log.emit(facts.StepsPlanned(ways=new.ways.ways, way=new.ways.way, reason=new.ways.reason))
 
     def measured(self, version: int) -> tuple[Command, ...] | None:
         """Log the step whose weights are published now, if it was measured; what it changes. None: it was not."""
-        clock, log = self.log.clock, self.log
-        step = None if clock is None else clock.published(version, log.uptime_s, log.facts.times)
+        step = self.log.timeline.measured(version, self.log.uptime_s)
         if step is None:
             return None
-        log.emit(step)
+        self.log.emit(step)
         return self.admission.steps_measured(step)
 
     def sample(self) -> None:
         """Twice a second: the rows of the dashboard's plots that are due, and everything logged so far to the disk."""
-        self.log.facts.sample(self.log.uptime_s)
+        self.log.timeline.sample(self.log.uptime_s)
         if self.log.snapshot_is_due:
             self.emit_snapshot()
         self.log.flush()
@@ -335,12 +332,8 @@ class RunState:
         """The run as shown on the dashboard page; ``buckets``: `Dispatcher.buckets`."""
         nothing: dict[str, Any] = {"objective": "", "skill": None, "weights": {}, "outcomes": []}
         policy = self.policy.dashboard_row() if isinstance(self.policy, Inspectable) else nothing
-        facts, now_s = self.log.facts, self.log.uptime_s
-        return facts.snapshot(now_s) | {
-            "buckets": buckets,
-            "policy": {"name": self.policy.name, **policy},
-            "time": time_row(facts.times, now_s),
-        }
+        snapshot = self.log.timeline.snapshot(self.log.uptime_s)
+        return snapshot | {"buckets": buckets, "policy": {"name": self.policy.name, **policy}}
 
 
 @dataclass(slots=True)

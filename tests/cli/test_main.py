@@ -10,7 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from libra.cli.main import installed_version, made_run_name, main
+from libra.cli.main import installed_version, main
+from libra.cli.run import made_run_name
 from libra.config import load_config
 from libra.errors import ConfigError
 from libra.keys import check_run_name

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from libra.cli.new_project import make_project
+from libra.cli.projects import make_project
 from libra.errors import ConfigError
 
 

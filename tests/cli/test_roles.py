@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from libra.cli.clusters import assignments, table
 from libra.cli.main import main
-from libra.cli.roles import assignments, table
 from libra.cluster.run_contact import FILE, RunContact, forget
 from libra.errors import ConfigError
 

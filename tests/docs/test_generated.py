@@ -2,15 +2,14 @@
 
 import picture
 from click.testing import CliRunner
-from doc_pages import algorithms_markdown, reference_markdown
+from doc_pages import algorithms_markdown, commands_markdown, reference_markdown
 from import_graph import import_graph, modules
 
 from libra.cli.main import cli
-from libra.cli.reference_page import reference_markdown as commands_markdown
 from libra.config import RunConfig, config_from_dict
 from libra.config.field_help import field_references
 from libra.observe.prometheus import METRICS
-from libra.observe.worker_states import STATES
+from libra.observe.timeline.states import STATES
 
 
 def test_the_generated_pages_are_up_to_date(repository):

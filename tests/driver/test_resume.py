@@ -9,7 +9,7 @@ import torch
 import whole_run
 
 import factories
-from libra.cli.run_files import nothing_left
+from libra.cli.run import nothing_left
 from libra.config import dump_config
 from libra.config.resume_changes import load_resumed
 from libra.driver import run_checkpoints

@@ -6,8 +6,8 @@ import re
 import pytest
 from whole_run import events_of, named
 
+from libra.cli.clusters import roles_command
 from libra.cli.main import main
-from libra.cli.roles import roles_command
 from libra.cluster.hardware_inventory import CPU, Machine
 from libra.cluster.local import device_bindings
 from libra.cluster.present_workers import present_workers

@@ -28,7 +28,7 @@ from damaged_run import (
     said_of,
     typed,
 )
-from libra.cli.run_files import ready_to_resume
+from libra.cli.run import ready_to_resume
 from libra.config import config_from_dict
 from libra.config.resume_changes import load_resumed
 from libra.driver.damage import check_run, refuse_damaged

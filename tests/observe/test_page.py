@@ -10,8 +10,8 @@ from page_rows import UNREADY, role
 
 from libra.observe import page_document
 from libra.observe.page_html import overview_html, summary_html, workers_html
-from libra.observe.page_snapshot import Feed, numbers, tokens_per_s
 from libra.observe.plots import log_ticks
+from libra.observe.snapshots import Feed, numbers, tokens_per_s
 
 # -- figures ---------------------------------------------------------------------------------------------------------
 
@@ -143,7 +143,7 @@ def test_what_workers_are_called_and_say_cannot_inject_markup():
         "not_ready": [UNREADY | {"worker": evil, "detail": evil}],
     })  # fmt: skip
     assert "<script>" not in html
-    assert html.count("&lt;script&gt;&#x27;&quot;x") == 9  # each cell, both attributes, and where the change leads
+    assert html.count("&lt;script&gt;&#39;&#34;x") == 9  # each cell, both attributes, and where the change leads
 
 
 def test_the_tables_leave_with_the_run(make_snapshot):

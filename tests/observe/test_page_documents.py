@@ -11,7 +11,7 @@ from tornado.httpclient import AsyncHTTPClient
 
 from libra.observe import page_document
 from libra.observe.page import attach_page
-from libra.observe.page_snapshot import Feed
+from libra.observe.snapshots import Feed
 
 
 async def fetch(scheduler, path):

@@ -16,7 +16,7 @@ import pytest
 from tornado.httpclient import AsyncHTTPClient
 from tornado.websocket import websocket_connect
 
-from libra.cli.page import page_server
+from libra.cli.records import page_server
 from libra.hardware.prices import load_prices
 from libra.observe.report import write_report
 

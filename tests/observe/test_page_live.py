@@ -7,11 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 from distributed import Client, Reschedule, Worker, get_worker
+from made_events import worker_times
 
 from libra import facts, keys
 from libra.facts import STREAM_OP, QuantumFinished, from_dict, pack
-from libra.observe.page_snapshot import numbers
-from libra.observe.worker_time import worker_times
+from libra.observe.snapshots import numbers
 from libra.scheduler import LibraPlugin, RunRegistration
 from libra.store.event_log import read_events
 from libra.types import Phase

@@ -24,11 +24,11 @@ def test_a_log_that_grows_is_followed_and_read_once(made_run):
     assert before["note"]
     log.write_bytes(b"".join(whole[:half]) + whole[half][:10])  # the writer is in the middle of a line
     (middle,) = run.snapshots()
-    assert (middle["note"], middle["tokens"], run.facts.num_events) == ("", 5, half)
+    assert (middle["note"], middle["tokens"], run.timeline.num_facts) == ("", 5, half)
     assert run.snapshots()[0] is middle
     log.write_bytes(b"".join(whole))
     (after,) = run.snapshots()
-    assert (after["tokens"], run.facts.num_events) == (15, len(whole))
+    assert (after["tokens"], run.timeline.num_facts) == (15, len(whole))
     assert after == RecordedRun(made_run).snapshots()[0]
 
 

@@ -8,7 +8,7 @@ from html import unescape
 
 import numpy as np
 import pytest
-from made_events import CONSIDERED, an_iteration
+from made_events import CONSIDERED, an_iteration, worker_times
 from tokenizers import Tokenizer, decoders, models
 
 from factories import trajectory
@@ -17,7 +17,6 @@ from libra.hardware.prices import load_prices
 from libra.observe.report import write_report
 from libra.observe.report.page import SECTIONS
 from libra.observe.report.where_time import coarse
-from libra.observe.worker_time import worker_times
 from libra.store.event_log import EventLog
 from libra.store.trajectories import TrajectoryStore
 from libra.types import EndReason, FailureClass, Phase, Prompt
@@ -79,7 +78,7 @@ def test_a_damaged_log_is_shown_up_to_the_damage_which_is_named(made_run, prices
     lines = log.read_text().splitlines(keepends=True)
     log.write_text("".join([*lines[:half], "{broken\n", *lines[half:]]))
     (report,) = write_report([made_run], tmp_path / "cut.html", prices)
-    assert (report.facts.num_events, report.facts.run.quanta["ROLLOUT"]) == (half, 1)
+    assert (report.timeline.num_facts, report.timeline.quanta["ROLLOUT"]) == (half, 1)
     assert f"line {half + 1}" in report.log_error
     assert report.log_error in unescape((tmp_path / "cut.html").read_text())
 

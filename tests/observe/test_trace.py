@@ -6,13 +6,12 @@ import json
 from collections import defaultdict
 
 import pytest
-from made_events import an_iteration
+from made_events import an_iteration, worker_times
 
 from libra import facts
 from libra.errors import ConfigError, StoreError
-from libra.observe.log_facts import read_log
+from libra.observe.timeline.recorded import read_log
 from libra.observe.trace import STATE_TID, trace_lines, write_trace
-from libra.observe.worker_time import worker_times
 
 TRAINERS = ("train-0",)
 

@@ -13,10 +13,8 @@ from factories import trajectory
 from libra.config import config_from_dict
 from libra.errors import ConfigError
 from libra.observe import trackers as module
-from libra.observe.metric_groups import grouped
 from libra.observe.metrics import MetricsLog, read_metrics
-from libra.observe.samples import MAX_CHARS, sample_texts
-from libra.observe.trackers import Trackers, settings_of
+from libra.observe.trackers import MAX_CHARS, Trackers, grouped, sample_texts, settings_of
 
 CONFIG = {
     "run": {"name": "demo", "seed": 7, "from_checkpoint": None},
@@ -80,7 +78,7 @@ def test_tensorboard_has_groups_settings_and_texts(tmp_path):
     assert [scalar.value for scalar in board.Scalars("time/train_s")] == [1.5, 1.5, 1.5]
     assert math.isnan(board.Scalars("train/loss")[1].value)
     assert [scalar.value for scalar in board.Scalars("reward/held_out")] == [0.875]
-    ((text,),) = (event.tensor_proto.string_val for event in board.Tensors("samples/best"))
+    ((text,),) = (event.tensor_proto.string_val for event in board.Tensors("samples/best/text_summary"))
     assert text.decode().splitlines() == [f"    {line}" for line in TEXT.splitlines()]  # Markdown shows it as it is
     about = board.SummaryMetadata(metadata.SESSION_START_INFO_TAG)
     told = metadata.parse_session_start_info_plugin_data(about.plugin_data.content).hparams
@@ -99,10 +97,10 @@ def test_a_run_tracks_its_numbers_settings_and_a_sample_of_its_last_iteration(re
     assert {"train/loss", "time/iteration_s", "lag/mean", "failures/all", "reward/held_out"} <= set(
         board.Tags()["scalars"]
     )
-    texts = board.Tensors("samples/best")
+    texts = board.Tensors("samples/best/text_summary")
     assert [event.step for event in texts] == sorted(rows)  # the first of ten iterations, and the last of the run
     assert b"reward" in texts[-1].tensor_proto.string_val[0]
-    assert "_hparams_/session_start_info" in board.Tags()["tensors"]
+    assert board.SummaryMetadata("_hparams_/session_start_info").plugin_data.plugin_name == "hparams"
 
 
 class Failing:

@@ -5,11 +5,23 @@ import itertools
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from made_events import CHECK, an_iteration, at, capacity, dispatched, ended, finished, parked, published, started
+from made_events import (
+    CHECK,
+    an_iteration,
+    at,
+    capacity,
+    dispatched,
+    ended,
+    finished,
+    parked,
+    published,
+    started,
+    timeline_of,
+    worker_times,
+)
 
 from libra import facts
-from libra.observe.worker_states import STATES
-from libra.observe.worker_time import WorkerTimes, worker_times
+from libra.observe.timeline.states import STATES
 
 
 def test_each_second_of_an_iteration_has_its_cause():
@@ -189,9 +201,7 @@ def test_shares_sum_to_one_and_folding_or_stopping_midway_changes_nothing(steps)
         event = make(t_s + elapsed)
         t_s = 0.0 if isinstance(event, facts.RunStarted) else t_s + elapsed
         log.append(event if t_s else started())
-    whole, folded = worker_times(log, ("c",)), WorkerTimes(("c",), keep=2)
-    for event in log:
-        folded.add(event)
+    whole, folded = worker_times(log, ("c",)), timeline_of(log, ("c",), keep=2).workers
     for worker, other in zip(whole.times().workers, folded.times().workers, strict=True):
         if worker.total_s > 0:
             assert sum(worker.shares.values()) == pytest.approx(1.0)

@@ -4,6 +4,7 @@ from typing import Any
 
 from libra import facts
 from libra.facts import Line
+from libra.observe.timeline.timeline import Timeline
 from libra.types import Phase
 
 RUN = "demo"
@@ -85,3 +86,16 @@ def an_iteration() -> list[Line]:
         at(32.0, facts.VersionChecked(1, "rollout-0", **CHECK, stopped_s=1.5)),
         at(40.0, facts.IterationFinished(0, 0.5, 0.0)),
     ]
+
+
+def timeline_of(log, trainers=(), **options):
+    """The timeline of a whole log."""
+    timeline = Timeline(trainers, **options)
+    for line in log:
+        timeline.add(line)
+    return timeline
+
+
+def worker_times(log, trainers=()):
+    """The states of all workers over a whole log."""
+    return timeline_of(log, trainers).workers

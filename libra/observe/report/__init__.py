@@ -2,8 +2,8 @@
 
 1. The file makes no request: scripts and styles are in it.
 2. A part without data is a sentence that says why, never an empty frame.
-3. What models, tools and users wrote reaches the page through `libra.observe.html.text` only.
-4. The numbers of worker time are those of `libra.observe.worker_time`, as on the live page.
+3. What models, tools and users wrote reaches the page through the templates of `libra.observe.html` only.
+4. The numbers of worker time are those of `libra.observe.timeline.states`, as on the live page.
 """
 
 from __future__ import annotations

@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
-from bokeh.models import ColumnDataSource, FixedTicker, HoverTool, NumeralTickFormatter
+from bokeh.models import FixedTicker
 
-from libra.observe.html import missing
+from libra.observe.html import piece
+from libra.observe.page_panels import OutcomePanel
 from libra.observe.plots import curve, log_ticks, plot
 from libra.observe.report.reported_run import ReportedRun
-from libra.observe.report.section import Part, Section, label
+from libra.observe.report.section import Part, Section, for_each, label
+from libra.observe.run_directory import finite
 
 MISMATCH: Final = (
     ("mismatch_mean_abs", "mean", "solid"),
@@ -23,37 +25,45 @@ SECONDS: Final = (
     ("train_s", "training step", "dashed"),
     ("store_s", "storing", "dotted"),
 )
+LAG: Final = (("lag", "mean lag", "solid"), ("lag_max", "largest lag", "dotted"))
 MAX_DOTS: Final = 2000
+
+
+def _draw(
+    made: Any, runs: Sequence[ReportedRun], series: Sequence[tuple[str, str, str]], *, log: bool = False
+) -> list[float]:
+    """Curves of each run's metrics, each (name, label, dash); the drawn values, positive ones alone on a logarithmic axis."""
+    drawn: list[float] = []
+    for run in runs:
+        for name, what, dash in series:
+            known = {k: value for k, value in zip(*run.series(name), strict=True) if value > 0 or not log}
+            if known:
+                dots = dash == "solid" or log
+                curve(made, list(known), list(known.values()), label(runs, run, what), run.color, dash=dash, dots=dots)
+                drawn += known.values()
+    return drawn
 
 
 def rewards(runs: Sequence[ReportedRun]) -> Section:
     """Training and held-out reward."""
     made = plot("", "iteration (held out: weights version)", "mean reward", height=320)
-    drawn = False
+    if len(runs) == 1:
+        _band(made, runs[0])
+    drawn = bool(_draw(made, runs, [("reward", "training questions", "solid")]))
     for run in runs:
-        x, y = run.series("reward")
-        if len(runs) == 1:
-            _band(made, run)
-        if x:
-            curve(made, x, y, label(runs, run, "training questions"), run.color)
-            drawn = True
-        known = {
-            version: result["reward"] for version, result in run.evaluations.items() if _is_number(result.get("reward"))
+        held = {
+            version: reward
+            for version, result in run.evaluations.items()
+            if (reward := finite(result.get("reward"))) is not None
         }
-        if known:
+        if held:
             color = run.color if len(runs) > 1 else "#2a9d6f"
-            curve(made, list(known), list(known.values()), label(runs, run, "held-out questions"), color, dash="dashed")
+            curve(made, list(held), list(held.values()), label(runs, run, "held-out questions"), color, dash="dashed")
             drawn = True
-    parts: list[Part] = [made if drawn else missing("No iteration has ended, and nothing was evaluated yet.")]
+    parts: list[Part] = [made if drawn else piece("missing", "No iteration has ended, and nothing was evaluated yet.")]
     bins = _bins(runs[0]) if len(runs) == 1 else None
-    return Section(
-        "rewards", "Rewards", "Mean reward of each iteration's trajectories, and of the held-out questions at each evaluation.",
-        [*parts, *([bins] if bins is not None else [])],
-    )  # fmt: skip
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and value == value
+    what = "Mean reward of each iteration's trajectories, and of the held-out questions at each evaluation."
+    return Section("rewards", "Rewards", what, [*parts, *([bins] if bins is not None else [])])
 
 
 def _band(made: Any, run: ReportedRun) -> None:
@@ -90,20 +100,13 @@ def _bins(run: ReportedRun) -> Any:
 def seconds(runs: Sequence[ReportedRun]) -> Section:
     """Seconds and tokens per second of iterations."""
     times, rates = plot("", "iteration", "seconds"), plot("", "iteration", "generated tokens/s")
-    drawn = False
-    for run in runs:
-        for name, what, dash in SECONDS:
-            x, y = run.series(name)
-            if x:
-                curve(times, x, y, label(runs, run, what), run.color, dash=dash, dots=dash == "solid")
-        x, y = run.series("tokens_per_s")
-        if x:
-            curve(rates, x, y, label(runs, run, "tokens/s"), run.color)
-            drawn = True
-    for each in (times, rates):
-        each.y_range.start = 0
+    _draw(times, runs, SECONDS)
+    drawn = _draw(rates, runs, [("tokens_per_s", "tokens/s", "solid")])
+    times.y_range.start = rates.y_range.start = 0
     what = "Wall time of each iteration and of its training step, and tokens generated per second of the iteration."
-    return Section("seconds", "Iterations", what, [times, rates] if drawn else [missing("No iteration has ended yet.")])
+    return Section(
+        "seconds", "Iterations", what, [times, rates] if drawn else [piece("missing", "No iteration has ended yet.")]
+    )
 
 
 def lengths(runs: Sequence[ReportedRun]) -> Section:
@@ -135,65 +138,40 @@ def lengths(runs: Sequence[ReportedRun]) -> Section:
         )  # fmt: skip
         drawn = True
     histogram.y_range.start = by_iteration.y_range.start = 0
-    parts = [by_iteration, histogram] if drawn else [missing(why or "The store has no training trajectory yet.")]
+    parts = (
+        [by_iteration, histogram] if drawn else [piece("missing", why or "The store has no training trajectory yet.")]
+    )
     return Section("lengths", "Lengths", "Generated tokens of training trajectories, tool returns not counted.", parts)
 
 
 def forecasts(runs: Sequence[ReportedRun]) -> Section:
     """Forecasts of lengths against the truth."""
-    parts: list[Part] = []
-    for run in runs:
-        pairs = list(run.facts.forecasts)[-MAX_DOTS:]
-        if not pairs:
-            why = run.log_error or "its policy made no forecast of a trajectory that ended"
-            parts.append(missing(f"{run.name}: {why}."))
-            continue
-        first, half, tokens = (np.array(column, float) for column in zip(*pairs, strict=True))
-        low, high = float(min(first.min(), half.min(), tokens.min())), float(max(first.max(), half.max(), tokens.max()))
-        sides = {"x_range": (max(low, 1) / 1.3, high * 1.3), "y_range": (max(low, 1) / 1.3, high * 1.3)}
-        made = plot(
-            "", "generated tokens", "forecast tokens", x_axis_type="log", y_axis_type="log", height=340, **sides
-        )
-        for axis in made.axis:
-            axis.ticker, axis.formatter = (
-                FixedTicker(ticks=log_ticks(*sides["x_range"])),
-                NumeralTickFormatter(format="0,0"),
-            )
-        made.line([1, 1e7], [1, 1e7], color="#8fa1ab", line_dash="dashed")
-        for values, color, what in ((first, "#8fa1ab", "at first"), (half, run.color, "half way")):
-            error = np.mean(np.abs(values - tokens)) / np.mean(tokens)
-            source = ColumnDataSource({"tokens": tokens, "forecast": values})
-            text = label(runs, run, f"{what}, off by {100 * error:.0f} % on average")
-            dots = made.scatter("tokens", "forecast", source=source, color=color, size=5, alpha=0.5, legend_label=text)
-            tips = [("", what), ("generated", "@tokens{0,0}"), ("forecast", "@forecast{0,0}")]
-            made.add_tools(HoverTool(renderers=[dots], tooltips=tips))
-        parts.append(made)
     what = "The policy's forecast of a trajectory's tokens, at first and half way, against what it generated."
-    return Section("forecasts", "Forecasts against truth", what, parts)
+    return Section("forecasts", "Forecasts against truth", what, for_each(runs, _forecasts_of))
+
+
+def _forecasts_of(run: ReportedRun) -> list[Part]:
+    pairs = list(run.timeline.forecasts)[-MAX_DOTS:]
+    if not pairs:
+        why = run.log_error or "its policy made no forecast of a trajectory that ended"
+        return [piece("missing", f"{run.name}: {why}.")]
+    panel = OutcomePanel()
+    panel.show({"policy": {"outcomes": pairs, "skill": None}})
+    return [panel.card]
 
 
 def mismatch(runs: Sequence[ReportedRun]) -> Section:
     """Mismatch, lag and clipping."""
-    made = plot("", "iteration", "nats", y_axis_type="log")
-    lag = plot("", "iteration", "versions behind")
-    drawn: list[float] = []
-    for run in runs:
-        for name, what, dash in MISMATCH:
-            x, y = run.series(name)
-            known = {k: value for k, value in zip(x, y, strict=True) if value > 0}
-            if known:
-                curve(made, list(known), list(known.values()), label(runs, run, what), run.color, dash=dash)
-                drawn += known.values()
-        for name, what, dash in (("lag", "mean lag", "solid"), ("lag_max", "largest lag", "dotted")):
-            x, y = run.series(name)
-            if x:
-                curve(lag, x, y, label(runs, run, what), run.color, dash=dash)
+    made, lag = plot("", "iteration", "nats", y_axis_type="log"), plot("", "iteration", "versions behind")
+    drawn = _draw(made, runs, MISMATCH, log=True)
     if drawn:
         made.yaxis.ticker = FixedTicker(ticks=log_ticks(min(drawn) / 2, max(drawn) * 2))
+    lags = _draw(lag, runs, LAG)
     lag.y_range.start = 0
-    nothing = missing("No iteration compared the engine's log-probabilities with the trainer's.")
-    parts: list[Part] = [made if drawn else nothing]
-    parts.append(lag if lag.renderers else missing("No iteration has ended, so no lag was measured."))
+    parts: list[Part] = [
+        made if drawn else piece("missing", "No iteration compared the engine's log-probabilities with the trainer's."),
+        lag if lags else piece("missing", "No iteration has ended, so no lag was measured."),
+    ]
     what = (
         "Difference between the engines' and the trainer's log-probabilities of the same tokens (mismatch), and how many weights "
         "versions the trained tokens were behind."

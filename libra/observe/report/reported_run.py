@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,19 +14,10 @@ from numpy.typing import NDArray
 
 from libra.errors import StoreError
 from libra.hardware.prices import Price, Prices
-from libra.observe.log_facts import LogFacts, log_facts, trainers_of
 from libra.observe.plots import RUN_COLORS
-from libra.observe.run_directory import (
-    evaluations,
-    finite,
-    iteration_rows,
-    metric_rows,
-    read_config,
-    setting,
-    state_of,
-    whole_number,
-)
-from libra.observe.worker_states import RunTime
+from libra.observe.recorded_run import RecordedRun
+from libra.observe.run_directory import finite, setting, whole_number
+from libra.observe.timeline.states import RunTime
 from libra.store.trajectories import TrajectoryStore
 
 HOUR_S: Final = 3600.0
@@ -47,33 +39,26 @@ class Cost:
         return sum(self.by_state.values())
 
 
-class ReportedRun:
+class ReportedRun(RecordedRun):
     """A run directory, read once.
 
     Attributes
     ----------
     name : str
         The run's name, followed by a number where several of a report have the same.
-    log_error, store_error : str
-        Why log and store are not there, or end early; empty: they are whole.
+    store_error : str
+        Why the store is not there; empty: it is.
     """
 
     def __init__(
         self, directory: Path, prices: Prices, *, name: str = "", place: int = 0, gpu: str | None = None
     ) -> None:
-        self.directory = directory
-        self.config = read_config(directory)
+        super().__init__(directory)
+        self.read()
         self.name = name or str(setting(self.config, "run", "name", directory.name))
         self.color = RUN_COLORS[place % len(RUN_COLORS)]
         self._prices, self._gpu = prices, gpu
-        self.metrics = metric_rows(directory)
-        self.rows = iteration_rows(self.metrics)
-        self.evaluations = evaluations(directory)
-        self.iterations = whole_number(self.config, "run", "iterations", 0)
-        self.state = state_of(directory, self.config, len(self.rows))
-        self.facts: LogFacts
-        self.facts, self.log_error = log_facts(directory / "events.jsonl", trainers_of(self.config))
-        self.time: RunTime = self.facts.run.times.times()
+        self.time: RunTime = self.timeline.workers.times()
         self.store: TrajectoryStore | None = None
         self.store_error = ""
         self._open_store()
@@ -137,3 +122,19 @@ class ReportedRun:
         total = np.zeros(self.store.num_trajectories, np.int64)
         np.add.at(total, turns["trajectory"], np.maximum(turns["generated_tokens"], 0))
         return total
+
+    @property
+    def failures(self) -> dict[str, int] | None:
+        """Training trajectories that ended as failures, by class, as the page counts them; of the store where there is no log."""
+        if self.log_error and not self.columns:
+            return None
+        ended = self.timeline.failures
+        if self.log_error:
+            ended = Counter(self.columns["failure"][self.columns["split"] == "train"].tolist())
+        return {name: count for name, count in ended.items() if count and name != "none"}
+
+    @property
+    def wall_s(self) -> float:
+        """Seconds between the first and the last line of its metrics."""
+        times = [float(row["wall_time_s"]) for row in self.metrics if "wall_time_s" in row]
+        return max(times) - min(times) if times else 0.0

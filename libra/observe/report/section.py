@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from libra.observe.html import Html, text
+from markupsafe import Markup
+
+from libra.observe.html import piece
+from libra.observe.plots import plain
 from libra.observe.report.reported_run import ReportedRun
 
 Part = Any
-"""`Html`, or a plot of Bokeh."""
+"""HTML as `Markup`, or a model of Bokeh."""
 
 
 class Section(NamedTuple):
@@ -27,13 +30,12 @@ def for_each(runs: Sequence[ReportedRun], make: Callable[[ReportedRun], Sequence
     for run in runs:
         made = list(make(run))
         if len(runs) > 1 and made:
-            made = [[Html(f"<h3>{text(run.name)}</h3>"), *made]]
+            heading = piece("heading", run.name)
+            made = [heading + made[0], *made[1:]] if isinstance(made[0], Markup) else [heading, *made]
         parts += made
     return parts
 
 
 def label(runs: Sequence[ReportedRun], run: ReportedRun, what: str) -> str:
     """Label of a curve: what it is, and of which run where there are several."""
-    from libra.observe.plots import plain
-
     return f"{plain(run.name)}: {what}" if len(runs) > 1 else what

@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from bokeh.models import ColumnDataSource, HoverTool
+from markupsafe import Markup
 
-from libra.observe.html import Html, missing, number, percent, swatch, table, text
+from libra.observe.html import STATE_COLORS, number, percent, piece, table
 from libra.observe.plots import PHASE_COLORS, legend_only, plain, plot, spans
 from libra.observe.report.reported_run import ReportedRun
 from libra.observe.report.section import Part, Section, for_each
-from libra.observe.state_colors import STATE_COLORS
-from libra.observe.worker_states import STATES
+from libra.observe.timeline.states import STATES
 
 ALL: Final = "all engines and training workers"
 MAX_SPANS: Final = 4000
@@ -33,7 +33,7 @@ def worker_time(runs: Sequence[ReportedRun]) -> Section:
 
 def _time_of(run: ReportedRun) -> list[Part]:
     if not run.time.shares:
-        return [missing(f"{run.name}: {run.log_error or 'no worker has been seen yet'}.")]
+        return [piece("missing", f"{run.name}: {run.log_error or 'no worker has been seen yet'}.")]
     return [_shares_plot(run), _time_table(run)]
 
 
@@ -42,15 +42,8 @@ def _shares_plot(run: ReportedRun) -> Any:
     rows = [(name, shares) for name, shares in rows if shares][:MAX_ROWS]
     states = [state for state in STATES if any(state in shares for _, shares in rows)]
     names = [name for name, _ in rows]
-    made = plot(
-        "",
-        "share of time",
-        "",
-        height=90 + 30 * len(rows) + 22 * (len(states) // 4 + 1),
-        y_range=names[::-1],
-        x_range=(0, 1),
-    )
-    made.xaxis.axis_label = "share of time"
+    height = 90 + 30 * len(rows) + 22 * (len(states) // 4 + 1)
+    made = plot("", "share of time", "", height=height, y_range=names[::-1], x_range=(0, 1))
     left = dict.fromkeys(names, 0.0)
     for state in states:
         widths = [shares.get(state, 0.0) for _, shares in rows]
@@ -69,37 +62,31 @@ def _shares_plot(run: ReportedRun) -> Any:
     return made
 
 
-def _time_table(run: ReportedRun) -> Html:
-    cost, shares = run.cost, run.time.shares
-    head, numbers = ["", "share", "GPU-hours" if run.is_on_gpu else "worker-hours", "cause"], [1, 2]
-    if not isinstance(cost, str):
-        head, numbers = [*head[:3], cost.currency, "cause"], [1, 2, 3]
-    rows: list[list[object | Html]] = []
-    for state, share in shares.items():
-        marked = Html(f'<b data-libra="share_{state}" data-run="{text(run.name)}">{percent(share)}</b>')
-        row: list[object | Html] = [
-            swatch(STATE_COLORS[state], state),
-            marked,
-            number(run.time.gpu_s[state] / 3600, ",.4f"),
-        ]
-        rows.append(
-            [*row, *([number(cost.by_state[state], ",.4f")] if not isinstance(cost, str) else []), STATES[state]]
-        )
-    busy = Html(f'<b data-libra="busy_share" data-run="{text(run.name)}">{percent(run.time.busy_frac)}</b>')
-    total: list[object | Html] = ["busy, of all", busy, number(sum(run.time.gpu_s.values()) / 3600, ",.4f")]
-    rows.append([*total, *([number(cost.total, ",.4f")] if not isinstance(cost, str) else []), ""])
-    slots = [worker for worker in run.time.workers if worker.slots_used_frac is not None]
-    used = ", ".join(f"{worker.worker} {percent(worker.slots_used_frac)}" for worker in slots)
-    notes = f'<p class="soft">Slots in use on average: {text(used)}.</p>' if used else ""
-    if isinstance(cost, str):
-        notes += missing(f"No money: {cost}.").source
+def _time_table(run: ReportedRun) -> Markup:
+    cost = None if isinstance(run.cost, str) else run.cost
+    price = [] if cost is None else [cost.currency]
+
+    def row(first: object, name: str, share: float | None, gpu_s: float, money: float, cause: str) -> list[object]:
+        cells = [first, piece("figure", name, run.name, percent(share)), number(gpu_s / 3600, ",.4f")]
+        return [*cells, *(number(money, ",.4f") for _ in price), cause]
+
+    gpu_s, by_state = run.time.gpu_s, {} if cost is None else cost.by_state
+    rows = [
+        row(piece("swatch", STATE_COLORS[s], s), f"share_{s}", share, gpu_s[s], by_state.get(s, 0.0), STATES[s])
+        for s, share in run.time.shares.items()
+    ]
+    total = sum(by_state.values())
+    rows.append(row("busy, of all", "busy_share", run.time.busy_frac, sum(gpu_s.values()), total, ""))
+    head = ("", "share", "GPU-hours" if run.is_on_gpu else "worker-hours", *price, "cause")
+    used = [f"{w.worker} {percent(w.slots_used_frac)}" for w in run.time.workers if w.slots_used_frac is not None]
+    notes = [piece("soft", f"Slots in use on average: {', '.join(used)}.")] if used else []
+    if cost is None:
+        notes.append(piece("missing", f"No money: {run.cost}."))
     else:
         each = f", {cost.units:g} cores for each worker" if cost.unit == "core" else ""
-        notes += (
-            f'<p class="soft">Money: {number(cost.price.price, ",.4f")} {text(cost.currency)} per {text(cost.unit)}-hour{each}; '
-            f"{text(cost.price.source)}, read {text(cost.price.date)}.</p>"
-        )
-    return Html(table(head, rows, numbers).source + notes)
+        paid = f"Money: {number(cost.price.price, ',.4f')} {cost.currency} per {cost.unit}-hour{each}"
+        notes.append(piece("soft", f"{paid}; {cost.price.source}, read {cost.price.date}."))
+    return table(head, rows, range(1, 3 + len(price))) + Markup().join(notes)
 
 
 def gantt(runs: Sequence[ReportedRun]) -> Section:
@@ -112,12 +99,12 @@ def gantt(runs: Sequence[ReportedRun]) -> Section:
 
 def _gantt_of(run: ReportedRun) -> list[Part]:
     if not run.time.shares:
-        return [missing(f"{run.name}: {run.log_error or 'no worker has been seen yet'}.")]
+        return [piece("missing", f"{run.name}: {run.log_error or 'no worker has been seen yet'}.")]
     return [_workers_plot(run), _turns_plot(run)]
 
 
 def _workers_plot(run: ReportedRun) -> Any:
-    by_worker = {name: found for name, found in run.facts.run.times.segments().items() if found}
+    by_worker = {name: found for name, found in run.timeline.workers.segments().items() if found}
     bars = coarse(by_worker, MAX_SPANS)
     states = [state for state in STATES if any(bar[3] == state for bar in bars)]
     names = [plain(name) for name in by_worker]
@@ -165,23 +152,23 @@ def coarse(
 
 def _turns_plot(run: ReportedRun) -> Any:
     ends: dict[str, float] = {}
-    for span in run.facts.turns:
+    for span in run.timeline.turns:
         ends[span.key] = max(span.stop_s, ends.get(span.key, 0.0))
     if not ends:
-        return missing("No training trajectory has ended yet, so there are no turns to draw.")
+        return piece("missing", "No training trajectory has ended yet, so there are no turns to draw.")
     shown = sorted(ends, key=lambda key: ends[key])
     left_out = max(0, len(shown) - MAX_ROWS)
     shown = shown[-MAX_ROWS:]
     names = {key: _short(key) for key in shown}
     rows = []
-    for span in run.facts.turns:
+    for span in run.timeline.turns:
         if span.key in names:
             what = f"{plain(span.tool) or span.phase} on {plain(span.worker)}"
             rows.append((names[span.key], span.start_s, span.stop_s, PHASE_COLORS[span.phase], what))
     begin, end = min(row[1] for row in rows), max(row[2] for row in rows)
     of = f", the last {len(shown)} to end" if left_out else ""
     made = plot(
-        f"iteration {run.facts.turns_of}{of}", "seconds since the start", "", height=110 + max(140, 5 * len(shown)),
+        f"iteration {run.timeline.turns_of}{of}", "seconds since the start", "", height=110 + max(140, 5 * len(shown)),
         y_range=list(names.values())[::-1], x_range=(begin, end if end > begin else begin + 1),
     )  # fmt: skip
     spans(made, rows)

@@ -7,11 +7,11 @@ import pytest
 from made_events import KEY, capacity, dispatched, ended, parked, published, ranked, started
 
 from libra import facts
-from libra.observe.run_facts import BANDS, MAX_SAMPLES, RunFacts, band
+from libra.observe.timeline.timeline import BANDS, MAX_SAMPLES, Timeline, band
 
 
 def facts_of(*given):
-    found = RunFacts(("train-0",))
+    found = Timeline(("train-0",))
     for line in given:
         found.add(line)
     return found
@@ -126,3 +126,26 @@ def test_slots_and_served_versions_are_those_of_workers_that_are_there():
     seen.add(facts.Line("demo", 3.0, facts.WorkerWithdrawn("rollout-1")))
     assert seen.snapshot(3.0)["slots"]["ROLLOUT"]["total"] == 16
     assert seen.snapshot(3.0)["versions"]["served"] == {"rollout-0": 0}
+
+
+def test_a_step_is_measured_from_its_gate_to_its_weights_and_only_if_all_of_it_was_seen():
+    def steps(*given):
+        seen = Timeline(("train-0",))
+        seen.steps.train_gpus = 2
+        for line in (started(), capacity(0.0, "a", rollout=2), published(1.0, 0), *given):
+            seen.add(line)
+        return seen
+
+    def at(t_s, fact):
+        return facts.Line("demo", t_s, fact)
+
+    gate = at(2.0, facts.OpenGate(0, ""))
+    rest = (
+        parked(2.0, 0), dispatched(2.0, 0, "a"), at(6.0, facts.QuantumFinished(KEY.format(0), "ROLLOUT", 9, "", "", 4.0)),
+        ended(6.0, 0), at(7.0, facts.GroupCommitted("train", 0, 0, 0, 0.5, {})), at(7.0, facts.OpenWave(0, 0, ((0, 0),), "")),
+        at(10.0, facts.WaveTrained(0, 0, 1, 0, 3.0, 1)), at(11.0, facts.StepFinished(0, 0.1, 3.0)),
+    )  # fmt: skip
+    step = steps(gate, *rest).measured(1, 12.0)
+    assert (step.step, step.complete_s, step.waves, step.update_s) == (0, (5.0,), ((1, 4.5),), 2.0)
+    assert (step.rollout_gpus, step.rollout_gpu_s) == (1.0, 4.0)
+    assert steps(*rest).measured(1, 12.0) is None

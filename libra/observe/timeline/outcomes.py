@@ -217,3 +217,23 @@ def _pace_s(intervals: Iterable[_Interval]) -> float:
     """Seconds per generated token."""
     intervals = list(intervals)
     return sum(each.seconds for each in intervals) / sum(each.tokens for each in intervals)
+
+
+def forecast_results(told: Iterable[tuple[int, Fact]], key: str) -> dict[int, str]:
+    """For each forecast of a trajectory's tokens, by its line: how many it generated from there to its end."""
+    results, open_, tokens = dict[int, str](), dict[int, int](), 0
+    for line, event in told:
+        if getattr(event, "key", None) != key:
+            continue
+        match event:
+            case facts.QuantumFinished():
+                tokens += event.tokens
+            case facts.Prefer() if event.left_tokens > 0:
+                open_[line] = tokens
+            case facts.HomeForgotten():
+                results |= dict.fromkeys(open_, "; realised: not known, the attempt failed")
+                open_.clear()
+            case facts.TrajectoryEnded():
+                results |= {line: f"; realised: {tokens - before} tokens" for line, before in open_.items()}
+                open_.clear()
+    return results | dict.fromkeys(open_, "; realised: not known yet")

@@ -55,6 +55,18 @@ class Segment(NamedTuple):
     gpus: int
 
 
+def shares_of(seconds: Mapping[str, float]) -> dict[str, float]:
+    """Share of time by state; they sum to 1. Empty if there is no time."""
+    total = sum(seconds.values())
+    return {state: value / total for state, value in seconds.items()} if total > 0 else {}
+
+
+def busy_frac(seconds: Mapping[str, float]) -> float | None:
+    """Share of time in busy states; None if there is no time."""
+    shares = shares_of(seconds)
+    return sum(value for state, value in shares.items() if state in BUSY) if shares else None
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerTime:
     """One worker: seconds by state, GPU-seconds by state (of a CPU worker: worker-seconds), and its mean share of slots in use.
@@ -75,14 +87,8 @@ class WorkerTime:
 
     @property
     def shares(self) -> dict[str, float]:
-        """Share of its time by state; they sum to 1. Empty if it was there for no time."""
-        total = self.total_s
-        return {state: value / total for state, value in self.seconds.items()} if total > 0 else {}
-
-    @property
-    def busy_frac(self) -> float:
-        """Share of its time in which it was busy."""
-        return sum(value for state, value in self.shares.items() if state in BUSY)
+        """Share of its time by state."""
+        return shares_of(self.seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,16 +110,13 @@ class RunTime:
 
     @property
     def shares(self) -> dict[str, float]:
-        """Share of those by state; they sum to 1. Empty if there is no time yet."""
-        by_state = self.gpu_s
-        total = sum(by_state.values())
-        return {state: value / total for state, value in by_state.items()} if total > 0 else {}
+        """Share of those by state."""
+        return shares_of(self.gpu_s)
 
     @property
     def busy_frac(self) -> float | None:
         """Share of those in busy states; None if there is no time yet."""
-        shares = self.shares
-        return sum(value for state, value in shares.items() if state in BUSY) if shares else None
+        return busy_frac(self.gpu_s)
 
 
 @dataclass(slots=True)
@@ -125,8 +128,8 @@ class WorkerClock:
     folded: Counter[str] = field(default_factory=Counter)
     folded_gpu: Counter[str] = field(default_factory=Counter)
     gpus: int = 1
-    running: set[str] = field(default_factory=set)
-    acting: set[str] = field(default_factory=set)
+    running: int = 0
+    acting: int = 0
     num_slots: int = 0
     slot_s: float = 0.0
     room_s: float = 0.0
@@ -186,7 +189,7 @@ class WorkerClock:
 
     def _slot_time(self, t_s: float) -> tuple[float, float]:
         elapsed = 0.0 if self.away or t_s <= self.slot_at_s else t_s - self.slot_at_s
-        running, used = len(self.acting if self.kind == "tools" else self.running), self.num_slots
+        running, used = self.acting if self.kind == "tools" else self.running, self.num_slots
         used = running if running < used else used
         return self.slot_s + elapsed * used, self.room_s + elapsed * self.num_slots
 

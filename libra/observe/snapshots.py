@@ -12,14 +12,14 @@ A snapshot is one dict per run:
   generated], ...]}
 - ``roles``: one row per worker that can change its role, see `libra.scheduler.worker_roles.WorkerRoles.roles`
 - ``not_ready``: one row per worker that the run does not use yet, see `libra.scheduler.unready_workers.NotReady.rows`
-- ``time``: what workers did since the run's start, of `time_row`
+- ``time``: what workers did since the run's start, `libra.observe.timeline.timeline.Timeline.worker_time`
 - ``quanta``: {phase: finished}, ``parts`` int of them generations whose turn went on; ``tokens`` int generated, ``groups`` int
   committed, ``failures`` {class: count} of trajectories that ended so, ``resampled`` int attempts that failed before
 - ``rewards``, ``lag``: [[iteration, mean], ...]; ``evaluations``: [[version, mean reward, held-out questions], ...]
 - ``steps``: [[step, {state: seconds of the training worker from the weights before to those of this step}], ...]
-- ``waves``: the open streamed step, see `libra.observe.streamed_steps.StreamedSteps.open_step`; None: no step is streamed
+- ``waves``: the open streamed step, see `libra.observe.timeline.steps.Steps.open_step`; None: no step is streamed
 - ``decisions``: [[t_s, what, why], ...], the newest first
-- ``history``: rows of `libra.observe.run_facts.RunFacts`, the oldest first
+- ``history``: rows of `libra.observe.timeline.timeline.Timeline`, the oldest first
 
 The scheduler's are of this start of a run, those of `libra page` of all its starts, without the time between them.
 """
@@ -31,15 +31,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
-from libra.observe.worker_time import WorkerTimes
+from libra.observe.html import duration, number, percent
+from libra.observe.timeline.timeline import BUSY_WINDOW_S
 
 Snapshot = dict[str, Any]
 
 RATE_WINDOW_S: Final = 10.0
 """Seconds of history behind the figure of tokens per second."""
-
-BUSY_WINDOW_S: Final = 60.0
-"""Seconds of the figure of busy worker time "now"."""
 
 
 class Feed:
@@ -93,31 +91,6 @@ def tokens_per_s(history: Sequence[Sequence[float]], window_s: float = RATE_WIND
     return (last[5] - first[5]) / (last[0] - first[0]) if last[0] > first[0] else 0.0
 
 
-def time_row(times: WorkerTimes, now_s: float) -> dict[str, Any]:
-    """Where worker time went, JSON-able, over the run and over the last `BUSY_WINDOW_S`.
-
-    ``until_s``, ``busy_frac`` and ``now_busy_frac`` (None: no time yet), ``shares`` and ``now_shares`` {state: share},
-    ``workers``: [{"worker", "kind", "state" (empty: it has left), "busy_frac", "slots_used_frac" (None: no slots),
-    "seconds": {state: s}}, ...]; states as in `libra.observe.worker_time`.
-    """
-    whole, now = times.times(now_s), times.times(now_s, max(now_s - BUSY_WINDOW_S, 1e-9))
-    states = times.states()
-    return {
-        "until_s": whole.until_s,
-        "busy_frac": whole.busy_frac,
-        "now_busy_frac": now.busy_frac,
-        "shares": whole.shares,
-        "now_shares": now.shares,
-        "workers": [
-            {
-                "worker": each.worker, "kind": each.kind, "state": states.get(each.worker, ""), "busy_frac": each.busy_frac,
-                "slots_used_frac": each.slots_used_frac, "seconds": dict(each.seconds),
-            }
-            for each in whole.workers
-        ],
-    }  # fmt: skip
-
-
 def numbers(snapshot: Snapshot) -> dict[str, tuple[str, str]]:
     """The figures of one run: name -> (value, remark), both as shown."""
     time, left_s, iteration = snapshot["time"], snapshot["left_s"], snapshot["iteration"]
@@ -125,13 +98,13 @@ def numbers(snapshot: Snapshot) -> dict[str, tuple[str, str]]:
     rewards, quanta, lag = snapshot["rewards"], snapshot["quanta"], snapshot["lag"]
     running = snapshot["state"] == "running"
     mean_rate = snapshot["tokens"] / snapshot["uptime_s"] if snapshot["uptime_s"] > 0 else 0.0
-    last_minute = f"{_percent(now)} in the last {BUSY_WINDOW_S:.0f} s" if running else "of the whole run"
+    last_minute = f"{percent(now, 0)} in the last {BUSY_WINDOW_S:.0f} s" if running else "of the whole run"
     waiting = {phase: sum(levels.values()) for phase, levels in snapshot["queue"].items()}
     return {
-        "busy": (_percent(busy), "no worker yet" if busy is None else last_minute),
+        "busy": (percent(busy, 0), "no worker yet" if busy is None else last_minute),
         "reward": (
-            _reward(rewards[-1][1]) if rewards else "–",
-            f"iteration {rewards[-1][0]}; {_reward(rewards[0][1])} in {rewards[0][0]}"
+            number(rewards[-1][1] if rewards else None),
+            f"iteration {rewards[-1][0]}; {number(rewards[0][1])} in {rewards[0][0]}"
             if rewards
             else "no iteration finished",
         ),
@@ -146,7 +119,7 @@ def numbers(snapshot: Snapshot) -> dict[str, tuple[str, str]]:
         ),
         "waiting": (f"{sum(waiting.values()):,}", _queue(snapshot["queue"]) or "no trajectory waits for a slot"),
         "lag": (
-            f"{lag[-1][1]:.2f}" if lag and _is_number(lag[-1][1]) else "–",
+            number(lag[-1][1] if lag else None, ".2f"),
             f"versions behind, bound {snapshot['eta']}",
         ),
         "version": _version(snapshot["versions"]),
@@ -162,19 +135,6 @@ def numbers(snapshot: Snapshot) -> dict[str, tuple[str, str]]:
     }
 
 
-def duration(seconds: float) -> str:
-    """Seconds for readers, e.g. ``1 h 05 min``; in whole units, so that the text seldom changes."""
-    minutes, rest_s = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours} h {minutes:02d} min"
-    return f"{minutes} min {rest_s:02d} s" if minutes else f"{rest_s} s"
-
-
-def _percent(share: float | None) -> str:
-    return "–" if share is None else f"{100 * share:.0f} %"
-
-
 def _left(left_s: float | None, snapshot: Snapshot) -> tuple[str, str]:
     """The estimated rest of a run that goes on; of another how long it took."""
     took = duration(snapshot["uptime_s"])
@@ -182,7 +142,7 @@ def _left(left_s: float | None, snapshot: Snapshot) -> tuple[str, str]:
         return ("done" if snapshot["state"] == "finished" else "stopped"), f"after {took}"
     if left_s is None:
         return "–", "known after the first iteration"
-    return f"{duration(left_s)}", f"by the mean of the last iterations; up {took}"
+    return duration(left_s), f"by the mean of the last iterations; up {took}"
 
 
 def _step(steps: Sequence[tuple[int, Mapping[str, float]]]) -> tuple[str, str]:
@@ -199,8 +159,8 @@ def _evaluated(evaluations: Sequence[tuple[int, float | None, int]]) -> tuple[st
     if not evaluations:
         return "–", "nothing evaluated yet"
     version, mean, prompts = evaluations[-1]
-    first = f"; {_reward(evaluations[0][1])} of v{evaluations[0][0]}" if len(evaluations) > 1 else ""
-    return _reward(mean), f"v{version}, {prompts:,} questions{first}"
+    first = f"; {number(evaluations[0][1])} of v{evaluations[0][0]}" if len(evaluations) > 1 else ""
+    return number(mean), f"v{version}, {prompts:,} questions{first}"
 
 
 def _queue(queue: Mapping[str, Mapping[Any, int]]) -> str:
@@ -236,12 +196,3 @@ def _trust(policy: Mapping[str, Any]) -> str:
         return f"{policy['objective']}, forecasts not used yet"
     followed = ", ".join(f"{name} {weight:.2f}" for name, weight in policy["weights"].items() if weight >= 0.005)
     return f"{policy['objective']}, skill {policy['skill']:.2f} ({followed or 'progress'})"
-
-
-def _is_number(value: float | None) -> bool:
-    return value is not None and math.isfinite(value)
-
-
-def _reward(mean: float | None) -> str:
-    """A mean reward as shown; a dash where no trajectory could be graded."""
-    return f"{mean:.3f}" if mean is not None and math.isfinite(mean) else "–"

@@ -1,0 +1,377 @@
+"""Commands that read the records of runs: ``libra runs``, ``report``, ``trace``, ``page``, ``inspect`` and ``diagnose``."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+from collections.abc import Iterator
+from dataclasses import asdict
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from libra.errors import ConfigError
+
+if TYPE_CHECKING:
+    from bokeh.server.server import Server
+
+    from libra.observe.mismatch_diagnosis import Diagnosis, LayerFinding
+    from libra.observe.run_directory import RunSummaryRow
+
+HEAD = ("run", "state", "iterations", "reward", "held out", "changed", "size")
+
+
+@click.command()
+@click.argument("directory", metavar="[DIR]", required=False, type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object a line.")
+def runs(directory: Path | None, as_json: bool) -> None:
+    """List the runs in DIR (default: runs), the newest first: state, iterations, last rewards, last change, size.
+
+    A run is finished when all its iterations and its last evaluation have ended. Without that evaluation it is unevaluated, and
+    libra resume RUN makes it.
+
+    \b
+    libra runs
+    libra runs /shared/runs --json
+    """
+    from libra.observe.run_directory import list_runs
+
+    directory = directory if directory is not None else Path("runs")
+    rows = list_runs(directory)
+    if as_json:
+        for row in rows:
+            click.echo(json.dumps(asdict(row), default=str))
+        return
+    if not rows:
+        click.echo(f"{directory}: no run here; libra run CONFIG makes one")
+        return
+    click.echo("\n".join(table_lines(rows)))
+
+
+def table_lines(rows: list[RunSummaryRow]) -> list[str]:
+    """The table, at most 80 columns wide unless a name needs more."""
+    from libra.untrusted import shown_line
+
+    cells = [HEAD, *(_cells(row) for row in rows)]
+    cells = [tuple(shown_line(cell) for cell in line) for line in cells]
+    widths = [max(len(line[column]) for line in cells) for column in range(len(HEAD))]
+    return [
+        "  ".join(
+            cell.ljust(width) if column < 2 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in cells
+    ]
+
+
+def _cells(row: RunSummaryRow) -> tuple[str, ...]:
+    of = f" of {row.of_iterations}" if row.of_iterations else ""
+    return (
+        row.directory.name,
+        row.state,
+        f"{row.iterations}{of}",
+        "-" if row.reward is None else f"{row.reward:.3f}",
+        "-" if row.evaluation is None else f"{row.evaluation:.3f}",
+        f"{datetime.fromtimestamp(row.changed_s):%Y-%m-%d %H:%M}",
+        _size(row.size_bytes),
+    )
+
+
+def _size(num_bytes: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if num_bytes < 1000 or unit == "GB":
+            break
+        num_bytes /= 1000
+    return f"{num_bytes:.1f} {unit}" if unit != "B" else f"{num_bytes:.0f} B"
+
+
+@click.command()
+@click.argument("run_dirs", metavar="RUN [RUN]...", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option(
+    "-o",
+    "output",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Default: RUN/report.html of the first RUN.",
+)
+@click.option(
+    "--prices",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Prices per GPU-hour and core-hour, instead of Libra's list.",
+)
+@click.option(
+    "--gpu", metavar="NAME", help="The kind of GPU that the runs used, for their cost: H100-80G, or a name in FILE."
+)
+def report(run_dirs: tuple[Path, ...], output: Path | None, prices: Path | None, gpu: str | None) -> None:
+    """Write one HTML page about RUN, or about several runs side by side; it needs no network, and opens in any browser.
+
+    It shows rewards, where worker time went by cause and what it cost, workers and turns over time, lengths, forecasts against
+    truth, decisions with predicted and realised gain, mismatch, failures and samples. A running run is shown as far as it is.
+
+    \b
+    libra report runs/my_run
+    libra report runs/one runs/other -o compared.html
+    libra report runs/my_run --prices prices.yaml --gpu H100-80G
+    """
+    from libra.hardware.prices import load_prices
+    from libra.observe.run_directory import check_run_directory
+
+    directories = [check_run_directory(directory, "report") for directory in run_dirs]
+    loaded = load_prices(prices)
+    from libra.observe.report import write_report
+
+    target = output if output is not None else directories[0] / "report.html"
+    runs = write_report(directories, target, loaded, gpu=gpu)
+    for run in runs:
+        if run.log_error:
+            click.secho(f"libra: warning: {run.directory}: {run.log_error}", fg="yellow", err=True)
+    click.echo(f"{target}: {target.stat().st_size / 1e6:.1f} MB, {', '.join(run.name for run in runs)}")
+
+
+@click.command()
+@click.argument("run_dir", metavar="RUN", type=click.Path(path_type=Path))
+@click.option(
+    "-o",
+    "output",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Default: RUN/trace.json; .json.gz is compressed.",
+)
+def trace(run_dir: Path, output: Path | None) -> None:
+    """Write the event log of RUN as a trace; open it at https://ui.perfetto.dev or in chrome://tracing.
+
+    Each worker is a process with its state, its weight syncs and the turns in its slots; steps, versions and the counters of
+    open and waiting trajectories are in the process `run`.
+
+    \b
+    libra trace runs/my_run
+    libra trace runs/my_run -o trace.json.gz
+    """
+    from libra.cli.replay import event_log_path
+    from libra.observe.run_directory import read_config
+    from libra.observe.timeline.recorded import read_log, trainers_of
+    from libra.observe.trace import write_trace
+
+    path = event_log_path(run_dir, "trace")
+    target = output if output is not None else run_dir / "trace.json"
+    count = write_trace(read_log(path), target, trainers_of(read_config(run_dir)))
+    click.echo(f"{target}: {count:,} lines, {target.stat().st_size / 1e6:.1f} MB; open it at https://ui.perfetto.dev")
+
+
+DEFAULT_PORT = 8788
+
+
+@click.command()
+@click.argument("run_dir", metavar="RUN", type=click.Path(path_type=Path))
+@click.option(
+    "--port",
+    type=click.IntRange(0, 65535),
+    help=f"Port on 127.0.0.1; 0: any free one. Default: {DEFAULT_PORT}, or a free one if it is taken.",
+)
+def page(run_dir: Path, port: int | None) -> None:
+    """Serve the page of RUN from its event log and records, on this machine only, until Ctrl-C.
+
+    It is the page that a running run has in Dask's dashboard. RUN may have finished, been stopped, or be running; then the page
+    follows its files. They are read, never written.
+
+    \b
+    libra page runs/my_run
+    libra page runs/my_run --port 9000
+    """
+    from libra.observe.run_directory import check_run_directory
+
+    directory = check_run_directory(run_dir, "page")
+    for quiet in ("bokeh", "tornado.access"):  # a refused request is told to who made it
+        logging.getLogger(quiet).setLevel(logging.CRITICAL)
+    server = page_server(directory, DEFAULT_PORT if port is None else port, any_other=port is None)
+    click.echo(f"{directory}: http://127.0.0.1:{server.port}/libra (Ctrl-C ends it)")
+    try:
+        server.io_loop.start()
+    except KeyboardInterrupt:
+        click.echo(f"\nended; to see it again, type: libra page {directory}")
+
+
+def page_server(directory: Path, port: int, *, any_other: bool = False) -> Server:
+    """A started server of one run's page, for its ``io_loop``; ConfigError if the port is taken, unless ``any_other`` will do.
+
+    It is reached from this machine only, and answers to its names only (`libra.cluster.page_names`).
+    """
+    from bokeh.application import Application
+    from bokeh.application.handlers.function import FunctionHandler
+    from bokeh.server.server import Server
+    from tornado.web import RedirectHandler
+
+    from libra.cluster.page_names import check_names
+    from libra.observe.page import StateHandler
+    from libra.observe.page_document import libra_document
+    from libra.observe.recorded_run import RecordedRun
+    from libra.observe.snapshots import Feed
+
+    feed = Feed(RecordedRun(directory).snapshots, max_age_s=1.0)
+    feed.read()  # a large log is read before the address is told
+    shown = Application(FunctionHandler(lambda doc: libra_document(feed, doc)))
+    patterns = [
+        ("/", RedirectHandler, {"url": "/libra", "permanent": False}),
+        (r"/libra/state\.json", StateHandler, {"feed": feed}),
+    ]
+    try:
+        # Bokeh's list of origins cannot have every name of the machine; `check_names` looks at them instead.
+        server = Server(
+            {"/libra": shown}, address="127.0.0.1", port=port, allow_websocket_origin=["*"], extra_patterns=patterns,
+            use_index=False, check_unused_sessions_milliseconds=5000, unused_session_lifetime_milliseconds=15000,
+        )  # fmt: skip
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE and error.errno != errno.EACCES:
+            raise
+        if any_other:
+            return page_server(directory, 0)
+        raise ConfigError(
+            f"--port {port}: cannot be used on 127.0.0.1 ({error.strerror}); name another one, or 0 for any free one: "
+            f"libra page {directory} --port 0"
+        ) from error
+    check_names(server._tornado)
+    server.start()
+    return server
+
+
+@click.command()
+@click.argument("run_dir", metavar="RUN", type=click.Path(path_type=Path))
+@click.option("--index", type=int, help="Position in the store, from 0; negative counts from the end.")
+@click.option("--split", type=click.Choice(["train", "eval"]), help="Only training or only held-out prompts.")
+@click.option("--iteration", type=int, help="Only this iteration; for held-out prompts, the weight version.")
+@click.option("--group", type=int, help="Only this group.")
+@click.option("--sample", type=int, help="Only this sample of each group.")
+@click.option("--failed", is_flag=True, help="Only trajectories with a failure class.")
+@click.option("--order", type=click.Choice(["best", "worst"]), help="Sort by reward, instead of as stored.")
+@click.option("--tokens", is_flag=True, help="Show every token with its log-probability and weight version.")
+@click.option(
+    "--limit",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="Trajectories to print; 1 in a terminal steps through all of them.",
+)
+@click.option(
+    "--invariants",
+    is_flag=True,
+    help="Count what breaks the run's promises: lag, consumed once, DORA's conditions, lengths. Exit 1 if one is broken.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, one trajectory a line.")
+@click.option(
+    "--html",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Write the first --limit of them to FILE as one page.",
+)
+def inspect(run_dir: Path, **choice: Any) -> None:
+    """Step through the trajectories of RUN, a run directory: text, tool calls, reward, and why each ended."""
+    if choice.pop("invariants"):
+        _check_invariants(run_dir, choice)
+        return
+    from libra.observe.inspect import inspect_run
+
+    inspect_run(run_dir, **choice)
+
+
+def _check_invariants(run_dir: Path, choice: dict[str, Any]) -> None:
+    """Print the verdict on each promise of a run; exit 1 if one is broken."""
+    as_json = choice.pop("as_json")
+    unset = {"limit": 1}
+    if others := [f"--{name}" for name, value in choice.items() if value != unset.get(name) and value is not False]:
+        raise click.UsageError(f"--invariants counts all trajectories of the run; leave out {', '.join(others)}")
+    import json
+
+    from libra.observe.invariants import as_rows, check_invariants
+
+    promises = check_invariants(run_dir)
+    for promise, row in zip(promises, as_rows(promises), strict=True):
+        click.echo(json.dumps(row) if as_json else str(promise))
+    if any(promise.verdict == "BROKEN" for promise in promises):
+        raise click.exceptions.Exit(1)
+
+
+@click.command()
+@click.argument("run_dir", metavar="RUN", type=click.Path(path_type=Path))
+@click.option("--above", type=click.FloatRange(0, min_open=True), metavar="NATS", help="k3 above which a step counts.")
+@click.option("--tokens", type=click.IntRange(1, 16), default=5, show_default=True, help="Tokens to show of a step.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def diagnose(run_dir: Path, above: float | None, tokens: int, as_json: bool) -> None:
+    """Say where engine and trainer of RUN begin to disagree: step, version, engines, tokens, and the layer.
+
+    Read are the records of its steps, its version checks and its tokens. The threshold is --above, else
+    trainer.mismatch_k3_alarm, else 100 times k3 of the first steps. The layer is known where an engine failed a check: in runs
+    with a mismatch alarm engines are checked again before they leave a version. Exit code 1 if a step is above.
+
+    \b
+    libra diagnose runs/NAME
+    libra diagnose runs/NAME --above 1e-3 --json
+    """
+    from libra.observe.mismatch_diagnosis import diagnose as find
+
+    found = find(run_dir, above=above, num_tokens=tokens)
+    click.echo(json.dumps(_finite(asdict(found))) if as_json else "\n".join(lines(found)))
+    if found.first is not None:
+        raise click.exceptions.Exit(1)
+
+
+def lines(found: Diagnosis) -> Iterator[str]:
+    """The diagnosis in words; what models wrote is made harmless."""
+    from libra.untrusted import shown_line
+
+    for name in found.damaged:
+        yield f"steps/{shown_line(name)} is damaged, and left out"
+    limit = f"{found.threshold:.3g} nats ({found.threshold_from})"
+    if found.first is None:
+        yield f"no mismatch: k3 is within {limit} at each of {found.steps} steps"
+        return
+    yield f"step {found.first}: k3 is above {limit} for the first time, and up to step {found.last}"
+    yield f"version {found.first}: step s trains version s, and only tokens of version s count in it"
+    yield ""
+    yield f"{'':28}{'from step':>10}{'tokens':>8}{'mean gap':>11}{'k3':>11}{'k3, last step':>15}"
+    for part in found.parts:
+        yield (
+            f"{shown_line(part.name):28}{part.first_step:>10}{part.tokens:>8}{part.mean_abs:>11.3g}{part.k3:>11.3g}"
+            f"{part.last_k3:>15.3g}"
+        )
+    yield ""
+    for token in found.tokens:
+        text = f"token id {token.token_id}" if token.text is None else repr(shown_line(token.text))
+        before = "" if token.before is None else f" after {shown_line(token.before)[-60:]!r}"
+        yield (
+            f"step {token.step}, {token.trajectory}, token {token.token} by {shown_line(token.engine)}: log p engine "
+            f"{token.rollout:.4f}, trainer {token.trainer:.4f}: {text}{before}"
+        )
+    yield ""
+    yield from (_layer(layer) for layer in found.layers)
+    if not found.layers and found.checked:
+        yield (
+            f"layers: no check failed, {found.checked} were passed before a version was left: the weights are right, so look at "
+            "sampling, KV cache, attention and types"
+        )
+    elif not found.layers:
+        yield "layers: not known, no engine was checked again; set trainer.mismatch_k3_alarm, and engines are"
+
+
+def _layer(layer: LayerFinding) -> str:
+    from libra.untrusted import shown_line
+
+    when = "after its load" if layer.loading else "when it left the version, after it had passed the check at its load"
+    gap = "no number" if layer.gap is None else f"{layer.gap:.3g}"
+    more = "" if layer.checks == 1 else f"; {layer.checks} such checks failed, the last of version {layer.last_version}"
+    return (
+        f"layer {shown_line(layer.layer)}: {shown_line(layer.worker)} disagrees with version {layer.version} {when}: "
+        f"{layer.method} {gap}, allowed {layer.tolerance:.3g}{more}"
+    )
+
+
+def _finite(value: object) -> object:
+    """NaN as None."""
+    if isinstance(value, dict):
+        return {name: _finite(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and value != value else value

@@ -1,0 +1,316 @@
+"""One timeline of a run, from its facts: live in the scheduler, or afterwards from the log, with the same result.
+
+Invariants
+----------
+1. Nothing here reads a clock: time comes with the facts, and with `Timeline.sample`.
+2. ``history`` has at most ``MAX_SAMPLES`` rows, evenly spaced over the whole run: when it is full, every second row goes.
+3. What later iterations replace (a resumed run does some of them again) is counted once: curves are by iteration.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+from libra import facts
+from libra.facts import Fact, Line, said
+from libra.observe.timeline.places import Places
+from libra.observe.timeline.states import busy_frac
+from libra.observe.timeline.steps import OF_MEASURES, OF_STEPS, Steps
+from libra.observe.timeline.workers import HANDLERS as OF_WORKERS
+from libra.observe.timeline.workers import WorkerTimes
+from libra.types import Phase
+from libra.untrusted import shown_line
+
+DECISIONS: Final = (
+    facts.LayoutPlanned, facts.PlanConsidered, facts.PlanAccepted, facts.PlanBlocked, facts.PlanRealised,
+    facts.RoleChangeStarted, facts.RoleChanged, facts.RoleRestored, facts.RoleChangeFailed, facts.RoleChangeCancelled,
+    facts.SlotsSet, facts.BoundariesSet, facts.StepsPlanned, facts.TakeSteps,
+)  # fmt: skip
+LATE: Final = (facts.LateRewardsTaken,)
+TROUBLES: Final = (
+    facts.WorkerLost, facts.WorkerSetupFailed, facts.EngineQuarantined, facts.StallDetected,
+    facts.GangLost, facts.RoleMemberFailed, facts.MismatchFound,
+)  # fmt: skip
+BUSY_WINDOW_S: Final = 60.0
+"""Seconds of the figure of busy worker time "now"."""
+NOTED: Final = (*DECISIONS, facts.Turn, facts.TurnRefused, *TROUBLES)
+"""Kinds of facts among the last decisions of the page, beside those that let something through."""
+SAMPLE_S: Final = 0.5
+"""Seconds between two rows of the history, at first."""
+MAX_SAMPLES: Final = 1200
+MAX_STEPS: Final = 400
+"""Steps whose split is kept."""
+LAST_DECISIONS: Final = 8
+"""Kept of decisions and troubles; half as many of iterations and steps that were let through."""
+RATE_INTERVALS: Final = 10
+"""Iterations from whose mean duration the end of the run is estimated."""
+BANDS: Final = ("overdue", "level 0–1", "level 2–10", "level 11–40", "level 41 and later")
+_BAND_TOPS: Final = (-1, 1, 10, 40)
+
+
+def band(level: int) -> int:
+    """Index in `BANDS` of a policy's level."""
+    return sum(level > top for top in _BAND_TOPS)
+
+
+OF_A_BATCH: Final = {
+    "grading": "grading and committing",
+    "batch": "reading the batch",
+    "training": "training",
+    "moving": "publishing the weights",
+}
+"""States of training workers between a batch's last trajectory and the next iteration, in words."""
+
+
+class Timeline:
+    """Counts, curves, worker time and steps of a run, fact by fact.
+
+    Parameters
+    ----------
+    trainers : sequence of str
+        Names of the training workers; see `WorkerTimes`.
+    keep : int or None
+        Segments kept per worker; see `WorkerTimes`.
+
+    Attributes
+    ----------
+    places : Places
+    workers : WorkerTimes
+    steps : Steps
+    tokens : int
+        Generated so far.
+    quanta : Counter
+        Finished, by phase.
+    parts : int
+        Of those, generations whose turn went on (`rollout.chunk_tokens`).
+    history : list
+        Rows (t_s, queued_rollout, queued_tool, used_rollout, used_tool, tokens, waiting for ROLLOUT in each of `BANDS`).
+    """
+
+    def __init__(self, trainers: Sequence[str] = (), *, keep: int | None = None) -> None:
+        self.places = Places()
+        self.workers = WorkerTimes(self.places, trainers, keep=keep)
+        self.steps = Steps()
+        self.run = self.policy = ""
+        self.epoch = self.eta = self.iterations = 0
+        self.iteration, self.published = -1, -1
+        self.tokens = self.groups = self.resampled = self.parts = 0
+        self.quanta: Counter[str] = Counter()
+        self.failures: Counter[str] = Counter()
+        self.history: list[tuple[float, ...]] = []
+        self._base_s = self._next_s = 0.0
+        self._interval_s = SAMPLE_S
+        self._ended: dict[int, tuple[float, float | None, float]] = {}  # by iteration: when, reward, lag
+        self._began_s = self._published_s = 0.0
+        self._evaluations: dict[int, tuple[float | None, int]] = {}
+        self._steps: dict[int, dict[str, float]] = {}
+        self._decided: deque[tuple[float, Fact]] = deque(maxlen=LAST_DECISIONS)
+        self._opened: deque[tuple[float, Fact]] = deque(maxlen=LAST_DECISIONS // 2)
+        self._sent: tuple[float, facts.QuantumDispatched] | None = None
+        self._capacity: dict[str, tuple[int, int]] = {}
+        self._served: dict[str, int] = {}
+
+    @property
+    def now_s(self) -> float:
+        """Time of the newest fact, over all starts of the run: time between two starts is left out."""
+        return self.workers.now_s
+
+    # ---------------------------------------------------------------- reading
+
+    def snapshot(self, now_s: float) -> dict[str, Any]:
+        """What `libra.observe.snapshots` lists, as far as events tell it; JSON-able."""
+        ended = sorted(self._ended.items())
+        total = [sum(slots) for slots in zip(*self._capacity.values(), strict=True)] or [0, 0]
+        return {
+            "run": self.run, "epoch": self.epoch, "eta": self.eta, "iterations": self.iterations,
+            "uptime_s": round(now_s, 3), "state": "running", "left_s": self.left_s(now_s),
+            "iteration": self.iteration,
+            "versions": {"published": max(self.published, 0), "served": dict(sorted(self._served.items()))},
+            "slots": {
+                str(phase): {"used": self.places.used[phase], "total": number}
+                for phase, number in zip(Phase, total, strict=True)
+            },
+            "queue": {str(phase): dict(sorted(self.places.levels[phase].items())) for phase in Phase},
+            "quanta": {str(phase): self.quanta[phase] for phase in Phase}, "parts": self.parts,
+            "tokens": self.tokens, "groups": self.groups, "failures": dict(self.failures), "resampled": self.resampled,
+            "rewards": [[k, reward] for k, (_, reward, _) in ended if reward is not None],
+            "lag": [[k, lag] for k, (_, _, lag) in ended],
+            "evaluations": [[version, *found] for version, found in sorted(self._evaluations.items())],
+            "waves": self.steps.open_step(),
+            "steps": [[step, split] for step, split in sorted(self._steps.items())],
+            "decisions": self._decisions(), "time": self.worker_time(now_s),
+            "history": [list(row) for row in self.history],
+        }  # fmt: skip
+
+    def worker_time(self, now_s: float) -> dict[str, Any]:
+        """Where worker time went, JSON-able, over the run and over the last `BUSY_WINDOW_S`.
+
+        ``until_s``, ``busy_frac`` and ``now_busy_frac`` (None: no time yet), ``shares`` and ``now_shares`` {state: share},
+        ``workers``: [{"worker", "kind", "state" (empty: it has left), "busy_frac", "slots_used_frac" (None: no slots),
+        "seconds": {state: s}}, ...]; states as in `libra.observe.timeline.states`.
+        """
+        whole, states = self.workers.times(now_s), self.workers.states()
+        now = self.workers.times(now_s, max(now_s - BUSY_WINDOW_S, 1e-9))
+        return {
+            "until_s": whole.until_s, "busy_frac": whole.busy_frac, "now_busy_frac": now.busy_frac,
+            "shares": whole.shares, "now_shares": now.shares,
+            "workers": [
+                {
+                    "worker": each.worker, "kind": each.kind, "state": states.get(each.worker, ""),
+                    "busy_frac": busy_frac(each.seconds) or 0.0, "slots_used_frac": each.slots_used_frac,
+                    "seconds": dict(each.seconds),
+                }
+                for each in whole.workers
+            ],
+        }  # fmt: skip
+
+    def left_s(self, now_s: float) -> float | None:
+        """Estimated seconds to the end of the last iteration; None before one has ended."""
+        if not self._ended:
+            return None
+        times = sorted(t_s for t_s, _, _ in self._ended.values())[-RATE_INTERVALS - 1 :]
+        each_s = (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else times[0] - self._began_s
+        left = self.iterations - 1 - max(self._ended)
+        return max(0.0, left * each_s - max(0.0, now_s - times[-1])) if left > 0 else 0.0
+
+    def training(self, now_s: float) -> str:
+        """What the training workers do with a batch that is complete, since when, and how long the last step took there; ""
+        while they wait for trajectories."""
+        state, since_s = self.workers.training_state()
+        if state not in OF_A_BATCH:
+            return ""
+        last = self._steps[max(self._steps)].get(state) if self._steps else None
+        took = f", {last:.0f} s in the last step" if last else ""
+        return f"{OF_A_BATCH[state]} for {max(0.0, now_s - since_s):.0f} s{took}"
+
+    def _decisions(self) -> list[list[Any]]:
+        """[t_s, what, why] of the last decisions, the newest first."""
+        logged = [*self._decided, *self._opened, *([self._sent] if self._sent else [])]
+        rows = []
+        for t_s, fact in sorted(logged, key=lambda each: -each[0]):
+            what, why = said(fact)
+            rows.append([round(t_s, 3), shown_line(what, 200), shown_line(why, 300)])
+        return rows
+
+    # ---------------------------------------------------------------- facts
+
+    def add(self, line: Line) -> None:
+        """Take the next line of the log."""
+        fact, workers = line.fact, self.workers
+        kind, now_s = type(fact), workers.now_s
+        if kind is facts.RunStarted:
+            self._base_s = now_s
+        if (now_s := max(now_s, self._base_s + line.t_s)) >= self._next_s:
+            self.sample(now_s)
+        if kind is facts.RunStarted:
+            self.run = line.run
+            workers.started()
+        workers.now_s = now_s
+        if (of_workers := OF_WORKERS.get(kind)) is not None:
+            workers.take(of_workers, fact)
+        if kind in OF_STEPS:  # few: most facts are of trajectories
+            self.steps.add(fact, now_s)
+        if kind in OF_MEASURES and self.steps.train_gpus:
+            self.steps.measure(fact, now_s)
+        if (handler := _HANDLERS.get(kind)) is not None:
+            handler(self, fact)
+
+    def measured(self, version: int, now_s: float) -> facts.StepMeasured | None:
+        """The step whose weights, ``version``, are published at ``now_s``; None: it was not measured, or not all of it seen."""
+        steps = self.steps
+        if not steps.train_gpus:
+            return None
+        return steps.measured(version - 1, now_s, self.workers.times(since_s=steps.since_s))
+
+    def sample(self, now_s: float) -> None:
+        """Add the rows of the history that are due by ``now_s``."""
+        places = self.places
+        while self._next_s <= now_s:
+            bands = [0] * len(BANDS)
+            for level, number in places.levels[Phase.ROLLOUT].items():
+                bands[band(level)] += number
+            queued = (places.levels[phase].total() for phase in Phase)
+            used = (places.used[phase] for phase in Phase)
+            self.history.append((round(self._next_s, 3), *queued, *used, self.tokens, *bands))
+            if len(self.history) > MAX_SAMPLES:
+                del self.history[1::2]
+                self._interval_s *= 2
+            self._next_s = self.history[-1][0] + self._interval_s
+
+    def _finished(self, fact: facts.QuantumFinished) -> None:
+        self.quanta[str(fact.phase)] += 1
+        self.parts += fact.unfinished
+        self.tokens += fact.tokens
+        if (found := self.places.open.get(fact.key)) is not None:
+            found.tokens += fact.tokens
+
+    def _dispatched(self, fact: facts.QuantumDispatched) -> None:
+        self._sent = self.now_s, fact
+
+    def _progressed(self, fact: Fact) -> None:
+        """A fact about the run, its iterations or its weights."""
+        now_s = self.now_s
+        match fact:
+            case facts.RunStarted():
+                self.epoch, self.eta, self.policy = fact.epoch, fact.eta, fact.policy
+                self.iterations = fact.iterations
+                self._published_s = -1.0  # what the next version took is not a step's time
+                self._capacity.clear()
+                self._served.clear()
+            case facts.GroupCommitted(split="train"):
+                self.groups += 1
+                self.failures.update(fact.failures)
+                self.resampled += fact.resampled
+            case facts.OpenGate():
+                self._began_s = now_s if self.iteration < 0 else self._began_s
+                self.iteration = max(self.iteration, fact.iteration)
+                self._opened.append((now_s, fact))
+            case facts.OpenBatch() | facts.LateRewardsTaken():
+                self._opened.append((now_s, fact))
+            case facts.VersionPublished():
+                if fact.version > self.published >= 0 and self._published_s >= 0:
+                    split = self.workers.training_split(self._published_s, now_s)
+                    self._steps[fact.version - 1] = {state: round(seconds, 6) for state, seconds in split.items()}
+                    while len(self._steps) > MAX_STEPS:
+                        del self._steps[min(self._steps)]
+                self.published, self._published_s = max(self.published, fact.version), now_s
+            case facts.IterationFinished():
+                self._ended[fact.iteration] = now_s, fact.reward, fact.lag
+            case facts.EvaluationFinished():
+                self._evaluations[fact.version] = fact.reward, fact.prompts
+
+    def _changed(self, fact: Fact) -> None:
+        """A decision, a trouble, or a change of a worker."""
+        match fact:
+            case facts.WorkerCapacity():
+                self._capacity[fact.worker] = fact.rollout_slots, fact.tool_slots
+            case facts.VersionServed():
+                self._served[fact.worker] = fact.version
+            case facts.WorkerWithdrawn() | facts.WorkerSetupFailed():
+                self._capacity.pop(fact.worker, None)
+                self._served.pop(fact.worker, None)
+            case facts.RoleChanged() if fact.to_role != "rollout":
+                self._served.pop(fact.worker, None)
+        if not isinstance(fact, NOTED) or (
+            isinstance(fact, facts.RoleChangeStarted) and self.steps.is_turn(fact.generation)
+        ):
+            return  # a turn has a line with the same reason
+        self._decided.append((self.now_s, fact))
+
+
+_HANDLERS: Final[Mapping[type[Fact], Callable[[Timeline, Any], None]]] = {
+    facts.SetPriority: lambda self, fact: self.places.ranked(fact.key, fact.priority),
+    facts.PlacementVoid: lambda self, fact: self.places.waits(fact.key, None),
+    facts.QuantumDispatched: Timeline._dispatched,
+    facts.QuantumFinished: Timeline._finished,
+    **dict.fromkeys((*NOTED, facts.WorkerCapacity, facts.VersionServed, facts.WorkerWithdrawn), Timeline._changed),
+    **dict.fromkeys(
+        (
+            facts.RunStarted, facts.GroupCommitted, facts.OpenGate, facts.OpenBatch, facts.LateRewardsTaken,
+            facts.VersionPublished, facts.IterationFinished, facts.EvaluationFinished,
+        ),
+        Timeline._progressed,
+    ),
+}  # fmt: skip

@@ -1,0 +1,433 @@
+"""Where worker time went: what each worker did at each moment of a run, and why it was idle.
+
+A worker is in one state at a time. Busy: ``generating`` (a trajectory of the run has a ROLLOUT slot there; tools that run within a
+generation are part of it), ``acting`` (a TOOL slot), ``training`` (an optimizer step, or a wave of it), ``turned`` (a wave, on an
+engine that `libra.policy.tail` has turned), ``moving`` (weights: publishing on training workers; loading and checking on
+engines). Idle: the states of `IDLE`, each with its cause. On a worker that is shared by several runs, what it does for another run
+counts as idle.
+
+Invariants
+----------
+1. At each moment between the worker's first and last event it has exactly one state, unless it was away: the seconds by state add
+   up to its time, and its shares to 1.
+2. A trajectory has a slot of at most one worker. Slots in use are never negative.
+3. Folding old segments (``keep``) changes no worker's total.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+from libra import facts
+from libra.facts import Fact
+from libra.observe.timeline.places import Places, Slot
+from libra.observe.timeline.states import AWAY, STATES, Kind, RunTime, WorkerClock, WorkerTime
+from libra.types import Phase
+
+_NOT_TRAINING: Final = frozenset(STATES) - {"training"}
+_NOT_IN_WAVES: Final = frozenset(STATES) - {"turned", "wave"}
+_NOT_WAITING: Final = frozenset({"starting", "lost", "training", "role", "turning", "returning"})
+_NOT_LOADING: Final = frozenset({"starting", "role", "lent", "training", "turning", "returning"})
+
+
+Handler = Callable[["WorkerTimes", Any], None]
+
+
+class WorkerTimes:
+    """The state of every worker of a run.
+
+    Parameters
+    ----------
+    places : Places
+        Where trajectories are; the handlers here keep it.
+    trainers : sequence of str
+        Names of the training workers, for runs whose log does not name them: with one training worker no group forms.
+    keep : int or None
+        Segments kept per worker; older ones are only counted. None: all, e.g. to draw them.
+
+    Attributes
+    ----------
+    now_s : float
+        Time of the newest fact, over all starts of the run: time between two starts is left out.
+    """
+
+    def __init__(self, places: Places, trainers: Sequence[str] = (), *, keep: int | None = None) -> None:
+        self.now_s = 0.0
+        self._places, self._trainers, self._keep = places, tuple(trainers), keep
+        self._clocks: dict[str, WorkerClock] = {}
+        self._begin()
+
+    def _begin(self) -> None:
+        """A start of the run: nothing runs, nothing is known of its workers."""
+        for clock in self._clocks.values():
+            clock.enter(self.now_s, AWAY)
+            clock.count_slots(self.now_s)
+            clock.running = clock.acting = 0
+            clock.away, clock.served, clock.quarantined, clock.lent = True, False, False, False
+            clock.changing, clock.turned, clock.ready_s = "", False, math.inf
+        self._places.clear()
+        self._gates: set[int] = set()
+        self._batches_parked: set[int] = set()
+        self._batches_opened: set[int] = set()
+        self._waves_opened: dict[tuple[int, int], float] = {}  # (batch, wave) of those in training: since when
+        self._asked: dict[str, str] = {}  # by worker, what its newest turn was to
+        self._changes: dict[int, tuple[str, ...]] = {}  # by generation, workers that change their role
+        self._published, self._stepped = -1, -1
+        self._prepared_s = 0.0  # since when the batch now in training could have been trained on
+        self._group_lost = False
+        self._has_ended = False  # a trajectory, since the newest gate opened
+        self._signature: tuple[Any, ...] = ()
+
+    # ---------------------------------------------------------------- reading
+
+    def times(self, until_s: float | None = None, since_s: float = 0.0) -> RunTime:
+        """The totals between two times (None: up to the newest fact), those of folded segments only if ``since_s`` is 0."""
+        end_s = max(self.now_s, until_s or 0.0)
+        found = []
+        for name, clock in sorted(self._clocks.items()):
+            seconds, gpu_s = clock.totals(since_s, end_s)
+            found.append(WorkerTime(name, clock.kind, dict(seconds), dict(gpu_s), clock.slots_used_frac(end_s)))
+        return RunTime(tuple(found), since_s, end_s)
+
+    def states(self) -> dict[str, str]:
+        """What each worker does now, of those that are there."""
+        now = {name: clock.segments[-1].state for name, clock in sorted(self._clocks.items()) if clock.segments}
+        return {name: state for name, state in now.items() if state != AWAY}
+
+    def training_state(self) -> tuple[str, float]:
+        """State of the first training worker that is there, and since when; ``AWAY`` without one."""
+        trainers = (clock.segments[-1] for clock in self._clocks.values() if clock.kind == "trainer" and clock.segments)
+        return next(((last.state, last.start_s) for last in trainers if last.state != AWAY), (AWAY, 0.0))
+
+    def training_split(self, since_s: float, until_s: float) -> dict[str, float]:
+        """Seconds by state between two times, of the training worker that was there the longest."""
+        trainers = [clock for clock in self._clocks.values() if clock.kind == "trainer" and not clock.turned]
+        found: list[dict[str, float]] = [{**clock.totals(max(since_s, 1e-9), until_s)[0]} for clock in trainers]
+        return max(found, key=lambda seconds: sum(seconds.values()), default={})
+
+    def segments(self) -> dict[str, list[tuple[float, float, str]]]:
+        """(start, stop, state) of each worker, those kept, without absences; in seconds of `now_s`."""
+        found: dict[str, list[tuple[float, float, str]]] = {}
+        for name, clock in sorted(self._clocks.items()):
+            stops = [*(each.start_s for each in clock.segments[1:]), self.now_s]
+            spans = zip(clock.segments, stops, strict=True)
+            found[name] = [(s.start_s, stop, s.state) for s, stop in spans if s.state != AWAY and stop > s.start_s]
+        return found
+
+    # ---------------------------------------------------------------- events
+
+    def take(self, handler: Handler, fact: Fact) -> None:
+        """Take a fact of `HANDLERS` that happened at `now_s`."""
+        handler(self, fact)
+        self._update_all()
+
+    def started(self) -> None:
+        """The run starts."""
+        self._begin()
+        for name in self._trainers:
+            self._clock(name, "trainer")
+
+    def _clock(self, name: str, kind: Kind) -> WorkerClock:
+        clock = self._clocks.get(name)
+        if clock is None:
+            clock = self._clocks[name] = WorkerClock(kind, slot_at_s=self.now_s)
+        elif clock.away:
+            clock.count_slots(self.now_s)
+            clock.away = False
+        if kind == "engine" and clock.kind == "tools":
+            clock.kind = "engine"
+        self._update(clock)
+        return clock
+
+    def _update(self, clock: WorkerClock) -> None:
+        clock.enter(self.now_s, self._state(clock))
+        if self._keep is not None and len(clock.segments) > 2 * self._keep:
+            clock.fold(self._keep)
+
+    def _update_all(self) -> None:
+        """States of all workers, where what they have in common has changed."""
+        signature = (self._engine_idle(), self._trainer_state(), self._tool_idle(), self._newest_wave_s)
+        if signature != self._signature:
+            self._signature = signature
+            for clock in self._clocks.values():
+                self._update(clock)
+
+    # ---------------------------------------------------------------- states
+
+    def _state(self, clock: WorkerClock) -> str:
+        if clock.away:
+            return AWAY
+        if clock.kind == "trainer":
+            if clock.changing or not clock.turned:
+                return clock.changing or self._trainer_state()
+            return "turned" if self._newest_wave_s >= clock.ready_s else "wave"
+        if clock.running:
+            return "generating"
+        if clock.acting:
+            return "acting"
+        if clock.lent:
+            return "lent"
+        if clock.kind == "tools":
+            return self._tool_idle()
+        if clock.changing:
+            return clock.changing
+        if clock.quarantined:
+            return "quarantined"
+        return self._engine_idle() if clock.served else "starting"
+
+    def _engine_idle(self) -> str:
+        """Why an engine without a trajectory has none."""
+        places = self._places
+        if places.levels[Phase.ROLLOUT]:
+            return "dispatch"
+        if places.open:
+            if places.used[Phase.ROLLOUT]:
+                return "tail"
+            return "tools" if places.used[Phase.TOOL] or places.levels[Phase.TOOL] else "dispatch"
+        if self._batches_parked and not self._trains and not self._gates:
+            return "grading" if self._has_ended else "dispatch"
+        return "version" if self._gates or self._trains else "nothing"
+
+    @property
+    def _trains(self) -> bool:
+        return bool(self._batches_opened) or self._stepped >= self._published
+
+    def _trainer_state(self) -> str:
+        if self._published < 0:
+            return "starting"
+        if self._group_lost:
+            return "lost"
+        if self._batches_opened or self._waves_opened:  # while the version before may still be published beside it
+            return "training"
+        if self._stepped >= self._published:
+            return "moving"
+        if self._batches_parked:
+            return "trajectories" if self._places.open or not self._has_ended else "grading"
+        return "evaluation" if self._places.open else "nothing"
+
+    @property
+    def _newest_wave_s(self) -> float:
+        return max(self._waves_opened.values()) if self._waves_opened else -1.0
+
+    def _tool_idle(self) -> str:
+        if self._published < 0:
+            return "starting"
+        return "dispatch" if self._places.levels[Phase.TOOL] else "no_calls"
+
+    # ---------------------------------------------------------------- trajectories
+
+    def _parked(self, fact: facts.TrajectoryParked) -> None:
+        self._stopped(fact.key)
+        self._places.waits(fact.key, (Phase(fact.phase), 0))
+
+    def _started(self, fact: facts.QuantumDispatched | facts.QuantumContinued) -> None:
+        self._stopped(fact.key)
+        phase = Phase(fact.phase)
+        clock = self._clock(fact.worker, "engine" if phase is Phase.ROLLOUT else "tools")
+        self._places.started(fact.key, Slot(fact.worker, phase, self.now_s))
+        self._runs(clock, phase, 1)
+
+    def _stopped(self, key: str) -> None:
+        """The trajectory has no slot any more."""
+        if (slot := self._places.stopped(key)) is not None:  # most that park were stopped before
+            self._runs(self._clocks[slot.worker], slot.phase, -1)
+
+    def _runs(self, clock: WorkerClock, phase: Phase, more: int) -> None:
+        clock.count_slots(self.now_s)
+        if phase is Phase.ROLLOUT:
+            clock.running += more
+        else:
+            clock.acting += more
+        self._update(clock)
+
+    def _ended(self, fact: facts.TrajectoryEnded) -> None:
+        self._stopped(fact.key)
+        self._places.ended(fact.key)
+        self._has_ended = True
+
+    # ---------------------------------------------------------------- training
+
+    def _training(self, fact: Fact) -> None:
+        match fact:
+            case facts.GateParked():
+                self._gates.add(fact.iteration)
+            case facts.OpenGate():
+                self._gates.discard(fact.iteration)
+                self._has_ended = False
+            case facts.BatchParked() | facts.WaveParked():
+                self._batches_parked.add(fact.batch)
+            case facts.OpenBatch():
+                self._batches_parked.discard(fact.batch)
+                if not self._batches_opened:
+                    self._prepared_s = self.now_s
+                self._batches_opened.add(fact.batch)
+            case facts.OpenWave() if fact.members:
+                self._waves_opened[fact.batch, fact.wave] = self.now_s
+            case facts.WaveTrained():
+                self._wave_trained(fact)
+            case facts.StepFinished():
+                self._batches_opened = {batch for batch in self._batches_opened if batch > fact.step}
+                self._waves_opened = {at: t_s for at, t_s in self._waves_opened.items() if at[0] > fact.step}
+                self._stepped = fact.step
+                for clock in self._clocks.values():
+                    if clock.kind == "trainer" and not clock.turned:
+                        clock.relabel(self._prepared_s, self.now_s - fact.train_s, "batch", _NOT_TRAINING)
+            case facts.VersionPublished():
+                self._published = max(self._published, fact.version)
+                self._prepared_s = self.now_s
+
+    def _wave_trained(self, fact: facts.WaveTrained) -> None:
+        """What was training since the wave opened was that only since its gradient began."""
+        begun_s = self.now_s - fact.train_s
+        opened_s = min(self._waves_opened.pop((fact.batch, fact.wave), begun_s), begun_s)
+        turned = []
+        for clock in self._clocks.values():
+            if clock.kind == "trainer" and clock.turned:
+                clock.relabel(opened_s, self.now_s, "wave", _NOT_IN_WAVES)
+                turned += [clock] if clock.ready_s < self.now_s else []
+            elif clock.kind == "trainer":
+                clock.relabel(opened_s, begun_s, "batch", _NOT_TRAINING)
+                clock.relabel(begun_s, self.now_s, "training", _NOT_WAITING)
+        for clock in sorted(turned, key=lambda each: each.ready_s)[: fact.hybrids]:
+            clock.relabel(max(begun_s, clock.ready_s), self.now_s, "turned", _NOT_IN_WAVES)
+
+    # ---------------------------------------------------------------- workers and engines
+
+    def _engine(self, fact: Any) -> None:
+        """A fact of the engine of a worker, which is there."""
+        clock = self._clock(fact.worker, "engine")
+        match fact:
+            case facts.EngineDeclared():
+                clock.gpus = max(fact.tp, 1)
+            case facts.VersionServed():
+                clock.served, clock.quarantined, clock.gpus = True, False, max(fact.tp, 1)
+                self._update(clock)
+                clock.relabel(self.now_s - fact.load_s, self.now_s, "moving", _NOT_LOADING)
+            case facts.VersionChecked():
+                clock.relabel(self.now_s - fact.stopped_s, self.now_s, "moving", _NOT_LOADING)
+            case facts.EngineQuarantined():
+                clock.quarantined = True
+        self._update(clock)
+
+    def _capacity(self, fact: facts.WorkerCapacity) -> None:
+        known = self._clocks.get(fact.worker)
+        if known is None and not (fact.rollout_slots or fact.tool_slots):
+            return
+        kind: Kind = "engine" if fact.rollout_slots else "tools"
+        clock = self._clock(fact.worker, known.kind if known is not None and not fact.rollout_slots else kind)
+        clock.count_slots(self.now_s)
+        clock.num_slots = fact.tool_slots if clock.kind == "tools" else fact.rollout_slots
+
+    def _membership(self, fact: Any) -> None:
+        """A known worker joins, leaves, or loses its slots."""
+        if (clock := self._clocks.get(fact.worker)) is None:
+            return
+        match fact:
+            case facts.WorkerJoined():
+                if clock.turned:  # it was lost while it trained
+                    clock.kind, clock.ready_s = "engine", math.inf
+                if clock.kind == "trainer":
+                    return
+                self._clock(fact.worker, clock.kind).served = False
+            case facts.WorkerLost() if clock.turned and not clock.changing:  # one that had slots is also withdrawn
+                clock.count_slots(self.now_s)
+                clock.kind, clock.away, clock.ready_s = "engine", True, math.inf
+            case facts.WorkerWithdrawn() if clock.changing:  # it has no slots any more; what runs there goes on
+                clock.count_slots(self.now_s)
+                clock.num_slots = 0
+            case facts.WorkerWithdrawn() if clock.kind != "trainer":
+                for key in self._places.on(fact.worker):
+                    self._stopped(key)
+                clock.count_slots(self.now_s)
+                clock.away, clock.served = True, False
+            case _:
+                return
+        self._update(clock)
+
+    def _gang(self, fact: facts.GangFormed | facts.GangLost) -> None:
+        self._group_lost = isinstance(fact, facts.GangLost)
+        for name in fact.members if isinstance(fact, facts.GangFormed) else ():
+            clock = self._clock(name, "trainer")
+            if not clock.running and not clock.acting:
+                clock.kind = "trainer"
+                self._update(clock)
+
+    # ---------------------------------------------------------------- roles
+
+    def _roles(self, fact: Fact) -> None:
+        match fact:
+            case facts.Turn():
+                self._asked[fact.worker] = fact.to
+                if fact.to == "training":
+                    self._clock(fact.worker, "engine").turned = True
+            case facts.TurnRefused():
+                if fact.worker in self._clocks and self._asked.get(fact.worker) == "training":
+                    self._clocks[fact.worker].turned = False
+            case facts.RoleChangeStarted():
+                self._role_change_started(fact)
+            case facts.RoleChangeFailed() | facts.RoleChangeCancelled():
+                for name in self._changes.pop(fact.generation, ()):  # those that are still there change back at once
+                    if (clock := self._clocks.get(name)) is not None and clock.changing:
+                        clock.count_slots(self.now_s)
+                        clock.changing, clock.away, clock.served = "", True, False
+                        self._update(clock)
+            case facts.RoleStage(stage="state") if fact.worker in self._clocks:
+                self._clocks[fact.worker].ready_s = self.now_s
+                self._update(self._clocks[fact.worker])
+            case facts.RoleChanged():
+                self._has_role(fact.worker, fact.to_role, fact.to_tp)
+            case facts.RoleRestored():
+                self._has_role(fact.worker, fact.role, fact.tp)
+
+    def _role_change_started(self, fact: facts.RoleChangeStarted) -> None:
+        self._changes[fact.generation] = tuple(fact.assignments)
+        for name, has in fact.assignments.items():
+            if (clock := self._clocks.get(name)) is not None:
+                trains, clock = has.get("role") == "train", self._clock(name, clock.kind)
+                clock.changing = ("turning" if trains else "returning") if clock.turned else "role"
+                if trains:  # one that returns first ends its slice
+                    clock.ready_s = math.inf
+                self._update(clock)
+
+    def _has_role(self, name: str, role: str, tp: int) -> None:
+        clock = self._clock(name, "trainer" if role == "train" else "engine")
+        clock.changing, clock.lent, clock.turned = "", role == "lent", clock.turned and role == "train"
+        clock.kind = "trainer" if role == "train" else "engine"
+        clock.ready_s = clock.ready_s if role == "train" else math.inf
+        clock.gpus = 0 if clock.lent else max(tp, 1) if role == "rollout" else 1
+        clock.served = clock.served or role == "rollout"
+        self._update(clock)
+
+
+HANDLERS: Final[dict[type[Fact], Handler]] = {
+    facts.TrajectoryParked: WorkerTimes._parked,
+    facts.TrajectoryEnded: WorkerTimes._ended,
+    facts.WorkerCapacity: WorkerTimes._capacity,
+    **dict.fromkeys((facts.QuantumDispatched, facts.QuantumContinued), WorkerTimes._started),
+    **dict.fromkeys(
+        (facts.QuantumFinished, facts.QuantumLost, facts.QuantumGivenBack, facts.TrajectoryFoundEnded),
+        lambda self, fact: self._stopped(fact.key),
+    ),
+    **dict.fromkeys(
+        (
+            facts.GateParked, facts.OpenGate, facts.BatchParked, facts.WaveParked, facts.OpenWave, facts.WaveTrained,
+            facts.OpenBatch, facts.StepFinished, facts.VersionPublished,
+        ),
+        WorkerTimes._training,
+    ),
+    **dict.fromkeys(
+        (facts.VersionServed, facts.VersionChecked, facts.EngineDeclared, facts.EngineQuarantined), WorkerTimes._engine
+    ),
+    **dict.fromkeys((facts.WorkerJoined, facts.WorkerLost, facts.WorkerWithdrawn), WorkerTimes._membership),
+    **dict.fromkeys((facts.GangFormed, facts.GangLost), WorkerTimes._gang),
+    **dict.fromkeys(
+        (
+            facts.Turn, facts.TurnRefused, facts.RoleChangeStarted, facts.RoleChangeFailed, facts.RoleChangeCancelled,
+            facts.RoleStage, facts.RoleChanged, facts.RoleRestored,
+        ),
+        WorkerTimes._roles,
+    ),
+}  # fmt: skip
+"""By kind of fact; others say nothing about workers."""
