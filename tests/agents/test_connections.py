@@ -1,19 +1,18 @@
 """Connections and requests that would keep others out of the gateway: idle ones, slow ones, many ones, long ones."""
 
 import asyncio
+import contextlib
 import threading
-from contextlib import ExitStack
 from functools import partial
 
 import pytest
 
-pytest.importorskip("starlette", reason="the extra `agents` is not installed")
-pytest.importorskip("uvicorn", reason="the extra `agents` is not installed")
+pytest.importorskip("httptools", reason="the extra `agents` is not installed")
 pytest.importorskip("httpx2", reason="httpx2 is not installed")
 
 from gateway_place import CHAT, made, run, taken
 
-from libra.agents import connections, gateway, long_work
+from libra.agents import connections, long_work
 from libra.agents.connections import HELD_BYTES, Places
 from libra.agents.long_work import by_size
 from libra.agents.messages import Message
@@ -79,7 +78,7 @@ def test_a_head_that_does_not_come_or_end_ends_its_connection(before, head_s, re
 
 
 def test_a_body_that_does_not_come_is_told(monkeypatch):
-    monkeypatch.setattr(gateway, "BODY_S", 0.2)
+    monkeypatch.setattr(connections, "BODY_S", 0.2)
 
     async def test(here):
         head = f"POST /t/{here.token}/v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n{{"
@@ -93,26 +92,27 @@ def test_a_body_that_does_not_come_is_told(monkeypatch):
 def test_one_trajectory_has_at_most_half_of_the_places_and_the_next_one_finds_some():
     places = Places(100)
 
-    def filled(key, stack):
-        for count in range(101):
-            try:
-                stack.enter_context(places.one(key))
-            except RequestRefused:
-                return count
-        return 101
+    def filled(key):
+        found = []
+        with contextlib.suppress(RequestRefused):
+            while len(found) <= 100:
+                found.append(places.take(key))
+        return found
 
-    with ExitStack() as greedy, ExitStack() as another:
-        assert (filled(b"greedy", greedy), filled(b"another", another)) == (50, 25)
-        with pytest.raises(RequestRefused) as refused:
-            places.one(b"greedy").__enter__()
-        assert refused.value.status == 503
-    with places.one(b"one") as one, places.one(b"another") as other:
-        one.take(HELD_BYTES)
-        other.take(HELD_BYTES)
-        with pytest.raises(RequestRefused):
-            one.take(1)
-    with places.one(b"one") as one:
-        one.take(HELD_BYTES)
+    greedy, another = filled(b"greedy"), filled(b"another")
+    assert (len(greedy), len(another)) == (50, 25)
+    with pytest.raises(RequestRefused) as refused:
+        places.take(b"greedy")
+    assert refused.value.status == 503
+    for each in greedy + another:
+        each.release()
+    one, other = places.take(b"one"), places.take(b"another")
+    one.take(HELD_BYTES)
+    other.take(HELD_BYTES)
+    with pytest.raises(RequestRefused):
+        one.take(1)
+    one.release()
+    places.take(b"one").take(HELD_BYTES)
 
 
 async def test_short_work_takes_no_thread_and_long_work_one_of_two():
