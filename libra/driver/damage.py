@@ -262,7 +262,11 @@ def _check_store(check: RunCheck) -> None:
     if not store.is_dir():
         check.add(store.name, "it is gone")
         return
-    from libra.store.store_check import column_rows, committed_rows, store_faults  # imports zarr, which a first start does without
+    from libra.store.store_check import (  # imports zarr, which a first start does without
+        column_rows,
+        committed_rows,
+        store_faults,
+    )
 
     for fault in store_faults(store, check.limit_bytes):
         check.add(fault.name, fault.what)

@@ -317,7 +317,7 @@ class Session:
             return
         from libra.observe.samples import EVERY, sample_texts  # imports zarr, which the start does without
 
-        if (k % EVERY and k + 1 < self.config.run.iterations):
+        if k % EVERY and k + 1 < self.config.run.iterations:
             return
         with contextlib.suppress(LibraError):  # without them it goes on
             rows = read_batch_facts(self.spec.batches_dir, k)["groups"][:1]

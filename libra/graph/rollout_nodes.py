@@ -22,8 +22,8 @@ from libra.named_parts import raised_at
 from libra.store.group_records import group_path, read_group, write_group
 from libra.types import EndReason, Episode, FailureClass, Prompt, Trajectory, TrajectoryId
 from libra.untrusted import error_text
-from libra.worker.grading import grade, score_fault
 from libra.worker.dask_internals import quantum_here
+from libra.worker.grading import grade, score_fault
 from libra.worker.host import LibraHost, host_here, host_of
 
 

@@ -181,8 +181,9 @@ class Journal:
             Path(log.path).unlink(missing_ok=True)
 
     def read(self, trajectory_id: str, start: int = 0, until: int = 0) -> list[dict[str, Any]]:
-        """Records of quanta ``start``, ``start + 1``, ... up to the first that does not exist. ``until``: the caller knows that there
-        are none from this number on, so that it is not looked for; 0: it does not.
+        """Records of quanta ``start``, ``start + 1``, ... up to the first that does not exist.
+
+        ``until``: the caller knows that there are none from this number on, so that it is not looked for; 0: it does not.
 
         Raises StoreError, naming the file, if one is torn or corrupt.
         """
