@@ -198,9 +198,8 @@ class Connection(asyncio.Protocol):
         self._unread += len(data)
         try:
             self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade:  # the request is answered as if it had not asked for one
-            self._unread = 0
-            self.transport.pause_reading()
+        except httptools.HttpParserUpgrade:  # it was refused
+            return
         except httptools.HttpParserError as error:
             if isinstance(error.__context__, Exception) and not isinstance(
                 error.__context__, httptools.HttpParserError
@@ -242,10 +241,14 @@ class Connection(asyncio.Protocol):
         exchange, parser = self._reading, self._parser
         assert exchange is not None
         exchange.method = parser.get_method()
-        exchange.keep = parser.should_keep_alive() and not parser.should_upgrade()
+        upgrade = parser.should_upgrade()  # the parser does not read its body then
+        exchange.keep = parser.should_keep_alive() and not upgrade
         exchange.chunked = parser.get_http_version() == "1.1"
         self._open.append(exchange)
-        if len(self._open) == 1:
+        if upgrade:
+            told = "upgrade: HTTP/1.1 is spoken here, and nothing else; send the request without this header"
+            self._handler.refuse(exchange, RequestRefused(told, "upgrade"))
+        elif len(self._open) == 1:
             self._handler.arrived(exchange)
         else:
             self._read_on()
