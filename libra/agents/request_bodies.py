@@ -50,16 +50,9 @@ class Part(msgspec.Struct):
 Content = str | list[str | Part] | None
 
 
-class Sampling(msgspec.Struct, kw_only=True):
-    """Fields that all dialects have; the sampling parameters are the run's own."""
+class RunsOwn(msgspec.Struct, kw_only=True):
+    """Parameters that the run decides."""
 
-    model: str | None = None
-    stream: bool | None = None
-    tools: msgspec.Raw = NOTHING
-    tool_choice: Any = None
-    chat_template_kwargs: msgspec.Raw = NOTHING
-    n: Any = None
-    best_of: Any = None
     temperature: Any = None
     top_p: Any = None
     top_k: Any = None
@@ -70,7 +63,19 @@ class Sampling(msgspec.Struct, kw_only=True):
     logit_bias: Any = None
 
 
-RUNS_OWN = ("temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "logit_bias")
+RUNS_OWN = RunsOwn.__struct_fields__
+
+
+class Sampling(RunsOwn, kw_only=True):
+    """Fields that all dialects have."""
+
+    model: str | None = None
+    stream: bool | None = None
+    tools: msgspec.Raw = NOTHING
+    tool_choice: Any = None
+    chat_template_kwargs: msgspec.Raw = NOTHING
+    n: Any = None
+    best_of: Any = None
 
 
 @dataclass(frozen=True, slots=True)
