@@ -41,7 +41,7 @@ async def model(session: Session, chat: Any, renderer: ConversationFormat) -> No
         if isinstance(pending, Ended):
             return
         request = pending.request
-        asked = conversation.prompt(request.messages, request.tools, request.template_args)
+        asked = conversation.prompt(request.messages, request.tools, request.template_args, request.tools_text)
         before = lengths[asked.parent] if asked.parent >= 0 else 0
         assert conversation.ask(asked.parent, asked.tail, asked.tools) == turn
         name = f"{session.name}-{turn}"

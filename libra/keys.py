@@ -31,6 +31,9 @@ PASS_US = "PASS_US"
 HYBRID = "HYBRID"
 """The same: the worker can change roles during the run (`libra.scheduler.worker_roles`)."""
 
+QUANTUM = "libra_quantum"
+"""Annotation of a dispatched trajectory: the number of its next quantum, 0 where the worker has to look in the journal."""
+
 _KEY = re.compile(r"(?P<node>[a-z_]+)-(?P<split>train|eval)(?P<indices>(?:-\d+)*)-e(?P<epoch>\d+)-(?P<run>.+)")
 _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.]{0,62}")
 

@@ -1,4 +1,4 @@
-"""OpenAI's chat completions, the token-in/token-out requests beside them, and the reading that all dialects share.
+"""OpenAI's chat completions, the token-in/token-out requests beside them, and the events that all dialects share.
 
 What a training run cannot do is refused with the field's name, never dropped: several choices, strict output formats, tools that
 must be called. Sampling parameters are the run's own; a client's are ignored, which is logged once.
@@ -8,123 +8,162 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any
 
-from libra.agents.messages import Message, chat_message, tool_schema
+import msgspec
+
+from libra.agents.messages import ROLES, Call, Message, canonical_arguments
+from libra.agents.request_bodies import (
+    RUNS_OWN,
+    Content,
+    Known,
+    Sampling,
+    decoded,
+    offered,
+    refuse_choices,
+    stops,
+    text_of,
+    whole,
+)
 from libra.agents.requests import ModelRequest, Reply
 from libra.errors import RequestRefused
 
-Body = Mapping[str, Any]
-
-_RUNS_OWN = ("temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "logit_bias")
-
-_NO_VARIABLES = frozenset({
-    "chat_template", "conversation", "messages", "tools", "tokenize", "add_generation_prompt", "continue_final_message", "padding",
-    "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs",
-})  # fmt: skip
-"""What the rendering of a conversation takes beside the template's own variables: a template of the client's could say anything in
-the model's name, or never end."""
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
 
-def read_chat(body: Body) -> ModelRequest:
+class _Function(msgspec.Struct):
+    name: str
+    arguments: Any = None
+
+
+class _Call(msgspec.Struct):
+    function: _Function
+    id: str | None = None
+
+
+class ChatMessage(msgspec.Struct):
+    """A message of OpenAI's chat completions."""
+
+    role: str = ""
+    content: Content = None
+    tool_calls: list[_Call] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: Any = None
+    reasoning: Any = None
+
+    def message(self, where: str) -> Message:
+        """The same in the form that all dialects have; RequestRefused names what is wrong in it."""
+        role = {"developer": "system", "function": "tool"}.get(self.role, self.role)
+        if role not in ROLES:
+            raise RequestRefused(
+                f"{where}.role: got {self.role!r:.200}; allowed are {', '.join(ROLES)}, developer", where
+            )
+        text = text_of(self.content, where)
+        if role != "assistant":
+            return Message(role, text, (), (self.tool_call_id or "") if role == "tool" else "")
+        calls = tuple(
+            Call(call.id or "", call.function.name, canonical_arguments(call.function.arguments))
+            for call in self.tool_calls or ()
+        )
+        reasoning = self.reasoning_content or self.reasoning
+        return Message(role, text, calls, "", reasoning if isinstance(reasoning, str) else "")
+
+
+class StrictFormat(msgspec.Struct):
+    """A format of the answer, which may be enforced."""
+
+    strict: bool | None = None
+    json_schema: StrictFormat | None = None
+
+    def refuse_strict(self, where: str) -> None:
+        """RequestRefused for a format that is to be enforced, which would change the distribution that is trained."""
+        if self.strict or (self.json_schema is not None and self.json_schema.strict):
+            raise RequestRefused(
+                f"{where}: a strict schema would change what the model samples, and is not supported; send strict: false, or check "
+                "the answer in the agent",
+                where,
+            )
+
+
+class _StreamOptions(msgspec.Struct):
+    include_usage: bool | None = None
+
+
+class _ChatBody(Sampling, kw_only=True):
+    messages: list[msgspec.Raw] = []
+    max_completion_tokens: int | None = None
+    max_tokens: int | None = None
+    stop: str | list[str] | None = None
+    stream_options: _StreamOptions | None = None
+    response_format: StrictFormat | None = None
+    logprobs: bool | None = None
+    return_token_ids: bool | None = None
+
+
+class _Limits(msgspec.Struct):
+    max_tokens: int | None = None
+    n: Any = None
+    best_of: Any = None
+
+
+class _GenerateBody(Sampling, kw_only=True):
+    token_ids: list[TokenId] = []
+    sampling_params: _Limits | None = None
+    max_tokens: int | None = None
+
+
+def read_chat(data: bytes, known: Known) -> ModelRequest:
     """A request of ``/chat/completions``; RequestRefused if it cannot be answered as it is."""
-    messages = body.get("messages")
-    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+    body = decoded(_ChatBody, data)
+    if not body.messages:
         raise RequestRefused("messages: a list with at least one message is needed", "messages")
     refuse_choices(body)
-    refuse_strict_format(body.get("response_format"), "response_format")
-    options = body.get("stream_options")
-    return ModelRequest(
+    if body.response_format is not None:
+        body.response_format.refuse_strict("response_format")
+    own = whole(body.max_completion_tokens, "max_completion_tokens")
+    return request_of(
         "chat",
-        tuple(chat_message(message, f"messages[{index}]") for index, message in enumerate(messages)),
-        tools=read_tools(body),
-        max_tokens=whole(body, "max_completion_tokens", whole(body, "max_tokens", None)),
-        stop=stops(body.get("stop"), "stop"),
-        stream=bool(body.get("stream")),
-        usage=isinstance(options, Mapping) and bool(options.get("include_usage")),
-        logprobs=bool(body.get("logprobs")),
-        return_ids=bool(body.get("return_token_ids")),
-        **common(body),
+        body,
+        known.messages(body.messages, _chat_message, "messages"),
+        size=len(data),
+        max_tokens=own if own is not None else whole(body.max_tokens, "max_tokens"),
+        stop=stops(body.stop, "stop"),
+        usage=body.stream_options is not None and bool(body.stream_options.include_usage),
+        logprobs=bool(body.logprobs),
+        return_ids=bool(body.return_token_ids),
     )
 
 
-def read_generate(body: Body) -> ModelRequest:
+def _chat_message(data: bytes, where: str) -> Message:
+    return decoded(ChatMessage, data, where).message(where)
+
+
+def read_generate(data: bytes, known: Known) -> ModelRequest:
     """A request of ``/inference/v1/generate``: token ids in, token ids out."""
-    ids = body.get("token_ids")
-    if not isinstance(ids, list) or not ids or not all(type(i) is int and 0 <= i < 2**31 for i in ids):
+    body = decoded(_GenerateBody, data)
+    if not body.token_ids:
         raise RequestRefused("token_ids: a list of at least one token id is needed", "token_ids")
-    params = body.get("sampling_params")
-    given = params if isinstance(params, Mapping) else body
+    given = body.sampling_params or body
     refuse_choices(given)
+    limit = whole(given.max_tokens, "max_tokens")
+    return request_of("generate", body, (), size=len(data), token_ids=tuple(body.token_ids), max_tokens=limit)
+
+
+def request_of(dialect: str, body: Sampling, messages: tuple[Message, ...], **more: Any) -> ModelRequest:
+    """A request with the fields that all dialects have."""
+    found = offered(body)
     return ModelRequest(
-        "generate", (), token_ids=tuple(ids), max_tokens=whole(given, "max_tokens", None), **common(body)
+        dialect,
+        messages,
+        tools=found.tools,
+        template_args=found.args,
+        tools_text=found.text,
+        stream=bool(body.stream),
+        model=body.model or "policy",
+        ignored=tuple([name for name in RUNS_OWN if getattr(body, name) is not None]),
+        **more,
     )
-
-
-def common(body: Body) -> dict[str, Any]:
-    """What all dialects read alike."""
-    args = body.get("chat_template_kwargs") or {}
-    if not isinstance(args, Mapping):
-        raise RequestRefused("chat_template_kwargs: an object is needed", "chat_template_kwargs")
-    for name in _NO_VARIABLES & args.keys():
-        raise RequestRefused(
-            f"chat_template_kwargs: {name!r} is no variable of the template; the run decides it", "chat_template_kwargs"
-        )
-    ignored = tuple(name for name in _RUNS_OWN if body.get(name) is not None)
-    return {"model": str(body.get("model") or "policy"), "template_args": dict(args), "ignored": ignored}
-
-
-def read_tools(body: Body) -> tuple[Mapping[str, Any], ...]:
-    """The tools of a request; none where it chooses none."""
-    choice = body.get("tool_choice")
-    if choice not in (None, "auto", "none", "required", "any") and not isinstance(choice, Mapping):
-        raise RequestRefused(f"tool_choice: got {choice!r}; auto and none are answered", "tool_choice")
-    tools = body.get("tools") or ()
-    if not isinstance(tools, Sequence) or isinstance(tools, str):
-        raise RequestRefused("tools: a list is needed", "tools")
-    # "required", or one tool, would change the distribution that is trained: the model may still answer without a call.
-    return () if choice == "none" else tuple(tool_schema(tool, f"tools[{i}]") for i, tool in enumerate(tools))
-
-
-def refuse_choices(body: Body) -> None:
-    """RequestRefused for more than one choice: each is a trajectory of its own (trainer.group_size)."""
-    for name in ("n", "best_of"):
-        if body.get(name) not in (None, 1):
-            raise RequestRefused(f"{name}: got {body[name]!r}; a request has one answer, ask again for another", name)
-
-
-def refuse_strict_format(given: Any, where: str) -> None:
-    """RequestRefused for a format that is to be enforced, which would change the distribution that is trained."""
-    if given is None or given == {}:
-        return
-    if not isinstance(given, Mapping):
-        raise RequestRefused(f"{where}: an object is needed", where)
-    schema = given.get("json_schema")
-    if bool(given.get("strict")) or (isinstance(schema, Mapping) and bool(schema.get("strict"))):
-        raise RequestRefused(
-            f"{where}: a strict schema would change what the model samples, and is not supported; send strict: false, or check "
-            "the answer in the agent",
-            where,
-        )
-
-
-def whole(body: Body, name: str, default: int | None) -> int | None:
-    """A whole number above 0, or ``default`` where there is none."""
-    value = body.get(name)
-    if value is None:
-        return default
-    if type(value) is not int or value < 1:
-        raise RequestRefused(f"{name}: got {value!r}; a whole number above 0 is needed", name)
-    return value
-
-
-def stops(given: Any, where: str) -> tuple[str, ...]:
-    """Stop texts: none, one, or a list."""
-    found = (given,) if isinstance(given, str) else tuple(given or ())
-    if len(found) > 16 or not all(isinstance(each, str) and each for each in found):
-        raise RequestRefused(f"{where}: one text, or a list of at most 16, is needed", where)
-    return found
 
 
 def usage_of(reply: Reply) -> dict[str, int]:

@@ -72,9 +72,13 @@ class Conversation:
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] = (),
         args: Mapping[str, Any] | None = None,
+        text: str = "",
     ) -> Asked:
-        """A request as token ids; RequestRefused if the model's template cannot show it. `ask` takes it."""
-        args, name = dict(args or {}), tools_text(tools, args or {})
+        """A request as token ids; RequestRefused if the model's template cannot show it. `ask` takes it.
+
+        ``text`` is `tools_text` of the tools and arguments, where that is known.
+        """
+        args, name = args or {}, text or tools_text(tools, args or {})
         if not messages or messages[-1].role == "assistant":
             raise RequestRefused("messages: the last one is of the user, a tool or the system", "messages")
         found = self._history.find(messages, name)

@@ -12,40 +12,33 @@ The token may come as Bearer or x-api-key instead of in the path.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
-import json
 import logging
 import math
 import re
 import secrets
 import socket
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from urllib.parse import unquote
+
+import msgspec
 
 from libra.agents.chat_dialect import read_chat, read_generate, sse, stream_chat, write_chat, write_generate
-from libra.agents.long_work import by_size
-from libra.agents.messages import levels
+from libra.agents.long_work import LONG, by_size
 from libra.agents.messages_dialect import read_messages, stream_messages, write_messages
+from libra.agents.request_bodies import Known, decoded, storable_json
 from libra.agents.requests import ModelRequest, Reply
 from libra.agents.responses_dialect import read_responses, stream_responses, write_responses
 from libra.agents.session import Ended, Pending, Session, as_float
 from libra.errors import ConfigError, RequestRefused
-from libra.untrusted import MAX_DEPTH, repr_text, storable
+from libra.untrusted import repr_text
 
 try:
-    import uvicorn
-    from starlette.applications import Starlette
-    from starlette.datastructures import Headers
-    from starlette.requests import Request
-    from starlette.responses import JSONResponse, Response, StreamingResponse
-    from starlette.routing import Route
-    from starlette.types import ASGIApp, Message, Receive, Scope, Send
-
-    from libra.agents.connections import HEAD_BYTES, IDLE_S, Connection, Places
+    from libra.agents.connections import Connection, Connections, Exchange, Places
 except ImportError as missing:  # the extra `agents`
     raise ConfigError(
         f"agent: {missing.name!r} is not installed, which its gateway needs; type pip install 'libra-rl[agents]'"
@@ -53,10 +46,6 @@ except ImportError as missing:  # the extra `agents`
 
 logger = logging.getLogger(__name__)
 
-MAX_BODY_BYTES = 16 << 20
-"""Largest body of a request."""
-BODY_S = 60.0
-"""Seconds in which a body has to come."""
 MAX_CONNECTIONS = 2048
 """Most connections at once; further ones take the place of idle ones (`libra.agents.connections`), or get status 503."""
 HEARTBEAT_S = 15.0
@@ -64,71 +53,100 @@ HEARTBEAT_S = 15.0
 KEPT_ENDED = 4096
 """Tokens of ended trajectories that are still known as such."""
 
-_ESCAPED = re.compile(rb"\\u(?:00[0189]|d[89a-f])|[\x7f]|\xc2[\x80-\x9f]", re.IGNORECASE)
-"""How a body of valid JSON spells characters that cannot be stored."""
+KEPT_URL_BYTES = 256
+"""Longest URL whose path and token are kept as they were read."""
 
 _TOKEN = re.compile("/t/([^/]+)")
+_STREAM, _JSON = b"text/event-stream", b"application/json"
 
-Read = Callable[[Mapping[str, Any]], ModelRequest]
+Read = Callable[[bytes, Known], ModelRequest]
 Write = Callable[[ModelRequest, Reply], dict[str, Any]]
 Stream = Callable[[ModelRequest, Reply], Iterator[str]]
-_DIALECTS: Mapping[str, tuple[Read, Write, Stream | None]] = {
-    "/v1/chat/completions": (read_chat, write_chat, stream_chat),
-    "/v1/responses": (read_responses, write_responses, stream_responses),
-    "/v1/messages": (read_messages, write_messages, stream_messages),
-    "/inference/v1/generate": (read_generate, write_generate, None),
-    "/v1/inference/v1/generate": (read_generate, write_generate, None),
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """How requests of one path are read, and answered."""
+
+    read: Read
+    write: Write
+    stream: Stream | None
+    anthropic: bool = False
+
+
+_GENERATE = Dialect(read_generate, write_generate, None)
+_DIALECTS: Mapping[str, Dialect] = {
+    "/v1/chat/completions": Dialect(read_chat, write_chat, stream_chat),
+    "/v1/responses": Dialect(read_responses, write_responses, stream_responses),
+    "/v1/messages": Dialect(read_messages, write_messages, stream_messages, anthropic=True),
+    "/inference/v1/generate": _GENERATE,
+    "/v1/inference/v1/generate": _GENERATE,
 }
+
+
+@dataclass(slots=True, eq=False)
+class _Asked:
+    """A request of a session, as far as it has come: the answer is awaited once ``pending`` is there."""
+
+    path: str
+    session: Session
+    dialect: Dialect | None
+    request: ModelRequest | None = None
+    pending: Pending | None = None
+    alive: asyncio.TimerHandle | None = None
+
+    def leave(self) -> None:
+        """Nobody waits for the answer any more, or it is there."""
+        if self.alive is not None:
+            self.alive.cancel()
+        if self.pending is not None:
+            self.session.leave(self.pending)
+            self.pending = None
+
+
+class _Rewarded(msgspec.Struct):
+    reward: Any = None
+
+
+class _Result(msgspec.Struct):
+    result: Any = None
 
 
 class Gateway:
     """A server on ``host``, at a free port; its methods are called in the event loop that it was started in."""
 
+    read_headers = frozenset({b"x-api-key", b"authorization", b"x-stainless-retry-count"})
+
     def __init__(
         self, host: str = "127.0.0.1", heartbeat_s: float = HEARTBEAT_S, max_connections: int = MAX_CONNECTIONS
     ) -> None:
         self.host, self.port = host, 0
-        self.heartbeat_s, self._max_connections = heartbeat_s, max_connections
+        self.heartbeat_s = heartbeat_s
         self.counts = Counter[str]()
         """Requests, and of these retries, refused ones, and ones whose client had gone."""
         self._sessions: dict[bytes, Session] = {}
         self._ended: OrderedDict[bytes, str] = OrderedDict()
-        self._server: _Server | None = None
-        self._serving: asyncio.Task[None] | None = None
+        self._server: asyncio.Server | None = None
         self._told: set[str] = set()
-        self._places = Places(max_connections - 1)  # uvicorn turns away the connection that reaches its number
+        self._connections = Connections(self, max_connections)
+        self._places = Places(max_connections)
+        self._paths = OrderedDict[bytes, tuple[str, bytes]]()
 
     async def start(self) -> None:
         """Begin to serve."""
         listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         listener.bind((self.host, 0))
         self.port = listener.getsockname()[1]
-        routes = [Route(path, self._asked, methods=["POST"]) for path in _DIALECTS]
-        routes += [Route("/v1/models", self._models), Route("/v1/models/{model:path}", self._models)]
-        routes += [Route("/reward", self._reward, methods=["POST"]), Route("/end", self._end, methods=["POST"])]
-        named = [
-            Route("/t/{token}" + route.path, route.endpoint, methods=list(route.methods or ())) for route in routes
-        ]
-        app = Starlette(routes=[*named, *routes], exception_handlers={404: _no_path, 405: _no_path})
-        logging.getLogger("uvicorn.error").addFilter(_not_refused)
-        config = uvicorn.Config(
-            partial(self._placed, app), interface="asgi3", http=partial(Connection, idle=OrderedDict()),  # type: ignore[arg-type]
-            log_config=None, log_level="warning", access_log=False, lifespan="off", limit_concurrency=self._max_connections,
-            timeout_keep_alive=IDLE_S, timeout_graceful_shutdown=1, h11_max_incomplete_event_size=HEAD_BYTES, ws="none",
-        )  # fmt: skip
-        self._server = _Server(config)
-        self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
-        while not self._server.started and not self._serving.done():  # noqa: ASYNC110 - uvicorn has no event for it
-            await asyncio.sleep(0.005)
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(partial(Connection, self._connections), sock=listener, backlog=2048)
 
     async def close(self) -> None:
         """Stop serving; requests under way are refused."""
         for token in list(self._sessions):
             self._drop(token, "the run has ended")
-        if self._server is not None and self._serving is not None:
-            self._server.should_exit = True
-            with contextlib.suppress(Exception, asyncio.CancelledError):
-                await self._serving
+        if self._server is not None:
+            self._server.close()
+            await self._connections.close()
         if self.counts:
             said = ", ".join(f"{name} {count:,}" for name, count in sorted(self.counts.items()))
             logger.info("the run has ended: the gateway at port %d closes (%s)", self.port, said)
@@ -159,111 +177,169 @@ class Gateway:
             while len(self._ended) > KEPT_ENDED:
                 self._ended.popitem(last=False)
 
-    # ---------------------------------------------------------------- routes
+    # ---------------------------------------------------------------- for the connections
 
-    async def _placed(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request in a place of its trajectory's."""
-        token = _digest(_token(scope))
-        if token not in self._sessions:  # it is refused without a look at its body
-            await app(scope, receive, send)
-            return
-        with ExitStack() as place:
+    def arrived(self, exchange: Exchange) -> None:
+        """Find the session of a request, and a place for it; one without is refused without a look at its body."""
+        path, token = self._target(exchange)
+        dialect = _DIALECTS.get(path)
+        models = path == "/v1/models" or path.startswith("/v1/models/")
+        if dialect is None and not models and path not in ("/reward", "/end"):
+            self.refuse(exchange, _no_path(exchange, path, 404), path)
+        elif exchange.method != (b"GET" if models else b"POST"):
+            self.refuse(exchange, _no_path(exchange, path, 405), path)
+        elif (session := self._sessions.get(token)) is not None:
             try:
-                held = place.enter_context(self._places.one(token))
+                exchange.held = self._places.take(token)
             except RequestRefused as refused:
-                self.counts["refused"] += 1
-                await _error(refused, anthropic=scope["path"].endswith("/messages"))(scope, receive, send)
+                self.refuse(exchange, refused, path)
                 return
+            exchange.mine = _Asked(path, session, dialect)
+        elif token in self._ended:
+            told = RequestRefused(f"{self._ended[token]} has ended", status=409, code="trajectory_ended")
+            self.refuse(exchange, told, path)
+        else:
+            told = RequestRefused("no trajectory has this token", status=401, code="invalid_api_key")
+            self.refuse(exchange, told, path)
 
-            async def received() -> Message:
-                message = await receive()
-                held.take(len(message.get("body", b"")))
-                return message
-
-            await app(scope, received, send)
-
-    def _session(self, request: Request) -> Session:
-        token = _digest(_token(request.scope))
-        session = self._sessions.get(token)
-        if session is not None:
-            return session
-        if token in self._ended:
-            raise RequestRefused(f"{self._ended[token]} has ended", status=409, code="trajectory_ended")
-        raise RequestRefused("no trajectory has this token", status=401, code="invalid_api_key")
-
-    async def _asked(self, http: Request) -> Response:
-        path = http.scope["path"].removeprefix(f"/t/{http.path_params.get('token')}")
-        read, write, stream = _DIALECTS[path]
-        anthropic = path == "/v1/messages"
+    def complete(self, exchange: Exchange) -> None:
+        """Answer a request, or wait for its answer."""
+        asked: _Asked = exchange.mine
+        dialect, session, path = asked.dialect, asked.session, asked.path
+        if dialect is not None:
+            read = partial(_read, dialect.read, exchange.body(), session.known)
+            if exchange.size < LONG:
+                self._take(exchange, asked, read)
+            else:
+                reading = asyncio.ensure_future(by_size(exchange.size, read))
+                reading.add_done_callback(lambda made: self._take(exchange, asked, made.result))
+            return
         try:
-            session = self._session(http)
-            data = await _body(http)
-            request = await by_size(len(data), partial(_read_request, read, data))
-            self._tell(session, request)
-            retry = http.headers.get("x-stainless-retry-count", "0") not in ("", "0")
-            self.counts.update(requests=1, retries=int(retry))
-            pending = session.take(request, retry=retry)
+            if path == "/reward":
+                value = decoded(_Rewarded, storable_json(exchange.body()) or b"{}").reward
+                if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(as_float(value)):
+                    raise RequestRefused(f"reward: got {repr_text(value)}; one finite number is needed", "reward")
+                session.reward = float(value)
+                self._answer(exchange, {"reward": session.reward})
+            elif path == "/end":
+                session.end(Ended(decoded(_Result, storable_json(exchange.body()) or b"{}").result))
+                self._answer(exchange, {"ended": session.name})
+            else:
+                name = path.removeprefix("/v1/models").removeprefix("/")
+                model = {
+                    "id": name or "policy", "object": "model", "created": 0, "owned_by": "libra",
+                    "max_model_len": session.max_model_len,
+                }  # fmt: skip
+                self._answer(exchange, model if name else {"object": "list", "data": [model]})
         except RequestRefused as refused:
-            self.counts["refused"] += 1
-            return _error(refused, anthropic=anthropic)
-        return await self._answer(http, session, pending, request, write, stream if request.stream else None, anthropic)
+            self.refuse(exchange, refused)
 
-    async def _answer(
-        self, http: Request, session: Session, pending: Pending, request: ModelRequest, write: Write, stream: Stream | None,
-        anthropic: bool,
-    ) -> Response:  # fmt: skip
-        """The answer, when there is one; a sign of life before, once that takes long."""
-        gone = asyncio.create_task(_disconnected(http))
-        try:
-            both: set[asyncio.Future[Any]] = {pending.answer, gone}
-            await asyncio.wait(both, timeout=self.heartbeat_s, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            gone.cancel()
-        if not pending.answer.done():
-            if gone.done() and not gone.cancelled():
-                session.leave(pending)
-                self.counts["gone"] += 1
-                return Response(status_code=499)
-            kind = "application/json" if stream is None else "text/event-stream"
-            return StreamingResponse(
-                self._late(session, pending, request, write, stream, anthropic),
-                media_type=kind,
-            )
-        session.leave(pending)
-        try:
-            reply = pending.answer.result()
-        except RequestRefused as refused:
-            self.counts["refused"] += 1
-            return _error(refused, anthropic=anthropic)
-        if stream is None:
-            return JSONResponse(write(request, reply))
-        return StreamingResponse(stream(request, reply), media_type="text/event-stream")
+    def refuse(self, exchange: Exchange, refused: RequestRefused, path: str = "") -> None:
+        """Answer a request with an error, in the client's dialect."""
+        asked: _Asked | None = exchange.mine
+        path = path or (asked.path if asked is not None else "")
+        anthropic = path.endswith(("/messages", "/messages/count_tokens"))
+        body = msgspec.json.encode(_told(refused, anthropic=anthropic))
+        more = b"x-should-retry: false\r\n" if refused.status < 500 else b""
+        self.counts["refused"] += 1
+        if asked is not None:
+            asked.leave()
+        exchange.answer(refused.status, body, more=more)
 
-    async def _late(
-        self, session: Session, pending: Pending, request: ModelRequest, write: Write, stream: Stream | None, anthropic: bool
-    ) -> AsyncIterator[str]:  # fmt: skip
-        """Signs of life, then the answer. The status is sent already: an error is an event of a stream, and breaks any other
-        connection, so that the client tries again and is told."""
-        alive = "\n" if stream is None else 'event: ping\ndata: {"type": "ping"}\n\n' if anthropic else ": waiting\n\n"
+    def gone(self, exchange: Exchange) -> None:
+        """Wait no longer for the answer of a client that has gone."""
+        asked: _Asked | None = exchange.mine
+        if asked is not None and asked.pending is not None:
+            self.counts["gone"] += not asked.pending.answer.done()
+            asked.leave()
+
+    # ---------------------------------------------------------------- inside
+
+    def _target(self, exchange: Exchange) -> tuple[str, bytes]:
+        """The path of a request without its token, and the digest of the token: in the path, or a header."""
+        found = self._paths.get(exchange.url)
+        if found is None:
+            path = unquote(exchange.url.partition(b"?")[0].decode("latin-1"))
+            if not path.startswith("/"):  # a whole URL
+                path = "/" + path.partition("://")[2].partition("/")[2]
+            in_path = _TOKEN.match(path)
+            found = (path[in_path.end() :], _digest(in_path[1])) if in_path is not None else (path, b"")
+            if found[1] in self._sessions and len(exchange.url) < KEPT_URL_BYTES:
+                self._paths[exchange.url] = found
+                while len(self._paths) > KEPT_ENDED:
+                    self._paths.popitem(last=False)
+        if found[1]:
+            return found
+        headers = exchange.headers
+        token = headers.get(b"x-api-key") or headers.get(b"authorization", b"").removeprefix(b"Bearer ")
+        return found[0], _digest(token.decode("latin-1"))
+
+    def _take(self, exchange: Exchange, asked: _Asked, read: Callable[[], ModelRequest]) -> None:
+        """Have the session answer a request; ``read`` returns it."""
+        if exchange.done:  # its client has gone
+            return
         try:
-            while not pending.answer.done():
-                yield alive
-                await asyncio.wait({pending.answer}, timeout=self.heartbeat_s)
-            reply = pending.answer.result()
+            asked.request = request = read()
+            self._tell(asked.session, request)
+            retry = exchange.headers.get(b"x-stainless-retry-count", b"0") not in (b"", b"0")
+            self.counts["requests"] += 1
+            self.counts["retries"] += retry
+            asked.pending = pending = asked.session.take(request, retry=retry)
         except RequestRefused as refused:
+            self.refuse(exchange, refused)
+            return
+        except BaseException:
+            exchange.abort()  # so that the client does not wait
+            raise
+        asked.alive = asyncio.get_running_loop().call_later(self.heartbeat_s, self._alive, exchange, asked)
+        pending.answer.add_done_callback(partial(self._answered, exchange, asked))
+
+    def _alive(self, exchange: Exchange, asked: _Asked) -> None:
+        """Write a sign of life. The status is sent then: an error is an event of a stream, and breaks any other connection, so that
+        the client tries again and is told."""
+        assert asked.request is not None and asked.dialect is not None
+        streams = asked.request.stream and asked.dialect.stream is not None
+        if not exchange.begun:
+            exchange.begin(_STREAM if streams else _JSON)
+        ping = b'event: ping\ndata: {"type": "ping"}\n\n' if asked.dialect.anthropic else b": waiting\n\n"
+        exchange.part(ping if streams else b"\n")
+        asked.alive = asyncio.get_running_loop().call_later(self.heartbeat_s, self._alive, exchange, asked)
+
+    def _answered(self, exchange: Exchange, asked: _Asked, answer: asyncio.Future[Reply]) -> None:
+        """Write an answer."""
+        if asked.pending is None:
+            return
+        asked.leave()
+        request, dialect = asked.request, asked.dialect
+        assert request is not None and dialect is not None
+        stream = dialect.stream if request.stream else None
+        try:
+            reply = answer.result()
+            if stream is None:
+                body = msgspec.json.encode(dialect.write(request, reply))
+            else:
+                body = "".join(stream(request, reply)).encode()
+        except RequestRefused as refused:
+            if not exchange.begun:
+                self.refuse(exchange, refused)
+                return
             self.counts["refused"] += 1
             if stream is None:
-                raise
-            yield sse(_told(refused, anthropic=anthropic), "error")
+                exchange.abort()
+            else:
+                told = sse(_told(refused, anthropic=dialect.anthropic), "error").encode()
+                exchange.part(told, last=True)
             return
-        finally:
-            self.counts["gone"] += not pending.answer.done()
-            session.leave(pending)
-        if stream is None:
-            yield json.dumps(write(request, reply))
-            return
-        for event in stream(request, reply):
-            yield event
+        except BaseException:
+            exchange.abort()  # so that the client does not wait
+            raise
+        if exchange.begun:
+            exchange.part(body, last=True)
+        else:
+            exchange.answer(200, body, _JSON if stream is None else _STREAM)
+
+    def _answer(self, exchange: Exchange, told: Mapping[str, Any]) -> None:
+        exchange.answer(200, msgspec.json.encode(told))
 
     def _tell(self, session: Session, request: ModelRequest) -> None:
         """Log once what a client asks for and the run decides."""
@@ -272,119 +348,16 @@ class Gateway:
                 self._told.add(name)
                 logger.info("%s: an agent asks for its own %s; the run's is used", session.name, name)
 
-    async def _models(self, http: Request) -> Response:
-        try:
-            session = self._session(http)
-        except RequestRefused as refused:
-            return _error(refused)
-        model = {
-            "id": http.path_params.get("model", "policy"), "object": "model", "created": 0, "owned_by": "libra",
-            "max_model_len": session.max_model_len,
-        }  # fmt: skip
-        return JSONResponse(model if "model" in http.path_params else {"object": "list", "data": [model]})
-
-    async def _reward(self, http: Request) -> Response:
-        try:
-            session = self._session(http)
-            body = await _json_body(http)
-            value = body.get("reward")
-            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(as_float(value)):
-                raise RequestRefused(f"reward: got {repr_text(value)}; one finite number is needed", "reward")
-            session.reward = float(value)
-        except RequestRefused as refused:
-            return _error(refused)
-        return JSONResponse({"reward": session.reward})
-
-    async def _end(self, http: Request) -> Response:
-        try:
-            session = self._session(http)
-            body = await _json_body(http)
-            session.end(Ended(body.get("result")))
-        except RequestRefused as refused:
-            return _error(refused)
-        return JSONResponse({"ended": session.name})
-
-
-class _Server(uvicorn.Server):
-    """Uvicorn inside another program: signals are that program's."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-def _token(scope: Scope) -> str:
-    """The token of a request: in its path, or a header."""
-    in_path, headers = _TOKEN.match(scope["path"]), Headers(scope=scope)
-    if in_path is not None:
-        return in_path[1]
-    return headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer ")
-
 
 def _digest(token: str) -> bytes:
     return hashlib.sha256(token.encode("utf-8", "surrogateescape")).digest()
 
 
-async def _body(http: Request) -> bytes:
-    """The bytes of a body; RequestRefused if they are too many, or take too long."""
-    data = bytearray()
-    try:
-        async with asyncio.timeout(BODY_S):
-            async for chunk in http.stream():
-                data += chunk
-                if len(data) > MAX_BODY_BYTES:
-                    raise RequestRefused(
-                        f"the body has more than {MAX_BODY_BYTES:,} bytes", status=413, code="request_too_large"
-                    )
-    except TimeoutError:
-        raise RequestRefused(f"the body did not come within {BODY_S:g} s", status=408, code="request_timeout") from None
-    return bytes(data)
-
-
-async def _json_body(http: Request) -> Mapping[str, Any]:
-    """The body as a JSON object; RequestRefused as of `_body` and `_as_object`."""
-    data = await _body(http)
-    return await by_size(len(data), partial(_as_object, data))
-
-
-def _read_request(read: Read, data: bytes) -> ModelRequest:
+def _read(read: Read, data: bytes, known: Known) -> ModelRequest:
     """A request, with what will be compared of it; RequestRefused if it cannot be answered as it is."""
-    try:
-        request = read(_as_object(data))
-        assert request.fingerprint
-    except (RecursionError, TypeError, AttributeError) as error:
-        raise RequestRefused(f"the request has a form that is not known: {error}") from error
+    request = read(storable_json(data), known)
+    assert request.fingerprint
     return request
-
-
-def _as_object(data: bytes) -> Mapping[str, Any]:
-    """A body as a JSON object; RequestRefused if it is none, or too deep."""
-    try:
-        body = json.loads(data.decode("utf-8-sig") or "{}")  # no other encoding: `_ESCAPED` reads this one
-        if _ESCAPED.search(data):
-            body = _storable(body)
-    except (ValueError, RecursionError) as error:
-        raise RequestRefused(f"the body is not JSON: {str(error)[:200]}") from error
-    if not isinstance(body, dict):
-        raise RequestRefused(f"the body is a JSON {type(body).__name__}; an object is needed")
-    if levels(body, MAX_DEPTH) > MAX_DEPTH:
-        raise RequestRefused(f"the body has more than {MAX_DEPTH} levels of lists and objects")
-    return body
-
-
-def _storable(value: Any) -> Any:
-    """A JSON value whose texts can be stored."""
-    if isinstance(value, str):
-        return storable(value)
-    if isinstance(value, dict):
-        return {storable(key): _storable(each) for key, each in value.items()}
-    return [_storable(each) for each in value] if isinstance(value, list) else value
-
-
-async def _disconnected(http: Request) -> None:
-    """Return once the client has gone."""
-    while (await http.receive())["type"] != "http.disconnect":
-        pass
 
 
 def _told(refused: RequestRefused, *, anthropic: bool) -> dict[str, Any]:
@@ -402,22 +375,9 @@ def _told(refused: RequestRefused, *, anthropic: bool) -> dict[str, Any]:
     return {"error": {"message": str(refused), "type": kind, "param": refused.param or None, "code": refused.code}}
 
 
-def _error(refused: RequestRefused, *, anthropic: bool = False) -> Response:
-    """The response to a request that is refused."""
-    headers = {"x-should-retry": "false"} if refused.status < 500 else None
-    return JSONResponse(_told(refused, anthropic=anthropic), status_code=refused.status, headers=headers)
-
-
-async def _no_path(http: Request, error: Exception) -> Response:
-    """What a path that is not there, or another method, gets."""
-    path = re.sub("^/t/[^/]*", "", http.scope["path"])
+def _no_path(exchange: Exchange, path: str, status: int) -> RequestRefused:
+    """The error for a path that is not there, or another method."""
     known = "/v1/chat/completions, /v1/responses, /v1/messages, /v1/models, /inference/v1/generate, /reward, /end"
-    status = getattr(error, "status_code", 404)
-    told = f"{http.method} {path[:200]}: not answered here; allowed are {known}, by POST, and /v1/models by GET"
-    refused = RequestRefused(told, status=status, code="unknown_path")
-    return _error(refused, anthropic=path.endswith(("/messages", "/messages/count_tokens")))
-
-
-def _not_refused(record: logging.LogRecord) -> bool:
-    """Whether a record of the server is about anything but a refusal that ended a response under way, which is no fault."""
-    return record.exc_info is None or not isinstance(record.exc_info[1], RequestRefused)
+    method = exchange.method.decode("latin-1")
+    told = f"{method} {path[:200]}: not answered here; allowed are {known}, by POST, and /v1/models by GET"
+    return RequestRefused(told, status=status, code="unknown_path")

@@ -11,12 +11,15 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from libra.agents.messages import Message, digest
 
 FIRST, NEW, CONTINUED, BRANCHED, REGENERATED = "first", "new", "continued", "branched", "regenerated"
 EDITED, COMPACTED, TOOLS_CHANGED, TEMPLATE = "edited", "compacted", "tools_changed", "template"
+
+KEPT_WALKS = 64
+"""Conversations whose last request is kept as it was found."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +47,19 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    parent: int
-    end: bytes
-    tail: tuple[Message, ...]
+    end: bytes  # the text of all its messages
+    first: bytes  # the first message of its conversation
+    length: int  # messages with all before it
+
+
+@dataclass(slots=True)
+class _Walk:
+    """The texts that lead through a request's messages so far: to each the last generated turn on its way, and the messages to that
+    turn's end. ``inner`` has the texts before the last message: an answer after one of these may change the walk."""
+
+    messages: tuple[Message, ...]
+    states: dict[bytes, tuple[int, int]]
+    inner: set[bytes] = field(default_factory=set)
 
 
 class History:
@@ -54,6 +67,8 @@ class History:
 
     def __init__(self) -> None:
         self._asked: list[_Asked] = []
+        self._continued: set[int] = set()  # turns that a request continues
+        self._walks: dict[tuple[str, bytes], _Walk] = {}  # of the last request of each conversation
         self._answers: dict[bytes, list[int]] = {}  # turns by the text up to and including their answer
         self._ids: dict[int, frozenset[str]] = {}
         self._roots: set[bytes] = set()
@@ -70,8 +85,7 @@ class History:
         if end in self._known:
             return Found(parent, tail, REGENERATED)
         if continues:
-            branched = any(asked.parent == parent for asked in self._asked)
-            return Found(parent, tail, BRANCHED if branched else CONTINUED)
+            return Found(parent, tail, BRANCHED if parent in self._continued else CONTINUED)
         return Found(-1, every, self._why_new(every, tools))
 
     def ask(self, parent: int, tail: Sequence[Message], tools: str) -> int:
@@ -80,12 +94,16 @@ class History:
         text = _turn_digest(parent) if parent >= 0 else _root(tools)
         for message in tail:
             text = digest(text, message.key)
-        self._asked.append(_Asked(parent, text, tuple(tail)))
         if parent < 0:
             self._roots.add(_root(tools))
+            asked = _Asked(text, tail[0].key if tail else b"", len(tail))
+        else:
+            self._continued.add(parent)
+            before = self._asked[parent]
+            asked = _Asked(text, before.first, before.length + 1 + len(tail))
+        self._asked.append(asked)
         self._known.add(text)
-        first, length = self._chain(turn)
-        self._longest[first] = max(self._longest.get(first, 0), length)
+        self._longest[asked.first] = max(self._longest.get(asked.first, 0), asked.length)
         return turn
 
     def answer(self, turn: int, *answers: Message) -> None:
@@ -94,20 +112,30 @@ class History:
         forms = [form for answer in answers for form in (answer, replace(answer, reasoning=""))]
         for key in dict.fromkeys(form.key for form in forms):
             self._answers.setdefault(digest(end, key), []).append(turn)
+        self._walks = {name: walk for name, walk in self._walks.items() if end not in walk.inner}
         self._ids[turn] = frozenset(call.id for answer in answers for call in answer.calls)
 
-    def _deepest(self, messages: Sequence[Message], tools: str) -> tuple[int, int, bytes]:
+    def _deepest(self, messages: tuple[Message, ...], tools: str) -> tuple[int, int, bytes]:
         """The last generated turn in the messages (-1: none), how many messages lead to its end, and the digest of all."""
-        states: dict[bytes, tuple[int, int]] = {_root(tools): (-1, 0)}
-        for index, message in enumerate(messages):
-            reached: dict[bytes, tuple[int, int]] = {}
+        name = tools, messages[0].key if messages else b""
+        walk = self._walks.get(name)
+        begun = len(walk.messages) if walk is not None else 0
+        if walk is None or walk.messages != messages[:begun]:  # a client mostly adds to what it sent before
+            walk, begun = _Walk((), {_root(tools): (-1, 0)}), 0
+        states = walk.states
+        for index in range(begun, len(messages)):
+            message, reached = messages[index], dict[bytes, tuple[int, int]]()
             for text, state in states.items():
                 text = digest(text, message.key)
                 reached[text] = state
                 if message.role == "assistant":
                     for turn in self._candidates(text, message):
                         reached[_turn_digest(turn)] = (turn, index + 1)
+            walk.inner.update(states)
             states = reached
+        if len(self._walks) >= KEPT_WALKS:
+            self._walks.clear()
+        self._walks[name] = _Walk(messages, states, walk.inner)
         end, (turn, at) = max(states.items(), key=lambda item: (item[1][1], item[1][0]))
         return turn, at, end
 
@@ -138,16 +166,6 @@ class History:
             if any(text in self._answers for text in texts):
                 return True
         return bool(texts & self._known)
-
-    def _chain(self, turn: int) -> tuple[bytes, int]:
-        """The first message's key, and the number of messages, of a request with all before it."""
-        length, asked = 0, self._asked[turn]
-        while True:
-            length += len(asked.tail)
-            if asked.parent < 0:
-                return (asked.tail[0].key if asked.tail else b""), length
-            length += 1
-            asked = self._asked[asked.parent]
 
 
 def _root(tools: str) -> bytes:

@@ -129,59 +129,6 @@ def levels(value: Any, most: int) -> int:
     return depth
 
 
-def text_of(content: Any, where: str) -> str:
-    """The text of a message's content; RequestRefused if it has parts other than text."""
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, Sequence):
-        raise RequestRefused(
-            f"{where}.content: got {type(content).__name__}; it is text, or a list of text parts", where
-        )
-    texts = []
-    for part in content:
-        text = part.get("text", part.get("refusal")) if isinstance(part, Mapping) else part
-        if not isinstance(text, str):
-            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-            raise RequestRefused(f"{where}.content: a part of type {kind!r}; this model reads text only", where)
-        texts.append(text)
-    return "".join(texts)
-
-
-def chat_message(given: Any, where: str) -> Message:
-    """A message of OpenAI's chat completions; RequestRefused names what is wrong in it."""
-    if not isinstance(given, Mapping):
-        raise RequestRefused(
-            f"{where}: got {type(given).__name__}; a message is an object with 'role' and 'content'", where
-        )
-    role = {"developer": "system", "function": "tool"}.get(given.get("role", ""), given.get("role", ""))
-    if role not in ROLES:
-        raise RequestRefused(
-            f"{where}.role: got {given.get('role')!r}; allowed are {', '.join(ROLES)}, developer", where
-        )
-    calls: tuple[Call, ...] = ()
-    if role == "assistant":
-        calls = tuple(
-            _call(call, f"{where}.tool_calls[{index}]") for index, call in enumerate(given.get("tool_calls") or ())
-        )
-    reasoning = given.get("reasoning_content") or given.get("reasoning")
-    return Message(
-        role,
-        text_of(given.get("content"), where),
-        calls,
-        str(given.get("tool_call_id") or "") if role == "tool" else "",
-        reasoning if role == "assistant" and isinstance(reasoning, str) else "",
-    )
-
-
-def _call(given: Any, where: str) -> Call:
-    function = given.get("function") if isinstance(given, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise RequestRefused(f"{where}: a call is {{'id': ..., 'function': {{'name': ..., 'arguments': JSON}}}}", where)
-    return Call(str(given.get("id") or ""), function["name"], canonical_arguments(function.get("arguments")))
-
-
 def tool_schema(given: Any, where: str) -> dict[str, Any]:
     """A tool of a request as chat templates take it. ``parameters`` may be a list of them (qwen-agent)."""
     function = given.get("function", given) if isinstance(given, Mapping) else None

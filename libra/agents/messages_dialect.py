@@ -3,67 +3,86 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from libra.agents.chat_dialect import Body, common, read_tools, sse, stops, whole
-from libra.agents.messages import Call, Message, canonical_arguments, text_of
+import msgspec
+
+from libra.agents.chat_dialect import request_of, sse
+from libra.agents.messages import Call, Message, canonical_arguments
+from libra.agents.request_bodies import Content, Known, Sampling, decoded, stops, text_of, whole
 from libra.agents.requests import ModelRequest, Reply
 from libra.errors import RequestRefused
 
 _FINISH = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
-def read_messages(body: Body) -> ModelRequest:
+class _Block(msgspec.Struct):
+    type: str | None = None
+    text: str | None = None
+    thinking: str | None = None
+    id: str | None = None
+    name: str | None = None
+    input: Any = None
+    tool_use_id: str | None = None
+    content: Content = None
+
+
+class _Message(msgspec.Struct):
+    role: str | None = None
+    content: str | list[_Block] | None = None
+
+
+class _Body(Sampling, kw_only=True):
+    messages: list[_Message] = []
+    system: Content = None
+    max_tokens: int | None = None
+    stop_sequences: list[str] | None = None
+
+
+def read_messages(data: bytes, known: Known) -> ModelRequest:
     """A request of ``/messages``; RequestRefused if it cannot be answered as it is."""
-    given = body.get("messages")
-    if not isinstance(given, Sequence) or isinstance(given, str) or not given:
+    body = decoded(_Body, data)
+    if not body.messages:
         raise RequestRefused("messages: a list with at least one message is needed", "messages")
-    messages = [Message("system", text_of(body["system"], "system"))] if body.get("system") else []
-    for index, message in enumerate(given):
+    messages = [Message("system", text_of(body.system, "system"))] if body.system else []
+    for index, message in enumerate(body.messages):
         messages += _read(message, f"messages[{index}]")
-    choice = body.get("tool_choice")
-    kind = choice.get("type") if isinstance(choice, Mapping) else None
-    return ModelRequest(
+    choice = body.tool_choice.get("type") if isinstance(body.tool_choice, Mapping) else None
+    body.tool_choice = choice if choice in ("auto", "any", "none") else None
+    return request_of(
         "messages",
+        body,
         tuple(messages),
-        tools=read_tools(
-            {"tools": body.get("tools"), "tool_choice": kind if kind in ("auto", "any", "none") else None}
-        ),
-        max_tokens=whole(body, "max_tokens", None),
-        stop=stops(body.get("stop_sequences"), "stop_sequences"),
-        stream=bool(body.get("stream")),
-        **common(body),
+        size=len(data),
+        max_tokens=whole(body.max_tokens, "max_tokens"),
+        stop=stops(body.stop_sequences, "stop_sequences"),
     )
 
 
-def _read(given: Any, where: str) -> list[Message]:
+def _read(given: _Message, where: str) -> list[Message]:
     """A message; a user's turn may hold results of several tools, each of which is a message."""
-    role = given.get("role") if isinstance(given, Mapping) else None
+    role, content = given.role, given.content
     if role not in ("user", "assistant", "system"):
-        raise RequestRefused(f"{where}.role: got {role!r}; allowed are user and assistant", where)
-    content = given.get("content")
+        raise RequestRefused(f"{where}.role: got {role!r:.200}; allowed are user and assistant", where)
     if content is None or isinstance(content, str):
         return [Message(role, content or "")]
-    if not isinstance(content, Sequence):
-        raise RequestRefused(f"{where}.content: text, or a list of blocks, is needed", where)
     texts, thoughts = list[str](), list[str]()
     calls, results = list[Call](), list[Message]()
     for index, block in enumerate(content):
-        place, kind = f"{where}.content[{index}]", block.get("type") if isinstance(block, Mapping) else None
-        match kind:
-            case "text":
-                texts.append(text_of([block], place))
+        place = f"{where}.content[{index}]"
+        match block.type:
+            case "text" if block.text is not None:
+                texts.append(block.text)
             case "thinking":
-                thoughts.append(str(block.get("thinking") or ""))
-            case "tool_use" if isinstance(block.get("name"), str):
-                calls.append(Call(str(block.get("id") or ""), block["name"], canonical_arguments(block.get("input"))))
+                thoughts.append(block.thinking or "")
+            case "tool_use" if block.name is not None:
+                calls.append(Call(block.id or "", block.name, canonical_arguments(block.input)))
             case "tool_result":
-                said = text_of(block.get("content"), place)
-                results.append(Message("tool", said, (), str(block.get("tool_use_id") or "")))
-            case _:
+                results.append(Message("tool", text_of(block.content, place), (), block.tool_use_id or ""))
+            case kind:
                 raise RequestRefused(
-                    f"{place}.type: got {kind!r}; allowed are text, thinking, tool_use, tool_result", place
+                    f"{place}.type: got {kind!r:.200}; allowed are text, thinking, tool_use, tool_result", place
                 )
     if role == "assistant":
         return [Message(role, "".join(texts), tuple(calls), "", "".join(thoughts))]

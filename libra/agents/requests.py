@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from libra.agents.conversation import tools_text
 from libra.agents.messages import Message, digest
 
 
@@ -25,6 +24,10 @@ class ModelRequest:
     tools : tuple of JSON schemas
     template_args : mapping
         Further variables of the chat template (``chat_template_kwargs``).
+    tools_text : str
+        One text for equal tools and template arguments (`libra.agents.conversation.tools_text`).
+    size : int
+        Bytes of its body.
     max_tokens : int or None
         None: as many as the run allows.
     stop : tuple of str
@@ -45,6 +48,8 @@ class ModelRequest:
     messages: tuple[Message, ...]
     tools: tuple[Mapping[str, Any], ...] = ()
     template_args: Mapping[str, Any] = field(default_factory=dict)
+    tools_text: str = ""
+    size: int = 0
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
     stream: bool = False
@@ -57,14 +62,6 @@ class ModelRequest:
     _fingerprint: list[bytes] = field(default_factory=list, init=False, repr=False, compare=False)
 
     @property
-    def size(self) -> int:
-        """Characters of its messages and token ids, roughly."""
-        texts = sum(
-            len(m.text) + len(m.reasoning) + sum(len(call.arguments) for call in m.calls) for m in self.messages
-        )
-        return texts + 8 * len(self.token_ids or ())
-
-    @property
     def fingerprint(self) -> bytes:
         """Equal for requests that would be answered alike."""
         if not self._fingerprint:  # it takes long for long ones
@@ -72,10 +69,10 @@ class ModelRequest:
         return self._fingerprint[0]
 
     def _digest(self) -> bytes:
-        keys = b"".join(message.key for message in self.messages)
+        keys = b"".join([message.key for message in self.messages])
         ids = b"" if self.token_ids is None else np.array(self.token_ids, np.int64).tobytes()
         limits = repr((self.max_tokens, self.stop)).encode()
-        return digest(tools_text(self.tools, self.template_args).encode(), b"/", keys, b"/", ids, b"/", limits)
+        return digest(self.tools_text.encode(), b"/", keys, b"/", ids, b"/", limits)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,72 +3,85 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from libra.agents.chat_dialect import Body, common, read_tools, refuse_strict_format, sse, whole
-from libra.agents.messages import Call, Message, canonical_arguments, chat_message, text_of
+import msgspec
+
+from libra.agents.chat_dialect import ChatMessage, StrictFormat, request_of, sse
+from libra.agents.messages import Call, Message, canonical_arguments
+from libra.agents.request_bodies import Content, Known, Part, Sampling, decoded, text_of, whole
 from libra.agents.requests import ModelRequest, Reply
 from libra.errors import RequestRefused
 
 
-def read_responses(body: Body) -> ModelRequest:
+class _Item(ChatMessage, kw_only=True):
+    type: str | None = None
+    summary: list[str | Part] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: Any = None
+    output: Content = None
+
+
+class _Text(msgspec.Struct):
+    format: StrictFormat | None = None
+
+
+class _Body(Sampling, kw_only=True):
+    input: str | list[_Item] | None = None
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    text: _Text | None = None
+    previous_response_id: Any = None
+    conversation: Any = None
+
+
+def read_responses(data: bytes, known: Known) -> ModelRequest:
     """A request of ``/responses``; RequestRefused if it cannot be answered as it is."""
-    if body.get("previous_response_id") or body.get("conversation"):
-        name = "previous_response_id" if body.get("previous_response_id") else "conversation"
+    body = decoded(_Body, data)
+    if body.previous_response_id or body.conversation:
+        name = "previous_response_id" if body.previous_response_id else "conversation"
         raise RequestRefused(f"{name}: answers are not kept here; send the whole input", name)
-    text = body.get("text")
-    if isinstance(text, Mapping):
-        refuse_strict_format(text.get("format"), "text.format")
-    messages: list[Message] = []
-    if isinstance(body.get("instructions"), str) and body["instructions"]:
-        messages.append(Message("system", body["instructions"]))
-    given = body.get("input")
-    if isinstance(given, str):
-        given = [{"role": "user", "content": given}]
-    if not isinstance(given, Sequence) or not given:
+    if body.text is not None and body.text.format is not None:
+        body.text.format.refuse_strict("text.format")
+    messages = [Message("system", body.instructions)] if body.instructions else []
+    given = [_Item(role="user", content=body.input)] if isinstance(body.input, str) else body.input
+    if not given:
         raise RequestRefused("input: a text, or a list with at least one item, is needed", "input")
     for index, item in enumerate(given):
         _add(messages, item, f"input[{index}]")
-    return ModelRequest(
-        "responses",
-        tuple(messages),
-        tools=read_tools(body),
-        max_tokens=whole(body, "max_output_tokens", None),
-        stream=bool(body.get("stream")),
-        **common(body),
-    )
+    limit = whole(body.max_output_tokens, "max_output_tokens")
+    return request_of("responses", body, tuple(messages), size=len(data), max_tokens=limit)
 
 
-def _add(messages: list[Message], item: Any, where: str) -> None:
+def _add(messages: list[Message], item: _Item, where: str) -> None:
     """Add one item; those of one assistant's turn (reasoning, text, calls) become one message."""
-    if not isinstance(item, Mapping):
-        raise RequestRefused(f"{where}: got {type(item).__name__}; an item is an object", where)
     last = messages[-1] if messages and messages[-1].role == "assistant" else None
-    match item.get("type", "message"):
+    match item.type or "message":
         case "message":
-            message = chat_message(item, where)
+            message = item.message(where)
             if message.role == "assistant" and last is not None and not last.text and not last.calls:
                 messages[-1] = replace(last, text=message.text)
             else:
                 messages.append(message)
         case "reasoning":
-            parts = [*(item.get("content") or ()), *(item.get("summary") or ())]
-            messages.append(Message("assistant", "", (), "", text_of(parts, where)))
+            parts = item.content if isinstance(item.content, list) else []
+            messages.append(Message("assistant", "", (), "", text_of([*parts, *(item.summary or ())], where)))
         case "function_call":
-            if not isinstance(item.get("name"), str):
+            if item.name is None:
                 raise RequestRefused(f"{where}.name: the function's name is needed", where)
-            call = Call(str(item.get("call_id") or ""), item["name"], canonical_arguments(item.get("arguments")))
+            call = Call(item.call_id or "", item.name, canonical_arguments(item.arguments))
             if last is None:
                 messages.append(Message("assistant", "", (call,)))
             else:
                 messages[-1] = replace(last, calls=(*last.calls, call))
         case "function_call_output":
-            messages.append(Message("tool", text_of(item.get("output"), where), (), str(item.get("call_id") or "")))
+            messages.append(Message("tool", text_of(item.output, where), (), item.call_id or ""))
         case kind:
             raise RequestRefused(
-                f"{where}.type: got {kind!r}; allowed are message, reasoning, function_call and its output", where
+                f"{where}.type: got {kind!r:.200}; allowed are message, reasoning, function_call and its output", where
             )
 
 

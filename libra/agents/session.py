@@ -16,6 +16,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
+from libra.agents.request_bodies import Known
 from libra.agents.requests import ModelRequest, Reply
 from libra.errors import RequestRefused
 
@@ -72,6 +73,7 @@ class Session:
     max_model_len: int
     reward: float | None = None
     ended: Ended | None = None
+    known: Known = field(default_factory=Known)
     _queue: deque[Pending] = field(default_factory=deque)
     _open: list[Pending] = field(default_factory=list)
     _answered: deque[tuple[bytes, Reply]] = field(default_factory=lambda: deque(maxlen=KEPT_REPLIES))
@@ -116,18 +118,24 @@ class Session:
 
     async def next(self, timeout_s: float) -> Pending | Ended:
         """The next request, or the end; TimeoutError without either."""
+        if (event := self._here()) is not None:
+            return event
         async with asyncio.timeout(timeout_s):
             while True:
-                while self._queue:
-                    pending = self._queue.popleft()
-                    if pending.waiting > 0:
-                        pending.taken = True
-                        return pending
-                    self._open.remove(pending)
-                if self.ended is not None:
-                    return self.ended
                 self._changed.clear()
                 await self._changed.wait()
+                if (event := self._here()) is not None:
+                    return event
+
+    def _here(self) -> Pending | Ended | None:
+        """The next request that somebody waits for, or the end, if there is one."""
+        while self._queue:
+            pending = self._queue.popleft()
+            if pending.waiting > 0:
+                pending.taken = True
+                return pending
+            self._open.remove(pending)
+        return self.ended
 
     def answered(self, pending: Pending, reply: Reply) -> None:
         """A request has its answer."""

@@ -36,7 +36,6 @@ from libra.store.committer_lock import lock_holder
 from libra.store.group_records import read_group
 from libra.store.log_segments import check_whole, segments_of
 from libra.store.observations import observation_faults
-from libra.store.store_check import column_rows, committed_rows, store_faults
 from libra.store.trajectory_journal import Journal
 from libra.tensor_files import checkpoint_fault, version_fault
 from libra.types import TrajectoryId
@@ -263,6 +262,12 @@ def _check_store(check: RunCheck) -> None:
     if not store.is_dir():
         check.add(store.name, "it is gone")
         return
+    from libra.store.store_check import (  # imports zarr, which a first start does without
+        column_rows,
+        committed_rows,
+        store_faults,
+    )
+
     for fault in store_faults(store, check.limit_bytes):
         check.add(fault.name, fault.what)
     try:

@@ -313,7 +313,11 @@ class Session:
     def _track_samples(self, k: int) -> None:
         """Texts of one group of the batch for the trackers, now and then."""
         trackers = self.metrics.trackers
-        if not trackers or (k % EVERY and k + 1 < self.config.run.iterations):
+        if not trackers:
+            return
+        from libra.observe.samples import EVERY, sample_texts  # imports zarr, which the start does without
+
+        if k % EVERY and k + 1 < self.config.run.iterations:
             return
         with contextlib.suppress(LibraError):  # without them it goes on
             rows = read_batch_facts(self.spec.batches_dir, k)["groups"][:1]

@@ -22,8 +22,9 @@ from libra.named_parts import raised_at
 from libra.store.group_records import group_path, read_group, write_group
 from libra.types import EndReason, Episode, FailureClass, Prompt, Trajectory, TrajectoryId
 from libra.untrusted import error_text
+from libra.worker.dask_internals import quantum_here
 from libra.worker.grading import grade, score_fault
-from libra.worker.host import LibraHost, host_here
+from libra.worker.host import LibraHost, host_here, host_of
 
 
 def gate(run: str, iteration: int) -> int:
@@ -57,7 +58,7 @@ async def trajectory(
     run: str, asked: list[Prompt | str], iteration: int, group: int, sample: int, split: str = "train"
 ) -> None:
     """One quantum of a trajectory, then ``Reschedule`` until the trajectory has ended; its records are in the journal."""
-    host = host_here(run)
+    host = host_of(run)
     tid = TrajectoryId(iteration, group, sample, split)
     question = asked[group]
     key = host.spec.key("trajectory", iteration, group, sample, split=split)
@@ -65,7 +66,7 @@ async def trajectory(
         return
     try:
         with asking(host.services):
-            state = await host.quanta.run(key, tid, question)
+            state = await host.quanta.run(key, tid, question, quantum_here(host.context.worker, key))
     except (RecordExists, EngineAsleep, ActionRevoked):
         raise Reschedule() from None  # another worker ran this quantum, or has to; or it was stopped for another
     if state.phase is not None:

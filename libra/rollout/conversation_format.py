@@ -37,6 +37,7 @@ class ConversationFormat:
         bytes_of_a_token = None if most_tokens is None else most_bytes_of_a_token(chat.tokenizer)
         self._most_bytes = None if most_tokens is None or bytes_of_a_token is None else most_tokens * bytes_of_a_token
         self._formats: OrderedDict[str, _Format] = OrderedDict()
+        self._last: tuple[Sequence[Mapping[str, Any]], Mapping[str, Any], _Format] | None = None
 
     def prompt_ids(self, messages: Messages, tools: Sequence[Mapping[str, Any]] = (), **args: Any) -> NDArray[np.int32]:
         """A whole conversation up to and including the generation prompt, int32 (T,).
@@ -56,12 +57,16 @@ class ConversationFormat:
         return self.chat.rest(self._of(tools, args).tail_ids(messages), last)
 
     def _of(self, tools: Sequence[Mapping[str, Any]], args: Mapping[str, Any]) -> _Format:
+        last = self._last
+        if last is not None and tools is last[0] and args == last[1]:
+            return last[2]
         name = json.dumps([list(tools), dict(args)], sort_keys=True)
         made = self._formats.pop(name, None) or _Format(self.chat, tools, args, self._most_bytes)
         self._formats[name] = made
         if len(self._formats) > KEPT_TOOLS:
             with contextlib.suppress(KeyError):  # another thread may have done so
                 self._formats.popitem(last=False)
+        self._last = tools, args, made
         return made
 
 

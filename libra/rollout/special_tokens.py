@@ -33,7 +33,9 @@ class SpecialTokens:
             if token.content.strip() and (token.special or token.content in template)
         }
         # A tokenizer may have no other token for U+FFFD than that of unknown text, which plays no part in a conversation.
-        self._ids = np.array(sorted(spelled.keys() - {tokenizer.unk_token_id}), dtype=np.int64)
+        ids = sorted(spelled.keys() - {tokenizer.unk_token_id})
+        self._guarded = np.zeros(max(ids, default=-1) + 2, bool)  # by id; the last one is for all above
+        self._guarded[ids] = True
         rests: dict[str, list[str]] = {}
         for text in spelled.values():
             rests.setdefault(text[0], []).append(re.escape(text[1:]))
@@ -47,4 +49,4 @@ class SpecialTokens:
 
     def count(self, ids: NDArray[np.int32]) -> int:
         """How many of ``ids`` are guarded tokens."""
-        return int(np.isin(ids, self._ids).sum())
+        return int(np.count_nonzero(self._guarded.take(ids, mode="clip")))

@@ -16,7 +16,7 @@ import pickle
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from libra.keys import PARK, PASS_US, ROLLOUT, THREADS, TP, TRAIN
+from libra.keys import PARK, PASS_US, QUANTUM, ROLLOUT, THREADS, TP, TRAIN
 
 if TYPE_CHECKING:
     from distributed.scheduler import Scheduler, TaskState
@@ -26,11 +26,13 @@ _GC_DEFAULT = (700, 10, 10)
 
 
 class Release(NamedTuple):
-    """A parked task to be released: the resources it takes, and the only worker it may run on (None: any that fits)."""
+    """A parked task to be released: the resources it takes, the only worker it may run on (None: any that fits), and the number of
+    a trajectory's quantum as of `libra.keys.QUANTUM`."""
 
     key: str
     resources: Mapping[str, float]
     address: str | None
+    quantum: int | None = None
 
 
 def collect_rarely() -> None:
@@ -68,12 +70,14 @@ def tell_worker(scheduler: Scheduler, address: str, message: dict[str, Any]) -> 
 def release(scheduler: Scheduler, releases: Iterable[Release], stimulus_id: str) -> list[str]:
     """Send parked tasks to their workers in the given order; returns the keys that were still waiting."""
     recommendations: dict[Any, Any] = {}
-    for key, resources, address in releases:
+    for key, resources, address, quantum in releases:
         ts = scheduler.tasks.get(key)
         if ts is None or ts.state != "no-worker":
             continue
         ts.resource_restrictions = dict(resources)
         ts.worker_restrictions = None if address is None else {address}
+        if quantum is not None:
+            ts.annotations = {**(ts.annotations or {}), QUANTUM: quantum}
         recommendations[key] = "processing"
     if recommendations:
         scheduler.transitions(recommendations, stimulus_id)

@@ -247,7 +247,8 @@ class Trajectories:
                     continue
                 address = self.workers.address[place.worker]
                 self._dispatched(tracked, phase, address, place, alone)
-                releases.append(dask_internals.Release(place.key, _resources(place), address))
+                known = 0 if tracked.lost or tracked.ended else tracked.quanta  # another worker may have written more
+                releases.append(dask_internals.Release(place.key, _resources(place), address, known))
         if releases:
             self._dispatches += 1
             self.applier.release(releases, f"libra-dispatch-{self._dispatches}")

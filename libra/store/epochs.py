@@ -33,7 +33,7 @@ class Epoch:
 
     def check(self) -> None:
         """FencedOff if a newer start of the run exists."""
-        if os.access(self._next, os.F_OK):  # twice a quantum; without an exception, unlike `exists`
+        if os.access(self._next, os.F_OK):  # once a quantum; without an exception, unlike `exists`
             raise FencedOff(
                 f"{self.directory.parent}: epoch {self.number} has ended, the run was started again as epoch "
                 f"{newest_epoch(self.directory)}; this process stops and writes nothing more"

@@ -180,8 +180,10 @@ class Journal:
                 os.close(log.descriptor)
             Path(log.path).unlink(missing_ok=True)
 
-    def read(self, trajectory_id: str, start: int = 0) -> list[dict[str, Any]]:
+    def read(self, trajectory_id: str, start: int = 0, until: int = 0) -> list[dict[str, Any]]:
         """Records of quanta ``start``, ``start + 1``, ... up to the first that does not exist.
+
+        ``until``: the caller knows that there are none from this number on, so that it is not looked for; 0: it does not.
 
         Raises StoreError, naming the file, if one is torn or corrupt.
         """
@@ -189,6 +191,8 @@ class Journal:
         path, stem = self._path(trajectory_id, start), f"{self.root}/{trajectory_id}"
         while (data := self._load(path)) is not None:
             records += unpack_all(data, source=path)
+            if 0 < until <= start + len(records):
+                break
             path = f"{stem}.{start + len(records):04d}.rec"
             if self.one_machine and not os.access(path, os.F_OK):  # an open that fails costs four times as much
                 break

@@ -302,7 +302,9 @@ class Agents:
         limit = self._context.spec.config.rollout.max_context_tokens
         try:
             if request.token_ids is None:
-                return live.conversation.prompt(request.messages, request.tools, request.template_args)
+                return live.conversation.prompt(
+                    request.messages, request.tools, request.template_args, request.tools_text
+                )
             if len(request.token_ids) >= limit:
                 told = (
                     f"this model's maximum context length is {limit} tokens, and token_ids has {len(request.token_ids)}"

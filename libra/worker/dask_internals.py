@@ -26,6 +26,8 @@ from distributed.comm import CommClosedError
 from distributed.core import Status
 from distributed.system import MEMORY_LIMIT
 
+from libra.keys import QUANTUM
+
 _NOT_ENDED = frozenset({"waiting", "ready", "constrained", "executing", "long-running", "cancelled", "resumed"})
 
 _JOINING: Counter[str] = Counter()
@@ -124,3 +126,9 @@ def priority_here(worker: Worker, key: str) -> tuple[int, ...]:
     """The priority that a running task was sent with, without Dask's suffix."""
     ts = worker.state.tasks.get(key)
     return tuple(ts.priority[:3]) if ts is not None and ts.priority is not None else (0,)
+
+
+def quantum_here(worker: Worker, key: str) -> int:
+    """The number of the quantum that a running task was sent for, as of `libra.keys.QUANTUM`."""
+    ts = worker.state.tasks.get(key)
+    return int((ts.annotations or {}).get(QUANTUM, 0)) if ts is not None else 0

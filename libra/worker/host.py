@@ -243,13 +243,19 @@ class LibraHost(WorkerPlugin):
 
 
 def host_here(run: str) -> LibraHost:
-    """The host of a run on this task's worker, of a start of the run that is not fenced off.
+    """The host of a run on this task's worker, of a start of the run that is not fenced off: as `host_of`, or FencedOff."""
+    host = host_of(run)
+    host.context.epoch.check()
+    return host
+
+
+def host_of(run: str) -> LibraHost:
+    """The host of a run on this task's worker; who writes checks its epoch.
 
     Raises
     ------
     EnvironmentFault
         The worker has no host of the run, or its setup failed.
-    FencedOff
     """
     worker = get_worker()
     host = worker.plugins.get(host_name(run))
@@ -260,7 +266,6 @@ def host_here(run: str) -> LibraHost:
         )
     if host.setup_error:
         raise EnvironmentFault(f"worker {worker.name}: its part of run {run!r} could not be set up: {host.setup_error}")
-    host.context.epoch.check()
     return host
 
 

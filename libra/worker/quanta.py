@@ -139,8 +139,8 @@ class QuantumRunner:
         """Stop writing records."""
         self.closing = True
 
-    def state(self, tid: TrajectoryId, prompt: Prompt) -> TrajectoryState:
-        """The trajectory's state with every record written so far."""
+    def state(self, tid: TrajectoryId, prompt: Prompt, quantum: int = 0) -> TrajectoryState:
+        """The trajectory's state with every record written so far; ``quantum`` is their number, 0 if that is not known."""
         state = self.states.get(tid)
         if state is None:
             config = self.context.spec.config
@@ -157,18 +157,22 @@ class QuantumRunner:
             )
             while len(self.states) > KEPT_STATES:
                 self.states.popitem(last=False)
-        for record in self.context.journal.read(str(tid), start=state.quanta):
-            state.apply(record)
+        if not quantum or state.quanta < quantum:
+            for record in self.context.journal.read(str(tid), start=state.quanta, until=quantum):
+                state.apply(record)
         return state
 
-    async def run(self, key: str, tid: TrajectoryId, prompt: Prompt) -> TrajectoryState:
+    async def run(self, key: str, tid: TrajectoryId, prompt: Prompt, quantum: int = 0) -> TrajectoryState:
         """Run the next quantum of a trajectory here, write its record, report it; returns the state after it.
+
+        ``quantum`` is its number, where the scheduler knows that: its group has no record then, and the journal has none but the
+        records before it. 0: both are looked up.
 
         If the next one is also a generation (its tools ran inline) and no trajectory waits for the slot, it follows at
         once: each quantum has its record and its report, without a decision in between.
         """
-        state = self._ended.get(tid) or self.state(tid, prompt)
-        if state.phase is not None:
+        state = self._ended.get(tid) or self.state(tid, prompt, quantum)
+        if state.phase is not None and not quantum:
             self._end_with_group(state)
         if state.phase is None:
             self._end_leases(state, None)
@@ -252,7 +256,9 @@ class QuantumRunner:
                     await self._act(state)
                     if state.end is not None:
                         self._forget(state)
-            elif self.calls.revocable(state):
+                return
+            self.context.epoch.check()  # what an action changes outside is not undone by a record that is refused
+            if self.calls.revocable(state):
                 await self.stoppable.run(key, state.quanta, self._act(state, self.calls.cores_of(key)))
             else:
                 await self._act(state, self.calls.cores_of(key))

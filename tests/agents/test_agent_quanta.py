@@ -17,8 +17,7 @@ from libra.envs.own_reward import own_reward
 from libra.errors import EngineAsleep, EngineError, EnvironmentFault
 from libra.types import EndReason, FailureClass, TrajectoryId
 
-pytest.importorskip("starlette", reason="the extra `agents` is not installed")
-pytest.importorskip("uvicorn", reason="the extra `agents` is not installed")
+pytest.importorskip("httptools", reason="the extra `agents` is not installed")
 
 from agent_worker import TID, Scripted, agent_worker, check_one_sequence, check_tokens, reasons, turns_of
 from marked import Marked

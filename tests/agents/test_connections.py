@@ -1,19 +1,19 @@
 """Connections and requests that would keep others out of the gateway: idle ones, slow ones, many ones, long ones."""
 
 import asyncio
+import contextlib
+import json
 import threading
-from contextlib import ExitStack
 from functools import partial
 
 import pytest
 
-pytest.importorskip("starlette", reason="the extra `agents` is not installed")
-pytest.importorskip("uvicorn", reason="the extra `agents` is not installed")
+pytest.importorskip("httptools", reason="the extra `agents` is not installed")
 pytest.importorskip("httpx2", reason="httpx2 is not installed")
 
 from gateway_place import CHAT, made, run, taken
 
-from libra.agents import connections, gateway, long_work
+from libra.agents import connections, long_work
 from libra.agents.connections import HELD_BYTES, Places
 from libra.agents.long_work import by_size
 from libra.agents.messages import Message
@@ -79,7 +79,7 @@ def test_a_head_that_does_not_come_or_end_ends_its_connection(before, head_s, re
 
 
 def test_a_body_that_does_not_come_is_told(monkeypatch):
-    monkeypatch.setattr(gateway, "BODY_S", 0.2)
+    monkeypatch.setattr(connections, "BODY_S", 0.2)
 
     async def test(here):
         head = f"POST /t/{here.token}/v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n{{"
@@ -90,29 +90,80 @@ def test_a_body_that_does_not_come_is_told(monkeypatch):
     run(test)
 
 
+def request_of(here, path, body=b"", *, method="POST", version="1.1", **headers):
+    lines = [f"{name.replace('_', '-')}: {value}" for name, value in {"host": "x", **headers}.items()]
+    lines += [f"content-length: {len(body)}"] if body else []
+    head = "\r\n".join([f"{method} /t/{here.token}{path} HTTP/{version}", *lines, "", ""])
+    return head.encode() + body
+
+
+def test_requests_that_come_in_one_piece_are_answered_one_after_the_other():
+    async def test(here):
+        reader, writer = await connected(here)
+        chat = json.dumps(CHAT).encode()
+        models = request_of(here, "/v1/models", method="GET")
+        last = request_of(here, "/v1/models", method="GET", connection="close")
+        writer.write(request_of(here, "/v1/chat/completions", chat) + 300 * models + last)
+        pending = await taken(here)
+        here.session.answered(pending, made(Message("assistant", "the first")))
+        answer = await asyncio.wait_for(reader.read(), 30)
+        assert answer.index(b"the first") < answer.index(b"max_model_len")
+        assert answer.count(b"HTTP/1.1 200 OK") == 302 and answer.count(b"max_model_len") == 301
+        writer.close()
+
+    run(test, script=False)
+
+
+def test_old_clients_and_ones_that_ask_before_they_send_are_answered():
+    async def test(here):
+        chat = json.dumps(CHAT).encode()
+        line = await connected(here, request_of(here, "/v1/chat/completions", chat, version="1.0"))
+        pending = await taken(here)
+        await line[0].readuntil(b"\r\n\r\n\n")  # a sign of life
+        here.session.answered(pending, made(Message("assistant", "late")))
+        assert json.loads(await end_of(line))["choices"][0]["message"]["content"] == "late"
+        whole = request_of(here, "/reward", b'{"reward": 1}', expect="100-continue", connection="close")
+        head, _, body = whole.partition(b"\r\n\r\n")
+        line = await connected(here, head + b"\r\n\r\n")
+        assert await line[0].readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+        line[1].write(body)
+        assert b"200 OK" in await end_of(line) and here.session.reward == 1
+        upgrade = request_of(here, "/reward", b'{"reward": 2}', connection="Upgrade, HTTP2-Settings", upgrade="h2c")
+        assert b'"param":"upgrade"' in await end_of(await connected(here, upgrade)) and here.session.reward == 1
+        for noise in (
+            b"\x16\x03\x01\x02\x00\x01\x00",
+            b"GET / HTTP/9.9\r\n\r\n",
+            b"POST / HTTP/1.1\r\ncontent-length: -1\r\n\r\n",
+        ):
+            assert b"200 OK" not in await end_of(await connected(here, noise))
+
+    run(test, script=False, heartbeat_s=0.02)
+
+
 def test_one_trajectory_has_at_most_half_of_the_places_and_the_next_one_finds_some():
     places = Places(100)
 
-    def filled(key, stack):
-        for count in range(101):
-            try:
-                stack.enter_context(places.one(key))
-            except RequestRefused:
-                return count
-        return 101
+    def filled(key):
+        found = []
+        with contextlib.suppress(RequestRefused):
+            while len(found) <= 100:
+                found.append(places.take(key))
+        return found
 
-    with ExitStack() as greedy, ExitStack() as another:
-        assert (filled(b"greedy", greedy), filled(b"another", another)) == (50, 25)
-        with pytest.raises(RequestRefused) as refused:
-            places.one(b"greedy").__enter__()
-        assert refused.value.status == 503
-    with places.one(b"one") as one, places.one(b"another") as other:
-        one.take(HELD_BYTES)
-        other.take(HELD_BYTES)
-        with pytest.raises(RequestRefused):
-            one.take(1)
-    with places.one(b"one") as one:
-        one.take(HELD_BYTES)
+    greedy, another = filled(b"greedy"), filled(b"another")
+    assert (len(greedy), len(another)) == (50, 25)
+    with pytest.raises(RequestRefused) as refused:
+        places.take(b"greedy")
+    assert refused.value.status == 503
+    for each in greedy + another:
+        each.release()
+    one, other = places.take(b"one"), places.take(b"another")
+    one.take(HELD_BYTES)
+    other.take(HELD_BYTES)
+    with pytest.raises(RequestRefused):
+        one.take(1)
+    one.release()
+    places.take(b"one").take(HELD_BYTES)
 
 
 async def test_short_work_takes_no_thread_and_long_work_one_of_two():

@@ -14,8 +14,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("starlette", reason="the extra `agents` is not installed")
-pytest.importorskip("uvicorn", reason="the extra `agents` is not installed")
+pytest.importorskip("httptools", reason="the extra `agents` is not installed")
 
 from agent_worker import Scripted, agent_worker, check_one_sequence, check_tokens, reasons
 

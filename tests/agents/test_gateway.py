@@ -8,15 +8,14 @@ import pytest
 
 from libra.agents.messages import Call, Message
 
-for package in ("starlette", "uvicorn"):
-    pytest.importorskip(package, reason="type pip install 'libra-rl[agents]'")
+pytest.importorskip("httptools", reason="type pip install 'libra-rl[agents]'")
 httpx2 = pytest.importorskip("httpx2", reason="type pip install httpx2")
 openai = pytest.importorskip("openai", reason="type pip install openai")
 anthropic = pytest.importorskip("anthropic", reason="type pip install anthropic")
 
 from gateway_place import CHAT, made, run, taken  # noqa: E402
 
-from libra.agents.gateway import MAX_BODY_BYTES  # noqa: E402
+from libra.agents.connections import MAX_BODY_BYTES  # noqa: E402
 
 
 @pytest.fixture(scope="module", autouse=True)

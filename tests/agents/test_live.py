@@ -12,8 +12,7 @@ from libra.driver.session import run
 from libra.errors import BatchFailed
 from libra.store.trajectories import TrajectoryStore
 
-pytest.importorskip("starlette", reason="type pip install 'libra-rl[agents]'")
-pytest.importorskip("uvicorn", reason="type pip install 'libra-rl[agents]'")
+pytest.importorskip("httptools", reason="type pip install 'libra-rl[agents]'")
 
 
 def config_of(make_config, mark, agent, **more):

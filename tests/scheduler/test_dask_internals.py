@@ -10,6 +10,7 @@ from distributed.diagnostics.plugin import SchedulerPlugin
 from libra import keys
 from libra.scheduler import dask_internals
 from libra.scheduler.dask_internals import Release
+from libra.worker.dask_internals import quantum_here
 
 RUNS = []
 """Where `once_more` ran; functions of a module are not copied on their way to a worker of this process."""
@@ -17,10 +18,11 @@ RUNS = []
 
 async def once_more():
     """Ask to be scheduled again the first time."""
-    RUNS.append(get_worker().name)
+    worker = get_worker()
+    RUNS.append((worker.name, quantum_here(worker, "again")))
     if len(RUNS) == 1:
         raise Reschedule()
-    return RUNS[-1]
+    return worker.name
 
 
 class ParksAgain(SchedulerPlugin):
@@ -113,9 +115,9 @@ async def test_restrictions_must_be_put_back_when_a_task_leaves_processing():
         while not RUNS:  # noqa: ASYNC110
             await asyncio.sleep(0)
         await state_of(dask.scheduler, "again", "no-worker")
-        dask_internals.release(dask.scheduler, [Release("again", {keys.ROLLOUT: 1}, dask.b.address)], "test")
+        dask_internals.release(dask.scheduler, [Release("again", {keys.ROLLOUT: 1}, dask.b.address, 7)], "test")
         assert await future == "b"
-    assert RUNS == ["a", "b"]
+    assert RUNS == [("a", 0), ("b", 7)], "a worker knows which quantum a task was sent for"
 
 
 async def test_supplies_names_priorities_and_handlers():

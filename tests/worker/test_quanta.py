@@ -1,6 +1,7 @@
 """Quanta of a trajectory: parts of turns, inline actions, restarts, records that cannot be stored, and ends that stay ends."""
 
 import asyncio
+import os
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -354,3 +355,18 @@ def test_an_ended_trajectory_leaves_no_tokens_within_a_bound_and_is_still_known_
     assert not found.records and not len(found.context_ids)
     whole = runner.state(tids[0], Prompt("p", ()))  # a worker that also grades
     assert len(whole.records) == state.quanta and len(whole.context_ids) > 9
+
+
+def test_a_quantum_whose_number_is_known_is_not_looked_for(chat, tmp_path, monkeypatch):
+    config = config_from_dict({"rollout": {"chunk_tokens": 2}})
+    serving, environment = scripted(chat, "it is " * 8), ToolArithmetic()
+    first, second = (runner_of(tmp_path, chat, serving, environment, config=config) for _ in range(2))
+    quantum = asyncio.run(first.run("key", TID, QUESTION)).quanta
+    looked_for = []
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: looked_for.append(path) or access(path, mode))
+    state = asyncio.run(second.run("key", TID, QUESTION, quantum))
+    assert state.quanta == quantum + 1, "it has the record of the other worker"
+    monkeypatch.setattr(Journal, "read", None)
+    assert asyncio.run(second.run("key", TID, QUESTION, state.quanta)).quanta == quantum + 2
+    assert not looked_for

@@ -1,0 +1,227 @@
+"""Bodies of agents' requests as checked values: bytes are decoded once, and messages and tools that a client repeats not again.
+
+Invariants
+----------
+1. What comes out can be stored (`libra.untrusted.storable`), and has at most `MAX_DEPTH` levels of lists and objects.
+2. A body that has another form is refused with its field's name; fields that are not known are ignored.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from typing import Any, TypeVar
+
+import msgspec
+
+from libra.agents.messages import Message, canonical_json, levels, tool_schema
+from libra.errors import RequestRefused
+from libra.untrusted import MAX_DEPTH, repr_text, storable
+
+KNOWN_BYTES = 4 << 20
+"""Bytes of messages that a session's client has sent, kept with what they say."""
+_CACHED_BYTES = 64 << 10
+_BOM = b"\xef\xbb\xbf"
+_ESCAPED = re.compile(rb"\\u(?:00[0189]|d[89a-f])|[\x7f]|\xc2[\x80-\x9f]", re.IGNORECASE)
+"""How a body of valid JSON spells characters that cannot be stored."""
+_PLACE = re.compile(r" - at `\$\.?([^`]*)`$")
+_NO_VARIABLES = frozenset({
+    "chat_template", "conversation", "messages", "tools", "tokenize", "add_generation_prompt", "continue_final_message", "padding",
+    "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs",
+})  # fmt: skip
+"""What the rendering of a conversation takes beside the template's own variables: a template of the client's could say anything in
+the model's name, or never end."""
+
+T = TypeVar("T")
+NOTHING = msgspec.Raw(b"")
+
+
+class Part(msgspec.Struct):
+    """A part of a message's content."""
+
+    type: str | None = None
+    text: str | None = None
+    refusal: str | None = None
+
+
+Content = str | list[str | Part] | None
+
+
+class RunsOwn(msgspec.Struct, kw_only=True):
+    """Parameters that the run decides."""
+
+    temperature: Any = None
+    top_p: Any = None
+    top_k: Any = None
+    min_p: Any = None
+    seed: Any = None
+    presence_penalty: Any = None
+    frequency_penalty: Any = None
+    logit_bias: Any = None
+
+
+RUNS_OWN = RunsOwn.__struct_fields__
+
+
+class Sampling(RunsOwn, kw_only=True):
+    """Fields that all dialects have."""
+
+    model: str | None = None
+    stream: bool | None = None
+    tools: msgspec.Raw = NOTHING
+    tool_choice: Any = None
+    chat_template_kwargs: msgspec.Raw = NOTHING
+    n: Any = None
+    best_of: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Offered:
+    """Tools and template arguments of a request; ``text`` is one for equal ones."""
+
+    tools: tuple[Mapping[str, Any], ...]
+    args: Mapping[str, Any]
+    text: str
+
+
+class Known:
+    """Messages that a session's client has sent, by their bytes."""
+
+    def __init__(self) -> None:
+        self._found: dict[bytes, Message] = {}
+        self._bytes = 0
+
+    def messages(
+        self, given: Sequence[msgspec.Raw], read: Callable[[bytes, str], Message], where: str
+    ) -> tuple[Message, ...]:
+        """Read the messages that did not come before."""
+        found, all_of = self._found, []
+        for index, raw in enumerate(given):
+            data = bytes(raw)
+            message = found.get(data)
+            if message is None:
+                message = read(data, f"{where}[{index}]")
+                if self._bytes > KNOWN_BYTES:
+                    found.clear()
+                    self._bytes = 0
+                found[data] = message
+                self._bytes += len(data)
+            all_of.append(message)
+        return tuple(all_of)
+
+
+def storable_json(data: bytes) -> bytes:
+    """JSON of the same value with texts that can be stored; RequestRefused if it is none."""
+    if data.startswith(_BOM):
+        data = data[len(_BOM) :]
+    if not _ESCAPED.search(data):
+        return data
+    try:
+        return json.dumps(_storable(json.loads(data.decode())), ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
+        raise _no_json(error) from error
+
+
+def decoded(kind: type[T], data: bytes | msgspec.Raw, where: str = "") -> T:
+    """JSON as a value of this type; RequestRefused if it has another form. ``where`` is its place in the request."""
+    try:
+        return _decoder(kind).decode(data)  # type: ignore[no-any-return, arg-type]
+    except msgspec.ValidationError as error:
+        told = str(error)
+        place = _PLACE.search(told)
+        field = place[1] if place is not None else ""
+        full = f"{where}.{field}" if where and field and not field.startswith("[") else where + field
+        raise RequestRefused(f"{full or 'the body'}: {_PLACE.sub('', told)}", where or field) from error
+    except (ValueError, RecursionError) as error:
+        raise _no_json(error) from error
+
+
+def offered(body: Sampling) -> Offered:
+    """The tools of a request, none where it chooses none, and its arguments of the template."""
+    choice = body.tool_choice
+    if choice not in (None, "auto", "none", "required", "any") and not isinstance(choice, Mapping):
+        raise RequestRefused(f"tool_choice: got {repr_text(choice)}; auto and none are answered", "tool_choice")
+    # "required", or one tool, would change the distribution that is trained: the model may still answer without a call.
+    tools, args = b"" if choice == "none" else bytes(body.tools), bytes(body.chat_template_kwargs)
+    short = len(tools) + len(args) < _CACHED_BYTES
+    return _offered(tools, args) if short else _offered.__wrapped__(tools, args)
+
+
+@lru_cache(64)
+def _offered(raw_tools: bytes, raw_args: bytes) -> Offered:
+    tools = _any(list[Any] | None, raw_tools, "tools") or ()
+    args = _any(dict[str, Any] | None, raw_args, "chat_template_kwargs") or {}
+    for name in _NO_VARIABLES & args.keys():
+        told = f"chat_template_kwargs: {name!r} is no variable of the template; the run decides it"
+        raise RequestRefused(told, "chat_template_kwargs")
+    schemas = tuple(tool_schema(tool, f"tools[{i}]") for i, tool in enumerate(tools))
+    return Offered(schemas, args, canonical_json([list(schemas), args]))
+
+
+def refuse_choices(body: Any) -> None:
+    """RequestRefused for more than one choice: each is a trajectory of its own (trainer.group_size)."""
+    for name in ("n", "best_of"):
+        if getattr(body, name) not in (None, 1):
+            got = repr_text(getattr(body, name))
+            raise RequestRefused(f"{name}: got {got}; a request has one answer, ask again for another", name)
+
+
+def whole(value: int | None, name: str) -> int | None:
+    """A number above 0, or None."""
+    if value is not None and value < 1:
+        raise RequestRefused(f"{name}: got {value!r}; a whole number above 0 is needed", name)
+    return value
+
+
+def stops(given: str | list[str] | None, where: str) -> tuple[str, ...]:
+    """Stop texts: none, one, or a list."""
+    found = (given,) if isinstance(given, str) else tuple(given or ())
+    if len(found) > 16 or not all(found):
+        raise RequestRefused(f"{where}: one text, or a list of at most 16, is needed", where)
+    return found
+
+
+def text_of(content: Content, where: str) -> str:
+    """The text of a content; RequestRefused if it has parts other than text."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    texts = []
+    for part in content:
+        text = part if isinstance(part, str) else part.text if part.text is not None else part.refusal
+        if text is None:
+            kind = part.type if isinstance(part, Part) else "text"
+            raise RequestRefused(f"{where}.content: a part of type {kind!r}; this model reads text only", where)
+        texts.append(text)
+    return "".join(texts)
+
+
+def any_json(value: T, where: str) -> T:
+    """A decoded value without a form of its own; RequestRefused if it has too many levels."""
+    if levels(value, MAX_DEPTH) > MAX_DEPTH:
+        raise RequestRefused(f"{where}: more than {MAX_DEPTH} levels of lists and objects", where)
+    return value
+
+
+def _any(kind: Any, data: bytes, where: str) -> Any:
+    return any_json(decoded(kind, data, where), where) if data else None
+
+
+@cache
+def _decoder(kind: Any) -> msgspec.json.Decoder[Any]:
+    return msgspec.json.Decoder(kind)
+
+
+def _no_json(error: Exception) -> RequestRefused:
+    return RequestRefused(f"the body is not JSON: {str(error)[:200]}")
+
+
+def _storable(value: Any) -> Any:
+    """A JSON value whose texts can be stored."""
+    if isinstance(value, str):
+        return storable(value)
+    if isinstance(value, dict):
+        return {storable(key): _storable(each) for key, each in value.items()}
+    return [_storable(each) for each in value] if isinstance(value, list) else value
