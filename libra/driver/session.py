@@ -44,7 +44,7 @@ from libra.observe.metrics import MetricsLog, read_metrics
 from libra.observe.progress import RunProgress
 from libra.observe.start_stages import StartStages
 from libra.observe.token_text import load_decode
-from libra.observe.trackers import EVERY, Trackers, sample_texts
+from libra.observe.trackers import Trackers
 from libra.store.batch_membership import read_batch_facts
 from libra.store.late_rewards import run_here
 from libra.types import FailureClass
