@@ -44,7 +44,7 @@ from libra.observe.metrics import MetricsLog, read_metrics
 from libra.observe.progress import RunProgress
 from libra.observe.start_stages import StartStages
 from libra.observe.token_text import load_decode
-from libra.observe.trackers import Trackers
+from libra.observe.trackers import EVERY, Trackers, sample_texts
 from libra.store.batch_membership import read_batch_facts
 from libra.store.late_rewards import run_here
 from libra.types import FailureClass
@@ -315,8 +315,6 @@ class Session:
         trackers = self.metrics.trackers
         if not trackers:
             return
-        from libra.observe.samples import EVERY, sample_texts  # imports zarr, which the start does without
-
         if k % EVERY and k + 1 < self.config.run.iterations:
             return
         with contextlib.suppress(LibraError):  # without them it goes on

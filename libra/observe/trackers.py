@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 from libra.errors import ConfigError
-from libra.observe.inspect_page import headline
 from libra.observe.token_text import Decode
 from libra.types import Trajectory
 from libra.untrusted import shown
@@ -279,6 +278,8 @@ def grouped(name: str) -> str:
 
 def sample_texts(trajectories: Sequence[Trajectory], decode: Decode) -> dict[str, str]:
     """Texts of the best and the worst of these, as ``samples/best`` and ``samples/worst``."""
+    from libra.observe.inspect_page import headline  # imports zarr, which the start does without
+
     graded = sorted((each for each in trajectories if each.reward == each.reward), key=lambda each: each.reward)
     if not graded:
         return {}
