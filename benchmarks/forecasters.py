@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from libra.facts import Fact, QuantumFinished, TrajectoryEnded, TrajectoryParked
 from libra.policy.forecast import Forecast
-from libra.policy.posterior import SIGNALS, Posterior, PosteriorConfig
+from libra.policy.posterior import SIGNALS, Posterior
 from libra.policy.prefix_tree import Node, state_name
 from libra.types import ToolStatus
 
@@ -129,7 +129,7 @@ class PaperTree(Tracker):
 
 
 def _with(*signals: str) -> Callable[[], Posterior]:
-    return lambda: Posterior(PosteriorConfig(signals=signals))
+    return lambda: Posterior(signals)
 
 
 FORECASTERS: dict[str, Callable[[], Tracker | Posterior]] = {

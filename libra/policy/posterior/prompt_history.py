@@ -9,8 +9,9 @@ How much of that persists is measured: every prompt that returns is compared wit
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from libra.policy.snapshots import Saved
 
 KEPT = 16_384
 """Maximum number of prompts kept; the least recently seen are dropped first."""
@@ -32,11 +33,19 @@ class Past(NamedTuple):
     members: float
 
 
-class History:
+class History(Saved):
     """The history of all prompts.
 
     A group that has ended waits for the next version; then it is compared with those that ended in the same version.
     """
+
+    SAVED = {
+        "_past": dict[str, Past],
+        "_ended": dict[str, tuple[float, float, float]],
+        "_centre": float | None,
+        "_squares": float,
+        "_products": float,
+    }
 
     def __init__(self) -> None:
         self._past: dict[str, Past] = {}
@@ -94,19 +103,3 @@ class History:
         self._past[prompt] = Past(departure, members)
         if len(self._past) > KEPT:
             del self._past[next(iter(self._past))]
-
-    def snapshot(self) -> dict[str, Any]:
-        """Its state, as JSON-able values."""
-        return {
-            "past": [[prompt, *past] for prompt, past in self._past.items()],
-            "ended": [[prompt, *values] for prompt, values in self._ended.items()],
-            "centre": self._centre,
-            "sums": [self._squares, self._products],
-        }
-
-    def restore(self, snapshot: Mapping[str, Any]) -> None:
-        """Take the state of ``snapshot``."""
-        self._past = {str(prompt): Past(float(shift), float(members)) for prompt, shift, members in snapshot["past"]}
-        self._ended = {str(prompt): (float(a), float(b), float(c)) for prompt, a, b, c in snapshot["ended"]}
-        self._centre = None if snapshot["centre"] is None else float(snapshot["centre"])
-        self._squares, self._products = (float(value) for value in snapshot["sums"])
