@@ -126,7 +126,7 @@ class CMLFQ(Saved):
         self._unbegun: dict[str, dict[str, None]] = {}  # by group, those that wait for their first slot
         self._boundaries: tuple[tuple[int, float], ...] = ()
         self._sampled_tokens = self._read_tokens = 0
-        self._pauses = False  # whether one under way may wait for another: engines exchange KV, so that a pause costs little
+        self._pauses = False  # whether one under way may wait: engines exchange KV, so that a pause costs little
         self._calibration = CalibrationLog()
 
     def handle(self, event: Fact) -> tuple[SetPriority | Prefer, ...]:

@@ -104,7 +104,7 @@ def test_what_is_kept_is_bounded():
     for k in range(KEPT + 5):
         history.ended(f"p{k}", 5.0 + k % 3, 4.0, None)
     history.published()
-    assert len(history.snapshot()["past"]) == KEPT
+    assert len(history.past) == KEPT
     assert history.recall("p0", 1.0) is None
     assert history.recall(f"p{KEPT}", 1.0) is not None
     posterior = Posterior()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from libra.policy.posterior.features import SIGNALS
 from libra.policy.posterior.forecaster import Posterior
 
-__all__ = ["SIGNALS", "Posterior"]
+__all__ = ["Posterior"]

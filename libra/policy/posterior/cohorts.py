@@ -14,8 +14,6 @@ import math
 
 import msgspec
 
-from libra.policy.snapshots import Saved
-
 KEPT = 1_024
 """Groups without a running member that are kept in case a member returns; the least recently used are dropped first."""
 
@@ -64,28 +62,28 @@ class Cohort(msgspec.Struct, array_like=True, gc=False):
             self.finished += 1
 
 
-class Cohorts(Saved):
+class Cohorts(msgspec.Struct, array_like=True):
     """All groups by name.
 
-    Parameters
+    Attributes
     ----------
     prior : float
         Weight, in members, of the prior that a group is like all others.
+    by_name : dict
+    idle : dict
+        Names of groups without a running member, the least recently used first.
     """
 
-    SAVED = {"prior": float, "by_name": dict[str, Cohort], "_idle": dict[str, None]}
-
-    def __init__(self, prior: float) -> None:
-        self.prior = prior
-        self.by_name: dict[str, Cohort] = {}
-        self._idle: dict[str, None] = {}
+    prior: float
+    by_name: dict[str, Cohort] = {}
+    idle: dict[str, None] = {}
 
     def join(self, name: str, key: str) -> Cohort:
         """A member joins; the first one of a new group becomes its probe."""
         cohort = self.by_name.get(name)
         if cohort is None:
             cohort = self.by_name[name] = Cohort(probe=key)
-        self._idle.pop(name, None)
+        self.idle.pop(name, None)
         cohort.live += 1
         return cohort
 
@@ -97,10 +95,10 @@ class Cohorts(Saved):
             cohort.probe = ""
         if not cohort.live:
             if cohort.finished:
-                self._idle[name] = None
-                if len(self._idle) > KEPT:
-                    oldest = next(iter(self._idle))
-                    del self._idle[oldest], self.by_name[oldest]
+                self.idle[name] = None
+                if len(self.idle) > KEPT:
+                    oldest = next(iter(self.idle))
+                    del self.idle[oldest], self.by_name[oldest]
             else:
                 del self.by_name[name]
         return cohort

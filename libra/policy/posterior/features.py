@@ -1,25 +1,21 @@
 """Features of a trajectory at a tool return, and its state between two of them.
 
 A row, kept to learn from when its trajectory ends, is ``NUM_ROW`` 32-bit numbers: the features, the tokens generated so far, and
-the forecasts as made then (progress alone: log order, mean; all columns: log order, mean; means in thousands of tokens).
+the forecasts as made then (progress alone: log order, mean; all columns: log order, mean).
 """
 
 from __future__ import annotations
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from libra.types import ToolStatus
-
-SIGNALS = ("siblings", "family", "tools")
-"""Signals beside progress, in the order of their columns."""
 
 PROGRESS = 4
 """Constant, and logarithms of tokens and returns so far and of the last turn's tokens. Logarithms only: with plain numbers the few
 longest trajectories dominate the fit, and learning from running trajectories diverges."""
 SURE, SURE_LOG, SURE_TOKENS = PROGRESS + 1, PROGRESS + 2, PROGRESS + 3
-"""Certainty of the siblings' totals, and its products with the log remainder and the remainder (thousands of tokens) they give."""
+"""Certainty of the siblings' totals, and its products with the log remainder and the remainder (tokens) they give."""
 NUM_FEW = PROGRESS + 5
 """Columns before the tools' counts: progress, four of siblings, one of the family."""
 TOOL_SLOTS = 24
@@ -40,15 +36,7 @@ TOKENS, SERVED = WIDTH, WIDTH + 1
 NUM_ROW = SERVED + 4
 MAX_BYTES = 257 * 4 * NUM_ROW
 """Of a trajectory's rows: later returns are not learned from; forecasts continue."""
-KILO = 1e-3
-
-_RANGES = {"siblings": (PROGRESS, PROGRESS + 4), "family": (PROGRESS + 4, NUM_FEW), "tools": (NUM_FEW, WIDTH)}
 NO_COUNTS = np.zeros(COUNTED, dtype=np.float32).tobytes()
-
-
-def columns_of(signals: tuple[str, ...]) -> NDArray[np.int64]:
-    """Columns of progress and these signals, without the constant."""
-    return np.concatenate([np.arange(1, PROGRESS), *(np.arange(*_RANGES[name]) for name in SIGNALS if name in signals)])
 
 
 def counted(counts: bytes, slot: int, status: str, payload_tokens: int) -> bytes:

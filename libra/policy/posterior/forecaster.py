@@ -1,6 +1,6 @@
 """Forecasts of a trajectory's remaining tokens, learned online from earlier and concurrent trajectories.
 
-One ridge regression on progress and every signal (`SIGNALS`), mixed with the totals of siblings; a guard scales its departure
+One ridge regression on progress and every signal, mixed with the totals of siblings; a guard scales its departure
 from progress alone by the gain that was measured (`libra.policy.posterior.regression`).
 
 Trajectories that end early are short (right censoring): with 32 in flight the first to end are far below the mean. So the
@@ -27,7 +27,7 @@ import numpy as np
 from libra.facts import Fact, PromptsNamed, QuantumFinished, TrajectoryEnded, TrajectoryParked, VersionPublished
 from libra.policy.forecast import Forecast
 from libra.policy.posterior.cohorts import Cohort, Cohorts, lognormal_remaining
-from libra.policy.posterior.features import KILO, MAX_BYTES, NUM_FEW, NUM_ROW, SIGNALS, TOOL_SLOTS, WIDTH, Live, counted
+from libra.policy.posterior.features import MAX_BYTES, NUM_FEW, NUM_ROW, TOOL_SLOTS, WIDTH, Live, counted
 from libra.policy.posterior.prompt_history import History
 from libra.policy.posterior.regression import FORGET, Regression
 from libra.policy.snapshots import Saved
@@ -51,13 +51,7 @@ _LARGEST_LOG = 16.0
 
 
 class Posterior(Saved):
-    """The forecaster; see the module. One per run.
-
-    Parameters
-    ----------
-    signals : tuple of str
-        Signals it may use, a subset of `SIGNALS`.
-    """
+    """The forecaster; see the module. One per run."""
 
     SAVED = {
         "_live": dict[str, Live],
@@ -75,8 +69,7 @@ class Posterior(Saved):
         "_within": list[float],
     }
 
-    def __init__(self, signals: tuple[str, ...] = SIGNALS) -> None:
-        self._uses_siblings, self._uses_families = "siblings" in signals, "family" in signals
+    def __init__(self) -> None:
         self._live: dict[str, Live] = {}
         self._tools: dict[str, int] = {}
         self._groups, self._families = Cohorts(SIBLING_PRIOR), Cohorts(FAMILY_PRIOR)
@@ -84,7 +77,7 @@ class Posterior(Saved):
         self._named: dict[str, str] = {}  # prompts of groups that have not started
         self._followed = 0  # running trajectories with rows
         self._waiting: list[tuple[bytes, int, str]] = []  # ended ones: rows, tokens, group
-        self._regression = Regression(signals)
+        self._regression = Regression()
         self._all = Cohort()  # all trajectories
         self._squares = 0.0  # sum of squares of log totals of ended ones
         self._spread = (0.5, 0.5)  # variance of log totals within and between groups
@@ -124,7 +117,7 @@ class Posterior(Saved):
             self._history.published()
 
     def _started(self, key: str, group: str, family: str) -> None:
-        group, family = intern(group if self._uses_siblings else ""), intern(family if self._uses_families else "")
+        group, family = intern(group), intern(family)
         self._all.live += 1
         if group:
             cohort = self._groups.join(group, key)
@@ -200,19 +193,10 @@ class Posterior(Saved):
             shift, sure = self._groups.shift(live.group, centre, weight, value)
         within, between = self._spread
         rest = lognormal_remaining(centre + shift, math.sqrt(within + between * (1.0 - sure)), log_done)
-        rest_tokens = math.exp(rest) * KILO
+        rest_tokens = math.exp(rest)
         x, log1p = self._x, math.log1p
-        x[:NUM_FEW] = (
-            1.0,
-            log1p(tokens),
-            log1p(live.returns),
-            log1p(live.pending),
-            shift,
-            sure,
-            sure * rest,
-            sure * rest_tokens,
-            family,
-        )
+        progress = (1.0, log1p(tokens), log1p(live.returns), log1p(live.pending))
+        x[:NUM_FEW] = (*progress, shift, sure, sure * rest, sure * rest_tokens, family)
         np.log1p(np.frombuffer(live.counts, dtype=np.float32), out=x[NUM_FEW:])
         base_log, base_mean, log, mean = (x @ regression.weights).tolist()
         order_blend, mean_blend = regression.order, regression.mean
@@ -221,7 +205,7 @@ class Posterior(Saved):
         mean = base_mean + joint_mean * (mean - base_mean) + totals_mean * sure * (rest_tokens - base_mean)
         base_log = min(max(base_log, 0.0), _LARGEST_LOG)
         log = min(max(log, 0.0), _LARGEST_LOG)
-        base_mean, mean = max(base_mean, KILO), max(mean, KILO)
+        base_mean, mean = max(base_mean, 1.0), max(mean, 1.0)
         if kept and live.rows is not None and len(live.rows) < MAX_BYTES:
             row = self._row
             row[:WIDTH] = x
@@ -229,7 +213,7 @@ class Posterior(Saved):
             live.rows += row.tobytes()
         # The last bits of matrix products depend on the alignment of memory; decisions must not: eight significant digits.
         live.order = float(f"{math.exp(base_log + order_blend.factor * (log - base_log)):.8g}")
-        live.mean = float(f"{(base_mean + mean_blend.factor * (mean - base_mean)) / KILO:.8g}")
+        live.mean = float(f"{base_mean + mean_blend.factor * (mean - base_mean):.8g}")
         live.pending = 0
         # Its weight is the square of the share of all others that it has outlasted: 0 at the start, nearly 1 far in the tail.
         # A member with few tokens compared with others' totals carries no information yet; a larger weight would drown
@@ -238,16 +222,10 @@ class Posterior(Saved):
         live.information = information = (1.0 - 0.5 * math.erfc(beyond)) ** 2
         live.imputed = imputed = math.log(tokens + math.exp(base_log))
         more, more_total = information - weight, information * imputed - weight * value
-        everyone.running += more
-        everyone.running_total += more_total
-        if live.group:
-            group = self._groups.by_name[live.group]
-            group.running += more
-            group.running_total += more_total
-        if live.family:
-            of_family = self._families.by_name[live.family]
-            of_family.running += more
-            of_family.running_total += more_total
+        for cohort in (everyone, self._groups.by_name.get(live.group), self._families.by_name.get(live.family)):
+            if cohort is not None:
+                cohort.running += more
+                cohort.running_total += more_total
 
     def remaining(self, key: str) -> Forecast:
         """Forecast for a live trajectory; KeyError for one never parked or already ended.

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from libra.policy.snapshots import Saved
+import msgspec
 
 KEPT = 16_384
 """Maximum number of prompts kept; the least recently seen are dropped first."""
@@ -33,73 +33,74 @@ class Past(NamedTuple):
     members: float
 
 
-class History(Saved):
+class History(msgspec.Struct, array_like=True):
     """The history of all prompts.
 
     A group that has ended waits for the next version; then it is compared with those that ended in the same version.
+
+    Attributes
+    ----------
+    past : dict
+        By prompt.
+    pending : dict
+        By prompt, of groups ended since the last version: mean log total, members, the departure recalled when it began.
+    centre : float or None
+        Log total of an average group.
+    squares, products : float
+        Of what was recalled of prompts that returned, and with what was observed.
     """
 
-    SAVED = {
-        "_past": dict[str, Past],
-        "_ended": dict[str, tuple[float, float, float]],
-        "_centre": float | None,
-        "_squares": float,
-        "_products": float,
-    }
-
-    def __init__(self) -> None:
-        self._past: dict[str, Past] = {}
-        self._ended: dict[str, tuple[float, float, float]] = {}  # mean log total, members, the history it had
-        self._centre: float | None = None
-        self._squares = 0.0  # of what was recalled of prompts that returned
-        self._products = 0.0  # with what was observed
+    past: dict[str, Past] = {}
+    pending: dict[str, tuple[float, float, float]] = {}
+    centre: float | None = None
+    squares: float = 0.0
+    products: float = 0.0
 
     @property
     def persistence(self) -> float:
         """Measured share of a departure that persists until the prompt returns, 0 to 0.95."""
         first = FIRST_GROUPS * 0.5
-        share = (self._products + first * FIRST_PERSISTENCE) / (self._squares + first)
+        share = (self.products + first * FIRST_PERSISTENCE) / (self.squares + first)
         return min(max(share, 0.0), LARGEST_PERSISTENCE)
 
     @property
     def measured(self) -> float:
         """`persistence`, or 0 before any prompt has returned."""
-        return self.persistence if self._squares else 0.0
+        return self.persistence if self.squares else 0.0
 
     def recall(self, prompt: str, prior: float) -> float | None:
         """Log tokens by which members of ``prompt`` are expected to depart, if all of it persisted; None: it is new.
 
         ``prior`` is the weight, in members, of the prior that a prompt is like all others.
         """
-        past = self._past.get(prompt)
+        past = self.past.get(prompt)
         return None if past is None else past.departure * past.members / (past.members + prior)
 
     def ended(self, prompt: str, mean_log: float, members: float, recalled: float | None) -> None:
         """A group of ``prompt`` has ended; ``recalled`` was its history before. The last call counts."""
-        self._ended[prompt] = (mean_log, members, 0.0 if recalled is None else recalled)
+        self.pending[prompt] = (mean_log, members, 0.0 if recalled is None else recalled)
 
     def published(self) -> None:
         """A new version: compare and keep what has ended since the last one."""
-        ended = self._ended
+        ended, self.pending = self.pending, {}
         if not ended:
             return
         mean = sum(mean_log for mean_log, _, _ in ended.values()) / len(ended)
-        before = mean if self._centre is None else self._centre
-        self._centre = centre = (len(ended) * mean + CENTRE_GROUPS * before) / (len(ended) + CENTRE_GROUPS)
+        before = mean if self.centre is None else self.centre
+        self.centre = centre = (len(ended) * mean + CENTRE_GROUPS * before) / (len(ended) + CENTRE_GROUPS)
         for prompt, (mean_log, members, recalled) in ended.items():
             departure = mean_log - centre
             if recalled:
-                self._squares = FORGET * self._squares + recalled * recalled
-                self._products = FORGET * self._products + recalled * departure
+                self.squares = FORGET * self.squares + recalled * recalled
+                self.products = FORGET * self.products + recalled * departure
             self._keep(prompt, departure, members)
-        ended.clear()
 
     def _keep(self, prompt: str, departure: float, members: float) -> None:
-        before = self._past.pop(prompt, None)
+        before = self.past.pop(prompt, None)
         if before is not None:
             worth = self.persistence * min(before.members, members)
             departure = (departure * members + before.departure * worth) / (members + worth)
             members += worth
-        self._past[prompt] = Past(departure, members)
-        if len(self._past) > KEPT:
-            del self._past[next(iter(self._past))]
+        self.past[prompt] = Past(departure, members)
+        if len(self.past) > KEPT:
+            del self.past[next(iter(self.past))]
