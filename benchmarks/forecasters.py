@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 from libra.facts import Fact, QuantumFinished, TrajectoryEnded, TrajectoryParked
-from libra.policy.forecast import Forecast
+from libra.policy.forecast import Forecast, Forecaster
 from libra.policy.posterior import Posterior
 from libra.policy.prefix_tree import Node, state_name
 from libra.types import ToolStatus
@@ -138,7 +138,7 @@ class ProgressOnly(Posterior):
             blend.factor = blend.skill = 0.0
 
 
-FORECASTERS: dict[str, Callable[[], Tracker | Posterior]] = {
+FORECASTERS: dict[str, Callable[[], Forecaster]] = {
     "global_mean": GlobalMean,
     "turn_index": TurnIndex,
     "progress": ProgressOnly,
