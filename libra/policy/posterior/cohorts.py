@@ -1,11 +1,13 @@
 """Lengths of the trajectories of one group (or family), ended and running ones together.
 
-An ended member counts fully. A running one is right-censored: only a lower bound of its length is known. It counts with its
-expected total, with a weight that grows with the share of all trajectories that it has outlasted; so a group whose members
-keep running is predicted to be long, while the ended ones alone would make it look short. Knowledge of its prompt from
-earlier iterations (`libra.policy.posterior.prompt_history`) counts as additional members.
+An ended member counts fully. A running one is right-censored: only a lower bound of its length is
+known. It counts with its expected total, with a weight that grows with the share of all
+trajectories that it has outlasted; so a group whose members keep running is predicted to be long,
+while the ended ones alone would make it look short. Knowledge of its prompt from earlier iterations
+(`libra.policy.posterior.prompt_history`) counts as additional members.
 
-Differs from Seer (one member runs ahead, and its length predicts the group's): see `Cohort.probe`; every member counts.
+Differs from Seer (one member runs ahead, and its length predicts the group's): see `Cohort.probe`;
+every member counts.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import math
 import msgspec
 
 KEPT = 1_024
-"""Groups without a running member that are kept in case a member returns; the least recently used are dropped first."""
+"""Groups kept without a running member; the least recently used are dropped first."""
 
 
 class Cohort(msgspec.Struct, array_like=True, gc=False):
@@ -32,7 +34,8 @@ class Cohort(msgspec.Struct, array_like=True, gc=False):
     prompt : str
         Of its members, if its prompt may return.
     past, past_shift : float
-        Weight, in members, of the prompt's history, and log tokens by which that exceeds other prompts.
+        Weight, in members, of the prompt's history, and log tokens by which that exceeds other
+        prompts.
     """
 
     weight: float = 0.0
@@ -52,7 +55,7 @@ class Cohort(msgspec.Struct, array_like=True, gc=False):
         self.total *= factor
 
     def leave(self, weight: float, value: float, total: float | None) -> None:
-        """A member ends: remove its weight as a running member, and add its true ``total`` if known."""
+        """A member ends: remove its running weight, and add its true ``total`` if known."""
         self.live -= 1
         self.running = self.running - weight if self.live else 0.0  # sums drift; an empty one is exact
         self.running_total = self.running_total - weight * value if self.live else 0.0
@@ -104,7 +107,7 @@ class Cohorts(msgspec.Struct, array_like=True):
         return cohort
 
     def shift(self, name: str, centre: float, weight: float, value: float) -> tuple[float, float]:
-        """Log tokens by which a member is expected to exceed ``centre``, and the certainty of that (0..1).
+        """Log tokens by which a member should exceed ``centre``, and the certainty of that (0..1).
 
         ``weight`` and ``value`` are those of the member itself, which is left out.
         """
@@ -124,8 +127,7 @@ class Cohorts(msgspec.Struct, array_like=True):
 
 
 def lognormal_remaining(centre: float, spread: float, log_done: float) -> float:
-    """Logarithm of the expected remainder of a lognormal total (log mean ``centre``, log deviation ``spread``) beyond
-    ``log_done``."""
+    """Log of the expected rest of a lognormal total (``centre``, ``spread``) beyond ``log_done``."""
     upper = (log_done - centre) / (spread * 1.4142135623730951)
     survival = math.erfc(upper)
     if survival < 1e-6:  # far in the tail: the inverse of the hazard rate

@@ -1,7 +1,8 @@
 """Features of a trajectory at a tool return, and its state between two of them.
 
-A row, kept to learn from when its trajectory ends, is ``NUM_ROW`` 32-bit numbers: the features, the tokens generated so far, and
-the forecasts as made then (progress alone: log order, mean; all columns: log order, mean).
+A row, kept to learn from when its trajectory ends, is ``NUM_ROW`` 32-bit numbers: the features, the
+tokens generated so far, and the forecasts as made then (progress alone: log order, mean; all
+columns: log order, mean).
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ import numpy as np
 from libra.types import ToolStatus
 
 PROGRESS = 4
-"""Constant, and logarithms of tokens and returns so far and of the last turn's tokens. Logarithms only: with plain numbers the few
-longest trajectories dominate the fit, and learning from running trajectories diverges."""
+"""Constant, and logarithms of tokens and returns so far and of the last turn's tokens. Logarithms
+only: with plain numbers the few longest trajectories dominate the fit, and learning from running
+trajectories diverges."""
 SURE, SURE_LOG, SURE_TOKENS = PROGRESS + 1, PROGRESS + 2, PROGRESS + 3
-"""Certainty of the siblings' totals, and its products with the log remainder and the remainder (tokens) they give."""
+"""Certainty of the siblings' totals, and its products with the log remainder and the remainder
+(tokens) they give."""
 NUM_FEW = PROGRESS + 5
 """Columns before the tools' counts: progress, four of siblings, one of the family."""
 TOOL_SLOTS = 24
@@ -29,7 +32,8 @@ _PAYLOAD = TOOL_SLOTS + len(OUTCOMES) - 1
 COUNTED = _PAYLOAD + 1
 """Decayed counts: tools, outcomes but the first, then the payload's size."""
 PAYLOAD_TOKENS = (125, 1250)
-"""Bounds of the payload classes: 500 and 5,000 characters at four to a token, as in the paper's published code."""
+"""Bounds of the payload classes: 500 and 5,000 characters at four to a token, as in the paper's
+published code."""
 WIDTH = NUM_FEW + COUNTED
 """Number of columns."""
 TOKENS, SERVED = WIDTH, WIDTH + 1
@@ -69,7 +73,8 @@ class Live(msgspec.Struct, array_like=True, gc=False):
     counts : bytes
         Decayed counts of what its tools returned.
     imputed, information : float
-        Logarithm of its expected total, and its weight (0..1) in its group, its family and among all.
+        Logarithm of its expected total, and its weight (0..1) in its group, its family and among
+        all.
     mean, order : float
         Forecasts at its last return.
     """

@@ -1,19 +1,22 @@
-"""Forecasts of a trajectory's remaining tokens, learned online from earlier and concurrent trajectories.
+"""Forecasts of a trajectory's remaining tokens, learned online from ended and running ones.
 
-One ridge regression on progress and every signal, mixed with the totals of siblings; a guard scales its departure
-from progress alone by the gain that was measured (`libra.policy.posterior.regression`).
+One ridge regression on progress and every signal, mixed with the totals of siblings; a guard scales
+its departure from progress alone by the gain that was measured
+(`libra.policy.posterior.regression`).
 
-Trajectories that end early are short (right censoring): with 32 in flight the first to end are far below the mean. So the
-posterior also learns from running ones, with their expected totals (Buckley and James 1979), replaced at every `learn`.
+Trajectories that end early are short (right censoring): with 32 in flight the first to end are far
+below the mean. So the posterior also learns from running ones, with their expected totals (Buckley
+and James 1979), replaced at every `learn`.
 
 Promises
 --------
 1. Deterministic in the sequence of events and of calls of `learn`, whatever the hash seed.
 2. ``restore(snapshot())`` changes no later forecast.
-3. Without measured gain over progress (`Forecast.skill` is 0) the forecast is the progress-only one.
-4. Memory is bounded by the number of running trajectories, and by constants: rows to learn from are kept of ``FOLLOWED`` running
-   trajectories, and of ``WAITING`` ended ones until `learn`; a group's state goes with its last member (except the last 1,024),
-   the history has at most 16,384 prompts.
+3. Without measured gain over progress (`Forecast.skill` is 0) the forecast is the progress-only
+   one.
+4. Memory is bounded by the number of running trajectories, and by constants: rows to learn from are
+   kept of ``FOLLOWED`` running trajectories, and of ``WAITING`` ended ones until `learn`; a group's
+   state goes with its last member (except the last 1,024), the history has at most 16,384 prompts.
 """
 
 from __future__ import annotations
@@ -40,7 +43,8 @@ SIBLING_PRIOR, FAMILY_PRIOR = 1.0, 5.0
 SAMPLE = 64
 """Running trajectories that a `learn` uses."""
 FOLLOWED = 2_048
-"""Running trajectories to learn from: each new one while there is room. Forgetting makes more of them worth nothing."""
+"""Running trajectories to learn from: each new one while there is room. Forgetting makes more of
+them worth nothing."""
 WAITING = 1_024
 """Ended trajectories that wait for `learn`; beyond, the oldest are dropped."""
 NAMED = 65_536
@@ -84,7 +88,7 @@ class Posterior(Saved):
         self._within = [0.0, 0.0]  # ended ones with ended siblings: number, sum of squares
         self._x, self._row = np.zeros(WIDTH), np.zeros(NUM_ROW, dtype=np.float32)
         self._moment = 0  # changes whenever a forecast may
-        self._twin: tuple[int, str, str, Live] | None = None  # the last trajectory forecast before it began, and when
+        self._twin: tuple[int, str, str, Live] | None = None  # the last one forecast before its start
 
     def handle(self, event: Fact) -> None:
         """Learn from one event; it must be cheap, because the scheduler's loop waits for it."""
@@ -131,7 +135,7 @@ class Posterior(Saved):
         self._forecast(live)
 
     def _recall(self, cohort: Cohort, prompt: str) -> None:
-        """A new group, whose prompt may be known; its history counts as many members as its persistence allows."""
+        """Let the history of a new group's prompt count as members, as far as it persists."""
         cohort.prompt = prompt
         prior, persistence = self._groups.prior, self._history.persistence
         shift = self._history.recall(prompt, prior)
@@ -211,13 +215,12 @@ class Posterior(Saved):
             row[:WIDTH] = x
             row[WIDTH:] = (tokens, base_log, base_mean, log, mean)
             live.rows += row.tobytes()
-        # The last bits of matrix products depend on the alignment of memory; decisions must not: eight significant digits.
+        # Eight digits: the last bits of matrix products depend on the alignment of memory.
         live.order = float(f"{math.exp(base_log + order_blend.factor * (log - base_log)):.8g}")
         live.mean = float(f"{base_mean + mean_blend.factor * (mean - base_mean):.8g}")
         live.pending = 0
-        # Its weight is the square of the share of all others that it has outlasted: 0 at the start, nearly 1 far in the tail.
-        # A member with few tokens compared with others' totals carries no information yet; a larger weight would drown
-        # that of the ended ones.
+        # Its weight is the square of the share of all others that it has outlasted: 0 at the start,
+        # nearly 1 far in the tail. A larger weight of short members would drown the ended ones.
         beyond = (log_done - centre) / math.sqrt(2.0 * (within + between)) if tokens else -9.0
         live.information = information = (1.0 - 0.5 * math.erfc(beyond)) ** 2
         live.imputed = imputed = math.log(tokens + math.exp(base_log))
@@ -239,7 +242,7 @@ class Posterior(Saved):
         return Forecast(mean, order, self._regression.order.skill)
 
     def reconsidered(self, key: str) -> Forecast:
-        """`remaining` of one that has not begun, updated by its siblings; KeyError as `remaining`."""
+        """`remaining` of an unbegun one, updated by its siblings; KeyError as `remaining`."""
         live = self._live[key]
         if live.tokens or live.returns:
             return self.remaining(key)
@@ -253,13 +256,12 @@ class Posterior(Saved):
         return Forecast(live.mean, live.order, self._regression.order.skill)
 
     def is_probe(self, key: str) -> bool:
-        """Whether it should run ahead of its siblings because their lengths are unknown; KeyError as `remaining`."""
+        """Whether it should run ahead of its unknown siblings; KeyError as `remaining`."""
         live = self._live[key]
         return bool(live.group) and self._groups.by_name[live.group].probe == key
 
     def learn(self) -> None:
-        """Add trajectories that ended since the last call, and running ones, and solve for all weights; takes
-        milliseconds."""
+        """Learn from trajectories ended since the last call, and from running ones; takes ms."""
         if not self._waiting:
             return
         self._moment += 1
@@ -276,7 +278,7 @@ class Posterior(Saved):
         self._groups.prior = min(max(within / between, 0.25), 8.0)
 
     def _spreads(self) -> tuple[float, float]:
-        """Variance of log totals within groups and between them; half for each until siblings have ended."""
+        """Variances of log totals within groups and between them; equal until siblings end."""
         weight, total = self._all.weight, self._all.total
         variance = max(self._squares / weight - (total / weight) ** 2, 0.05) if weight > 2.0 else 1.0
         count, deviations = self._within
@@ -284,21 +286,22 @@ class Posterior(Saved):
         return within, max(variance - within, 0.1 * within)
 
     def restore(self, snapshot: Any) -> None:
-        """Take the state of ``snapshot``; KeyError, TypeError or ValueError if it is not a snapshot."""
+        """Take the state of ``snapshot``; errors as `Saved.restore`."""
         super().restore(snapshot)
         self._twin = None
 
     @property
     def skill(self) -> float:
-        """Share of the progress-only forecast's squared error (of logarithms) that the served forecast saved."""
+        """Share of the progress-only squared error (of logarithms) that the forecast saved."""
         return self._regression.order.skill
 
     @property
     def weights(self) -> dict[str, float]:
         """Weight of each part in the order, 0 to 1, the guard included.
 
-        "regression" uses all signals, "totals" the totals of siblings, where their certainty is 1. "history" is the measured
-        persistence of a prompt's length, which acts through the siblings; 0 before any prompt has returned.
+        "regression" uses all signals, "totals" the totals of siblings, where their certainty is 1.
+        "history" is the measured persistence of a prompt's length, which acts through the siblings;
+        0 before any prompt has returned.
         """
         order = self._regression.order
         joint, totals = (order.factor * share for share in order.shares)

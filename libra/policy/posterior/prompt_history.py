@@ -1,10 +1,12 @@
 """Lengths of a prompt's earlier trajectories: a prior for a group before any member runs.
 
-Prompts of a data set return with every pass over it, and one that was long is long again far more often than by chance
-(RhymeRL, arXiv:2508.18588, reports it of consecutive epochs). Lengths drift while a policy learns, so the history keeps by how
-much a prompt's trajectories were longer than those of the other prompts of their time.
+Prompts of a data set return with every pass over it, and one that was long is long again far more
+often than by chance (RhymeRL, arXiv:2508.18588, reports it of consecutive epochs). Lengths drift
+while a policy learns, so the history keeps by how much a prompt's trajectories were longer than
+those of the other prompts of their time.
 
-How much of that persists is measured: every prompt that returns is compared with its history (`persistence`).
+How much of that persists is measured: every prompt that returns is compared with its history
+(`persistence`).
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ CENTRE_GROUPS = 8.0
 
 
 class Past(NamedTuple):
-    """Of one prompt: log tokens by which its trajectories departed from the others', and how many those were."""
+    """Of one prompt: log tokens by which its trajectories departed from the others', and how many
+    those were."""
 
     departure: float
     members: float
@@ -36,14 +39,16 @@ class Past(NamedTuple):
 class History(msgspec.Struct, array_like=True):
     """The history of all prompts.
 
-    A group that has ended waits for the next version; then it is compared with those that ended in the same version.
+    A group that has ended waits for the next version; then it is compared with those that ended in
+    the same version.
 
     Attributes
     ----------
     past : dict
         By prompt.
     pending : dict
-        By prompt, of groups ended since the last version: mean log total, members, the departure recalled when it began.
+        By prompt, of groups ended since the last version: mean log total, members, the departure
+        recalled when it began.
     centre : float or None
         Log total of an average group.
     squares, products : float
@@ -69,7 +74,8 @@ class History(msgspec.Struct, array_like=True):
         return self.persistence if self.squares else 0.0
 
     def recall(self, prompt: str, prior: float) -> float | None:
-        """Log tokens by which members of ``prompt`` are expected to depart, if all of it persisted; None: it is new.
+        """Log tokens by which members of ``prompt`` are expected to depart, if all of it persisted;
+        None: it is new.
 
         ``prior`` is the weight, in members, of the prior that a prompt is like all others.
         """
@@ -77,7 +83,8 @@ class History(msgspec.Struct, array_like=True):
         return None if past is None else past.departure * past.members / (past.members + prior)
 
     def ended(self, prompt: str, mean_log: float, members: float, recalled: float | None) -> None:
-        """A group of ``prompt`` has ended; ``recalled`` was its history before. The last call counts."""
+        """A group of ``prompt`` has ended; ``recalled`` was its history before. The last call
+        counts."""
         self.pending[prompt] = (mean_log, members, 0.0 if recalled is None else recalled)
 
     def published(self) -> None:

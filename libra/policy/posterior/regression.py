@@ -1,8 +1,9 @@
-"""Ridge regression of the remaining length on all features, and a guard on what it adds to progress alone.
+"""Ridge regression of the remaining length on all features, and a guard on what it adds to progress
+alone.
 
-Two targets share one Gram matrix: the logarithm of the remaining tokens (for ranking) and the tokens themselves (for sums of
-loads). Progress columns alone give the reference forecast, all columns the joint one; `Blend` decides how far to depart from the
-reference.
+Two targets share one Gram matrix: the logarithm of the remaining tokens (for ranking) and the
+tokens themselves (for sums of loads). Progress columns alone give the reference forecast, all
+columns the joint one; `Blend` decides how far to depart from the reference.
 
 Invariants
 ----------
@@ -36,13 +37,15 @@ Floats = NDArray[np.float64]
 FORGET = 0.998
 """Weight of an ended trajectory after each later one."""
 PROGRESS_SHRINK, SIGNAL_SHRINK, STACK_SHRINK = 1.0, 10.0, 3.0
-"""Weight, in trajectories, of the prior that a column of progress, a column of a signal, a share have no effect."""
+"""Weight, in trajectories, of the prior that a column of progress, a column of a signal, a share
+have no effect."""
 FIRST_MEAN_TOKENS = 1000.0
 """Mean forecast before anything has ended."""
 SWEEPS = 60
 """Of the coordinate descent that fits the shares."""
 GUARD_SIGMAS = (0.5, 1.0)
-"""Standard errors by which a gain must stand out: in the order, and in the mean, whose errors have the heavier tail."""
+"""Standard errors by which a gain must stand out: in the order, and in the mean, whose errors have
+the heavier tail."""
 GROUPS = 1024
 """Latest groups whose gain is kept, so that siblings count as one observation."""
 
@@ -55,16 +58,17 @@ class Blend(msgspec.Struct, array_like=True):
     sigmas : float
         Standard errors by which a gain must stand out.
     shares : (float, float)
-        Weights of the regression, and of the lognormal totals of siblings times their certainty: >= 0, of sum <= 1.
+        Weights of the regression, and of the lognormal totals of siblings times their certainty: >=
+        0, of sum <= 1.
     factor : float
-        Factor on the departure *as served*, 0..1: the lower confidence limit of its best factor, so that a gain that chance
-        explains counts as zero.
+        Factor on the departure *as served*, 0..1: the lower confidence limit of its best factor, so
+        that a gain that chance explains counts as zero.
     skill : float
         Share of the squared error of progress alone that the served forecast saved.
     sums : tuple of float
-        Normal equations of the shares (five numbers); sums of (error of progress alone) x (served departure), of squared
-        departures, of squared errors of progress alone, and over groups of their gain, squared: siblings gain and lose
-        together.
+        Normal equations of the shares (five numbers); sums of (error of progress alone) x (served
+        departure), of squared departures, of squared errors of progress alone, and over groups of
+        their gain, squared: siblings gain and lose together.
     groups : dict
         Gain of the latest groups.
     """
@@ -79,8 +83,9 @@ class Blend(msgspec.Struct, array_like=True):
     def add(self, joint: Floats, totals: Floats, error: Floats, served: Floats, then: Floats, group: str) -> None:
         """Add a trajectory of a group: differences to progress alone, (N,) each.
 
-        ``joint``, ``totals`` and ``error`` are of the regression, the totals of siblings and the truth, to the present forecast of
-        progress alone; ``served`` and ``then`` of the served forecast and the truth, to the one at that time.
+        ``joint``, ``totals`` and ``error`` are of the regression, the totals of siblings and the
+        truth, to the present forecast of progress alone; ``served`` and ``then`` of the served
+        forecast and the truth, to the one at that time.
         """
         gain = float(served @ then)
         before = self.groups.pop(group, 0.0)
@@ -109,7 +114,8 @@ class Blend(msgspec.Struct, array_like=True):
 
 
 def _shares(a: float, b: float, c: float, p: float, q: float) -> tuple[float, float]:
-    """Minimiser (v, w) of ``(a v v + 2 b v w + c w w) / 2 - p v - q w`` over weights >= 0 of sum <= 1."""
+    """Minimiser (v, w) of ``(a v v + 2 b v w + c w w) / 2 - p v - q w`` over weights >= 0 of sum <=
+    1."""
     first = second = 0.0
     for _ in range(SWEEPS):
         first = _clipped(p - b * second, a)
@@ -130,7 +136,8 @@ class Regression(Saved):
     Attributes
     ----------
     weights : float array (WIDTH, 4)
-        Forecast = columns @ weights: log order and mean (tokens) of progress alone, then of all columns.
+        Forecast = columns @ weights: log order and mean (tokens) of progress alone, then of all
+        columns.
     excess : float
         Logarithm of the siblings' mean totals minus their mean logarithm.
     order, mean : Blend
@@ -189,7 +196,8 @@ class Regression(Saved):
         self._trajectories += 1.0
 
     def solve(self, running: list[tuple[bytes, int, float, float]], weight: float) -> None:
-        """Fit everything to ended trajectories and to running ones (rows, tokens, order, mean), each with ``weight``."""
+        """Fit everything to ended trajectories and to running ones (rows, tokens, order, mean),
+        each with ``weight``."""
         gram, cross, trajectories = self._gram, self._cross, self._trajectories
         for rows, tokens, order, mean in running:
             table = table_of(rows)
