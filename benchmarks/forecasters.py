@@ -11,9 +11,10 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import Any
 
 from libra.facts import Fact, QuantumFinished, TrajectoryEnded, TrajectoryParked
-from libra.policy.forecast import Forecast, Forecaster
+from libra.policy.forecast import Forecast
 from libra.policy.posterior import Posterior
 from libra.policy.prefix_tree import Node, state_name
 from libra.types import ToolStatus
@@ -138,7 +139,7 @@ class ProgressOnly(Posterior):
             blend.factor = blend.skill = 0.0
 
 
-FORECASTERS: dict[str, Callable[[], Forecaster]] = {
+FORECASTERS: dict[str, Callable[[], Any]] = {
     "global_mean": GlobalMean,
     "turn_index": TurnIndex,
     "progress": ProgressOnly,

@@ -15,6 +15,7 @@ Invariants
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -94,7 +95,7 @@ class Blend(msgspec.Struct, array_like=True):
             if len(self.groups) > GROUPS:
                 del self.groups[next(iter(self.groups))]
         shares = (joint @ joint, joint @ totals, totals @ totals, joint @ error, totals @ error)
-        more: tuple[float, ...] = (*shares, gain, served @ served, then @ then, gain * (gain + 2.0 * before))
+        more: tuple[Any, ...] = (*shares, gain, served @ served, then @ then, gain * (gain + 2.0 * before))
         self.sums = tuple(before + float(value) for before, value in zip(self.sums, more, strict=True))
 
     def scale(self, factor: float) -> None:
