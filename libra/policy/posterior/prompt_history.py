@@ -36,7 +36,7 @@ class Past(NamedTuple):
     members: float
 
 
-class History(msgspec.Struct, array_like=True):
+class History(msgspec.Struct):
     """The history of all prompts.
 
     A group that has ended waits for the next version; then it is compared with those that ended in
