@@ -34,7 +34,7 @@ TURNS = 40
 GROUP = 16
 CHUNK = 1000
 SIZES = {1_000: "1k", 10_000: "10k", 100_000: "100k"}
-GOALS = {"tool_return_us_100k": 30.0, "finish_us_100k": 150.0, "memory_mb_100k": 200.0, "load_s_100k": 2.0}
+GOALS = {"tool_return_us_100k": 30.0, "finish_us_100k": 150.0, "memory_mb_100k": 100.0, "load_s_100k": 2.0}
 TOOLS = [f"tool_{number}" for number in range(30)]
 LEARN_EVERY = 64
 """Finishes between two calls of ``learn``."""

@@ -1,9 +1,9 @@
-"""Forecasters that the posterior is compared with: the global mean, the turn index, the paper's prefix tree, single signals.
+"""Forecasters that the posterior is compared with: the global mean, the turn index, progress alone, the paper's prefix tree.
 
-Those of one signal, and of progress alone, are a `Posterior` with other settings; the true lengths are
-`benchmarks.orderings.KnownLengths`. `PaperTree` is the tree of the published code (Libra, arXiv:2606.03077 v2, C-MLFQ;
-`benchmarks.prefix_tree`): a node is a prompt and the path of tool returns so far, an unseen prompt falls back to one root over
-all prompts, an unseen path to its deepest known ancestor, whose mean is of the remaining length *there*.
+The true lengths are `benchmarks.orderings.KnownLengths`. `PaperTree` is the tree of the published code
+(Libra, arXiv:2606.03077 v2, C-MLFQ; `benchmarks.prefix_tree`): a node is a prompt and the path of tool
+returns so far. An unseen prompt falls back to one root over all prompts, an unseen path to its deepest
+known ancestor, whose mean is of the remaining length *there*.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import Any
 
 from benchmarks.prefix_tree import Node, state_name
 from libra.facts import Fact, QuantumFinished, TrajectoryEnded, TrajectoryParked
 from libra.policy.forecast import Forecast
-from libra.policy.posterior import SIGNALS, Posterior, PosteriorConfig
+from libra.policy.posterior import Posterior
 from libra.types import ToolStatus
 
 LAST_TURN = 100
@@ -128,16 +129,21 @@ class PaperTree(Tracker):
         return Forecast(node.mean, node.mean, 0.0)
 
 
-def _with(*signals: str) -> Callable[[], Posterior]:
-    return lambda: Posterior(PosteriorConfig(signals=signals))
+class ProgressOnly(Posterior):
+    """The posterior's reference: what it falls back to without skill."""
+
+    def learn(self) -> None:
+        """Learn, and trust nothing but progress."""
+        super().learn()
+        for blend in (self._regression.order, self._regression.mean):
+            blend.factor = blend.skill = 0.0
 
 
-FORECASTERS: dict[str, Callable[[], Tracker | Posterior]] = {
+FORECASTERS: dict[str, Callable[[], Any]] = {
     "global_mean": GlobalMean,
     "turn_index": TurnIndex,
-    "progress": _with(),
+    "progress": ProgressOnly,
     "paper_tree": PaperTree,
-    **{signal: _with(signal) for signal in SIGNALS},
     "posterior": Posterior,
 }
 """Every forecaster by name."""

@@ -16,7 +16,7 @@ replayed
 Figures, for every predictor and set: ``<predictor>_{r2,logr2,spearman}_<set>`` from five folds (with three finished siblings
 where the set has groups, and ``..._alone`` without any, ``..._together``, ``..._probe``), ``..._replayed`` from the replay, and
 ``<predictor>_tail25_<set>``, ``tail50``: share of the longest tenth in the forecast's top tenth when all running trajectories have
-generated a quarter (half) of the tail's threshold. ``weight_<expert>_<set>`` is the posterior's weight of each expert at the end of
+generated a quarter (half) of the tail's threshold. ``weight_<part>_<set>`` is the posterior's weight of each part at the end of
 a replay, ``skill_<set>`` its skill. R2 is of the mean forecast on tokens, log-R2 and Spearman of the order.
 """
 
@@ -34,21 +34,13 @@ from benchmarks.length_replay import ScoredForecast, replay, scores, tail_recall
 from benchmarks.report import Figure, command_parser, emit
 from libra.errors import ConfigError
 from libra.policy.forecast import Forecaster
-from libra.policy.posterior import Posterior, PosteriorConfig
+from libra.policy.posterior import Posterior
 
 FOLDS = 5
 MIN_ORDERS = 5
 MODES = ("alone", "three", "together", "probe")
 
 MakeForecaster = Callable[[], Forecaster]
-
-PREDICTORS: dict[str, MakeForecaster] = {
-    **FORECASTERS,
-    "finished_only": lambda: Posterior(PosteriorConfig(running_siblings=False)),
-    "uncensored": lambda: Posterior(PosteriorConfig(censored=False, running_siblings=False)),
-    "progress_uncensored": lambda: Posterior(PosteriorConfig(signals=(), censored=False)),
-}
-"""Beside `FORECASTERS`: the posterior that counts finished siblings only, and those that learn from finished trajectories only."""
 
 GOALS: dict[str, float] = {
     "posterior_spearman_mini_swe": 0.58,
@@ -151,7 +143,7 @@ def measure(name: str, traces: Sequence[Trace], options: argparse.Namespace) -> 
         figures[figure] = Figure(value, unit, "higher", GOALS.get(figure))
 
     for predictor in options.predictors:
-        make = PREDICTORS[predictor]
+        make = FORECASTERS[predictor]
         for mode, scored in five_folds(make, traces, modes).items():
             suffix = "" if mode == ("three" if grouped else "alone") else f"_{mode}"
             for score, value in scores(scored).items():
@@ -164,8 +156,8 @@ def measure(name: str, traces: Sequence[Trace], options: argparse.Namespace) -> 
             add(f"{predictor}_{score}_{name}_replayed", value)
         if predictor == "posterior" and isinstance(forecaster, Posterior):
             add(f"skill_{name}", forecaster.skill)
-            for expert, weight in forecaster.weights.items():
-                add(f"weight_{expert}_{name}", weight)
+            for part, weight in forecaster.weights.items():
+                add(f"weight_{part}_{name}", weight)
         _show(name, predictor, figures)
     return figures
 
@@ -185,7 +177,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Command line."""
     parser = command_parser("length_skill", __doc__, data=True)
     parser.add_argument("--sets", nargs="+", help="names of sets; default: all that are there")
-    parser.add_argument("--predictors", nargs="+", choices=list(PREDICTORS), default=list(PREDICTORS))
+    parser.add_argument("--predictors", nargs="+", choices=list(FORECASTERS), default=list(FORECASTERS))
     parser.add_argument("--orders", type=int, default=MIN_ORDERS, help="random orders of arrival")
     parser.add_argument("--in-flight", type=int, default=32, help="trajectories at once")
     options = parser.parse_args(arguments)

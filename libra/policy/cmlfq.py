@@ -104,12 +104,10 @@ class CMLFQ(Saved):
         "_trajectories": TrajectoryTable,
         "_groups": dict[str, list[float]],
         "_unbegun": dict[str, dict[str, None]],
-        "_told_class": dict[str, int],
         "_sampled_tokens": int,
         "_read_tokens": int,
-        "_exchanges": bool,
+        "_pauses": bool,
         "_boundaries": tuple[tuple[int, float], ...],
-        "_begins": dict[str, int],
         "forecaster": Forecaster,
     }
 
@@ -125,11 +123,9 @@ class CMLFQ(Saved):
         self._guard = StarvationGuard(patience)
         self._groups: dict[str, list[float]] = {}  # arrival, tokens left and members under way
         self._unbegun: dict[str, dict[str, None]] = {}  # by group, those that wait for their first slot
-        self._told_class: dict[str, int] = {}  # length class that the dispatcher has
         self._boundaries: tuple[tuple[int, float], ...] = ()
-        self._begins: dict[str, int] = {}  # planned degree that the dispatcher has, of those that have one
         self._sampled_tokens = self._read_tokens = 0
-        self._exchanges = False  # whether engines exchange KV, so that a pause costs little
+        self._pauses = False  # whether one under way may wait: engines exchange KV, so that a pause costs little
         self._calibration = CalibrationLog()
 
     def handle(self, event: Fact) -> tuple[SetPriority | Prefer, ...]:
@@ -138,7 +134,7 @@ class CMLFQ(Saved):
         stats = self._trajectories.handle(event)
         match event:
             case WorkerCapacity(rollout_slots=slots, kv_token_bytes=token_bytes) if slots:
-                self._exchanges = token_bytes > 0
+                self._pauses = token_bytes > 0 and self.objective == "makespan"
             case TrajectoryParked(key=key, phase=phase):
                 assert stats is not None
                 return self._parked(key, stats, self._guard.parked(key, phase))
@@ -151,8 +147,6 @@ class CMLFQ(Saved):
             case TrajectoryEnded(key=key, completed=completed):
                 self._guard.left(key)
                 self._calibration.ended(key, stats.generated_tokens if stats is not None else 0, completed=completed)
-                self._told_class.pop(key, None)
-                self._begins.pop(key, None)
                 if stats is not None:
                     self._begun(key, stats.group)
                     self._ended(stats)
@@ -255,15 +249,11 @@ class CMLFQ(Saved):
         """The forecast for the dispatcher (tokens left, context at the end), if it has changed by a class."""
         begins = 0 if stats.generated_tokens else self._begins_tp(mean_tokens)
         length = length_class(mean_tokens)
-        if self._told_class.get(key) == length and self._begins.get(key, 0) == begins:
+        if (stats.told_class, stats.begins_tp) == (length, begins):
             return []
         growth = 1.0 + self._read_tokens / self._sampled_tokens if self._sampled_tokens else 1.0
         final = stats.context_tokens + int(mean_tokens * growth)
-        self._told_class[key] = length
-        if begins:
-            self._begins[key] = begins
-        else:
-            self._begins.pop(key, None)
+        stats.told_class, stats.begins_tp = length, begins
         left = int(mean_tokens) if self.objective == "makespan" else 0
         planned = f", planned for TP {begins}" if begins else ""
         return [Prefer(key, (), f"cmlfq: {int(mean_tokens)} tokens left{planned}", left, final, begins)]
@@ -301,11 +291,6 @@ class CMLFQ(Saved):
             return UNBEGUN, "cmlfq: probe of its group"
         level = length_class(order_tokens)
         return UNBEGUN + NUM_CLASSES - level, f"cmlfq: class {level} by tokens left"
-
-    @property
-    def _pauses(self) -> bool:
-        """Whether the order may make one that is under way wait for another."""
-        return self._exchanges and self.objective == "makespan"
 
     def _pausable_level(self, key: str, order_tokens: float, *, begun: bool, trusted: bool) -> tuple[int, str]:
         if not trusted:

@@ -7,7 +7,7 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar, get_args, get_origin
 
 import msgspec
@@ -49,28 +49,16 @@ def _plain(value: Any) -> Any:
         return sorted(map(_plain, value))
     if isinstance(value, list | tuple):
         return [_plain(each) for each in value]
+    if isinstance(value, np.ndarray):
+        return value.tolist()
     return msgspec.to_builtins(value)
 
 
 def _typed(value: Any, kind: Any) -> Any:
+    if kind is np.ndarray:
+        return np.array(value, dtype=np.float64)
     arguments = get_args(kind)
     if get_origin(kind) is dict and get_origin(arguments[0]) is tuple:
         key, each = arguments
         return {msgspec.convert(row[:-1], key): _typed(row[-1], each) for row in value}
     return msgspec.convert(value, kind, str_keys=True)
-
-
-def save(subject: object, names: Iterable[str]) -> dict[str, Any]:
-    """These attributes by name."""
-    values = ((name, getattr(subject, name)) for name in names)
-    return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in values}
-
-
-def load(subject: object, names: Iterable[str], snapshot: Mapping[str, Any]) -> None:
-    """Set these attributes; each keeps its type, an array its shape. KeyError, TypeError or ValueError if that is impossible."""
-    for name in names:
-        before, value = getattr(subject, name), snapshot[name]
-        if isinstance(before, np.ndarray):
-            setattr(subject, name, np.array(value, dtype=before.dtype).reshape(before.shape))
-        else:
-            setattr(subject, name, type(before)(value))

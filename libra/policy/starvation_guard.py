@@ -54,7 +54,7 @@ class StarvationGuard(Saved):
         heapq.heappush(due, (now + self.patience + self._num_waiting[phase], now, key))
         self._waiting[key] = (phase, now)
         self._num_waiting[phase] += 1
-        if len(due) > FEWEST_SORTED and len(due) > 4 * self._num_waiting[phase]:
+        if len(due) > FEWEST_SORTED and len(due) > 2 * self._num_waiting[phase]:
             # Those that left keep their place until it is due, which with much patience is hundreds of thousands of parkings later.
             due[:] = [entry for entry in due if self._waiting.get(entry[2]) == (phase, entry[1])]
             heapq.heapify(due)

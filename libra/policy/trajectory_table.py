@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import log2
+from sys import intern
 
 import msgspec
 
@@ -34,6 +35,8 @@ class TrajectoryStats(msgspec.Struct, array_like=True, gc=False):
         Whether it is among its group's members; for orderings that count them.
     level, total_class : int
         Its last level, and the class of its forecast total length; -1: none.
+    told_class, begins_tp : int
+        Length class that the dispatcher has, -1: none; planned degree that it has, 0: none.
     context_tokens : int
         Context that another engine would have to compute to continue it, as far as it is known.
     """
@@ -48,6 +51,8 @@ class TrajectoryStats(msgspec.Struct, array_like=True, gc=False):
     counted: bool = False
     level: int = -1
     total_class: int = -1
+    told_class: int = -1
+    begins_tp: int = 0
     context_tokens: int = 0
 
 
@@ -66,7 +71,7 @@ class TrajectoryTable(Saved):
         if type(event) is TrajectoryParked:
             stats = self.by_key.get(event.key)
             if stats is None:
-                stats = TrajectoryStats(self._arrivals, event.iteration, event.group, event.phase)
+                stats = TrajectoryStats(self._arrivals, event.iteration, intern(event.group), event.phase)
                 self.by_key[event.key] = stats
                 self._arrivals += 1
             stats.iteration, stats.phase = event.iteration, event.phase

@@ -11,7 +11,7 @@ from libra.facts import (
     VersionPublished,
     prompts_named,
 )
-from libra.policy.posterior import Posterior, PosteriorConfig
+from libra.policy.posterior import Posterior
 from libra.policy.posterior.prompt_history import FIRST_PERSISTENCE, KEPT, History
 from libra.types import Phase, ToolStatus
 
@@ -65,9 +65,6 @@ def test_who_was_long_is_believed_long_before_anything_of_it_has_run():
     assert np.corrcoef(np.log(expected), np.log([means[k] for k in order]))[0, 1] > 0.9
     strangers = said(posterior, 2, [f"new{k}" for k in range(PROMPTS)])
     assert len(set(strangers)) == 1
-    without = Posterior(PosteriorConfig(history=False))
-    live(without, 0, prompts, means, seed=0)
-    assert len(set(said(without, 1, prompts))) == 1
 
 
 def test_nobody_probes_for_a_prompt_that_is_known():
@@ -107,7 +104,7 @@ def test_what_is_kept_is_bounded():
     for k in range(KEPT + 5):
         history.ended(f"p{k}", 5.0 + k % 3, 4.0, None)
     history.published()
-    assert len(history.snapshot()["past"]) == KEPT
+    assert len(history.past) == KEPT
     assert history.recall("p0", 1.0) is None
     assert history.recall(f"p{KEPT}", 1.0) is not None
     posterior = Posterior()

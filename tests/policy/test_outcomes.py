@@ -11,7 +11,7 @@ from benchmarks.orderings import Paper
 from libra.envs import tool
 from libra.envs.actions import run_action
 from libra.facts import QuantumFinished, TrajectoryParked
-from libra.policy.posterior.forecast_columns import ADDS, OUTCOMES, state_of, tool_of
+from libra.policy.posterior.features import NO_COUNTS, OUTCOMES, counted
 from libra.testing import FixedTurns
 from libra.types import NO_TOOL, Phase, Prompt, ToolCall, ToolReturn, ToolStatus, tool_outcome
 
@@ -45,16 +45,19 @@ def act(how: str) -> ToolReturn:
 @given(hows=st.lists(st.sampled_from(BEHAVIOURS), min_size=2, max_size=2, unique=True), payload=st.integers(0, 3000))
 def test_every_outcome_that_an_environment_writes_has_a_feature_of_its_own(hows, payload):
     one, other = (act(how).status for how in hows)
-    states = [state_of(3, status, payload) for status in (one, other)]
-    assert (states[0] == states[1]) == (one is other) == bool((ADDS[states[0]] == ADDS[states[1]]).all())
-    assert [tool_of(state) for state in states] == [3, 3]
+    counts = [counted(NO_COUNTS, 3, status, payload) for status in (one, other)]
+    assert (counts[0] == counts[1]) == (one is other)
     assert set(OUTCOMES) == set(ToolStatus) == {act(how).status for how in BEHAVIOURS}
 
 
 def test_words_that_are_no_outcome_are_refused_where_they_are_read():
     assert {tool_outcome(word) for word in ("", *ToolStatus)} == {NO_TOOL, *ToolStatus}
     for word in ("success", "Ok", " ok"):
-        for read in (tool_outcome, lambda word: ToolReturn("ls", word, ""), lambda word: state_of(0, word, 10)):
+        for read in (
+            tool_outcome,
+            lambda word: ToolReturn("ls", word, ""),
+            lambda word: counted(NO_COUNTS, 0, word, 10),
+        ):
             with pytest.raises(ValueError, match=f"'{word}'"):
                 read(word)
 

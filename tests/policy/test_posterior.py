@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 
 from benchmarks.orderings import KnownLengths
 from libra.facts import PromptsNamed, QuantumFinished, TrajectoryEnded, TrajectoryParked, VersionPublished
-from libra.policy.posterior import SIGNALS, Posterior, PosteriorConfig
+from libra.policy.posterior import Posterior
 from libra.types import NO_TOOL, Phase, ToolStatus
 
-CHOICES = [(), *((signal,) for signal in SIGNALS), SIGNALS]
 KEYS = st.sampled_from([f"t-{group}-{sample}" for group in range(3) for sample in range(4)])
 TOOLS = st.sampled_from(["ls", "cat", "pytest"])
 STEP = st.one_of(
@@ -63,9 +62,9 @@ def run(forecaster, key, turns, *, group="", family=""):
     forecaster.learn()
 
 
-@given(signals=st.sampled_from(CHOICES), before=STEPS, after=STEPS)
-def test_a_snapshot_changes_no_later_answer_and_every_forecast_is_a_length(signals, before, after):
-    one, other = (Posterior(PosteriorConfig(signals=signals)) for _ in range(2))
+@given(before=STEPS, after=STEPS)
+def test_a_snapshot_changes_no_later_answer_and_every_forecast_is_a_length(before, after):
+    one, other = (Posterior() for _ in range(2))
     said = [take(one, step) for step in before]
     other.restore(through_json(one))
     assert through_json(other) == through_json(one)
@@ -105,7 +104,8 @@ def test_a_tool_that_tells_the_length_earns_weight_and_skill():
     assert sum(posterior.weights.values()) > 0.5
     for key, tool in (("a", "ls"), ("b", "debug")):
         posterior.handle(parked(key))
-        posterior.handle(QuantumFinished(key, Phase.ROLLOUT, 100, tool, ToolStatus.OK if tool else NO_TOOL, 1.0))
+        for _ in range(3):
+            posterior.handle(QuantumFinished(key, Phase.ROLLOUT, 100, tool, ToolStatus.OK, 1.0))
     assert posterior.remaining("b").order_tokens > 2 * posterior.remaining("a").order_tokens
     assert posterior.remaining("b").mean_tokens > 2 * posterior.remaining("a").mean_tokens
 
@@ -144,14 +144,14 @@ def test_a_sibling_that_runs_on_makes_a_group_a_long_one():
         turns = int(rng.choice([4, 40]))
         for sample in range(4):
             run(posterior, f"g-{group}-{sample}", [(100, "ls")] * turns, group=f"g-{group}")
-    finished_only = Posterior(PosteriorConfig(running_siblings=False))
-    finished_only.restore(through_json(posterior))
     said = []
-    for forecaster in (posterior, finished_only):
+    for runs_on in (30, 1):
+        forecaster = Posterior()
+        forecaster.restore(through_json(posterior))
         forecaster.handle(parked("new-0", "new"))
         for sample in (1, 2):
             forecaster.handle(parked(f"new-{sample}", "new"))
-            for _ in range(30):
+            for _ in range(runs_on):
                 forecaster.handle(QuantumFinished(f"new-{sample}", Phase.ROLLOUT, 100, "ls", ToolStatus.OK, 1.0))
         run(forecaster, "new-3", [(100, "ls")] * 4, group="new")
         forecaster.handle(QuantumFinished("new-0", Phase.ROLLOUT, 100, "ls", ToolStatus.OK, 1.0))
@@ -162,23 +162,21 @@ def test_a_sibling_that_runs_on_makes_a_group_a_long_one():
 def test_learning_from_running_ones_undoes_that_the_first_to_finish_are_short():
     rng = np.random.default_rng(4)
     lengths = np.exp(rng.normal(3.0, 0.8, 64)).astype(int) + 2
-    means = []
-    for censored in (True, False):
-        posterior = Posterior(PosteriorConfig(signals=(), censored=censored))
-        for number in range(64):
-            posterior.handle(parked(f"t-{number}"))
-        for turn in range(int(np.median(lengths))):
-            for number, length in enumerate(lengths):
-                if turn < length:
-                    posterior.handle(QuantumFinished(f"t-{number}", Phase.ROLLOUT, 100, "ls", ToolStatus.OK, 1.0))
-                if turn == length - 1:
-                    posterior.handle(TrajectoryEnded(f"t-{number}"))
-                    posterior.learn()
-        posterior.handle(parked("new"))
-        means.append(posterior.remaining("new").mean_tokens)
-    truth = 100.0 * lengths.mean()
-    assert abs(means[0] - truth) < abs(means[1] - truth)
-    assert means[1] < 0.7 * truth
+    posterior, ended = Posterior(), []
+    for number in range(64):
+        posterior.handle(parked(f"t-{number}"))
+    for turn in range(int(np.median(lengths))):
+        for number, length in enumerate(lengths):
+            if turn < length:
+                posterior.handle(QuantumFinished(f"t-{number}", Phase.ROLLOUT, 100, "ls", ToolStatus.OK, 1.0))
+            if turn == length - 1:
+                posterior.handle(TrajectoryEnded(f"t-{number}"))
+                posterior.learn()
+                ended.append(100.0 * length)
+    posterior.handle(parked("new"))
+    truth, of_ended = 100.0 * lengths.mean(), float(np.mean(ended))
+    assert of_ended < 0.7 * truth
+    assert abs(posterior.remaining("new").mean_tokens - truth) < abs(of_ended - truth)
 
 
 def test_one_member_of_a_group_is_the_probe_until_something_is_known():
@@ -193,21 +191,37 @@ def test_one_member_of_a_group_is_the_probe_until_something_is_known():
 
 
 def test_a_new_version_makes_what_was_learned_count_less():
-    kept, forgot = Posterior(PosteriorConfig(version_forget=1.0)), Posterior(PosteriorConfig(version_forget=0.1))
-    for posterior in (kept, forgot):
+    kept, forgot = Posterior(), Posterior()
+    for posterior, versions in ((kept, 0), (forgot, 20)):
         for number in range(60):
             run(posterior, f"old-{number}", [(100, "ls")] * 40)
-        posterior.handle(VersionPublished(1))
+        for version in range(versions):
+            posterior.handle(VersionPublished(version))
         for number in range(20):
             run(posterior, f"new-{number}", [(100, "ls")] * 4)
         posterior.handle(parked("t"))
     assert forgot.remaining("t").order_tokens < 0.7 * kept.remaining("t").order_tokens
 
 
-def test_a_snapshot_of_another_schema_is_refused():
-    for schema in (2, 99):
-        with pytest.raises(ValueError, match="schema"):
-            Posterior().restore(Posterior().snapshot() | {"schema": schema})
+@pytest.mark.parametrize("part", ["live", "regression", "groups"])
+def test_what_is_no_snapshot_is_refused(part):
+    posterior = with_siblings([100], 1)
+    with pytest.raises((KeyError, TypeError, ValueError)):
+        Posterior().restore(through_json(posterior) | {part: {"x": 1}})
+
+
+def test_rows_to_learn_from_are_kept_of_a_bounded_number():
+    posterior = Posterior()
+    for number in range(3_000):
+        posterior.handle(parked(f"t-{number}"))
+    live = posterior.snapshot()["live"]
+    followed = [key for key, one in live.items() if one[2]]
+    assert followed == list(live)[: len(followed)]
+    assert 1_000 < len(followed) < 3_000
+    posterior.handle(TrajectoryEnded(followed[7], completed=False))
+    for key in ("next", "one more"):
+        posterior.handle(parked(key))
+    assert [bool(posterior.snapshot()["live"][key][2]) for key in ("next", "one more")] == [True, False]
 
 
 def with_siblings(lengths, groups):

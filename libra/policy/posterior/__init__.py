@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from libra.policy.posterior.config import PosteriorConfig
-from libra.policy.posterior.forecast_columns import SIGNALS
 from libra.policy.posterior.forecaster import Posterior
 
-__all__ = ["SIGNALS", "Posterior", "PosteriorConfig"]
+__all__ = ["Posterior"]

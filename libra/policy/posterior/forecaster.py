@@ -1,111 +1,94 @@
-"""Forecasts of a trajectory's remaining tokens, learned online from earlier and concurrent trajectories.
+"""Forecasts of a trajectory's remaining tokens, learned online from ended and running ones.
 
-Every signal (`SIGNALS`) is an expert: a linear forecast on the columns of progress and its own. All are solved from one Gram
-matrix, and because they are linear, their mixture is one matrix as well: a return costs one small product, whatever the number
-of experts.
+One ridge regression on progress and every signal, mixed with the totals of siblings; a guard scales
+its departure from progress alone by the gain that was measured
+(`libra.policy.posterior.regression`).
 
-Trajectories that end early are short (right censoring): with 32 in flight the first to end are far below the mean. So the
-posterior also learns from running ones, with their expected totals (Buckley and James 1979), replaced at every `learn`.
+Trajectories that end early are short (right censoring): with 32 in flight the first to end are far
+below the mean. So the posterior also learns from running ones, with their expected totals (Buckley
+and James 1979), replaced at every `learn`.
 
 Promises
 --------
 1. Deterministic in the sequence of events and of calls of `learn`, whatever the hash seed.
 2. ``restore(snapshot())`` changes no later forecast.
-3. Without measured gain over progress (`Forecast.skill` is 0) the forecast is the progress-only one.
-4. Memory is bounded by the number of running trajectories, and by constants: a group's state goes with its last member (except
-   the last 1,024), the history has at most 16,384 prompts, the tree at most 40,000 nodes, and at most 1,024 ended trajectories,
-   the latest, wait for `learn`.
+3. Without measured gain over progress (`Forecast.skill` is 0) the forecast is the progress-only
+   one.
+4. Memory is bounded by the number of running trajectories, and by constants: rows to learn from are
+   kept of ``FOLLOWED`` running trajectories, and of ``WAITING`` ended ones until `learn`; a group's
+   state goes with its last member (except the last 1,024), the history has at most 16,384 prompts.
 """
 
 from __future__ import annotations
 
 import math
-from array import array
-from collections import deque
-from collections.abc import Mapping
+from sys import intern
 from typing import Any
 
 import numpy as np
 
 from libra.facts import Fact, PromptsNamed, QuantumFinished, TrajectoryEnded, TrajectoryParked, VersionPublished
 from libra.policy.forecast import Forecast
-from libra.policy.posterior import packed_columns
-from libra.policy.posterior.cohorts import Cohorts, lognormal_remaining
-from libra.policy.posterior.compact_rows import (
-    MAX_ROWS,
-    START,
-    STRIDE,
-    Live,
-    Rows,
-    log_tokens,
-    stored_log,
-    stored_shift,
-)
-from libra.policy.posterior.config import PosteriorConfig
-from libra.policy.posterior.forecast_columns import (
-    ADDS,
-    DECAY,
-    NUM_FEW,
-    TOKEN_SCALE,
-    TOOLS,
-    WIDTH,
-    Pool,
-    progress,
-    state_of,
-)
-from libra.policy.posterior.learner import Learner, RunningMean
-from libra.policy.posterior.path_residuals import BACK_OFF, SILENT, child
+from libra.policy.posterior.cohorts import Cohort, Cohorts, lognormal_remaining
+from libra.policy.posterior.features import MAX_BYTES, NUM_FEW, NUM_ROW, TOOL_SLOTS, WIDTH, Live, counted
 from libra.policy.posterior.prompt_history import History
-from libra.policy.posterior.ridge import EXPERTS
+from libra.policy.posterior.regression import FORGET, Regression
+from libra.policy.snapshots import Saved
 from libra.types import Phase, ToolStatus
 
-SCHEMA = 3
-"""Of snapshots."""
+VERSION_FORGET = 0.9
+"""Weight of everything learned after each new version of the weights."""
+SIBLING_PRIOR, FAMILY_PRIOR = 1.0, 5.0
+"""Weight, in members, of the prior that a group, a family is like all others."""
+SAMPLE = 64
+"""Running trajectories that a `learn` uses."""
+FOLLOWED = 2_048
+"""Running trajectories to learn from: each new one while there is room. Forgetting makes more of
+them worth nothing."""
+WAITING = 1_024
+"""Ended trajectories that wait for `learn`; beyond, the oldest are dropped."""
 NAMED = 65_536
 """Groups whose prompts are known before their first trajectory; beyond, the oldest are dropped."""
 UNFINISHED = "(unfinished turn)"
 """What returns when a turn parks before its end: only that it goes on."""
-WAITING = 1024
-"""Ended trajectories that wait for `learn`; beyond, the oldest are dropped."""
-_ADDS32 = ADDS.astype(np.float32)
-_DECAY32 = np.float32(DECAY)
 _LARGEST_LOG = 16.0
 
 
-def _rounded(value: float) -> float:
-    """``value`` to eight significant digits."""
-    return float(f"{value:.8g}")
+class Posterior(Saved):
+    """The forecaster; see the module. One per run."""
 
+    SAVED = {
+        "_live": dict[str, Live],
+        "_tools": dict[str, int],
+        "_groups": Cohorts,
+        "_families": Cohorts,
+        "_history": History,
+        "_named": dict[str, str],
+        "_followed": int,
+        "_waiting": list[tuple[bytes, int, str]],
+        "_regression": Regression,
+        "_all": Cohort,
+        "_squares": float,
+        "_spread": tuple[float, float],
+        "_within": list[float],
+    }
 
-class Posterior:
-    """The forecaster; see the module. One per run.
-
-    Parameters
-    ----------
-    config : PosteriorConfig, optional
-    """
-
-    def __init__(self, config: PosteriorConfig | None = None) -> None:
-        self.config = config = config or PosteriorConfig()
+    def __init__(self) -> None:
         self._live: dict[str, Live] = {}
         self._tools: dict[str, int] = {}
-        self._pool = Pool()
-        self._groups = Cohorts(config.sibling_prior, config.version_forget)
-        self._families = Cohorts(config.family_prior, config.version_forget)
+        self._groups, self._families = Cohorts(SIBLING_PRIOR), Cohorts(FAMILY_PRIOR)
         self._history = History()
         self._named: dict[str, str] = {}  # prompts of groups that have not started
-        self._waiting: deque[tuple[Rows, int, str]] = deque(maxlen=WAITING)
-        self._learner = Learner(config)
-        self._all = [0.0, 0.0, 0.0, 0.0, 0.0]  # finished: weight, sum, squares of log totals; running: weight, sum
+        self._followed = 0  # running trajectories with rows
+        self._waiting: list[tuple[bytes, int, str]] = []  # ended ones: rows, tokens, group
+        self._regression = Regression()
+        self._all = Cohort()  # all trajectories
+        self._squares = 0.0  # sum of squares of log totals of ended ones
         self._spread = (0.5, 0.5)  # variance of log totals within and between groups
         self._within = [0.0, 0.0]  # ended ones with ended siblings: number, sum of squares
-        self._uses_siblings = "siblings" in config.signals
-        self._uses_families = "family" in config.signals
-        self._x = np.zeros(WIDTH)
+        self._x, self._row = np.zeros(WIDTH), np.zeros(NUM_ROW, dtype=np.float32)
         self._moment = 0  # changes whenever a forecast may
-        self._twin: tuple[int, str, str, Live] | None = None  # the last trajectory forecast before it began, and when
-
-    # --- events ---
+        self._twin: tuple[int, str, str, Live] | None = None  # the last one forecast before its start
 
     def handle(self, event: Fact) -> None:
         """Learn from one event; it must be cheap, because the scheduler's loop waits for it."""
@@ -132,204 +115,120 @@ class Posterior:
             for group in list(self._named)[: max(0, len(self._named) - NAMED)]:
                 del self._named[group]
         elif type(event) is VersionPublished:
-            self._published()
+            for part in (self._regression, self._all, self._groups, self._families):
+                part.scale(VERSION_FORGET)
+            self._squares *= VERSION_FORGET
+            self._history.published()
 
     def _started(self, key: str, group: str, family: str) -> None:
+        group, family = intern(group), intern(family)
+        self._all.live += 1
         if group:
-            group = self._groups.join(group, key)
+            cohort = self._groups.join(group, key)
             if prompt := self._named.pop(group, ""):
-                self._recall(group, prompt)
+                self._recall(cohort, prompt)
         if family:
-            family = self._families.join(family, key)
-        live = self._live[key] = Live(group, family, self._pool.take())
-        self._forecast(live, START, SILENT)
+            self._families.join(family, key)
+        followed = self._followed < FOLLOWED
+        self._followed += followed
+        live = self._live[key] = Live(group, family, b"" if followed else None)
+        self._forecast(live)
 
-    def _recall(self, group: str, prompt: str) -> None:
-        """A new group, whose prompt may be known; its history counts as many members as its persistence allows."""
-        groups, persistence = self._groups, self._history.persistence
-        shift = self._history.recall(prompt, groups.prior)
-        known = groups.prior * persistence / (1.0 - persistence) if shift is not None and self.config.history else 0.0
-        groups.recall(group, prompt, known, shift or 0.0)
+    def _recall(self, cohort: Cohort, prompt: str) -> None:
+        """Let the history of a new group's prompt count as members, as far as it persists."""
+        cohort.prompt = prompt
+        prior, persistence = self._groups.prior, self._history.persistence
+        shift = self._history.recall(prompt, prior)
+        if shift is not None and persistence > 0.0:
+            cohort.past, cohort.past_shift = prior * persistence / (1.0 - persistence), shift
+            cohort.probe = ""
 
     def _returned(self, live: Live, tool: str, status: str, payload_tokens: int) -> None:
-        number = self._tools.get(tool)
-        if number is None:
-            number = min(len(self._tools), TOOLS - 1)
-            if number < TOOLS - 1:
-                self._tools[tool] = number
-        state = state_of(number, status, payload_tokens)
-        learner = self._learner
-        counts = self._pool.counts[live.slot]
-        counts *= _DECAY32
-        counts += _ADDS32[state]
+        slot = self._tools.get(tool)
+        if slot is None:
+            slot = min(len(self._tools), TOOL_SLOTS - 1)
+            if slot < TOOL_SLOTS - 1:
+                self._tools[tool] = slot
+        live.counts = counted(live.counts, slot, status, payload_tokens)
         live.returns += 1
-        known_residual = None
-        if not live.missed:
-            live.node = node = child(live.node, state)
-            known_residual = learner.tree.residual(node, live.tree, learner.unit)
-        if known_residual is None:
-            live.missed += 1
-            live.node = 0  # beyond the known paths it is not used
-            log, tokens = live.tree
-            live.tree = (log * BACK_OFF, tokens * BACK_OFF)
-        else:
-            live.tree = known_residual
-        self._forecast(live, state, learner.states.residual(state, learner.unit))
+        self._forecast(live)
 
     def _ended(self, key: str, live: Live, completed: bool) -> None:
-        total = log_tokens(live.tokens) if completed else None
+        total = math.log(max(live.tokens, 1)) if completed else None
+        weight, value = live.information, live.imputed
         if live.group:
             if total is not None:
-                self._compare(live.group, total)
-            counted = live.information if self.config.running_siblings else 0.0
-            self._groups.leave(live.group, key, counted, live.imputed, total)
-            self._remember(live.group)
+                self._compare(self._groups.by_name[live.group], total)
+            cohort = self._groups.leave(live.group, key, weight, value, total)
+            if cohort.prompt and not cohort.live and cohort.weight > 0.0:
+                recalled = cohort.past_shift if cohort.past else None
+                self._history.ended(cohort.prompt, cohort.total / cohort.weight, float(cohort.finished), recalled)
         if live.family:
-            self._families.leave(live.family, key, live.information, live.imputed, total)
-        everyone = self._all
-        everyone[3] -= live.information
-        everyone[4] -= live.information * live.imputed
+            self._families.leave(live.family, key, weight, value, total)
         if total is not None:
-            for i, value in enumerate((1.0, total, total * total)):
-                everyone[i] = self.config.forget * everyone[i] + value
-            self._waiting.append((live.rows, live.tokens, live.group))
-        self._pool.give(live.slot)
+            self._all.scale(FORGET)
+            self._squares = FORGET * self._squares + total * total
+        self._all.leave(weight, value, total)
+        if live.rows is not None:
+            self._followed -= 1
+            if total is not None:
+                self._waiting.append((live.rows, live.tokens, live.group))
+                del self._waiting[:-WAITING]
 
-    def _remember(self, group: str) -> None:
-        """If a group has ended, keep its lengths for the next occurrence of its prompt."""
-        cohort = self._groups.groups.get(group)
-        if cohort is not None and cohort.prompt and not cohort.live and cohort.weight > 0.0:
-            recalled = cohort.past_shift if cohort.past else None
-            self._history.ended(cohort.prompt, cohort.total / cohort.weight, float(cohort.finished), recalled)
-
-    def _compare(self, group: str, total: float) -> None:
-        """Add its distance to its ended siblings to the variance within groups."""
-        siblings = self._groups.groups[group]
+    def _compare(self, siblings: Cohort, total: float) -> None:
+        """Add a total's distance to ended siblings to the variance within groups."""
         if siblings.weight >= 0.5:
             deviation = total - siblings.total / siblings.weight
-            within = self._within
-            within[0] = self.config.forget * within[0] + 1.0
             share = siblings.weight / (siblings.weight + 1.0)
-            within[1] = self.config.forget * within[1] + share * deviation * deviation
+            self._within[0] = FORGET * self._within[0] + 1.0
+            self._within[1] = FORGET * self._within[1] + share * deviation * deviation
 
-    def _published(self) -> None:
-        keep = self.config.version_forget
-        self._learner.published()
-        for i in range(3):
-            self._all[i] *= keep
-        self._history.published()
-        self._groups.version += 1
-        self._families.version += 1
-
-    # --- one forecast ---
-
-    def _forecast(self, live: Live, state: int, last: tuple[float, float], *, kept: bool = True) -> None:
+    def _forecast(self, live: Live, *, kept: bool = True) -> None:
         tokens, weight, value = live.tokens, live.information, live.imputed
-        everyone = self._all
-        known = everyone[0] + everyone[3] - weight
-        centre = (everyone[1] + everyone[4] - weight * value) / known if known > 1e-6 else value
+        log_done = math.log(tokens) if tokens > 1 else 0.0
+        everyone, regression = self._all, self._regression
+        known = everyone.weight + everyone.running - weight
+        centre = (everyone.total + everyone.running_total - weight * value) / known if known > 1e-6 else value
         shift = sure = family = 0.0
-        if live.family and self._uses_families:
+        if live.family:
             family, _ = self._families.shift(live.family, centre, weight, value)
             centre += family
-        if live.group and self._uses_siblings:
-            own = weight if self.config.running_siblings else 0.0
-            shift, sure = self._groups.shift(live.group, centre, own, value)
+        if live.group:
+            shift, sure = self._groups.shift(live.group, centre, weight, value)
         within, between = self._spread
-        rest = lognormal_remaining(centre + shift, math.sqrt(within + between * (1.0 - sure)), log_tokens(tokens))
-        rest_tokens = math.exp(rest) * TOKEN_SCALE
-        x = self._x
-        x[:NUM_FEW] = array(
-            "d",
-            (
-                *progress(tokens, live.returns, live.pending),
-                *last,
-                *live.tree,
-                shift,
-                sure,
-                sure * rest,
-                sure * rest_tokens,
-                family,
-            ),
-        )
-        np.log1p(self._pool.counts[live.slot], out=x[NUM_FEW:])
-        learner = self._learner
-        base_log, base_mean, log, mean = (x @ learner.final).tolist()
+        rest = lognormal_remaining(centre + shift, math.sqrt(within + between * (1.0 - sure)), log_done)
+        rest_tokens = math.exp(rest)
+        x, log1p = self._x, math.log1p
+        progress = (1.0, log1p(tokens), log1p(live.returns), log1p(live.pending))
+        x[:NUM_FEW] = (*progress, shift, sure, sure * rest, sure * rest_tokens, family)
+        np.log1p(np.frombuffer(live.counts, dtype=np.float32), out=x[NUM_FEW:])
+        base_log, base_mean, log, mean = (x @ regression.weights).tolist()
+        order_blend, mean_blend = regression.order, regression.mean
+        (joint_share, totals_share), (joint_mean, totals_mean) = order_blend.shares, mean_blend.shares
+        log = base_log + joint_share * (log - base_log) + totals_share * sure * (rest - regression.excess - base_log)
+        mean = base_mean + joint_mean * (mean - base_mean) + totals_mean * sure * (rest_tokens - base_mean)
         base_log = min(max(base_log, 0.0), _LARGEST_LOG)
-        if sure:
-            log += sure * learner.totals[0] * (rest - learner.excess - base_log)
-            mean += sure * learner.totals[1] * (rest_tokens - base_mean)
         log = min(max(log, 0.0), _LARGEST_LOG)
-        base_mean, mean = max(base_mean, TOKEN_SCALE), max(mean, TOKEN_SCALE)
-        guard_log, guard_mean = learner.guards
-        # The last bits of matrix products depend on the alignment of memory; decisions must not.
-        live.order = _rounded(math.exp(base_log + guard_log.factor * (log - base_log)))
-        live.mean = _rounded((base_mean + guard_mean.factor * (mean - base_mean)) / TOKEN_SCALE)
-        if kept and len(live.rows) < MAX_ROWS * STRIDE:
-            served = (base_log, math.log(base_mean / TOKEN_SCALE), log, math.log(mean / TOKEN_SCALE))
-            signals = (stored_shift(shift), stored_log(sure), stored_log(rest), stored_shift(family))
-            live.rows.add((state, tokens & 65535, tokens >> 16, *signals, *map(stored_log, served)))
+        base_mean, mean = max(base_mean, 1.0), max(mean, 1.0)
+        if kept and live.rows is not None and len(live.rows) < MAX_BYTES:
+            row = self._row
+            row[:WIDTH] = x
+            row[WIDTH:] = (tokens, base_log, base_mean, log, mean)
+            live.rows += row.tobytes()
+        # Eight digits: the last bits of matrix products depend on the alignment of memory.
+        live.order = float(f"{math.exp(base_log + order_blend.factor * (log - base_log)):.8g}")
+        live.mean = float(f"{base_mean + mean_blend.factor * (mean - base_mean):.8g}")
         live.pending = 0
-        beyond = (log_tokens(tokens) - centre) / math.sqrt(2.0 * (within + between)) if tokens else -9.0
-        self._recount(live, tokens, math.exp(base_log), beyond)
-
-    def _recount(self, live: Live, tokens: int, rest: float, beyond: float) -> None:
-        """Update the trajectory's weight in its group and family.
-
-        The weight is the square of the share of all others that it has outlasted (``beyond``: its tokens among the totals, in
-        deviations times the root of two): 0 at the start, nearly 1 far in the tail. A member with few tokens compared with
-        others' totals carries no information yet; a larger weight would drown that of the ended ones.
-        """
-        weight, value = live.information, live.imputed
+        # Its weight is the square of the share of all others that it has outlasted: 0 at the start,
+        # nearly 1 far in the tail. A larger weight of short members would drown the ended ones.
+        beyond = (log_done - centre) / math.sqrt(2.0 * (within + between)) if tokens else -9.0
         live.information = information = (1.0 - 0.5 * math.erfc(beyond)) ** 2
-        live.imputed = imputed = math.log(tokens + rest)
-        everyone = self._all
-        everyone[3] += information - weight
-        everyone[4] += information * imputed - weight * value
-        if live.group and self.config.running_siblings:
-            self._groups.change(live.group, weight, value, information, imputed)
-        if live.family:
-            self._families.change(live.family, weight, value, information, imputed)
-
-    def snapshot(self) -> dict[str, Any]:
-        """Its state, as JSON-able values; running trajectories in packed columns."""
-        return {
-            "schema": SCHEMA,
-            "live": packed_columns.dump_live(self._live, self._pool),
-            "tools": list(self._tools),
-            "groups": self._groups.snapshot(),
-            "families": self._families.snapshot(),
-            "history": self._history.snapshot(),
-            "named": dict(self._named),
-            "waiting": packed_columns.dump_rows([rows for rows, _, _ in self._waiting]),
-            "totals": [[total, group] for _, total, group in self._waiting],
-            "all": list(self._all),
-            "spread": list(self._spread),
-            "within": list(self._within),
-            "learner": self._learner.snapshot(),
-        }
-
-    def restore(self, snapshot: Mapping[str, Any]) -> None:
-        """Take the state of ``snapshot``; KeyError, TypeError or ValueError if it is not a snapshot."""
-        if snapshot["schema"] != SCHEMA:
-            raise ValueError(
-                f"snapshot of a posterior: schema {snapshot['schema']!r}, this Libra reads {SCHEMA}; use the Libra that wrote it"
-            )
-        self._twin = None
-        self._pool = Pool()
-        self._live = packed_columns.load_live(snapshot["live"], self._pool)
-        self._tools = {str(tool): number for number, tool in enumerate(snapshot["tools"])}
-        self._groups.restore(snapshot["groups"])
-        self._families.restore(snapshot["families"])
-        self._history.restore(snapshot["history"])
-        self._named = {str(group): str(prompt) for group, prompt in snapshot["named"].items()}
-        self._waiting.clear()
-        for rows, (total, group) in zip(packed_columns.load_rows(snapshot["waiting"]), snapshot["totals"], strict=True):
-            self._waiting.append((rows, int(total), str(group)))
-        self._all = [float(value) for value in snapshot["all"]]
-        self._spread = (float(snapshot["spread"][0]), float(snapshot["spread"][1]))
-        self._within = [float(value) for value in snapshot["within"]]
-        self._learner.restore(snapshot["learner"])
+        live.imputed = imputed = math.log(tokens + math.exp(base_log))
+        more, more_total = information - weight, information * imputed - weight * value
+        for cohort in (everyone, self._groups.by_name.get(live.group), self._families.by_name.get(live.family)):
+            if cohort is not None:
+                cohort.running += more
+                cohort.running_total += more_total
 
     def remaining(self, key: str) -> Forecast:
         """Forecast for a live trajectory; KeyError for one never parked or already ended.
@@ -340,72 +239,70 @@ class Posterior:
         mean, order, pending = live.mean, live.order, live.pending
         if pending:
             mean, order = mean * mean / (mean + pending), order * order / (order + pending)
-        return Forecast(mean, order, self._learner.guards[0].skill)
+        return Forecast(mean, order, self._regression.order.skill)
 
     def reconsidered(self, key: str) -> Forecast:
-        """`remaining` of one that has not begun, updated by its siblings; KeyError as `remaining`."""
+        """`remaining` of an unbegun one, updated by its siblings; KeyError as `remaining`."""
         live = self._live[key]
         if live.tokens or live.returns:
             return self.remaining(key)
-        self._forecast_again(live)
-        return Forecast(live.mean, live.order, self._learner.guards[0].skill)
-
-    def _forecast_again(self, live: Live) -> None:
-        """Siblings that have not begun are equal: at one moment they share a forecast."""
-        twin, known = self._twin, self._all[0] + self._all[3]
+        # Siblings that have not begun are equal: at one moment they share a forecast.
+        twin, known = self._twin, self._all.weight + self._all.running
         if twin is not None and twin[:3] == (self._moment, live.group, live.family) and live.group and known > 1e-6:
             live.order, live.mean, live.imputed = twin[3].order, twin[3].mean, twin[3].imputed
-            return
-        self._forecast(live, START, SILENT, kept=False)  # one row of the start is enough to learn from
-        self._twin = (self._moment, live.group, live.family, live)
+        else:
+            self._forecast(live, kept=False)  # one row of the start is enough to learn from
+            self._twin = (self._moment, live.group, live.family, live)
+        return Forecast(live.mean, live.order, self._regression.order.skill)
 
     def is_probe(self, key: str) -> bool:
-        """Whether it should run ahead of its siblings because their lengths are unknown; KeyError as `remaining`."""
+        """Whether it should run ahead of its unknown siblings; KeyError as `remaining`."""
         live = self._live[key]
-        return bool(live.group) and self._groups.groups[live.group].probe == key
-
-    # --- learning ---
+        return bool(live.group) and self._groups.by_name[live.group].probe == key
 
     def learn(self) -> None:
-        """Add trajectories that ended since the last call, and running ones, and solve for all weights; takes
-        milliseconds."""
+        """Learn from trajectories ended since the last call, and from running ones; takes ms."""
         if not self._waiting:
             return
         self._moment += 1
-        finished = list(self._waiting)
-        self._waiting.clear()
-        self._learner.learn(finished, *(self._running() if self.config.censored else ((), 1.0)))
-        self._spread = self._spreads()
-        self._groups.prior = min(max(self._spread[0] / self._spread[1], 0.25), 8.0)
+        waiting, self._waiting = self._waiting, []
+        for rows, total, group in waiting:
+            self._regression.add_ended(rows, total, group)
+        running = [one for one in self._live.values() if one.returns and one.rows]
+        chosen = min(SAMPLE, len(running))
+        taken = [running[i * len(running) // chosen] for i in range(chosen)]
+        self._regression.solve(
+            [(one.rows or b"", one.tokens, one.order, one.mean) for one in taken], len(running) / max(1, chosen)
+        )
+        self._spread = within, between = self._spreads()
+        self._groups.prior = min(max(within / between, 0.25), 8.0)
 
     def _spreads(self) -> tuple[float, float]:
-        """Variance of log totals within groups and between them; half for each until siblings have ended."""
-        weight, total, squares = self._all[:3]
-        variance = max(squares / weight - (total / weight) ** 2, 0.05) if weight > 2.0 else 1.0
+        """Variances of log totals within groups and between them; equal until siblings end."""
+        weight, total = self._all.weight, self._all.total
+        variance = max(self._squares / weight - (total / weight) ** 2, 0.05) if weight > 2.0 else 1.0
         count, deviations = self._within
         within = (deviations + 5.0 * 0.5 * variance) / (count + 5.0)
         return within, max(variance - within, 0.1 * within)
 
-    def _running(self) -> tuple[list[RunningMean], float]:
-        """Running trajectories with a return, at most ``sample`` of them, and how many each represents."""
-        running = [live for live in self._live.values() if live.returns]
-        chosen = min(self.config.sample, len(running))
-        taken = [running[i * len(running) // chosen] for i in range(chosen)]
-        return [RunningMean(one.rows, one.tokens, one.order, one.mean) for one in taken], len(running) / max(1, chosen)
+    def restore(self, snapshot: Any) -> None:
+        """Take the state of ``snapshot``; errors as `Saved.restore`."""
+        super().restore(snapshot)
+        self._twin = None
 
     @property
     def skill(self) -> float:
-        """Share of the progress-only forecast's squared error (of logarithms) that the served forecast saved."""
-        return self._learner.guards[0].skill
+        """Share of the progress-only squared error (of logarithms) that the forecast saved."""
+        return self._regression.order.skill
 
     @property
     def weights(self) -> dict[str, float]:
-        """Weight of each expert in the order, guard included, 0 to 1.
+        """Weight of each part in the order, 0 to 1, the guard included.
 
-        "joint" uses all signals at once, "totals" the totals of siblings. "history" is the measured persistence of a prompt's
-        length, which acts through the siblings; 0 before any prompt has returned.
+        "regression" uses all signals, "totals" the totals of siblings, where their certainty is 1.
+        "history" is the measured persistence of a prompt's length, which acts through the siblings;
+        0 before any prompt has returned.
         """
-        factor = self._learner.guards[0].factor
-        earned = self._learner.mixtures[0].weights.tolist()
-        weights = {expert: factor * weight for expert, weight in zip((*EXPERTS[1:], "totals"), earned, strict=True)}
-        return weights | {"history": self._history.measured}
+        order = self._regression.order
+        joint, totals = (order.factor * share for share in order.shares)
+        return {"regression": joint, "totals": totals, "history": self._history.measured}

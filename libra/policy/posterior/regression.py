@@ -1,0 +1,231 @@
+"""Ridge regression of the remaining length on all features, and a guard on what it adds to progress
+alone.
+
+Two targets share one Gram matrix: the logarithm of the remaining tokens (for ranking) and the
+tokens themselves (for sums of loads). Progress columns alone give the reference forecast, all
+columns the joint one; `Blend` decides how far to depart from the reference.
+
+Invariants
+----------
+1. With nothing measured, or nothing gained, the forecast is the progress-only one and skill is 0.
+2. ``skill <= 1``.
+3. Weights and guard are fitted to forecasts of trajectories that were not learned from.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from libra.policy.posterior.features import (
+    NUM_ROW,
+    PROGRESS,
+    SERVED,
+    SURE,
+    SURE_LOG,
+    SURE_TOKENS,
+    TOKENS,
+    WIDTH,
+)
+from libra.policy.snapshots import Saved
+
+Floats = NDArray[np.float64]
+
+FORGET = 0.998
+"""Weight of an ended trajectory after each later one."""
+PROGRESS_SHRINK, SIGNAL_SHRINK, STACK_SHRINK = 1.0, 10.0, 3.0
+"""Weight, in trajectories, of the prior that a column of progress, a column of a signal, a share
+have no effect."""
+FIRST_MEAN_TOKENS = 1000.0
+"""Mean forecast before anything has ended."""
+SWEEPS = 60
+"""Of the coordinate descent that fits the shares."""
+GUARD_SIGMAS = (0.5, 1.0)
+"""Standard errors by which a gain must stand out: in the order, and in the mean, whose errors have
+the heavier tail."""
+GROUPS = 1024
+"""Latest groups whose gain is kept, so that siblings count as one observation."""
+
+
+class Blend(msgspec.Struct, array_like=True):
+    """Departure of one target's forecast from progress alone, and a guard on it.
+
+    Attributes
+    ----------
+    sigmas : float
+        Standard errors by which a gain must stand out.
+    shares : (float, float)
+        Weights of the regression, and of the lognormal totals of siblings times their certainty: >=
+        0, of sum <= 1.
+    factor : float
+        Factor on the departure *as served*, 0..1: the lower confidence limit of its best factor, so
+        that a gain that chance explains counts as zero.
+    skill : float
+        Share of the squared error of progress alone that the served forecast saved.
+    sums : tuple of float
+        Normal equations of the shares (five numbers); sums of (error of progress alone) x (served
+        departure), of squared departures, of squared errors of progress alone, and over groups of
+        their gain, squared: siblings gain and lose together.
+    groups : dict
+        Gain of the latest groups.
+    """
+
+    sigmas: float
+    shares: tuple[float, float] = (0.0, 0.0)
+    factor: float = 0.0
+    skill: float = 0.0
+    sums: tuple[float, ...] = (0.0,) * 9
+    groups: dict[str, float] = {}
+
+    def add(self, joint: Floats, totals: Floats, error: Floats, served: Floats, then: Floats, group: str) -> None:
+        """Add a trajectory of a group: differences to progress alone, (N,) each.
+
+        ``joint``, ``totals`` and ``error`` are of the regression, the totals of siblings and the
+        truth, to the present forecast of progress alone; ``served`` and ``then`` of the served
+        forecast and the truth, to the one at that time.
+        """
+        gain = float(served @ then)
+        before = self.groups.pop(group, 0.0)
+        if group:
+            self.groups[group] = before + gain
+            if len(self.groups) > GROUPS:
+                del self.groups[next(iter(self.groups))]
+        shares = (joint @ joint, joint @ totals, totals @ totals, joint @ error, totals @ error)
+        more: tuple[Any, ...] = (*shares, gain, served @ served, then @ then, gain * (gain + 2.0 * before))
+        self.sums = tuple(before + float(value) for before, value in zip(self.sums, more, strict=True))
+
+    def scale(self, factor: float) -> None:
+        """Multiply the weight of everything so far by ``factor``."""
+        self.sums = tuple(factor * value for value in self.sums)
+
+    def solve(self, trajectories: float) -> None:
+        """Set shares, factor and skill."""
+        a, b, c, p, q, gain, step, base, noise = self.sums
+        shrink = 1.0 + STACK_SHRINK / max(trajectories, 1.0)
+        self.shares = _shares(shrink * a, b, shrink * c, p, q)
+        self.factor = self.skill = 0.0
+        if step > 0.0:
+            sure = gain - self.sigmas * math.sqrt(max(noise, 0.0))
+            self.factor = factor = min(1.0, max(0.0, sure / step))
+            self.skill = factor * (2.0 * gain - factor * step) / base if base > 0 else 0.0
+
+
+def _shares(a: float, b: float, c: float, p: float, q: float) -> tuple[float, float]:
+    """Minimiser (v, w) of ``(a v v + 2 b v w + c w w) / 2 - p v - q w`` over weights >= 0 of sum <=
+    1."""
+    first = second = 0.0
+    for _ in range(SWEEPS):
+        first = _clipped(p - b * second, a)
+        second = _clipped(q - b * first, c)
+    if first + second > 1.0:  # so the best lies on the edge where they sum to one
+        first = _clipped(p - q + c - b, a - 2.0 * b + c)
+        second = 1.0 - first
+    return first, second
+
+
+def _clipped(pull: float, step: float) -> float:
+    return min(1.0, max(0.0, pull / step)) if step > 1e-12 else 0.0
+
+
+class Regression(Saved):
+    """Sums over ended trajectories, and the coefficients fitted to them.
+
+    Attributes
+    ----------
+    weights : float array (WIDTH, 4)
+        Forecast = columns @ weights: log order and mean (tokens) of progress alone, then of all
+        columns.
+    excess : float
+        Logarithm of the siblings' mean totals minus their mean logarithm.
+    order, mean : Blend
+    """
+
+    SAVED = {
+        "_gram": np.ndarray,
+        "_cross": np.ndarray,
+        "_trajectories": float,
+        "_gaps": list[float],
+        "weights": np.ndarray,
+        "excess": float,
+        "order": Blend,
+        "mean": Blend,
+    }
+
+    def __init__(self) -> None:
+        self._gram = np.zeros((WIDTH, WIDTH))
+        self._cross = np.zeros((WIDTH, 2))
+        self._trajectories = 0.0
+        self._gaps = [0.0, 0.0]  # returns with known siblings: certainty, and the sum of excesses
+        self.weights = np.zeros((WIDTH, 4))
+        self.weights[1, 0::2] = 1.0  # without data: the rest equals what was generated (least attained service first)
+        self.weights[0, 1::2] = FIRST_MEAN_TOKENS
+        self.excess = 0.0
+        self.order, self.mean = (Blend(sigmas) for sigmas in GUARD_SIGMAS)
+
+    def scale(self, factor: float) -> None:
+        """Multiply the weight of everything so far by ``factor``."""
+        self._gram *= factor
+        self._cross *= factor
+        self._trajectories *= factor
+        self.order.scale(factor)
+        self.mean.scale(factor)
+
+    def add_ended(self, rows: bytes, total: int, group: str) -> None:
+        """Add an ended trajectory: its rows (`features`), its tokens and its group."""
+        table = table_of(rows)
+        left = total - table[:, TOKENS]
+        table, left = table[left >= 1.0], left[left >= 1.0]  # after the last return there is nothing to forecast
+        if not len(left):
+            return
+        x, y = table[:, :WIDTH], np.stack([np.log(left), left], axis=1)
+        base, joint = np.split(x @ self.weights, 2, axis=1)
+        sure, then = x[:, SURE], table[:, SERVED:]
+        self._gaps[0] = FORGET * self._gaps[0] + float(sure.sum())
+        self._gaps[1] = FORGET * self._gaps[1] + float((x[:, SURE_LOG] - sure * y[:, 0]).sum())
+        totals = np.stack([x[:, SURE_LOG] - sure * self.excess, x[:, SURE_TOKENS]], axis=1) - sure[:, None] * base
+        self.scale(FORGET)
+        for i, blend in enumerate((self.order, self.mean)):
+            now, before = base[:, i], then[:, i]
+            away = (joint[:, i] - now, totals[:, i], y[:, i] - now)
+            blend.add(*away, then[:, 2 + i] - before, y[:, i] - before, group)
+        self._gram += x.T @ x
+        self._cross += x.T @ y
+        self._trajectories += 1.0
+
+    def solve(self, running: list[tuple[bytes, int, float, float]], weight: float) -> None:
+        """Fit everything to ended trajectories and to running ones (rows, tokens, order, mean),
+        each with ``weight``."""
+        gram, cross, trajectories = self._gram, self._cross, self._trajectories
+        for rows, tokens, order, mean in running:
+            table = table_of(rows)
+            done = tokens - table[:, TOKENS]
+            x, y = table[:, :WIDTH], np.stack([np.log(done + order), done + mean], axis=1)
+            gram = gram + weight * (x.T @ x)
+            cross = cross + weight * (x.T @ y)
+            trajectories += weight
+        rows = gram[0, 0]
+        if rows > 0.0:
+            average = gram[0] / rows
+            middle = cross - np.outer(average, cross[0])  # cross moments about the means
+            centred = gram - rows * np.outer(average, average)
+            penalty = np.full(WIDTH, SIGNAL_SHRINK)
+            penalty[:PROGRESS] = PROGRESS_SHRINK
+            variance = np.maximum(np.diagonal(centred), 1e-9 * rows)
+            ridged = centred + np.diag(penalty / max(trajectories, 1.0) * variance + 1e-6 * rows)
+            self.weights[:] = 0.0
+            for at, end in ((0, PROGRESS), (2, WIDTH)):
+                slopes = np.linalg.solve(ridged[1:end, 1:end], middle[1:end])
+                self.weights[1:end, at : at + 2] = slopes
+                self.weights[0, at : at + 2] = cross[0] / rows - average[1:end] @ slopes
+        self.order.solve(self._trajectories)
+        self.mean.solve(self._trajectories)
+        self.excess = self._gaps[1] / (self._gaps[0] + 10.0)
+
+
+def table_of(rows: bytes) -> Floats:
+    """Rows of a trajectory as an array (N, NUM_ROW)."""
+    return np.frombuffer(rows, dtype=np.float32).reshape(-1, NUM_ROW).astype(np.float64)
