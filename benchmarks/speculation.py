@@ -25,12 +25,12 @@ import numpy as np
 
 from benchmarks.report import QUICKSTART, Figure, alternate, command_parser, emit
 from libra.config import load_config, resolve_model
+from libra.config.engine_package import INSTALL, is_installed
 from libra.envs.registry import make_environment
 from libra.rollout.chat_format import ChatFormat, load_chat_format
 from libra.rollout.draft_length import Drafted
 from libra.rollout.transformers_engine import TransformersEngine
 from libra.rollout.vllm_engine import VLLMEngine
-from libra.rollout.vllm_settings import INSTALL, is_installed
 from libra.types import TurnRequest
 
 GROUP_SIZE, TURNS = 16, 4
