@@ -180,7 +180,8 @@ async def emulate(
         if speedup is None:
             scheduler.periodic_callbacks["libra-sample"].stop()  # it looks for free slots twice a second of wall time
         family = workload.trajectories[0].family
-        plugin.register_run(RunRegistration(run, 0, str(directory), 0, 1, 1, True, policy=policy, family=family))
+        sections = {"policy": policy, "environment": {"name": family}, "watchdog": {"timeout_s": None}}
+        plugin.register_run(RunRegistration(run, 0, str(directory), {**sections, "trainer": {"prompts": 1}}))
         for spec in specs:  # as a worker's host does when its engine has started
             capacity = scene.engines[spec.name].capacity()
             declared = EngineDeclared(spec.name, "emulated", spec.bucket, "emulated", **capacity.declaration())

@@ -190,9 +190,14 @@ async def parked(
         else:
             await client.register_plugin(LibraPlugin())
             plugin = scheduler.plugins[LibraPlugin.name]
-            plugin.register_run(
-                RunRegistration(RUN, 0, str(directory), 0, 1, 1, event_log, policy={"name": policy}, family="parked")
-            )
+            sections = {
+                "policy": {"name": policy},
+                "environment": {"name": "parked"},
+                "trainer": {"prompts": 1},
+                "watchdog": {"timeout_s": None},
+                "observe": {"event_log": event_log},
+            }
+            plugin.register_run(RunRegistration(RUN, 0, str(directory), sections))
         names = [
             keys.make("trajectory", (0, i // GROUP_SIZE, i % GROUP_SIZE), epoch=0, run=RUN) for i in range(waiting)
         ]

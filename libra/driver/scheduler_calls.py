@@ -7,21 +7,19 @@ changing roles, if the run has them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from libra.config.streaming import enough_groups, most_waves, turns, wave_groups, ways_of
 from libra.driver.engine_client import EngineClient
 from libra.driver.resume import learned_before
 from libra.driver.role_client import RoleClient
-from libra.driver.tool_needs import needs_of, quotas_of
+from libra.driver.tool_needs import needs_of
 from libra.envs import has_steps
 from libra.envs.retries import TOTAL_S
 from libra.errors import ClusterError, ConfigError
 from libra.facts import Fact, pack, prompts_named
 from libra.planner.arrangements import Seat
-from libra.policy import Admission, TailSettings, Waves, WaySettings, keeps_version, staleness_of
+from libra.policy import Admission, Waves, staleness_of
 from libra.policy.stall import FLOOR_S
 from libra.scheduler import LibraPlugin, RunRegistration
 from libra.types import EngineCapacity, Phase
@@ -31,7 +29,6 @@ from libra.worker.run_spec import RunSpec
 if TYPE_CHECKING:
     from distributed import Client
 
-    from libra.config import RunConfig
     from libra.driver.run_start import RunStart
 
 
@@ -76,30 +73,11 @@ class SchedulerCalls:
             run=self.spec.run,
             epoch=self.spec.epoch,
             directory=str(self.spec.directory),
-            **asdict(staleness_of(config)),
-            one_version=keeps_version(config),
-            rounded=config.staleness.engines == "rounded",
-            teacher=config.distil.teacher is not None,
-            first_phase=str(Phase.TOOL if config.agent.given else Phase.ROLLOUT),
+            config=config.model_dump(mode="json"),
             tools=needs_of(start.environment),
-            quotas=quotas_of(config),
-            iterations=config.run.iterations,
-            groups_per_batch=config.trainer.prompts,
-            waves=most_waves(config),
-            wave_groups=wave_groups(config),
-            wave_enough=enough_groups(config),
-            first_come=config.trainer.batches == "first_come",
-            turning=_turning(config),
-            ways=_ways(config),
-            event_log=config.observe.event_log,
-            restored=_admission(start) if start.resumed else None,
-            watchdog_s=config.watchdog.timeout_s,
-            watchdog_restart=config.watchdog.restart,
             watchdog_floors_s=_watchdog_floors_s(start),
-            policy=config.policy.model_dump(),
-            family=config.environment.name,
+            restored=_admission(start) if start.resumed else None,
             learned=learned_before(self.spec.directory) if start.resumed else None,
-            train_workers=config.cluster.train_workers,
             local=local,
             client=self.client.id,
         )
@@ -158,26 +136,6 @@ class SchedulerCalls:
         return self.client.sync(getattr(self.client.scheduler, name), run=self.spec.run, **arguments)
 
 
-def _turning(config: RunConfig) -> TailSettings | None:
-    """What the scheduler needs to know for turning engines; None: none turns."""
-    if not turns(config):
-        return None
-    return TailSettings(config.cluster.train_workers, config.trainer.group_size, config.planner.change_cost_s)
-
-
-def _ways(config: RunConfig) -> WaySettings | None:
-    """What the scheduler needs to choose how steps are taken; None: the configuration leaves nothing to choose."""
-    ways, planned = ways_of(config), config.planner.planned
-    if len(ways) == 1:
-        return None
-    train_gpus, change_s = config.cluster.train_workers, config.planner.change_cost_s
-    if planned is not None and planned.way in ways:
-        return WaySettings(ways, planned.way, f"planned: {planned.way_why}", train_gpus, change_s)
-    return WaySettings(
-        ways, ways[-1], "not planned: all that is possible, until a step was measured", train_gpus, change_s
-    )
-
-
 def _watchdog_floors_s(start: RunStart) -> dict[str, float]:
     """Least limits of the watchdog for tasks that end by a time-out of their own: those of the tools, and of graders."""
     refused_s = TOTAL_S if start.config.environment.retries else 0.0  # while an API refuses calls
@@ -193,7 +151,7 @@ def _watchdog_floors_s(start: RunStart) -> dict[str, float]:
 def _admission(start: RunStart) -> dict[str, Any]:
     """Admission as earlier starts of the run left it."""
     config = start.config
-    waves = Waves(most_waves(config), wave_groups(config), enough_groups(config))
+    waves = Waves.of(config)
     waves.take_over({start.point.batches: start.point.waves} if start.point.waves else {})
     return Admission.resumed(
         staleness_of(config),

@@ -18,11 +18,6 @@ def needs_of(environment: Environment) -> dict[str, ToolNeeds]:
     return {tool.name: _needs(tool) for tool in environment.tools if tool.declares}
 
 
-def quotas_of(config: RunConfig) -> dict[str, str]:
-    """Quotas by name, as text."""
-    return {name: str(quota) for name, quota in config.environment.quotas.items()}
-
-
 def check_tools(config: RunConfig, environment: Environment, *, started_here: bool) -> None:
     """ConfigError where a declaration makes no sense, or the workers that the run starts can never run a call of it."""
     needs = needs_of(environment)
@@ -35,7 +30,8 @@ def check_tools(config: RunConfig, environment: Environment, *, started_here: bo
     if started_here and needs:
         supply = tool_supply(config)
         largest = "tool-0", Resources(0, len(supply.core_ids), supply.mib << 20, supply.gpus)
-    check_declared(needs, quotas_of(config), largest)
+    quotas = {name: str(quota) for name, quota in config.environment.quotas.items()}
+    check_declared(needs, quotas, largest)
 
 
 def _needs(tool: Tool) -> ToolNeeds:

@@ -31,9 +31,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Self
 
 import msgspec
 
+from libra.config.models import RunSections
+from libra.config.streaming import ways_of
 from libra.facts import StepMeasured, TakeSteps
 from libra.policy.snapshots import Saved
 
@@ -277,6 +280,17 @@ class WaySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     reason: str
     train_gpus: int
     change_s: float = CHANGES_S
+
+    @classmethod
+    def of(cls, config: RunSections) -> Self | None:
+        """Those of a configuration; None: it leaves nothing to choose in how steps are taken."""
+        ways, planned = ways_of(config), config.planner.planned
+        if len(ways) == 1:
+            return None
+        way, reason = ways[-1], "not planned: all that is possible, until a step was measured"
+        if planned is not None and planned.way in ways:
+            way, reason = planned.way, f"planned: {planned.way_why}"
+        return cls(ways, way, reason, config.cluster.train_workers, config.planner.change_cost_s)
 
 
 class WayChoice(Saved):

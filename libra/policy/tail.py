@@ -21,10 +21,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 
+from libra.config.models import RunSections
+from libra.config.streaming import turns
 from libra.facts import (
     Fact,
     GroupCommitted,
@@ -78,6 +80,13 @@ class TailSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     core_gpus: int
     group_size: int
     change_s: float = _ASSUMED_S
+
+    @classmethod
+    def of(cls, config: RunSections) -> Self | None:
+        """Those of a configuration; None: no engine trains while the tail of a rollout runs."""
+        if not turns(config):
+            return None
+        return cls(config.cluster.train_workers, config.trainer.group_size, config.planner.change_cost_s)
 
 
 @dataclass(slots=True)

@@ -28,7 +28,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from itertools import chain
+from typing import Self
 
+from libra.config.models import RunSections
+from libra.config.streaming import enough_groups, most_waves, wave_groups
 from libra.facts import OpenWave
 from libra.policy.snapshots import Saved
 
@@ -68,6 +71,11 @@ class Waves(Saved):
         self.opened: dict[int, list[Members]] = {}
         self._parked: set[tuple[int, int]] = set()
         self._trained: dict[int, int] = {}  # by batch, waves that were trained
+
+    @classmethod
+    def of(cls, config: RunSections) -> Self:
+        """Those of a configuration."""
+        return cls(most_waves(config), wave_groups(config), enough_groups(config))
 
     def parked(self, batch: int, wave: int) -> OpenWave | None:
         """A wave requests its groups; the answer if it was opened before."""

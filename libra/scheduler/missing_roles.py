@@ -152,8 +152,8 @@ class MissingRoles:
 
     def _wanted(self, state: RunState, resource: str) -> int:
         if resource == keys.TEACHER:
-            return int(state.registration.teacher)
-        return state.registration.train_workers if resource == keys.TRAIN else 1
+            return int(state.settings.distil.teacher is not None)
+        return state.settings.cluster.train_workers if resource == keys.TRAIN else 1
 
     def _suppliers(self, state: RunState, resource: str) -> tuple[str, ...]:
         workers = state.workers

@@ -34,7 +34,7 @@ from libra.errors import ConfigError
 from libra.facts import Command, Fact, Signal, boundaries_of
 from libra.observe.page import attach_page
 from libra.orderings import ordering_of
-from libra.policy import CommittedGroup, Tail
+from libra.policy import CommittedGroup, Tail, TailSettings
 from libra.policy.stall import FixedLimit, StepLengths
 from libra.scheduler import dask_internals
 from libra.scheduler.announcements import announce_version, engine_told, newest_version, send_contention
@@ -122,7 +122,7 @@ class LibraPlugin(SchedulerPlugin):
         self.end_run(new.run)
         await self.ended.cleared(new.run)
         path = Path(new.directory) / "events.jsonl"
-        log = await asyncio.to_thread(open_large, path) if new.event_log else None
+        log = await asyncio.to_thread(open_large, path) if new.settings.observe.event_log else None
         has_left = new.client not in self._scheduler.clients
         answer = {"error": f"the driver of run {new.run!r} has left"} if has_left else self.register_run(new, log)
         if log is not None and "started_s" not in answer:
@@ -139,28 +139,30 @@ class LibraPlugin(SchedulerPlugin):
         """Register a run; a run of the same name and a newer epoch replaces the older one. ``log``: opened for it, if it is."""
         if (refusal := self._refusal(new)) is not None:
             return refusal
-        policy = dict(new.policy)
+        config = new.settings
+        policy = config.policy.model_dump()
         boundaries = boundaries_of(policy.pop("boundaries_tokens", {}))
         try:
             ordering = ordering_of(**policy)
         except ConfigError as error:
             return {"policy": f"{error} (on the scheduler, {process_name()})"}
         self.end_run(new.run)
-        file = log or (EventLog(Path(new.directory) / "events.jsonl") if new.event_log else None)
+        file = log or (EventLog(Path(new.directory) / "events.jsonl") if config.observe.event_log else None)
         admission = new.admission()
         if new.learned is not None:
             ordering.restore(json.loads(new.learned))
         logged = RunLog(new.run, file, dask_internals.trainers(self._scheduler))
-        state = self.runs[new.run] = RunState(new, admission, ordering, logged, Tail(admission, new.turning))
+        state = self.runs[new.run] = RunState(
+            new, admission, ordering, logged, Tail(admission, TailSettings.of(config))
+        )
         state.begin()
         self.trajectories.register_run(state)
         if boundaries:
             self._boundaries_set(state, facts.BoundariesSet(boundaries, "policy.boundaries_tokens"), "")
-        if new.watchdog_s is not None:
-            fixed = None if new.watchdog_s == "auto" else FixedLimit(new.watchdog_s)
-            limits = fixed or StepLengths(new.watchdog_floors_s)
+        if (timeout_s := config.watchdog.timeout_s) is not None:
+            limits = StepLengths(new.watchdog_floors_s) if timeout_s == "auto" else FixedLimit(timeout_s)
             guard = self.guards[new.run] = StallGuard(
-                self._scheduler, state, self._signs, self.trajectories.phase_of, limits, new.watchdog_restart
+                self._scheduler, state, self._signs, self.trajectories.phase_of, limits, config.watchdog.restart
             )
             guard.start()
         return {"started_s": state.log.started_s, "process": process_name()}

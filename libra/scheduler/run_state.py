@@ -6,29 +6,30 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, Self, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import msgspec
 
 from libra import facts
+from libra.config import config_from_dict
+from libra.config.streaming import most_waves
 from libra.facts import Command, Fact, ToolNeeds
 from libra.keys import Key
 from libra.policy import (
     Admission,
-    Fifo,
     Inspectable,
     OneVersion,
     OnlineLearner,
     Ordering,
-    StalenessPolicy,
     Tail,
-    TailSettings,
-    Verdict,
     Waves,
     WayChoice,
     WaySettings,
+    keeps_version,
     learns_after,
+    staleness_of,
 )
 from libra.scheduler.notices import Notices
 from libra.scheduler.run_log import RunLog
@@ -36,94 +37,49 @@ from libra.scheduler.version_holders import Holders
 from libra.store.batch_membership import read_batch
 from libra.types import EndReason, Phase
 
+if TYPE_CHECKING:
+    from libra.config import RunConfig
+
 KEPT_BLOCKS = 8192
 """Maximum number of groups for which the worker that keeps their rows is recorded."""
 
 
-class RunRegistration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class RunRegistration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     """A driver's registration of its run.
 
     Attributes
     ----------
-    eta, groups_per_batch : int
-        Staleness bound, and groups per optimizer step.
-    over_age, window, in_flight
-        The rest of the `StalenessPolicy`, whose ``eta`` is that above.
-    one_version, rounded : bool
-        Whether each trajectory keeps the weights that it began with, and whether versions share the engines out.
-    teacher : bool
-        Whether it needs a worker with TEACHER.
-    waves, wave_groups, wave_enough : int
-        Most waves of a step (0: steps are not streamed), and fewest and most groups of one (0: any number).
-    first_come : bool
-        Whether batches of streamed steps take groups of any iteration (`libra.policy.waves.first_come`).
-    turning : TailSettings or None
-        None: no engine trains while the tail of a rollout runs.
-    ways : WaySettings or None
-        None: there is nothing to choose in how steps are taken.
-    event_log : bool
-        Whether ``directory`` gets an ``events.jsonl``.
+    config : dict
+        The run's configuration as plain data; see `settings`.
+    tools : dict of str to ToolNeeds
+        Tools of its environment that declare resources, by name; empty: actions take slots.
+    watchdog_floors_s : dict
+        Least limits of ``watchdog.timeout_s=auto``, by kind of task, for tasks with a time-out.
     restored : dict or None
         The `Admission.snapshot` from which a resumed run goes on.
-    watchdog_s : float or None or "auto"
-        ``watchdog.timeout_s``; None: there is no watchdog. ``watchdog_restart``: it restarts the worker to blame.
-    watchdog_floors_s : dict
-        Least limits under "auto", by kind of task, of those that have a time-out of their own.
-    policy : dict
-        Arguments of `libra.policy.make_ordering`, with ``boundaries_tokens`` where the configuration sets them.
-    family : str
-        Name of the environment of all its trajectories.
     learned : str or None
         Snapshot of the ordering as JSON, from which a resumed run goes on.
-    train_workers : int
-        Workers with TRAIN that it needs; one of every other resource.
     local : bool
         Whether the driver started this cluster for the run, and starts lost workers again.
-    tools : dict of str to ToolNeeds
-        Tools that declare resources, by name; empty: actions take slots. ``quotas``: ``environment.quotas``.
     client : str
         Dask's id of the driver's client; empty: not known.
-    first_phase : str
-        What a trajectory begins with: a generation, or an action where an agent runs it.
     """
 
     run: str
     epoch: int
     directory: str
-    eta: int
-    iterations: int
-    groups_per_batch: int
-    event_log: bool
-    waves: int = 0
-    wave_groups: int = 1
-    wave_enough: int = 0
-    first_come: bool = False
-    turning: TailSettings | None = None
-    ways: WaySettings | None = None
-    restored: dict[str, Any] | None = None
-    watchdog_s: float | Literal["auto"] | None = None
+    config: dict[str, Any] = msgspec.field(default_factory=dict)
+    tools: dict[str, ToolNeeds] = msgspec.field(default_factory=dict)
     watchdog_floors_s: dict[str, float] = msgspec.field(default_factory=dict)
-    watchdog_restart: bool = False
-    policy: dict[str, Any] = msgspec.field(default_factory=lambda: {"name": Fifo.name})
-    family: str = ""
+    restored: dict[str, Any] | None = None
     learned: str | None = None
-    train_workers: int = 1
     local: bool = False
     client: str = ""
-    over_age: Verdict = Verdict.WAIT
-    window: int | None = None
-    in_flight: int | None = None
-    one_version: bool = False
-    rounded: bool = False
-    teacher: bool = False
-    first_phase: str = str(Phase.ROLLOUT)
-    tools: dict[str, ToolNeeds] = msgspec.field(default_factory=dict)
-    quotas: dict[str, str] = msgspec.field(default_factory=dict)
 
-    @property
-    def staleness(self) -> StalenessPolicy:
-        """How old what a step consumes may be."""
-        return StalenessPolicy(self.eta, self.over_age, self.window, self.in_flight)
+    @cached_property
+    def settings(self) -> RunConfig:
+        """The run's configuration; ConfigError if it is not one."""
+        return config_from_dict(self.config)
 
     def as_message(self) -> dict[str, Any]:
         """As plain data, for Dask's wire; `from_message` reads it."""
@@ -136,8 +92,9 @@ class RunRegistration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def admission(self) -> Admission:
         """What decides about its gates, batches and waves, as earlier starts of the run left it."""
-        waves = Waves(self.waves, self.wave_groups, self.wave_enough)
-        made = Admission(self.staleness, self.groups_per_batch, waves, first_come=self.first_come)
+        config = self.settings
+        first_come = config.trainer.batches == "first_come"
+        made = Admission(staleness_of(config), config.trainer.prompts, Waves.of(config), first_come=first_come)
         if self.restored is not None:
             made.restore(self.restored)
         return made
@@ -213,7 +170,7 @@ class RunState:
 
     ``num_ended`` trajectories have ended, ``learned_ended`` of them before the policy's last update. ``sessions``: what the pools
     of its workers have done, by the names of `libra.envs.sessions.SessionCounts`. ``revoked``: actions that were stopped for
-    others.
+    others. ``family`` is the name of the environment of all its trajectories, ``first_phase`` what each begins with.
     """
 
     registration: RunRegistration
@@ -227,12 +184,16 @@ class RunState:
     num_ended: int = 0
     learned_ended: int = 0
     one: OneVersion | None = None
+    family: str = ""
+    first_phase: Phase = Phase.ROLLOUT
     sessions: Counter[str] = field(default_factory=Counter)
     revoked: int = 0
 
     def __post_init__(self) -> None:
-        new = self.registration
-        self.one = OneVersion(rounded=new.rounded) if new.one_version else None
+        config = self.settings
+        self.family = config.environment.name
+        self.first_phase = Phase.TOOL if config.agent.given else Phase.ROLLOUT
+        self.one = OneVersion(rounded=config.staleness.engines == "rounded") if keeps_version(config) else None
 
     def handle(self, event: Fact) -> tuple[Command, ...]:
         """Pass an event to the policy objects; the answers of the ordering, and the engines that take new weights."""
@@ -251,6 +212,11 @@ class RunState:
             found |= {f"forecast_weight_{signal}": weight for signal, weight in row["weights"].items()}
             found["forecast_skill"] = row["skill"]
         return found
+
+    @property
+    def settings(self) -> RunConfig:
+        """Its configuration."""
+        return self.registration.settings
 
     @property
     def run(self) -> str:
@@ -281,23 +247,23 @@ class RunState:
 
     def begin(self) -> None:
         """Log the start of the run, and the state of its policy objects."""
-        new = self.registration
+        config, choice = self.settings, WaySettings.of(self.settings)
         self.log.emit(
             facts.RunStarted(
-                epoch=new.epoch,
-                eta=new.eta,
-                iterations=new.iterations,
-                groups_per_batch=new.groups_per_batch,
+                epoch=self.epoch,
+                eta=config.run.eta,
+                iterations=config.run.iterations,
+                groups_per_batch=config.trainer.prompts,
                 policy=self.policy.name,
-                family=new.family,
+                family=self.family,
             )
         )
-        if new.ways is not None:
-            self.admission.ways = WayChoice(new.ways, new.eta, new.waves)
-            self.log.timeline.steps.train_gpus = new.ways.train_gpus
+        if choice is not None:
+            self.admission.ways = WayChoice(choice, config.run.eta, most_waves(config))
+            self.log.timeline.steps.train_gpus = choice.train_gpus
         self.emit_snapshot()
-        if new.ways is not None:
-            self.log.emit(facts.StepsPlanned(ways=new.ways.ways, way=new.ways.way, reason=new.ways.reason))
+        if choice is not None:
+            self.log.emit(facts.StepsPlanned(ways=choice.ways, way=choice.way, reason=choice.reason))
 
     def measured(self, version: int) -> tuple[Command, ...] | None:
         """Log the step whose weights are published now, if it was measured; what it changes. None: it was not."""
@@ -316,7 +282,7 @@ class RunState:
 
     def emit_snapshot(self) -> None:
         """Log the state of the policy objects; see `RunLog.emit_snapshot`."""
-        self.log.emit_snapshot(self.policy, self.admission, self.tail, self.registration.family, self.one)
+        self.log.emit_snapshot(self.policy, self.admission, self.tail, self.family, self.one)
 
     def learn(self) -> None:
         """Run the policy's expensive update if enough trajectories have ended since the last."""
@@ -393,7 +359,7 @@ class Tracked:
 
     def begin(self) -> None:
         """It needs what a trajectory begins with."""
-        self.phase = Phase(self.run.registration.first_phase)
+        self.phase = self.run.first_phase
 
     @property
     def completed(self) -> bool:

@@ -125,7 +125,7 @@ class StallGuard:
             return Waiting(key, f"a unit of {resource}" if resource else "any worker", resource)
         index, published = parsed.indices[0], state.admission.version
         if parsed.node == "gate":
-            version = index if parsed.split == "eval" else index - state.registration.eta
+            version = index if parsed.split == "eval" else index - state.settings.run.eta
             return Waiting(key, f"version {version} (published is {published})", "")
         if parsed.node == "batch":
             return Waiting(key, f"the groups of batch {index} (published is version {published})", "")

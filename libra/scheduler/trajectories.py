@@ -121,9 +121,9 @@ class Trajectories:
 
     def _declare_tools(self, state: RunState) -> None:
         """From now on actions hold leases; the tools of a run have its name before theirs."""
-        registration = state.registration
-        tools = {f"{state.run}/{name}": needs for name, needs in registration.tools.items()}
-        declared = ToolsDeclared(tools, registration.quotas)
+        tools = {f"{state.run}/{name}": needs for name, needs in state.registration.tools.items()}
+        quotas = {name: str(quota) for name, quota in state.settings.environment.quotas.items()}
+        declared = ToolsDeclared(tools, quotas)
         state.log.emit(declared)
         self.dispatcher.handle(declared)
         self._tool_capacity.clear()  # the log of this run has them, too
@@ -189,8 +189,8 @@ class Trajectories:
             requested = ActionRequested(key, tools)
             state.log.emit(requested)
             self.dispatcher.handle(requested)
-        family, context = state.registration.family, tracked.context_tokens
-        fact = TrajectoryParked(key, indices[0], tracked.phase, tracked.quanta, tracked.group, family, context)
+        at, context = tracked.quanta, tracked.context_tokens
+        fact = TrajectoryParked(key, indices[0], tracked.phase, at, tracked.group, state.family, context)
         self._tell(state, fact)
 
     def forgotten(self, key: str) -> None:

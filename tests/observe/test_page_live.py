@@ -10,6 +10,7 @@ from distributed import Client, Reschedule, Worker, get_worker
 from made_events import worker_times
 
 from libra import facts, keys
+from libra.config import config_from_dict
 from libra.facts import STREAM_OP, QuantumFinished, from_dict, pack
 from libra.observe.snapshots import numbers
 from libra.scheduler import LibraPlugin, RunRegistration
@@ -95,7 +96,9 @@ def test_what_the_page_shows_of_the_plugin_agrees_with_the_event_log(live_schedu
 
     async def main():
         async with emulated_cluster(live_scheduler) as live:
-            answer = live.plugin.register_run(RunRegistration("demo", 0, str(tmp_path), 1, 4, 2, True))
+            config = config_from_dict({"run": {"eta": 1, "iterations": 4}, "trainer": {"prompts": 2}})
+            plain = config.model_dump(mode="json") | {"policy": {"name": "fifo"}}
+            answer = live.plugin.register_run(RunRegistration("demo", 0, str(tmp_path), plain))
             assert "error" not in answer
             await live.client.submit(say, "demo", [facts.VersionPublished(0, "d0", 10)], key="say-0")
             opened = keys.make("gate", (0,), epoch=0, run="demo")

@@ -11,6 +11,7 @@ from distributed import Client, Reschedule, Scheduler, Worker, get_worker
 
 from libra import keys
 from libra.cluster.settings import DASK_SETTINGS
+from libra.config import config_from_dict
 from libra.facts import STREAM_OP, QuantumFinished, VersionPublished, pack
 from libra.scheduler import LibraPlugin, RunRegistration
 from libra.types import Phase
@@ -67,11 +68,22 @@ async def cluster(rollout=2, tool=2):
             yield SimpleNamespace(scheduler=scheduler, workers=(a, b), client=client, plugin=plugin)
 
 
-def register(live, directory, run="demo", **changes):
+def config_of(eta=0, iterations=1, groups=1, policy=None, **watchdog):
+    """A configuration as a registration has it; without a watchdog, unless its settings are given."""
+    sections = {
+        "run": {"eta": eta, "iterations": iterations},
+        "trainer": {"prompts": groups},
+        "policy": policy or {"name": "fifo"},
+        "watchdog": {"timeout_s": None} | watchdog,
+    }
+    return config_from_dict(sections).model_dump(mode="json")
+
+
+def register(live, directory, run="demo", *, config=None, epoch=0, **more):
     """Make a run known to the plugin, with a version 0."""
-    arguments = {"epoch": 0, "eta": 0, "iterations": 1, "groups_per_batch": 1, "event_log": True} | changes
-    answer = live.plugin.register_run(RunRegistration(run=run, directory=str(directory), **arguments))
-    publish(live, 0, run, arguments["epoch"])
+    config = config_of() if config is None else config
+    answer = live.plugin.register_run(RunRegistration(run, epoch, str(directory), config, **more))
+    publish(live, 0, run, epoch)
     return answer
 
 
@@ -104,5 +116,5 @@ def submit(live, run, lengths, iteration=0, group=0):
 @pytest.fixture(scope="session")
 def emulation():
     """The functions of this file, for tests."""
-    functions = (cluster, register, publish, say, submit, quantum, report, until)
+    functions = (cluster, config_of, register, publish, say, submit, quantum, report, until)
     return SimpleNamespace(**{each.__name__: each for each in functions})

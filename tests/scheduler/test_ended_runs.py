@@ -56,9 +56,7 @@ class Part(WorkerPlugin):
 
 def registration(directory, client, epoch):
     """What a driver sends."""
-    return RunRegistration(
-        "demo", epoch, str(directory), eta=0, iterations=1, groups_per_batch=1, event_log=True, client=client.id
-    ).as_message()
+    return RunRegistration("demo", epoch, str(directory), client=client.id).as_message()
 
 
 async def test_a_killed_drivers_run_leaves_its_workers_before_its_next_start_comes_to_them(

@@ -85,7 +85,7 @@ async def test_a_run_of_the_same_name_and_epoch_is_refused(emulation, tmp_path):
 
 async def test_a_gate_waits_for_its_version_and_hears_nothing_of_an_older_epoch(emulation, tmp_path):
     async with emulation.cluster() as live:
-        emulation.register(live, tmp_path, eta=1, epoch=3)
+        emulation.register(live, tmp_path, config=emulation.config_of(eta=1), epoch=3)
         gates = [keys.make("gate", (k,), epoch=3, run="demo") for k in range(3)]
         futures = [live.client.submit(int, k, key=key, resources={keys.PARK: 1}) for k, key in enumerate(gates)]
         assert await live.client.gather(futures[:2]) == [0, 1]

@@ -23,11 +23,11 @@ from libra.store.event_log import from_last_snapshot, read_events
 GROUPS, ITERATIONS = 2, 4
 
 
-async def record(emulation, directory, **changes):
+async def record(emulation, directory, policy=None):
     """Four iterations with eta 1 on two workers, one of which is lost and replaced: gates, batches, groups, quanta."""
     rng = random.Random(0)
     async with emulation.cluster(rollout=2, tool=2) as live:
-        emulation.register(live, directory, eta=1, groups_per_batch=GROUPS, iterations=ITERATIONS, **changes)
+        emulation.register(live, directory, config=emulation.config_of(1, ITERATIONS, GROUPS, policy))
 
         def node(name, k):
             key = keys.make(name, (k,), epoch=0, run="demo")
@@ -224,9 +224,10 @@ async def test_a_resumed_epoch_goes_on_from_what_it_was_given(emulation, tmp_pat
         started={(1, 1): 0},
     ).snapshot()
 
+    config = emulation.config_of(eta=1, groups=GROUPS)
     async with emulation.cluster() as live:
-        emulation.register(live, tmp_path, eta=1, groups_per_batch=GROUPS)
-        emulation.register(live, tmp_path, eta=1, groups_per_batch=GROUPS, epoch=1, restored=restored)
+        emulation.register(live, tmp_path, config=config)
+        emulation.register(live, tmp_path, config=config, epoch=1, restored=restored)
         key = keys.make("batch", (1,), epoch=1, run="demo")
         batch = live.client.submit(int, 1, key=key, resources={keys.PARK: 1})
         emulation.say(live, GroupCommitted("train", 1, 1, 0, 0.5, {}), epoch=1)

@@ -78,11 +78,6 @@ async def processes():
             yield SimpleNamespace(scheduler=scheduler, client=client, plugin=scheduler.plugins[LibraPlugin.name])
 
 
-def register(live, directory, *, restart):
-    run = RunRegistration("demo", 0, str(directory), 0, 1, 1, True, watchdog_s=1.0, watchdog_restart=restart)
-    live.plugin.register_run(run)
-
-
 def stalls(directory):
     return [event for event in read_events(directory / "events.jsonl").events if event["name"] == "stall_detected"]
 
@@ -96,10 +91,13 @@ def stalls(directory):
         ("process", r"it is stopped; kill -CONT \d+"),
     ],
 )
-async def test_a_hanging_worker_is_named_and_restarted_and_the_trajectory_ends(blocks, seen, tmp_path, caplog):
+async def test_a_hanging_worker_is_named_and_restarted_and_the_trajectory_ends(
+    emulation, blocks, seen, tmp_path, caplog
+):
     caplog.set_level(logging.WARNING, "libra.scheduler.stall_watchdog")
     async with processes() as live:
-        register(live, tmp_path, restart=True)
+        config = emulation.config_of(timeout_s=1.0, restart=True)
+        live.plugin.register_run(RunRegistration("demo", 0, str(tmp_path), config))
         task = live.client.submit(quantum(blocks), str(tmp_path / "marker"), key=KEY, resources={keys.PARK: 1})
         assert await task == "answered"
         live.plugin.end_run("demo")
@@ -117,7 +115,7 @@ async def test_a_hanging_worker_is_named_and_restarted_and_the_trajectory_ends(b
 async def test_without_restart_a_task_that_hangs_is_named_and_left_alone(emulation, tmp_path, caplog):
     caplog.set_level(logging.WARNING, "libra.scheduler.stall_watchdog")
     async with emulation.cluster() as live:
-        emulation.register(live, tmp_path, watchdog_s=1.0)
+        emulation.register(live, tmp_path, config=emulation.config_of(timeout_s=1.0))
         task = live.client.submit(asyncio.Event().wait, key=KEY, resources={keys.PARK: 1})
         await emulation.until(lambda: "no progress" in caplog.text)
         live.plugin.end_run("demo")
@@ -129,21 +127,22 @@ async def test_without_restart_a_task_that_hangs_is_named_and_left_alone(emulati
 
 async def test_limits_follow_what_the_runs_own_tasks_take(emulation, tmp_path):
     async with emulation.cluster() as live:
-        emulation.register(live, tmp_path, watchdog_s="auto", watchdog_floors_s={"trajectory, TOOL": 95.0})
+        floors_s = {"trajectory, TOOL": 95.0}
+        emulation.register(live, tmp_path, config=emulation.config_of(timeout_s="auto"), watchdog_floors_s=floors_s)
         limits = live.plugin.guards["demo"].watchdog.limits
         assert limits.limit_s("trajectory, TOOL") == limits.limit_s("trajectory, ROLLOUT") == 600.0
         await asyncio.gather(*emulation.submit(live, "demo", [6, 6]))  # three generations and three actions each
         assert (limits.limit_s("trajectory, TOOL"), limits.limit_s("trajectory, ROLLOUT")) == (95.0, 60.0)
         assert await live.client.submit(str, 1, key="step-train-0-e0-demo") == "1"
         assert limits.limit_s("step") == 600.0  # once is not enough
-        emulation.register(live, tmp_path, epoch=1, watchdog_s=7.0)
+        emulation.register(live, tmp_path, config=emulation.config_of(timeout_s=7.0), epoch=1)
         assert live.plugin.guards["demo"].watchdog.limits.limit_s("step") == 7.0
 
 
 async def test_where_nothing_runs_the_line_says_which_worker_to_start(emulation, tmp_path, caplog):
     caplog.set_level(logging.WARNING, "libra.scheduler.stall_watchdog")
     async with emulation.cluster(rollout=0) as live:
-        emulation.register(live, tmp_path, watchdog_s=1.0)
+        emulation.register(live, tmp_path, config=emulation.config_of(timeout_s=1.0))
         futures = emulation.submit(live, "demo", [1, 1])
         gate_5 = keys.make("gate", (5,), epoch=0, run="demo")
         gate = live.client.submit(int, 5, key=gate_5, resources={keys.PARK: 1})
