@@ -58,7 +58,7 @@ class Stage:
     def num_quanta(self) -> int:
         """Quanta finished so far."""
         bare = isinstance(self.plugin, BareLoop)
-        return self.plugin.num_quanta if bare else sum(self.plugin.runs[RUN].log.facts.quanta.values())
+        return self.plugin.num_quanta if bare else sum(self.plugin.runs[RUN].log.timeline.quanta.values())
 
     @property
     def num_waiting(self) -> int:
