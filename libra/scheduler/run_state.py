@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
@@ -79,7 +80,8 @@ class RunRegistration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, d
     @cached_property
     def settings(self) -> RunConfig:
         """The run's configuration; ConfigError if it is not one."""
-        return config_from_dict(self.config)
+        # Dask's wire makes tuples of lists, and a configuration has lists.
+        return config_from_dict(json.loads(json.dumps(self.config)))
 
     def as_message(self) -> dict[str, Any]:
         """As plain data, for Dask's wire; `from_message` reads it."""
