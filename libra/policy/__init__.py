@@ -14,7 +14,7 @@ from libra.policy.admission import (
 from libra.policy.attained_service import Mlfq
 from libra.policy.cmlfq import CMLFQ
 from libra.policy.declared_capacity import joined_of, off_by_frac
-from libra.policy.dispatcher import Dispatcher
+from libra.policy.dispatcher import EVERYONE, Dispatcher, leaves_slot
 from libra.policy.fifo import Fifo
 from libra.policy.forecast import Forecast, Forecaster
 from libra.policy.one_version import OneVersion
@@ -34,6 +34,7 @@ from libra.policy.waves import Waves
 
 __all__ = [
     "CMLFQ",
+    "EVERYONE",
     "LEARNS_EVERY",
     "ORDERINGS",
     "Admission",
@@ -60,6 +61,7 @@ __all__ = [
     "judge",
     "keeps_version",
     "learns_after",
+    "leaves_slot",
     "make_ordering",
     "off_by_frac",
     "staleness_of",

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from libra.facts import Fact, Priority, QuantumStarted, SetPriority, TrajectoryEnded, TrajectoryParked
+from libra.facts import Fact, Priority, QuantumContinued, QuantumStarted, SetPriority, TrajectoryEnded, TrajectoryParked
 from libra.policy.snapshots import Saved
 from libra.policy.starvation_guard import OVERDUE, StarvationGuard
 from libra.policy.trajectory_table import TrajectoryStats, TrajectoryTable, length_class
@@ -41,12 +41,22 @@ class Mlfq(Saved):
             case TrajectoryParked(key=key, phase=phase):
                 assert stats is not None
                 overdue = self._guard.parked(key, phase)
-                level, reason = self._level(stats)
-                own = SetPriority(key, Priority(stats.iteration, level, stats.arrival), reason)
+                stats.level, reason = self._level(stats)
+                own = SetPriority(key, Priority(stats.iteration, stats.level, stats.arrival), reason)
                 return (own, *overdue_first(overdue, self._trajectories))
+            case QuantumContinued(key=key):
+                return self._continued(key)
             case QuantumStarted(key=key) | TrajectoryEnded(key=key):
                 self._guard.left(key)
         return ()
+
+    def _continued(self, key: str) -> tuple[SetPriority, ...]:
+        """The new rank of a trajectory that keeps its slot."""
+        if (stats := self._trajectories.by_key.get(key)) is None:
+            return ()
+        before, (stats.level, reason) = stats.level, self._level(stats)
+        rank = Priority(stats.iteration, stats.level, stats.arrival)
+        return () if stats.level == before else (SetPriority(key, rank, reason),)
 
     def _level(self, stats: TrajectoryStats) -> tuple[int, str]:
         level = length_class(stats.generated_tokens)

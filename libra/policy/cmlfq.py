@@ -40,6 +40,7 @@ from libra.facts import (
     Fact,
     Prefer,
     Priority,
+    QuantumContinued,
     QuantumFinished,
     QuantumStarted,
     SetPriority,
@@ -141,6 +142,8 @@ class CMLFQ(Saved):
             case QuantumStarted(key=key):
                 self._guard.left(key)
                 self._begun(key)
+                if type(event) is QuantumContinued:
+                    return self._continued(key)
             case QuantumFinished(tokens=tokens, payload_tokens=payload):
                 self._sampled_tokens += tokens
                 self._read_tokens += payload
@@ -193,6 +196,17 @@ class CMLFQ(Saved):
                 stats.total_class = total
                 answers += self._reconsider_siblings(stats)
         return tuple(answers)
+
+    def _continued(self, key: str) -> tuple[SetPriority, ...]:
+        """The new rank of a trajectory that keeps its slot, by which it may have to release it after this quantum."""
+        stats = self._trajectories.by_key.get(key)
+        always_first = self.objective == "makespan" and not self._pauses
+        if stats is None or (always_first and stats.level == UNDER_WAY):
+            return ()
+        mean, order, skill = self.forecaster.remaining(key)
+        self._set_forecast(stats, mean)
+        level, reason = self._level(key, stats, order, skill > UNTRUSTED)
+        return () if level == stats.level else (self._placed(key, stats, level, reason, skill > UNTRUSTED),)
 
     def _reconsider_siblings(self, stats: TrajectoryStats) -> tuple[SetPriority | Prefer, ...]:
         """Reconsider those of its group that have not begun."""

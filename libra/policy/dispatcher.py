@@ -30,7 +30,7 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from libra.facts import (
@@ -69,8 +69,18 @@ SAMPLED_HOMES = 32
 """If more than twice this many engines have free slots, about this many, evenly spread, are compared."""
 PLANNED_FACTOR = 1.25
 """A trajectory begins in the bucket planned for its length unless another engine would finish sooner by this factor."""
+EVERYONE = Priority(-1 << 30, OVERDUE, 0)
+"""Ahead of every trajectory: see `Dispatcher.ahead`."""
 FORGETTING = 0.05
 """Weight of the newest quantum in the mean seconds of a quantum."""
+
+
+def leaves_slot(rank: Sequence[int], ahead: Sequence[int] | None) -> bool:
+    """Whether a trajectory of this rank releases its slot at the end of a quantum, where the best waiting one has rank ``ahead``.
+
+    Only an earlier iteration or a better level takes a slot away: within a level it would cost a dispatch and gain nothing.
+    """
+    return ahead is not None and tuple(ahead[:2]) < tuple(rank[:2])
 
 
 class Dispatcher:
@@ -308,11 +318,17 @@ class Dispatcher:
         """Whether an engine runs more generations than it has slots now, so that some must release their slots."""
         return bool(self._phases[Phase.ROLLOUT].overfull)
 
-    def contended(self) -> bool:
-        """Whether who ends a quantum must release its slot: another waits for one, an engine runs more than it has slots, or
-        engines that exchange KV are so full or so unevenly loaded that order and places matter (`libra.policy.strain`)."""
-        waits = bool(self._phases[Phase.ROLLOUT].waiting)
-        return waits or self.overfull() or bool(self._fleet.exchanging and strained(self._fleet, self._loads))
+    def ahead(self) -> Priority | None:
+        """Rank of the best waiting generation: a trajectory that ends a quantum releases its slot if `leaves_slot`.
+
+        None: nothing waits, and all keep their slots. `EVERYONE`: all release theirs, because an engine runs more generations than
+        it has slots, or engines that exchange KV are so full or so unevenly loaded that order and places matter
+        (`libra.policy.strain`).
+        """
+        if self.overfull() or (self._fleet.exchanging and strained(self._fleet, self._loads)):
+            return EVERYONE
+        entry = self._phases[Phase.ROLLOUT].all_waiting.first()
+        return None if entry is None else entry[0]
 
     def running_on(self, worker: str, phase: Phase) -> int:
         """How many quanta of ``phase`` hold a slot of ``worker``."""

@@ -28,7 +28,8 @@ class Ordering(Protocol):
         """The commands that answer an event.
 
         A `TrajectoryParked` is answered with a `SetPriority` for its key first, with `Priority.deadline` its iteration; answers
-        for other keys may follow, also to other events; each `Prefer` comes after the `SetPriority` of its key.
+        for other keys may follow, also to other events; each `Prefer` comes after the `SetPriority` of its key. A
+        `QuantumContinued` may be answered with a new rank of its key, which keeps its slot as long as nothing better waits.
         """
 
     def snapshot(self) -> dict[str, Any]:

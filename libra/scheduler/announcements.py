@@ -8,7 +8,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from libra.facts import EngineJoined, EngineQuarantined, EngineSlept, EngineWoke, Fact, VersionServed
+from libra.facts import (
+    EngineJoined,
+    EngineQuarantined,
+    EngineSlept,
+    EngineWoke,
+    Fact,
+    Priority,
+    SetPriority,
+    VersionServed,
+)  # fmt: skip
 from libra.policy import Move
 from libra.scheduler.dask_internals import tell_worker
 from libra.scheduler.run_state import RunState
@@ -31,10 +40,14 @@ def announce_version(scheduler: Scheduler, state: RunState, version: int, only: 
             state.workers.served.pop(worker, None)
 
 
-def send_contention(scheduler: Scheduler, address: str, contended: bool) -> None:
-    """Notify a rollout worker whether a trajectory that could continue in its slot must park instead."""
-    if address in scheduler.workers:
-        scheduler.worker_send(address, {"op": "libra-contended", "contended": contended})
+def announce_ahead(scheduler: Scheduler, address: str, ahead: Priority | None) -> None:
+    """Announce to a rollout worker the rank of the best waiting generation (`libra.policy.Dispatcher.ahead`)."""
+    tell_worker(scheduler, address, {"op": "libra-ahead", "ahead": ahead})
+
+
+def announce_rank(scheduler: Scheduler, address: str, command: SetPriority) -> None:
+    """Announce to the worker that runs a trajectory its new rank."""
+    tell_worker(scheduler, address, {"op": "libra-rank", "key": command.key, "rank": command.priority})
 
 
 def announce_revocation(scheduler: Scheduler, state: RunState, address: str, key: str, quantum: int) -> None:

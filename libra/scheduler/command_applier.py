@@ -3,7 +3,7 @@
 Invariants
 ----------
 1. Only this module writes ``ts.priority`` and releases parked tasks; every write has a line in its run's event log.
-2. A task that is not waiting keeps its priority; it gets a new one when it parks.
+2. A task that runs keeps its priority until it parks; its worker learns the new rank, by which it keeps its slot or not.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from libra.facts import (
 from libra.policy import Dispatcher
 from libra.policy.role_changes import Role
 from libra.scheduler import dask_internals
-from libra.scheduler.announcements import announce_version
+from libra.scheduler.announcements import announce_rank, announce_version
 from libra.scheduler.run_state import RunState
 
 if TYPE_CHECKING:
@@ -63,6 +63,9 @@ class Applier:
             if type(command) is SetPriority:  # by far the most
                 ts = tasks.get(command.key)
                 if ts is not None:
+                    if ts.processing_on is not None:
+                        announce_rank(self._scheduler, ts.processing_on.address, command)
+                        continue
                     dask_internals.set_priority(ts, command.priority)
                     kicks = kicks or ts.state == "no-worker"
                 continue

@@ -37,7 +37,7 @@ from libra.orderings import ordering_of
 from libra.policy import CommittedGroup, Tail, TailSettings
 from libra.policy.stall import FixedLimit, StepLengths
 from libra.scheduler import dask_internals
-from libra.scheduler.announcements import announce_version, engine_told, newest_version, send_contention
+from libra.scheduler.announcements import announce_ahead, announce_version, engine_told, newest_version
 from libra.scheduler.ended_runs import EndedRuns
 from libra.scheduler.gangs import Gangs
 from libra.scheduler.lost_workers import LostWorkers
@@ -416,8 +416,8 @@ class LibraPlugin(SchedulerPlugin):
         if isinstance(fact, facts.EngineJoined):
             self.concurrency.joined(state.run, fact.worker, fact.engine)
             self.concurrency.apply(state.run, address)
-        if self.trajectories.contended:
-            send_contention(self._scheduler, address, True)
+        if self.trajectories.ahead is not None:
+            announce_ahead(self._scheduler, address, self.trajectories.ahead)
         self.trajectories.workers_changed()
 
     def _engine_declared(self, state: RunState, fact: facts.EngineDeclared, _: str) -> None:

@@ -7,8 +7,8 @@ Invariants
 ----------
 1. ``ts.priority`` is the order: a free slot goes to the first trajectory that may have it (`libra.policy.dispatcher`).
 2. A worker never holds more quanta of a phase than it declares slots for. A trajectory may run its next generation in its
-   slot without parking while no other waits for one; when one does, rollout workers are notified, and a slot comes free when
-   a turn ends.
+   slot without parking unless one of an earlier iteration or a better level waits: rollout workers know the best rank that
+   waits, and the newest rank of what they run.
 3. However a quantum ends (report, worker loss, cancel), its slot is free again and its task has the parked restrictions.
 4. Every event that policy objects receive is in the event log of the run first, in the same order.
 """
@@ -33,6 +33,7 @@ from libra.facts import (
     LeaseGranted,
     LeaseRevoked,
     PlacementVoid,
+    Priority,
     QuantumContinued,
     QuantumDispatched,
     QuantumFinished,
@@ -48,10 +49,10 @@ from libra.facts import (
 )
 from libra.keys import TOOL_CORES, TOOL_GPUS, TOOL_MIB
 from libra.observe.task_stream import QuantumStream
-from libra.policy import Dispatcher, Place
+from libra.policy import EVERYONE, Dispatcher, Place
 from libra.policy.placements import LeaseTaken
 from libra.scheduler import dask_internals
-from libra.scheduler.announcements import announce_move, announce_revocation, send_contention
+from libra.scheduler.announcements import announce_ahead, announce_move, announce_revocation
 from libra.scheduler.command_applier import Applier
 from libra.scheduler.lost_quanta import record_worker_failure
 from libra.scheduler.run_state import Handler, RunState, Tracked
@@ -68,7 +69,15 @@ MAX_LOST_QUANTA = 3
 """Consecutive times that a quantum's worker may die before the trajectory ends as a ``worker`` failure."""
 
 
+AHEAD_EVERY_S = 0.02
+"""Rollout workers hear of a new best waiting generation after this time: one that parks and is dispatched at once is none."""
+
 _SEVERAL = object()
+
+
+def _differ(ahead: Priority | None, known: Priority | None) -> bool:
+    """Whether other trajectories than before release their slots (`libra.policy.leaves_slot`)."""
+    return (ahead and ahead[:2]) != (known and known[:2])
 
 
 def _resources(place: Place) -> dict[str, float]:
@@ -91,7 +100,8 @@ class Trajectories:
         self.workers = Workers(scheduler)
         self.stream = QuantumStream(scheduler)
         self.tracked: dict[str, Tracked] = {}
-        self.contended = False
+        self.ahead: Priority | None = None  # as the rollout workers know it
+        self._announces_ahead = False
         self._only: RunState | object | None = None  # the only run that this dispatcher has ever had
         self.kicked = False
         self._dispatches = 0
@@ -255,12 +265,21 @@ class Trajectories:
         self._revoke(at_s, alone)
         if dispatcher.leases is not None:
             self._look_again(dispatcher.leases.table.next_s(at_s), at_s)
+        if not self._announces_ahead and _differ(self._best_waiting(), self.ahead):
+            self._announces_ahead = True
+            scheduler.loop.call_later(AHEAD_EVERY_S, self._announce_ahead)
+
+    def _best_waiting(self) -> Priority | None:
         emptying = any(state.one is not None and state.one.emptying for state in self._runs.values())
-        contended = emptying or dispatcher.contended()
-        if contended != self.contended:
-            self.contended = contended
+        return EVERYONE if emptying else self.dispatcher.ahead()
+
+    def _announce_ahead(self) -> None:
+        """Announce the rank of the best waiting generation to all rollout workers, if it has changed."""
+        self._announces_ahead = False
+        if _differ(ahead := self._best_waiting(), self.ahead):
+            self.ahead = ahead
             for address in {address for state in self._runs.values() for address in state.workers.engines.values()}:
-                send_contention(scheduler, address, contended)
+                announce_ahead(self._scheduler, address, ahead)
 
     def _leased(self, tracked: Tracked, place: Place, lease: LeaseTaken) -> None:
         queued_s = round(max(0.0, lease.at_s - tracked.parked_s), 6)

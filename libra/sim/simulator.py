@@ -27,6 +27,7 @@ from libra.facts import (
     OpenBatch,
     OpenGate,
     Priority,
+    QuantumContinued,
     QuantumFinished,
     QuantumStarted,
     SetPriority,
@@ -38,7 +39,7 @@ from libra.facts import (
 )
 from libra.hardware.host_kv import HostKv
 from libra.hardware.virtual_engine import Counters, Request, VirtualEngine
-from libra.policy import Admission, CommittedGroup, Dispatcher, OnlineLearner, Ordering, learns_after
+from libra.policy import Admission, CommittedGroup, Dispatcher, OnlineLearner, Ordering, learns_after, leaves_slot
 from libra.policy.move_price import PRIOR_BYTES_PER_S
 from libra.sim.agenda import Agenda
 from libra.sim.engines import EngineSpec, typical_context
@@ -87,7 +88,7 @@ class Simulator:
         self._published_s = 0.0  # when the newest version that is being published, or was, can be pulled
         self._learner, self._learned_ended = (ordering if isinstance(ordering, OnlineLearner) else None), 0
         self._in_transit: dict[str, str] = {}  # keys that hold a slot of an engine without being in it
-        self._contended = False  # whether who ends a quantum releases its slot, as of the last dispatch
+        self._ahead: Priority | None = None  # rank of the best waiting generation, as of the last dispatch
         self._priorities: dict[str, Priority] = {}  # as last told; engines serve their queues by it, as live
         self._out_of_date = 0  # events of this instant that no longer hold
         self._counters: list[tuple[str, Counters]] = []  # of engines that handed their trajectories over
@@ -259,7 +260,7 @@ class Simulator:
 
     def _dispatch(self) -> None:
         if self.options.tool_slots is None and not self._dispatcher.num_waiting(Phase.ROLLOUT):
-            self._contended = self._dispatcher.contended()
+            self._ahead = self._dispatcher.ahead()
             return
         touched: dict[str, VirtualEngine] = {}
         for phase in Phase if self.options.tool_slots is not None else (Phase.ROLLOUT,):
@@ -283,7 +284,7 @@ class Simulator:
                     touched[worker] = self.generate(one, worker)
         for engine in touched.values():
             self._schedule_next(engine)
-        self._contended = self._dispatcher.contended()
+        self._ahead = self._dispatcher.ahead()
 
     def _drawn(self, measured_s: tuple[float, ...]) -> float:
         """One of these."""
@@ -366,10 +367,10 @@ class Simulator:
         one.turn += inline
         if ends and (one.turn == len(one.plan.turns) or turn.status == NO_TOOL):
             self._end(one)
-        elif (inline or not ends) and self._contended:
+        elif (inline or not ends) and leaves_slot(self._priorities.get(one.key, ()), self._ahead):
             self._park(one)
-        elif inline or not ends:  # the slot is not contended: the next quantum begins in it at once
-            self.notify(QuantumStarted(one.key, Phase.ROLLOUT, worker))
+        elif inline or not ends:  # no better one waits: the next quantum begins in the slot at once
+            self.notify(QuantumContinued(one.key, Phase.ROLLOUT, worker, one.quanta))
             if worker in self.running_engines:
                 self._schedule_next(self.generate(one, worker))
         elif self.options.tool_slots is None:

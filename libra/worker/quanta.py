@@ -9,7 +9,7 @@ Invariants
 3. One generation or action of a trajectory runs at a time here, and only with the records of all before it.
 4. What the model writes and what its tools do ends at most its own trajectory. It is made storable before it goes into a record
    (`libra.untrusted`); a record that cannot be stored all the same becomes a failure record, which a resume finds.
-5. A trajectory keeps its slot from one generation to the next only while the plugin reports that no trajectory waits for one.
+5. A trajectory keeps its slot from one generation to the next unless one of an earlier iteration or a better level waits.
 6. A trajectory whose group has its record runs no quantum, on any worker: its journal is removed when the store has it, and its
    result may be lost with a worker after that.
 7. In a run with ``staleness.versions=one`` all tokens of a trajectory have one version, whichever engine it is sent to: it begins
@@ -168,7 +168,7 @@ class QuantumRunner:
         ``quantum`` is its number, where the scheduler knows that: its group has no record then, and the journal has none but the
         records before it. 0: both are looked up.
 
-        If the next one is also a generation (its tools ran inline) and no trajectory waits for the slot, it follows at
+        If the next one is also a generation (its tools ran inline) and no better trajectory waits for the slot, it follows at
         once: each quantum has its record and its report, without a decision in between.
         """
         state = self._ended.get(tid) or self.state(tid, prompt, quantum)
@@ -185,6 +185,8 @@ class QuantumRunner:
             # trajectory's state, and wait for another.
             self._report(key, state, state.quanta, time.time(), state.phase, goes_on=False)
             return state
+        if self.engine is not None:
+            self.engine.began(key)
         goes_on = True
         while goes_on:
             started_s, first = time.time(), state.quanta
@@ -195,7 +197,7 @@ class QuantumRunner:
                 phase is Phase.ROLLOUT
                 and state.phase is Phase.ROLLOUT
                 and state.records[-1]["kind"] != "failure"  # another attempt may succeed on another worker
-                and not (self.engine is not None and self.engine.contended)
+                and (self.engine is None or self.engine.keeps_slot(key))
                 and not self._leaving()
                 and still_wanted(self.context.worker, key)
             )

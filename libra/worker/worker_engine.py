@@ -14,11 +14,12 @@ from msgspec.structs import replace
 
 from libra.errors import EngineError, LibraError
 from libra.facts import EngineDeclared, EngineJoined, EngineSlept, EngineWoke, Fact, VersionServed
-from libra.policy import off_by_frac
+from libra.policy import leaves_slot, off_by_frac
 from libra.rollout.engine_capacity import FEWEST_PASSES, GIB, KEPT_PASSES, architecture_of
 from libra.rollout.vllm_settings import read_model_config
 from libra.types import EngineCapacity, TurnOutput, TurnRequest
 from libra.worker.context import WorkerContext
+from libra.worker.dask_internals import priority_here
 from libra.worker.engine_factory import EngineKind, make_engine, stats_of
 from libra.worker.kv_transfer import KVTransfers
 from libra.worker.model_files import ONE_MODEL_AT_A_TIME
@@ -49,8 +50,8 @@ class WorkerEngine:
             recheck=alarms.mismatch_alarm is not None or alarms.mismatch_k3_alarm is not None,
         )
         self.kv: KVTransfers | None = None
-        self.contended = False
-        """Whether trajectories wait for rollout slots, as the plugin reported last."""
+        self._ahead: tuple[int, ...] | None = None  # rank of the best waiting generation, as the scheduler knows it
+        self._ranks: dict[str, tuple[int, ...]] = {}  # of tasks here whose rank has changed since they were sent
         self._model = architecture_of(read_model_config(context.model_dir))
         self._declared: EngineCapacity | None = None
         self._next_look = 0  # number of passes after which its capacity is checked again
@@ -65,7 +66,8 @@ class WorkerEngine:
             await self.serving.start()
         # Before the report: the scheduler sends these to every engine that joined, and an unknown message closes the worker.
         self.context.listen("libra-version", self._version_announced)
-        self.context.listen("libra-contended", self._contention_announced)
+        self.context.listen("libra-ahead", self._ahead_announced)
+        self.context.listen("libra-rank", self._rank_announced)
         host_gib = self.context.spec.config.rollout.kv_host_gib
         if host_gib is not None:
             self.kv = KVTransfers(self.context, self.serving, int(host_gib * GIB))
@@ -109,8 +111,20 @@ class WorkerEngine:
         self._pulls.add(task)
         task.add_done_callback(self._pulls.discard)
 
-    def _contention_announced(self, contended: bool, **extra: Any) -> None:
-        self.contended = contended
+    def _ahead_announced(self, ahead: Sequence[int] | None, **extra: Any) -> None:
+        self._ahead = None if ahead is None else tuple(ahead)
+
+    def _rank_announced(self, key: str, rank: Sequence[int], **extra: Any) -> None:
+        self._ranks[key] = tuple(rank)
+
+    def began(self, key: str) -> None:
+        """The task was sent here again, with its present rank."""
+        self._ranks.pop(key, None)
+
+    def keeps_slot(self, key: str) -> bool:
+        """Whether the next generation of a running task may begin in its slot (`libra.policy.leaves_slot`)."""
+        rank = self._ranks.get(key) or priority_here(self.context.worker, key)
+        return not leaves_slot(rank, self._ahead)
 
     async def _pull_announced(self) -> None:
         try:

@@ -13,7 +13,7 @@ from libra.facts import (
     TrajectoryParked,
     WorkerCapacity,
 )
-from libra.policy import Dispatcher
+from libra.policy import EVERYONE, Dispatcher
 from libra.policy.fleet import Fleet
 from libra.types import Phase
 
@@ -53,11 +53,11 @@ def test_slots_are_released_while_engines_that_exchange_kv_are_full(token_bytes)
     dispatcher.handle(engine(token_bytes=token_bytes))
     begin(dispatcher, "t", 9900)
     dispatcher.handle(QuantumFinished("t", Phase.ROLLOUT, 8_900, "", "", 1.0))
-    assert not dispatcher.contended()
+    assert dispatcher.ahead() is None
     dispatcher.handle(QuantumFinished("t", Phase.ROLLOUT, 200, "", "", 1.0))
-    assert dispatcher.contended() == (token_bytes > 0)
+    assert (dispatcher.ahead() is EVERYONE) == (token_bytes > 0)
     dispatcher.handle(TrajectoryEnded("t"))
-    assert not dispatcher.contended()
+    assert dispatcher.ahead() is None
 
 
 def full(token_bytes=1000, tools_s=0.0, *, inline=True):
@@ -111,10 +111,10 @@ def loaded(*engines):
 
 
 def test_slots_are_released_while_engines_that_exchange_kv_end_at_different_times():
-    assert not loaded((1.0, [1000, 1000]), (1.0, [1000, 900])).contended()
-    assert loaded((1.0, [1000, 1000]), (1.0, [500, 500])).contended()
-    assert not loaded((1.0, [2000, 2000]), (2.0, [1000, 1000])).contended()  # half the speed, half the tokens
-    assert loaded((1.0, [1000, 1000]), (2.0, [1000, 1000])).contended()
-    assert not loaded((1.0, [4000]), (1.0, [])).contended()  # alone on the quickest engine it keeps its slot
-    assert not loaded((1.0, [4000]), (2.0, [])).contended()
-    assert loaded((1.0, []), (2.0, [4000])).contended()
+    assert loaded((1.0, [1000, 1000]), (1.0, [1000, 900])).ahead() is None
+    assert loaded((1.0, [1000, 1000]), (1.0, [500, 500])).ahead() is EVERYONE
+    assert loaded((1.0, [2000, 2000]), (2.0, [1000, 1000])).ahead() is None  # half the speed, half the tokens
+    assert loaded((1.0, [1000, 1000]), (2.0, [1000, 1000])).ahead() is EVERYONE
+    assert loaded((1.0, [4000]), (1.0, [])).ahead() is None  # alone on the quickest engine it keeps its slot
+    assert loaded((1.0, [4000]), (2.0, [])).ahead() is None
+    assert loaded((1.0, []), (2.0, [4000])).ahead() is EVERYONE

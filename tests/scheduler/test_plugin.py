@@ -128,11 +128,11 @@ async def test_a_trajectory_keeps_its_slot_only_while_nobody_waits_for_one(emula
         rollout = live.workers[0]
         free_again = asyncio.Event()
 
-        def contention(contended):
-            told.append(contended)
-            (KEPT["told"] if contended else free_again).set()
+        def best_waiting(ahead):
+            told.append(ahead)
+            (KEPT["told"] if ahead else free_again).set()
 
-        rollout.stream_handlers["libra-contended"] = contention
+        rollout.stream_handlers["libra-ahead"] = best_waiting
         joined = EngineJoined("rollout-0", EngineKindFields("transformers", "", 1, 1))
         emulation.say(live, joined, worker=rollout.address)
         first, second = (keys.make("trajectory", (0, 0, sample), epoch=0, run="demo") for sample in range(2))
@@ -143,7 +143,7 @@ async def test_a_trajectory_keeps_its_slot_only_while_nobody_waits_for_one(emula
         assert await live.client.gather([one, other]) == ["first", "second"]
         await free_again.wait()
         live.plugin.end_run("demo")
-    assert told == [True, False]
+    assert told == [(0, 0, 1), None]
     names = Counter(event["name"] for event in read_events(tmp_path / "events.jsonl").events)
     assert (names["quantum_dispatched"], names["quantum_finished"], names["quantum_continued"]) == (3, 4, 1)
 
@@ -155,7 +155,7 @@ async def test_a_worker_with_a_quarantined_engine_generates_nothing_until_it_ser
     async with emulation.cluster() as live:
         for run in ("one", "two"):
             emulation.register(live, tmp_path / run, run)
-        live.workers[0].stream_handlers["libra-contended"] = lambda contended: None
+        live.workers[0].stream_handlers["libra-ahead"] = lambda ahead: None
         at = {"run": "one", "worker": live.workers[0].address}
         emulation.say(live, wrong, **at)
         one, two = emulation.submit(live, "one", [3, 2, 1]), emulation.submit(live, "two", [3, 2, 5, 1])

@@ -115,7 +115,11 @@ async def agent_worker(directory, chat, engine, agent, *, environment=None, **se
         report=lambda *facts: reports.extend(facts), name="tool-0", worker=SimpleNamespace(state=SimpleNamespace(tasks={})),
     )  # fmt: skip
     serving = SimpleNamespace(
-        serving=engine, generate=lambda key, request: engine.generate(request), contended=True, turn_ended=lambda: None
+        serving=engine,
+        generate=lambda key, request: engine.generate(request),
+        keeps_slot=lambda key: False,
+        began=lambda key: None,
+        turn_ended=lambda: None,
     )
     runner, agents = QuantumRunner(context, serving), Agents(context, lambda: chat)
     runner.chat, runner.agents = chat, agents

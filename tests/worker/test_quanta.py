@@ -103,7 +103,8 @@ def runner_of(directory, chat, serving, environment, *, config, contended=True):
         report=lambda *facts: reports.extend(facts), reports=reports, name="w", worker=None,
     )  # fmt: skip
     engine = SimpleNamespace(
-        serving=serving, generate=lambda key, request: serving.generate(request), contended=contended, turn_ended=lambda: None
+        serving=serving, generate=lambda key, request: serving.generate(request), keeps_slot=lambda key: not contended,
+        began=lambda key: None, turn_ended=lambda: None,
     )  # fmt: skip
     runner = QuantumRunner(context, engine)
     runner.chat = chat
