@@ -15,17 +15,20 @@ import numpy as np
 from benchmarks.prefix_tree import Node, dump, load, state_name
 from libra.facts import (
     Fact,
+    HomeForgotten,
     Prefer,
     Priority,
     QuantumFinished,
+    QuantumStarted,
     SetPriority,
     TrajectoryEnded,
     TrajectoryParked,
+    WorkerCapacity,
+    WorkerWithdrawn,
 )
 from libra.policy import CMLFQ, Fifo, Mlfq
 from libra.policy.attained_service import PATIENCE
 from libra.policy.cmlfq import Objective
-from libra.policy.fleet import Fleet
 from libra.policy.forecast import Forecast
 from libra.policy.snapshots import Saved
 from libra.policy.trajectory_table import NUM_CLASSES, TrajectoryStats, length_class
@@ -64,7 +67,8 @@ class Paper:
 
     def __init__(self) -> None:
         self._fifo = Fifo()
-        self._fleet = Fleet()
+        self._engines: dict[str, tuple[str, float]] = {}  # bucket and seconds per token, by worker
+        self._home: dict[str, str] = {}  # worker, by trajectory
         self._root = Node()
         self._prompts: dict[str, Node] = {}
         self._alive: dict[str, int] = {}
@@ -72,7 +76,6 @@ class Paper:
 
     def handle(self, event: Fact) -> tuple[SetPriority | Prefer, ...]:
         """Answer one event; deterministic in the sequence of events."""
-        self._fleet.handle(event)
         answers = self._fifo.handle(event)
         match event:
             case TrajectoryParked(key=key, phase=phase, group=group):
@@ -85,6 +88,14 @@ class Paper:
                 self._returned(event)
             case TrajectoryEnded(key=key) if key in self._paths:
                 self._ended(key, event.completed)
+            case QuantumStarted(key=key, phase=Phase.ROLLOUT, worker=worker):
+                self._home[key] = worker
+            case HomeForgotten(key=key):
+                self._home.pop(key, None)
+            case WorkerCapacity(worker=worker, rollout_slots=slots) if slots:
+                self._engines[worker] = event.bucket, event.alone_s_per_token
+            case WorkerWithdrawn(worker=worker):
+                self._engines.pop(worker, None)
         return answers
 
     def _returned(self, event: QuantumFinished) -> None:
@@ -96,6 +107,7 @@ class Paper:
 
     def _ended(self, key: str, completed: bool) -> None:
         group, states, generated = self._paths.pop(key)
+        self._home.pop(key, None)
         if completed and states:
             trees = [self._root]
             if group:
@@ -112,8 +124,8 @@ class Paper:
         if len(buckets) < 2:
             return ()
         group, states, _ = self._paths[key]
-        home = self._fleet.bucket_of(key)
-        if home is None:
+        home, _ = self._engines.get(self._home.get(key, ""), ("", 0.0))
+        if not home:
             return (Prefer(key, (buckets[0],), "paper: everybody begins in the slowest bucket"),)
         node = self._prompts.get(group, self._root).deepest(states)
         if not node.count:
@@ -125,16 +137,15 @@ class Paper:
         return (Prefer(key, (buckets[by_mean],), f"paper: mean {int(node.mean)} and P90 are in one bucket"),)
 
     def _slowest_first(self) -> list[str]:
-        fleet = self._fleet
-        return sorted(
-            fleet.buckets, key=lambda bucket: (-fleet.hosts[fleet.buckets[bucket][0]].spec.alone_s_per_token, bucket)
-        )
+        seconds = dict(reversed(self._engines.values()))  # of the first engine of each bucket
+        return sorted(seconds, key=lambda bucket: (-seconds[bucket], bucket))
 
     def snapshot(self) -> dict[str, Any]:
         """Its state, as JSON-able values."""
         return {
             "fifo": self._fifo.snapshot(),
-            "fleet": self._fleet.snapshot(),
+            "engines": {worker: list(engine) for worker, engine in self._engines.items()},
+            "home": dict(self._home),
             "root": dump(self._root),
             "prompts": {group: dump(node) for group, node in sorted(self._prompts.items())},
             "alive": dict(sorted(self._alive.items())),
@@ -144,7 +155,8 @@ class Paper:
     def restore(self, snapshot: Mapping[str, Any]) -> None:
         """Take the state of ``snapshot``; KeyError, TypeError or ValueError if it is not a snapshot."""
         self._fifo.restore(snapshot["fifo"])
-        self._fleet.restore(snapshot["fleet"])
+        self._engines = {worker: (str(bucket), float(s)) for worker, (bucket, s) in snapshot["engines"].items()}
+        self._home = dict(snapshot["home"])
         self._root = load(snapshot["root"])
         self._prompts = {group: load(node) for group, node in snapshot["prompts"].items()}
         self._alive = {str(group): int(count) for group, count in snapshot["alive"].items()}

@@ -33,6 +33,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from libra.facts import (
     ActionRequested,
     Command,
@@ -52,15 +54,14 @@ from libra.facts import (
     WorkerCapacity,
     WorkerWithdrawn,
 )
-from libra.policy.bucket_rows import bucket_rows
-from libra.policy.engine_loads import SURE, UNSURE, Loads
-from libra.policy.fleet import Fleet
+from libra.policy.engine_loads import Loads
+from libra.policy.engine_table import SURE, UNSURE, EngineState, EngineTable
 from libra.policy.leases.actions import ActionLeases
 from libra.policy.leases.resources import Revoke
-from libra.policy.phase_queue import Entry, PhaseQueue, order_of
+from libra.policy.phase_queue import Entry, PhaseQueue
 from libra.policy.placements import LeaseTaken, Place
 from libra.policy.starvation_guard import OVERDUE
-from libra.policy.strain import strained
+from libra.policy.trajectory import Trajectory
 from libra.types import Phase, ToolStatus
 
 SCANNED_FOR_A_MOVE = 8
@@ -71,6 +72,7 @@ PLANNED_FACTOR = 1.25
 """A trajectory begins in the bucket planned for its length unless another engine would finish sooner by this factor."""
 EVERYONE = Priority(-1 << 30, OVERDUE, 0)
 """Ahead of every trajectory: see `Dispatcher.ahead`."""
+Chosen = tuple[Trajectory, Place]
 FORGETTING = 0.05
 """Weight of the newest quantum in the mean seconds of a quantum."""
 
@@ -90,18 +92,11 @@ class Dispatcher:
     """
 
     def __init__(self, *, sure: bool = False) -> None:
-        self._fleet = Fleet()
+        self._table = EngineTable(SURE if sure else UNSURE)
+        self._trajectories = self._table.trajectories
+        self._loads = Loads(self._table)
         self._phases = {phase: PhaseQueue() for phase in Phase}
         self._queues = tuple(self._phases.values())
-        self._phase_of: dict[str, Phase] = {}
-        self._unplaced: set[str] = set()  # parked, without a priority yet
-        self._tool_home: dict[str, str] = {}
-        self._buckets: dict[str, tuple[str, ...]] = {}
-        self._begins_tp: dict[str, int] = {}  # of trajectories with a planned degree
-        self._loads = Loads(self._fleet, SURE if sure else UNSURE)
-        self._last_home: dict[
-            str, WorkerCapacity
-        ] = {}  # of trajectories that have none now: an engine that may have their KV
         self._serial = 0
         self.allowed: Callable[[str, str], bool] | None = None
         """Whether a generation of a trajectory may be at a worker; None: at any."""
@@ -116,83 +111,76 @@ class Dispatcher:
         if type(event) is QuantumFinished:
             self._finished(event)
         elif type(event) is TrajectoryParked:
-            key = event.key
-            self._loads.join(key, event.group)
-            self._loads.parked(key, event.context_tokens)
-            self.stopped(key)
-            self._leave(key)
-            self._phase_of[key] = event.phase
-            self._unplaced.add(key)
-            self._buckets.pop(key, None)
+            one = self._table.of(event.key)
+            self.stopped(event.key)
+            self._leave(one)
+            one.phase, one.ranked, one.buckets = event.phase, False, ()
+            self._table.handle(event)
         elif isinstance(event, QuantumStarted):
             queue = self._phases[event.phase]
             if event.key not in queue.running and event.worker in queue.slots:  # otherwise it continues in its slot
-                queue.leave(event.key)
+                queue.leave(self._table.of(event.key))
                 queue.take(event.key, event.worker)
+            self._table.handle(event)
+        elif type(event) is TrajectoryEnded:
+            self._ended(event)
         elif type(event) is HomeChanged:
             if event.num_bytes:
                 self._loads.transfers.add(event.num_bytes, event.took_s)
         elif type(event) is HomeForgotten:
-            self._tool_home.pop(event.key, None)
-            self._last_home.pop(event.key, None)
-        elif type(event) is TrajectoryEnded:
-            self._ended(event.key)
+            if (found := self._trajectories.get(event.key)) is not None:
+                found.tool_home, found.last_home = "", None
+            self._table.handle(event)
         elif type(event) is WorkerCapacity:
             self._phases[Phase.ROLLOUT].supply(event.worker, event.rollout_slots)
             self._phases[Phase.TOOL].supply(event.worker, event.tool_slots)
             if self.leases is not None:
                 self.leases.slots(event.worker, event.tool_slots)
+            self._table.handle(event)
         elif type(event) is WorkerWithdrawn:
             self._worker_left(event)
-            return
         elif isinstance(event, ToolsDeclared | ToolCapacity | ActionRequested):
             self._lease(event)
-            return
-        self._fleet.handle(event)
-        if type(event) is QuantumFinished:
-            self._push_out(self._fleet.home.get(event.key))
 
     def apply(self, commands: Iterable[Command]) -> None:
         """Take over commands of orderings; those for trajectories that do not wait are ignored."""
+        trajectories = self._trajectories
         for command in commands:
             if type(command) is SetPriority:  # by far the most
-                key = command.key
-                phase = self._phase_of.get(key)
-                if phase is not None and (key in self._unplaced or key in self._phases[phase].waiting):
-                    self._unplaced.discard(key)
-                    self._push(key, command.priority)
-                continue
-            match command:
-                case Prefer(key=key, buckets=buckets):
-                    if key in self._phase_of:
-                        if command.final_tokens:
-                            self._loads.set_forecast(key, command.left_tokens, command.final_tokens)
-                        self._begins_tp[key] = command.begins_tp
-                        if not buckets:
-                            continue
-                        self._buckets[key] = buckets
-                        held = self._phases[self._phase_of[key]].waiting.get(key)
-                        if held is not None:
-                            self._push(key, held)
-                case Vacate(worker=worker, keys=keys):
-                    self._without_home([key for key in keys if self._fleet.home.get(key) == worker], worker)
+                one = trajectories.get(command.key)
+                if one is not None and one.phase is not None and (one.serial or not one.ranked):
+                    one.ranked = True
+                    self._push(one, command.priority)
+            elif type(command) is Prefer:
+                one = trajectories.get(command.key)
+                if one is None or one.phase is None:
+                    continue
+                if command.final_tokens:
+                    self._table.forecast(one, command.left_tokens, command.final_tokens)
+                one.begins_tp = command.begins_tp
+                if command.buckets:
+                    one.buckets = command.buckets
+                    if one.serial:
+                        self._push(one, self._phases[one.phase].waiting[one.key])
+            elif type(command) is Vacate:
+                engine = self._table.engines.get(command.worker)
+                members = {} if engine is None else engine.members
+                self._without_home([members[key] for key in command.keys if key in members])
 
-    def _push_out(self, worker: str | None) -> None:
-        """Those whose KV the engine drops have no home any more: they go on where it fits."""
-        host = self._fleet.hosts.get(worker or "")
-        if worker is None or host is None or not 0 < host.open_tokens < host.context_tokens:
-            return
-        self._without_home(self._loads.pushed_out(worker, self._phases[Phase.ROLLOUT].running.__contains__), worker)
+    def _push_out(self, engine: EngineState) -> None:
+        """Trajectories whose KV the engine drops have no home any more: they go on where it fits."""
+        if 0 < engine.open_tokens < engine.context_tokens:
+            self._without_home(engine.pushed_out(self._phases[Phase.ROLLOUT].running.__contains__))
 
-    def _without_home(self, keys: Iterable[str], worker: str) -> None:
-        """Trajectories have no home any more; their KV may be had from the engine of ``worker``."""
+    def _without_home(self, members: Iterable[Trajectory]) -> None:
+        """Members of an engine have no home any more; their KV may still be there."""
         queue = self._phases[Phase.ROLLOUT]
-        for key in keys:
-            self._last_home[key] = self._fleet.hosts[worker].spec
-            self._loads.settle(key, None)
-            self._fleet.handle(HomeForgotten(key))
-            if key in queue.waiting:
-                self._push(key, queue.waiting[key])
+        for one in members:
+            assert one.home is not None
+            one.last_home = one.home.spec
+            self._table.settle(one, None)
+            if one.key in queue.waiting:
+                self._push(one, queue.waiting[one.key])
 
     def _lease(self, event: ToolsDeclared | ToolCapacity | ActionRequested) -> None:
         """Actions hold leases from the first declaration on."""
@@ -204,7 +192,7 @@ class Dispatcher:
             for key, worker in queue.running.items():
                 self.leases.adopt(key, worker)
             for key, priority in queue.waiting.items():
-                self.leases.wait(key, priority, self._tool_home.get(key, ""))
+                self.leases.wait(key, priority, self._trajectories[key].tool_home)
         if isinstance(event, ToolsDeclared):
             self.leases.declare(event)
         elif isinstance(event, ToolCapacity):
@@ -212,11 +200,11 @@ class Dispatcher:
         else:
             self.leases.asked(event)
 
-    def _leave(self, key: str) -> None:
+    def _leave(self, one: Trajectory) -> None:
         for queue in self._queues:
-            queue.leave(key)
+            queue.leave(one)
         if self.leases is not None:
-            self.leases.table.cancel(key)
+            self.leases.table.cancel(one.key)
 
     def stopped(self, key: str) -> None:
         """The quantum of ``key`` has ended, for whatever reason; its slot is free."""
@@ -236,17 +224,18 @@ class Dispatcher:
             if event.status is not ToolStatus.MALFORMED:  # which no tool saw
                 self.leases.table.release(event.key, event.latency_s, event.status)
         self.stopped(event.key)
-        self._loads.generated(event.key, event.tokens, event.payload_tokens)
+        self._table.handle(event)
+        one = self._trajectories.get(event.key)
+        if one is not None and one.home is not None:
+            self._push_out(one.home)
 
-    def _ended(self, key: str) -> None:
-        self.stopped(key)
-        self._leave(key)
+    def _ended(self, event: TrajectoryEnded) -> None:
+        self.stopped(event.key)
+        if (one := self._trajectories.get(event.key)) is not None:
+            self._leave(one)
         if self.leases is not None:
-            self.leases.forget(key)
-        self._loads.end(key)
-        self._unplaced.discard(key)
-        for table in (self._phase_of, self._buckets, self._begins_tp, self._tool_home, self._last_home):
-            table.pop(key, None)
+            self.leases.forget(event.key)
+        self._table.handle(event)
 
     def _worker_left(self, event: WorkerWithdrawn) -> None:
         for phase in self._phases.values():
@@ -254,41 +243,31 @@ class Dispatcher:
         if self.leases is not None:
             self.leases.left(event.worker)
         self._quantum_s.pop(event.worker, None)
-        self._loads.lose(event.worker)
-        if (host := self._fleet.hosts.get(event.worker)) is not None:
-            at_home = (key for key, home in self._fleet.home.items() if home == event.worker)
-            self._last_home |= dict.fromkeys(at_home, host.spec)
-        self._fleet.handle(event)
+        engine = self._table.engines.get(event.worker)
+        members = [] if engine is None else list(engine.members.values())
+        self._table.handle(event)
         queue = self._phases[Phase.ROLLOUT]
-        for key in [key for key, home in queue.home_of.items() if home == event.worker]:
-            self._push(key, queue.waiting[key])  # without_home now
+        for one in members:
+            assert engine is not None
+            one.last_home = engine.spec
+            if one.waits_at == event.worker:
+                self._push(one, queue.waiting[one.key])
 
-    def _push(self, key: str, priority: Priority) -> None:
-        phase = self._phase_of[key]
-        queue = self._phases[phase]
-        home = None if phase is Phase.TOOL else self._fleet.home.get(key)
-        waits_there = queue.home_of.get(key)
-        if waits_there != home:
-            queue.leave(key)
-        self._serial = serial = self._serial + 1
-        queue.serials[key] = serial
-        queue.waiting[key] = priority
-        entry = (priority, serial, key)
-        if phase is Phase.TOOL:
+    def _push(self, one: Trajectory, priority: Priority) -> None:
+        phase = one.phase
+        assert phase is not None
+        queue, rollout = self._phases[phase], phase is Phase.ROLLOUT
+        home = one.home.spec.worker if rollout and one.home is not None else ""
+        if one.waits_at != home:
+            queue.leave(one)
+        self._serial += 1
+        entry = queue.push(one, priority, self._serial)
+        if not home or priority.level == OVERDUE:
             queue.anywhere.push(entry)
-            if self.leases is not None:
-                self.leases.wait(key, priority, self._tool_home.get(key, ""))
-            return
-        queue.all_waiting.push(entry)
-        if home is None or priority.level == OVERDUE:
-            queue.anywhere.push(entry)
-        if home is not None:
-            if waits_there != home:
-                queue.home_of[key] = home
-                queue.waiting_at[home] = queue.waiting_at.get(home, 0) + 1
-            order_of(queue.at_home, home, queue.serials).push(entry)
-            for bucket in self._buckets.get(key, ()):
-                order_of(queue.in_bucket, bucket, queue.serials).push(entry)
+        if home:
+            queue.push_at(entry, home)
+        elif not rollout and self.leases is not None:
+            self.leases.wait(one.key, priority, one.tool_home)
 
     # ---------------------------------------------------------------- queries and dispatch
 
@@ -306,13 +285,13 @@ class Dispatcher:
         return len(queue.running), sum(queue.slots.values())
 
     def buckets(self) -> list[dict[str, Any]]:
-        """A row per bucket of engines, for the dashboard (`libra.policy.bucket_rows`)."""
-        return bucket_rows(self._phases[Phase.ROLLOUT], self._fleet, self._loads)
+        """A row per bucket of engines, for the dashboard (`Loads.buckets`)."""
+        return self._loads.buckets(self._phases[Phase.ROLLOUT])
 
     def residents(self, worker: str) -> int:
         """How many trajectories are at home on the engine of ``worker``."""
-        host = self._fleet.hosts.get(worker)
-        return host.residents if host is not None else 0
+        engine = self._table.engines.get(worker)
+        return 0 if engine is None else len(engine.members)
 
     def overfull(self) -> bool:
         """Whether an engine runs more generations than it has slots now, so that some must release their slots."""
@@ -323,9 +302,9 @@ class Dispatcher:
 
         None: nothing waits, and all keep their slots. `EVERYONE`: all release theirs, because an engine runs more generations than
         it has slots, or engines that exchange KV are so full or so unevenly loaded that order and places matter
-        (`libra.policy.strain`).
+        (`Loads.strained`).
         """
-        if self.overfull() or (self._fleet.exchanging and strained(self._fleet, self._loads)):
+        if self.overfull() or (self._table.exchanging and self._loads.strained()):
             return EVERYONE
         entry = self._phases[Phase.ROLLOUT].all_waiting.first()
         return None if entry is None else entry[0]
@@ -343,50 +322,53 @@ class Dispatcher:
             return ()
         places = []
         while queue.free and queue.waiting:
-            place = self._next_tool(queue) if phase is Phase.TOOL else (self._next(queue) or self._move(queue))
-            if place is None:
+            found = self._next_tool(queue) if phase is Phase.TOOL else (self._next(queue) or self._move(queue))
+            if found is None:
                 break
-            queue.leave(place.key)
-            queue.take(place.key, place.worker)
-            self._serial += 1
-            if phase is Phase.TOOL:
-                self._tool_home[place.key] = place.worker
-            else:
-                place = self._loads.placed(place, self._last_home.pop(place.key, None))
-            self._fleet.handle(QuantumStarted(place.key, phase, place.worker))
+            one, place = found
+            move = self._loads.price(one, place.worker) if phase is Phase.ROLLOUT else None
+            if move is not None and move.transfer_s is not None:
+                place = msgspec.structs.replace(place, move=move)
+            self._take(queue, one, place)
             places.append(place)
         return tuple(places)
+
+    def _take(self, queue: PhaseQueue, one: Trajectory, place: Place) -> None:
+        """The trajectory has its slot."""
+        queue.leave(one)
+        queue.take(place.key, place.worker)
+        self._serial += 1
+        if place.phase is Phase.TOOL:
+            one.tool_home = place.worker
+        else:
+            one.last_home = None
+        self._table.handle(QuantumStarted(place.key, place.phase, place.worker))
 
     def _leased(self, leases: ActionLeases, at_s: float) -> tuple[Place, ...]:
         """Placements of actions that the lease table admits."""
         queue, places = self._phases[Phase.TOOL], []
         for lease in leases.admit(at_s):
-            key, worker, has = lease.holder, lease.worker, lease.resources
-            queue.leave(key)
-            queue.take(key, worker)
-            self._serial += 1
-            self._tool_home[key] = worker
-            self._fleet.handle(QuantumStarted(key, Phase.TOOL, worker))
+            has = lease.resources
             taken = LeaseTaken(at_s, has.cores, has.memory_bytes, has.gpus)
-            places.append(Place(key, Phase.TOOL, worker, lease.reason, lease=taken))
+            place = Place(lease.holder, Phase.TOOL, lease.worker, lease.reason, lease=taken)
+            self._take(queue, self._table.of(lease.holder), place)
+            places.append(place)
         return tuple(places)
 
     def revocations(self) -> tuple[Revoke, ...]:
         """The leases that dispatches have revoked since the last call, in order."""
         return () if self.leases is None else self.leases.revocations()
 
-    def _next_tool(self, queue: PhaseQueue) -> Place | None:
+    def _next_tool(self, queue: PhaseQueue) -> Chosen | None:
         entry = queue.anywhere.first()
         if entry is None:
             return None
-        key, free = entry[2], queue.free
-        home = self._tool_home.get(key)
-        if home in free:
-            assert home is not None
-            return Place(key, Phase.TOOL, home, "home")
-        return Place(key, Phase.TOOL, max(free, key=lambda worker: (free[worker], worker)), "most room")
+        one, free = entry[2], queue.free
+        if one.tool_home in free:
+            return one, Place(one.key, Phase.TOOL, one.tool_home, "home")
+        return one, Place(one.key, Phase.TOOL, max(free, key=lambda worker: (free[worker], worker)), "most room")
 
-    def _next(self, queue: PhaseQueue) -> Place | None:
+    def _next(self, queue: PhaseQueue) -> Chosen | None:
         """The first in order that may have one of the free slots, without a move that it does not prefer."""
         best: Entry | None = None
         worker = reason = ""
@@ -398,12 +380,12 @@ class Dispatcher:
         for bucket, order in queue.in_bucket.items():
             entry = order.first()
             if entry is not None and (best is None or entry <= best):  # the same one: it prefers this to its home
-                target = self._roomiest(queue, entry[2], self._fleet.buckets.get(bucket, ()))
+                target = self._roomiest(queue, entry[2], self._table.buckets.get(bucket, ()))
                 if target is not None:
                     best, worker, reason = entry, target, "preferred bucket"
         entry = queue.anywhere.first()
         if entry is not None and (best is None or entry < best):
-            target = self._first_home(queue, entry)
+            target = self._first_home(queue, entry[2])
             if target is not None:
                 best, worker, reason = entry, target, "overdue" if entry[0].level == OVERDUE else "first home"
                 silent = self._silent(queue.free)
@@ -411,45 +393,44 @@ class Dispatcher:
                     reason += f": by free slots, for {silent} has not told its speed"
         if best is None:
             return None
+        one = best[2]
         if reason == "home":
-            worker, reason = self._loads.move(best[2], self._open_to(best[2], queue)) or (worker, reason)
-        return Place(best[2], Phase.ROLLOUT, worker, reason)
+            worker, reason = self._loads.move(one, self._open_to(one.key, queue)) or (worker, reason)
+        return one, Place(one.key, Phase.ROLLOUT, worker, reason)
 
-    def _first_home(self, queue: PhaseQueue, entry: Entry) -> str | None:
+    def _first_home(self, queue: PhaseQueue, one: Trajectory) -> str | None:
         """The best worker for a trajectory that is overdue or has no home; None if its KV would evict that of others."""
-        key = entry[2]
-        home = self._fleet.home.get(key)
-        if home in queue.free:
-            return home
-        for bucket in self._buckets.get(key, ()):
-            target = self._roomiest(queue, key, self._fleet.buckets.get(bucket, ()))
+        if one.home is not None and one.home.spec.worker in queue.free:
+            return one.home.spec.worker
+        for bucket in one.buckets:
+            target = self._roomiest(queue, one, self._table.buckets.get(bucket, ()))
             if target is not None:
                 return target
-        first = self._roomiest(queue, key, queue.free)
-        begins_tp = self._begins_tp.get(key, 0)
-        if first is None or home is not None or not begins_tp:
+        first = self._roomiest(queue, one, queue.free)
+        if first is None or one.home is not None or not one.begins_tp:
             return first
-        planned = self._roomiest(queue, key, self._fleet.of_degree(begins_tp))
+        planned = self._roomiest(queue, one, self._table.of_degree(one.begins_tp))
         if planned is None or self._silent(queue.free) is not None:
             return first
-        cost = self._cost(key)
-        return first if cost(key, planned) > PLANNED_FACTOR * cost(key, first) else planned
+        cost = self._cost(one)
+        return first if cost(one, planned) > PLANNED_FACTOR * cost(one, first) else planned
 
-    def _cost(self, key: str) -> Callable[[str, str], float]:
-        """The figure by which declared engines are compared for ``key``: seconds until they finish, or their pace without a
+    def _cost(self, one: Trajectory) -> Callable[[Trajectory, str], float]:
+        """The figure by which declared engines are compared for a trajectory: seconds until they finish, or their pace without a
         forecast."""
-        return self._loads.finish_s if self._loads.has_forecast(key) else self._loads.pace_s_per_token
+        return self._loads.finish_s if one.has_forecast else self._loads.pace_s_per_token
 
-    def _roomiest(self, queue: PhaseQueue, key: str, workers: Iterable[str]) -> str | None:
-        """The one of ``workers`` with a free slot and KV memory for ``key`` that finishes first; of many, a sample is compared."""
-        allowed = self.allowed
-        free = [worker for worker in workers if worker in queue.free and (not allowed or allowed(key, worker))]
+    def _roomiest(self, queue: PhaseQueue, one: Trajectory, workers: Iterable[str]) -> str | None:
+        """The one of ``workers`` with a free slot and KV memory for a trajectory that finishes first; of many, a sample is
+        compared."""
+        allowed, fits = self.allowed, self._loads.fits
+        free = [worker for worker in workers if worker in queue.free and (not allowed or allowed(one.key, worker))]
         step = len(free) // SAMPLED_HOMES
         if step > 1:
-            sample = [worker for worker in free[self._serial % step :: step] if self._loads.fits(key, worker)]
+            sample = [worker for worker in free[self._serial % step :: step] if fits(one, worker)]
             if sample:
-                return self._fastest(queue, key, sample)
-        return self._fastest(queue, key, [worker for worker in free if self._loads.fits(key, worker)])
+                return self._fastest(queue, one, sample)
+        return self._fastest(queue, one, [worker for worker in free if fits(one, worker)])
 
     def _open_to(self, key: str, queue: PhaseQueue) -> Mapping[str, int]:
         """Free slots that ``key`` may have."""
@@ -457,7 +438,7 @@ class Dispatcher:
             return queue.free
         return {worker: count for worker, count in queue.free.items() if self.allowed(key, worker)}
 
-    def _fastest(self, queue: PhaseQueue, key: str, workers: Iterable[str]) -> str | None:
+    def _fastest(self, queue: PhaseQueue, one: Trajectory, workers: Iterable[str]) -> str | None:
         """The best engine; among equals one with few siblings, whose lengths are correlated and add up.
 
         Equal: the same seconds to finish, without a forecast the same pace; if one of the engines with a free slot has not
@@ -465,48 +446,46 @@ class Dispatcher:
         """
         best: str | None = None
         least: tuple[float, int, int, str] | None = None
-        loads, declared = self._loads, self._silent(queue.free) is None
-        cost = self._cost(key)
+        engines, declared, cost = self._table.engines, self._silent(queue.free) is None, self._cost(one)
         for worker in workers:
             free = -queue.free[worker]
-            rank = (cost(key, worker) if declared else free, loads.siblings(key, worker), free, worker)
+            siblings = engines[worker].groups.get(one.group, 0)
+            rank = (cost(one, worker) if declared else free, siblings, free, worker)
             if least is None or rank < least:
                 best, least = worker, rank
         return best
 
-    def _move(self, queue: PhaseQueue) -> Place | None:
+    def _move(self, queue: PhaseQueue) -> Chosen | None:
         """The first in order that gains from moving to a slot that would stay free."""
-        for entry in queue.all_waiting.first_few(SCANNED_FOR_A_MOVE):
-            key = entry[2]
-            home = self._fleet.home.get(key)
-            if home is None:
+        for _, _, one in queue.all_waiting.first_few(SCANNED_FOR_A_MOVE):
+            if one.home is None:
                 continue
-            target = self._roomiest(queue, key, queue.free)
-            if target is not None and (reason := self._pays(queue, key, home, target)):
-                return Place(key, Phase.ROLLOUT, target, f"move: {reason}")
+            target = self._roomiest(queue, one, queue.free)
+            if target is not None and (reason := self._pays(queue, one, one.home, target)):
+                return one, Place(one.key, Phase.ROLLOUT, target, f"move: {reason}")
         return None
 
-    def _pays(self, queue: PhaseQueue, key: str, home: str, target: str) -> str:
-        """Why moving ``key`` from the queue of ``home`` to ``target`` pays off; empty if it does not.
+    def _pays(self, queue: PhaseQueue, one: Trajectory, home: EngineState, target: str) -> str:
+        """Why moving a trajectory from the queue of ``home`` to ``target`` pays off; empty if it does not.
 
         The gain of all that wait there (each is served one turn earlier) must exceed the cost of the move. With a forecast, the
         two engines must not finish later either.
         """
-        hosts = self._fleet.hosts
-        if not (hosts[home].spec.declared and hosts[target].spec.declared):
+        declared = self._table.engines[target].declared
+        if not (home.declared and declared):
             idle = not queue.taken.get(target)
-            return "an engine that has not told its speed is idle" if idle and not hosts[target].spec.declared else ""
-        if self._loads.has_forecast(key):
-            here_s, there_s, _ = self._loads.moved_s(key, target)
+            return "an engine that has not told its speed is idle" if idle and not declared else ""
+        if one.has_forecast:
+            here_s, there_s = self._loads.moved_s(one, target)
             if there_s > here_s:
                 return ""
-        move = self._loads.price(key, target)
-        turn_s = self._quantum_s.get(home, 0.0) / max(1, queue.slots.get(home, 1))
-        pays = move is not None and move.seconds <= queue.waiting_at.get(home, 0) * turn_s
+        move, worker = self._loads.price(one, target), home.spec.worker
+        turn_s = self._quantum_s.get(worker, 0.0) / max(1, queue.slots.get(worker, 1))
+        pays = move is not None and move.seconds <= queue.waiting_at.get(worker, 0) * turn_s
         return "the queue at home is longer than computing it again" if pays else ""
 
     def _silent(self, workers: Iterable[str]) -> str | None:
         """The first of ``workers``, by name, whose engine has not declared its speed; None if all have."""
-        if not self._fleet.silent:
+        if not self._table.silent:
             return None
-        return min((worker for worker in workers if worker in self._fleet.silent), default=None)
+        return min((worker for worker in workers if worker in self._table.silent), default=None)

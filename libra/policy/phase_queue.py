@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sized
 
 from libra.facts import Priority
+from libra.policy.trajectory import Trajectory
 
-Entry = tuple[Priority, int, str]
+Entry = tuple[Priority, int, Trajectory]
+"""Its priority, and the serial that is the record's as long as the entry is valid."""
 
 
 class Order:
-    """A heap of waiting keys; an entry that was replaced, or whose key left, is dropped when it reaches the top."""
+    """A heap of trajectories of ``waiting``; an entry that was replaced, or whose trajectory left, is dropped when it reaches the
+    top."""
 
-    def __init__(self, serials: dict[str, int]) -> None:
+    def __init__(self, waiting: Sized) -> None:
         self._heap: list[Entry] = []
-        self._serials = serials
+        self._waiting = waiting
 
     def push(self, entry: Entry) -> None:
         heapq.heappush(self._heap, entry)
-        if len(self._heap) > 64 + 4 * len(self._serials):
-            self._heap = [e for e in self._heap if self._serials.get(e[2]) == e[1]]
+        if len(self._heap) > 64 + 4 * len(self._waiting):
+            self._heap = [each for each in self._heap if each[2].serial == each[1]]
             heapq.heapify(self._heap)
 
     def first(self) -> Entry | None:
-        heap, serials = self._heap, self._serials
-        while heap and serials.get(heap[0][2]) != heap[0][1]:
+        heap = self._heap
+        while heap and heap[0][2].serial != heap[0][1]:
             heapq.heappop(heap)
         return heap[0] if heap else None
 
@@ -39,30 +43,68 @@ class Order:
 
 
 class PhaseQueue:
-    """One phase: waiting trajectories, free slots, and what runs."""
+    """One phase: waiting trajectories, free slots, and what runs.
+
+    Attributes
+    ----------
+    waiting : dict of str to Priority
+    all_waiting, anywhere : Order
+        Everybody who waits, and those that may go to any worker.
+    at_home, in_bucket : dict of str to Order
+        By worker, and by bucket.
+    waiting_at : dict of str to int
+        How many wait in the queue of each worker.
+    slots, free, taken : dict of str to int
+        By worker; ``free`` has those with at least one.
+    running : dict of str to str
+        Worker of each trajectory that has a slot.
+    overfull : set of str
+        Workers with fewer slots than are taken.
+    """
 
     def __init__(self) -> None:
-        self.serials: dict[str, int] = {}
         self.waiting: dict[str, Priority] = {}
-        self.all_waiting = Order(self.serials)
-        self.anywhere = Order(self.serials)
+        self.all_waiting, self.anywhere = Order(self.waiting), Order(self.waiting)
         self.at_home: dict[str, Order] = {}
         self.in_bucket: dict[str, Order] = {}
         self.waiting_at: dict[str, int] = {}
-        self.home_of: dict[str, str] = {}  # of those that wait in ``at_home``
         self.slots: dict[str, int] = {}
         self.free: dict[str, int] = {}
         self.running: dict[str, str] = {}
         self.taken: dict[str, int] = {}
-        self.overfull: set[str] = set()  # workers with fewer slots than are taken
+        self.overfull: set[str] = set()
 
-    def leave(self, key: str) -> None:
-        """``key`` no longer waits here."""
-        if self.serials.pop(key, None) is None:
+    def push(self, one: Trajectory, priority: Priority, serial: int) -> Entry:
+        """``one`` waits at this place; returns its entry, which is among `all_waiting`."""
+        one.serial = serial
+        self.waiting[one.key] = priority
+        entry = (priority, serial, one)
+        self.all_waiting.push(entry)
+        return entry
+
+    def push_at(self, entry: Entry, home: str) -> None:
+        """It waits for ``home``, and for the buckets that it takes."""
+        one = entry[2]
+        if one.waits_at != home:
+            one.waits_at = home
+            self.waiting_at[home] = self.waiting_at.get(home, 0) + 1
+        self._order(self.at_home, home).push(entry)
+        for bucket in one.buckets:
+            self._order(self.in_bucket, bucket).push(entry)
+
+    def _order(self, orders: dict[str, Order], name: str) -> Order:
+        found = orders.get(name)
+        if found is None:
+            found = orders[name] = Order(self.waiting)
+        return found
+
+    def leave(self, one: Trajectory) -> None:
+        """``one`` no longer waits here."""
+        if self.waiting.pop(one.key, None) is None:
             return
-        del self.waiting[key]
-        home = self.home_of.pop(key, None)
-        if home is not None:
+        one.serial = 0
+        home, one.waits_at = one.waits_at, ""
+        if home:
             self.waiting_at[home] -= 1
             if not self.waiting_at[home]:
                 del self.waiting_at[home]
@@ -101,10 +143,3 @@ class PhaseQueue:
             self.overfull.add(worker)
         else:
             self.overfull.discard(worker)
-
-
-def order_of(orders: dict[str, Order], name: str, serials: dict[str, int]) -> Order:
-    found = orders.get(name)
-    if found is None:
-        found = orders[name] = Order(serials)
-    return found

@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libra.facts import QuantumFinished, QuantumStarted, TrajectoryParked, WorkerCapacity
+from libra.facts import QuantumFinished, QuantumStarted, TrajectoryEnded, TrajectoryParked, WorkerCapacity
 from libra.policy import joined_of
-from libra.policy.engine_loads import SURE, UNSURE, Loads
-from libra.policy.fleet import Fleet
+from libra.policy.engine_loads import Loads
+from libra.policy.engine_table import SURE, UNSURE, EngineTable
 from libra.policy.kv_profile import Demand, peak_tokens
 from libra.types import EngineCapacity, Phase, StepSeconds
 
@@ -22,7 +22,7 @@ STEP = st.one_of(
 
 
 def engines():
-    fleet = Fleet()
+    fleet = EngineTable()
     for worker in WORKERS:
         fleet.handle(WorkerCapacity(worker, "tp2", 8, 0, 100_000, 0.01, 0.03, 1e-5))
     return fleet, Loads(fleet)
@@ -40,26 +40,26 @@ class Watched:
         match step:
             case ("believe", key, left, final):
                 self.forecasts[key] = float(left), float(final)
-                self.loads.set_forecast(key, float(left), float(final))
+                self.fleet.forecast(self.fleet.of(key), float(left), float(final))
             case ("generated", key, tokens):
                 left, final = self.forecasts.get(key, (0.0, 0.0))
                 self.forecasts[key] = max(0.0, left - tokens), final
+                self.fleet.of(key)
                 self.fleet.handle(QuantumFinished(key, Phase.ROLLOUT, tokens, "", "", 1.0))
-                self.loads.generated(key, tokens)
             case ("settle", key, worker):
                 self.homes[key] = worker
-                self.loads.settle(key, worker)
+                self.fleet.settle(self.fleet.of(key), worker)
             case ("end", key):
                 self.forecasts.pop(key, None)
                 self.homes.pop(key, None)
-                self.loads.end(key)
+                self.fleet.handle(TrajectoryEnded(key))
 
     def over_s(self, worker, more):
         """When an engine is over with one more of so many tokens and context at its end."""
         members = [(*more, 0)]
         for key, home in self.homes.items():
             if home == worker:
-                members.append((*self.forecasts.get(key, (0.0, 0.0)), self.fleet.context_tokens.get(key, 0)))
+                members.append((*self.forecasts.get(key, (0.0, 0.0)), self.fleet.of(key).context_tokens))
         peak = sum((left / 1000) ** UNSURE for left, _, _ in members) ** (1 / UNSURE) * 1000
         work = sum(left * 0.5 * (context + final) for left, final, context in members)
         return 0.01 * peak + 0.02 / 100_000 * work
@@ -68,27 +68,30 @@ class Watched:
 @given(steps=st.lists(STEP, max_size=60))
 def test_sums_are_those_of_all_members_after_any_events(steps):
     watched = Watched()
-    watched.loads.set_forecast("new", 100.0, 300.0)
+    new = watched.fleet.of("new")
+    watched.fleet.forecast(new, 100.0, 300.0)
     for step in steps:
         watched.take(step)
         for worker in WORKERS:
             expected = watched.over_s(worker, (100.0, 300.0))
-            assert watched.loads.finish_s("new", worker) == pytest.approx(expected, rel=1e-3)
+            assert watched.loads.finish_s(new, worker) == pytest.approx(expected, rel=1e-3)
 
 
 def test_an_end_is_seconds_of_steps_of_those_beside_and_of_contexts_and_slots_that_are_too_few_add_steps():
-    fleet = Fleet()
+    fleet = EngineTable(SURE)
     steps = StepSeconds(0.01, 0.002, 1e-6, 0.0, 100, 0.0)
     fleet.handle(joined_of("a", "tp1", EngineCapacity(8192, 0, 0, 2, 1, steps)))
-    loads = Loads(fleet, SURE)
+    loads = Loads(fleet)
     for key in ("x", "y", "z"):
         fleet.handle(TrajectoryParked(key, 0, Phase.ROLLOUT, 0))
-        loads.set_forecast(key, 100.0, 100.0)
-        loads.settle(key, "a")
+        fleet.forecast(fleet.of(key), 100.0, 100.0)
+        fleet.settle(fleet.of(key), "a")
     # Three of 100 tokens on two slots: 150 steps, 300 tokens, contexts of 50 on average.
     expected_s = 150 * 0.01 + 300 * 0.002 + 300 * 50 * 1e-6
-    assert loads.finish_s("x", "a") == pytest.approx(expected_s, rel=1e-6)
-    assert loads.pace_s_per_token("x", "a") == pytest.approx(0.01 + 2 * 0.002 + 1e-6 * 210, rel=1e-6)  # room: 70 each
+    assert loads.finish_s(fleet.of("x"), "a") == pytest.approx(expected_s, rel=1e-6)
+    assert loads.pace_s_per_token(fleet.of("x"), "a") == pytest.approx(
+        0.01 + 2 * 0.002 + 1e-6 * 210, rel=1e-6
+    )  # room: 70 each
 
 
 def test_no_trajectory_is_better_off_on_an_engine_that_told_nothing_nor_moved_from_one():
@@ -96,7 +99,7 @@ def test_no_trajectory_is_better_off_on_an_engine_that_told_nothing_nor_moved_fr
     told = {"kv_tokens": 10**6, "full_s_per_token": 0.02}
     alone = {"a": 0.01, "b": 0.003}
     for known in (("a", "b"), ("a",), ("b",), ()):
-        fleet = Fleet()
+        fleet = EngineTable()
         for name in ("a", "b"):
             fleet.handle(
                 WorkerCapacity(
@@ -107,10 +110,9 @@ def test_no_trajectory_is_better_off_on_an_engine_that_told_nothing_nor_moved_fr
         for key in ("long", "longer"):
             fleet.handle(TrajectoryParked(key, 0, Phase.ROLLOUT, 0, "", "", 100))
             fleet.handle(QuantumStarted(key, Phase.ROLLOUT, "a"))
-            loads.set_forecast(key, 5000.0, 6000.0)
-            loads.settle(key, "a")
-        loads.set_forecast("longer", 9000.0, 10_000.0)
-        better = loads.better_home("longer", {"b": 4})
+            fleet.forecast(fleet.of(key), 5000.0, 6000.0)
+        fleet.forecast(fleet.of("longer"), 9000.0, 10_000.0)
+        better = loads.better_home(fleet.of("longer"), {"b": 4})
         assert (better is not None) == (known == ("a", "b"))
 
 
@@ -124,20 +126,20 @@ def test_no_trajectory_is_better_off_on_an_engine_that_told_nothing_nor_moved_fr
     ],
 )
 def test_a_trajectory_goes_where_it_wins_more_time_than_others_lose(sure, residents, beside_s, goes):
-    fleet = Fleet()
+    fleet = EngineTable(SURE if sure else UNSURE)
     for name, alone_s in (("slow", 0.03), ("fast", 0.01)):
         steps = StepSeconds(alone_s, beside_s if name == "fast" else 0.0, 0.0, 1e-6, 100, 0.0)
         fleet.handle(joined_of(name, "tp1", EngineCapacity(10**6, 0, 0, 4, 1, steps)))
-    loads = Loads(fleet, SURE if sure else UNSURE)
+    loads = Loads(fleet)
     homes = {"short": "slow", "other": "slow", **{f"long{n}": "fast" for n in range(residents)}}
     for key, home in homes.items():
         fleet.handle(TrajectoryParked(key, 0, Phase.ROLLOUT, 0, "", "", 100))
         fleet.handle(QuantumStarted(key, Phase.ROLLOUT, home))
-        loads.set_forecast(key, {"short": 50.0, "other": 500.0}.get(key, 5000.0), 6000.0)
-        loads.settle(key, home)
+        fleet.forecast(fleet.of(key), {"short": 50.0, "other": 500.0}.get(key, 5000.0), 6000.0)
     free = {"slow": 2, "fast": 1}
-    assert loads.better_home("short", free) is None, "it is not the longest at home"
-    moved = loads.move("short", free)
+    short = fleet.of("short")
+    assert loads.better_home(short, free) is None, "it is not the longest at home"
+    moved = loads.move(short, free)
     assert (moved is not None) == goes
     if moved is not None:
         assert moved[0] == "fast"

@@ -14,7 +14,7 @@ from libra.facts import (
     WorkerCapacity,
 )
 from libra.policy import EVERYONE, Dispatcher
-from libra.policy.fleet import Fleet
+from libra.policy.engine_table import EngineTable
 from libra.types import Phase
 
 
@@ -86,15 +86,15 @@ def test_contexts_need_no_memory_while_their_tools_run(token_bytes, tools_s, pla
 
 
 def test_waits_for_memory_make_no_more_room_and_tools_however_long_eight_times():
-    host = Fleet()
+    host = EngineTable()
     host.handle(engine())
     for key, latency_s, tools_s in (("a", 60.0, 1.0), ("b", 60.0, 1.0)):
         host.handle(QuantumStarted(key, Phase.ROLLOUT, "e0"))
         host.handle(QuantumFinished(key, Phase.ROLLOUT, 100, "t", "ok", latency_s, 0, tools_s))
-    assert host.hosts["e0"].open_tokens == pytest.approx(20_000, rel=0.01)
+    assert host.engines["e0"].open_tokens == pytest.approx(20_000, rel=0.01)
     host.handle(QuantumStarted("a", Phase.ROLLOUT, "e0"))
     host.handle(QuantumFinished("a", Phase.ROLLOUT, 0, "t", "ok", 1e6, 0, 1e6))
-    assert host.hosts["e0"].open_tokens == 80_000
+    assert host.engines["e0"].open_tokens == 80_000
 
 
 def loaded(*engines):
