@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from functools import cache, reduce
+from functools import cache, lru_cache, reduce
 from math import isfinite
 from operator import or_
 from typing import Any
@@ -86,16 +86,23 @@ def to_dict(line: Line) -> dict[str, Any]:
     return {"schema": SCHEMA, "name": line.fact.name, "run": line.run, "t_s": line.t_s} | fields_of(line.fact)
 
 
+@lru_cache(1024)
+def _head(kind: type[Fact], run: str) -> tuple[str, int]:
+    """The beginning of a line, up to its time; and where the fields begin in the JSON of a fact, after its name."""
+    name = name_of(kind)
+    return f'{{"schema":{SCHEMA},"name":"{name}","run":{_json(run).decode()},"t_s":', len(name) + len('{"name":"",')
+
+
 def to_json(line: Line) -> str:
     """A line of JSON without its newline; StoreError if a value is NaN, infinite, or not JSON-able."""
     run, t_s, fact = line
     try:
-        body, name = _json(fact), fact.name
-        head = f'{{"schema":{SCHEMA},"name":"{name}","run":{_json(run).decode()},"t_s":{t_s!r},'
+        body = _json(fact)
+        head, start = _head(type(fact), run)
         # msgspec writes NaN and infinity as null.
         found = "" if isfinite(t_s) and b"null" not in body else _not_finite(to_dict(line))
         if not found:
-            return head + body[len(name) + len('{"name":"",') :].decode()
+            return f"{head}{t_s!r},{body[start:].decode()}"
     except UnicodeEncodeError:  # half a surrogate pair, from a file name that is not UTF-8: only an ASCII escape has it
         return json.dumps(to_dict(line), separators=(",", ":"), allow_nan=False)
     except TypeError as error:

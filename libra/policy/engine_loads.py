@@ -21,12 +21,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from libra.facts import WorkerCapacity
-from libra.policy.engine_table import SURE, EngineState, EngineTable
+from libra.policy.engine_state import SURE, EngineState, Trajectory
+from libra.policy.engine_table import EngineTable
 from libra.policy.kv_profile import Refused, peak_tokens
 from libra.policy.move_price import TransferPace, priced
 from libra.policy.phase_queue import PhaseQueue
 from libra.policy.placements import Move
-from libra.policy.trajectory import Trajectory
 
 PAYS_FACTOR = 2.0
 """A move must save this many times its cost in seconds: forecasts err, and two moves that cancel out must not pay off."""

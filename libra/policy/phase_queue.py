@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Sized
 
 from libra.facts import Priority
-from libra.policy.trajectory import Trajectory
+from libra.policy.engine_state import Trajectory
 
 Entry = tuple[Priority, int, Trajectory]
 """Its priority, and the serial that is the record's as long as the entry is valid."""

@@ -47,7 +47,7 @@ from libra.facts import (
     WorkerWithdrawn,
 )
 from libra.policy.admission import Admission
-from libra.policy.fleet import degree_of
+from libra.policy.engine_table import degree_of
 from libra.policy.role_changes import Role, Stage
 from libra.policy.snapshots import Saved
 from libra.policy.turning import OpenStep, TurningEngine, TurningRule

@@ -13,6 +13,7 @@ from libra.facts import (
     Prefer,
     Priority,
     PromptsNamed,
+    QuantumContinued,
     QuantumFinished,
     QuantumStarted,
     SetPriority,
@@ -191,6 +192,19 @@ def test_who_has_begun_goes_first_only_where_a_pause_costs_its_context(token_byt
     ordering.handle(engine(token_bytes))
     begun, new = priority_of(ordering, "begun", 500), priority_of(ordering, "new", 0)
     assert (new < begun) == (token_bytes > 0)
+
+
+@pytest.mark.parametrize("ordering", [Mlfq(), CMLFQ(KnownLengths({"k": 9000}))], ids=["mlfq", "cmlfq"])
+@pytest.mark.parametrize("token_bytes", [0, 1000])
+def test_a_trajectory_that_keeps_its_slot_has_the_level_that_it_would_get_if_it_parked(ordering, token_bytes):
+    ordering.handle(engine(token_bytes))
+    rank = priority_of(ordering, "k", 0)
+    for quantum in range(1, 20):
+        ordering.handle(QuantumFinished("k", ROLLOUT, 400, "", "", 1.0))
+        for answer in ordering.handle(QuantumContinued("k", ROLLOUT, "e0", quantum)):
+            assert answer.key == "k" and answer.priority.level != rank.level
+            rank = answer.priority
+        assert rank.level == priority_of(ordering, "k", 0).level
 
 
 def test_of_those_that_have_not_begun_the_longest_goes_first():

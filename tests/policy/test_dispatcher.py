@@ -18,7 +18,7 @@ from libra.facts import (
     WorkerWithdrawn,
     boundaries_of,
 )
-from libra.policy import CMLFQ, Dispatcher, Place
+from libra.policy import CMLFQ, EVERYONE, Dispatcher, Place, leaves_slot
 from libra.policy.dispatcher import PLANNED_FACTOR
 from libra.policy.engine_table import degree_of
 from libra.types import Phase, ToolStatus
@@ -372,3 +372,18 @@ def test_the_degree_is_in_the_name_of_a_bucket_and_boundaries_come_in_the_order_
     buckets = {"tp4": 4, "tp2-threads1": 2, "vllm-tp8-threads1": 8, "": 1, "httpd9": 1}
     assert {bucket: degree_of(bucket) for bucket in buckets} == buckets
     assert boundaries_of({"tp4": 9.0, "tp1": 3}) == ((1, 3.0), (4, 9.0))
+
+
+def test_only_an_earlier_iteration_or_a_better_level_takes_a_slot_away():
+    dispatcher = Dispatcher()
+    dispatcher.handle(joined("a"))
+    park(dispatcher, "k0", 0)
+    assert [place.key for place in dispatcher.dispatch(ROLLOUT)] == ["k0"]
+    assert dispatcher.ahead() is None
+    for key, rank in (("k1", Priority(1, 5, 0)), ("k2", Priority(1, 3, 9))):
+        park(dispatcher, key, 0)
+        dispatcher.apply([SetPriority(key, rank, "test")])
+    assert dispatcher.ahead() == Priority(1, 3, 9)
+    ranks = [Priority(0, 9, 0), Priority(1, 2, 0), Priority(1, 3, 99), Priority(1, 4, 0), Priority(2, 0, 0)]
+    assert [leaves_slot(rank, dispatcher.ahead()) for rank in ranks] == [False, False, False, True, True]
+    assert all(leaves_slot(rank, EVERYONE) and not leaves_slot(rank, None) for rank in ranks)

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from libra.facts import QuantumFinished, QuantumStarted, TrajectoryEnded, TrajectoryParked, WorkerCapacity
 from libra.policy import joined_of
 from libra.policy.engine_loads import Loads
-from libra.policy.engine_table import SURE, UNSURE, EngineTable
+from libra.policy.engine_state import SURE, UNSURE
+from libra.policy.engine_table import EngineTable
 from libra.policy.kv_profile import Demand, peak_tokens
 from libra.types import EngineCapacity, Phase, StepSeconds
 

@@ -60,7 +60,7 @@ class Places:
     def waits(self, key: str, where: tuple[Phase, int] | None) -> None:
         """The trajectory waits for a slot of a phase, at a level; None: it does not wait."""
         found = self.open.get(key) if where is None else self.of(key)
-        if found is None:
+        if found is None or found.waits == where:
             return
         if found.waits is not None:
             phase, level = found.waits

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from libra import facts
-from libra.facts import Fact, Line, said
+from libra.facts import Fact, Line, kinds, said
 from libra.observe.timeline.places import Places
 from libra.observe.timeline.states import busy_frac
 from libra.observe.timeline.steps import OF_MEASURES, OF_STEPS, Steps
@@ -208,13 +208,14 @@ class Timeline:
             self.run = line.run
             workers.started()
         workers.now_s = now_s
-        if (of_workers := OF_WORKERS.get(kind)) is not None:
+        of_workers, of_steps, of_measures, handler = _TAKERS.get(kind, _NOBODY)
+        if of_workers is not None:
             workers.take(of_workers, fact)
-        if kind in OF_STEPS:  # few: most facts are of trajectories
+        if of_steps:
             self.steps.add(fact, now_s)
-        if kind in OF_MEASURES and self.steps.train_gpus:
+        if of_measures and self.steps.train_gpus:
             self.steps.measure(fact, now_s)
-        if (handler := _HANDLERS.get(kind)) is not None:
+        if handler is not None:
             handler(self, fact)
 
     def measured(self, version: int, now_s: float) -> facts.StepMeasured | None:
@@ -314,3 +315,9 @@ _HANDLERS: Final[Mapping[type[Fact], Callable[[Timeline, Any], None]]] = {
         Timeline._progressed,
     ),
 }  # fmt: skip
+_Takers = tuple[Callable[[WorkerTimes, Any], None] | None, bool, bool, Callable[[Timeline, Any], None] | None]
+_NOBODY: Final[_Takers] = None, False, False, None
+_TAKERS: Final[Mapping[type[Fact], _Takers]] = {
+    kind: (OF_WORKERS.get(kind), kind in OF_STEPS, kind in OF_MEASURES, _HANDLERS.get(kind))
+    for kind in kinds()
+}

@@ -79,6 +79,7 @@ class WorkerTimes:
         self._group_lost = False
         self._has_ended = False  # a trajectory, since the newest gate opened
         self._signature: tuple[Any, ...] = ()
+        self._moment: tuple[bool, ...] = ()
 
     # ---------------------------------------------------------------- reading
 
@@ -121,7 +122,14 @@ class WorkerTimes:
     def take(self, handler: Handler, fact: Fact) -> None:
         """Take a fact of `HANDLERS` that happened at `now_s`."""
         handler(self, fact)
-        self._update_all()
+        places = self._places
+        (rollout, tool), used = places.levels.values(), places.used
+        moment = (
+            not rollout, not tool, not places.open, not used[Phase.ROLLOUT], not used[Phase.TOOL], self._has_ended,
+        )  # fmt: skip
+        if type(fact) not in OF_TRAJECTORIES or moment != self._moment:  # else no idle worker has another cause
+            self._moment = moment
+            self._update_all()
 
     def started(self) -> None:
         """The run starts."""
@@ -401,6 +409,12 @@ class WorkerTimes:
         self._update(clock)
 
 
+OF_TRAJECTORIES: Final = frozenset(
+    {
+        facts.TrajectoryParked, facts.TrajectoryEnded, facts.QuantumDispatched, facts.QuantumContinued, facts.QuantumFinished,
+        facts.QuantumLost, facts.QuantumGivenBack, facts.TrajectoryFoundEnded,
+    }
+)  # fmt: skip
 HANDLERS: Final[dict[type[Fact], Handler]] = {
     facts.TrajectoryParked: WorkerTimes._parked,
     facts.TrajectoryEnded: WorkerTimes._ended,
