@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 CONFIG = click.argument("config", metavar="CONFIG")
-OVERRIDES = click.argument("overrides", metavar="[SECTION.KEY=VALUE]...", nargs=-1)
+OVERRIDES = click.argument("overrides", metavar="[FILE | SECTION.KEY=VALUE]...", nargs=-1)
 SCHEDULER = click.option(
     "--scheduler", metavar="ADDR", help="A running Dask scheduler: tls://HOST:8786, or a cluster.json of libra cluster."
 )

@@ -3,8 +3,8 @@
 Invariants
 ----------
 1. Every key is used or refused; none is dropped.
-2. A later layer wins over an earlier one: extended file, file, overrides (the last of two equal ones). A layer that changes
-   `environment.name` or `trainer.algorithm` also drops the `args` of the other environment, or the keys of the other
+2. A later layer wins over an earlier one: extended file, file, further files, overrides (the last of two equal ones). A layer
+   that changes `environment.name` or `trainer.algorithm` also drops the `args` of the other environment, or the keys of the other
    algorithm's preset, from earlier layers: a resolved configuration gives every key, and would keep the other values. So does one
    that has `run.eta` or `staleness.eta`, which are one setting, with the other of them.
 3. All problems of a configuration are reported at once, each with the file and line or the override it comes from.
@@ -56,7 +56,9 @@ def load_config(
         A YAML file, or ``libra/NAME`` for one that ships with Libra. Its ``extends:`` names the file below it, relative to it
         or one that ships.
     overrides : sequence of str
-        ``section.key=value``, the value in YAML: ``trainer.lr=1e-4``, ``trainer.betas=[0.9, 0.99]``, ``run.name=null``.
+        ``section.key=value``, the value in YAML: ``trainer.lr=1e-4``, ``trainer.betas=[0.9, 0.99]``, ``run.name=null``. Further
+        files (``*.yaml``, ``libra/NAME``) may stand among them: they are merged over ``path`` in their order, below all
+        overrides.
     values : mapping of section to {key: value}, optional
 
     Raises
@@ -65,11 +67,17 @@ def load_config(
         With every problem found, one a line.
     """
     layer = _Layer()
-    for in_file, origins in _files(str(path), None, ()):
-        _merge(layer, in_file, origins)
+    further = [text for text in overrides if _names_file(text)]
+    for name in (str(path), *further):
+        for in_file, origins in _files(name, None, ()):
+            _merge(layer, in_file, origins)
     _merge(layer, _plain(values or {}), {})
-    _merge_overrides(layer, overrides)
+    _merge_overrides(layer, [text for text in overrides if not _names_file(text)])
     return _validated(layer)
+
+
+def _names_file(text: str) -> bool:
+    return ("=" not in text and text.endswith((".yaml", ".yml"))) or text.startswith("libra/")
 
 
 def config_from_dict(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> RunConfig:

@@ -34,6 +34,16 @@ def test_a_file_goes_over_what_it_extends_and_an_override_over_both(tmp_path):
     assert (config.run.iterations, config.run.eta, config.trainer.lr, config.trainer.prompts) == (3, 1, 1e-5, 4)
 
 
+def test_further_files_go_over_the_first_in_their_order_and_overrides_over_all(tmp_path):
+    for name, text in {"b": "trainer: {lr: 2e-4, prompts: 8}", "c": "trainer: {prompts: 16}\nrun: {seed: 3}"}.items():
+        (tmp_path / f"{name}.yaml").write_text(text)
+    given = [str(tmp_path / "b.yaml"), "run.seed=4", str(tmp_path / "c.yaml")]
+    config = load_config("libra/quickstart", given)
+    assert (config.trainer.lr, config.trainer.prompts, config.run.seed) == (2e-4, 16, 4)
+    with pytest.raises(ConfigError, match="no such configuration file"):
+        load_config("libra/quickstart", ["missing.yaml"])
+
+
 def test_files_that_extend_each_other_are_an_error(tmp_path):
     (tmp_path / "a.yaml").write_text("extends: b.yaml\n")
     (tmp_path / "b.yaml").write_text("extends: a.yaml\n")
