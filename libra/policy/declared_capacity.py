@@ -8,11 +8,16 @@ Invariants
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import msgspec
 
 from libra.facts import WorkerCapacity
 from libra.types import EngineCapacity, StepSeconds
 
+ERRORS_TAKEN = 2.0
+"""Engines of a bucket differ if their seconds do by more than so many times the sum of their errors."""
 DIGITS = 12
 """Decimals of seconds in events, so that a log has exactly the numbers behind the decisions."""
 
@@ -37,6 +42,27 @@ def joined_of(
         prefill_s_per_token=round(steps.prefill_token_s, DIGITS),
         beside_s_per_token=round(steps.sequence_s, DIGITS),
     )
+
+
+def as_its_bucket(own: EngineCapacity, alike: Sequence[StepSeconds]) -> EngineCapacity:
+    """An engine's capacity with the seconds of the median of its bucket, unless its own differ by more than their errors.
+
+    Equal engines measure unlike passes, and so fit unlike seconds; without this a trajectory moves to whichever seems quick.
+    ``alike`` are the seconds of all engines of its bucket that have measured some, its own included. An engine that has measured
+    none takes the median, and None where nobody has.
+    """
+    if not alike:
+        return own
+
+    def full_s(steps: StepSeconds) -> float:
+        return steps.step_s(own.slots, own.kv_tokens / 2)
+
+    median = sorted(alike, key=full_s)[(len(alike) - 1) // 2]
+    pooled = replace(own, steps=median)
+    if own.steps is None:
+        return pooled
+    error_frac = ERRORS_TAKEN * (own.steps.error_frac + median.error_frac)
+    return pooled if off_by_frac(own, pooled) <= error_frac else own
 
 
 def off_by_frac(now: EngineCapacity, before: EngineCapacity) -> float:

@@ -328,7 +328,7 @@ class Dispatcher:
             one, place = found
             move = self._loads.price(one, place.worker) if phase is Phase.ROLLOUT else None
             if move is not None and move.transfer_s is not None:
-                place = msgspec.structs.replace(place, move=move)
+                place = msgspec.structs.replace(place, move=self._loads.transfers.chosen(move))
             self._take(queue, one, place)
             places.append(place)
         return tuple(places)

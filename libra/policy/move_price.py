@@ -7,13 +7,15 @@ the bytes of the KV over a bandwidth, both fitted to the transfers that the run 
 Invariants
 1. Live runs and simulations take their prices from `priced`, fed with their own transfers; log and replay have the same ones.
 2. No latency and no seconds per byte are negative.
-3. KV is sent only between engines that both exchange KV, and only if that is expected to be quicker, or the target has not
-   declared how fast it computes.
+3. KV is sent only between engines that both exchange KV, and only if that is expected to be quicker, the target has not
+   declared how fast it computes, or transfers have not been measured for `MEASURED_EVERY` moves.
 """
 
 from __future__ import annotations
 
 import math
+
+import msgspec
 
 from libra.facts import WorkerCapacity
 from libra.policy.placements import Move
@@ -21,6 +23,8 @@ from libra.policy.placements import Move
 PRIOR_LATENCY_S = 0.005
 PRIOR_BYTES_PER_S = 1e9
 """What one stream over 10 Gbit/s Ethernet reaches, between two memories."""
+MEASURED_EVERY = 16
+"""After so many moves that computed again, one sends all the same: a burst of slow transfers would else end them for good."""
 PRIOR_WEIGHT = 0.1
 """Weight of the prior, relative to one transfer."""
 FORGETTING = 0.9
@@ -38,6 +42,7 @@ class TransferPace:
         self.count = 0
         self._sums = _NO_SUMS
         self._log_ratio = self._weight = 0.0  # to the prior, of all measured ones
+        self._computed = 0  # moves since the last that sent
 
     def add(self, num_bytes: float, seconds: float) -> None:
         """A transfer of ``num_bytes`` took ``seconds``."""
@@ -46,6 +51,14 @@ class TransferPace:
             self._sums = _added(self._sums, num_bytes, seconds, 1.0, FORGETTING)
             self._log_ratio = FORGETTING * self._log_ratio + math.log(seconds / _prior_s(num_bytes))
             self._weight = FORGETTING * self._weight + 1.0
+
+    def chosen(self, move: Move) -> Move:
+        """A move that happens now, as priced or, every `MEASURED_EVERY` times, sent where computing seems quicker."""
+        self._computed = 0 if move.sends else self._computed + 1
+        if self._computed < MEASURED_EVERY or move.transfer_s is None:
+            return move
+        self._computed = 0
+        return msgspec.structs.replace(move, sends=True)
 
     def fitted(self) -> tuple[float, float]:
         """Latency in seconds, and seconds per byte; neither is negative."""

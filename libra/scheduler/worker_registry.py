@@ -4,18 +4,18 @@ declarations.
 Invariants
 1. A worker is reported as joined before anything is placed on it, and as left before it joins again.
 2. One that joins during runs is reported when its setup for each of them has ended: until then no task would begin there.
-3. The policy has an engine's last declaration, or one that is close enough to it (`UPDATE_FRAC`). An engine that has not
-   measured its own passes counts as fast as one of its bucket that has; if there is none, no speed is reported.
+3. The policy has an engine's last declaration, or one that is close enough to it (`UPDATE_FRAC`). Engines of a bucket count as
+   equally fast unless they differ by more than their errors (`libra.policy.declared_capacity.as_its_bucket`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from libra.facts import EngineDeclared, WorkerCapacity, WorkerWithdrawn, fields_of
-from libra.policy import joined_of, off_by_frac
+from libra.policy.declared_capacity import as_its_bucket, joined_of, off_by_frac
 from libra.scheduler import dask_internals
 from libra.types import EngineCapacity, Phase
 
@@ -100,8 +100,6 @@ class Workers:
         return declared.reported is None or off_by_frac(self._as_its_bucket(declared), declared.reported) > UPDATE_FRAC
 
     def _as_its_bucket(self, declared: _Declared) -> EngineCapacity:
-        """Its declaration; if it has measured no seconds, with those of the first engine of its bucket that has."""
-        if declared.capacity.steps is not None:
-            return declared.capacity
-        alike = (other.capacity.steps for other in self._declared.values() if other.bucket == declared.bucket)
-        return replace(declared.capacity, steps=next((steps for steps in alike if steps is not None), None))
+        """Its declaration, beside those of the other engines of its bucket."""
+        alike = [other.capacity.steps for other in self._declared.values() if other.bucket == declared.bucket]
+        return as_its_bucket(declared.capacity, [steps for steps in alike if steps is not None])

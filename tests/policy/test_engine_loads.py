@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from libra.facts import QuantumFinished, QuantumStarted, TrajectoryEnded, TrajectoryParked, WorkerCapacity
 from libra.policy import joined_of
+from libra.policy.declared_capacity import as_its_bucket
 from libra.policy.engine_loads import Loads
 from libra.policy.engine_state import SURE, UNSURE
 from libra.policy.engine_table import EngineTable
@@ -144,6 +145,19 @@ def test_a_trajectory_goes_where_it_wins_more_time_than_others_lose(sure, reside
     assert (moved is not None) == goes
     if moved is not None:
         assert moved[0] == "fast"
+
+
+def test_engines_of_a_bucket_are_equally_fast_unless_they_differ_by_more_than_their_errors():
+    def capacity(fixed_s, error_frac):
+        return EngineCapacity(10_000, 0, 0, 8, 1, StepSeconds(fixed_s, 0.0, 0.0, 0.0, 100, error_frac))
+
+    told = [capacity(0.0011, 0.9), capacity(0.0093, 0.5), capacity(0.0165, 0.4)]
+    alike = [each.steps for each in told]
+    assert {as_its_bucket(each, alike).steps.fixed_s for each in told} == {0.0093}
+    sure = [capacity(0.01, 0.02), capacity(0.01, 0.02), capacity(0.04, 0.02)]
+    assert [as_its_bucket(each, [s.steps for s in sure]).steps.fixed_s for each in sure] == [0.01, 0.01, 0.04]
+    unknown = EngineCapacity(10_000, 0, 0, 8, 1, None)
+    assert as_its_bucket(unknown, alike).steps.fixed_s == 0.0093 and as_its_bucket(unknown, []).steps is None
 
 
 @given(rows=st.lists(st.tuples(st.integers(1, 30), st.integers(0, 100), st.integers(0, 200)), min_size=1, max_size=8))

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from libra.facts import HomeChanged, Priority, SetPriority, TrajectoryParked, WorkerCapacity, WorkerWithdrawn
 from libra.policy import Dispatcher, Move
-from libra.policy.move_price import PRIOR_BYTES_PER_S, PRIOR_LATENCY_S, TransferPace, priced
+from libra.policy.move_price import MEASURED_EVERY, PRIOR_BYTES_PER_S, PRIOR_LATENCY_S, TransferPace, priced
 from libra.types import Phase
 
 HOME = WorkerCapacity("a", "tp1", 4, 0, 10_000, 0.01, 0.02, 1e-4, kv_token_bytes=1000)
@@ -39,6 +39,22 @@ def test_measured_transfers_replace_the_prior():
     for _ in range(64):
         pace.add(1e7, 0.4)  # the network became slower
     assert pace.seconds(1e7) == pytest.approx(0.4, rel=0.1)
+
+
+def test_after_a_burst_of_slow_transfers_kv_is_sent_now_and_then_and_found_to_be_quick_again():
+    pace = TransferPace()
+    for _ in range(10):
+        pace.add(1e6, 0.5)
+    sent = []
+    for number in range(3 * MEASURED_EVERY):
+        move = pace.chosen(priced(1000, HOME, TARGET, pace))
+        if move.sends:
+            sent.append(number)
+            pace.add(1e6, 0.006)
+    assert sent[0] == MEASURED_EVERY - 1
+    for _ in range(40):  # the network is quick again
+        pace.add(1e6, 0.006)
+    assert pace.chosen(priced(1000, HOME, TARGET, pace)).sends
 
 
 @given(st.lists(st.tuples(SIZES, SECONDS), max_size=40), SIZES, SIZES)

@@ -318,6 +318,5 @@ _HANDLERS: Final[Mapping[type[Fact], Callable[[Timeline, Any], None]]] = {
 _Takers = tuple[Callable[[WorkerTimes, Any], None] | None, bool, bool, Callable[[Timeline, Any], None] | None]
 _NOBODY: Final[_Takers] = None, False, False, None
 _TAKERS: Final[Mapping[type[Fact], _Takers]] = {
-    kind: (OF_WORKERS.get(kind), kind in OF_STEPS, kind in OF_MEASURES, _HANDLERS.get(kind))
-    for kind in kinds()
+    kind: (OF_WORKERS.get(kind), kind in OF_STEPS, kind in OF_MEASURES, _HANDLERS.get(kind)) for kind in kinds()
 }
