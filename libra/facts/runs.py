@@ -142,7 +142,7 @@ class StepMeasured(Fact, frozen=True):
     rollout_gpus, rollout_gpu_s : float
         GPUs of engines while it was taken, on average, and their GPU-seconds with requests.
     change_s : float
-        Mean seconds of both changes of an engine, as far as they were measured; 0: not at all.
+        Mean seconds of both changes of an engine; before one was measured, as many loads of a version. 0: not known.
     beside_s : float
         Of ``update_s``, the seconds after the step's end, which passed beside the next step; 0: that waited for them.
     """

@@ -12,9 +12,9 @@ Invariants
 5. ``restore(snapshot())`` changes no later answer.
 6. Where the run chooses not to turn for now (`libra.policy.step_ways`), engines only return.
 
-Sources of the rule's numbers: changes cost what the run measured, before its first one what the planner assumes
-(``planner.change_cost_s``); engines should have as many trajectories as slow each of them down by `SLOWER`, by the speed that
-they declare; core trainers are the training workers.
+Sources of the rule's numbers: changes cost what the run measured, before its first one `ASSUMED_LOADS` loads of a version on its
+engines, at most ``planner.change_cost_s``; engines should have as many trajectories as slow each of them down by `SLOWER`, by the
+speed that they declare; core trainers are the training workers.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from libra.facts import (
     Turned,
     TurnRefused,
     VersionPublished,
+    VersionServed,
     WaveTrained,
     WorkerCapacity,
     WorkerWithdrawn,
@@ -54,6 +55,8 @@ from libra.policy.turning import OpenStep, TurningEngine, TurningRule
 from libra.policy.waves import GroupId
 from libra.types import Phase
 
+ASSUMED_LOADS = 3.0
+"""A change that was not measured yet is assumed to take as long as so many loads of a version: weights, state, and a check."""
 SLOWER = 1.5
 """An engine in the tail should have as many trajectories as make each take this much longer than alone."""
 FADES = 0.8
@@ -198,6 +201,9 @@ class Tail(Saved):
                 self._due = True
             case VersionPublished(version=version):
                 self._published(version)
+            case VersionServed(load_s=load_s) if load_s > 0.0:
+                for price in self._price.values():
+                    price.assumed_s = min(price.assumed_s, ASSUMED_LOADS * load_s)
             case GroupCommitted(split="train"):
                 self._due = True  # admission has one more group
             case WaveTrained():

@@ -413,6 +413,7 @@ class LibraPlugin(SchedulerPlugin):
         if not isinstance(fact, Signal):
             state.log.emit(fact)
         engine_told(state, fact, address)
+        state.tail.handle(fact)
         if isinstance(fact, facts.EngineJoined):
             self.concurrency.joined(state.run, fact.worker, fact.engine)
             self.concurrency.apply(state.run, address)

@@ -20,11 +20,13 @@ from libra.facts import (
     Turned,
     TurnRefused,
     VersionPublished,
+    VersionServed,
     WaveTrained,
     WorkerCapacity,
     WorkerWithdrawn,
 )
 from libra.policy import Admission, CommittedGroup, Tail, TailSettings, Waves, WayChoice, WaySettings
+from libra.policy.tail import ASSUMED_LOADS
 from libra.policy.turning import OpenStep
 from libra.types import Phase
 
@@ -137,6 +139,18 @@ def test_where_the_run_takes_its_steps_without_turning_no_engine_turns():
         run.end(1)
         turns.append([turn.to for turn in run.tail.look()])
     assert turns == [[], [Turned.TRAINING]]
+
+
+def test_before_the_first_change_it_costs_some_loads_of_a_version_on_these_engines_and_never_more_than_was_set():
+    run = Run(change_s=18.8)
+    prices = run.tail.rule()
+    assert prices.to_training_s + prices.to_rollout_s == pytest.approx(18.8)
+    for load_s in (0.2, 0.3):
+        run.tail.handle(VersionServed(0, "e0", load_s))
+    assert run.tail.rule().to_training_s == run.tail.rule().to_rollout_s == pytest.approx(ASSUMED_LOADS * 0.2)
+    run = Run(change_s=0.0)
+    run.tail.handle(VersionServed(0, "e0", 0.2))
+    assert run.tail.rule().to_training_s == 0.0
 
 
 def test_whoever_was_refused_or_failed_rests_until_the_next_version():

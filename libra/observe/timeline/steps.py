@@ -13,7 +13,7 @@ from typing import Any, Final
 from libra import facts, keys
 from libra.facts import Fact, StepMeasured
 from libra.observe.timeline.states import RunTime
-from libra.policy.tail import price_s
+from libra.policy.tail import ASSUMED_LOADS, price_s
 from libra.types import Phase
 
 MAX_STEPS: Final = 60
@@ -30,7 +30,7 @@ OF_STEPS: Final = frozenset(
 OF_MEASURES: Final = frozenset(
     {
         facts.QuantumFinished, facts.TrajectoryEnded, facts.OpenGate, facts.GroupCommitted, facts.WorkerCapacity,
-        facts.WorkerWithdrawn, facts.StepFinished, facts.RoleChanged,
+        facts.WorkerWithdrawn, facts.StepFinished, facts.RoleChanged, facts.VersionServed,
     }
 )  # fmt: skip
 """Kinds of facts that `Steps.measure` takes."""
@@ -113,6 +113,7 @@ class Steps:
         self._path_s: defaultdict[str, float] = defaultdict(float)  # by open trajectory, its seconds had it been alone
         self._longest_s: dict[int, float] = {}
         self._changes: dict[str, list[float]] = {"train": [], "rollout": []}
+        self._load_s = 0.0  # of the newest version that an engine loaded
 
     def is_turn(self, generation: int) -> bool:
         """Whether this change of roles is a turn that is under way."""
@@ -221,6 +222,8 @@ class Steps:
                 self._alone_s[fact.worker] = fact.alone_s_per_token
             case facts.WorkerWithdrawn():
                 self._alone_s.pop(fact.worker, None)
+            case facts.VersionServed() if fact.load_s > 0.0:
+                self._load_s = fact.load_s
             case facts.RoleChanged() if fact.to_role in self._changes:
                 self._changes[fact.to_role].append(price_s(fact.stage_s))
 
@@ -240,7 +243,8 @@ class Steps:
         if gate_s is None or not whole or not elapsed_s > 0:
             return None
         engines = [each for each in time.workers if each.kind == "engine" or _OF_ENGINES & each.seconds.keys()]
-        changes = [sum(took) / len(took) for took in self._changes.values() if took]
+        assumed_s = ASSUMED_LOADS * self._load_s
+        changes = [sum(took) / len(took) if took else assumed_s for took in self._changes.values()]
         gpus = [self.train_gpus + wave.hybrids for wave in trained]
         waves = [(w.groups, (w.train_s or 0.0) * n / self.train_gpus) for w, n in zip(trained, gpus, strict=True)]
         return StepMeasured(
@@ -251,6 +255,6 @@ class Steps:
             longest_s=round(longest_s, 6),
             rollout_gpus=round(sum(sum(each.gpu_s.values()) for each in engines) / elapsed_s, 6),
             rollout_gpu_s=round(sum(each.gpu_s.get("generating", 0.0) for each in engines), 6),
-            change_s=round(sum(changes), 6) if len(changes) == len(self._changes) else 0.0,
+            change_s=round(sum(changes), 6) if all(changes) else 0.0,
             beside_s=round(max(0.0, now_s - max(ended_s, trained_s)), 6),
         )
