@@ -32,7 +32,7 @@ from libra.policy.placements import Move, Place
 
 UNSURE, SURE = 3.0, 64.0
 """Exponents of the norm. The longest alone overrates a predictor whose forecasts correlate with the truth by 0.6: 2 to 5 % of the
-makespan at 4 and 12 trajectories per GPU in `benchmarks.cmlfq_sim`. For exact lengths the longest is right."""
+makespan at 4 and 12 trajectories per GPU. For exact lengths the longest is right."""
 THOUSANDS = 1e-3
 STANDS_OUT = 0.999
 """A member with more than this share of the sum: the rest is summed again, because the difference would lose digits."""

@@ -7,7 +7,7 @@ engine of half the speed has its share with half the tokens; only engines that h
 A context needs no memory while its tools run, since KV is exchanged. If it counted in full, whoever released its slot would wait
 for room while the engine is idle: where tools take seconds in the slot, keeping slots was up to 1.7 times as fast.
 
-Measured on fleets of two engines, one up to four times as slow as the other: `benchmarks.uneven_engines`.
+Measured on fleets of two engines, one up to four times as slow as the other.
 """
 
 from __future__ import annotations

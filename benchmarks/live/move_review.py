@@ -1,0 +1,112 @@
+"""Moves of an ended run, scored by the true lengths of its trajectories.
+
+A log is read twice: first for the total tokens and the final context of each trajectory, then with these instead of forecasts
+(`Loads`), so that for every move both ends are known: of the home without it, and of both engines with it and its cost. Engines
+are as fast as they had declared at that time.
+
+Invariants
+1. Every generation that began on another engine than the one that held its KV is a move, whatever its reason, unless its
+   home was lost or dropped.
+2. A move whose effect is unknown, because an engine had declared nothing or the trajectory never ended, is not scored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from libra.facts import (
+    HomeChanged, HomeForgotten, Line, QuantumDispatched, QuantumFinished, TrajectoryEnded, WorkerWithdrawn,
+)  # fmt: skip
+from libra.policy.engine_loads import SURE, Loads
+from libra.policy.fleet import Fleet
+from libra.types import Phase
+
+NOISE_FRAC = 0.05
+"""A move that delays the end by less than this share does not count as harmful: seconds are not measured more precisely."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """One move. ``stayed_s`` and ``moved_s`` are seconds from then until both engines finish, cost included; None: unknown."""
+
+    key: str
+    t_s: float
+    home: str
+    worker: str
+    reason: str
+    stayed_s: float | None = None
+    moved_s: float | None = None
+
+    @property
+    def useless(self) -> bool:
+        return (
+            self.stayed_s is not None and self.moved_s is not None and self.moved_s > (1.0 + NOISE_FRAC) * self.stayed_s
+        )
+
+    @property
+    def worth(self) -> bool:
+        return (
+            self.stayed_s is not None and self.moved_s is not None and self.stayed_s > (1.0 + NOISE_FRAC) * self.moved_s
+        )
+
+
+def moves(log: Iterable[Line]) -> tuple[list[Moved], int]:
+    """The moves of a log, in order, and the number of dispatched generations."""
+    lines = list(log)
+    generated, final = _lengths(lines)
+    fleet = Fleet()
+    loads = Loads(fleet, SURE)
+    found: list[Moved] = []
+    done: dict[str, int] = {}
+    dispatched = 0
+    for _, t_s, event in lines:
+        match event:
+            case QuantumDispatched(key=key, worker=worker):
+                if event.phase is Phase.ROLLOUT:
+                    dispatched += 1
+                    home = fleet.home.get(key)
+                    if key in generated:
+                        loads.set_forecast(key, generated[key] - done.get(key, 0), final[key])
+                    if home is not None and home != worker:
+                        found.append(_judged(t_s, event, home, fleet, loads, key in generated))
+                    loads.settle(key, worker)
+            case QuantumFinished(key=key, tokens=tokens):
+                done[key] = done.get(key, 0) + tokens
+                fleet.handle(event)
+                loads.generated(key, tokens)
+                continue
+            case TrajectoryEnded(key=key):
+                loads.end(key)
+            case HomeChanged(num_bytes=num_bytes, took_s=took_s) if num_bytes:
+                loads.transfers.add(num_bytes, took_s)
+            case HomeForgotten(key=key):
+                loads.settle(key, None)
+            case WorkerWithdrawn(worker=worker):
+                loads.lose(worker)
+        fleet.handle(event)
+    return found, dispatched
+
+
+def _lengths(lines: list[Line]) -> tuple[dict[str, int], dict[str, int]]:
+    """Tokens generated, and context at the end, of each trajectory that ended."""
+    fleet, tokens, final = Fleet(), dict[str, int](), dict[str, int]()
+    for _, _, event in lines:
+        if isinstance(event, QuantumDispatched):
+            continue
+        if isinstance(event, TrajectoryEnded):
+            final[event.key] = fleet.context_tokens.get(event.key, 0)
+        if isinstance(event, QuantumFinished):
+            tokens[event.key] = tokens.get(event.key, 0) + event.tokens
+        fleet.handle(event)
+    return {key: tokens[key] for key in final if tokens.get(key)}, final
+
+
+def _judged(t_s: float, event: QuantumDispatched, home: str, fleet: Fleet, loads: Loads, known: bool) -> Moved:
+    moved = Moved(event.key, t_s, home, event.worker, event.reason)
+    declared = all(name in fleet.hosts and fleet.hosts[name].spec.declared for name in (home, event.worker))
+    if not known or not declared or not loads.has_forecast(event.key):
+        return moved
+    home_s, moved_s, _ = loads.moved_s(event.key, event.worker)
+    stayed_s = max(home_s, loads.over_s(event.worker))
+    return Moved(event.key, t_s, home, event.worker, event.reason, stayed_s, moved_s)
