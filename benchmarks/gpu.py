@@ -95,7 +95,6 @@ def check_device(device: str) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Command line; exit code 0, 1 if a part failed, 2 if nothing could be measured."""
     parser = command_parser("gpu", __doc__)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--scale", choices=["full", "tiny"], default="full")

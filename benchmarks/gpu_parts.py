@@ -104,7 +104,6 @@ class Bench:
         return directory
 
     def free(self) -> None:
-        """Give back what nobody holds any more, and count the peak from here on."""
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -115,7 +114,6 @@ class Bench:
             torch.cuda.synchronize()
 
     def peak_bytes(self) -> float:
-        """Most memory that was allocated at once; on a CPU that of the whole process."""
         if self.device.type == "cuda":
             return float(torch.cuda.max_memory_allocated())
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
@@ -124,7 +122,6 @@ class Bench:
         return float(torch.cuda.memory_allocated()) if self.device.type == "cuda" else 0.0
 
     def sheet(self) -> GPU | None:
-        """The datasheet of this GPU; None on a CPU. LibraError where there is none."""
         if self.device.type != "cuda":
             return None
         properties = torch.cuda.get_device_properties(0)
@@ -155,7 +152,6 @@ def tell(found: dict[str, Any]) -> None:
 
 
 def trained_settings(model: Path, tokens: int, rows: int, lora_rank: int | None) -> RunConfig:
-    """The configuration whose step is taken and whose memory is planned."""
     return config_from_dict(
         {
             "model": {"path": str(model), "dtype": "bfloat16"},

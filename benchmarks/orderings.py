@@ -47,7 +47,6 @@ FAILED = frozenset({ToolStatus.ERROR, ToolStatus.TIMEOUT, ToolStatus.MALFORMED})
 
 
 def state_name(tool: str, status: str, payload_tokens: int) -> str:
-    """A tool's return as a state of the tree: tool, payload class, outcome."""
     size = sum(payload_tokens > edge for edge in PAYLOAD_EDGES)
     return f"{tool}:{size}:{'failure' if status in FAILED else 'success'}"
 

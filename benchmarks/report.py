@@ -27,6 +27,7 @@ import shlex
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -155,6 +156,13 @@ def gap_se(first: Sequence[float], second: Sequence[float]) -> float:
     return gap / max(error, 1e-9)
 
 
+def seconds_of(work: Callable[[], object]) -> float:
+    """Wall seconds that ``work`` takes."""
+    began_s = time.perf_counter()
+    work()
+    return time.perf_counter() - began_s
+
+
 def machine() -> str:
     """The machine in words, without host and path: available cores, CPU model, memory, versions of Python and torch."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -188,7 +196,7 @@ def status_bytes(field: str) -> int:
 def command_parser(
     benchmark: str, doc: str | None, *, pairs: int | None = None, data: bool = False
 ) -> argparse.ArgumentParser:
-    """The options that benchmarks share: ``--json``, ``--save``, and ``--pairs`` (with this default) and ``--data`` where wanted."""
+    """The options that benchmarks share; ``--pairs`` (with this default) and ``--data`` where wanted."""
     parser = argparse.ArgumentParser(
         prog=f"python -m benchmarks {benchmark}", description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -103,10 +103,10 @@ def curve_figures(found: dict[Curve, Shown]) -> dict[str, Figure]:
     base, figures, gaps, ratios = kinds.get("eta 0", []), dict[str, Figure](), dict[str, float](), dict[str, float]()
     for name, runs in kinds.items():
         rewards, ticks, lags, kept = map(list, zip(*runs, strict=True))
-        words = f"{name}, {len(runs)} seeds: reward {statistics.fmean(rewards):.3f}, ticks to {REWARD} {statistics.fmean(ticks):.0f}"
-        words += f", lag {statistics.fmean(lags):.2f}, kept {statistics.fmean(kept):.3f}"
+        reward, tick, lag, share = map(statistics.fmean, (rewards, ticks, lags, kept))
+        words = f"{name}, {len(runs)} seeds: reward {reward:.3f}, ticks {tick:.0f}, lag {lag:.2f}, kept {share:.3f}"
         if base and name != "eta 0":
-            ratios[name] = statistics.fmean(ticks) / statistics.fmean(run.ticks for run in base)
+            ratios[name] = tick / statistics.fmean(run.ticks for run in base)
             if min(len(base), len(runs)) > 1:
                 gaps[name] = gap_se([run.final_reward for run in base], rewards)
                 words += f"; {gaps[name]:+.2f} SE below eta 0"

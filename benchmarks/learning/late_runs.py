@@ -86,7 +86,6 @@ def learned(directory: Path, delay: int, late: str, seed: int, overrides: Sequen
 
 
 def times_applied(directory: Path) -> Counter[str]:
-    """How often each late reward counts, by the files of the run's batches."""
     found: Counter[str] = Counter()
     batch = 0
     while batch_path(directory / "batches", batch).exists():
@@ -101,8 +100,8 @@ def killed(directory: Path) -> Counter[str]:
     `times_applied`."""
     typed = (
         f"run.dir={directory}", "run.name=killed", "run.iterations=3", "trainer.late=correct", "trainer.prompts=5",
-        "trainer.group_size=4", "environment.name=benchmarks.learning.late_runs:Unjudged", "evaluation.prompts=0", "observe.progress=false",
-        "observe.tensorboard=false", "checkpoint.every=2", "cluster.dashboard_port=0",
+        "trainer.group_size=4", "environment.name=benchmarks.learning.late_runs:Unjudged", "evaluation.prompts=0",
+        "observe.progress=false", "observe.tensorboard=false", "checkpoint.every=2", "cluster.dashboard_port=0",
     )  # fmt: skip
     config = load_config(QUICKSTART, typed)
     (directory / "config.yaml").write_text(dump_config(config))
@@ -132,7 +131,6 @@ def killed_in_step(config_file: Path, step: int) -> None:
 
 
 def dies_in_its_step(run: str, driver: int, step: int, dask_worker: Any) -> None:
-    """From now on the trainer kills ``driver`` and itself in the midst of ``step``."""
     replica = dask_worker.plugins[f"libra-{run}"].trainer.replica
     take = replica.step
 

@@ -1,7 +1,7 @@
-"""Live actions on leased cores, and a slow judge, for `benchmarks.virtual.actions`: workers, leases and the processes of calls are real.
+"""Live actions on leased cores, and a slow judge: workers, leases and the processes of calls are real.
 
-Generations take the emulated seconds of `benchmarks.live.tailed_engines.PacedEngine`, and actions sleep, so that two cores are not the
-bottleneck of what is measured: everything around an action, from its lease to its report.
+Generations take the emulated seconds of `benchmarks.live.tailed_engines.PacedEngine`, and actions sleep, so that two cores are not
+the bottleneck of what is measured: everything around an action, from its lease to its report.
 """
 
 from __future__ import annotations
@@ -151,7 +151,6 @@ def simulated_again(actions: Sequence[LiveAction]) -> float:
 
 
 def _steps_s(config: RunConfig, client: Client, reward: Any) -> float:
-    """Seconds of a step of a run with this reward, the first one left out."""
     prompts = [f"question {number}" for number in range(40)]
     environment = FunctionEnvironment(prompts=prompts, reward=reward)
     with Session(config, environment=environment, client=client) as session:
@@ -201,10 +200,6 @@ def live_figures(pairs: int = 5) -> dict[str, Figure]:
                 flush=True,
             )
         slow = judged(directory, client, pairs)
-        print(
-            f"  steps of {slow.medians[0]:.3f} s with a judge of {JUDGE_S:g} s, {slow.medians[1]:.3f} s without",
-            flush=True,
-        )
     return {
         "live_overhead_ms": Figure(overheads[0.0], "ms", "lower", 5.0),
         "live_overhead_bounded_ms": Figure(overheads[0.25], "ms", "lower"),

@@ -41,18 +41,7 @@ LEARN_EVERY = 64
 SUBJECT = "libra.policy.posterior:Posterior"
 
 
-class Subject:
-    """The measured object."""
-
-    def __init__(self, make: Callable[[], Any]) -> None:
-        self.made = make()
-        self.handle = self.made.handle
-        self.learn = getattr(self.made, "learn", None)
-        self.remaining = getattr(self.made, "remaining", None)
-
-
 def made_by(subject: str) -> Callable[[], Any]:
-    """The class or function at ``MODULE:NAME``; ConfigError if there is none."""
     module, _, name = subject.partition(":")
     try:
         return getattr(importlib.import_module(module), name)  # type: ignore[no-any-return]
@@ -61,8 +50,7 @@ def made_by(subject: str) -> Callable[[], Any]:
 
 
 def chunks(count: int) -> Iterator[range]:
-    for first in range(0, count, CHUNK):
-        yield range(first, min(first + CHUNK, count))
+    return (range(first, min(first + CHUNK, count)) for first in range(0, count, CHUNK))
 
 
 class Load:
@@ -75,15 +63,14 @@ class Load:
         self.pace = slow * np.exp(rng.normal(5.0, 0.4, count))  # tokens per turn, alike in a group
         self.rng = rng
 
-    def park(self, subject: Subject) -> None:
+    def park(self, subject: Any) -> None:
         for i, key in enumerate(self.keys):
             subject.handle(
                 TrajectoryParked(key, 0, Phase.ROLLOUT, 0, f"prompt-{i // GROUP}", f"family-{i // GROUP % 8}")
             )
 
-    def turn(self, subject: Subject, number: int) -> list[float]:
-        """One turn of all of them; microseconds per tool return of each chunk."""
-        handle, remaining, found = subject.handle, subject.remaining, []
+    def turn(self, subject: Any, number: int) -> list[float]:
+        handle, remaining, found = subject.handle, getattr(subject, "remaining", None), []
         tokens = (self.pace * np.exp(self.rng.normal(0.0, 0.5, self.count)) + 1).astype(int).tolist()
         tools = self.rng.zipf(1.5, self.count) % len(TOOLS)
         failed = self.rng.random(self.count) < 0.1
@@ -112,18 +99,18 @@ class Load:
             found.append(1e6 * (time.thread_time() - started) / len(events))
         return found
 
-    def finish(self, subject: Subject, which: Sequence[int]) -> tuple[float, list[float]]:
+    def finish(self, subject: Any, which: Sequence[int]) -> tuple[float, list[float]]:
         """Finish these: microseconds per finish without learning, milliseconds of each ``learn``."""
-        spent, learned = 0.0, []
+        spent, learned, learn = 0.0, [], getattr(subject, "learn", None)
         for at, i in enumerate(which):
             last, ended = QuantumFinished(self.keys[i], Phase.ROLLOUT, 50, "", "", 1.0), TrajectoryEnded(self.keys[i])
             started = time.thread_time()
             subject.handle(last)
             subject.handle(ended)
             spent += time.thread_time() - started
-            if subject.learn is not None and at % LEARN_EVERY == LEARN_EVERY - 1:
+            if learn is not None and at % LEARN_EVERY == LEARN_EVERY - 1:
                 started = time.thread_time()
-                subject.learn()
+                learn()
                 learned.append(1e3 * (time.thread_time() - started))
         return 1e6 * spent / len(which), learned
 
@@ -135,7 +122,7 @@ def measure(make: Callable[[], Any], count: int) -> dict[str, Figure]:
     load = Load(count, rng)
     gc.collect()
     before = status_bytes("VmRSS")
-    subject = Subject(make)
+    subject = make()
     warm.keys = [f"warm-{key}" for key in warm.keys]
     warm.park(subject)
     for number in range(TURNS):
@@ -145,7 +132,7 @@ def measure(make: Callable[[], Any], count: int) -> dict[str, Figure]:
     returns = [us for number in range(TURNS) for us in load.turn(subject, number)]
     gc.collect()
     grown = status_bytes("VmRSS") - before
-    text = json.dumps(subject.made.snapshot(), allow_nan=False)
+    text = json.dumps(subject.snapshot(), allow_nan=False)
     other = make()
     started = time.thread_time()
     other.restore(json.loads(text))
@@ -156,11 +143,6 @@ def measure(make: Callable[[], Any], count: int) -> dict[str, Figure]:
         us, ms = load.finish(subject, chunk)
         finishes.append(us)
         learned += ms
-    print(
-        f"{name}: returns mean {statistics.mean(returns):.1f} us, chunks {min(returns):.1f} to {max(returns):.1f} us; "
-        f"finishes mean {statistics.mean(finishes):.1f} us",
-        flush=True,
-    )
     values = {
         "tool_return_us": (statistics.median(returns), "us"), "finish_us": (statistics.median(finishes), "us"),
         "memory_mb": (grown / 1e6, "MB"), "load_s": (loading, "s"), "snapshot_mb": (len(text) / 1e6, "MB"),

@@ -8,9 +8,6 @@ Eight Dask worker processes, each with 46, 93 or 187 MiB of rows (EARL's three s
 * *direct* (`libra.dispatch`): the driver plans from metadata; workers send requests over authenticated connections, and read each
   other's memory, since they are on one machine.
 
-Printed beside, measured in the same turns: direct with every byte over TCP and a checksum, as between machines
-(``neighbours=False``); and central with ``direct=True``, where the driver talks to the workers itself.
-
 ``direct_over_central`` is seconds of central over seconds of direct: per size the median of the pairs' ratios, then the
 geometric mean of the sizes. ``scheduler_bytes`` is payload at the scheduler's connections in a direct transfer: every row has a
 mark, and the scheduler's process searches every frame for it (in a separate pass that is not timed). The same count of a central
@@ -24,75 +21,47 @@ from __future__ import annotations
 
 import os
 import statistics
-import time
 from pathlib import Path
+from typing import Any
 
 import dask
-from distributed import Client, Future
+from distributed import Client
 from distributed.deploy.subprocess import SubprocessCluster
 
 from benchmarks.live.dispatch_sides import Batch, central, check, clear, direct, lay_out, scheduler_traffic
-from benchmarks.report import MIN_PAIRS, Figure, Pairs, alternate, command_parser, emit
+from benchmarks.report import MIN_PAIRS, Figure, Pairs, alternate, command_parser, emit, seconds_of
 from libra.cluster.present_workers import present_workers
 from libra.cluster.settings import DASK_SETTINGS
 
 WORKERS = 8
 SIZES = {46: 8192, 93: 16384, 187: 32768}
 """MiB per worker, and tokens of a row: the longer the context, the longer the rows, of which there are 1,472 to 1,496."""
-SIDES = ("central", "direct", "direct over TCP", "central past the scheduler")
 GOAL = 9.7
 COUNTED_CENTRAL_MIB = 46
 """Largest size at which a central transfer is searched for marks."""
 
 
-def seconds(batch: Batch, side: str) -> float:
-    began = time.perf_counter()
-    futures: list[Future] = []
-    if side.startswith("direct"):
-        direct(batch, neighbours=side == "direct")
-    else:
-        futures = central(batch, past_scheduler=side != "central")
-    took = time.perf_counter() - began
-    batch.client.cancel(futures)
-    return took
-
-
-def once_checked(batch: Batch) -> None:
-    """Each side once, not timed: connections open, and the same rows arrive."""
-    futures = central(batch)
-    for neighbours in (True, False):
-        direct(batch, neighbours=neighbours)
-        check(batch, futures)
-    batch.client.cancel(futures)
-
-
 def measure(batch: Batch, pairs: int, mib: int) -> Pairs:
-    """(central, direct) in turns; prints all sides' medians and ratios."""
-    beside: dict[str, list[float]] = {side: [] for side in SIDES[2:]}
+    """(central, direct) in turns, after each side once, not timed: connections open, and the same rows arrive."""
+    futures = central(batch)
+    direct(batch)
+    check(batch, futures)
+    batch.client.cancel(futures)
 
-    def after(index: int, first: float, second: float) -> None:
-        for side, times in beside.items():
-            times.append(seconds(batch, side))
-        others = ", ".join(f"{side} {times[-1]:.2f} s" for side, times in beside.items())
-        print(f"  {mib} MiB, pair {index + 1}: central {first:.2f} s, direct {second:.2f} s; {others}", flush=True)
+    def central_s() -> float:
+        held: list[Any] = []
+        took = seconds_of(lambda: held.extend(central(batch)))
+        batch.client.cancel(held)
+        return took
 
-    timed = alternate(
-        lambda: seconds(batch, "central"), lambda: seconds(batch, "direct"), pairs=pairs, after_pair=after
-    )
-    over_tcp, past = (statistics.median(beside[side]) for side in SIDES[2:])
-    central_s, direct_s = timed.medians
-    print(
-        f"{mib} MiB per worker: central {central_s:.2f} s, direct {direct_s:.2f} s: ratio {timed.ratio:.2f} of pairs "
-        f"{', '.join(f'{ratio:.1f}' for ratio in timed.ratios)}\n"
-        f"  over TCP alone {over_tcp:.2f} s: {central_s / over_tcp:.2f}; central past the scheduler {past:.2f} s: "
-        f"{past / direct_s:.2f} over direct, {past / over_tcp:.2f} over direct by TCP alone",
-        flush=True,
-    )
+    timed = alternate(central_s, lambda: seconds_of(lambda: direct(batch)), pairs=pairs)
+    ratios = ", ".join(f"{ratio:.1f}" for ratio in timed.ratios)
+    first, second = timed.medians
+    print(f"{mib} MiB per worker: central {first:.2f} s, direct {second:.2f} s, ratios of pairs {ratios}", flush=True)
     return timed
 
 
 def traffic(batch: Batch, mib: int) -> tuple[int, int]:
-    """Payload and other bytes at the scheduler's connections in one direct transfer."""
     with scheduler_traffic(batch) as found:
         direct(batch)
     print(f"  {mib} MiB, direct: {found['payload']} bytes of payload and {found['other']} others at the scheduler")
@@ -109,7 +78,6 @@ def traffic(batch: Batch, mib: int) -> tuple[int, int]:
 def main(arguments: list[str] | None = None) -> None:
     parser = command_parser("dispatch", __doc__, pairs=MIN_PAIRS)
     parser.add_argument("--sizes", type=int, nargs="+", choices=SIZES, default=list(SIZES), help="MiB per worker")
-    parser.add_argument("--layout", choices=("sliced", "dealt"), default="sliced", help="rows a consumer wants")
     options = parser.parse_args(arguments)
     repository = str(Path(__file__).resolve().parents[2])
     os.environ["PYTHONPATH"] = os.pathsep.join([repository, os.environ.get("PYTHONPATH", "")])
@@ -124,8 +92,7 @@ def main(arguments: list[str] | None = None) -> None:
         client.wait_for_workers(WORKERS)
         workers = sorted(present_workers(client))
         for mib in options.sizes:
-            batch = lay_out(client, workers, mib * 2**18 // SIZES[mib], SIZES[mib], options.layout)
-            once_checked(batch)
+            batch = lay_out(client, workers, mib * 2**18 // SIZES[mib], SIZES[mib])
             ratios.append(measure(batch, options.pairs, mib).ratio)
             found = traffic(batch, mib)
             payload, other = payload + found[0], max(other, found[1])

@@ -18,7 +18,7 @@ import numpy as np
 from distributed import Client, Future, Scheduler, get_worker
 from numpy.typing import NDArray
 
-from libra.dispatch import Block, DispatchServer, Order, contiguous, dealt, fetch, orders
+from libra.dispatch import Block, DispatchServer, Order, contiguous, fetch, orders
 
 MARK_BYTES = 16
 """Every row begins with so many bytes of a random mark, by which payload is known wherever it passes."""
@@ -61,7 +61,6 @@ def make_part(first: int, num_rows: int, row_tokens: int, mark: bytes) -> NDArra
 
 
 def offer_part(part: NDArray[np.float32], first: int, secret: str) -> tuple[Block, tuple[str, int]]:
-    """Offer a part where it lies; its block and the address it is to be had at."""
     worker: Any = get_worker()
     server = DispatchServer(worker.address, secret, "127.0.0.1")
     worker.libra_dispatch, worker.libra_part = server, part
@@ -73,7 +72,7 @@ def close_part(dask_worker: Any = None) -> None:
     dask_worker.libra_dispatch = dask_worker.libra_part = dask_worker.libra_slice = None
 
 
-def lay_out(client: Client, workers: Sequence[str], num_rows: int, row_tokens: int, layout: str) -> Batch:
+def lay_out(client: Client, workers: Sequence[str], num_rows: int, row_tokens: int) -> Batch:
     """Make a batch of ``num_rows`` per worker, each of ``row_tokens``, that consumers want "sliced" or "dealt"."""
     mark, secret = secrets.token_bytes(MARK_BYTES), secrets.token_hex(32)
     parts = [
@@ -87,9 +86,8 @@ def lay_out(client: Client, workers: Sequence[str], num_rows: int, row_tokens: i
         ]
     )
     wanted: dict[str, list[int]] = {worker: [] for worker in workers}
-    cut = {"sliced": contiguous, "dealt": dealt}[layout]
     for i in range(len(workers)):
-        for worker, rows in cut(range(i * num_rows, (i + 1) * num_rows), workers).items():
+        for worker, rows in contiguous(range(i * num_rows, (i + 1) * num_rows), workers).items():
             wanted[worker] += rows  # type: ignore[arg-type]
     return Batch(
         client, tuple(workers), mark, secret, num_rows, row_tokens, tuple(parts), tuple(block for block, _ in offered),
@@ -102,40 +100,36 @@ def clear(batch: Batch) -> None:
     batch.client.cancel(list(batch.parts))
 
 
-def take(order: Order, secret: str, neighbours: bool) -> tuple[int, int]:
+def take(order: Order, secret: str) -> tuple[int, int]:
     """What a consumer does on the direct side; payload that came from others, and that was here already."""
     worker: Any = get_worker()
-    fetched = fetch(order, worker.address, secret=secret, own=worker.libra_dispatch, neighbours=neighbours)
+    fetched = fetch(order, worker.address, secret=secret, own=worker.libra_dispatch)
     worker.libra_slice = fetched.data.view(np.float32)
     return fetched.received_bytes, fetched.local_bytes
 
 
-def direct(batch: Batch, *, neighbours: bool = True) -> None:
+def direct(batch: Batch) -> None:
     """Plan at the driver, from metadata; every consumer fetches its rows from those that hold them."""
     client = batch.client
     asked = orders(batch.blocks, batch.wanted, batch.addresses)
     futures = [
-        client.submit(take, asked[worker], batch.secret, neighbours, workers=[worker], pure=False)
-        for worker in batch.workers
+        client.submit(take, asked[worker], batch.secret, workers=[worker], pure=False) for worker in batch.workers
     ]
     got = client.gather(futures)
     total = sum(received + own for received, own in got)
     assert total == batch.num_bytes, f"{total} of {batch.num_bytes} bytes arrived"
 
 
-def central(batch: Batch, *, past_scheduler: bool = False) -> list[Future]:
-    """Gather at the driver, cut each consumer's rows there, scatter them; the futures that hold them.
-
-    ``past_scheduler`` lets the driver talk to the workers itself (``direct=True``); Dask's own default is through the scheduler.
-    """
-    client, ways = batch.client, {"direct": True} if past_scheduler else {}
-    parts = client.gather(list(batch.parts), **ways)
+def central(batch: Batch) -> list[Future]:
+    """Gather at the driver, cut each consumer's rows there, scatter them; the futures that hold them."""
+    client = batch.client
+    parts = client.gather(list(batch.parts))
 
     def deliver(worker: str) -> Future:
         rows = np.asarray(batch.wanted[worker])
         producers = rows // batch.num_rows
         slices = [part[rows[producers == i] - i * batch.num_rows] for i, part in enumerate(parts)]
-        future: Future = client.scatter(np.concatenate(slices), workers=[worker], hash=False, **ways)
+        future: Future = client.scatter(np.concatenate(slices), workers=[worker], hash=False)
         return future
 
     with ThreadPoolExecutor(SCATTERS) as threads:

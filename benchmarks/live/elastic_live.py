@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import QUICKSTART, Figure
+from benchmarks.report import QUICKSTART, QUIET, Figure
 from libra.config import load_config
 from libra.driver.session import Session
 from libra.rollout.vllm_settings import is_installed
@@ -41,11 +41,10 @@ def session(directory: str, name: str, iterations: int, stretch: int, *changes: 
     args = f"{{stretch: {stretch * PROMPTS}, long_chars: {long_chars}}}"
     asked = (
         f"run.name={name}", f"run.dir={directory}", f"run.iterations={iterations}", "cluster.rollout_workers=2",
-        "cluster.hybrid_workers=1", "cluster.dashboard_port=0", "environment.name=libra.testing:DriftingPrompts",
+        "cluster.hybrid_workers=1", *QUIET, "environment.name=libra.testing:DriftingPrompts",
         f"environment.args={args}", "rollout.ignore_eos=true", "rollout.max_turns=8", "rollout.max_context_tokens=1024",
         "trainer.max_row_tokens=1024", f"trainer.prompts={PROMPTS}",
-        f"trainer.group_size={GROUP_SIZE}", "trainer.lr=1e-6", "evaluation.prompts=0", "checkpoint.every=0",
-        "observe.progress=false", "observe.tensorboard=false",
+        f"trainer.group_size={GROUP_SIZE}", "trainer.lr=1e-6",
     )  # fmt: skip
     return Session(load_config(str(QUICKSTART), (*asked, *changes)))
 
@@ -114,12 +113,6 @@ def stages(changes: int) -> dict[str, Figure]:
             print(f"weights of a joiner arrive in the background: median {statistics.median(states):.3f} s", flush=True)
             figures["state_s"] = Figure(statistics.median(states), "s", "lower")
         blocked_s = sum(float(row["hybrid_blocked_s"]) for row in ran.rows)
-        joining = sum(row["hybrids_joining"] > 0 for row in ran.rows)
-        print(
-            f"trainer blocked on a joiner: {blocked_s:.6f} s in {len(ran.rows)} steps, {joining} of which were taken while one was "
-            f"joining, {sum(row['hybrids'] > 0 for row in ran.rows)} with its help",
-            flush=True,
-        )
         return figures | {"trainer_blocked_s": Figure(blocked_s, "s", "lower", 0.0)}
 
 
@@ -145,10 +138,6 @@ def rebuckets(changes: int) -> dict[str, Figure]:
             kind = "one_engine" if event["generation"] % 2 else "two_engines"
             at = kind, event["generation"]
             whole[at] = max(whole.get(at, 0.0), float(event["seconds"]))
-            said = ", ".join(f"{stage} {seconds:.3f} s" for stage, seconds in event["stage_s"].items())
-            print(
-                f"rebucket {at[1]}, {event['worker']} to {event['to_role']} of TP {event['to_tp']}: {said}", flush=True
-            )
         there, back = (
             statistics.median(seconds for (kind, _), seconds in whole.items() if kind == which)
             for which in ("one_engine", "two_engines")

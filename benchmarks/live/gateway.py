@@ -66,14 +66,12 @@ class Side(OnlyRollouts):
         self.tokens_per_s: list[float] = []
 
     def trajectories(self) -> list[Trajectory]:
-        """Those of one more iteration."""
         found = [member for group in self.groups() for member in read_group(group["path"])]
         wrong = Counter(t.failure_detail for t in found if not t.failure.trains)
         assert not wrong, f"trajectories failed: {wrong.most_common(3)}"
         return found
 
     def s_per_token(self) -> float:
-        """Seconds of one iteration for each token that it generated."""
         tokens = sum(t.num_action_tokens for t in self.trajectories())
         _, took_s = self.last()
         self.tokens_per_s.append(tokens / took_s)
@@ -102,7 +100,6 @@ def long_turns(place: Path, name: str, model: Path, *, built_in: bool, agent: di
 
 
 def compared(configs: dict[str, RunConfig], pairs: int) -> dict[str, float]:
-    """Tokens per second of each other side over those of the first one."""
     first, *others = configs
     ratios = {}
     with ExitStack() as exits:
@@ -131,7 +128,6 @@ def differing(found: Sequence[Sequence[int]], given: Sequence[Sequence[int]]) ->
 
 
 def turns_of(trajectory: Trajectory) -> list[list[int]]:
-    """Generated token ids of each turn, by what its row says of its place."""
     starts = [turn["sequence_start"] + turn["prompt_tokens"] for turn in trajectory.turns]
     lengths = [turn["generated_tokens"] for turn in trajectory.turns]
     return [trajectory.token_ids[at : at + n].tolist() for at, n in zip(starts, lengths, strict=True)]

@@ -38,7 +38,7 @@ from typing import Any
 from distributed import Client
 
 from benchmarks.live.move_review import Moved, moves
-from benchmarks.report import MIN_PAIRS, QUICKSTART, Figure, alternate, command_parser, emit
+from benchmarks.report import MIN_PAIRS, QUICKSTART, QUIET, Figure, alternate, command_parser, emit
 from libra.cluster.local import local_cluster
 from libra.config import load_config
 from libra.driver.session import Session
@@ -89,11 +89,10 @@ class Bench:
             f"tokens_frac: {TOKENS_FRAC}, payload_frac: {PAYLOAD_FRAC}, tool_frac: {TOOL_FRAC}}}"
         )
         asked = (
-            f"run.dir={self.directory}", "run.iterations=1", "cluster.dashboard_port=0", "rollout.ignore_eos=true",
+            f"run.dir={self.directory}", "run.iterations=1", *QUIET, "rollout.ignore_eos=true",
             "environment.name=libra.testing:TraceTurns", f"environment.args={args}", "rollout.max_turns=64",
             "rollout.max_new_tokens=512", "rollout.max_context_tokens=1024", "trainer.max_row_tokens=1024",
-            f"trainer.prompts={self.groups}", f"trainer.group_size={GROUP_SIZE}", "trainer.lr=0", "evaluation.prompts=0",
-            "checkpoint.every=0", "observe.progress=false", "observe.tensorboard=false",
+            f"trainer.prompts={self.groups}", f"trainer.group_size={GROUP_SIZE}", "trainer.lr=0",
             f"rollout.engine={'vllm' if self.vllm else 'transformers'}",
         )  # fmt: skip
         return load_config(str(QUICKSTART), (*asked, *changes))
@@ -111,7 +110,6 @@ def log_of(directory: Path) -> list[Line]:
 
 
 def makespan_s(log: Sequence[Line]) -> float:
-    """Seconds from the first dispatch to the end of the last trajectory."""
     begun = min(t_s for _, t_s, fact in log if isinstance(fact, QuantumDispatched))
     return max(t_s for _, t_s, fact in log if isinstance(fact, TrajectoryEnded)) - begun
 

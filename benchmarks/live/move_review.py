@@ -16,7 +16,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from libra.facts import (
-    HomeChanged, HomeForgotten, Line, QuantumDispatched, QuantumFinished, TrajectoryEnded, WorkerWithdrawn,
+    HomeChanged,
+    HomeForgotten,
+    Line,
+    QuantumDispatched,
+    QuantumFinished,
+    TrajectoryEnded,
+    WorkerWithdrawn,
 )  # fmt: skip
 from libra.policy.engine_loads import SURE, Loads
 from libra.policy.fleet import Fleet
@@ -52,7 +58,6 @@ class Moved:
 
 
 def moves(log: Iterable[Line]) -> tuple[list[Moved], int]:
-    """The moves of a log, in order, and the number of dispatched generations."""
     lines = list(log)
     generated, final = _lengths(lines)
     fleet = Fleet()
@@ -89,7 +94,6 @@ def moves(log: Iterable[Line]) -> tuple[list[Moved], int]:
 
 
 def _lengths(lines: list[Line]) -> tuple[dict[str, int], dict[str, int]]:
-    """Tokens generated, and context at the end, of each trajectory that ended."""
     fleet, tokens, final = Fleet(), dict[str, int](), dict[str, int]()
     for _, _, event in lines:
         if isinstance(event, QuantumDispatched):

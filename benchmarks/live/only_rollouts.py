@@ -30,7 +30,6 @@ class OnlyRollouts:
         self.session.__exit__(*error)
 
     def groups(self) -> list[dict[str, Any]]:
-        """Generate one more iteration; its committed groups."""
         graph = iteration_graph(self.session.spec, self.k)
         futures = self.session.client.compute(graph.groups, optimize_graph=False)
         self.k += 1

@@ -118,7 +118,6 @@ class BareLoop(SchedulerPlugin):
         return sum(map(len, self._waiting.values()))
 
     def told(self, key: str, phase: str, worker: str) -> None:
-        """A quantum has ended; the next one is of ``phase``, empty: there is none."""
         self.num_quanta += 1
         self._phase[key] = phase
 

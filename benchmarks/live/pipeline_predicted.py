@@ -114,7 +114,6 @@ def group_tokens(workload: Workload) -> dict[GroupId, int]:
 def measured(
     runs: Mapping[str, Sequence[RunSeen]], gradients_s: Sequence[float], tokens: Mapping[GroupId, int], assumed_s: float
 ) -> Prices:
-    """From the logs of all runs by side."""
     batches: dict[int, int] = {}
     for (iteration, _), count in tokens.items():
         batches[iteration] = batches.get(iteration, 0) + count

@@ -16,13 +16,12 @@ iteration before".
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.report import QUICKSTART, Figure, command_parser, emit
+from benchmarks.report import QUICKSTART, QUIET, Figure, command_parser, emit
 from libra.config import load_config
 from libra.driver.session import Session
 
@@ -50,15 +49,11 @@ def run(directory: Path, iterations: int, eta: int, seed: int) -> tuple[list[Ste
     """Predicted steps of a run, the ratio of its engines' speeds, and the seconds of all its iterations."""
     changes = (
         f"run.name=accuracy_{seed}", f"run.dir={directory}", f"run.iterations={iterations}", f"run.eta={eta}",
-        f"run.seed={seed}", "planner.replan=true", f"cluster.engines={ENGINES}", "cluster.dashboard_port=0",
-        "trainer.prompts=32", "evaluation.prompts=0", "checkpoint.every=0", "observe.progress=false", "observe.tensorboard=false",
+        f"run.seed={seed}", "planner.replan=true", f"cluster.engines={ENGINES}", "trainer.prompts=32", *QUIET,
     )  # fmt: skip
     with Session(load_config(str(QUICKSTART), changes)) as session:
         for values in session.iterations():
-            print(
-                f"iteration {values['iteration']}: {values['iteration_s']:.2f} s, load {os.getloadavg()[0]:.1f}",
-                flush=True,
-            )
+            print(f"iteration {values['iteration']}: {values['iteration_s']:.2f} s", flush=True)
     rows: dict[int, dict[str, float]] = {}
     for line in (session.directory / "metrics.jsonl").read_text().splitlines():
         row = json.loads(line)

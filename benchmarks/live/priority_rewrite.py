@@ -83,7 +83,6 @@ def rewrites_logged(stage: Stage) -> int:
 
 
 def check(stage: Stage, logged: int, asked: int) -> None:
-    """Every rewrite has a line, and ``ts.priority`` is the dispatcher's priority."""
     assert logged == asked, f"{asked} rewrites were requested, {logged} are in the log"
     tasks, waiting = stage.scheduler.tasks, stage.plugin.trajectories.dispatcher.waiting(Phase.ROLLOUT)
     assert all(tasks[key].priority == tuple(priority) for key, priority in waiting.items())
@@ -103,7 +102,6 @@ async def windows(stage: Stage, quanta: int, repeats: int) -> list[tuple[float, 
 
 
 async def quantum_us(options: argparse.Namespace, **how: Any) -> float:
-    """Microseconds of the scheduler's thread per quantum, with all slots busy."""
     with tempfile.TemporaryDirectory() as directory:
         async with parked(Path(directory), options.waiting, workers=4, **how) as stage:
             return 1e6 * statistics.median(cpu for cpu, _ in await windows(stage, options.quanta, options.repeats))

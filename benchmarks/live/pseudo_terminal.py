@@ -60,7 +60,6 @@ class Terminal:
         self.close()
 
     def read(self, wait_s: float) -> bool:
-        """Read what comes within ``wait_s``; False at the end of the output."""
         if not select.select([self._master], [], [], wait_s)[0]:
             return True
         try:
@@ -88,7 +87,6 @@ class Terminal:
         return self.process.wait(max(1.0, until_s - time.monotonic()))
 
     def press_ctrl_c(self) -> None:
-        """The key, which the terminal makes a SIGINT to the whole foreground group."""
         os.write(self._master, b"\x03")
 
     def close(self) -> None:

@@ -67,7 +67,6 @@ class Side(OnlyRollouts):
         }))  # fmt: skip
 
     def libra_s(self) -> float:
-        """One iteration's trajectories through Libra."""
         client = self.session.client
         idle = [self._idle_share()]
         began_wall_s, began_s = time.perf_counter(), client.run_on_scheduler(thread_seconds)
@@ -85,7 +84,6 @@ class Side(OnlyRollouts):
         return float(self.session.client.run_on_scheduler(idle_share)) if self.tokens == SCHEDULER_TOKENS else 0.0
 
     def bare_s(self) -> float:
-        """The same trajectories directly on the engine, in its process."""
         session, options = self.session, self.options
         workers = present_workers(session.client).items()
         engines = [address for address, worker in workers if worker["name"] == "rollout-0"]
@@ -106,7 +104,6 @@ async def idle_share(dask_scheduler: Any) -> float:
 
 
 async def feed(run: str, concurrent: int, turns: int, k: int, dask_worker: Any) -> float:
-    """Generate ``concurrent`` trajectories, turn after turn; wall seconds."""
     from libra.types import TrajectoryId, TurnRequest
 
     host = dask_worker.plugins[host_name(run)]
@@ -142,7 +139,6 @@ async def feed(run: str, concurrent: int, turns: int, k: int, dask_worker: Any) 
 
 
 async def bare_answer(llm: Any, name: str, context: Any, seed: int, rollout: Any) -> Any:
-    """Tokens of one turn from vLLM's own API, with ids and log-probabilities."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     sampling = SamplingParams(
@@ -159,7 +155,7 @@ async def bare_answer(llm: Any, name: str, context: Any, seed: int, rollout: Any
 def break_even(ratios: dict[int, float], kept: float = KEPT) -> float:
     """Turn length below which the ratio is under ``kept``, linear in log length between the two measured around it.
 
-    The shortest length if every ratio is at least ``kept``; if none is, extrapolated from the longest with the same seconds per turn.
+    The shortest length if every ratio is at least ``kept``; if none is, extrapolated from the longest.
     """
     lengths = sorted(ratios)
     below = [n for n in lengths if ratios[n] < kept]

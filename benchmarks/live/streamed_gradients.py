@@ -97,7 +97,6 @@ class _Recorded:
 
 
 def _apart(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> float:
-    """Norm of the difference of all tensors over the norm of the latter."""
     difference, norm = (
         torch.cat([tensor.flatten() for tensor in tensors])
         for tensors in ([a - b for a, b in zip(ours, theirs, strict=True)], theirs)

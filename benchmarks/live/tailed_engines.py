@@ -1,7 +1,7 @@
 """Engines of live benchmarks whose rollouts have a tail: the tokens of a turn depend on its trajectory alone.
 
 A trajectory is several turns long, and its length has a long tail; lengths are the same whatever is compared. `PacedEngine`
-waits for as long as its tokens would take. `TailedEngine` computes them.
+waits for as long as its tokens would take.
 """
 
 from __future__ import annotations
@@ -52,14 +52,3 @@ class PacedEngine(TransformersEngine):
 
     def capacity(self) -> EngineCapacity:
         return replace(super().capacity(), steps=StepSeconds(TOKEN_S, 0.0, 0.0, 0.0, num_steps=1, error_frac=0.0))
-
-
-class TailedEngine(TransformersEngine):
-    """The transformers engine; a turn ends after as many tokens as `num_tokens` says. For runs with ``rollout.ignore_eos``."""
-
-    def __init__(self, model_dir: Path, *, slots: int, max_context_tokens: int, version: int) -> None:
-        super().__init__(model_dir, slots=slots, max_context_tokens=max_context_tokens, version=version, threads=1)
-
-    async def generate(self, request: TurnRequest) -> TurnOutput:
-        count = min(request.max_new_tokens, num_tokens(request.trajectory_id, request.turn))
-        return await super().generate(replace(request, max_new_tokens=count))

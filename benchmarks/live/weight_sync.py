@@ -21,7 +21,7 @@ import asyncio
 import statistics
 import tempfile
 import time
-from dataclasses import dataclass
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ import numpy as np
 import torch
 
 from benchmarks.live.random_training import random_trajectories, save_random_model
-from benchmarks.report import MIN_PAIRS, Figure, Pairs, command_parser, emit
+from benchmarks.report import MIN_PAIRS, Figure, Pairs, command_parser, emit, seconds_of
 from libra.errors import ConfigError
 from libra.facts import Fact, VersionChecked
 from libra.rollout import RolloutEngine, TransformersEngine
@@ -74,26 +74,7 @@ SIZES: dict[str, tuple[str, str, dict[str, Any]]] = {
 """Family, type of the weights and configuration of each model."""
 
 
-@dataclass(slots=True)
-class Times:
-    """Seconds of one model, one entry per version; ``num_bytes`` of its file."""
-
-    num_bytes: int
-    stall: list[float]
-    passes: list[float]
-    publication: list[float]
-    served: list[float]
-    check: list[float]
-    stopped: list[float]
-    memcpy: list[float]
-    fetched: list[float]
-
-    def median(self, name: str) -> float:
-        return statistics.median(getattr(self, name))
-
-
 def make_model(size: str, directory: Path) -> str:
-    """Save a random model of this size; returns the type of its weights."""
     from transformers import AutoConfig
 
     family, dtype, shape = SIZES[size]
@@ -124,38 +105,16 @@ def take_step(replica: Replica, generator: torch.Generator) -> None:
     replica.content = None
 
 
-def published_s(publications: Publications, version: int) -> float:
-    began = time.perf_counter()
-    publications.publish(version)
-    return time.perf_counter() - began
-
-
 def passes(replica: Replica, batch: list[Trajectory], step: int) -> tuple[float, float]:
-    """When the forward and backward passes of a step began and ended."""
     began = time.perf_counter()
     replica.accumulate(batch, step)
     return began, time.perf_counter()
 
 
-def memcpy_s(num_bytes: int) -> float:
-    """Seconds to copy so many bytes that are in memory to memory that is mapped."""
-    source, target = np.ones(num_bytes, np.uint8), np.full(num_bytes, 2, np.uint8)
-    began = time.perf_counter()
-    np.copyto(target, source)
-    return time.perf_counter() - began
-
-
-def told(size: str, times: Times, method: str) -> str:
-    return (
-        f"{size}: {times.num_bytes / 1e6:.1f} MB; trainer stalls {times.median('stall'):.3f} s beside {TOKENS[size]} tokens "
-        f"({times.median('passes'):.3f} s; publication {times.median('publication'):.3f} s); published to served "
-        f"{times.median('served'):.3f} s, of which the check {times.median('check'):.3f} s and the engine stopped "
-        f"{times.median('stopped'):.3f} s; memcpy {times.median('memcpy'):.3f} s; fetched over loopback in "
-        f"{times.median('fetched'):.3f} s; the check said {method}"
-    )
-
-
-async def measure(size: str, engine: str, versions: int, threads: int | None, directory: Path) -> Times:
+async def measure(
+    size: str, engine: str, versions: int, threads: int | None, directory: Path
+) -> dict[str, list[float]]:
+    """Seconds by name, one entry per version."""
     dtype = make_model(size, directory / "model")
     replica = Replica(directory / "model", TrainSettings(), dtype=dtype, threads=threads)
     store, generator = WeightStore(directory / "weights"), torch.Generator().manual_seed(1)
@@ -171,7 +130,8 @@ async def measure(size: str, engine: str, versions: int, threads: int | None, di
         directory / "model", build=lambda path, version: build(engine, path, version, dtype, threads), newest=newest,
         report=reports.append, store=store,
     )  # fmt: skip
-    times = Times(publications.publish(0).num_bytes, [], [], [], [], [], [], [], [])
+    num_bytes, times = publications.publish(0).num_bytes, defaultdict[str, list[float]](list)
+    source, target = np.ones(num_bytes, np.uint8), np.full(num_bytes, 2, np.uint8)
     server = WeightServer(store, "secret", "127.0.0.1")
     await serving.start()
     try:
@@ -180,13 +140,13 @@ async def measure(size: str, engine: str, versions: int, threads: int | None, di
             take_step(replica, generator)
             batch = random_trajectories(TOKENS[size] // SEQUENCE, SEQUENCE, SEQUENCE // 2, vocab, version)
             ended = time.perf_counter()
-            publication = asyncio.create_task(asyncio.to_thread(published_s, publications, version))
+            publication = asyncio.create_task(asyncio.to_thread(seconds_of, lambda v=version: publications.publish(v)))
             began, done = await asyncio.to_thread(passes, replica, batch, version)
             waited_s = await asyncio.to_thread(publications.before_change, version)
             replica.abandon()
-            times.stall.append(began - ended + waited_s)
-            times.passes.append(done - began)
-            times.publication.append(await publication)
+            times["stall"].append(began - ended + waited_s)
+            times["passes"].append(done - began)
+            times["publication"].append(await publication)
             announced = time.perf_counter()
             serving.announced = version
             await serving.pull()
@@ -194,19 +154,22 @@ async def measure(size: str, engine: str, versions: int, threads: int | None, di
             last = reports[-1]
             if not isinstance(last, VersionChecked) or len(reports) != 2 * (version + 1):
                 raise ConfigError(f"{size}: version {version} was not served as it should: {last}")
-            times.served.append(served - announced)
-            times.check.append(last.check_s)
-            times.stopped.append(last.stopped_s)
-            times.memcpy.append(memcpy_s(times.num_bytes))
+            times["served"].append(served - announced)
+            times["check"].append(last.check_s)
+            times["stopped"].append(last.stopped_s)
+            times["memcpy"].append(seconds_of(lambda: np.copyto(target, source)))
             fetching = time.perf_counter()
             await asyncio.to_thread(fetch, version, [server.address], directory / "fetched", secret="secret")
-            times.fetched.append(time.perf_counter() - fetching)
+            times["fetched"].append(time.perf_counter() - fetching)
             store.drop(keep_last=3)
             WeightStore(directory / "fetched").drop(keep_last=1)
     finally:
         await serving.close()
         server.close()
-    print(told(size, times, last.method), flush=True)
+    medians = ", ".join(f"{name} {statistics.median(each):.3f} s" for name, each in times.items())
+    print(
+        f"{size}: {num_bytes / 1e6:.1f} MB, {TOKENS[size]} tokens; {medians}; the check said {last.method}", flush=True
+    )
     return times
 
 
@@ -225,11 +188,14 @@ def main(arguments: list[str] | None = None) -> None:
                 measure(size, options.engine, options.versions, options.threads, Path(directory))
             )
     large, small = measured["1gb"], measured["135m"]
+    medians = {name: statistics.median(each) for name, each in small.items()}
     figures = {
-        "trainer_stall_s": Figure(small.median("stall"), "s", "lower", 0.1),
-        "served_over_memcpy_1gb": Figure(Pairs(tuple(large.served), tuple(large.memcpy)).ratio, "ratio", "lower", 10.0),
-        "publication_s_135m": Figure(small.median("publication"), "s", "lower"),
-        "published_to_served_s_135m": Figure(small.median("served"), "s", "lower"),
-        "check_s_135m": Figure(small.median("check"), "s", "lower"),
+        "trainer_stall_s": Figure(medians["stall"], "s", "lower", 0.1),
+        "served_over_memcpy_1gb": Figure(
+            Pairs(tuple(large["served"]), tuple(large["memcpy"])).ratio, "ratio", "lower", 10.0
+        ),
+        "publication_s_135m": Figure(medians["publication"], "s", "lower"),
+        "published_to_served_s_135m": Figure(medians["served"], "s", "lower"),
+        "check_s_135m": Figure(medians["check"], "s", "lower"),
     }
     emit("weight_sync", figures, arguments=arguments, as_json=options.json)

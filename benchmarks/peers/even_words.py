@@ -38,7 +38,6 @@ def word(index: int) -> str:
 
 
 def question(seed: int) -> str:
-    """A prompt: ``PROMPT_WORDS`` random words, the same ones for the same seed."""
     generator = random.Random(seed)
     return " ".join(word(generator.randrange(len(SPECIALS), VOCABULARY)) for _ in range(PROMPT_WORDS))
 

@@ -76,16 +76,14 @@ def _install(command: list[str]) -> None:
 class TrlSide:
     """A child process with TRL's trainer, which takes steps on command; a context manager."""
 
-    def __init__(
-        self, python: Path, model_dir: Path, log: Path, *, threads: int, seed: int, extra: tuple[str, ...] = ()
-    ) -> None:
+    def __init__(self, python: Path, model_dir: Path, log: Path, *, threads: int, seed: int) -> None:
         self.log = log
         self.steps_taken: list[Step] = []
         with log.open("w") as errors:
             self._child = subprocess.Popen(
                 [
                     str(python), str(Path(__file__).with_name("trl_side.py")), f"--model={model_dir}",
-                    f"--threads={threads}", f"--seed={seed}", *extra,
+                    f"--threads={threads}", f"--seed={seed}",
                 ],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True,
                 env=os.environ
@@ -138,7 +136,6 @@ class TrlSide:
 
 
 def check_tokens(side: str, generated: list[float]) -> None:
-    """SideError unless every step generated the expected number of tokens."""
     wrong = [int(number) for number in generated if number != TOKENS_PER_STEP]
     if wrong:
         raise SideError(

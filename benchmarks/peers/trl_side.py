@@ -68,7 +68,6 @@ class StepsOnCommand(TrainerCallback):
         self.began_cpu_s = 0.0
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Close the step that just ended, then wait if no more are wanted."""
         if self.began_s is not None:
             self._close(time.perf_counter() - self.began_s, time.process_time() - self.began_cpu_s)
         if self.wanted == 0:
@@ -107,7 +106,6 @@ def even_words(completions: list[Any], **_: Any) -> list[float]:
 
 
 def make_trainer(options: argparse.Namespace, output_dir: str, callback: StepsOnCommand) -> TimedTrainer:
-    """The trainer, ready to train; ``options`` are those of the command line."""
     batch = task.PROMPTS_PER_STEP * task.GROUP_SIZE
     micro_batches = batch // options.micro_batch
     generation_kwargs: dict[str, Any] = {"use_cache": True}
@@ -136,7 +134,6 @@ def make_trainer(options: argparse.Namespace, output_dir: str, callback: StepsOn
 
 
 def main() -> None:
-    """Build the trainer, say so, and train on command until standard input ends."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", required=True, help="directory of model and tokenizer")
     parser.add_argument("--threads", type=int, required=True, help="torch threads")

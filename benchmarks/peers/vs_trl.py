@@ -31,9 +31,16 @@ from typing import Any, Self
 
 from benchmarks.peers import even_words as task
 from benchmarks.peers.trl_process import (
-    TOKENS_PER_STEP, TRL_ENVIRONMENT, SideError, Step, TrlSide, check_tokens, say, trl_python,
+    TOKENS_PER_STEP,
+    TRL_ENVIRONMENT,
+    SideError,
+    Step,
+    TrlSide,
+    check_tokens,
+    say,
+    trl_python,
 )  # fmt: skip
-from benchmarks.report import Figure, alternate, command_parser, emit, machine
+from benchmarks.report import Figure, alternate, command_parser, emit
 from libra.config import config_from_dict
 from libra.driver.session import Session
 from libra.envs import FunctionEnvironment
@@ -115,20 +122,6 @@ def trl_split(steps: list[Step]) -> str:
     return ", ".join(f"{name} {_median(steps, column):.3f}" for name, column in parts.items())
 
 
-def measure_trl(options: argparse.Namespace, python: Path, model_dir: Path, scratch: Path) -> None:
-    """TRL alone: its seconds per step, and Libra's that would give the goal."""
-    with TrlSide(python, model_dir, scratch / "trl.log", threads=options.threads, seed=options.seed) as trl:
-        print(f"TRL's side: {trl.versions}")
-        trl.step_seconds(WARM_UP_STEPS)
-        trl.steps_taken.clear()
-        for _ in range(options.pairs):
-            trl.step_seconds(options.steps)
-        median_s = _median(trl.steps_taken, "step_s")
-        fastest_s = min(step["step_s"] for step in trl.steps_taken)
-        print(f"TRL: {median_s:.3f} s per step, fastest {fastest_s:.3f} ({trl_split(trl.steps_taken)})")
-        print(f"For a ratio of {GOAL:g} Libra may take {median_s / GOAL:.3f} s; {machine()}")
-
-
 def compare(options: argparse.Namespace, python: Path, model_dir: Path, scratch: Path) -> dict[str, Figure]:
     block = options.steps
     with (
@@ -170,7 +163,6 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--trl-env", type=Path, default=TRL_ENVIRONMENT, help="where TRL's environment is, or is made")
-    parser.add_argument("--trl-only", action="store_true", help="measure TRL alone and say what Libra has to reach")
     options = parser.parse_args(arguments)
     for name, least in (("steps", 1), ("threads", 1)):
         if getattr(options, name) < least:
@@ -182,8 +174,5 @@ def main(arguments: list[str] | None = None) -> None:
         say(
             f"{parameters / 1e6:.2f} M parameters; {TOKENS_PER_STEP} new tokens a step; {options.threads} threads a side"
         )
-        if options.trl_only:
-            measure_trl(options, python, scratch / "model", scratch)
-            return
         figures = compare(options, python, scratch / "model", scratch)
     emit("vs_trl", figures, arguments=arguments, as_json=options.json)

@@ -109,7 +109,6 @@ def assumed_frac(comparison: Comparison, went: Mapping[str, Went]) -> float:
 
 
 def shown_model(model: str) -> str:
-    """The name of a model; where the directory's own says nothing, its path."""
     name = Path(model).name
     return model if name == "model" else name
 
@@ -143,7 +142,6 @@ def as_traces(workload: Workload) -> tuple[Trace, ...]:
 
 
 def gpu_counts(text: str | None, own: int, whose: str) -> list[int]:
-    """``16,48`` as numbers; None: those of the configuration or run (``whose``)."""
     if text is None:
         if own < FEWEST:
             raise ConfigError(f"--gpus: the {whose} has {own} GPUs; type {FEWEST} or more, e.g. --gpus 16,48,96")

@@ -144,7 +144,6 @@ class Pipeline(Simulator):
         self._next_step(batch)
 
     def _next_step(self, batch: int) -> None:
-        """The trainer has the weights after step ``batch``, and begins the next."""
         self._closing, self._merges, self._look = False, False, True
         if batch + 1 < len(self._groups.plans):
             self._open_step(batch + 1)
@@ -191,7 +190,6 @@ class Pipeline(Simulator):
         self._expect_gradients()
 
     def _train_parts(self) -> None:
-        """Train on the groups that wait, if the batch is complete or streamed."""
         if not (self._discipline.streaming or (self._batches.is_full and not self._unscored)):
             return
         for place in self._waiting:

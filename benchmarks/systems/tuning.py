@@ -57,8 +57,8 @@ class Cell:
     model: str = "Qwen3-14B"
     teacher_token_s: float = 0.0
 
-    def workload(self, seed: int) -> Workload:
-        iterations = STEPS[self.eta][0] + self.eta + 1
+    def workload(self, seed: int, iterations: int | None = None) -> Workload:
+        iterations = iterations or STEPS[self.eta][0] + self.eta + 1
         return draw_alike(
             self.traces, num_groups=self.groups, group_size=self.group_size, seed=seed, iterations=iterations, kinship=self.kinship
         )  # fmt: skip

@@ -42,7 +42,14 @@ from pathlib import Path
 from benchmarks.live.actions_live import live_figures
 from benchmarks.report import Figure, command_parser, emit
 from benchmarks.virtual.action_loads import (
-    ActionSimulation, Outcome, Source, Step, Way, drawn_load, drawn_tests, read_steps,
+    ActionSimulation,
+    Outcome,
+    Source,
+    Step,
+    Way,
+    drawn_load,
+    drawn_tests,
+    read_steps,
 )  # fmt: skip
 from libra.errors import ConfigError
 from libra.policy.leases import SpeedUp
@@ -91,7 +98,6 @@ def parallel(load: Load) -> Load:
 
 
 def gain(load: Load, curve: dict[int, float]) -> float:
-    """Mean completion time in arrival order over that with enlargement."""
     load = parallel(load)
     return simulated(load, CORES, "arrival", curve).mean_act_s / simulated(load, CORES, "leases", curve).mean_act_s
 
@@ -100,24 +106,14 @@ def revocable_ratios(seeds: int) -> tuple[float, float]:
     """The median where long actions are parallel, and the largest median of other loads and curves."""
     medians = []
     for count, curve in ((8, WIDE), (24, WIDE), (8, STEEP), (24, STEEP), (8, None), (24, None)):
-        ratios, stopped = [], 0
+        ratios = []
         for seed in range(seeds):
             load = drawn_tests(count, seed)
             curves = [None if curve is None else {"long": SpeedUp(1, 8, curve)} for _ in range(2)]
             kept, may = (ActionSimulation(load, 8, way, each).run() for way, each in zip(WAYS, curves, strict=True))
             ratios.append(may.mean_act_s / kept.mean_act_s)
-            stopped += may.stopped
         medians.append(statistics.median(ratios))
-        print(
-            f"  {count} trajectories on 8 cores, long actions {_speed(curve)}: ACT {medians[-1]:.3f} x where they may be "
-            f"stopped ({min(ratios):.3f} to {max(ratios):.3f}; {stopped} were)",
-            flush=True,
-        )
     return medians[0], max(medians)
-
-
-def _speed(curve: dict[int, float] | None) -> str:
-    return "on one core" if curve is None else f"{curve[8]:.1f} times as fast on 8"
 
 
 def main(given: Sequence[str] | None = None) -> None:
@@ -135,14 +131,11 @@ def main(given: Sequence[str] | None = None) -> None:
             fewer = simulated(load, round(TRAJECTORIES * (1 - options.saved)), "leases")
             rows.append((reserved.mean_act_s / leased.mean_act_s, fewer.makespan_s / one_each.makespan_s))
             print(
-                f"  x{factor:g}, seed {seed}: ACT {leased.mean_act_s:.2f} s leased, {reserved.mean_act_s:.2f} reserved, "
-                f"{one_each.mean_act_s:.2f} with a core each; makespan {leased.makespan_s:.0f}, {reserved.makespan_s:.0f}, "
-                f"{one_each.makespan_s:.0f}, with fewer cores {fewer.makespan_s:.0f} s",
+                f"  x{factor:g}, seed {seed}: ACT {leased.mean_act_s:.2f} s leased, {reserved.mean_act_s:.2f} reserved",
                 flush=True,
             )
         ratios.append(statistics.median(ratio for ratio, _ in rows))
         longer.append(statistics.median(makespan for _, makespan in rows))
-    load = drawn_load(source, TRAJECTORIES, 1.0, 0)
     gains = [gain(drawn_load(source, TRAJECTORIES, 1.0, seed), STEEP) for seed in range(options.seeds)]
     worst = min(gain(drawn_load(source, n, 1.0, 0), curve) for n in (64, TRAJECTORIES, 384) for curve in (STEEP, FLAT))
     low = drawn_load(source, 32, 1.0, 0)

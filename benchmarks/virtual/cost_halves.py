@@ -7,19 +7,24 @@ all-reduce: bytes; training: micro-batch and degree, as on a chessboard). Everyt
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.virtual.training_form import fit_training
 from libra.hardware import GPU, Efficiencies
 from libra.hardware.fit_rooflines import fit_attention, fit_linear
+from libra.hardware.least_squares import fit_positive
 from libra.hardware.operators import GEMMS, LAYER_COUNTS, operator_s
 from libra.hardware.profiles import (
-    KINDS, AttentionKind, AttentionProfile, CollectiveProfile, LinearProfile, TrainingProfile,
+    KINDS,
+    AttentionKind,
+    AttentionProfile,
+    CollectiveProfile,
+    LinearProfile,
+    TrainingProfile,
 )  # fmt: skip
 from libra.hardware.tables import RatioCurve, Tables, all_reduce_table, attention_rows, linear_curves
 
@@ -57,13 +62,11 @@ def model_label(source: str) -> str:
 
 
 def halves(values: Array) -> list[NDArray[np.bool_]]:
-    """For both directions, the entries to learn from: every second distinct value."""
     distinct = np.unique(values)
     return [np.isin(values, distinct[parity::2]) for parity in (0, 1)]
 
 
 def half_of_linear(profile: LinearProfile, learn: bool, parity: int) -> LinearProfile:
-    """The profile with half of its token counts: those to learn from, or the others."""
     counts = np.unique(np.concatenate([curve.tokens for curve in profile.curves]))
     mine = counts[parity::2] if learn else counts[1 - parity :: 2]
     curves = []
@@ -74,23 +77,16 @@ def half_of_linear(profile: LinearProfile, learn: bool, parity: int) -> LinearPr
     return replace(profile, curves=tuple(curves))
 
 
-def half_of_attention(profile: AttentionProfile, learn: bool, parity: int, *, both: bool = False) -> AttentionProfile:
-    """The profile with half of its KV lengths (decode) and half of its chunk lengths (prefill).
+def half_of_attention(profile: AttentionProfile, learn: bool, parity: int) -> AttentionProfile:
+    """The profile with half of its KV lengths (decode) and half of its chunk lengths (prefill)."""
 
-    ``both``: and half of its other numbers, so that a point that is asked shares neither of its numbers with one learned from.
-    """
-
-    def half(points: Array, columns: tuple[int, ...]) -> Array:
+    def half(points: Array, column: int) -> Array:
         if not len(points):
             return points
-        masks = [halves(points[:, column])[parity] for column in columns]
-        return points[np.logical_and.reduce([mask if learn else ~mask for mask in masks])]
+        mask = halves(points[:, column])[parity]
+        return points[mask if learn else ~mask]
 
-    return replace(
-        profile,
-        decode=half(profile.decode, (1, 0) if both else (1,)),
-        prefill=half(profile.prefill, (0, 1) if both else (0,)),
-    )
+    return replace(profile, decode=half(profile.decode, 1), prefill=half(profile.prefill, 0))
 
 
 Predict = Callable[[str, int, Array], Array]
@@ -119,7 +115,6 @@ def layer_sums(profile: LinearProfile, predict: Predict) -> list[tuple[int, Arra
 
 
 def score_linear(gpu: GPU, profile: LinearProfile) -> list[Score]:
-    """Layer sums of each half from rooflines and tables of the other."""
     errors: dict[str, list[Array]] = {"decode": [], "prefill": [], "": []}
     for parity in (0, 1):
         learned, asked = half_of_linear(profile, True, parity), half_of_linear(profile, False, parity)
@@ -134,12 +129,11 @@ def score_linear(gpu: GPU, profile: LinearProfile) -> list[Score]:
     return [Score(part, np.concatenate(values)) for part, values in errors.items() if values]
 
 
-def score_attention(gpu: GPU, profile: AttentionProfile, *, both: bool = False) -> dict[str, Score]:
-    """Attention of each half from the other; ``both`` as in `half_of_attention`."""
+def score_attention(gpu: GPU, profile: AttentionProfile) -> dict[str, Score]:
     errors: dict[str, list[Array]] = {"decode": [], "prefill": []}
     for parity in (0, 1):
-        learned = half_of_attention(profile, True, parity, both=both)
-        asked = half_of_attention(profile, False, parity, both=both)
+        learned = half_of_attention(profile, True, parity)
+        asked = half_of_attention(profile, False, parity)
         if not (len(learned.decode) or len(learned.prefill)):
             continue
         eff = fit_attention([(gpu, learned)], START)
@@ -182,3 +176,122 @@ def score_training(profile: TrainingProfile) -> tuple[dict[str, Score], int]:
         if errors:
             scores[name] = Score(name, np.concatenate(errors))
     return scores, constants
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingForm:
+    """Seconds of one pass over a micro-batch of one model, fitted to a profile: ``fixed + size x (work / tp + link[tp])``.
+
+    Links are constants per tensor-parallel degree, not one bandwidth: two GPUs may share a bridge that four do not.
+    """
+
+    fixed_s: float
+    work_s: float
+    link_s: Mapping[int, float]
+    log_sizes: Mapping[int, Array]
+    log_ratio: Mapping[int, Array]
+
+    @property
+    def num_constants(self) -> int:
+        return 2 + len(self.link_s)
+
+    def form_s(self, size: Array, tp: int) -> Array:
+        link = self.link_s.get(tp, 0.0)
+        return np.asarray(self.fixed_s + np.asarray(size, float) * (self.work_s / tp + link))
+
+    def seconds(self, size: Array, tp: int) -> Array:
+        seconds = self.form_s(size, tp)
+        if tp in self.log_sizes:
+            seconds = seconds * np.exp(np.interp(np.log(size), self.log_sizes[tp], self.log_ratio[tp]))
+        return np.asarray(seconds)
+
+
+def fit_training(points: Array, seconds: Array) -> TrainingForm:
+    sizes, tps = points[:, 0], points[:, 1].astype(int)
+    degrees = sorted({int(tp) for tp in tps if tp > 1})
+    start = np.array(
+        [0.1 * seconds.min(), float(np.median(seconds / sizes * tps)) / 2, *[seconds.min() / 4] * len(degrees)]
+    )
+
+    def form(values: Array) -> TrainingForm:
+        return TrainingForm(values[0], values[1], dict(zip(degrees, values[2:].tolist(), strict=True)), {}, {})
+
+    def residuals(values: Array) -> Array:
+        trial = form(values)
+        return np.log(np.array([trial.form_s(b, tp) for b, tp in zip(sizes, tps, strict=True)]) / seconds)
+
+    fitted = form(
+        fit_positive(residuals, start, tether=0.003)
+    )  # a constant that the points do not determine stays where it began
+    log_sizes, log_ratio = {}, {}
+    for tp in sorted(set(tps.tolist())):
+        here = np.flatnonzero(tps == tp)[np.argsort(sizes[tps == tp])]
+        log_sizes[tp] = np.log(sizes[here])
+        log_ratio[tp] = np.log(seconds[here] / fitted.form_s(sizes[here], tp))
+    return replace(fitted, log_sizes=log_sizes, log_ratio=log_ratio)
+
+
+# Whole steps composed of measured kernels: a layer is its linear and elementwise operators, its attention and two all-reduces.
+# Most files have unsharded attention, which is divided by the degree on both sides. Host and scheduling are in neither.
+
+CONTEXTS = (1024, 2048)
+"""Contexts of the composed decode steps; the nearest measured ones of the other half are used."""
+
+
+def score_composed(
+    gpu: GPU, linear: LinearProfile, attention: AttentionProfile, reduces: Sequence[CollectiveProfile]
+) -> dict[str, Score]:
+    errors: dict[str, list[Array]] = {"decode": [], "prefill": []}
+    for parity in (0, 1):
+        learned, asked = half_of_linear(linear, True, parity), half_of_linear(linear, False, parity)
+        att_learned, att_asked = half_of_attention(attention, True, parity), half_of_attention(attention, False, parity)
+        eff = fit_attention([(gpu, att_learned)], fit_linear([(gpu, learned)], START))
+        for tp, tokens, predicted, measured in layer_sums(
+            asked, from_curves(gpu, eff, asked, linear_curves(gpu, eff, learned))
+        ):
+            comm = _all_reduce(reduces, tp, tokens * linear.shape.hidden * 2.0, parity)
+            if comm is None:
+                continue
+            predicted, measured = predicted + comm[0], measured + comm[1]
+            for kind, points in (
+                ("decode", _decode_points(att_asked, tokens)),
+                ("prefill", _prefill_points(att_asked, tokens)),
+            ):
+                if not len(points):
+                    continue
+                seconds = attention_s(kind, gpu, eff, att_learned, points)
+                at = np.searchsorted(tokens, points[:, 0])
+                ratio = (predicted[at] + seconds / tp) / (measured[at] + points[:, 2] / tp)
+                errors[kind].append(np.abs(ratio - 1.0))
+    return {kind: Score(kind, np.concatenate(parts)) for kind, parts in errors.items() if parts}
+
+
+def _decode_points(asked: AttentionProfile, tokens: Array) -> Array:
+    """Measured decode points of ``tokens`` sequences, at the contexts nearest to `CONTEXTS`."""
+    points = asked.decode
+    if not len(points):
+        return points
+    lengths = np.unique(points[:, 1])
+    wanted = [lengths[np.argmin(np.abs(lengths - context))] for context in CONTEXTS]
+    kept = np.isin(points[:, 1], wanted) & np.isin(points[:, 0], tokens) & (points[:, 0] <= DECODE_TOKENS)
+    return np.asarray(points[kept])
+
+
+def _prefill_points(asked: AttentionProfile, tokens: Array) -> Array:
+    points = asked.prefill
+    kept = np.isin(points[:, 0], tokens) & (points[:, 0] >= PREFILL_TOKENS) if len(points) else np.zeros(0, bool)
+    return np.asarray(points[kept])
+
+
+def _all_reduce(
+    reduces: Sequence[CollectiveProfile], tp: int, num_bytes: Array, parity: int
+) -> tuple[Array, Array] | None:
+    """(predicted, measured) seconds of a layer's two all-reduces; None if ``tp`` workers were not measured."""
+    if tp == 1:
+        return np.zeros(len(num_bytes)), np.zeros(len(num_bytes))
+    for profile in reduces:
+        if profile.workers == profile.workers_per_node == tp and profile.collective == "all_reduce":
+            learn = halves(profile.num_bytes)[parity]
+            half = replace(profile, num_bytes=profile.num_bytes[learn], seconds=profile.seconds[learn])
+            return 2.0 * all_reduce_table(half).seconds(num_bytes), 2.0 * all_reduce_table(profile).seconds(num_bytes)
+    return None

@@ -1,12 +1,11 @@
 """Prediction errors of the cost model on kernels, steps and training passes that it has not seen. No GPU is needed.
 
-``python -m benchmarks cost_model [--data DIR] --json``; DIR holds profiles in the layouts of Vidur, Frontier and Sailor, any subset
-under any names (a GPU is read from the path); the default is the excerpt in ``benchmarks/data/hardware``.
-
-All ``*_mape`` are percent, half -> half on one GPU (`benchmarks.virtual.cost_halves`), but ``transfer_gpu_mape``: a GPU of which only the
-datasheet is known, with constants that saw the A100 files of the package only; and ``transfer_model_mape``: a model left out, of
-which the other files of its GPU were seen. Where attention of a shape was not measured, ``decode_mape`` and ``prefill_mape`` are
-those of the layers without it, as the output notes. Impossible profiles are left out by name.
+``--data DIR`` holds profiles in the layouts of Vidur, Frontier and Sailor, any subset under any names (a GPU is read from the
+path); the default is the excerpt in ``benchmarks/data``. All ``*_mape`` are percent, half -> half on one GPU
+(`benchmarks.virtual.cost_halves`), but ``transfer_gpu_mape``: a GPU of which only the datasheet is known, with constants that saw
+the A100 files of the package only; and ``transfer_model_mape``: a model left out, of which the other files of its GPU were seen.
+Where attention of a shape was not measured, ``decode_mape`` and ``prefill_mape`` are those of the layers without it, as the output
+notes. Impossible profiles are left out by name. Constants of a half are fitted to the half that is learned from.
 """
 
 from __future__ import annotations
@@ -18,17 +17,29 @@ from dataclasses import replace
 import numpy as np
 
 from benchmarks.report import DATA, Figure, command_parser, emit
-from benchmarks.virtual.cost_composed import score_composed
 from benchmarks.virtual.cost_halves import (
-    START, Score, from_curves, layer_sums, model_label, score_attention, score_collective, score_linear,
+    START,
+    Score,
+    from_curves,
+    layer_sums,
+    model_label,
+    score_attention,
+    score_collective,
+    score_composed,
+    score_linear,
     score_training,
 )  # fmt: skip
 from libra.hardware import GPU, Efficiencies, load_gpu
-from libra.hardware.fit_rooflines import GEMM_CONSTANTS, MOVE_CONSTANTS, fit_linear
+from libra.hardware.fit_rooflines import fit_linear
 from libra.hardware.operators import GEMMS
 from libra.hardware.profile_audit import audit
 from libra.hardware.profiles import (
-    AttentionProfile, CollectiveProfile, LinearProfile, Profile, TrainingProfile, read_directory,
+    AttentionProfile,
+    CollectiveProfile,
+    LinearProfile,
+    Profile,
+    TrainingProfile,
+    read_directory,
 )  # fmt: skip
 from libra.hardware.tables import linear_curves
 
@@ -69,7 +80,6 @@ class Board:
 
 
 def _gpu_of(profile: Profile, unknown: set[str]) -> GPU:
-    """The GPU that a path names; halves of one file need only some datasheet."""
     if profile.gpu is None:
         unknown.add(profile.source)
         return load_gpu(FITTED_ON)
@@ -118,11 +128,6 @@ def _score_halves(profiles: Sequence[Profile], board: Board, unknown: set[str]) 
         elif isinstance(profile, AttentionProfile):
             for part, score in score_attention(gpu, profile).items():
                 board.add(f"attention_{part}_mape", f"{place}/tp{profile.tp}", score)
-            for part, score in score_attention(gpu, profile, both=True).items():
-                notes.append(
-                    f"attention_{part}_mape/{place}/tp{profile.tp}, a quarter from a quarter that shares neither number: "
-                    f"{score.mape:.2f} %"
-                )
         elif isinstance(profile, CollectiveProfile) and profile.collective == "all_reduce":
             board.add(
                 "allreduce_mape", f"{place}/{profile.workers}x{profile.workers_per_node}", score_collective(profile)
@@ -164,8 +169,6 @@ def _score_steps(profiles: Sequence[Profile], board: Board, unknown: set[str]) -
             for kind in ("decode", "prefill"):
                 if kind in scores:
                     board.add(f"{kind}_mape", place, scores[kind])
-                if f"{kind}_tp1" in scores:
-                    notes.append(f"{kind}_mape/{place} at tp1, attention measured: {scores[f'{kind}_tp1'].mape:.2f} %")
         elif full:
             notes.append(
                 f"decode_mape/{place} and prefill_mape/{place}: layers without attention, which was not measured"
@@ -211,12 +214,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--data", default=str(EXCERPT), help="directory with profiles; the default is the excerpt")
     options = parser.parse_args(arguments)
     profiles, refused = refuse(read_directory(options.data))
-    print(
-        f"{len(profiles)} profiles; constants of a half: {len(GEMM_CONSTANTS)} of matrix products, {len(MOVE_CONSTANTS)} of"
-    )
-    print(
-        "elementwise operators, 3 and 2 of attention, fitted to the half that is learned from, and its points as a table"
-    )
     board, unknown = Board(), set[str]()
     notes = _score_halves(profiles, board, unknown)
     notes += _score_steps(profiles, board, unknown)

@@ -65,7 +65,6 @@ class ScoredForecast(NamedTuple):
 
 
 def sets_in(data: Path) -> dict[str, Path]:
-    """Every trace set of a data directory by name; ConfigError if there is none."""
     return {next((n for n in KNOWN if path.stem.startswith(n)), path.stem): path for path in agent_turn_files(data)}
 
 
@@ -84,7 +83,6 @@ def start(forecaster: Forecaster, trace: Trace) -> None:
 
 
 def replay_turn(forecaster: Forecaster, trace: Trace, index: int) -> bool:
-    """Replay one turn; whether a tool returned."""
     made = trace.turns[index]
     forecaster.handle(QuantumFinished(trace.key, Phase.ROLLOUT, made.tokens, "", NO_TOOL, 0.0))
     if made.status:
@@ -96,7 +94,6 @@ def replay_turn(forecaster: Forecaster, trace: Trace, index: int) -> bool:
 
 
 def train_on(forecaster: Forecaster, traces: Iterable[Trace]) -> None:
-    """Train a forecaster on trajectories, one after another."""
     for trace in traces:
         start(forecaster, trace)
         for index in range(len(trace.turns)):
@@ -144,7 +141,6 @@ def replay(
 
 
 def scores(scored: Sequence[ScoredForecast]) -> dict[str, float]:
-    """R2 of the mean on tokens, and Spearman's rank correlation of the order."""
     mean, order, truth = np.array(scored, float).T
     ranks, true_ranks = (_ranks(each) - _ranks(each).mean() for each in (order, truth))
     size = float(np.sqrt((ranks @ ranks) * (true_ranks @ true_ranks)))
@@ -155,6 +151,5 @@ def scores(scored: Sequence[ScoredForecast]) -> dict[str, float]:
 
 
 def _ranks(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Ranks with ties at their mean."""
     _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
     return (np.cumsum(counts) - (counts - 1) / 2.0)[inverse]

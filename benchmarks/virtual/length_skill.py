@@ -91,7 +91,6 @@ class ProgressOnly(Posterior):
     """The posterior's reference: what it falls back to without skill."""
 
     def learn(self) -> None:
-        """Learn, and trust nothing but progress."""
         super().learn()
         for blend in (self._regression.order, self._regression.mean):
             blend.factor = blend.skill = 0.0
@@ -103,7 +102,6 @@ FORECASTERS: dict[str, Callable[[], Any]] = {
 
 
 def groups_of(traces: Sequence[Trace]) -> list[list[Trace]]:
-    """Samples of one prompt together, in the order of the file."""
     groups: dict[str, list[Trace]] = {}
     for trace in traces:
         groups.setdefault(trace.group, []).append(trace)
@@ -156,7 +154,6 @@ def ask(learned: Forecaster, group: Sequence[Trace], mode: str) -> list[ScoredFo
 
 
 def replays(make: Callable[[], Forecaster], traces: Sequence[Trace], orders: int, in_flight: int) -> dict[str, float]:
-    """Mean scores over random orders of arrival, on the second half of the returns."""
     groups, found = groups_of(traces), []
     for order in range(orders):
         arrivals = [groups[i] for i in np.random.default_rng(1000 + order).permutation(len(groups))]
@@ -166,7 +163,6 @@ def replays(make: Callable[[], Forecaster], traces: Sequence[Trace], orders: int
 
 
 def measure(name: str, traces: Sequence[Trace], options: argparse.Namespace) -> dict[str, Figure]:
-    """All figures of one set; a line for each predictor."""
     grouped = len(traces) >= 2 * len(groups_of(traces))
     values: dict[str, float] = {}
     for predictor in options.predictors:
