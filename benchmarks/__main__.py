@@ -20,7 +20,7 @@ def main() -> None:
         for name in BENCHMARKS:
             path = Path(__file__).parents[1] / (module_of(name).replace(".", "/") + ".py")
             doc = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-            print(f"{name:18s}{doc.splitlines()[0]}")
+            print(f"{name:18s}{' '.join(doc.partition(chr(10) * 2)[0].split())}")
         raise SystemExit("type python -m benchmarks NAME")
     name = sys.argv.pop(1)
     sys.argv[0] = f"python -m benchmarks {name}"

@@ -1,16 +1,19 @@
-"""What all benchmarks share: command line, figures, comparison of two sides in pairs, settings of quiet runs, saved results.
+"""What all benchmarks share: command line, figures, comparison of two sides in pairs, settings of
+quiet runs, saved results.
 
 The last line of ``python -m benchmarks NAME --json`` is one JSON object::
 
-    {"benchmark": NAME, "figures": {figure: {"value": x, "unit": "...", "better": "higher|lower", "goal": y}},
-     "command": "...", "machine": "...", "load": [at the start, at the end]}
+    {"benchmark": NAME, "command": "...", "machine": "...", "load": [at the start, at the end],
+     "figures": {figure: {"value": x, "unit": "...", "better": "higher|lower", "goal": y}}}
 
-With ``--save`` it is also ``benchmarks/results/NAME.json``, with date, commit and whether nothing else ran; `benchmarks.page` makes
-docs/benchmarks.md of these files. Two sides are compared in pairs within one run, A B A B ...: the speed of a shared machine drifts
-by more than the differences of interest, and both sides of a pair see the same drift.
+With ``--save`` it is also ``benchmarks/results/NAME.json``, with date, commit and whether nothing
+else ran; `benchmarks.page` makes docs/benchmarks.md of these files. Two sides are compared in pairs
+within one run, A B A B ...: the speed of a shared machine drifts by more than the differences of
+interest, and both sides of a pair see the same drift.
 
 1. Every value and goal is a finite number, so that the line is JSON everywhere.
-2. A comparison rests on at least ``MIN_PAIRS`` pairs, and its ratio is the median of the pairs' own ratios.
+2. A comparison rests on at least ``MIN_PAIRS`` pairs, and its ratio is the median of the pairs' own
+   ratios.
 3. The machine's description names no host, user or path.
 """
 

@@ -1,19 +1,24 @@
-"""Late rewards: the bias that RAC's correction leaves, in its authors' experiment and exactly, and what a run learns from them.
+"""Late rewards: the bias that RAC's correction leaves, in its authors' experiment and exactly, and
+what a run learns from them.
 
-**Learning.** The quick start with rewards that come ``--delays`` versions late, and with a guess until then that is wrong for one
-trajectory in four (`benchmarks.learning.late_runs`), beside runs whose rewards are on time, ``--seeds`` of each. ``late_gap_se``:
-the largest difference of mean held-out rewards, in standard errors of that difference.
+**Learning.** The quick start with rewards that come ``--delays`` versions late, and with a guess
+until then that is wrong for one trajectory in four (`benchmarks.learning.late_runs`), beside runs
+whose rewards are on time, ``--seeds`` of each. ``late_gap_se``: the largest difference of mean
+held-out rewards, in standard errors of that difference.
 
-**A kill.** A run is killed with 20 rewards to come, which are delivered while nothing runs, is killed again in the step that takes
-them, and resumed: ``applied_once`` counts the rewards that exactly one batch took.
+**A kill.** A run is killed with 20 rewards to come, which are delivered while nothing runs, is
+killed again in the step that takes them, and resumed: ``applied_once`` counts the rewards that
+exactly one batch took.
 
-**Bias** of the policy gradient on the table of RAC's authors (arXiv:2606.27580: 3 states, 2 actions, gamma 0.9; a fast reward, and
-a slow one that comes 5, 20 or 50 steps later, tau 1000): the norm of the estimate's mean minus the gradient, for each delay
+**Bias** of the policy gradient on the table of RAC's authors (arXiv:2606.27580: 3 states, 2
+actions, gamma 0.9; a fast reward, and a slow one that comes 5, 20 or 50 steps later, tau 1000): the
+norm of the estimate's mean minus the gradient, for each delay
 
-* sampled as they do, with their seeds: 3 x 1,000 trajectories of 50 steps (``mean_bias_reduction``; the authors' is 47.88). With
-  the correction it is below the noise of the estimate, which is printed beside it;
-* without a horizon, with the correction and the loss of a run: exactly 1 - e^(-delay / tau) of that without the correction
-  (``exact_law_error``), also where the policy has moved since it sampled.
+* sampled as they do, with their seeds: 3 x 1,000 trajectories of 50 steps (``mean_bias_reduction``;
+  the authors' is 47.88). With the correction it is below the noise of the estimate, which is
+  printed beside it;
+* without a horizon, with the correction and the loss of a run: exactly 1 - e^(-delay / tau) of that
+  without the correction (``exact_law_error``), also where the policy has moved since it sampled.
 """
 
 from __future__ import annotations

@@ -1,16 +1,14 @@
-"""Cost of a forecaster, or of an ordering with its forecaster, in the scheduler's event loop with many trajectories.
+"""Cost of a forecaster, or of an ordering with its forecaster, in the scheduler's event loop with
+many trajectories.
 
-``python -m benchmarks cmlfq_cost --json``; figures ``tool_return_us_<n>``, ``finish_us_<n>``, ``memory_mb_<n>``, ``load_s_<n>``
-for n of 1k, 10k, 100k trajectories of 40 turns, *all of them running at once* in groups of 16: the worst case for memory.
-``learn_ms_<n>`` is a call of ``learn`` off the critical path, ``snapshot_mb_<n>`` the JSON text.
+``tool_return_us_<n>``, ``finish_us_<n>``, ``memory_mb_<n>``, ``load_s_<n>`` for n of 1k, 10k, 100k
+trajectories of 40 turns, *all of them running at once* in groups of 16: the worst case for memory.
+``learn_ms_<n>`` is a call of ``learn``, ``snapshot_mb_<n>`` the JSON text.
 
-A tool return is the events of the finished generation and the finished tool, two parkings, and ``remaining``. A finish is the
-last generation and the end; `Forecaster.learn` is timed separately. Times are CPU time of the thread: other processes affect
-its caches only. Microseconds are medians over chunks of a thousand; means are printed beside them. Memory is the growth of the
-process from the empty object to the last return; loading is ``json.loads`` and ``restore`` of the snapshot at that point.
-
-``--subject MODULE:NAME`` measures another forecaster (``handle``, ``learn``, ``remaining``) or ordering (``handle`` returns
-commands), built without arguments.
+A tool return is the events of the finished generation and tool, two parkings, and ``remaining``. A
+finish is the last generation and the end. Times are CPU of the thread, medians over chunks of a
+thousand. Memory is the growth of the process; loading is ``json.loads`` and ``restore``.
+``--subject MODULE:NAME`` measures another forecaster or ordering, built without arguments.
 """
 
 from __future__ import annotations

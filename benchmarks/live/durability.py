@@ -1,18 +1,14 @@
-"""Cost of durability, and time to resume: ``python -m benchmarks durability --json``.
+"""Cost of durability, and time to resume, on the quick start's model and environment.
 
-Two parts, on the quick start's model and environment.
+*Cost*: every durable call of a run is timed in its process: journal, groups, batch memberships,
+store, versions, epoch, checkpoints. ``overhead_frac`` is their CPU seconds over the wall seconds of
+the iterations: the share of one core. ``overhead_wall_frac``: with their wall seconds, an upper
+bound. Publishing, checkpoints and packing are printed, and in neither figure.
 
-1. *Cost*. In a run of ``--iterations`` iterations every durable call is timed in its process: journal records (written, read,
-   removed), group records, batch memberships with their flush to the device, appends to the zarr store, published versions,
-   checks of the epoch, and checkpoints. ``overhead_frac`` is their CPU seconds (of their thread), summed over all processes, over
-   the wall seconds of the iterations: the share of one core. ``overhead_wall_frac`` is the same with their wall seconds, an upper
-   bound of the slowdown: most of that time they wait for the interpreter while the engine's thread runs. Publishing,
-   checkpoints and packing records, which a worker must do to send them anywhere, are printed separately and are in neither figure.
-2. *Resume*. The driver of a run is killed (SIGKILL) while trajectories run, and ``libra resume`` continues. ``resume_s`` is from
-   the start of that process until the first dispatch, including the start of Python, scheduler and workers; the same of the first
-   start is printed beside it (both within half a second, the event log's flush). Then plain zarr reads the store: ``lost`` and
-   ``duplicated`` trajectories. ``regenerated_tokens`` are tokens of committed quanta that were generated again, from the event
-   log of both starts.
+*Resume*: a run's driver is killed (SIGKILL), and ``libra resume`` continues. ``resume_s``: from its
+start to the first dispatch, Python, scheduler and workers included. Plain zarr then counts ``lost``
+and ``duplicated`` trajectories; ``regenerated_tokens`` are tokens of committed quanta that were
+generated again, from the event log of both starts.
 """
 
 from __future__ import annotations

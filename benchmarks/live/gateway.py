@@ -1,25 +1,19 @@
-"""What an agent of one's own costs: rollout through the gateway over the built-in loop, on the quick start's task.
+"""What an agent of one's own costs: rollout through the gateway over the built-in loop, on the
+quick start's task.
 
-Both sides are iterations of real runs on one local cluster, in turns: scheduler, plugin, journal, records and the transformers
-engine with the model that ships. 128 trajectories (16 questions, 8 samples) of some four turns generate together; nothing is
-trained. The built-in loop runs its calculator on TOOL slots; no call hangs on either side. An agent is a process for each
-trajectory, so on few cores clients, gateway and engine share them.
+Both sides are iterations of real runs on one local cluster, in turns. 128 trajectories of some four
+turns generate together; nothing is trained. An agent is a process for each trajectory, so on few
+cores clients, gateway and engine share them.
 
-Figures
--------
-``tokens_per_s_over_builtin``: generated tokens per second of agents with the openai client over those of the built-in loop,
-median of pairs. Seconds are from the first dispatch to the last report of a quantum. ``tokens_per_s_over_builtin_plain``: with
-agents that need the standard library only, which is what gateway and processes cost without a client library.
-``tokens_per_s_over_builtin_64`` and ``..._64_plain``: 64 trajectories of 4 turns of exactly 64 tokens by a model of 2.4 M
-parameters, as in `benchmarks.live.rollout_overhead`.
-
-``cpu_ms_per_request``: CPU time of a process that is nothing but the gateway (HTTP, the conversation's tree, rendering and
-encoding of tails, replies; no engine, no journal) over the requests that 16 conversations of 8 turns send to it at once.
-
-``retokenised_tokens``: of the tokens in the group records of the plain agents' trajectories, those that are not what these
-agents were given, turn by turn (``return_token_ids``). Beside it, ``would_differ``: tokens of turns whose text, encoded again
-as a client of a text-only server would have it, are other tokens: without any the figure would say nothing.
-
+* ``tokens_per_s_over_builtin``: generated tokens per second of agents with the openai client over
+  the built-in loop's, median of pairs; ``..._plain``: agents of the standard library; ``..._64``,
+  ``..._64_plain``: 64 trajectories of 4 turns of exactly 64 tokens by a model of 2.4 M parameters.
+  Seconds are from the first dispatch to the last report of a quantum.
+* ``cpu_ms_per_request``: CPU of a process that is nothing but the gateway (no engine, no journal)
+  over the requests that 16 conversations of 8 turns send to it at once.
+* ``retokenised_tokens``: of the tokens in the group records of the plain agents' trajectories,
+  those that are not what these agents were given. Beside it ``would_differ``: tokens of turns whose
+  text, encoded again, is other tokens.
 """
 
 from __future__ import annotations

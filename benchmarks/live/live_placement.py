@@ -1,28 +1,24 @@
 """C-MLFQ against FIFO on real engines of different speeds, on real workers.
 
-Trajectories are tau-bench's (24 tasks of an airline's help desk, 4 recorded samples each), replayed as fixed turns: engines
-generate the recorded numbers of tokens, tools take the recorded times and return the recorded lengths, all scaled (`TOKENS_FRAC`,
-`PAYLOAD_FRAC`, `TOOL_FRAC`). Each cell is a set of engines, on which both policies run the same trajectories A B A B in at least
-five pairs, each with other trajectories. A run is one iteration of an ordinary Libra run (driver, plugin, workers, records, store;
-learning rate 0) on the worker processes of the cell. Makespan is from the first dispatch of a generation to the end of the last
+Trajectories are tau-bench's, replayed as fixed turns: engines generate the recorded numbers of
+tokens, tools take the recorded times and return the recorded lengths, all scaled. On each set of
+engines both policies run the same trajectories A B A B, at least five pairs. A run is one iteration
+of an ordinary Libra run. Makespan: first dispatch of a generation to the end of the last
 trajectory.
 
-Engines on one machine compete for its cores, so that none has a speed of its own. Therefore each engine's forward pass takes at
-least ``min_pass_s`` (the engine's thread waits): `FAST_S` or `SLOW_S`. With the quick start's model of half a million parameters a
-pass computes for 1 to 3 ms, so that five engines leave two cores half idle. In that sense speeds are emulated; engines measure and
-declare their own passes, waits included. With ``--vllm`` the cell has vLLM engines instead, one of TP 1 and one of TP 2, at their
-own speed; it needs a core for each rank.
+Engines on one machine compete for its cores, so each forward pass takes at least ``min_pass_s``
+(the engine's thread waits). In that sense speeds are emulated; engines measure and declare their
+own passes. With ``--vllm``: one engine of TP 1 and one of TP 2 instead.
 
 Cells: ``two`` (one fast, one slow), ``five`` (one fast, four slow), ``alike`` (five fast). Figures:
 
-* ``cmlfq_over_fifo_worst``: the largest of the cells' medians of C-MLFQ's makespan over FIFO's;
-  ``cmlfq_over_fifo_heterogeneous``: of the cell ``five`` (with ``--vllm``: of that cell).
-* ``useless_moves_frac``: of C-MLFQ's dispatches in all cells, those that moved a trajectory and, by the lengths that all
-  turned out to have, brought the end of the engines in question later than staying would have, by more than 5 %
-  (`benchmarks.live.move_review`).
-* ``worthwhile_moves_frac``: of the moves, those that brought it sooner by more than 5 %.
-* ``live_over_simulated``: makespan of the C-MLFQ runs over that of `libra simulate --from-run` of each, both from the gate of the
-  iteration on; the median over all. ``live_moves_over_simulated``: moves of all these runs over those of their simulations.
+* ``cmlfq_over_fifo_worst``: the largest of the cells' median ratios; ``..._heterogeneous``: of
+  ``five`` (``--vllm``: of that cell).
+* ``useless_moves_frac``: of C-MLFQ's dispatches, moves that by the true lengths delayed the end by
+  more than 5 % (`benchmarks.live.move_review`); ``worthwhile_moves_frac``: of the moves, those that
+  brought it forward by as much.
+* ``live_over_simulated``, ``live_moves_over_simulated``: makespan and moves of the C-MLFQ runs over
+  `libra simulate --from-run`.
 """
 
 from __future__ import annotations

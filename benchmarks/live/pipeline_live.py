@@ -1,16 +1,20 @@
 """Seconds per iteration of live runs whose steps are streamed, over runs whose steps are not.
 
-Three sides take turns within one cluster of two engines, one of which may train, and one trainer: steps that are not streamed,
-streamed ones, and streamed ones whose tail leaves that engine to training (``trainer.turning``). ``streaming_ratio`` is the first
-over the second, ``turning_ratio`` the second over the third: the median over iterations of the same number in their runs.
-``live_over_simulated``: of both ratios the larger factor between live and simulated (`benchmarks.live.pipeline_predicted`).
-``gradients_equal``: the share of the last streamed steps, one with and one without turning, whose gradient and weights are those of
-the whole step on the same record to 1e-12 in float64 (`benchmarks.live.streamed_gradients`).
+Three sides take turns within one cluster of two engines, one of which may train, and one trainer:
+steps that are not streamed, streamed ones, and streamed ones whose tail leaves that engine to
+training (``trainer.turning``). ``streaming_ratio`` is the first over the second, ``turning_ratio``
+the second over the third: the median over iterations of the same number in their runs.
+``live_over_simulated``: of both ratios the larger factor between live and simulated
+(`benchmarks.live.pipeline_predicted`). ``gradients_equal``: the share of the last streamed steps,
+one with and one without turning, whose gradient and weights are those of the whole step on the same
+record to 1e-12 in float64 (`benchmarks.live.streamed_gradients`).
 
-Real are scheduler, workers, groups, records, waves and their gradients, changes of roles, and the publication of each version.
-Emulated are the seconds of generations (`benchmarks.live.tailed_engines`): on few cores engines and trainer would share them, and
-nothing could overlap. Each engine has slots for half of the trajectories: both are needed at first, one in the tail. The first
-iteration of a run does not count. A first change of roles is assumed to cost `CHANGE_S`, later ones what the run measured.
+Real are scheduler, workers, groups, records, waves and their gradients, changes of roles, and the
+publication of each version. Emulated are the seconds of generations
+(`benchmarks.live.tailed_engines`): on few cores engines and trainer would share them, and nothing
+could overlap. Each engine has slots for half of the trajectories: both are needed at first, one in
+the tail. The first iteration of a run does not count. A first change of roles is assumed to cost
+`CHANGE_S`, later ones what the run measured.
 """
 
 from __future__ import annotations

@@ -1,18 +1,13 @@
-"""Peak memory of a training step, predicted by the planner's cost model and measured in processes of their own.
+"""Peak memory of a training step, predicted by the planner's cost model and measured in processes
+of their own.
 
-``python -m benchmarks plan_memory --json``; figure ``worst_relative_error`` over all cells, and per layout
-``predicted_over_measured_peak_LAYOUT`` (that of its worst cell). On two cores about six minutes.
+``worst_relative_error`` over all cells, and per layout ``predicted_over_measured_peak_LAYOUT`` (of
+its worst cell). A cell is a random Qwen3 of 40 to 110 million parameters, a batch of random tokens,
+and a layout. Each process first trains a tiny model of the same layout: the resident memory then is
+the baseline. Measured is the high-water mark of the second step, less the baseline.
 
-A cell is a random Qwen3 of 40 to 110 million parameters, a batch of random tokens, and a layout: ddp and fsdp2 on two processes
-(gloo), one replica alone, each with gradient checkpointing and without. Each process first trains a tiny model of the same
-layout, so that interpreter, libraries, thread pools and the process group are in memory: that resident memory is the baseline.
-Then it loads the model and takes two steps, since the optimizer's states exist from the second on. Measured is the high-water
-mark of the resident set in the second step (`libra.train.process_memory`), less the baseline; on a GPU it would be
-``max_memory_allocated``.
-
-The cost model has no fitted constants: every term of `libra.planner.cost.training_memory` counts tensors of torch. Cells 3
-(57M, fsdp2, checkpointing) and 0 (41M, ddp), and a profile of the 41M model under fsdp2, were used while it was written; the
-others were not.
+The cost model has no fitted constants. Cells 0 and 3, and a profile of the 41M model under fsdp2,
+were seen while it was written.
 """
 
 from __future__ import annotations

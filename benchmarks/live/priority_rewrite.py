@@ -1,24 +1,20 @@
-"""Cost of the plugin in Dask's scheduler: rewriting priorities, quanta, and the delay from a tool's return to the new order.
+"""Cost of the plugin in Dask's scheduler: rewriting priorities, quanta, and the delay from a tool's
+return to the new order.
 
-``python -m benchmarks priority_rewrite --json``. The scheduler, the plugin, C-MLFQ and the event log are real; trajectories are
-tasks without work (`benchmarks.live.parked_tasks`).
+The scheduler, the plugin, C-MLFQ and the event log are real; trajectories are tasks without work
+(`benchmarks.live.parked_tasks`).
 
-``rewrites_per_s_<n>``
-    Priorities rewritten per CPU second while n trajectories wait, through the command applier: from `SetPriority` to a line of
-    the event log, ``ts.priority`` and the dispatcher's order, file writes included. Commands come 16 at a time, as for one
-    group; keys and levels are random. Median of the repeats. Every rewrite must have its line, and the dispatcher's order must
-    be that of ``ts.priority``.
-``scheduler_us_per_quantum``
-    CPU time of the scheduler's thread per finished quantum, Dask's own work included (two messages of a worker, the
-    transitions, the next dispatch), with 10k trajectories waiting and all slots busy. The workers are in another process.
-    Median over windows. ``_fifo`` and ``_no_log`` are the same with another policy, and without event log.
-``scheduler_over_bare``
-    The same over that of a loop that only parks tasks, releases them to free slots, hears their reports and parks them again
-    (`benchmarks.live.parked_tasks.BareLoop`), in the same call: what Dask takes for a quantum whatever decides.
-``signal_to_order_ms``
-    From a tool's return on the worker until the resulting ``ts.priority`` of its trajectory is set, with 10k waiting and the
-    scheduler at a moderate load (printed, ``scheduler_load``). ``_p99`` is the slowest hundredth; ``_saturated`` is the median
-    while the scheduler gets more reports than it can handle, where it measures the queue.
+* ``rewrites_per_s_<n>``: priorities rewritten per CPU second while n trajectories wait, from
+  `SetPriority` to a line of the event log, ``ts.priority`` and the dispatcher's order, 16 commands
+  at a time. Every rewrite must have its line.
+* ``scheduler_us_per_quantum``: CPU of the scheduler's thread per finished quantum, Dask's own work
+  included, with 10k waiting and all slots busy, median over windows. ``_fifo``: another policy;
+  ``_no_log``: without event log.
+* ``scheduler_over_bare``: the same over a loop that only parks tasks, releases them to free slots
+  and hears their reports.
+* ``signal_to_order_ms``: from a tool's return on the worker until the resulting ``ts.priority`` is
+  set, at a moderate load (``scheduler_load``); ``_p99``; ``_saturated``: while the scheduler gets
+  more reports than it can handle.
 """
 
 from __future__ import annotations

@@ -1,18 +1,24 @@
-"""Overhead of Libra in a rollout: tokens/s through Dask over tokens/s of the same turns sent directly to the engine.
+"""Overhead of Libra in a rollout: tokens/s through Dask over tokens/s of the same turns sent
+directly to the engine.
 
-64 concurrent trajectories (8 groups of 8) of 4 turns, every turn of exactly ``--tokens`` tokens, an observation between turns. Both
-sides use the same engine object in the same worker process, with the same prompts, seeds and observations:
+64 concurrent trajectories (8 groups of 8) of 4 turns, every turn of exactly ``--tokens`` tokens, an
+observation between turns. Both sides use the same engine object in the same worker process, with
+the same prompts, seeds and observations:
 
-* *Libra*: the trajectories of an iteration graph on real worker processes; every generation and action is in the journal, every
-  quantum is in the event log. The tool costs nothing and is inline, and each trajectory keeps its slot between turns. With
-  ``--tool-slot`` each action goes to a slot of a tool worker. Seconds are from the first dispatch to the last quantum's report.
-* *bare*: in the rollout worker, one coroutine per trajectory calls ``engine.generate`` for turn after turn. With ``--engine vllm``
-  it calls vLLM's own ``AsyncLLM.generate`` in AsyncLLM's event loop, without any code of Libra.
+* *Libra*: the trajectories of an iteration graph on real worker processes; every generation and
+  action is in the journal, every quantum is in the event log. The tool costs nothing and is inline,
+  and each trajectory keeps its slot between turns. With ``--tool-slot`` each action goes to a slot
+  of a tool worker. Seconds are from the first dispatch to the last quantum's report.
+* *bare*: in the rollout worker, one coroutine per trajectory calls ``engine.generate`` for turn
+  after turn. With ``--engine vllm`` it calls vLLM's own ``AsyncLLM.generate`` in AsyncLLM's event
+  loop, without any code of Libra.
 
-Figures: ``throughput_ratio`` (64 tokens per turn), ``throughput_ratio_16``, ``throughput_ratio_256``,
-``throughput_ratio_tool_slot`` (64 tokens, actions on TOOL slots), ``break_even_tokens`` (turn length at which the ratio falls below
-0.90, interpolated), and ``scheduler_us_per_quantum``: CPU of the scheduler's thread, less its idle CPU, over quanta at 16 tokens.
-It is not given for longer turns: at 64 tokens an idle share that is wrong by 1 % of a core changes it by some 250 us.
+Figures: ``throughput_ratio`` (64 tokens per turn), ``throughput_ratio_16``,
+``throughput_ratio_256``, ``throughput_ratio_tool_slot`` (64 tokens, actions on TOOL slots),
+``break_even_tokens`` (turn length at which the ratio falls below 0.90, interpolated), and
+``scheduler_us_per_quantum``: CPU of the scheduler's thread, less its idle CPU, over quanta at 16
+tokens. It is not given for longer turns: at 64 tokens an idle share that is wrong by 1 % of a core
+changes it by some 250 us.
 """
 
 from __future__ import annotations

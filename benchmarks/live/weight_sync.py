@@ -1,18 +1,15 @@
-"""From the trainer's weights to an engine that serves them, checked: ``python -m benchmarks weight_sync --json``.
+"""From the trainer's weights to an engine that serves them, checked: random models of 2.4 M, 135 M
+and 1 GB, ``--versions`` steps each.
 
-Random models of three sizes: 2.4 M parameters (Qwen3, float32), 135 M (the shape of SmolLM2-135M: Llama, tied, bfloat16) and
-1 GB (Llama, untied, bfloat16). Each takes ``--versions`` steps in which every weight moves by 1e-3, and each step is
+* ``trainer_stall_s``, at 135 M: wall time in which the trainer can compute nothing, beside a
+  publication and the next step's passes. ``publication_s_135m``: the publication. Where it takes
+  longer than the passes, the rest is a stall.
+* ``published_to_served_s_135m``: from the announcement until an engine has loaded and checked it;
+  ``check_s_135m``: less the loading.
+* ``served_over_memcpy_1gb``: served over one copy in memory of the file's size, in pairs.
 
-* published by the trainer: tensors, digest, and what an engine must answer, beside the passes of the next step, as a training
-  worker does (`libra.worker.publications`). ``trainer_stall_s``, at 135 M: wall time in which the trainer can compute nothing, from
-  the end of the step to the begin of the passes, and from their end until the weights may change. The passes are of a few hundred
-  tokens; where a publication takes longer than they do, the rest is a stall. ``publication_s_135m``: the publication, beside them;
-* loaded and checked by a running engine, as a rollout worker does (``libra.worker.verified_engine``). *Served* is when the check
-  has passed. ``published_to_served_s_135m`` is from the announcement on; ``check_s_135m`` is that less the loading;
-* copied once in memory, as bytes of the file's size: ``served_over_memcpy_1gb`` is served over that copy, in pairs.
-
-Medians over the versions. Also printed: bytes, how long the engine was stopped (loading, and answering questions), and a fetch
-of each version from another process-local server over a loopback socket.
+Medians over the versions. Also printed: how long the engine stopped, and a fetch from another
+server over a loopback socket.
 """
 
 from __future__ import annotations

@@ -1,20 +1,16 @@
-"""Seconds per GRPO step, TRL over Libra: ``python -m benchmarks vs_trl --json``.
+"""Seconds per GRPO step, TRL over Libra.
 
-Both sides train the same saved model (random Qwen3, 2.4 M parameters, float32) on the same kind of prompts: 16 prompts x
-8 samples a step, 21 prompt tokens each, exactly 32 new tokens each, one AdamW step on the batch, one turn, no reference
-model, the same number of torch threads. TRL 1.16 has an environment of its own, which this benchmark creates once, with Libra's
-torch and transformers, and its fastest settings on this task (`trl_side`, `README.md`). Libra runs its whole stack as
-``libra.train`` does: Dask scheduler, worker processes, event log, journal, zarr store, published weights, at eta 0, where every
-step samples from the weights of the step before.
+Both sides train the same saved model (random Qwen3, 2.4 M parameters, float32) on the same kind of
+prompts: 16 prompts x 8 samples a step, 21 prompt tokens, exactly 32 new tokens, one AdamW step, one
+turn, the same number of torch threads. TRL 1.16 has an environment of its own, created once, and
+its fastest settings (`trl_side`, `README.md`). Libra runs its whole stack at eta 0.
 
-How it is measured
-------------------
-1. Both sides are started once and warmed up, then take blocks of steps in turns: TRL, Libra, TRL, Libra, ... While one
-   works, the other blocks on a read or has nothing submitted, and uses no CPU.
-2. A side's seconds are wall time of its block over its steps, everything included. For Libra that counts the first
-   step's submission, which in a longer run overlaps the step before.
-3. Every step of both sides must generate 16 x 8 x 32 tokens; any other number is an error.
-4. ``step_time_ratio`` is the median over pairs of TRL's seconds over Libra's.
+1. Both sides are started once and warmed up, then take blocks of steps in turns; while one works,
+   the other uses no CPU.
+2. A side's seconds are wall time of its block over its steps. For Libra that counts the first
+   step's submission.
+3. Every step of both sides must generate 16 x 8 x 32 tokens. ``step_time_ratio``: median over pairs
+   of TRL's over Libra's.
 """
 
 from __future__ import annotations

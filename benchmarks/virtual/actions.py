@@ -1,35 +1,25 @@
-"""Actions on cores that are leased for each of them, beside cores that are reserved; virtual time, on turns of recorded agents.
+"""Actions on cores that are leased for each of them, beside cores that are reserved; virtual time,
+on turns of recorded agents.
 
-256 trajectories begin together, their generations as long as recorded, and twice as long (``x2``). Ways to share cores are those of
-`benchmarks.virtual.action_loads`; each asks the same `LeaseTable` as a live scheduler.
+256 trajectories begin together, their generations as long as recorded, and twice as long (``x2``),
+on the same `LeaseTable` as live.
 
-``act_ratio_96``
-    Mean completion time of actions on 96 cores, each trajectory with a core reserved for its life, over that with leases; the mean
-    of the two speeds' medians.
-``cores_saved_frac``
-    Cores that leases do not need to finish within 5 % of the time of one core for each trajectory (``--saved`` of them are taken
-    away; the figure is 0 where the makespan is longer).
-``enlargement_gain``
-    Share by which enlargement shortens the mean completion time where actions of a second and more are parallel to 90 % (up to 8
-    cores), on 96 cores.
-``enlargement_worst``
-    The least ratio of arrival order over enlargement, of loads of 64, 256 and 384 trajectories and of curves that are steep and
-    flat.
-``low_concurrency``
-    32 trajectories: leases over one core each.
-``revocable_act_ratio``
-    8 trajectories on 8 cores, their actions of 2 s and, one in 20, of 300 s that are parallel on up to 8 cores: mean completion
-    time where these may be stopped and begun again, over that where they may not. ``revocable_worst``: the largest, also with 24
-    trajectories, and of actions that are less parallel, or not at all.
-With ``--live`` also, on two cores with real workers and processes (`benchmarks.live.actions_live`):
+* ``act_ratio_96``: mean completion time of actions on 96 cores, each trajectory with a core
+  reserved for its life, over leases.
+* ``cores_saved_frac``: cores that leases do not need to finish within 5 % of one core for each
+  trajectory (``--saved`` are taken).
+* ``enlargement_gain``: by how much enlargement shortens completion where actions of a second and
+  more are 90 % parallel. ``enlargement_worst``: the least ratio of arrival order over it, of three
+  loads and curves that are steep and flat.
+* ``low_concurrency``: 32 trajectories, leases over one core each.
+* ``revocable_act_ratio``: on 8 cores, actions of 2 s beside some of 300 s on up to 8 cores:
+  completion where these may be stopped and begun again, over where not. ``revocable_worst``: the
+  largest, also with more trajectories and less parallel actions.
 
-``live_overhead_ms``, ``live_overhead_bounded_ms``
-    Median of what is around an action, from its lease to its report; and where its memory is bounded, too.
-``live_over_simulated``
-    Mean completion time of 64 trajectories' actions over that of the same actions in virtual time.
-``judge_hold_frac``
-    By how much longer a step takes whose judge needs two seconds and is late, than one whose reward is there at once.
-
+``--live`` adds, on two cores with real workers and processes: ``live_overhead_ms``,
+``live_overhead_bounded_ms`` (what is around an action, lease to report; with its memory bounded),
+``live_over_simulated`` (completion over the same actions in virtual time) and ``judge_hold_frac``
+(by how much longer a step takes whose judge needs two seconds and is late).
 """
 
 from __future__ import annotations

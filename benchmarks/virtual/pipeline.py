@@ -1,17 +1,22 @@
-"""Training systems against each other in virtual time: streaming steps and turning engines over the best static systems.
+"""Training systems against each other in virtual time: streaming steps and turning engines over the
+best static systems.
 
-Qwen3-14B on A800s by the cost model of `libra.hardware`, 12 trajectories per GPU and step, contexts cut at 40,960 tokens, groups
-of 16 (4 where a set has as many of a task). Every system (`systems.disciplines`) is tuned on its own on a seed that is not scored.
-Seconds of role changes, updates and merges are the defaults of `PipelineOptions` and `TurningRule`.
+Qwen3-14B on A800s by the cost model of `libra.hardware`, 12 trajectories per GPU and step, contexts
+cut at 40,960 tokens, groups of 16 (4 where a set has as many of a task). Every system
+(`systems.disciplines`) is tuned on its own on a seed that is not scored. Seconds of role changes,
+updates and merges are the defaults of `PipelineOptions` and `TurningRule`.
 
-* ``over_sync_geomean``: steps per hour of ours over the better of colocated and split, eta 0, geometric mean over cells;
-  ``over_async_eta1_geomean``, ``over_async_eta2_geomean``: over the best static system of the same eta. *Ours* is the system
-  without true lengths that is best on the tuning seed; the best static one is chosen likewise. ``worst_cell``: the smallest ratio.
-* ``fraction_of_bound_eta0_mini_swe``, ``..._eta1_...``: `systems.tuning.lower_bound_s` over the seconds of ours.
+* ``over_sync_geomean``: steps per hour of ours over the better of colocated and split, eta 0,
+  geometric mean over cells; ``over_async_eta1_geomean``, ``over_async_eta2_geomean``: over the best
+  static system of the same eta. *Ours* is the system without true lengths that is best on the
+  tuning seed; the best static one is chosen likewise. ``worst_cell``: the smallest ratio.
+* ``fraction_of_bound_eta0_mini_swe``, ``..._eta1_...``: `systems.tuning.lower_bound_s` over the
+  seconds of ours.
 
-`systems.against.race` leaves out of the search what could only make a ratio larger; ``--whole`` tunes and scores every system.
-By default 16 GPUs, nine cells. All 27, ``--gpus 16 48 96``, take hours of CPU. ``r2e`` is made up: lognormal totals with a heavy
-tail (P99 over P50 about 4); nothing of R2E was seen.
+`systems.against.race` leaves out of the search what could only make a ratio larger; ``--whole``
+tunes and scores every system. By default 16 GPUs, nine cells. All 27, ``--gpus 16 48 96``, take
+hours of CPU. ``r2e`` is made up: lognormal totals with a heavy tail (P99 over P50 about 4); nothing
+of R2E was seen.
 """
 
 from __future__ import annotations
