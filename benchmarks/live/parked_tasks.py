@@ -1,7 +1,7 @@
 """Trajectories that wait on a real scheduler, with emulated work.
 
 Scheduler, plugin, policy, event log, messages and task states are those of a run; a quantum only waits and reports.
-``python -m benchmarks parked_tasks ADDRESS ...`` is the process of the workers.
+``python -m benchmarks.live.parked_tasks ADDRESS ...`` is the process of the workers.
 """
 
 from __future__ import annotations

@@ -161,7 +161,7 @@ def measure(cell: Cell, number: int, scratch: Path) -> dict[str, Any]:
     if not model_dir.exists():
         write_model(model_dir, MODELS[cell.model], tied=not cell.model.endswith("untied"))
     port = 29_700 + (os.getpid() + number) % 2_000
-    command = [sys.executable, "-m", "benchmarks.live.plan_memory", "--cell", json.dumps(asdict(cell)), str(scratch / "tiny"),
+    command = [sys.executable, "-m", "benchmarks", "plan_memory", "--cell", json.dumps(asdict(cell)), str(scratch / "tiny"),
                str(model_dir), str(port)]  # fmt: skip
     running = [
         subprocess.Popen(

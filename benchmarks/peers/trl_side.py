@@ -1,20 +1,16 @@
-"""TRL's side of ``vs_trl``: a GRPOTrainer that takes steps on command. Runs in TRL's own environment, not in Libra's.
+"""TRL's side of ``vs_trl``: a GRPOTrainer that takes steps on command. Runs in TRL's environment.
 
-Commands and answers are JSON, one object a line, on standard input and output (whatever TRL prints goes to standard
-error)::
+Commands and answers are JSON, one object a line, on standard input and output::
 
-    -> (start)                                    <- {"ready": {"trl": "1.16.0", "torch": "...", "parameters": ...}}
-    -> {"steps": 3}                               <- {"steps": [{"step_s": ..., "generate_s": ..., ...}, ...]}
+    -> (start)                                    <- {"ready": {"trl": "1.16.0", "torch": "..."}}
+    -> {"steps": 3}                               <- {"steps": [{"step_s": ..., ...}, ...]}
     -> (end of input)                             the process ends
 
-Between commands the process blocks on a read and uses no CPU. A step's seconds run from the moment it may begin to the
-moment the next one could, so data loading, generation, reward, loss, optimizer and the trainer's own bookkeeping are
-all in them, and waiting for a command is not.
-
-Settings are the best for TRL found on CPU, each tried against its alternatives (`README.md` has the figures): float32
-(as Libra), KV cache on, no gradient checkpointing (TRL's default is on, and slower), no log lines, no reports, no
-saving, no data-loader processes, dropout off, one pass per batch, no reference model, no second model for old
-log-probabilities (TRL needs none when it trains on what it just sampled).
+Between commands the process blocks on a read and uses no CPU. A step's seconds run from the moment
+it may begin to the moment the next one could. Settings are the best for TRL found on CPU, each
+tried against its alternatives: float32 (as Libra), KV cache on, no gradient checkpointing (TRL's
+default is on, and slower), one batch, no log lines, no reports, no saving, dropout off, no
+reference model.
 """
 
 from __future__ import annotations
@@ -106,19 +102,15 @@ def even_words(completions: list[Any], **_: Any) -> list[float]:
 
 
 def make_trainer(options: argparse.Namespace, output_dir: str, callback: StepsOnCommand) -> TimedTrainer:
-    batch = task.PROMPTS_PER_STEP * task.GROUP_SIZE
-    micro_batches = batch // options.micro_batch
-    generation_kwargs: dict[str, Any] = {"use_cache": True}
     config = GRPOConfig(
         output_dir=output_dir, use_cpu=True, seed=options.seed, max_steps=1_000_000,
-        per_device_train_batch_size=options.micro_batch, gradient_accumulation_steps=micro_batches,
+        per_device_train_batch_size=task.PROMPTS_PER_STEP * task.GROUP_SIZE, gradient_accumulation_steps=1,
         num_generations=task.GROUP_SIZE, num_iterations=1, max_completion_length=task.NEW_TOKENS,
-        temperature=task.TEMPERATURE, generation_kwargs=generation_kwargs, cache_implementation=options.cache,
-        use_transformers_continuous_batching=options.continuous_batching, loss_type="dapo", beta=0.0,
+        temperature=task.TEMPERATURE, generation_kwargs={"use_cache": True}, loss_type="dapo", beta=0.0,
         epsilon=task.CLIP_LOW, epsilon_high=task.CLIP_HIGH, scale_rewards="group", disable_dropout=True,
-        optim=options.optim, learning_rate=task.LEARNING_RATE, lr_scheduler_type="constant", adam_beta1=task.BETAS[0],
+        optim="adamw_torch", learning_rate=task.LEARNING_RATE, lr_scheduler_type="constant", adam_beta1=task.BETAS[0],
         adam_beta2=task.BETAS[1], weight_decay=0.0, max_grad_norm=task.MAX_GRAD_NORM, bf16=False, fp16=False,
-        gradient_checkpointing=options.gradient_checkpointing, dataloader_num_workers=0, dataloader_pin_memory=False,
+        gradient_checkpointing=False, dataloader_num_workers=0, dataloader_pin_memory=False,
         logging_strategy="no", save_strategy="no", eval_strategy="no", report_to="none", disable_tqdm=True,
         model_init_kwargs={"dtype": "float32"},
     )  # fmt: skip
@@ -138,11 +130,6 @@ def main() -> None:
     parser.add_argument("--model", required=True, help="directory of model and tokenizer")
     parser.add_argument("--threads", type=int, required=True, help="torch threads")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--micro-batch", type=int, default=task.PROMPTS_PER_STEP * task.GROUP_SIZE)
-    parser.add_argument("--optim", default="adamw_torch")
-    parser.add_argument("--cache", default=None, help="generation cache: dynamic (default) or static")
-    parser.add_argument("--gradient-checkpointing", action="store_true")
-    parser.add_argument("--continuous-batching", action="store_true")
     options = parser.parse_args()
 
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
@@ -151,16 +138,8 @@ def main() -> None:
     callback = StepsOnCommand(sys.stdin, answers)
     with tempfile.TemporaryDirectory() as output_dir:
         trainer = make_trainer(options, output_dir, callback)
-        callback.say(
-            {
-                "ready": {
-                    "trl": trl.__version__, "transformers": transformers.__version__, "torch": torch.__version__,
-                    "threads": torch.get_num_threads(),
-                    "parameters": sum(parameter.numel() for parameter in trainer.model.parameters()),
-                    "attention": trainer.model.config._attn_implementation,
-                }
-            }
-        )  # fmt: skip
+        versions = {"trl": trl.__version__, "transformers": transformers.__version__, "torch": torch.__version__}
+        callback.say({"ready": {**versions, "attention": trainer.model.config._attn_implementation}})
         trainer.train()
 
 
