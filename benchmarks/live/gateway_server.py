@@ -1,7 +1,9 @@
-"""A gateway in a process of its own, for its CPU time: real HTTP, conversations and token ids, and a model that answers at once.
+"""A gateway in a process of its own, for its CPU time: real HTTP, conversations and token ids, and
+a model that answers at once.
 
-``python -m benchmarks.live.gateway_server MODEL_DIR SESSIONS`` prints its port and the sessions' tokens as a line of JSON. Each line of
-its standard input is answered with its CPU seconds so far and the number of requests; the end of the input ends it.
+``python -m benchmarks.live.gateway_server MODEL_DIR SESSIONS`` prints its port and the sessions'
+tokens as a line of JSON. Each line of its standard input is answered with its CPU seconds so far and
+the number of requests; the end of the input ends it.
 """
 
 from __future__ import annotations
