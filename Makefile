@@ -129,7 +129,7 @@ check: setup ## lint, formatting and types
 	$(BIN)/mypy
 
 docs: setup-docs ## make the generated pages again, then the site: site/index.html
-	$(BIN)/python tests/config/doc_pages.py docs
+	PYTHONPATH=. $(BIN)/python tests/config/doc_pages.py docs
 	$(BIN)/libra doctor --settings > docker/dask.yaml
 	$(BIN)/python tests/architecture/picture.py docs/architecture.md
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet

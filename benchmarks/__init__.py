@@ -1,1 +1,14 @@
-"""Benchmarks: each module runs as ``python -m benchmarks.NAME --json`` and prints one JSON object as its last line."""
+"""Benchmarks: ``python -m benchmarks NAME --json``. Names and the folders of their files."""
+
+BENCHMARKS = {
+    name: folder
+    for folder, names in {
+        "live": "start rollout_overhead durability weight_sync priority_rewrite cmlfq_cost plan_memory plan_accuracy "
+        "live_placement pipeline_live gateway sandbox elastic dispatch", "learning": "async_learning late",
+        "virtual": "planner cost_model pipeline actions length_skill", "systems": "systems", "peers": "vs_trl",
+        "": "gpu",
+    }.items()
+    for name in names.split()
+}  # fmt: skip
+UNTIMED = ("learning", "virtual", "systems")
+"""Folders whose figures do not depend on what else the machine does."""

@@ -1,20 +1,30 @@
-"""``python -m benchmarks NAME [OPTIONS]`` runs one benchmark; without a name it lists the files of this directory."""
+"""``python -m benchmarks NAME [OPTIONS]`` runs one benchmark; without a name it lists all of them."""
 
 from __future__ import annotations
 
-import runpy
+import ast
 import sys
-from importlib.util import find_spec
+from importlib import import_module
 from pathlib import Path
+
+from benchmarks import BENCHMARKS
+
+
+def module_of(name: str) -> str:
+    return ".".join(filter(None, ("benchmarks", BENCHMARKS[name], "table" if name == "systems" else name)))
 
 
 def main() -> None:
     """Run the benchmark that the first argument names, with the others as its options."""
-    if len(sys.argv) < 2 or find_spec(f"benchmarks.{sys.argv[1]}") is None:
-        names = sorted(path.stem for path in Path(__file__).parent.glob("*.py") if not path.stem.startswith("_"))
-        raise SystemExit(f"type python -m benchmarks NAME; names: {', '.join(names)}")
+    if len(sys.argv) < 2 or sys.argv[1] not in BENCHMARKS:
+        for name in BENCHMARKS:
+            path = Path(__file__).parents[1] / (module_of(name).replace(".", "/") + ".py")
+            doc = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+            print(f"{name:18s}{' '.join(doc.partition(chr(10) * 2)[0].split())}")
+        raise SystemExit("type python -m benchmarks NAME")
     name = sys.argv.pop(1)
-    runpy.run_module(f"benchmarks.{name}", run_name="__main__", alter_sys=True)
+    sys.argv[0] = f"python -m benchmarks {name}"
+    raise SystemExit(import_module(module_of(name)).main())
 
 
 if __name__ == "__main__":

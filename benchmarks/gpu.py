@@ -1,4 +1,4 @@
-"""One GPU in one command: ``python -m benchmarks.gpu --json --minutes 9 --out gpu.json``.
+"""One GPU in one command: ``python -m benchmarks gpu --json --minutes 9 --out gpu.json``.
 
 Models are random; nothing is downloaded. Each part is a process of its own (`benchmarks.gpu_parts`). A part that fails or exceeds
 its time is reported with the first line of its error, and the others run. Parts run in the order of their worth, and ``--out`` is
@@ -37,16 +37,9 @@ from benchmarks.report import Figure, command_parser, emit
 from libra.errors import ConfigError
 
 PARTS: dict[str, float] = {
-    "step_0b6_16k": 55,
-    "step_4b_16k": 75,
-    "engine": 60,
-    "weights_0b6": 40,
-    "gap": 35,
-    "quickstart": 70,
-    "step_0b6_64k": 65,
-    "step_4b_64k": 95,
-    "weights_4b": 60,
-}
+    "step_0b6_16k": 55, "step_4b_16k": 75, "engine": 60, "weights_0b6": 40, "gap": 35, "quickstart": 70,
+    "step_0b6_64k": 65, "step_4b_64k": 95, "weights_4b": 60,
+}  # fmt: skip
 """Share of each part in ``--minutes``; in seconds for the default. Time that a part leaves goes to the next ones."""
 
 
@@ -83,14 +76,12 @@ def run_part(name: str, options: argparse.Namespace, limit_s: float, place: Path
 
 
 def figures_of(found: dict[str, dict[str, Any]], prefix: str) -> dict[str, Figure]:
-    """What the parts measured."""
     return {
         f"{prefix}{name}": Figure(**entry) for part in found.values() for name, entry in part.get("figures", {}).items()
     }
 
 
 def check_device(device: str) -> str:
-    """Name of the measured device; ConfigError without a GPU."""
     import torch
 
     if device == "cpu":
@@ -104,7 +95,6 @@ def check_device(device: str) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Command line; exit code 0, 1 if a part failed, 2 if nothing could be measured."""
     parser = command_parser("gpu", __doc__)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--scale", choices=["full", "tiny"], default="full")
@@ -145,7 +135,3 @@ def main(arguments: list[str] | None = None) -> int:
                 options.out.write_text(lines.getvalue().splitlines()[-1] + "\n")
     report(sys.stdout, as_json=options.json)
     return 1 if any("error" in part for part in found.values()) else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

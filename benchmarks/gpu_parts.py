@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.random_training import random_trajectories, save_random_model
+from benchmarks.live.random_training import random_trajectories, save_random_model
 from libra.cluster.hardware_inventory import gpu_name
 from libra.config import RunConfig, config_from_dict
 from libra.errors import LibraError
@@ -58,20 +58,7 @@ SHAPES: dict[str, dict[str, int]] = {
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """A training step that prime-rl publishes for one H100 (``benchmarks/baselines``, RL, "Recompute").
-
-    Attributes
-    ----------
-    model : str
-    tokens : int
-        Of each sequence.
-    mfu : float
-        prime-rl's.
-    lora_rank : int or None
-        None: all weights are trained.
-    sequences, steps : int
-        Sequences of a step, one a micro-batch, and steps that are measured.
-    """
+    """A training step that prime-rl publishes for one H100 (``benchmarks/baselines``, RL, "Recompute")."""
 
     model: str
     tokens: int
@@ -82,35 +69,23 @@ class Baseline:
 
 
 BASELINES = {
-    "0b6_16k": Baseline("0b6", 16384, 0.111, steps=3),
-    "4b_16k": Baseline("4b", 16384, 0.217, lora_rank=16, steps=2),
-    "0b6_64k": Baseline("0b6", 65536, 0.268),
-    "4b_64k": Baseline("4b", 65536, 0.374, lora_rank=16, sequences=1),
-}
+    "0b6_16k": Baseline("0b6", 16384, 0.111, steps=3), "4b_16k": Baseline("4b", 16384, 0.217, lora_rank=16, steps=2),
+    "0b6_64k": Baseline("0b6", 65536, 0.268), "4b_64k": Baseline("4b", 65536, 0.374, lora_rank=16, sequences=1),
+}  # fmt: skip
 
 Figures = dict[str, dict[str, Any]]
 
 
 class Bench:
-    """What every part has: where it computes, how large, and a directory.
-
-    Attributes
-    ----------
-    device : torch.device
-    is_full : bool
-    place : Path
-        Shared by all parts.
-    """
+    """What every part has: where it computes, how large, and a directory."""
 
     def __init__(self, device: str, scale: str, place: Path) -> None:
         self.device, self.is_full, self.place = torch.device(device), scale == "full", place
 
     def size(self, full: int, tiny: int) -> int:
-        """One of two numbers, by scale."""
         return full if self.is_full else tiny
 
     def shape(self, name: str) -> dict[str, int]:
-        """Sizes of a model; those of the tiny one at that scale."""
         return SHAPES[name if self.is_full else "tiny"]
 
     def model(self, name: str) -> Path:
@@ -129,29 +104,24 @@ class Bench:
         return directory
 
     def free(self) -> None:
-        """Give back what nobody holds any more, and count the peak from here on."""
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
 
     def wait(self) -> None:
-        """Until the device has done all it was given."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
     def peak_bytes(self) -> float:
-        """Most memory that was allocated at once; on a CPU that of the whole process."""
         if self.device.type == "cuda":
             return float(torch.cuda.max_memory_allocated())
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
 
     def allocated_bytes(self) -> float:
-        """Memory that is allocated now; on a CPU not known."""
         return float(torch.cuda.memory_allocated()) if self.device.type == "cuda" else 0.0
 
     def sheet(self) -> GPU | None:
-        """The datasheet of this GPU; None on a CPU. LibraError where there is none."""
         if self.device.type != "cuda":
             return None
         properties = torch.cuda.get_device_properties(0)
@@ -162,7 +132,6 @@ class Bench:
 
 
 def timed(bench: Bench, work: Callable[[], Any]) -> float:
-    """Seconds that it takes, with all that the device does for it."""
     bench.wait()
     began_s = time.perf_counter()
     work()
@@ -171,7 +140,6 @@ def timed(bench: Bench, work: Callable[[], Any]) -> float:
 
 
 def figure(value: float, unit: str, better: str, goal: float | None = None) -> dict[str, Any]:
-    """As `benchmarks.report.Figure` takes it."""
     return {"value": value, "unit": unit, "better": better, "goal": goal}
 
 
@@ -184,7 +152,6 @@ def tell(found: dict[str, Any]) -> None:
 
 
 def trained_settings(model: Path, tokens: int, rows: int, lora_rank: int | None) -> RunConfig:
-    """The configuration whose step is taken and whose memory is planned."""
     return config_from_dict(
         {
             "model": {"path": str(model), "dtype": "bfloat16"},
@@ -261,13 +228,11 @@ def step(bench: Bench, name: str) -> dict[str, Any]:
 
 
 def request(number: int, context: int, new: int, vocab: int) -> TurnRequest:
-    """A turn that ends at ``new`` tokens."""
     ids = np.random.default_rng(number).integers(0, vocab, context).astype(np.int32)
     return TurnRequest(f"t{number}", 0, ids, new, seed=number)
 
 
 async def generated(engine: TransformersEngine, requests: list[TurnRequest]) -> list[TurnOutput]:
-    """All of them at once."""
     outputs = await asyncio.gather(*(engine.generate(each) for each in requests))
     for each in requests:
         engine.forget(each.trajectory_id)
@@ -275,7 +240,6 @@ async def generated(engine: TransformersEngine, requests: list[TurnRequest]) -> 
 
 
 def engine(bench: Bench) -> dict[str, Any]:
-    """Generated tokens per second, by requests at once."""
     model, vocab = bench.model("0b6"), bench.shape("0b6")["vocab_size"]
     context, new = bench.size(512, 8), bench.size(128, 4)
     batches = [1, 16, 64, 256] if bench.is_full else [1, 4]
@@ -307,17 +271,12 @@ def engine(bench: Bench) -> dict[str, Any]:
 
 def _engine(bench: Bench, model: Path, *, slots: int, max_context_tokens: int, version: int = 0) -> TransformersEngine:
     return TransformersEngine(
-        model,
-        slots=slots,
-        max_context_tokens=max_context_tokens,
-        dtype="bfloat16",
-        version=version,
+        model, slots=slots, max_context_tokens=max_context_tokens, dtype="bfloat16", version=version,
         device=bench.device.type,
-    )
+    )  # fmt: skip
 
 
 def move_weights(replica: Replica) -> None:
-    """Move every weight up or down by the same amount."""
     with torch.no_grad():
         for parameter in replica.parameters().values():
             parameter.add_(torch.sign(torch.randn_like(parameter)), alpha=1e-3)
@@ -325,14 +284,12 @@ def move_weights(replica: Replica) -> None:
 
 
 async def wall_s(work: Awaitable[object]) -> float:
-    """Wall seconds of ``work``."""
     began_s = time.perf_counter()
     await work
     return time.perf_counter() - began_s
 
 
 def weights(bench: Bench, name: str) -> dict[str, Any]:
-    """Publication to served, then sleep and wake."""
     model, context = bench.model(name), 256
     replica = Replica(model, TrainSettings(), dtype="bfloat16", device=bench.device)
     store, reports = WeightStore(bench.place / f"weights-{name}"), list[Fact]()
@@ -343,12 +300,9 @@ def weights(bench: Bench, name: str) -> dict[str, Any]:
         return store.latest()
 
     serving = Serving(
-        model,
-        build=lambda path, version: _engine(bench, path, slots=4, max_context_tokens=context, version=version),
-        newest=newest,
-        report=reports.append,
-        store=store,
-    )
+        model, build=lambda path, version: _engine(bench, path, slots=4, max_context_tokens=context, version=version),
+        newest=newest, report=reports.append, store=store,
+    )  # fmt: skip
 
     def found() -> dict[str, Any]:
         median = {each: statistics.median(values) for each, values in times.items() if values}
@@ -430,11 +384,8 @@ def quickstart(bench: Bench) -> dict[str, Any]:
     """A few iterations of the quick start through the command itself, which is told to compute on this device."""
     iterations = bench.size(4, 1)
     given = [
-        f"run.dir={bench.place}",
-        "run.name=quickstart",
-        f"run.iterations={iterations}",
-        "cluster.dashboard_port=0",
-    ]
+        f"run.dir={bench.place}", "run.name=quickstart", f"run.iterations={iterations}", "cluster.dashboard_port=0",
+    ]  # fmt: skip
     given += [
         f"cluster.device={bench.device.type}",
         "observe.progress=false",
@@ -459,15 +410,12 @@ def quickstart(bench: Bench) -> dict[str, Any]:
 
 PARTS: dict[str, Callable[[Bench], dict[str, Any]]] = {
     **{f"step_{name}": partial(step, name=name) for name in BASELINES},
-    **{f"weights_{name}": partial(weights, name=name) for name in ("0b6", "4b")},
-    "engine": engine,
-    "gap": gap,
+    **{f"weights_{name}": partial(weights, name=name) for name in ("0b6", "4b")}, "engine": engine, "gap": gap,
     "quickstart": quickstart,
-}
+}  # fmt: skip
 
 
 def main() -> int:
-    """Run one part."""
     name, device, scale, place = sys.argv[1:]
     try:
         found = PARTS[name](Bench(device, scale, Path(place)))

@@ -1,18 +1,17 @@
 """Orderings to compare with; a run takes one by ``policy.name=benchmarks.orderings:Paper``, or another name of this file.
 
-`Oracle` and `Predictor` need the lengths of a workload, and are for simulations only.
+`Oracle` needs the lengths of a workload, and is for simulations only.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from math import exp, log, sqrt
 from typing import Any, ClassVar
 
 import numpy as np
 
-from benchmarks.prefix_tree import Node, dump, load, state_name
 from libra.facts import (
     Fact,
     HomeForgotten,
@@ -25,15 +24,14 @@ from libra.facts import (
     TrajectoryParked,
     WorkerCapacity,
     WorkerWithdrawn,
-)
+)  # fmt: skip
 from libra.policy import CMLFQ, Fifo, Mlfq
 from libra.policy.attained_service import PATIENCE
 from libra.policy.cmlfq import Objective
 from libra.policy.forecast import Forecast
 from libra.policy.snapshots import Saved
 from libra.policy.trajectory_table import NUM_CLASSES, TrajectoryStats, length_class
-from libra.sim.engines import EngineSpec
-from libra.types import Phase
+from libra.types import Phase, ToolStatus
 
 
 class CompletedCalls(Mlfq):
@@ -49,6 +47,88 @@ MOST_CALLS = 10_000
 """`CompletedCalls` does not count calls beyond these."""
 
 
+# The paper's causal prefix tree of tool returns: a node is a prompt and the path of returns so far. Its released code
+# (NetX-lab/Libra @c51bf84) has payload classes at 500 and 5,000 characters and the 90th percentile of the last 200 visits. Here
+# payloads are in tokens, so the classes are at 125 and 1,250, and a tool failed by its status, not by "error" in its text.
+
+PAYLOAD_EDGES = (125, 1250)
+WINDOW = 200
+FAILED = frozenset({ToolStatus.ERROR, ToolStatus.TIMEOUT, ToolStatus.MALFORMED})
+"""Failures in a tree with two outcomes. A truncated return counts as a success."""
+
+
+def state_name(tool: str, status: str, payload_tokens: int) -> str:
+    size = sum(payload_tokens > edge for edge in PAYLOAD_EDGES)
+    return f"{tool}:{size}:{'failure' if status in FAILED else 'success'}"
+
+
+class Node:
+    """Remaining lengths seen at one prefix of tool returns: all-time mean, and the last ``WINDOW`` of them for P90."""
+
+    __slots__ = ("children", "count", "last", "mean")
+
+    def __init__(self) -> None:
+        self.children: dict[str, Node] = {}
+        self.count = 0
+        self.mean = 0.0
+        self.last: list[int] = []
+
+    def visit(self, remaining: int) -> None:
+        """Add a trajectory that passed this node, and generated ``remaining`` tokens afterwards."""
+        self.count += 1
+        self.mean += (remaining - self.mean) / self.count
+        self.last.append(remaining)
+        del self.last[:-WINDOW]
+
+    def enter(self, states: Iterable[str], remaining: Iterable[int]) -> None:
+        node = self
+        for state, left in zip(states, remaining, strict=True):
+            below = node.children.get(state)
+            if below is None:
+                below = node.children[state] = Node()
+            node = below
+            node.visit(left)
+
+    def p90(self) -> float:
+        ordered = sorted(self.last)
+        at = 0.9 * (len(ordered) - 1)
+        low = int(at)
+        high = min(low + 1, len(ordered) - 1)
+        return ordered[low] + (at - low) * (ordered[high] - ordered[low])
+
+    def deepest(self, path: Iterable[str]) -> Node:
+        node = self
+        for state in path:
+            child = node.children.get(state)
+            if child is None:
+                break
+            node = child
+        return node
+
+
+def dump(root: Node) -> list[Any]:
+    """Nodes in depth-first order, each with the number of its parent; flat, because paths exceed the recursion limit."""
+    out: list[Any] = []
+    open_nodes: list[tuple[int, str, Node]] = [(-1, "", root)]
+    while open_nodes:
+        parent, name, node = open_nodes.pop()
+        number = len(out)
+        out.append([parent, name, node.count, node.mean, list(node.last)])
+        open_nodes += [(number, below, child) for below, child in node.children.items()]
+    return out
+
+
+def load(dumped: Any) -> Node:
+    nodes: list[Node] = []
+    for parent, name, count, mean, last in dumped:
+        node = Node()
+        node.count, node.mean, node.last = int(count), float(mean), [int(left) for left in last]
+        nodes.append(node)
+        if parent >= 0:
+            nodes[parent].children[str(name)] = node
+    return nodes[0]
+
+
 THRESHOLDS = {2: (5_000,), 3: (4_000, 12_000), 4: (4_000, 12_000, 30_000)}
 """Longest remaining output of each bucket but the last, by number of buckets; its defaults and its production settings."""
 
@@ -58,7 +138,7 @@ class Paper:
 
     First come, first served; every trajectory begins in the slowest bucket. Source: Libra, arXiv:2606.03077 v2, C-MLFQ, with
     additions of its released code (NetX-lab/Libra @c51bf84): one root per prompt and a global one; an unknown state falls back to
-    the deepest known ancestor. Deviations, beside those of `benchmarks.prefix_tree`: placement goes through
+    the deepest known ancestor. Deviations, beside those of its tree above: placement goes through
     `libra.policy.dispatcher`, which is work conserving, instead of a router that queues at one server; prompts are forgotten with
     their last trajectory.
     """
@@ -75,7 +155,6 @@ class Paper:
         self._paths: dict[str, tuple[str, list[str], list[int]]] = {}  # group, states, tokens generated before each
 
     def handle(self, event: Fact) -> tuple[SetPriority | Prefer, ...]:
-        """Answer one event; deterministic in the sequence of events."""
         answers = self._fifo.handle(event)
         match event:
             case TrajectoryParked(key=key, phase=phase, group=group):
@@ -141,16 +220,13 @@ class Paper:
         return sorted(seconds, key=lambda bucket: (-seconds[bucket], bucket))
 
     def snapshot(self) -> dict[str, Any]:
-        """Its state, as JSON-able values."""
         return {
-            "fifo": self._fifo.snapshot(),
+            "fifo": self._fifo.snapshot(), "home": dict(self._home), "root": dump(self._root),
             "engines": {worker: list(engine) for worker, engine in self._engines.items()},
-            "home": dict(self._home),
-            "root": dump(self._root),
             "prompts": {group: dump(node) for group, node in sorted(self._prompts.items())},
             "alive": dict(sorted(self._alive.items())),
             "paths": {key: [group, states, tokens] for key, (group, states, tokens) in sorted(self._paths.items())},
-        }
+        }  # fmt: skip
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
         """Take the state of ``snapshot``; KeyError, TypeError or ValueError if it is not a snapshot."""
@@ -176,13 +252,9 @@ class SeerOrder(Saved):
 
     name: ClassVar[str] = "seer"
     SAVED = {
-        "_members": dict[str, dict[str, int]],
-        "_probe": dict[str, str],
-        "_longest": dict[str, int],
-        "_group": dict[str, str],
-        "_iteration": dict[str, int],
-        "_arrival": dict[str, int],
-    }
+        "_members": dict[str, dict[str, int]], "_probe": dict[str, str], "_longest": dict[str, int],
+        "_group": dict[str, str], "_iteration": dict[str, int], "_arrival": dict[str, int],
+    }  # fmt: skip
 
     def __init__(self) -> None:
         self._members: dict[str, dict[str, int]] = {}  # of each group, in order of arrival: tokens generated
@@ -193,7 +265,6 @@ class SeerOrder(Saved):
         self._arrival: dict[str, int] = {}
 
     def handle(self, event: Fact) -> tuple[SetPriority, ...]:
-        """Answer one event."""
         match event:
             case TrajectoryParked(key=key, iteration=iteration, group=group):
                 if key not in self._group:
@@ -223,43 +294,6 @@ class SeerOrder(Saved):
         return SetPriority(key, Priority(self._iteration[key], level, self._arrival[key]), reason)
 
 
-class DealtGroups(Fifo):
-    """Whole groups dealt to engines in turn, as synchronous systems without a scheduler do (verl): a baseline for placement.
-
-    First come, first served on the engine that the group was dealt to; each engine is a bucket of its own, see `apart`.
-    With as many slots as trajectories everything goes to its engine at once; the engine's own queue does the rest.
-    """
-
-    name: ClassVar[str] = "dealt"
-
-    def __init__(self, buckets: Sequence[str]) -> None:
-        super().__init__()
-        self._buckets = tuple(buckets)
-        self._dealt: dict[str, str] = {}
-
-    def handle(self, event: Fact) -> tuple[SetPriority | Prefer, ...]:  # type: ignore[override]
-        """Answer one event."""
-        answers = super().handle(event)
-        if not isinstance(event, TrajectoryParked):
-            return answers
-        bucket = self._dealt.setdefault(event.group, self._buckets[len(self._dealt) % len(self._buckets)])
-        return (*answers, Prefer(event.key, (bucket,), "dealt with its group"))
-
-    def snapshot(self) -> dict[str, Any]:
-        """Its state, as JSON-able values."""
-        return {**super().snapshot(), "buckets": list(self._buckets), "dealt": dict(self._dealt)}
-
-    def restore(self, snapshot: Mapping[str, Any]) -> None:
-        """Take the state of ``snapshot``."""
-        super().restore(snapshot)
-        self._buckets, self._dealt = tuple(snapshot["buckets"]), dict(snapshot["dealt"])
-
-
-def apart(engines: Sequence[EngineSpec], slots: int) -> tuple[EngineSpec, ...]:
-    """Engines with a bucket of their own each, and ``slots`` slots."""
-    return tuple(spec._replace(bucket_name=spec.name, slots=slots) for spec in engines)
-
-
 OUTRUN_FRAC = 0.1
 """Forecast for a trajectory longer than its given length: this share of what it has generated."""
 
@@ -268,15 +302,6 @@ class KnownLengths:
     """Forecasts from lengths given beforehand, exact or of a given accuracy.
 
     Total generated tokens by key, known from the start; a key that was not given has forecast 0 with skill 0.
-
-    Parameters
-    ----------
-    totals : mapping of key to tokens
-    accuracy : float
-        Correlation of the logarithms of forecast and truth, in (0, 1]; 1: the truth. Below, errors are lognormal, and forecasts
-        regress to the mean, as calibrated ones do.
-    seed : int
-        Of the errors.
     """
 
     def __init__(self, totals: Mapping[str, int] | None = None, *, accuracy: float = 1.0, seed: int = 0) -> None:
@@ -286,7 +311,6 @@ class KnownLengths:
         self._generated: dict[str, int] = {}
 
     def handle(self, event: Fact) -> None:
-        """Count generated tokens."""
         match event:
             case TrajectoryParked(key=key):
                 self._generated.setdefault(key, 0)
@@ -309,11 +333,9 @@ class KnownLengths:
         return Forecast(left, left, 1.0)
 
     def snapshot(self) -> dict[str, Any]:
-        """Its state, as JSON-able values."""
         return {"totals": self._totals, "generated": dict(sorted(self._generated.items()))}
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
-        """Take the state of ``snapshot``."""
         self._totals = {str(key): float(total) for key, total in snapshot["totals"].items()}
         self._generated = {str(key): int(tokens) for key, tokens in snapshot["generated"].items()}
 
@@ -330,23 +352,6 @@ def guessed_lengths(totals: Mapping[str, int], accuracy: float, seed: int) -> di
     return {key: exp(float(value)) - 1.0 for key, value in zip(totals, guesses, strict=True)}
 
 
-class Predictor(CMLFQ):
-    """C-MLFQ's rule with lengths predicted before the start, with a given accuracy; a baseline."""
-
-    name: ClassVar[str] = "predictor"
-
-    def __init__(
-        self,
-        totals: Mapping[str, int] | None = None,
-        *,
-        accuracy: float = 0.6,
-        seed: int = 0,
-        objective: Objective = "makespan",
-        patience: int = PATIENCE,
-    ) -> None:
-        super().__init__(KnownLengths(totals, accuracy=accuracy, seed=seed), objective=objective, patience=patience)
-
-
 class Oracle(CMLFQ):
     """C-MLFQ's rule with the true lengths: an upper bound of this rule's gain."""
 
@@ -354,10 +359,6 @@ class Oracle(CMLFQ):
     exact_lengths = True
 
     def __init__(
-        self,
-        totals: Mapping[str, int] | None = None,
-        *,
-        objective: Objective = "makespan",
-        patience: int = PATIENCE,
+        self, totals: Mapping[str, int] | None = None, *, objective: Objective = "makespan", patience: int = PATIENCE
     ) -> None:
         super().__init__(KnownLengths(totals), objective=objective, patience=patience)

@@ -1,23 +1,26 @@
-"""What all benchmarks share: command line, figures, and the comparison of two sides in pairs.
+"""What all benchmarks share: command line, figures, comparison of two sides in pairs, settings of
+quiet runs, saved results.
 
-The last line of a benchmark is one JSON object::
+The last line of ``python -m benchmarks NAME --json`` is one JSON object::
 
-    {"benchmark": NAME, "figures": {figure: {"value": x, "unit": "...", "better": "higher|lower", "goal": y}},
-     "command": "...", "machine": "..."}
+    {"benchmark": NAME, "command": "...", "machine": "...", "load": [at the start, at the end],
+     "figures": {figure: {"value": x, "unit": "...", "better": "higher|lower", "goal": y}}}
 
-Two sides are compared in pairs within one run, A B A B ...: the speed of a shared machine drifts by more than the differences of
+With ``--save`` it is also ``benchmarks/results/NAME.json``, with date, commit and whether nothing
+else ran; `benchmarks.page` makes docs/benchmarks.md of these files. Two sides are compared in pairs
+within one run, A B A B ...: the speed of a shared machine drifts by more than the differences of
 interest, and both sides of a pair see the same drift.
 
-Invariants
-----------
-1. Every value and goal is a finite number, so that the line is JSON everywhere (NaN is not).
-2. A comparison rests on at least ``MIN_PAIRS`` pairs, and its ratio is the median of the pairs' own ratios.
+1. Every value and goal is a finite number, so that the line is JSON everywhere.
+2. A comparison rests on at least ``MIN_PAIRS`` pairs, and its ratio is the median of the pairs' own
+   ratios.
 3. The machine's description names no host, user or path.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import importlib.metadata
 import json
 import math
@@ -25,38 +28,36 @@ import os
 import platform
 import shlex
 import statistics
+import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal, TextIO
+from typing import Any, Literal, TextIO
 
 from libra.errors import ConfigError
 
 MIN_PAIRS = 5
 """Fewest pairs of a comparison; below it a median of ratios is one lucky pair."""
 DATA = Path(__file__).parent / "data"
+RESULTS = Path(__file__).parent / "results"
 QUICKSTART = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
+QUIET = (
+    "cluster.dashboard_port=0", "observe.progress=false", "observe.tensorboard=false", "evaluation.prompts=0",
+    "checkpoint.every=0",
+)  # fmt: skip
+"""Settings of a run that is measured: nothing beside the work."""
+QUIET_LOAD = 1.0
+"""Load average at the start from which on another program runs."""
+_LOAD_AT_START = os.getloadavg()[0]
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
     """One measured number, and whether higher or lower is better.
 
-    Attributes
-    ----------
-    value : float
-        Finite.
-    unit : str
-        ``"ratio"``, ``"us"``, ``"tokens"``, ...
-    better : "higher" or "lower"
-    goal : float or None
-        The value to reach; None: the figure is only reported.
-
-    Raises
-    ------
-    ValueError
-        A number is not finite, or ``better`` is another word.
+    ``goal`` None: the figure is only reported. ValueError if a number is not finite, or ``better`` is another word.
     """
 
     value: float
@@ -83,10 +84,7 @@ class Figure:
 class Pairs:
     """Seconds (or another positive quantity) of two sides, measured in turns.
 
-    Attributes
-    ----------
-    first, second : tuple of float
-        Same length; entry i of both belongs to pair i.
+    Entry i of both belongs to pair i.
     """
 
     first: tuple[float, ...]
@@ -139,19 +137,8 @@ def alternate(
 ) -> Pairs:
     """Measure two sides in turns: first, second, first, second, ...
 
-    Parameters
-    ----------
-    first, second : callable
-        Does its side's work once and returns the measured quantity; it leaves nothing busy.
-    pairs : int
-        At least ``MIN_PAIRS``, checked first.
-    after_pair : callable, optional
-        Called with (pair index, first, second), e.g. to show progress.
-
-    Raises
-    ------
-    ConfigError
-        Too few pairs.
+    A side does its work once, returns the measured quantity, and leaves nothing busy. ``after_pair`` gets (pair index, first,
+    second). ConfigError for fewer than ``MIN_PAIRS`` pairs.
     """
     if pairs < MIN_PAIRS:
         raise _too_few(pairs)
@@ -163,6 +150,20 @@ def alternate(
         if after_pair is not None:
             after_pair(index, firsts[-1], seconds[-1])
     return Pairs(tuple(firsts), tuple(seconds))
+
+
+def gap_se(first: Sequence[float], second: Sequence[float]) -> float:
+    """How far the mean of ``second`` is below that of ``first``, in standard errors of the difference; 0 where both are alike."""
+    gap = statistics.fmean(first) - statistics.fmean(second)
+    error = math.sqrt(statistics.variance(first) / len(first) + statistics.variance(second) / len(second))
+    return gap / max(error, 1e-9)
+
+
+def seconds_of(work: Callable[[], object]) -> float:
+    """Wall seconds that ``work`` takes."""
+    began_s = time.perf_counter()
+    work()
+    return time.perf_counter() - began_s
 
 
 def machine() -> str:
@@ -198,11 +199,12 @@ def status_bytes(field: str) -> int:
 def command_parser(
     benchmark: str, doc: str | None, *, pairs: int | None = None, data: bool = False
 ) -> argparse.ArgumentParser:
-    """The options that benchmarks share: ``--json``, and ``--pairs`` (with this default) and ``--data`` where wanted."""
+    """The options that benchmarks share; ``--pairs`` (with this default) and ``--data`` where wanted."""
     parser = argparse.ArgumentParser(
-        prog=f"python -m benchmarks.{benchmark}", description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=f"python -m benchmarks {benchmark}", description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", action="store_true", help="print the figures as one JSON object on the last line")
+    parser.add_argument("--save", action="store_true", help="and write it to benchmarks/results, with date and commit")
     if pairs is not None:
         parser.add_argument(
             "--pairs", type=_enough_pairs, default=pairs, help=f"at least {MIN_PAIRS} (default {pairs})"
@@ -210,11 +212,6 @@ def command_parser(
     if data:
         parser.add_argument("--data", type=Path, default=DATA, help="directory with agent_turns/*.csv")
     return parser
-
-
-def command_line(benchmark: str, arguments: Sequence[str]) -> str:
-    """The command, e.g. ``python -m benchmarks.vs_trl --json``."""
-    return shlex.join(["python", "-m", f"benchmarks.{benchmark}", *arguments])
 
 
 def emit(
@@ -226,34 +223,36 @@ def emit(
     stream: TextIO | None = None,
     beside: Mapping[str, object] | None = None,
 ) -> None:
-    """Print the figures, one readable line each, and with ``as_json`` the JSON object as the last line.
+    """Print the figures, one readable line each, with ``as_json`` the JSON object as the last line, and save it if asked to.
 
-    Parameters
-    ----------
-    benchmark : str
-        Module name inside ``benchmarks``.
-    figures : mapping of name to Figure
-    arguments : sequence of str, optional
-        Command-line arguments; None: those of this process.
-    as_json : bool
-    stream : text stream, optional
-        None is standard output.
-    beside : mapping, optional
-        Further keys of the JSON object.
+    ``arguments`` are those of the command line; None: of this process. ``beside``: further keys of the object.
     """
     out = sys.stdout if stream is None else stream
+    given = list(sys.argv[1:] if arguments is None else arguments)
     for name, figure in figures.items():
         goal = "" if figure.goal is None else f" (goal {figure.goal:g}, {'reached' if figure.reached else 'missed'})"
         print(f"{benchmark}.{name} = {figure.value:.4g} {figure.unit}, {figure.better} is better{goal}", file=out)
+    report = {
+        "benchmark": benchmark, "figures": {name: asdict(figure) for name, figure in figures.items()},
+        "command": shlex.join(["python", "-m", "benchmarks", benchmark, *(each for each in given if each != "--save")]),
+        "machine": machine(), "load": [round(_LOAD_AT_START, 2), round(os.getloadavg()[0], 2)], **(beside or {}),
+    }  # fmt: skip
+    if "--save" in given:
+        save(report)
     if as_json:
-        report = {
-            "benchmark": benchmark,
-            "figures": {
-                name: {"value": figure.value, "unit": figure.unit, "better": figure.better, "goal": figure.goal}
-                for name, figure in figures.items()
-            },
-            "command": command_line(benchmark, sys.argv[1:] if arguments is None else arguments),
-            "machine": machine(),
-            **(beside or {}),
-        }
         print(json.dumps(report, allow_nan=False), file=out, flush=True)
+
+
+def save(report: Mapping[str, Any], directory: Path = RESULTS) -> Path:
+    """Write a report to ``directory``; ``quiet``: nothing else ran when it began, or time is virtual."""
+    from benchmarks import BENCHMARKS, UNTIMED
+
+    git = ["git", "-C", str(Path(__file__).parent)]
+    commit = subprocess.run([*git, "rev-parse", "--short=7", "HEAD"], capture_output=True, text=True).stdout.strip()
+    dirty = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", ".."], capture_output=True).returncode
+    today = datetime.datetime.now(datetime.UTC).date().isoformat()
+    quiet = BENCHMARKS.get(report["benchmark"]) in UNTIMED or report["load"][0] < QUIET_LOAD
+    about = {"date": today, "commit": commit + ("+changes" if dirty else ""), "quiet": quiet}
+    path = directory / f"{report['benchmark']}.json"
+    path.write_text(json.dumps({**report, **about}, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    return path

@@ -1,7 +1,7 @@
 """Train a model to repair small Python libraries: it reads files, edits them, runs their tests; hidden copies of the tests decide.
 
 On two cores: a model of 0.6 million parameters, which ``make_start_model.py`` makes first (some ten minutes), then learns on the
-libraries that ship (docs/benchmarks.md says what). On GPUs Qwen3-4B reads and runs on its own.
+libraries that ship. On GPUs Qwen3-4B reads and runs on its own.
 With ``--sdist`` the libraries are source packages of PyPI::
 
     python workflows/software_repair.py

@@ -1,1 +1,1 @@
-"""Training systems compared in virtual time: `python -m benchmarks.systems CONFIG`, and what `benchmarks.pipeline` scores."""
+"""Training systems compared in virtual time."""

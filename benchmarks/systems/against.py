@@ -1,4 +1,4 @@
-"""The table of `python -m benchmarks.systems`: systems of a cell, each tuned and scored, beside the lower bound."""
+"""The table of `python -m benchmarks systems`: systems of a cell, each tuned and scored, beside the lower bound."""
 
 from __future__ import annotations
 
@@ -29,8 +29,7 @@ MARGIN = 1.02
 
 
 def may_be_best(discipline: Discipline) -> bool:
-    """Whether a system is no yardstick of another kind: one that knows true lengths, throws work away or bounds no age."""
-    return discipline.order != ORACLE and not discipline.by_group
+    return discipline.order != ORACLE
 
 
 class Scored(NamedTuple):
@@ -46,7 +45,6 @@ class Scored(NamedTuple):
 
     @property
     def discipline(self) -> Discipline:
-        """What the system is."""
         return DISCIPLINES[self.system]
 
 
@@ -59,7 +57,6 @@ class Comparison(NamedTuple):
 
     @property
     def static(self) -> Scored:
-        """The static system that is best on the tuning seed."""
         return min((one for one in self.scored if one.discipline.static), key=lambda one: one.tuning_s)
 
     @property
@@ -79,7 +76,6 @@ class Comparison(NamedTuple):
         return float(each.mean()), float(1.96 * each.std(ddof=1) / math.sqrt(len(each))) if len(each) > 1 else 0.0
 
     def rows(self) -> list[dict[str, Any]]:
-        """A row per scored system, for JSON."""
         found = []
         for one in self.scored:
             if not one.step_s:
@@ -93,7 +89,6 @@ class Comparison(NamedTuple):
         return found
 
     def lines(self) -> list[str]:
-        """As text."""
         rows = {row["system"]: row for row in self.rows()}
         found = [
             f"{self.cell.gpus} GPUs, eta {self.cell.eta}, {self.cell.groups} groups of {self.cell.group_size}: no system is faster "
@@ -117,7 +112,6 @@ class Comparison(NamedTuple):
 
 
 def _seconds(value: float) -> str:
-    """Nine characters, with a digit after the point below 100 s."""
     return f"{value:7.0f} s" if value >= 100.0 else f"{value:7.1f} s"
 
 
@@ -155,7 +149,6 @@ def _tuned(cell: Cell, system: str, seconds: Seconds, raced: Sequence[Scored] = 
 
 
 def _yardsticks(cell: Cell, systems: Sequence[str]) -> list[str]:
-    """The static ones of some systems; ConfigError if there is none."""
     found = [system for system in systems if DISCIPLINES[system].static]
     if not found:
         static = [name for name, each in DISCIPLINES.items() if each.static and cell.eta in each.etas]
@@ -164,7 +157,6 @@ def _yardsticks(cell: Cell, systems: Sequence[str]) -> list[str]:
 
 
 def _scored(cell: Cell, tuned: Sequence[Scored], seeds: int, seconds: Seconds, scored: Collection[str]) -> Comparison:
-    """With the seconds of those that are scored."""
     found = [
         one._replace(step_s=tuple(seconds(one.system, [(one.setting, seed) for seed in range(seeds)], math.inf)))
         if one.system in scored

@@ -1,12 +1,15 @@
-"""What GPUs do, second by second: work, and idle time by its cause. Pure: the simulation says what holds from now on.
-
-Invariant: after `GpuSeconds.until`, all seconds together are the integral of the GPUs that were named, nothing twice.
-"""
+"""Where the GPU-seconds of a run in virtual time go, the result of such a run, and the table of several."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from libra.facts import Turn
 
 
 class Cause(StrEnum):
@@ -16,8 +19,6 @@ class Cause(StrEnum):
     """Tokens, and the contexts that they need for the first time, of trajectories that are trained on or still open."""
     TRAINING = "training"
     """Gradients."""
-    THROWN_AWAY = "thrown away"
-    """Tokens, and contexts for the first time, of trajectories that are not trained on."""
     AGAIN = "computed again"
     """Contexts that were computed before: after preemption or eviction, on another engine, or with new weights; and waiting for
     their KV from host memory with nothing else to run."""
@@ -54,10 +55,92 @@ class GpuSeconds:
         return seconds
 
     def holds(self, gpus: Mapping[Cause, int]) -> None:
-        """From now on so many GPUs have each cause."""
         self._gpus = dict(gpus)
 
     def move(self, gpu_s: float, source: Cause, to: Cause) -> None:
-        """A part of what was counted under one cause has another one."""
         self.total[source] -= gpu_s
         self.total[to] += gpu_s
+
+
+class TurnDone(NamedTuple):
+    """A change of role that began, and why."""
+
+    at_s: float
+    turn: Turn
+
+
+class PipelineResult(NamedTuple):
+    """Result of a pipeline."""
+
+    published_s: tuple[float, ...]
+    gpu_s: Mapping[Cause, float]
+    turns: tuple[TurnDone, ...]
+    lags: tuple[int, ...]
+    gave_up: bool = False
+
+    def step_s(self, after: int = 1) -> float:
+        if self.gave_up:
+            return math.inf
+        if len(self.published_s) <= after:
+            raise ValueError(f"after: got {after} with {len(self.published_s)} steps")
+        begin = self.published_s[after - 1] if after else 0.0
+        return (self.published_s[-1] - begin) / (len(self.published_s) - after)
+
+    def gpu_frac(self) -> dict[Cause, float]:
+        total = sum(self.gpu_s.values())
+        return {cause: seconds / total for cause, seconds in self.gpu_s.items()}
+
+
+WIDTH = 15
+SHOWN_FROM = 5e-4
+"""A cause has a column if a system spends this share of its GPU-seconds on it."""
+
+
+class Mean(NamedTuple):
+    """Mean over seeds, and half the width of its 95 % interval (0 with one seed)."""
+
+    mean: float
+    half: float
+
+    @classmethod
+    def of(cls, each: Iterable[float]) -> Mean:
+        values = np.array([*each])
+        half = 1.96 * values.std(ddof=1) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+        return cls(float(values.mean()), float(half))
+
+
+class Went(NamedTuple):
+    """Where a system's GPU-seconds went."""
+
+    gpu_frac: Mapping[Cause, Mean]
+    lag: Mean
+    most_lag: int
+
+    @classmethod
+    def of(cls, results: Sequence[PipelineResult]) -> Went:
+        return cls(
+            {cause: Mean.of(each.gpu_frac()[cause] for each in results) for cause in Cause},
+            Mean.of(float(np.mean(each.lags)) for each in results),
+            max(max(each.lags) for each in results),
+        )
+
+    def fields(self) -> dict[str, Any]:
+        return {
+            "gpu_frac": {cause: share.mean for cause, share in self.gpu_frac.items()},
+            "gpu_frac_95": {cause: share.half for cause, share in self.gpu_frac.items()},
+            "lag": self.lag.mean, "most_lag": self.most_lag,
+        }  # fmt: skip
+
+
+def lines(systems: Mapping[str, Went]) -> list[str]:
+    """A header, and a line per system, in percent of its GPUs x seconds; causes that no system has are left out."""
+    causes = [cause for cause in Cause if any(went.gpu_frac[cause].mean >= SHOWN_FROM for went in systems.values())]
+    columns = [*causes, "lag (most)"]
+    found = [f"  {'% of GPUs x seconds':21s}" + "".join(f"{column:>{WIDTH}s}" for column in columns)]
+    for system, went in systems.items():
+        cells = [
+            *(f"{100 * went.gpu_frac[cause].mean:.1f} +- {100 * went.gpu_frac[cause].half:.1f}" for cause in causes),
+            f"{went.lag.mean:.2f} ({went.most_lag})",
+        ]
+        found.append(f"  {system:21s}" + "".join(f"{cell:>{WIDTH}s}" for cell in cells))
+    return found

@@ -1,16 +1,19 @@
-"""The trainer of a simulation: GPU-seconds of gradients, computed by as many GPUs as train at the moment. No clock of its own."""
+"""What a run in virtual time adds to `Simulator`: its options, its trainer's GPUs, and the batches that it fills group by group."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
 from libra.hardware import GPU, ModelShape
+from libra.hardware.host_kv import HostPool
 from libra.planner.cost.training_cost import sequences_s
-from libra.policy.waves import GroupId
+from libra.policy.admission import CommittedGroup
+from libra.policy.turning import TurningRule
+from libra.policy.waves import GroupId, first_come
 from libra.sim.from_config import LAYOUT, PASSES
 from libra.sim.workload import Workload
 
@@ -95,3 +98,139 @@ class TrainingGpus:
             return None
         rest_s = self.backlog_gpu_s / self.gpus if self.backlog_gpu_s else 0.0
         return max(self.now_s + rest_s, self.not_before_s)
+
+
+class WavePrices(NamedTuple):
+    """Waves of a streamed step as a live trainer adds them (`libra.policy.waves`), and what each costs besides its gradients.
+
+    Attributes
+    ----------
+    most, least_groups, enough_groups : int
+        As of `libra.policy.waves.Waves`.
+    alone_s, shared_s : float
+        Seconds until a wave's members are committed and its task has begun and reported, for which its GPUs wait: of core trainers
+        alone, and with engines that turned, whose gradients are merged after each wave.
+    """
+
+    most: int
+    least_groups: int = 1
+    enough_groups: int = 0
+    alone_s: float = 0.0
+    shared_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineOptions:
+    """Settings of a pipeline besides workload, engines and discipline.
+
+    Attributes
+    ----------
+    eta : int
+        Staleness bound in versions.
+    core_gpus : int
+        GPUs that always train.
+    update_s, close_s, merge_s : float
+        From the last gradient to the new weights on the engines; for the optimizer; to merge the gradients of GPUs that turned.
+    beside_s : float
+        Of ``update_s``, the seconds that pass beside the next step, which changes no weights before that, if one GPU always trains
+        and ``eta`` is at least 1 (`libra.worker.publications`).
+    load_s : float
+        Seconds that an engine stops for new weights.
+    drain_s : float
+        Seconds in which an engine that turns first ends what it has begun; what it hands over goes on elsewhere at once.
+    rule : TurningRule
+    waves : WavePrices or None
+        None: gradients of complete groups are a fluid, which begins at once and which an engine that turns can share at any moment.
+    host : HostPool or None
+        KV in host memory, by which trajectories take it along where the discipline says so.
+    teacher_token_s : float
+        As of `libra.sim.simulation_options.SimulationOptions`: no gradient of a group is computed before it has its scores.
+    num_steps : int or None
+        The simulation stops after this many; None: after all iterations of the workload.
+    gives_up : (int, float) or None
+        It stops earlier once the mean step without the first ``int`` ones must take longer than ``float`` seconds, with
+        ``num_steps`` only. None: never.
+    causes : bool
+        Whether GPU-seconds are counted by cause, which is a good part of the work; False: `PipelineResult.gpu_s` is empty.
+    """
+
+    eta: int = 0
+    core_gpus: int = 0
+    update_s: float = 10.0
+    beside_s: float = 0.0
+    close_s: float = 1.0
+    merge_s: float = 3.0
+    load_s: float = 3.0
+    drain_s: float = 0.0
+    rule: TurningRule = field(default_factory=TurningRule)
+    waves: WavePrices | None = None
+    host: HostPool | None = None
+    teacher_token_s: float = 0.0
+    num_steps: int | None = None
+    gives_up: tuple[int, float] | None = None
+    causes: bool = True
+
+
+class StreamedBatches:
+    """Batches of one run that are filled as groups are committed; a live run has them in waves (`libra.policy.admission`).
+
+    1. Every group is taken once, after it was committed; a batch takes exactly ``groups_per_batch`` groups.
+    2. With ``own``, batch ``j`` takes the groups of iteration ``j``: its gate opened at version ``j - eta``, so lag <= eta.
+    3. Without, it takes what is complete first, with places kept for groups at their deadline (`libra.policy.waves.first_come`).
+
+    Parameters
+    ----------
+    eta : int
+        Largest lag in versions; 0: synchronous, and both kinds of batches are the same.
+    groups_per_batch : int
+        Groups of a batch, B, and of each iteration.
+    own : bool
+        Batch ``j`` consists of the groups of iteration ``j``. False: of those that are complete first, as far as deadlines allow.
+
+    Attributes
+    ----------
+    batch : int
+        The open batch; -1 before the first version.
+    taken : int
+        Groups that it has taken.
+    """
+
+    def __init__(self, eta: int, groups_per_batch: int, *, own: bool) -> None:
+        self.eta, self.groups_per_batch, self.own = eta, groups_per_batch, own
+        self.batch, self.taken = -1, groups_per_batch
+        self._committed: dict[GroupId, int] = {}  # with their deadlines
+        self._in_flight: dict[GroupId, int] = {}
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the open batch has all its groups."""
+        return self.taken == self.groups_per_batch
+
+    def generation_started(self, iteration: int, group: int, version: int) -> None:
+        """The first tokens of a group are being generated by ``version``."""
+        self._in_flight.setdefault((iteration, group), version + self.eta)
+
+    def version_published(self, version: int) -> tuple[GroupId, ...]:
+        """Batch ``version`` is open; returns the groups that it takes at once. Raises ValueError if the one before is not full."""
+        if not self.is_full:
+            raise ValueError(f"batch {self.batch} has {self.taken} of {self.groups_per_batch} groups; it is not over")
+        self.batch, self.taken = version, 0
+        return self._take()
+
+    def group_committed(self, done: CommittedGroup) -> tuple[GroupId, ...]:
+        """The record of a group is written; returns the groups that the open batch takes now."""
+        place = (done.iteration, done.group)
+        deadline = self._in_flight.pop(place, done.iteration)
+        self._committed[place] = done.oldest_version + self.eta if done.oldest_version >= 0 else deadline
+        return self._take()
+
+    def _take(self) -> tuple[GroupId, ...]:
+        places, committed = self.groups_per_batch - self.taken, self._committed
+        if self.own:
+            found = sorted(place for place in committed if place[0] == self.batch)
+        else:
+            found = first_come(self.batch, places, self.groups_per_batch, self.eta, committed, self._in_flight.values())
+        for place in found:
+            del committed[place]
+        self.taken += len(found)
+        return tuple(found)

@@ -14,14 +14,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.draws import draw_alike
 from benchmarks.orderings import CompletedCalls, Oracle, Paper, SeerOrder
-from benchmarks.systems.disciplines import Discipline, Roles, Unfinished
-from benchmarks.systems.pipeline import Pipeline
-from benchmarks.systems.pipeline_options import PipelineOptions
-from benchmarks.systems.pipeline_result import PipelineResult
-from benchmarks.systems.repacking_pipeline import RepackingPipeline
-from benchmarks.systems.training_gpus import SampleId, group_work, sample_seconds
+from benchmarks.systems.disciplines import Discipline, Roles
+from benchmarks.systems.gpu_seconds import PipelineResult
+from benchmarks.systems.training_gpus import PipelineOptions, SampleId, group_work, sample_seconds
+from benchmarks.systems.training_run import Pipeline
+from benchmarks.virtual.draws import draw_alike
 from libra.errors import ConfigError
 from libra.hardware import GPU, ModelShape, engine_seconds, load_gpu, load_shape
 from libra.hardware.host_kv import HostPool
@@ -47,28 +45,7 @@ STEPS = {0: (5, 1), 1: (8, 2), 2: (9, 3)}
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """Where systems are compared.
-
-    Attributes
-    ----------
-    traces : tuple of Trace
-    group_size : int
-        Samples of one prompt.
-    kinship : float
-        Correlation of lengths within a group, see `benchmarks.draws.draw_alike`.
-    groups : int
-        Groups of a batch.
-    gpus : int
-        GPUs of the run.
-    eta : int
-        Staleness bound.
-    gpu, model : str
-        Names of the datasheet and of the model's sizes.
-    training_scale : float
-        Seconds of gradients over those of the cost model.
-    teacher_token_s : float
-        Seconds per token of a teacher on a GPU beside ``gpus``; 0: no step waits for one.
-    """
+    """Where systems are compared."""
 
     traces: tuple[Trace, ...]
     group_size: int
@@ -78,27 +55,13 @@ class Cell:
     eta: int
     gpu: str = "A800-80G"
     model: str = "Qwen3-14B"
-    training_scale: float = 1.0
     teacher_token_s: float = 0.0
 
-    def workload(self, seed: int, iterations: int | None = None, spare: int = 0) -> Workload:
-        """As many iterations as the steps that are simulated need, or more, with ``spare`` samples of each prompt more."""
+    def workload(self, seed: int, iterations: int | None = None) -> Workload:
+        iterations = iterations or STEPS[self.eta][0] + self.eta + 1
         return draw_alike(
-            self.traces, num_groups=self.groups, group_size=self.group_size, seed=seed,
-            iterations=iterations or STEPS[self.eta][0] + self.eta + 1, kinship=self.kinship, spare=spare,
+            self.traces, num_groups=self.groups, group_size=self.group_size, seed=seed, iterations=iterations, kinship=self.kinship
         )  # fmt: skip
-
-    def drawn_for(self, discipline: Discipline, seed: int) -> tuple[Workload, int]:
-        """The workload of a discipline, and the steps to simulate: whole periods of its rounds."""
-        steps, left_out = STEPS[self.eta]
-        period = discipline.period(self.groups)
-        steps = left_out + period * math.ceil((steps - left_out) / period)
-        if not discipline.by_group:
-            return self.workload(seed), steps
-        most = discipline.most_open(self.groups, self.eta) / self.groups
-        begun = steps + most if discipline.unfinished is Unfinished.CONTINUES else steps * most
-        spare = int(discipline.samples * self.group_size) - self.group_size
-        return self.workload(seed, math.ceil(begun) + 1, spare), steps
 
 
 class Setting(NamedTuple):
@@ -115,8 +78,7 @@ def _sizes(gpu: str, model: str) -> tuple[GPU, ModelShape]:
 
 
 def _sample_s(cell: Cell, workload: Workload) -> Mapping[SampleId, float]:
-    found = sample_seconds(workload, *_sizes(cell.gpu, cell.model))
-    return {place: cell.training_scale * seconds for place, seconds in found.items()}
+    return sample_seconds(workload, *_sizes(cell.gpu, cell.model))
 
 
 @cache
@@ -159,9 +121,9 @@ def play(
 ) -> PipelineResult:
     """One system in one cell, on the trajectories of one seed; given up once its step must take longer than ``limit_s``.
 
-    ``causes``: see `systems.pipeline_options.PipelineOptions`.
+    ``causes``: see `PipelineOptions`.
     """
-    workload, steps = cell.drawn_for(discipline, seed)
+    workload, steps = cell.workload(seed), STEPS[cell.eta][0]
     plans = workload.trajectories
     mean = sum(plan.final_tokens for plan in plans) // len(plans)
     tables = _tables(cell.gpu, cell.model, setting.tp)
@@ -174,14 +136,13 @@ def play(
     host = HostPool(int(HOST_BYTES_PER_GPU * cell.gpus / kv_bytes), FETCH_S, kv_bytes / FETCH_BYTES_PER_S)
     options = PipelineOptions(
         eta=cell.eta, core_gpus=setting.core_gpus, rule=TurningRule(setting.per_gpu), host=host, num_steps=steps,
-        gives_up=(STEPS[cell.eta][1], limit_s) if limit_s < math.inf else None, samples=cell.group_size, causes=causes,
+        gives_up=(STEPS[cell.eta][1], limit_s) if limit_s < math.inf else None, causes=causes,
         teacher_token_s=cell.teacher_token_s,
     )  # fmt: skip
-    sample_s = _sample_s(cell, workload)
-    work = group_work({place: seconds for place, seconds in sample_s.items() if place[2] < cell.group_size})
-    ordering = _ordering(discipline.order, workload)
-    kind = RepackingPipeline if discipline.own_versions else Pipeline
-    return kind(workload, engines, ordering, discipline, work, options, seed=seed, sample_s=sample_s).train()
+    work = group_work(_sample_s(cell, workload))
+    return Pipeline(
+        workload, engines, _ordering(discipline.order, workload), discipline, work, options, seed=seed
+    ).train()
 
 
 def step_s(cell: Cell, result: PipelineResult) -> float:
@@ -212,16 +173,6 @@ def tune(
     """The best setting found, and its seconds of a step.
 
     First the degree, then the core trainers, then the rule; and the degree again if one of the others changed.
-
-    Parameters
-    ----------
-    seconds : callable
-        Seconds of a step with a setting, on the tuning seed; infinite if they must exceed the second argument.
-    start : Setting or None
-        Where the search begins, as far as the discipline has such settings. None: the smallest degree, core trainers by training's
-        share of the work.
-    most_s : float
-        If a step takes longer at the start, the search ends there, with infinite seconds.
     """
     per_gpu = PER_GPU if discipline.roles is Roles.TURNING and discipline.streaming else PER_GPU[:1]
     rules = [(cell.eta + 1) * each for each in per_gpu]
@@ -263,7 +214,6 @@ class BoundParts(NamedTuple):
 
 
 def bound_parts(cell: Cell, seed: int = 0) -> BoundParts:
-    """The parts of `lower_bound_s`."""
     workload, (steps, left_out) = cell.workload(seed), STEPS[cell.eta]
     options = PipelineOptions()
     work = group_work(_sample_s(cell, workload))
@@ -293,7 +243,6 @@ def bound_parts(cell: Cell, seed: int = 0) -> BoundParts:
 
 
 def mean_context(plan: TrajectoryPlan) -> float:
-    """Mean context of a trajectory's generated tokens."""
     context, weighted = float(plan.prompt_tokens), 0.0
     for turn in plan.turns:
         weighted += turn.new_tokens * (context + turn.new_tokens / 2)

@@ -1,6 +1,6 @@
 """Residuals of the cost model: measured over predicted seconds of steps. A simulator draws its noise from them.
 
-The shipped quantiles are of layers predicted by tables without their token counts (`benchmarks.cost_model`), decode and
+The shipped quantiles are of layers predicted by tables without their token counts (`benchmarks.virtual.cost_model`), decode and
 prefill separately. They do not include the jitter of the host, which is larger.
 """
 

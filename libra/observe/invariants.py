@@ -1,6 +1,6 @@
 """`libra inspect RUN --invariants`: what a run promises of its data, counted in its store, with a verdict for each promise.
 
-Only trajectories of training count, and of a run that still goes on only what is stored. ``benchmarks/plain_zarr_invariants.py``
+Only trajectories of training count, and of a run that still goes on only what is stored. ``tests/support/plain_zarr_invariants.py``
 has the same numbers without Libra.
 
 What a batch masked is taken for left out, for the store has no masks: ``batches/`` has them (``from_version``).

@@ -37,7 +37,7 @@ MIXED_MARGIN_FRAC = 0.25
 
 A prediction places trajectories by lengths that it knows; a run places them before it knows the lengths, which costs
 nothing if engines are alike. On Qwen3-14B and 24 A800 GPUs simulated under C-MLFQ, mixed layouts took 1.3 to 1.6 times what
-was planned, those of one degree 1.02 to 1.08 times (engines of `benchmarks.elastic_drift`)."""
+was planned, those of one degree 1.02 to 1.08 times."""
 
 
 @dataclass(frozen=True, slots=True)

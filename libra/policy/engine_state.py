@@ -23,7 +23,7 @@ MOST_OPEN = 8.0
 """Open contexts hold at most so many times the tokens that fit into memory, however long tools take."""
 UNSURE, SURE = 3.0, 64.0
 """Exponents of the norm (`libra.policy.engine_loads`). The longest alone overrates a predictor whose forecasts correlate with the
-truth by 0.6: 2 to 5 % of the makespan in `benchmarks.cmlfq_sim`. For exact lengths the longest is right."""
+truth by 0.6: 2 to 5 % of the makespan . For exact lengths the longest is right."""
 THOUSANDS = 1e-3
 STANDS_OUT = 0.999
 """A member with more than this share of the sum: the rest is summed again, because the difference would lose digits."""

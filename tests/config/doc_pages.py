@@ -1,4 +1,4 @@
-"""docs/configuration.md, algorithms.md and cli.md, made from settings and commands: ``python tests/config/doc_pages.py docs``."""
+"""docs/configuration.md, algorithms.md, cli.md and benchmarks.md: ``PYTHONPATH=. python tests/config/doc_pages.py docs``."""
 
 import sys
 from dataclasses import asdict
@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from benchmarks import page
 from libra.cli.main import cli
 from libra.config.algorithms import ALGORITHMS, DEFAULT_ALGORITHM, Algorithm, Preset
 from libra.config.field_help import field_references, sections
@@ -162,3 +163,4 @@ if __name__ == "__main__":
     (docs / "configuration.md").write_text(reference_markdown(), encoding="utf-8")
     (docs / "algorithms.md").write_text(algorithms_markdown(), encoding="utf-8")
     (docs / "cli.md").write_text(commands_markdown(), encoding="utf-8")
+    (docs / "benchmarks.md").write_text(page.page(), encoding="utf-8")

@@ -5,6 +5,7 @@ from click.testing import CliRunner
 from doc_pages import algorithms_markdown, commands_markdown, reference_markdown
 from import_graph import import_graph, modules
 
+from benchmarks import page
 from libra.cli.main import cli
 from libra.config import RunConfig, config_from_dict
 from libra.config.field_help import field_references
@@ -19,6 +20,7 @@ def test_the_generated_pages_are_up_to_date(repository):
         docs / "configuration.md": reference_markdown(),
         docs / "algorithms.md": algorithms_markdown(),
         docs / "cli.md": commands_markdown(),
+        docs / "benchmarks.md": page.page(),
         docs / "architecture.md": picture.with_generated(architecture, import_graph(modules(repository))),
         repository / "docker" / "dask.yaml": CliRunner().invoke(cli, ["doctor", "--settings"]).output,
     }

@@ -14,7 +14,7 @@ from distributed import Client
 from whole_run import address_of
 
 import factories
-from benchmarks.late_runs import killed_in_step
+from benchmarks.learning.late_runs import killed_in_step
 from damaged_run import cut, flip, set_committed
 from libra.cluster.local import local_cluster
 from libra.cluster.present_workers import present_workers

@@ -10,7 +10,7 @@ import sys
 import psutil
 import pytest
 
-from benchmarks.pseudo_terminal import Terminal, lines_after
+from benchmarks.live.pseudo_terminal import Terminal, lines_after
 from libra.config import dump_config
 
 LIMIT_S = 800.0

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import plain_zarr_invariants
 import pytest
 
-from benchmarks import plain_zarr_invariants
 from factories import trajectory
 from libra.cli.main import main
 from libra.config import config_from_dict, dump_config

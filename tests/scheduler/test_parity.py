@@ -4,9 +4,9 @@ the same order, and are done in the same (virtual) second."""
 import asyncio
 import itertools
 
+import emulated_run
 import pytest
 
-from benchmarks import emulated_run
 from libra.facts import from_dict
 from libra.hardware import engine_seconds
 from libra.hardware.virtual_engine import EngineTables

@@ -7,7 +7,7 @@ fewer cores take longer; and what everybody who waits for cores waits longer, fo
 saves is the seconds that the short one waits, as far as actions of these tools have told how long they take; where they have not,
 nothing is stopped.
 
-Differs from ARL-Tangram (3.2), which never stops an action; `python -m benchmarks.actions` has what it gains.
+Differs from ARL-Tangram (3.2), which never stops an action; `python -m benchmarks actions` has what it gains.
 """
 
 from __future__ import annotations

@@ -1,0 +1,240 @@
+"""What an agent of one's own costs: rollout through the gateway over the built-in loop, on the
+quick start's task.
+
+Both sides are iterations of real runs on one local cluster, in turns. 128 trajectories of some four
+turns generate together; nothing is trained. An agent is a process for each trajectory, so on few
+cores clients, gateway and engine share them.
+
+* ``tokens_per_s_over_builtin``: generated tokens per second of agents with the openai client over
+  the built-in loop's, median of pairs; ``..._plain``: agents of the standard library; ``..._64``,
+  ``..._64_plain``: 64 trajectories of 4 turns of exactly 64 tokens by a model of 2.4 M parameters.
+  Seconds are from the first dispatch to the last report of a quantum.
+* ``cpu_ms_per_request``: CPU of a process that is nothing but the gateway (no engine, no journal)
+  over the requests that 16 conversations of 8 turns send to it at once.
+* ``retokenised_tokens``: of the tokens in the group records of the plain agents' trajectories,
+  those that are not what these agents were given. Beside it ``would_differ``: tokens of turns whose
+  text, encoded again, is other tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from distributed import Client
+
+from benchmarks.live.gateway_agents import CALCULATOR, Connection, returned
+from benchmarks.live.only_rollouts import ITERATIONS, OnlyRollouts
+from benchmarks.peers import even_words
+from benchmarks.report import MIN_PAIRS, QUICKSTART, Figure, alternate, command_parser, emit
+from libra.cluster.local import local_cluster
+from libra.config import RunConfig, config_from_dict, load_config
+from libra.config.model_paths import resolve_model
+from libra.rollout.chat_format import ChatFormat, load_chat_format
+from libra.store.group_records import read_group
+from libra.types import Trajectory
+
+GOAL = 0.85
+CONVERSATIONS, TURNS_EACH = 16, 8
+TEMPERATURE = 1.5
+"""At which the model that ships writes tokens that its tokenizer would not."""
+QUESTIONS = "benchmarks.live.gateway_tasks:Questions"
+SYSTEM = [{"role": "system", "content": "Use the calculator."}, {"role": "user", "content": "k = 17\nk -> ans: + 5"}]
+
+
+class Side(OnlyRollouts):
+    """A run on a cluster that others share."""
+
+    def __init__(self, config: RunConfig, client: Client) -> None:
+        super().__init__(config, client)
+        self.tokens_per_s: list[float] = []
+
+    def trajectories(self) -> list[Trajectory]:
+        found = [member for group in self.groups() for member in read_group(group["path"])]
+        wrong = Counter(t.failure_detail for t in found if not t.failure.trains)
+        assert not wrong, f"trajectories failed: {wrong.most_common(3)}"
+        return found
+
+    def s_per_token(self) -> float:
+        tokens = sum(t.num_action_tokens for t in self.trajectories())
+        _, took_s = self.last()
+        self.tokens_per_s.append(tokens / took_s)
+        return took_s / tokens
+
+
+def quickstart(place: Path, name: str, **sections: dict[str, Any]) -> RunConfig:
+    values: dict[str, dict[str, Any]] = {
+        "run": {"name": name, "dir": str(place), "iterations": 1, "eta": ITERATIONS},
+        "environment": {"name": QUESTIONS, "args": {"timeout_rate": 0.0}},
+        "cluster": {"dashboard_port": 0},
+        "observe": {"progress": False, "tensorboard": False},
+    }
+    return load_config(QUICKSTART, values={n: values.get(n, {}) | sections.get(n, {}) for n in (*values, *sections)})
+
+
+def long_turns(place: Path, name: str, model: Path, *, built_in: bool, agent: dict[str, Any]) -> RunConfig:
+    environment = {"name": "benchmarks.live.gateway_tasks:Turns", "args": {"turns": 4}}
+    rollout = {"slots": 64, "max_new_tokens": 64, "max_turns": 4, "max_context_tokens": 640, "ignore_eos": built_in}
+    return config_from_dict({
+        "run": {"name": name, "dir": str(place), "iterations": 1, "eta": ITERATIONS},
+        "model": {"path": str(model)}, "environment": environment, "rollout": rollout, "agent": agent,
+        "trainer": {"prompts": 8, "group_size": 8}, "cluster": {"threads": 1, "dashboard_port": 0, "tool_slots": 64},
+        "observe": {"progress": False, "tensorboard": False},
+    })  # fmt: skip
+
+
+def compared(configs: dict[str, RunConfig], pairs: int) -> dict[str, float]:
+    first, *others = configs
+    ratios = {}
+    with ExitStack() as exits:
+        cluster = exits.enter_context(local_cluster(configs[first]))
+        client = exits.enter_context(Client(cluster))
+        sides = {name: exits.enter_context(Side(config, client)) for name, config in configs.items()}
+        for side in sides.values():
+            side.s_per_token()  # everything is loaded then
+            side.tokens_per_s.clear()
+        for name in others:
+            measured = alternate(sides[first].s_per_token, sides[name].s_per_token, pairs=pairs)
+            ratios[name] = measured.ratio
+            rate, own = (statistics.median(sides[each].tokens_per_s[-pairs:]) for each in (first, name))
+            print(f"{name}: {own:,.0f} tokens/s, {first} {rate:,.0f}, ratio {measured.ratio:.3f}", flush=True)
+    return ratios
+
+
+# ---------------------------------------------------------------- tokens
+
+
+def differing(found: Sequence[Sequence[int]], given: Sequence[Sequence[int]]) -> int:
+    count = sum(len(ids) for ids in found[len(given) :])
+    for ids, known in zip(found, given, strict=False):
+        count += sum(a != b for a, b in zip(ids, known, strict=False)) + max(0, len(ids) - len(known))
+    return count
+
+
+def turns_of(trajectory: Trajectory) -> list[list[int]]:
+    starts = [turn["sequence_start"] + turn["prompt_tokens"] for turn in trajectory.turns]
+    lengths = [turn["generated_tokens"] for turn in trajectory.turns]
+    return [trajectory.token_ids[at : at + n].tolist() for at, n in zip(starts, lengths, strict=True)]
+
+
+def retokenised(place: Path, seen: Path) -> tuple[int, int, int]:
+    """Tokens that are not what agents were given, tokens whose text would be other tokens, and all of them."""
+    agent = {"function": "benchmarks.live.gateway_agents:plain"}
+    environment = {"args": {"timeout_rate": 0.0, "seen": str(seen)}}
+    config = quickstart(place, "tokens", agent=agent, environment=environment, rollout={"temperature": TEMPERATURE})
+    with local_cluster(config) as cluster, Client(cluster) as client, Side(config, client) as side:
+        trajectories = side.trajectories()
+    given = Counter(path.read_text() for path in seen.glob("*.json"))
+    chat = load_chat_format(resolve_model(config.model.path), ())
+    wrong = other = total = 0
+    unknown = []
+    for trajectory in trajectories:
+        turns = turns_of(trajectory)
+        total += sum(map(len, turns))
+        other += sum(encoded_otherwise(chat, ids) for ids in turns)
+        text = json.dumps(turns)
+        if given[text]:
+            given[text] -= 1
+        else:
+            unknown.append(turns)
+    rest = [json.loads(text) for text, times in given.items() for _ in range(times)]
+    for turns in unknown:
+        wrong += min((differing(turns, each) for each in rest), default=sum(map(len, turns)))
+    return wrong, other, total
+
+
+def encoded_otherwise(chat: ChatFormat, ids: list[int]) -> int:
+    body = [i for i in ids if i not in chat.stop_ids]
+    again = chat.text_ids(chat.decode(ids)).tolist()
+    return 0 if again == body else differing([body], [again]) or len(body)
+
+
+# ---------------------------------------------------------------- CPU
+
+
+def converse(url: str) -> None:
+    connection, said = Connection(url), list(SYSTEM)
+    for _ in range(TURNS_EACH):
+        choice = connection.ask(said, tools=[CALCULATOR])
+        assert choice is not None, "refused"
+        said.append(choice["message"])
+        for call in choice["message"]["tool_calls"]:
+            content = returned(call["function"]["arguments"])
+            said.append({"role": "tool", "tool_call_id": call["id"], "content": content})
+
+
+def cpu_ms_per_request(model: Path, rounds: int) -> float:
+    sessions = CONVERSATIONS * (rounds + 1)
+    command = [sys.executable, "-m", "benchmarks.live.gateway_server", str(model), str(sessions)]
+    found = []
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdin is not None and server.stdout is not None
+        told = json.loads(server.stdout.readline())
+        urls = [f"http://127.0.0.1:{told['port']}/t/{token}/v1" for token in told["tokens"]]
+        for number in range(rounds + 1):
+            before = asked(server)
+            with ThreadPoolExecutor(CONVERSATIONS) as pool:
+                list(pool.map(converse, urls[number * CONVERSATIONS : (number + 1) * CONVERSATIONS]))
+            after = asked(server)
+            found.append(1000 * (after["cpu_s"] - before["cpu_s"]) / (after["requests"] - before["requests"]))
+        server.stdin.close()
+        server.wait()
+    return statistics.median(found[1:])  # the first one renders and imports what is kept
+
+
+def asked(server: subprocess.Popen[str]) -> dict[str, float]:
+    assert server.stdin is not None and server.stdout is not None
+    server.stdin.write("\n")
+    server.stdin.flush()
+    return json.loads(server.stdout.readline())  # type: ignore[no-any-return]
+
+
+# ---------------------------------------------------------------- the command
+
+
+def throughput(place: Path, options: argparse.Namespace) -> dict[str, Figure]:
+    agents = "benchmarks.live.gateway_agents:"
+    configs = {"builtin": quickstart(place, "builtin")}
+    configs[""] = quickstart(place, "openai", agent={"function": f"{agents}openai_client"})
+    configs["_plain"] = quickstart(place, "plain", agent={"function": f"{agents}plain"})
+    ratios = compared(configs, options.pairs)
+    even_words.save_model(place / "model", positions=640)
+    configs = {"builtin": long_turns(place, "builtin_64", place / "model", built_in=True, agent={})}
+    for name, function in (("_64", "fixed_openai"), ("_64_plain", "fixed")):
+        agent = {"function": f"{agents}{function}"}
+        configs[name] = long_turns(place, f"agent{name}", place / "model", built_in=False, agent=agent)
+    ratios |= compared(configs, options.pairs)
+    return {
+        f"tokens_per_s_over_builtin{name}": Figure(ratio, "ratio", "higher", GOAL) for name, ratio in ratios.items()
+    }
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = command_parser("gateway", __doc__, pairs=MIN_PAIRS)
+    parts = ("throughput", "cpu", "tokens")
+    parser.add_argument("--only", choices=parts, nargs="+", default=parts, help="these parts alone")
+    options = parser.parse_args(arguments)
+    figures: dict[str, Figure] = {}
+    beside: dict[str, object] = {}
+    with tempfile.TemporaryDirectory(prefix="gateway-") as name:
+        place = Path(name)
+        if "cpu" in options.only:
+            cpu_ms = cpu_ms_per_request(Path(resolve_model("libra/tiny-arithmetic")), options.pairs)
+            figures["cpu_ms_per_request"] = Figure(cpu_ms, "ms", "lower", 1.0)
+        if "tokens" in options.only:
+            (place / "seen").mkdir()
+            wrong, beside["would_differ"], beside["tokens"] = retokenised(place, place / "seen")
+            figures["retokenised_tokens"] = Figure(wrong, "tokens", "lower", 0)
+        if "throughput" in options.only:
+            figures |= throughput(place, options)
+    emit("gateway", figures, arguments=arguments, as_json=options.json, beside=beside)

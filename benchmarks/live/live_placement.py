@@ -1,0 +1,198 @@
+"""C-MLFQ against FIFO on real engines of different speeds, on real workers.
+
+Trajectories are tau-bench's, replayed as fixed turns: engines generate the recorded numbers of
+tokens, tools take the recorded times and return the recorded lengths, all scaled. On each set of
+engines both policies run the same trajectories A B A B, at least five pairs. A run is one iteration
+of an ordinary Libra run. Makespan: first dispatch of a generation to the end of the last
+trajectory.
+
+Engines on one machine compete for its cores, so each forward pass takes at least ``min_pass_s``
+(the engine's thread waits). In that sense speeds are emulated; engines measure and declare their
+own passes. With ``--vllm``: one engine of TP 1 and one of TP 2 instead.
+
+Cells: ``two`` (one fast, one slow), ``five`` (one fast, four slow), ``alike`` (five fast). Figures:
+
+* ``cmlfq_over_fifo_worst``: the largest of the cells' median ratios; ``..._heterogeneous``: of
+  ``five`` (``--vllm``: of that cell).
+* ``useless_moves_frac``: of C-MLFQ's dispatches, moves that by the true lengths delayed the end by
+  more than 5 % (`benchmarks.live.move_review`); ``worthwhile_moves_frac``: of the moves, those that
+  brought it forward by as much.
+* ``live_over_simulated``, ``live_moves_over_simulated``: makespan and moves of the C-MLFQ runs over
+  `libra simulate --from-run`.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from distributed import Client
+
+from benchmarks.live.move_review import Moved, moves
+from benchmarks.report import MIN_PAIRS, QUICKSTART, QUIET, Figure, alternate, command_parser, emit
+from libra.cluster.local import local_cluster
+from libra.config import load_config
+from libra.driver.session import Session
+from libra.facts import Line, QuantumDispatched, TrajectoryEnded, from_dict
+from libra.sim.from_run import run_setting
+from libra.store.event_log import EventReader
+
+TRACES = "agent_turns/tau_airline_gpt4o.csv"
+FAST_S, SLOW_S = 0.012, 0.036
+TOKENS_FRAC, PAYLOAD_FRAC, TOOL_FRAC = 0.15, 0.02, 0.05
+GROUP_SIZE = 4
+SLOTS = 8
+CELLS: dict[str, tuple[float, ...]] = {"two": (FAST_S, SLOW_S), "five": (FAST_S, *[SLOW_S] * 4), "alike": (FAST_S,) * 5}
+HETEROGENEOUS = "five"
+
+
+@dataclass(slots=True)
+class Cell:
+    """Results of a cell: median ratio of makespans, C-MLFQ's moves and dispatches, and live over simulated of its runs."""
+
+    name: str
+    ratio: float = math.nan
+    moved: list[Moved] = field(default_factory=list)
+    dispatched: int = 0
+    over_simulated: list[float] = field(default_factory=list)
+    simulated_moves: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """Settings of all runs."""
+
+    directory: Path
+    data: Path
+    groups: int
+    pairs: int
+    vllm: bool
+
+    def engines(self, name: str) -> str:
+        if self.vllm:
+            return f"[{{tp: 1, threads: 1, slots: {SLOTS}}}, {{tp: 2, threads: 1, slots: {SLOTS}}}]"
+        each = (f"{{threads: 1, slots: {SLOTS}, min_pass_s: {pass_s}}}" for pass_s in CELLS[name])
+        return f"[{', '.join(each)}]"
+
+    def config(self, *changes: str, seed: int = 0) -> Any:
+        args = (
+            f"{{path: {self.data / TRACES}, groups: {self.groups}, group_size: {GROUP_SIZE}, seed: {seed}, "
+            f"tokens_frac: {TOKENS_FRAC}, payload_frac: {PAYLOAD_FRAC}, tool_frac: {TOOL_FRAC}}}"
+        )
+        asked = (
+            f"run.dir={self.directory}", "run.iterations=1", *QUIET, "rollout.ignore_eos=true",
+            "environment.name=libra.testing:TraceTurns", f"environment.args={args}", "rollout.max_turns=64",
+            "rollout.max_new_tokens=512", "rollout.max_context_tokens=1024", "trainer.max_row_tokens=1024",
+            f"trainer.prompts={self.groups}", f"trainer.group_size={GROUP_SIZE}", "trainer.lr=0",
+            f"rollout.engine={'vllm' if self.vllm else 'transformers'}",
+        )  # fmt: skip
+        return load_config(str(QUICKSTART), (*asked, *changes))
+
+
+def ran(bench: Bench, name: str, policy: str, seed: int, client: Client) -> Path:
+    with Session(bench.config(f"run.name={name}", f"policy.name={policy}", seed=seed), client=client) as session:
+        for _ in session.iterations():
+            pass
+    return session.directory
+
+
+def log_of(directory: Path) -> list[Line]:
+    return [from_dict(event) for _, event in EventReader(directory / "events.jsonl")]
+
+
+def makespan_s(log: Sequence[Line]) -> float:
+    begun = min(t_s for _, t_s, fact in log if isinstance(fact, QuantumDispatched))
+    return max(t_s for _, t_s, fact in log if isinstance(fact, TrajectoryEnded)) - begun
+
+
+def live_over_simulated(directory: Path) -> tuple[float, int]:
+    """Makespan of a run over that of its simulation on its own engines, both from the first gate as in `libra simulate`; and the
+    simulation's moves."""
+    setting = run_setting(directory)
+    assert setting.realised is not None, "the run went through"
+    simulated = setting.simulator().run()
+    return setting.realised.makespan_s / simulated.makespan_s, simulated.moves
+
+
+def measured(bench: Bench, name: str) -> Cell:
+    cell, count = Cell(name), 0
+    with local_cluster(bench.config(f"cluster.engines={bench.engines(name)}")) as cluster, Client(cluster) as client:
+
+        def side(policy: str) -> float:
+            nonlocal count
+            seed, count = count // 2, count + 1
+            directory = ran(bench, f"{name}_{policy}_{seed}", policy, seed, client)
+            log = log_of(directory)
+            if policy == "cmlfq":
+                found, dispatched = moves(log)
+                cell.moved += found
+                cell.dispatched += dispatched
+                over, simulated_moves = live_over_simulated(directory)
+                cell.over_simulated.append(over)
+                cell.simulated_moves += simulated_moves
+            return makespan_s(log)
+
+        def told(pair: int, ours: float, theirs: float) -> None:
+            print(
+                f"{name}, pair {pair + 1}: C-MLFQ {ours:.2f} s, FIFO {theirs:.2f} s ({ours / theirs:.3f})", flush=True
+            )
+
+        cell.ratio = alternate(lambda: side("cmlfq"), lambda: side("fifo"), pairs=bench.pairs, after_pair=told).ratio
+    useless = sum(moved.useless for moved in cell.moved)
+    print(
+        f"{name}: C-MLFQ over FIFO {cell.ratio:.3f}; {len(cell.moved)} of {cell.dispatched} generations moved, {useless} of them "
+        f"for nothing, {sum(moved.worth for moved in cell.moved)} worth it, {cell.simulated_moves} moves simulated; live over "
+        f"simulated {[round(x, 3) for x in cell.over_simulated]}",
+        flush=True,
+    )
+    return cell
+
+
+def figures_of(cells: Sequence[Cell], heterogeneous: str) -> dict[str, Figure]:
+    ratios = {cell.name: cell.ratio for cell in cells}
+    dispatched = sum(cell.dispatched for cell in cells)
+    useless = sum(moved.useless for cell in cells for moved in cell.moved)
+    figures = {
+        "cmlfq_over_fifo_worst": Figure(max(ratios.values()), "ratio", "lower", 1.0),
+        "useless_moves_frac": Figure(useless / dispatched, "frac", "lower", 0.0),
+        "moves_frac": Figure(sum(len(cell.moved) for cell in cells) / dispatched, "frac", "lower"),
+        **{f"cmlfq_over_fifo_{name}": Figure(ratio, "ratio", "lower") for name, ratio in ratios.items()},
+    }
+    if heterogeneous in ratios:
+        figures["cmlfq_over_fifo_heterogeneous"] = Figure(ratios[heterogeneous], "ratio", "lower", 0.9)
+    over = [value for cell in cells for value in cell.over_simulated]
+    if over:
+        figures["live_over_simulated"] = Figure(statistics.median(over), "ratio", "lower", 1.1)
+        off = statistics.median(abs(value - 1.0) for value in over)
+        figures["live_off_simulated_frac"] = Figure(off, "frac", "lower", 0.1)
+    moved = [moved for cell in cells for moved in cell.moved]
+    simulated_moves = sum(cell.simulated_moves for cell in cells)
+    if moved and simulated_moves:
+        worth = sum(each.worth for each in moved)
+        figures["worthwhile_moves_frac"] = Figure(worth / len(moved), "frac", "higher")
+        figures["live_moves_over_simulated"] = Figure(len(moved) / simulated_moves, "ratio", "lower")
+    return figures
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = command_parser("live_placement", __doc__, pairs=MIN_PAIRS, data=True)
+    parser.add_argument(
+        "--cells", nargs="+", choices=list(CELLS), default=list(CELLS), help="cells to measure (default all)"
+    )
+    parser.add_argument("--groups", type=int, default=12, help=f"groups of {GROUP_SIZE} trajectories (default 12)")
+    parser.add_argument("--quick", action="store_true", help="the cell two alone, with 6 groups")
+    parser.add_argument("--vllm", action="store_true", help="a cell of two vLLM engines, TP 1 and TP 2, instead")
+    options = parser.parse_args(arguments)
+    names, groups = (["two"], 6) if options.quick else (options.cells, options.groups)
+    if options.vllm:
+        names = ["vllm"]
+    with tempfile.TemporaryDirectory(prefix="live_placement-") as directory:
+        bench = Bench(Path(directory), options.data.resolve(), groups, options.pairs, options.vllm)
+        cells = [measured(bench, name) for name in names]
+    heterogeneous = HETEROGENEOUS if HETEROGENEOUS in names else names[0]
+    emit("live_placement", figures_of(cells, heterogeneous), arguments=arguments, as_json=options.json)

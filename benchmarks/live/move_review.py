@@ -1,0 +1,100 @@
+"""Moves of an ended run, scored by the true lengths of its trajectories.
+
+A log is read twice: first for the total tokens and the final context of each trajectory, then with these instead of forecasts
+(`Loads`), so that for every move both ends are known: of the home without it, and of both engines with it and its cost. Engines
+are as fast as they had declared at that time.
+
+Invariants
+1. Every generation that began on another engine than the one that held its KV is a move, whatever its reason, unless its
+   home was lost or dropped.
+2. A move whose effect is unknown, because an engine had declared nothing or the trajectory never ended, is not scored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from libra.facts import HomeChanged, Line, QuantumDispatched, QuantumFinished, TrajectoryEnded
+from libra.policy.engine_loads import Loads
+from libra.policy.engine_state import SURE, Trajectory
+from libra.policy.engine_table import EngineTable
+from libra.types import Phase
+
+NOISE_FRAC = 0.05
+"""A move that delays the end by less than this share does not count as harmful: seconds are not measured more precisely."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """One move. ``stayed_s`` and ``moved_s`` are seconds from then until both engines finish, cost included; None: unknown."""
+
+    key: str
+    t_s: float
+    home: str
+    worker: str
+    reason: str
+    stayed_s: float | None = None
+    moved_s: float | None = None
+
+    @property
+    def useless(self) -> bool:
+        return (
+            self.stayed_s is not None and self.moved_s is not None and self.moved_s > (1.0 + NOISE_FRAC) * self.stayed_s
+        )
+
+    @property
+    def worth(self) -> bool:
+        return (
+            self.stayed_s is not None and self.moved_s is not None and self.stayed_s > (1.0 + NOISE_FRAC) * self.moved_s
+        )
+
+
+def moves(log: Iterable[Line]) -> tuple[list[Moved], int]:
+    lines = list(log)
+    generated, final = _lengths(lines)
+    table = EngineTable(SURE)
+    loads = Loads(table)
+    found: list[Moved] = []
+    done: dict[str, int] = {}
+    dispatched = 0
+    for _, t_s, event in lines:
+        match event:
+            case QuantumDispatched(key=key, worker=worker) if event.phase is Phase.ROLLOUT:
+                dispatched += 1
+                one = table.of(key)
+                if key in generated:
+                    table.forecast(one, generated[key] - done.get(key, 0), final[key])
+                if one.home is not None and one.home.spec.worker != worker:
+                    found.append(_judged(t_s, event, one, table, loads, key in generated))
+            case QuantumFinished(key=key, tokens=tokens):
+                done[key] = done.get(key, 0) + tokens
+            case HomeChanged(num_bytes=num_bytes, took_s=took_s) if num_bytes:
+                loads.transfers.add(num_bytes, took_s)
+        table.handle(event)
+    return found, dispatched
+
+
+def _lengths(lines: list[Line]) -> tuple[dict[str, int], dict[str, int]]:
+    table, tokens, final = EngineTable(), dict[str, int](), dict[str, int]()
+    for _, _, event in lines:
+        if isinstance(event, QuantumDispatched):
+            continue
+        if isinstance(event, TrajectoryEnded):
+            final[event.key] = table.of(event.key).context_tokens
+        if isinstance(event, QuantumFinished):
+            tokens[event.key] = tokens.get(event.key, 0) + event.tokens
+        table.handle(event)
+    return {key: tokens[key] for key in final if tokens.get(key)}, final
+
+
+def _judged(
+    t_s: float, event: QuantumDispatched, one: Trajectory, table: EngineTable, loads: Loads, known: bool
+) -> Moved:
+    home, target = one.home, table.engines.get(event.worker)
+    assert home is not None
+    moved = Moved(event.key, t_s, home.spec.worker, event.worker, event.reason)
+    if not known or target is None or not (home.declared and target.declared) or not one.has_forecast:
+        return moved
+    home_s, moved_s = loads.moved_s(one, event.worker)
+    return Moved(event.key, t_s, moved.home, event.worker, event.reason, max(home_s, loads.over_s(target)), moved_s)

@@ -1,0 +1,147 @@
+"""TRL's side of ``vs_trl``: a GRPOTrainer that takes steps on command. Runs in TRL's environment.
+
+Commands and answers are JSON, one object a line, on standard input and output::
+
+    -> (start)                                    <- {"ready": {"trl": "1.16.0", "torch": "..."}}
+    -> {"steps": 3}                               <- {"steps": [{"step_s": ..., ...}, ...]}
+    -> (end of input)                             the process ends
+
+Between commands the process blocks on a read and uses no CPU. A step's seconds run from the moment
+it may begin to the moment the next one could. Settings are the best for TRL found on CPU, each
+tried against its alternatives: float32 (as Libra), KV cache on, no gradient checkpointing (TRL's
+default is on, and slower), one batch, no log lines, no reports, no saving, dropout off, no
+reference model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from typing import Any, TextIO
+
+import even_words as task
+import torch
+import transformers
+import trl
+from datasets import Dataset
+from transformers import TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+
+class TimedTrainer(GRPOTrainer):
+    """TRL's trainer with a clock around generation and around scoring; what it computes is unchanged."""
+
+    spent_s: dict[str, float]
+    sampled_tokens: int
+
+    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
+        began_s = time.perf_counter()
+        completion_ids, logprobs = super()._generate_single_turn(*args, **kwargs)
+        self.spent_s["generate_s"] = time.perf_counter() - began_s
+        self.sampled_tokens = sum(len(ids) for ids in completion_ids)
+        return completion_ids, logprobs
+
+    def _generate_and_score_completions(self, *args: Any, **kwargs: Any) -> Any:
+        began_s = time.perf_counter()
+        scored = super()._generate_and_score_completions(*args, **kwargs)
+        self.spent_s["score_s"] = time.perf_counter() - began_s - self.spent_s["generate_s"]
+        return scored
+
+
+class StepsOnCommand(TrainerCallback):
+    """Holds the trainer at the beginning of a step until a command asks for steps; reports them when they are done."""
+
+    def __init__(self, commands: TextIO, answers: TextIO) -> None:
+        self.commands, self.answers = commands, answers
+        self.trainer: TimedTrainer | None = None
+        self.wanted = 0
+        self.done: list[dict[str, float]] = []
+        self.began_s: float | None = None
+        self.began_cpu_s = 0.0
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.began_s is not None:
+            self._close(time.perf_counter() - self.began_s, time.process_time() - self.began_cpu_s)
+        if self.wanted == 0:
+            self._wait()
+        self.began_s, self.began_cpu_s = time.perf_counter(), time.process_time()
+
+    def _close(self, step_s: float, cpu_s: float) -> None:
+        trainer = self.trainer
+        assert trainer is not None
+        spent = trainer.spent_s
+        self.done.append(
+            {
+                "step_s": step_s, "cpu_s": cpu_s, **spent, "train_s": step_s - spent["generate_s"] - spent["score_s"],
+                "completion_tokens": trainer.sampled_tokens, "reward": trainer._metrics["train"]["reward"][-1],
+            }
+        )  # fmt: skip
+        self.wanted -= 1
+
+    def _wait(self) -> None:
+        if self.done:
+            self.say({"steps": self.done})
+            self.done = []
+        line = self.commands.readline()
+        if not line:
+            sys.exit(0)
+        self.wanted = int(json.loads(line)["steps"])
+
+    def say(self, answer: dict[str, Any]) -> None:
+        self.answers.write(json.dumps(answer) + "\n")
+        self.answers.flush()
+
+
+def even_words(completions: list[Any], **_: Any) -> list[float]:
+    """TRL's form of the task's reward: one number per completion, a list of one assistant message each."""
+    return [task.reward(completion[0]["content"]) for completion in completions]
+
+
+def make_trainer(options: argparse.Namespace, output_dir: str, callback: StepsOnCommand) -> TimedTrainer:
+    config = GRPOConfig(
+        output_dir=output_dir, use_cpu=True, seed=options.seed, max_steps=1_000_000,
+        per_device_train_batch_size=task.PROMPTS_PER_STEP * task.GROUP_SIZE, gradient_accumulation_steps=1,
+        num_generations=task.GROUP_SIZE, num_iterations=1, max_completion_length=task.NEW_TOKENS,
+        temperature=task.TEMPERATURE, generation_kwargs={"use_cache": True}, loss_type="dapo", beta=0.0,
+        epsilon=task.CLIP_LOW, epsilon_high=task.CLIP_HIGH, scale_rewards="group", disable_dropout=True,
+        optim="adamw_torch", learning_rate=task.LEARNING_RATE, lr_scheduler_type="constant", adam_beta1=task.BETAS[0],
+        adam_beta2=task.BETAS[1], weight_decay=0.0, max_grad_norm=task.MAX_GRAD_NORM, bf16=False, fp16=False,
+        gradient_checkpointing=False, dataloader_num_workers=0, dataloader_pin_memory=False,
+        logging_strategy="no", save_strategy="no", eval_strategy="no", report_to="none", disable_tqdm=True,
+        model_init_kwargs={"dtype": "float32"},
+    )  # fmt: skip
+    prompts = [[{"role": "user", "content": task.question(index)}] for index in range(64 * task.PROMPTS_PER_STEP)]
+    trainer = TimedTrainer(
+        model=options.model, reward_funcs=even_words, args=config,
+        train_dataset=Dataset.from_dict({"prompt": prompts}), callbacks=[callback],
+    )  # fmt: skip
+    trainer.spent_s = {}
+    trainer.sampled_tokens = 0
+    callback.trainer = trainer
+    return trainer
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", required=True, help="directory of model and tokenizer")
+    parser.add_argument("--threads", type=int, required=True, help="torch threads")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    torch.set_num_threads(options.threads)
+    callback = StepsOnCommand(sys.stdin, answers)
+    with tempfile.TemporaryDirectory() as output_dir:
+        trainer = make_trainer(options, output_dir, callback)
+        versions = {"trl": trl.__version__, "transformers": transformers.__version__, "torch": torch.__version__}
+        callback.say({"ready": {**versions, "attention": trainer.model.config._attn_implementation}})
+        trainer.train()
+
+
+if __name__ == "__main__":
+    main()

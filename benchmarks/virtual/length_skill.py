@@ -1,0 +1,197 @@
+"""Skill of forecasts of the remaining length, on every ``DIR/agent_turns/*.csv`` (``--data DIR``; default: the excerpt).
+
+Two protocols, both scored at every tool return with tokens left to generate:
+
+five folds
+    by task: learn from the trajectories of four folds, one after another, then forecast those of the fifth without learning
+    from them. In a set with groups (several samples per task) also with siblings: all others have finished, or ``_together``
+    (all run at once; the training groups ran in the same way); ``_alone``: without any.
+replayed
+    in virtual time and prequentially: groups arrive in random order, all samples of one start together, 32 trajectories in
+    flight. Mean over ``--orders`` orders; the second half of the returns is scored.
+
+Figures, for every predictor and set: ``<predictor>_{r2,spearman}_<set>`` from five folds, ``..._alone``, ``..._together``, and
+``..._replayed``. R2 is of the mean forecast on tokens, Spearman of the order.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from benchmarks.report import Figure, command_parser, emit
+from benchmarks.virtual.length_replay import ScoredForecast, Trace, read_traces, replay, scores, sets_in, train_on
+from libra.errors import ConfigError
+from libra.facts import Fact, QuantumFinished, TrajectoryEnded, TrajectoryParked
+from libra.policy.forecast import Forecast, Forecaster
+from libra.policy.posterior import Posterior
+
+FOLDS, MIN_ORDERS = 5, 5
+MODES = ("alone", "three", "together")
+GOALS: dict[str, float] = {
+    "posterior_spearman_mini_swe": 0.58, "posterior_r2_mini_swe": 0.15, "posterior_spearman_agentcgroup": 0.40,
+    "posterior_r2_tau": 0.33, "posterior_r2_tau_together": 0.157,
+}  # fmt: skip
+LAST_TURN, PRIOR_ROWS = 100, 20.0
+"""Turns from the first on share a mean; rows' worth of evidence that a turn is like all others."""
+
+
+class TurnIndex:
+    """The mean remaining length after as many turns, shrunk towards the global mean."""
+
+    prior_rows = PRIOR_ROWS
+
+    def __init__(self) -> None:
+        self._marks: dict[str, list[int]] = {}  # of running ones: tokens at the start and at each return, and so far
+        self._turns = [np.zeros(3) for _ in range(LAST_TURN + 1)]  # rows, tokens, logarithms
+        self._all = np.zeros(3)
+
+    def handle(self, event: Fact) -> None:
+        match event:
+            case QuantumFinished(key=key, tokens=tokens, status=status) if key in self._marks:
+                self._marks[key][-1] += tokens
+                if status:
+                    self._marks[key].append(self._marks[key][-1])
+            case TrajectoryParked(key=key):
+                self._marks.setdefault(key, [0, 0])
+            case TrajectoryEnded(key=key, completed=completed):
+                *marks, total = self._marks.pop(key, [0])
+                for turn, tokens in enumerate(marks if completed else ()):
+                    if (left := total - tokens) >= 1:
+                        row = np.array([1.0, left, math.log(left)])
+                        self._turns[min(turn, LAST_TURN)] += row
+                        self._all += row
+
+    def learn(self) -> None:
+        """Everything is learned when it comes."""
+
+    def remaining(self, key: str) -> Forecast:
+        rows, tokens, logs = self._all
+        if not rows:
+            return Forecast(1.0, 1.0, 0.0)
+        here = self._turns[min(len(self._marks[key]) - 2, LAST_TURN)]
+        weight = 1.0 if math.isinf(self.prior_rows) else self.prior_rows / (here[0] + self.prior_rows)
+        of_turn = here[1:] / here[0] if here[0] else np.zeros(2)
+        mean, log = weight * np.array([tokens, logs]) / rows + (1.0 - weight) * of_turn
+        return Forecast(float(mean), math.exp(log), 0.0)
+
+
+class GlobalMean(TurnIndex):
+    """The mean remaining length over all returns so far, whatever the trajectory."""
+
+    prior_rows = math.inf
+
+
+class ProgressOnly(Posterior):
+    """The posterior's reference: what it falls back to without skill."""
+
+    def learn(self) -> None:
+        super().learn()
+        for blend in (self._regression.order, self._regression.mean):
+            blend.factor = blend.skill = 0.0
+
+
+FORECASTERS: dict[str, Callable[[], Any]] = {
+    "global_mean": GlobalMean, "turn_index": TurnIndex, "progress": ProgressOnly, "posterior": Posterior,
+}  # fmt: skip
+
+
+def groups_of(traces: Sequence[Trace]) -> list[list[Trace]]:
+    groups: dict[str, list[Trace]] = {}
+    for trace in traces:
+        groups.setdefault(trace.group, []).append(trace)
+    return list(groups.values())
+
+
+def folds_of(traces: Sequence[Trace]) -> list[list[list[Trace]]]:
+    """Groups in ``FOLDS`` folds; what shares a task shares a fold, also where its environment differs."""
+    tasks = sorted({trace.task for trace in traces})
+    fold = {tasks[at]: rank % FOLDS for rank, at in enumerate(np.random.default_rng(0).permutation(len(tasks)))}
+    folds: list[list[list[Trace]]] = [[] for _ in range(FOLDS)]
+    for group in groups_of(traces):
+        folds[fold[group[0].task]].append(group)
+    return folds
+
+
+def five_folds(
+    make: Callable[[], Forecaster], traces: Sequence[Trace], modes: Sequence[str]
+) -> dict[str, list[ScoredForecast]]:
+    """Forecasts of all trajectories of each fold after training on the other four, by mode."""
+    folds = folds_of(traces)
+    scored: dict[str, list[ScoredForecast]] = {mode: [] for mode in modes}
+    for held_out in range(FOLDS):
+        groups = [group for at, fold in enumerate(folds) if at != held_out for group in fold]
+        train, rng = [trace for group in groups for trace in group], np.random.default_rng(held_out)
+        one_by_one, together = make(), make()
+        train_on(one_by_one, [train[i] for i in rng.permutation(len(train))])
+        if "together" in modes:
+            for at in np.random.default_rng(held_out).permutation(len(groups)):
+                replay(together, [groups[at]], 1)
+        for mode in modes:
+            for group in folds[held_out]:
+                scored[mode] += ask(together if mode == "together" else one_by_one, group, mode)
+    return scored
+
+
+def ask(learned: Forecaster, group: Sequence[Trace], mode: str) -> list[ScoredForecast]:
+    """Forecasts of a copy of ``learned`` for a new group; it learns from siblings only."""
+    if mode == "together":
+        return replay(copy.deepcopy(learned), [group], 1, learn=False)
+    scored: list[ScoredForecast] = []
+    for trace in group:
+        if mode == "alone":  # forgotten at once: no copy needed
+            scored += replay(learned, [[trace]], 1, learn=False, completed=False)
+            continue
+        forecaster = copy.deepcopy(learned)
+        train_on(forecaster, [sibling for sibling in group if sibling is not trace])
+        scored += replay(forecaster, [[trace]], 1, learn=False)
+    return scored
+
+
+def replays(make: Callable[[], Forecaster], traces: Sequence[Trace], orders: int, in_flight: int) -> dict[str, float]:
+    groups, found = groups_of(traces), []
+    for order in range(orders):
+        arrivals = [groups[i] for i in np.random.default_rng(1000 + order).permutation(len(groups))]
+        scored = replay(make(), arrivals, in_flight)
+        found.append(scores(scored[len(scored) // 2 :]))
+    return {name: float(np.mean([one[name] for one in found])) for name in found[0]}
+
+
+def measure(name: str, traces: Sequence[Trace], options: argparse.Namespace) -> dict[str, Figure]:
+    grouped = len(traces) >= 2 * len(groups_of(traces))
+    values: dict[str, float] = {}
+    for predictor in options.predictors:
+        make, own = FORECASTERS[predictor], dict[str, float]()
+        for mode, scored in five_folds(make, traces, MODES if grouped else MODES[:1]).items():
+            suffix = "" if mode == ("three" if grouped else "alone") else f"_{mode}"
+            own |= {f"{score}_{name}{suffix}": value for score, value in scores(scored).items()}
+        mean = replays(make, traces, options.orders, options.in_flight)
+        own |= {f"{score}_{name}_replayed": value for score, value in mean.items()}
+        print(f"{predictor}:", ", ".join(f"{figure} {value:.3f}" for figure, value in own.items()), flush=True)
+        values |= {f"{predictor}_{figure}": value for figure, value in own.items()}
+    return {figure: Figure(value, "ratio", "higher", GOALS.get(figure)) for figure, value in values.items()}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = command_parser("length_skill", __doc__, data=True)
+    parser.add_argument("--sets", nargs="+", help="names of sets; default: all that are there")
+    parser.add_argument("--predictors", nargs="+", choices=list(FORECASTERS), default=list(FORECASTERS))
+    parser.add_argument("--orders", type=int, default=MIN_ORDERS, help="random orders of arrival")
+    parser.add_argument("--in-flight", type=int, default=32, help="trajectories at once")
+    options = parser.parse_args(arguments)
+    if options.orders < MIN_ORDERS:
+        raise ConfigError(f"--orders: got {options.orders}; type --orders {MIN_ORDERS} or more")
+    sets = sets_in(options.data)
+    if unknown := set(options.sets or ()) - set(sets):
+        raise ConfigError(f"--sets: no {', '.join(sorted(unknown))} in {options.data}; there are {', '.join(sets)}")
+    figures: dict[str, Figure] = {}
+    for name in options.sets or sets:
+        traces = read_traces(sets[name])
+        print(f"{name}: {len(traces)} trajectories in {len(groups_of(traces))} groups")
+        figures |= measure(name, traces, options)
+    emit("length_skill", figures, arguments=arguments, as_json=options.json)
