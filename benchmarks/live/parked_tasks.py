@@ -15,8 +15,9 @@ import sys
 import time
 import zlib
 from collections import Counter, deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,12 @@ from distributed.diagnostics.plugin import SchedulerPlugin
 
 from libra import keys
 from libra.cluster.settings import DASK_SETTINGS
-from libra.facts import QuantumFinished
+from libra.facts import EngineJoined, EngineKindFields, QuantumFinished
+from libra.policy import leaves_slot
 from libra.scheduler import LibraPlugin, RunRegistration, dask_internals
 from libra.types import Phase
 from libra.worker.context import FactSender
+from libra.worker.dask_internals import priority_here
 
 RUN = "parked"
 GROUP_SIZE = 16
@@ -41,6 +44,8 @@ POLL_S = 0.005
 BARE_OP = "bare-report"
 
 _DONE: dict[str, int] = {}
+_AHEAD: dict[Any, tuple[int, ...] | None] = {}
+_RANKS: dict[str, tuple[int, ...]] = {}
 _SENDERS: dict[Any, FactSender] = {}
 
 
@@ -66,36 +71,52 @@ class Stage:
         return sum(self.plugin.trajectories.dispatcher.num_waiting(phase) for phase in Phase)
 
 
-async def quantum(key: str, generation_s: float, tool_s: float, bare: bool = False) -> int:
-    """A quantum without work: it waits, reports, and parks again; the key determines its numbers."""
-    done = _DONE.get(key, 0)
-    chance = random.Random(zlib.crc32(key.encode()) + done)
-    length = 2 * chance.randint(4, MAX_QUANTA // 2)
-    generates = done % 2 == 0
-    began_s = time.time()
-    wait_s = (generation_s if generates else tool_s) * chance.uniform(0.5, 1.5)
-    if wait_s:
-        await asyncio.sleep(wait_s)
-    _DONE[key] = done + 1
-    ends = done + 1 >= length
-    following = "" if ends else str(Phase.TOOL if generates else Phase.ROLLOUT)
-    stop_s = time.time()
-    tokens, payload = (chance.randint(20, 400), 0) if generates else (0, chance.randint(0, 800))
-    tool, status = ("", "") if generates else (chance.choice(TOOLS), chance.choice(("ok", "ok", "error")))
-    finished = QuantumFinished(
-        key, Phase.ROLLOUT if generates else Phase.TOOL, tokens, tool, status, stop_s - began_s, payload, quantum=done,
-        worker=str(get_worker().name), version=0, end="answered" if ends else "", next=following,
-        context_tokens=300 * (done + 1), stop_s=stop_s,
-    )  # fmt: skip
+async def quantum(key: str, generation_s: float, tool_s: float, bare: bool = False, inline: bool = False) -> int:
+    """Quanta without work: each waits and reports, and the task parks again; the key determines the numbers.
+
+    ``inline``: tools run within generations, and the task keeps its slot as a real worker would.
+    """
     worker = get_worker()
-    if bare:
-        worker.batched_send({"op": BARE_OP, "key": key, "phase": following})
-    else:
-        sender = _SENDERS.get(worker.name) or _SENDERS.setdefault(worker.name, FactSender(worker, RUN, 0))
-        sender.send(finished)
-    if not ends:
-        raise Reschedule
-    return length
+    while True:
+        done = _DONE.get(key, 0)
+        chance = random.Random(zlib.crc32(key.encode()) + done)
+        length = 2 * chance.randint(4, MAX_QUANTA // 2)
+        generates = inline or done % 2 == 0
+        began_s = time.time()
+        await asyncio.sleep((generation_s if generates else tool_s) * chance.uniform(0.5, 1.5))
+        _DONE[key] = done + 1
+        ends = done + 1 >= length
+        following = "" if ends else str(Phase.TOOL if generates and not inline else Phase.ROLLOUT)
+        stop_s = time.time()
+        tokens, payload = (chance.randint(20, 400), 0) if generates else (0, chance.randint(0, 800))
+        calls = inline or not generates
+        tool, status = (chance.choice(TOOLS), chance.choice(("ok", "ok", "error"))) if calls else ("", "")
+        rank = _RANKS.get(key) or priority_here(worker, key)
+        goes_on = inline and not ends and not leaves_slot(rank, _AHEAD.get(worker.name))
+        finished = QuantumFinished(
+            key, Phase.ROLLOUT if generates else Phase.TOOL, tokens, tool, status, stop_s - began_s, payload, quantum=done,
+            worker=str(worker.name), version=0, end="answered" if ends else "", next=following, goes_on=goes_on,
+            context_tokens=300 * (done + 1), stop_s=stop_s,
+        )  # fmt: skip
+        if bare:
+            worker.batched_send({"op": BARE_OP, "key": key, "phase": following})
+        else:
+            _sender(worker, inline).send(finished)
+        if ends:
+            return length
+        if not goes_on:
+            _RANKS.pop(key, None)
+            raise Reschedule
+
+
+def _sender(worker: Worker, inline: bool) -> FactSender:
+    sender = _SENDERS.get(worker.name)
+    if sender is None:
+        sender = _SENDERS[worker.name] = FactSender(worker, RUN, 0)
+        if inline:  # from now on the scheduler announces who waits
+            slots = int(worker.state.total_resources[keys.ROLLOUT])
+            sender.send(EngineJoined(str(worker.name), EngineKindFields("transformers", "", 1, slots)))
+    return sender
 
 
 class BareLoop(SchedulerPlugin):
@@ -164,6 +185,7 @@ async def parked(
     generation_s: float = 0.0,
     tool_s: float = 0.0,
     bare: bool = False,
+    inline: bool = False,
 ) -> AsyncIterator[Stage]:
     """A scheduler with ``waiting`` parked trajectories, then with ``workers`` workers of ``slots`` slots of each phase.
 
@@ -193,8 +215,8 @@ async def parked(
             keys.make("trajectory", (0, i // GROUP_SIZE, i % GROUP_SIZE), epoch=0, run=RUN) for i in range(waiting)
         ]
         futures = client.map(
-            quantum, names, generation_s=generation_s, tool_s=tool_s, bare=bare, key=names, resources={keys.PARK: 1},
-            pure=False,
+            quantum, names, generation_s=generation_s, tool_s=tool_s, bare=bare, inline=inline, key=names,
+            resources={keys.PARK: 1}, pure=False,
         )  # fmt: skip
         stage = Stage(scheduler, client, plugin, directory, futures)
         while stage.num_waiting < waiting:  # noqa: ASYNC110
@@ -219,11 +241,25 @@ async def _workers(scheduler: Scheduler, count: int, slots: int) -> AsyncIterato
         await process.wait()
 
 
+def _heard(worker: Any, ahead: Sequence[int] | None, **extra: Any) -> None:
+    from benchmarks.live.parked_tasks import _AHEAD
+
+    _AHEAD[worker] = None if ahead is None else tuple(ahead)
+
+
+def _ranked(key: str, rank: Sequence[int], **extra: Any) -> None:
+    from benchmarks.live.parked_tasks import _RANKS
+
+    _RANKS[key] = tuple(rank)
+
+
 async def _serve(address: str, count: int, slots: int) -> None:
     async with contextlib.AsyncExitStack() as stack:
         supply = {keys.ROLLOUT: slots, keys.TOOL: slots}
         for number in range(count):
             worker = Worker(address, nthreads=2 * slots, name=f"worker-{number}", resources=supply, dashboard=False)
+            worker.stream_handlers["libra-ahead"] = partial(_heard, worker.name)
+            worker.stream_handlers["libra-rank"] = _ranked
             await stack.enter_async_context(worker)
         await asyncio.Event().wait()
 

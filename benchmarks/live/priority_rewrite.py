@@ -11,7 +11,8 @@ The scheduler, the plugin, C-MLFQ and the event log are real; trajectories are t
   included, with 10k waiting and all slots busy, median over windows. ``_fifo``: another policy;
   ``_no_log``: without event log.
 * ``scheduler_over_bare``: the same over a loop that only parks tasks, releases them to free slots
-  and hears their reports.
+  and hears their reports. ``_inline``: tools run within generations, so that trajectories keep
+  their slots unless a better one waits.
 * ``signal_to_order_ms``: from a tool's return on the worker until the resulting ``ts.priority`` is
   set, at a moderate load (``scheduler_load``); ``_p99``; ``_saturated``: while the scheduler gets
   more reports than it can handle.
@@ -154,6 +155,9 @@ async def measure(options: argparse.Namespace) -> dict[str, Figure]:
     bare_us = await quantum_us(options, bare=True)
     figures["scheduler_us_per_quantum_bare"] = Figure(bare_us, "us", "lower")
     figures["scheduler_over_bare"] = Figure(us / bare_us, "ratio", "lower", GOAL_OVER_BARE)
+    inline_us = await quantum_us(options, inline=True)
+    figures["scheduler_us_per_quantum_inline"] = Figure(inline_us, "us", "lower")
+    figures["scheduler_over_bare_inline"] = Figure(inline_us / bare_us, "ratio", "lower", GOAL_OVER_BARE)
     figures["scheduler_us_per_quantum_fifo"] = Figure(await quantum_us(options, policy="fifo"), "us", "lower")
     figures["scheduler_us_per_quantum_no_log"] = Figure(await quantum_us(options, event_log=False), "us", "lower")
     median, slowest, load = await delays(options, **MODERATE)
