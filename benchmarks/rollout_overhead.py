@@ -35,7 +35,7 @@ from typing import Any, Self
 
 from benchmarks import even_words as task
 from benchmarks.report import Figure, alternate, command_parser, emit
-from libra.cluster.present_workers import present_workers
+from libra.cluster.connection import present_workers
 from libra.config import config_from_dict
 from libra.driver.session import Session
 from libra.graph.iteration import iteration_graph

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from libra import keys
-from libra.cluster.present_workers import present_workers
+from libra.cluster.connection import present_workers
 from libra.cluster.settings import check_settings
 from libra.config import RunConfig
 from libra.errors import ClusterError
@@ -44,7 +44,7 @@ def resource_problems(
 ) -> list[str]:
     """Resources that the workers of a cluster lack, each with the line to type.
 
-    ``workers`` is what `libra.cluster.present_workers` gives: by address, with ``resources`` and ``nthreads``. Training
+    ``workers`` is what `libra.cluster.connection` gives: by address, with ``resources`` and ``nthreads``. Training
     workers beyond ``train_workers`` wait to replace a lost one. ``teacher``: one is needed.
     """
     problems = []
@@ -171,7 +171,7 @@ def _held_back(run: str | None, dask_scheduler: Scheduler) -> dict[str, dict[str
     plugin: Any = dask_scheduler.plugins.get("libra")
     if plugin is None:
         return {}
-    held: dict[str, dict[str, int]] = plugin.not_ready.held()
+    held: dict[str, dict[str, int]] = plugin.watch.held()
     for address, supply in plugin.roles.as_started(run).items():
         held[address] = held.get(address, {}) | supply
     return held
@@ -180,7 +180,7 @@ def _held_back(run: str | None, dask_scheduler: Scheduler) -> dict[str, dict[str
 def _returning(within_s: float, dask_scheduler: Scheduler) -> list[str]:
     """Names of workers that left less than ``within_s`` ago and are not back; runs on the scheduler."""
     plugin: Any = dask_scheduler.plugins.get("libra")
-    return [] if plugin is None else list(plugin.lost_workers.gone(within_s))
+    return [] if plugin is None else list(plugin.liveness.lost(time.monotonic(), within_s))
 
 
 def _distributed_settings() -> dict[str, Any]:

@@ -33,8 +33,8 @@ from libra.policy import role_changes as messages
 from libra.policy.role_changes import Assignment, Role, RoleCommand, RoleEvent, Roles, Stage
 from libra.scheduler import dask_internals
 from libra.scheduler.run_state import Handler, RunState
-from libra.scheduler.slot_limits import Concurrency
 from libra.scheduler.trajectories import Trajectories
+from libra.scheduler.worker_supply import Concurrency
 
 if TYPE_CHECKING:
     from distributed.scheduler import Scheduler
@@ -364,7 +364,7 @@ class WorkerRoles:
                 self._ended(state, command)
 
     def _allowed(self, state: _Run, worker: str, tp: int, names: Sequence[str]) -> int:
-        """Slots that an engine of these workers may use (`libra.scheduler.slot_limits`)."""
+        """Slots that an engine of these workers may use (`libra.scheduler.worker_supply`)."""
         slots = sum(state.members[name].slots for name in names)
         return self._concurrency.supplied(state.run, worker, tp, slots)
 
