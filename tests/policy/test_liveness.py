@@ -14,67 +14,54 @@ EVENTS = ("join", "leave", "ready", "fail", "end", "sleep", "wake", "check fails
 
 @given(st.lists(st.tuples(st.sampled_from(EVENTS), st.sampled_from(RUNS), st.sampled_from(NAMES)), max_size=60))
 def test_no_worker_works_before_it_is_ready_and_a_failed_one_is_restarted_as_often_as_the_back_off_says(events):
-    liveness, t_s, number = Liveness(), 0.0, 0
-    at: dict[str, str] = {}  # address by name
-    joining: dict[tuple[str, str], str] = {}  # stage by run and address
-    held, silent, left_s, failures, due_s = set(), {}, {}, {}, {}
-
-    def supplied(found, addresses):
-        free = [each for each in addresses if each in held and not any(address == each for _, address in joining)]
-        held.difference_update(free)
-        assert sorted(found) == sorted(free)
-
-    for event, run, name in events:
-        t_s += 20.0
-        address = at.get(name)
+    liveness, at, held, left_s = Liveness(), {}, set(), {}
+    stage, silent, due_s, failures = {}, {}, {}, {}  # by run and address; failures by run and name
+    for number, (event, run, name) in enumerate(events):
+        t_s, address = 20.0 * number, at.get(name)
+        key, supplied = (run, address), None
         if event == "join" and address is None:
-            number += 1
             address = at[name] = f"{name}{number}"
             left_s.pop(name, None)
-            joining |= {(each, address): "setting_up" for each in RUNS}
+            stage |= {(each, address): "setting_up" for each in RUNS}
             assert liveness.joined(address, name, RUNS, t_s)
             held.add(address)
         elif event == "end":
-            over = [address for of, address in joining if of == run]
-            for key in [key for key in (*joining, *silent, *due_s) if key[0] == run]:
-                joining.pop(key, None), silent.pop(key, None), due_s.pop(key, None)
-            failures = {key: count for key, count in failures.items() if key[0] != run}
-            supplied(liveness.ended(run), over)
+            supplied = liveness.ended(run)
+            for kept in (stage, silent, due_s, failures):
+                [kept.pop(key) for key in list(kept) if key[0] == run]
         elif address is None:
             continue
         elif event == "leave":
             liveness.left(at.pop(name), t_s)
             left_s[name] = t_s
             held.discard(address)
-            for key in [key for key in (*joining, *silent, *due_s) if key[1] == address]:
-                joining.pop(key, None), silent.pop(key, None), due_s.pop(key, None)
+            for kept in (stage, silent, due_s):
+                [kept.pop(key) for key in list(kept) if key[1] == address]
         elif event == "ready":
-            joining.pop((run, address), None), failures.pop((run, name), None), due_s.pop((run, address), None)
-            supplied(liveness.ready(run, address), [address])
-        elif event == "fail" and (run, address) in joining:
-            failures[run, name] = tries = failures.get((run, name), 0) + 1
-            after_s = RESTART_AFTER_S[tries - 1] if tries <= len(RESTART_AFTER_S) else None
+            [kept.pop(key, None) for kept in (stage, due_s)], failures.pop((run, name), None)
+            supplied = liveness.ready(run, address)
+        elif event == "fail" and key in stage:
+            stage[key], failures[run, name] = "failed", failures.get((run, name), 0) + 1
+            after_s = [*RESTART_AFTER_S, *[None] * 60][failures[run, name] - 1]
             assert liveness.failed(run, address, "OSError", t_s, nanny=True) == after_s
-            joining[run, address] = "failed"
-            due_s.pop((run, address), None)
-            due_s |= {} if after_s is None else {(run, address): t_s + after_s}
+            due_s[key] = float("inf") if after_s is None else t_s + after_s
         elif event in ("sleep", "wake"):
             liveness.slept(run, address, asleep=event == "sleep")
-            silent.setdefault((run, address), set()).discard("asleep")
-            silent[run, address] |= {"asleep"} if event == "sleep" else set()
+            silent[key] = silent.get(key, set()) - {"asleep"} | ({"asleep"} if event == "sleep" else set())
         elif event.startswith("check"):
             liveness.checked(run, address, passed=event == "check passes")
-            silent.setdefault((run, address), set()).discard("quarantined")
-            silent[run, address] |= {"quarantined"} if event == "check fails" else set()
+            silent[key] = silent.get(key, set()) - {"out"} | ({"out"} if event == "check fails" else set())
+        if supplied is not None:
+            assert sorted(supplied) == sorted(held - {address for _, address in stage})
+            held -= set(supplied)
         for each in RUNS:
             now = {key for key, at_s in due_s.items() if key[0] == each and t_s >= at_s}
             assert {(each, restart.address) for restart in liveness.due(each, t_s)} == now
             due_s = {key: at_s for key, at_s in due_s.items() if key not in now}
             rows = {(each, row["address"]): row["stage"] for row in liveness.rows(each, t_s)}
-            assert rows == {key: stage for key, stage in joining.items() if key[0] == each}
-        assert liveness.joining() == {address for _, address in joining}
+            assert rows == {key: value for key, value in stage.items() if key[0] == each}
+        assert liveness.joining() == {address for _, address in stage}
         assert liveness.silent() == {address for (_, address), why in silent.items() if why}
-        assert liveness.lost(t_s) == sorted(left_s)
         assert liveness.lost(t_s, 60.0) == sorted(each for each, lost_s in left_s.items() if t_s - lost_s < 60.0)
 
 
