@@ -1,4 +1,4 @@
-"""Liveness of workers: where each stands in each run, when a failed one is restarted, and which work a run misses. Pure.
+"""Liveness: where each worker stands in each run, its restarts, and work that nobody does. Pure.
 
 ::
 
@@ -8,17 +8,21 @@
       failed --back-off passed--> restarted                   out
     any stage --left--> lost --a worker of the same name joins--> setting_up
 
-Workers that were there before the run are ``starting`` until they report. An engine may also be asleep (a role change).
+Workers that were there before the run are ``starting`` until they report. An engine may also be
+asleep (a role change).
 
 Invariants
 ----------
-1. A worker that joins during runs is withheld from Dask until each of them has it ready or has ended; then it is supplied once.
-2. A worker gets quanta only while no run has it joining, and generates only while no run has its engine quarantined or asleep.
-3. A worker is restarted only while it is failed for a run that has not ended, and has a nanny. Each failure in a row waits for
-   the next delay; after the last delay there is no restart.
+1. A worker that joins during runs is withheld from Dask until each of them has it ready or has
+   ended; then it is supplied once.
+2. A worker gets quanta only while no run has it joining, and generates only while no run has its
+   engine quarantined or asleep.
+3. A worker is restarted only while it is failed for a run that has not ended, and has a nanny. Each
+   failure in a row waits for the next delay; after the last delay there is no restart.
 4. A name is lost from the moment its last process leaves until a process of that name joins.
-5. A missing resource is reported after ``TELL_AFTER_S`` (``START_S`` while its first workers are set up), and again after
-   ``REMIND_S`` or with a new cause. Its return is reported once, and only if it was reported missing.
+5. A missing resource is reported after ``TELL_AFTER_S`` (``START_S`` while its first workers are
+   set up), and again after ``REMIND_S`` or with a new cause. Its return is reported once, and only
+   if it was reported missing.
 """
 
 from __future__ import annotations
@@ -47,7 +51,7 @@ class Backoff:
         self._failures: Counter[Hashable] = Counter()
 
     def failed(self, subject: Hashable, delays_s: Sequence[float], *, forever: bool = False) -> float | None:
-        """Delay before the next try. After the last of ``delays_s``: that one again if ``forever``, else None (no further try)."""
+        """Delay before the next try; after the last of ``delays_s``: None, or that one ``forever``."""
         self._failures[subject] += 1
         tries = self._failures[subject]
         if tries > len(delays_s) and not forever:
@@ -124,7 +128,7 @@ class Liveness:
     # ---------------------------------------------------------------- events
 
     def joined(self, address: str, name: str, runs: Iterable[str], t_s: float) -> bool:
-        """A worker joins, and its setup for ``runs`` begins; whether to withhold it from Dask from now on."""
+        """A worker joins, to be set up for ``runs``; whether to withhold it from Dask now."""
         self._names[address] = name
         self._lost_s.pop(name, None)
         for run in runs:
@@ -135,14 +139,14 @@ class Liveness:
         return True
 
     def ready(self, run: str, address: str) -> list[str]:
-        """The worker's setup for a run has ended; addresses of workers that supply Dask from now on."""
+        """The worker is set up for a run; addresses of workers to supply to Dask."""
         standing = self._standing(run, address)
         standing.stage, standing.detail, standing.restart_s = Stage.READY, "", None
         self._backoff.worked((run, standing.name))
         return self._supplied([address])
 
     def failed(self, run: str, address: str, detail: str, t_s: float, *, nanny: bool) -> float | None:
-        """The setup of a worker that joined during the run failed; the delay before its restart, None if there is none."""
+        """The setup of a worker that joined during the run failed; delay before its restart."""
         standing = self._standing(run, address)
         after_s = self._backoff.failed((run, standing.name), RESTART_AFTER_S)
         after_s = after_s if nanny else None
@@ -163,7 +167,7 @@ class Liveness:
                 del self._lost_s[next(iter(self._lost_s))]
 
     def ended(self, run: str) -> list[str]:
-        """A run has ended; addresses of workers that supply Dask from now on."""
+        """A run has ended; addresses of workers to supply to Dask."""
         self._backoff.worked(*(subject for subject in self._backoff.subjects() if subject[0] == run))
         return self._supplied(self._runs.pop(run, {}))
 
@@ -172,7 +176,7 @@ class Liveness:
         self._standing(run, address).asleep = asleep
 
     def checked(self, run: str, address: str, *, passed: bool, out: str = "") -> None:
-        """A worker's engine passed the version check, or failed it; ``out``: why it stays out of service."""
+        """An engine passed or failed the version check; ``out``: why it stays out of service."""
         standing = self._standing(run, address)
         standing.quarantined, standing.out = not passed, out
 
@@ -188,7 +192,7 @@ class Liveness:
     # ---------------------------------------------------------------- queries
 
     def of(self, run: str, address: str) -> Standing:
-        """The standing of a worker in a run; nothing was reported of a worker that starts with the run."""
+        """The standing of a worker in a run."""
         return self._runs.get(run, {}).get(address) or Standing()
 
     def joins(self, run: str, address: str) -> bool:
@@ -200,7 +204,7 @@ class Liveness:
         return {address for address, standing in self._every() if standing.stage in JOINING}
 
     def silent(self) -> set[str]:
-        """Addresses of workers whose engine sleeps or failed the check for some run: the cause may concern other runs, too."""
+        """Addresses of workers whose engine sleeps or failed the check, for any run."""
         return {address for address, standing in self._every() if standing.quarantined or standing.asleep}
 
     def out(self, run: str) -> dict[str, str]:
@@ -214,8 +218,8 @@ class Liveness:
     def rows(self, run: str, t_s: float) -> list[dict[str, Any]]:
         """Workers that joined during a run and are not ready, by name.
 
-        ``worker``, ``address``, ``stage`` ("setting_up", "failed"), ``for_s`` since it joined, ``detail``, ``again_in_s`` until its
-        restart (None: no automatic restart).
+        ``worker``, ``address``, ``stage`` ("setting_up", "failed"), ``for_s`` since it joined,
+        ``detail``, ``again_in_s`` until its restart (None: no automatic restart).
         """
         joining = ((a, s) for a, s in self._runs.get(run, {}).items() if s.stage in JOINING)
         return [
@@ -250,7 +254,7 @@ class Liveness:
 
 @dataclass(frozen=True, slots=True)
 class RoleSupply:
-    """The workers of a resource: how many are ``wanted``, the names of those that supply it, and whether others are being set up.
+    """Suppliers of a resource by name, how many are ``wanted``, and whether others are set up.
 
     ``cause`` names the workers that are lost, out of service or not ready.
     """
@@ -263,7 +267,7 @@ class RoleSupply:
 
 @dataclass(frozen=True, slots=True)
 class RolesMissing:
-    """Too few workers supply these resources, since ``for_s``; ``some``: one does. ``had``: names of the last suppliers."""
+    """Too few workers supply these resources; ``had``: the last suppliers; ``some``: one is left."""
 
     resources: tuple[str, ...]
     for_s: float
@@ -273,7 +277,7 @@ class RolesMissing:
 
 @dataclass(frozen=True, slots=True)
 class RolesBack:
-    """Resources that were reported missing are supplied; ``again``: for the second time or later."""
+    """Missing resources are supplied; ``again``: not for the first time."""
 
     resources: tuple[str, ...]
     after_s: float

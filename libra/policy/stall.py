@@ -1,17 +1,21 @@
-"""Detects that a run makes no progress, and the task to blame. Pure: the caller provides the time and the tasks.
+"""Detects that a run makes no progress, and the task to blame. Pure: the caller provides the time
+and the tasks.
 
 Rules
 -----
-1. Progress is a worker's report on the run, a completed task of the run, or the driver's request for another iteration. The start
-   of a task is not progress.
-2. The limit of a kind of task is ``FACTOR`` times the ``QUANTILE`` of its last ``KEPT`` lengths, at least its floor; ``START_S`` if
-   it was seen fewer than ``MIN_SEEN`` times: first tasks load, compile and connect. A tool's or grader's floor is its time-out.
-3. A stall is reported after the least of all limits without progress, if a task has shown no activity (sent to its worker, last
-   report) for longer than its limit; else after the longest limit of the running tasks. It is reported again after each further
-   limit of that task. An action against it (a restart, a worker that joined) gets the same time to show progress.
-4. If tasks run, the culprit has exceeded its limit by the largest factor. The others may wait for it; if not, one of them is the
-   next culprit.
-5. If no task runs, no worker is to blame: the stall names what parked tasks wait for. The limit is the longest of the run.
+1. Progress is a worker's report on the run, a completed task of the run, or the driver's request
+   for another iteration. The start of a task is not progress.
+2. The limit of a kind of task is ``FACTOR`` times the ``QUANTILE`` of its last ``KEPT`` lengths, at
+   least its floor; ``START_S`` if it was seen fewer than ``MIN_SEEN`` times: first tasks load,
+   compile and connect. A tool's or grader's floor is its time-out.
+3. A stall is reported after the least of all limits without progress, if a task has shown no
+   activity (sent to its worker, last report) for longer than its limit; else after the longest
+   limit of the running tasks. It is reported again after each further limit of that task. An action
+   against it (a restart, a worker that joined) gets the same time to show progress.
+4. If tasks run, the culprit has exceeded its limit by the largest factor. The others may wait for
+   it; if not, one of them is the next culprit.
+5. If no task runs, no worker is to blame: the stall names what parked tasks wait for. The limit is
+   the longest of the run.
 6. A run without any task is idle, not stalled.
 """
 
@@ -43,7 +47,8 @@ class RunningTask:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A task that waits in the scheduler for ``needs`` (in words), and for ``resource`` (empty: for none)."""
+    """A task that waits in the scheduler for ``needs`` (in words), and for ``resource`` (empty: for
+    none)."""
 
     key: str
     needs: str
@@ -137,7 +142,8 @@ class Watchdog:
         return Stall(idle_s, culprit, held_s, len(picture.waiting), (), detail)
 
     def _needed_s(self, worst: RunningTask | None, limit_s: Mapping[str, float], t_s: float) -> float:
-        """Seconds without progress or action after which to report now; ``worst``: the task to blame, if one runs."""
+        """Seconds without progress or action after which to report now; ``worst``: the task to
+        blame, if one runs."""
         if worst is None:
             return self.limits.longest_s()
         if t_s - worst.since_s < limit_s[worst.stage]:
@@ -157,8 +163,9 @@ def _nothing_runs(picture: Picture, missing: tuple[str, ...]) -> str:
 class Limits:
     """Seconds after which a task without activity is suspicious, by kind of task.
 
-    They follow the measured lengths, above ``floors_s`` of kinds with a time-out of their own. ``fixed_s``: one limit for every
-    kind instead (``watchdog.timeout_s`` as a number). ``floor_s`` is the least of all limits.
+    They follow the measured lengths, above ``floors_s`` of kinds with a time-out of their own.
+    ``fixed_s``: one limit for every kind instead (``watchdog.timeout_s`` as a number). ``floor_s``
+    is the least of all limits.
 
     >>> limits = Limits({"tool": 90.0})
     >>> limits.limit_s("step")

@@ -1,7 +1,9 @@
-"""Feeds `libra.policy.liveness` with the workers of a scheduler, carries out its commands, and words its reports.
+"""Feeds `libra.policy.liveness` with the workers of a scheduler, carries out its commands, and
+words its reports.
 
-Dask reports a worker as running before its plugins are set up, and also if one of them fails, which only that worker's log
-shows. Here that is an event, a line in the driver's terminal, and a row of the dashboard.
+Dask reports a worker as running before its plugins are set up, and also if one of them fails, which
+only that worker's log shows. Here that is an event, a line in the driver's terminal, and a row of
+the dashboard.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SENT_BY_DASK = (keys.GRADE, keys.TRAIN, keys.COMMIT, keys.TEACHER)
-"""Resources whose tasks Dask itself sends to a worker; quanta of the other two come from the dispatcher."""
+"""Resources whose tasks Dask itself sends to a worker; quanta of the other two come from the
+dispatcher."""
 STUCK_S = 120.0
 """A setup that takes longer may hang: only then does a report say how to restart the worker."""
 WORK = {
@@ -45,8 +48,8 @@ WORK = {
 class _Present(NamedTuple):
     """A present worker, with what it supplies or will supply once it is ready.
 
-    ``status``: "failed", "out", "quarantined", "setting_up", "ready", or Dask's if it takes no tasks. ``again_s``: time until its
-    restart, None if there is none.
+    ``status``: "failed", "out", "quarantined", "setting_up", "ready", or Dask's if it takes no
+    tasks. ``again_s``: time until its restart, None if there is none.
     """
 
     ws: WorkerState
@@ -70,7 +73,8 @@ class WorkerWatch:
     # ---------------------------------------------------------------- events
 
     def joined(self, address: str, runs: list[str]) -> None:
-        """A worker begins its setup for these runs. Call it before Dask sends the worker anything."""
+        """A worker begins its setup for these runs. Call it before Dask sends the worker
+        anything."""
         name = dask_internals.worker_name(self._scheduler, address)
         if self._liveness.joined(address, name, runs, time.monotonic()):
             self._held[address] = dask_internals.hold_back(self._scheduler, address, SENT_BY_DASK)
@@ -90,7 +94,8 @@ class WorkerWatch:
         self._supply(self._liveness.ended(run))
 
     def failed(self, state: RunState, fact: SetupFailed, address: str) -> None:
-        """A worker's setup for a run failed. While the run starts, that reaches the driver, which ends the run."""
+        """A worker's setup for a run failed. While the run starts, that reaches the driver, which
+        ends the run."""
         name, detail, ws = fact.worker, fact.detail, self._scheduler.workers.get(address)
         after_s = None
         joins = ws is not None and self._liveness.joins(state.run, address)
@@ -114,7 +119,8 @@ class WorkerWatch:
         state.notices.warn(logger, f"{text}; its log has the traceback", logging.ERROR)
 
     def look(self, state: RunState, now_s: float | None = None) -> None:
-        """Restart workers that are due, and report changes of what a run misses; ``now_s``: monotonic seconds."""
+        """Restart workers that are due, and report changes of what a run misses; ``now_s``:
+        monotonic seconds."""
         now_s = time.monotonic() if now_s is None else now_s
         for due in self._liveness.due(state.run, now_s):
             logger.warning("run %s: worker %s is restarted: %s", state.run, due.name, due.reason)
@@ -141,7 +147,8 @@ class WorkerWatch:
         return {address: dict(resources) for address, resources in self._held.items()}
 
     def lack(self, run: str) -> str:
-        """The first reported work that too few workers of a run do, e.g. "nobody generates"; "" if there is none."""
+        """The first reported work that too few workers of a run do, e.g. "nobody generates"; "" if
+        there is none."""
         told = self._roles[run].told if run in self._roles else []
         return f"nobody {WORK[told[0]]}" if told else ""
 
