@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from libra import keys
-from libra.cluster.connection import present_workers
-from libra.cluster.fork_server import may_have_gpu
 from libra.config import RunConfig
-from libra.hardware import GPU, known_gpus
 
 if TYPE_CHECKING:
     from distributed import Client
+
+    from libra.hardware import GPU
 
 VARIABLE = "CUDA_VISIBLE_DEVICES"
 DRIVER, NODES = Path("/proc/driver/nvidia/gpus"), Path("/dev")
@@ -53,6 +52,8 @@ class Machine:
 
 def this_machine() -> Machine:
     """The machine that this process is on, as torch sees it."""
+    from libra.cluster.fork_server import may_have_gpu
+
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if sys.platform == "linux" and not may_have_gpu():
         return Machine(CPU, 0, cores)
@@ -71,6 +72,8 @@ def gpu_name(reported: str, memory_bytes: float, sheets: Mapping[str, GPU] | Non
     A datasheet fits where all words of its name are in the driver's ("RTX-4090-24G" in "NVIDIA GeForce RTX 4090") and the memory
     is about the datasheet's.
     """
+    from libra.hardware import known_gpus  # workers do without its tables
+
     words = set(re.findall(r"[a-z0-9]+", reported.lower()))
     for name, sheet in (known_gpus() if sheets is None else sheets).items():
         model = name.lower().split("-")[:-1]
@@ -81,6 +84,8 @@ def gpu_name(reported: str, memory_bytes: float, sheets: Mapping[str, GPU] | Non
 
 def cluster_gpu(client: Client) -> str:
     """Name of the hardware of a cluster's rollout and training workers; several names, joined, where they differ."""
+    from libra.cluster.connection import present_workers
+
     workers: Mapping[str, Mapping[str, Any]] = present_workers(client)
     used = [
         address for address, worker in workers.items() if {keys.ROLLOUT, keys.TRAIN} & set(worker.get("resources", {}))
