@@ -142,7 +142,6 @@ class LocalWorkers(SpecCluster):
                 logger.warning("tool workers could not be changed: %s: %s", type(error).__name__, error)
 
     async def _renew(self) -> None:
-        """Start another nanny for each that has ended."""
         now_s, removed = time.monotonic(), False
         for name, nanny in list(self.workers.items()):
             if name not in self.worker_spec:  # the cluster is closed

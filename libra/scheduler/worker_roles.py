@@ -217,7 +217,6 @@ class WorkerRoles:
         return Assignment(Role(has["role"]), int(has.get("tp") or (member.base.tp if member is not None else 1)))
 
     def _none_left(self, state: _Run, targets: Mapping[str, Assignment]) -> str:
-        """The reason for refusal if no worker would generate; empty otherwise."""
         wanted = {name: change.moves[name][1] for change in state.roles.changes.values() for name in change.moves}
         wanted = {name: member.settled for name, member in state.roles.members.items()} | wanted | dict(targets)
         others = dask_internals.supply(self._scheduler, keys.ROLLOUT).keys() - state.address.values()
@@ -302,7 +301,6 @@ class WorkerRoles:
 
     @staticmethod
     def _mark_failed(state: _Run, name: str, address: str, detail: str) -> None:
-        """A worker is present but gets no work until it is restarted."""
         state.failed[name], state.members[name].reason = address, detail
 
     # ---------------------------------------------------------------- commands

@@ -1,15 +1,20 @@
-"""Workers as the policies see them: what each supplies, limits on its slots, and tool workers that come and go.
+"""Workers as the policies see them: what each supplies, limits on its slots, and tool workers that
+come and go.
 
 Invariants
 ----------
-1. A worker is reported as joined before anything is placed on it, and as left before it joins again. A worker that joins
-   during runs is reported once its setup for each of them has ended.
-2. The policy has an engine's last declaration, or one that is close enough to it (`UPDATE_FRAC`). An engine that has not
-   measured its own passes counts as fast as one of its bucket that has; if there is none, no speed is reported.
-3. A worker supplies at most its limit, and at most the slots of its engine. A limit belongs to a worker and a tensor-parallel
-   degree; it holds until it is replaced or the run ends, also for a worker that returns or trains in the meantime.
-4. A limit below the slots in use aborts nothing: a slot is released when its turn ends (`Dispatcher.overfull`).
-5. A limit that does not fit is refused with all others of its request; the error has the worker, the request and the range.
+1. A worker is reported as joined before anything is placed on it, and as left before it joins
+   again. A worker that joins during runs is reported once its setup for each of them has ended.
+2. The policy has an engine's last declaration, or one that is close enough to it (`UPDATE_FRAC`).
+   An engine that has not measured its own passes counts as fast as one of its bucket that has; if
+   there is none, no speed is reported.
+3. A worker supplies at most its limit, and at most the slots of its engine. A limit belongs to a
+   worker and a tensor-parallel degree; it holds until it is replaced or the run ends, also for a
+   worker that returns or trains in the meantime.
+4. A limit below the slots in use aborts nothing: a slot is released when its turn ends
+   (`Dispatcher.overfull`).
+5. A limit that does not fit is refused with all others of its request; the error has the worker,
+   the request and the range.
 """
 
 from __future__ import annotations
@@ -113,17 +118,16 @@ class Workers:
             yield self._gone(name)
 
     def _gone(self, name: str) -> WorkerWithdrawn:
-        """Forget a worker; its next process declares itself again."""
         del self.known[name], self.address[name]
         self._declared.pop(name, None)
         return WorkerWithdrawn(name)
 
     def _differs(self, declared: _Declared) -> bool:
-        """Whether an engine differs noticeably from what was reported of it."""
         return declared.reported is None or off_by_frac(self._as_its_bucket(declared), declared.reported) > UPDATE_FRAC
 
     def _as_its_bucket(self, declared: _Declared) -> EngineCapacity:
-        """Its declaration; if it has measured no seconds, with those of the first engine of its bucket that has."""
+        """Its declaration; if it has measured no seconds, with those of the first engine of its
+        bucket that has."""
         if declared.capacity.steps is not None:
             return declared.capacity
         alike = (other.capacity.steps for other in self._declared.values() if other.bucket == declared.bucket)
@@ -156,7 +160,8 @@ class Concurrency:
                 dask_internals.set_supply(self._scheduler, address, keys.ROLLOUT, slots)
 
     def joined(self, run: str, worker: str, kind: EngineKindFields) -> None:
-        """A worker has joined, for the first time or again; ``kind`` has engine, bucket, tp and slots of its engine."""
+        """A worker has joined, for the first time or again; ``kind`` has engine, bucket, tp and
+        slots of its engine."""
         known = self._runs.setdefault(run, _Limits())
         known.started[worker] = kind
         known.full[worker] = (kind.tp, kind.slots)
@@ -172,7 +177,8 @@ class Concurrency:
             dask_internals.set_supply(self._scheduler, address, keys.ROLLOUT, limit)
 
     def supplied(self, run: str, worker: str, tp: int, slots: int) -> int:
-        """Slots that a worker may supply, whose engine has this degree and number of slots from now on."""
+        """Slots that a worker may supply, whose engine has this degree and number of slots from now
+        on."""
         known = self._runs.setdefault(run, _Limits())
         known.full[worker] = (tp, slots)
         return min(slots, known.limits.get((worker, tp), slots))
@@ -187,8 +193,9 @@ class Concurrency:
     def rows(self, state: RunState) -> list[dict[str, Any]]:
         """A row for each worker that has or had an engine.
 
-        ``worker``, ``address``; ``engine``, ``bucket``, ``base_tp`` and ``base_slots`` at its start; ``tp`` and ``slots`` of its
-        last engine; slots that it ``supplies`` now; its ``limits`` and what it ``declared``, both by degree.
+        ``worker``, ``address``; ``engine``, ``bucket``, ``base_tp`` and ``base_slots`` at its
+        start; ``tp`` and ``slots`` of its last engine; slots that it ``supplies`` now; its
+        ``limits`` and what it ``declared``, both by degree.
         """
         known, found = self._runs.get(state.run, _Limits()), []
         for worker, (tp, slots) in sorted(known.full.items()):
@@ -291,7 +298,8 @@ class ToolWorkers:
         return order
 
     def _load(self, present: Iterable[str]) -> tuple[int, int, float]:
-        """Units of the present workers together, actions that wait for some, and unit-seconds of these."""
+        """Units of the present workers together, actions that wait for some, and unit-seconds of
+        these."""
         leases = self._dispatcher.leases
         if leases is None:
             slots = sum(self._workers.known[name].tool_slots for name in present)

@@ -65,7 +65,6 @@ class WaitingRequests:
         return holder in self._requests
 
     def __iter__(self) -> Iterator[LeaseRequest]:
-        """In no order."""
         return (request for _, request in self._requests.values())
 
     def wanting(self, kind: str) -> int:
