@@ -21,7 +21,7 @@ from typing import Any
 import libra
 from benchmarks.report import QUICKSTART
 from libra import Late
-from libra.cluster.present_workers import present_workers
+from libra.cluster.connection import present_workers
 from libra.config import RunConfig, dump_config, load_config
 from libra.driver.session import Session, run
 from libra.envs.tool_arithmetic import ToolArithmetic

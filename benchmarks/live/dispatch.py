@@ -30,7 +30,7 @@ from distributed.deploy.subprocess import SubprocessCluster
 
 from benchmarks.live.dispatch_sides import Batch, central, check, clear, direct, lay_out, scheduler_traffic
 from benchmarks.report import MIN_PAIRS, Figure, Pairs, alternate, command_parser, emit, seconds_of
-from libra.cluster.present_workers import present_workers
+from libra.cluster.connection import present_workers
 from libra.cluster.settings import DASK_SETTINGS
 
 WORKERS = 8

@@ -124,8 +124,11 @@ def screen(text: str) -> list[str]:
 
 
 def lines_after(before: str, text: str) -> list[str]:
-    """Lines of the screen of ``text`` that were not there at ``before``, empty ones left out; a line that grew was there."""
+    """Lines of the screen of ``text`` that were not there at ``before``, empty ones left out.
+
+    A progress line that grew or was redrawn, e.g. with other seconds, was there; a notice of Libra's in its place is new.
+    """
     old = screen(before)
     new = screen(text)[len(old) - 1 :]
-    grown = bool(old[-1]) and new[0].startswith(old[-1].removesuffix("^C"))
-    return [line for line in new[grown:] if line]
+    redrawn = bool(old[-1]) and not new[0].startswith("libra:")
+    return [line for line in new[redrawn:] if line]

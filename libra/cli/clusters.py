@@ -62,7 +62,7 @@ def tls(directory: Path, force: bool) -> None:
     dask worker tls://HOST:8786 --nthreads 72 --resources ROLLOUT=64
     libra run CONFIG --scheduler tls://HOST:8786
     """
-    from libra.cluster.certificates import CERTIFICATE_FILE, KEY_FILE, make_files
+    from libra.cluster.connection import CERTIFICATE_FILE, KEY_FILE, make_files
     from libra.cluster.settings import settings_yaml
 
     directory = directory.absolute()
@@ -168,7 +168,7 @@ def roles_command(
     as_json: bool = False,
 ) -> bool:
     """Show the roles, after a change if one is given; False if ``wait`` saw the change undone."""
-    from libra.cluster.run_contact import reach
+    from libra.cluster.connection import reach
     from libra.driver.role_client import RoleClient
 
     wanted = assignments(words)

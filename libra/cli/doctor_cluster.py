@@ -7,9 +7,8 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from libra.cli.check_result import Check
-from libra.cluster.present_workers import present_workers
+from libra.cluster.connection import connect, present_workers
 from libra.cluster.readiness import NEEDED, engine_problems, resource_problems
-from libra.cluster.scheduler_address import connect
 from libra.cluster.settings import cluster_setting_problems
 from libra.config import RunConfig, config_from_dict
 from libra.errors import ClusterError
@@ -86,7 +85,7 @@ def role_checks(
     Parameters
     ----------
     workers : mapping
-        `libra.cluster.present_workers.present_workers`.
+        `libra.cluster.connection.present_workers`.
     config : RunConfig, optional
         The configuration of the run; None: the defaults.
     """

@@ -29,7 +29,7 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
-from libra.cluster.gpu_names import VisibleGpu
+from libra.cluster.hardware_inventory import VisibleGpu
 from libra.errors import ClusterError, ToolFault
 
 logger = logging.getLogger(__name__)

@@ -1,22 +1,25 @@
-"""Hardware of this machine, or of the workers of a cluster: GPUs by number and kind, or CPU cores."""
+"""Hardware of this machine and of a cluster's workers: GPUs, their names, CPU cores, and what a tool worker has for its tools."""
 
 from __future__ import annotations
 
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from libra import keys
-from libra.cluster.fork_server import may_have_gpu
-from libra.cluster.present_workers import present_workers
-from libra.hardware import GPU, known_gpus
+from libra.config import RunConfig
 
 if TYPE_CHECKING:
     from distributed import Client
 
+    from libra.hardware import GPU
+
+VARIABLE = "CUDA_VISIBLE_DEVICES"
+DRIVER, NODES = Path("/proc/driver/nvidia/gpus"), Path("/dev")
 CPU = "cpu"
 """Name of a machine without a GPU."""
 MEMORY_SLACK_FRAC = 0.15
@@ -49,6 +52,8 @@ class Machine:
 
 def this_machine() -> Machine:
     """The machine that this process is on, as torch sees it."""
+    from libra.cluster.fork_server import may_have_gpu
+
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if sys.platform == "linux" and not may_have_gpu():
         return Machine(CPU, 0, cores)
@@ -67,6 +72,8 @@ def gpu_name(reported: str, memory_bytes: float, sheets: Mapping[str, GPU] | Non
     A datasheet fits where all words of its name are in the driver's ("RTX-4090-24G" in "NVIDIA GeForce RTX 4090") and the memory
     is about the datasheet's.
     """
+    from libra.hardware import known_gpus  # workers do without its tables
+
     words = set(re.findall(r"[a-z0-9]+", reported.lower()))
     for name, sheet in (known_gpus() if sheets is None else sheets).items():
         model = name.lower().split("-")[:-1]
@@ -77,8 +84,91 @@ def gpu_name(reported: str, memory_bytes: float, sheets: Mapping[str, GPU] | Non
 
 def cluster_gpu(client: Client) -> str:
     """Name of the hardware of a cluster's rollout and training workers; several names, joined, where they differ."""
+    from libra.cluster.connection import present_workers
+
     workers: Mapping[str, Mapping[str, Any]] = present_workers(client)
     used = [
         address for address, worker in workers.items() if {keys.ROLLOUT, keys.TRAIN} & set(worker.get("resources", {}))
     ]
     return " and ".join(sorted({machine.gpu for machine in client.run(this_machine, workers=used).values()}))
+
+
+class VisibleGpu(NamedTuple):
+    """A GPU that a process sees. ``entry``: as CUDA_VISIBLE_DEVICES has it; ``name``: its UUID, else ``gpu-N``."""
+
+    entry: str
+    name: str
+
+
+def visible_gpus(visible: str | None, machine: Sequence[str], least: int = 1) -> tuple[VisibleGpu, ...]:
+    """The GPUs that a process sees, in its order.
+
+    Parameters
+    ----------
+    visible : str or None
+        Its CUDA_VISIBLE_DEVICES: numbers or UUIDs, which may be cut short. None: it is not set, and all are seen.
+    machine : sequence of str
+        UUIDs of the GPUs of the machine, by number; empty: not known.
+    least : int
+        GPUs that are there at least, where neither of the two says how many.
+    """
+    if visible is None:
+        entries = [str(number) for number in range(len(machine) or least)]
+    else:
+        entries = [entry for entry in map(str.strip, visible.split(",")) if entry]
+        entries = entries[: entries.index("-1")] if "-1" in entries else entries
+    return tuple(VisibleGpu(entry, _name(entry, machine)) for entry in entries)
+
+
+def _name(entry: str, machine: Sequence[str]) -> str:
+    if entry.isdecimal():
+        return machine[int(entry)] if int(entry) < len(machine) else f"gpu-{int(entry)}"
+    meant = [uuid for uuid in machine if uuid.startswith(entry)]
+    return meant[0] if len(meant) == 1 else entry
+
+
+def machine_gpus(driver: Path = DRIVER, nodes: Path = NODES) -> tuple[str, ...]:
+    """UUIDs of the GPUs that this process may open, by number (that of their PCI addresses); empty where no driver says."""
+    found = []
+    for file in sorted(driver.glob("*/information")):
+        facts = dict(line.split(":", 1) for line in file.read_text().splitlines() if ":" in line)
+        uuid, minor = facts.get("GPU UUID", "").strip(), facts.get("Device Minor", "").strip()
+        if uuid and os.access(nodes / f"nvidia{minor}", os.R_OK | os.W_OK):
+            found.append(uuid)
+    return tuple(found)
+
+
+def gpus_here(least: int = 1) -> tuple[VisibleGpu, ...]:
+    """`visible_gpus` of this process."""
+    return visible_gpus(os.environ.get(VARIABLE), machine_gpus(), least)
+
+
+class ToolSupply(NamedTuple):
+    """Of one tool worker. ``core_ids``: those that it leases; ``mib``: memory in MiB; ``gpus``: those of calls, at once."""
+
+    core_ids: tuple[int, ...]
+    mib: int
+    gpus: int
+
+
+def tool_supply(config: RunConfig, index: int = 0) -> ToolSupply:
+    """Of tool worker ``index`` on this machine. Tool workers of a local cluster share it evenly, at least a core each."""
+    cluster = config.cluster
+    local = cluster.scheduler is None
+    share = (cluster.tool_workers_most or cluster.tool_workers) if local else 1
+    usable = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+    count = cluster.tool_cores or max(1, len(usable) // share)
+    first = index * count if local else 0
+    core_ids = tuple(usable[(first + i) % len(usable)] for i in range(min(count, len(usable))))
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // share
+    if cluster.tool_memory_gib is not None:
+        memory_bytes = round(cluster.tool_memory_gib * 2**30)
+    return ToolSupply(core_ids, memory_bytes >> 20, cluster.tool_gpus)
+
+
+def tool_gpus(config: RunConfig, index: int, seen: Sequence[VisibleGpu]) -> tuple[VisibleGpu, ...]:
+    """GPUs for calls of tools on tool worker ``index``, which sees ``seen``. Tool workers of a local cluster have different ones,
+    as far as there are enough."""
+    count = min(config.cluster.tool_gpus, len(seen))
+    first = index * count if config.cluster.scheduler is None else 0
+    return tuple(seen[(first + i) % len(seen)] for i in range(count))

@@ -9,7 +9,6 @@ import signal
 import socket
 import threading
 import time
-from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,8 +21,7 @@ from tornado.ioloop import PeriodicCallback
 
 from libra import keys
 from libra.cluster import fork_server, page_names
-from libra.cluster.certificates import new_security
-from libra.cluster.elastic_tools import LOOK_S, ElasticTools, most_tools, split_off
+from libra.cluster.connection import new_security
 from libra.cluster.fork_server import sigint_blocked
 from libra.cluster.hardware_inventory import this_machine
 from libra.cluster.settings import DASK_SETTINGS, GUARD
@@ -31,6 +29,7 @@ from libra.cluster.worker_environment import LOG_VARIABLE, inherited_environment
 from libra.config import RunConfig
 from libra.config.service_devices import Place, place_of_services, service_models
 from libra.errors import ClusterError
+from libra.policy.liveness import Backoff
 
 logger = logging.getLogger(__name__)
 
@@ -38,10 +37,52 @@ SPARE_THREADS = 8
 """Threads of a worker beside its slots, for graders, steps and control tasks."""
 LOOPBACK = "127.0.0.1"
 NANNY_CHECK_S = 0.5
+TOOLS_CHECK_S = 1.0
 RENEW_AFTER_S = (0.0, 1.0, 5.0, 30.0)
 """Delay before another nanny is started: after the first, second, third end in a row, and after any other."""
 WORKER_START = "libra.cluster.worker_start"
 ENDED = (Status.closed, Status.failed)
+
+
+def split_off(specs: dict[str, Any], least: int) -> dict[str, Any]:
+    """Take the descriptions of tool workers beyond the first ``least`` out of ``specs``, and return them."""
+    names = [name for name in specs if name.startswith("tool-") and int(name.removeprefix("tool-")) >= least]
+    return {name: specs.pop(name) for name in names}
+
+
+class ElasticTools:
+    """Tool workers of a cluster beyond the first ``least``, started and ended as actions need (``cluster.tool_workers_most``).
+
+    The cluster is a `distributed.SpecCluster` beside its scheduler: adding a worker's description starts it. ``reserve`` describes
+    the workers that are not started. `libra.scheduler.worker_supply` decides, in the scheduler.
+    """
+
+    def __init__(self, cluster: Any, reserve: dict[str, Any], least: int) -> None:
+        self._cluster, self._reserve = cluster, reserve
+        self._least, self._most = least, least + len(reserve)
+
+    async def look(self) -> bool:
+        """Follow what the scheduler orders now; whether descriptions of workers have changed."""
+        plugin = self._cluster.scheduler.plugins.get("libra")
+        if plugin is None:  # no run has come yet
+            return False
+        order = plugin.trajectories.tool_workers.look(self._least, self._most)
+        if order is None:
+            return False
+        specs: dict[str, Any] = self._cluster.worker_spec
+        if order.give_up and order.give_up in specs:
+            self._reserve[order.give_up] = specs.pop(order.give_up)  # first: nothing may start it again
+            await self._cluster.scheduler.retire_workers(names=[order.give_up], close_workers=True, remove=True)
+            return True
+        wanted, there = order.ordered, sum(name.startswith("tool-") for name in specs)
+        for name in sorted(self._reserve, key=lambda name: int(name.removeprefix("tool-")))[: max(0, wanted - there)]:
+            specs[name] = self._reserve.pop(name)
+        return True
+
+
+def most_tools(config: RunConfig) -> int:
+    """Tool workers that there may be of a local cluster, or of Slurm."""
+    return config.cluster.tool_workers_most or config.cluster.tool_workers
 
 
 class LocalWorkers(SpecCluster):
@@ -85,12 +126,12 @@ class LocalWorkers(SpecCluster):
                 signal.SIG_BLOCK, {signal.SIGINT}
             )  # of this thread, and of the processes that it starts
         await super()._start()
-        self._attempts = Counter[str]()  # in a row, at starting a nanny of that name
+        self._backoff = Backoff()
         self._due_s: dict[str, float] = {}  # monotonic, by name
         renewals = self.periodic_callbacks["libra-nannies"] = PeriodicCallback(self._renew, NANNY_CHECK_S * 1000)
         renewals.start()
         if self._elastic is not None:
-            looks = self.periodic_callbacks["libra-tools"] = PeriodicCallback(self._look_at_tools, LOOK_S * 1000)
+            looks = self.periodic_callbacks["libra-tools"] = PeriodicCallback(self._look_at_tools, TOOLS_CHECK_S * 1000)
             looks.start()
 
     async def _look_at_tools(self) -> None:
@@ -101,18 +142,16 @@ class LocalWorkers(SpecCluster):
                 logger.warning("tool workers could not be changed: %s: %s", type(error).__name__, error)
 
     async def _renew(self) -> None:
-        """Start another nanny for each that has ended."""
         now_s, removed = time.monotonic(), False
         for name, nanny in list(self.workers.items()):
             if name not in self.worker_spec:  # the cluster is closed
                 continue
             if nanny.status not in ENDED:
                 if nanny.status is Status.running:
-                    self._attempts.pop(name, None)
+                    self._backoff.worked(name)
                 continue
             if name not in self._due_s:
-                tries = self._attempts[name] = self._attempts[name] + 1
-                wait_s = RENEW_AFTER_S[min(tries, len(RENEW_AFTER_S)) - 1]
+                wait_s = self._backoff.failed(name, RENEW_AFTER_S, forever=True) or 0.0
                 self._due_s[name] = now_s + wait_s
                 logger.warning("the nanny of worker %s has ended; another is started in %g s", name, wait_s)
             elif now_s >= self._due_s[name]:

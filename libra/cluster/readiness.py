@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from libra import keys
-from libra.cluster.present_workers import present_workers
+from libra.cluster.connection import present_workers
 from libra.cluster.settings import check_settings
 from libra.config import RunConfig
 from libra.errors import ClusterError
@@ -44,7 +44,7 @@ def resource_problems(
 ) -> list[str]:
     """Resources that the workers of a cluster lack, each with the line to type.
 
-    ``workers`` is what `libra.cluster.present_workers` gives: by address, with ``resources`` and ``nthreads``. Training
+    ``workers`` is what `libra.cluster.connection` gives: by address, with ``resources`` and ``nthreads``. Training
     workers beyond ``train_workers`` wait to replace a lost one. ``teacher``: one is needed.
     """
     problems = []
@@ -123,68 +123,53 @@ def engine_problems(workers: Mapping[str, Mapping[str, Any]], address: str, conf
 def check_cluster(client: Client, config: RunConfig, *, wait_s: float = RETURN_WAIT_S) -> None:
     """ClusterError with everything that is missing or set wrongly on the scheduler and the workers of ``client``.
 
-    Where something is missing and a worker left less than ``wait_s`` ago, as at the end of the run before, its return is awaited
-    until then.
+    If a worker left less than ``wait_s`` ago, e.g. at the end of the run before, its return is awaited for that long.
     """
+    cluster, address = config.cluster, str(client.scheduler_info(n_workers=0)["address"])
     began_s, said = time.monotonic(), False
-    while problems := _problems(client, config):
+    while True:
         left_s = wait_s - (time.monotonic() - began_s)
-        returning = client.run_on_scheduler(_returning, wait_s) if left_s > 0 else []
-        if not returning:
-            problems = _problems(client, config)  # the last may have come back since
-            if not problems:
-                return
+        # Before the workers: a worker that is back by then is among them.
+        held, returning, in_force = client.run_on_scheduler(_seen_by_scheduler, config.run.name, wait_s)
+        workers = present_workers(client)
+        for worker in held.keys() & workers.keys():
+            workers[worker]["resources"] = {**workers[worker]["resources"], **held[worker]}
+        problems = resource_problems(
+            workers,
+            address,
+            train_workers=cluster.train_workers,
+            hybrid_workers=cluster.hybrid_workers,
+            teacher=config.distil.teacher is not None,
+        )
+        problems += engine_problems(workers, address, config)
+        problems += [p.message for p in check_settings({"distributed": in_force}, "scheduler") if p.setting.breaks]
+        if not problems:
+            return
+        if not returning or left_s <= 0:
             raise ClusterError("this cluster cannot run Libra:" + "".join(f"\n  {problem}" for problem in problems))
         if not said:
             said = True
-            logger.warning(
-                "the cluster is not complete; waiting for %s to come back, up to %.0f s", ", ".join(returning), left_s
-            )
+            names = ", ".join(returning)
+            logger.warning("the cluster is not complete; waiting for %s to come back, up to %.0f s", names, left_s)
         time.sleep(RETURN_LOOK_S)
 
 
-def _problems(client: Client, config: RunConfig) -> list[str]:
-    """What is missing or set wrongly now."""
-    train_workers, hybrid_workers = config.cluster.train_workers, config.cluster.hybrid_workers
-    workers, address = present_workers(client), str(client.scheduler_info(n_workers=0)["address"])
-    held = client.run_on_scheduler(_held_back, config.run.name)
-    for worker in held.keys() & workers.keys():
-        workers[worker]["resources"] = {**workers[worker]["resources"], **held[worker]}
-    problems = resource_problems(
-        workers,
-        address,
-        train_workers=train_workers,
-        hybrid_workers=hybrid_workers,
-        teacher=config.distil.teacher is not None,
-    )
-    problems += engine_problems(workers, address, config)
-    in_force = client.run_on_scheduler(_distributed_settings)
-    return problems + [p.message for p in check_settings({"distributed": in_force}, "scheduler") if p.setting.breaks]
+def _seen_by_scheduler(
+    run: str | None, within_s: float, dask_scheduler: Scheduler
+) -> tuple[dict[str, dict[str, int]], list[str], dict[str, Any]]:
+    """On the scheduler: resources that workers will supply besides, by address; names of workers that left less than
+    ``within_s`` ago; and Dask's settings.
 
-
-def _held_back(run: str | None, dask_scheduler: Scheduler) -> dict[str, dict[str, int]]:
-    """Resources that workers will supply by address, beside those they do; runs on the scheduler.
-
-    Those of workers in setup, for another run or an earlier start of this one, and what an earlier start of this run changed with
-    their roles.
+    Workers in setup, for another run or an earlier start of this one, will supply more, and so will workers whose roles an earlier
+    start of this run changed.
     """
-    plugin: Any = dask_scheduler.plugins.get("libra")
-    if plugin is None:
-        return {}
-    held: dict[str, dict[str, int]] = plugin.not_ready.held()
-    for address, supply in plugin.roles.as_started(run).items():
-        held[address] = held.get(address, {}) | supply
-    return held
-
-
-def _returning(within_s: float, dask_scheduler: Scheduler) -> list[str]:
-    """Names of workers that left less than ``within_s`` ago and are not back; runs on the scheduler."""
-    plugin: Any = dask_scheduler.plugins.get("libra")
-    return [] if plugin is None else list(plugin.lost_workers.gone(within_s))
-
-
-def _distributed_settings() -> dict[str, Any]:
     import dask
 
     settings: dict[str, Any] = dask.config.get("distributed")
-    return settings
+    plugin: Any = dask_scheduler.plugins.get("libra")
+    if plugin is None:
+        return {}, [], settings
+    held: dict[str, dict[str, int]] = plugin.watch.held()
+    for address, supply in plugin.roles.as_started(run).items():
+        held[address] = held.get(address, {}) | supply
+    return held, plugin.liveness.lost(time.monotonic(), within_s), settings

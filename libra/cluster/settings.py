@@ -37,6 +37,8 @@ class Setting:
     reason: str
 
 
+KEPT_KEYS = 8_192
+"""Keys after which `bound_key_cache` empties the cache. The next call for a key takes a few microseconds."""
 GUARD = "libra.cluster.connection_guard"
 """Module that schedulers, workers and nannies load when they start."""
 MIN_WORKER_TTL_S = 30.0
@@ -174,3 +176,14 @@ def _seconds(got: Any) -> float:
         return float(parse_timedelta(got))
     except (ValueError, TypeError, KeyError):
         return 0.0
+
+
+def bound_key_cache() -> None:
+    """Empty Dask's cache of key prefixes (``dask.utils.key_split``) in this process if it has more than `KEPT_KEYS` keys.
+
+    Each process keeps the last 100,000, 300 bytes each, of tasks that are long forgotten.
+    """
+    from dask.utils import key_split
+
+    if key_split.cache_info().currsize > KEPT_KEYS:
+        key_split.cache_clear()

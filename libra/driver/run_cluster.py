@@ -10,11 +10,9 @@ from typing import TYPE_CHECKING
 
 from distributed import Client
 
-from libra.cluster.certificates import shown_by
+from libra.cluster.connection import RunContact, connect, forget, shown_by
 from libra.cluster.local import local_cluster
 from libra.cluster.readiness import check_cluster
-from libra.cluster.run_contact import RunContact, forget
-from libra.cluster.scheduler_address import connect
 from libra.config import RunConfig
 from libra.driver.launch_layout import check_workers, layout_fact
 from libra.driver.notice_reader import NoticeReader
@@ -23,7 +21,7 @@ from libra.driver.scheduler_calls import SchedulerCalls
 from libra.driver.worker_imports import check_loadable
 from libra.errors import ClusterError
 from libra.keys import host_name
-from libra.scheduler.notices import process_name
+from libra.scheduler.run_state import process_name
 from libra.worker import run_secret
 from libra.worker.host import LibraHost
 

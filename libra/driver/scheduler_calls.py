@@ -171,7 +171,7 @@ def seats_of(engines: Iterable[Mapping[str, Any]], roles: Iterable[Mapping[str, 
     Parameters
     ----------
     engines : iterable of mapping
-        `libra.scheduler.slot_limits.Concurrency.rows`.
+        `libra.scheduler.worker_supply.Concurrency.rows`.
     roles : iterable of mapping
         `libra.scheduler.worker_roles.WorkerRoles.roles`; empty if no worker can change roles.
     """

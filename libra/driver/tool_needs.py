@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from libra.cluster.tool_supply import tool_supply
+from libra.cluster.hardware_inventory import tool_supply
 from libra.config import RunConfig
 from libra.envs import Environment, Tool
 from libra.errors import ConfigError

@@ -11,7 +11,7 @@ A snapshot is one dict per run:
 - ``policy``: {"name", "objective", "skill", "weights": {signal: weight}, "outcomes": [[tokens forecast at first, forecast half way,
   generated], ...]}
 - ``roles``: one row per worker that can change its role, see `libra.scheduler.worker_roles.WorkerRoles.roles`
-- ``not_ready``: one row per worker that the run does not use yet, see `libra.scheduler.unready_workers.NotReady.rows`
+- ``not_ready``: one row per worker that the run does not use yet, see `libra.policy.liveness.Liveness.rows`
 - ``time``: what workers did since the run's start, `libra.observe.timeline.timeline.Timeline.worker_time`
 - ``quanta``: {phase: finished}, ``parts`` int of them generations whose turn went on; ``tokens`` int generated, ``groups`` int
   committed, ``failures`` {class: count} of trajectories that ended so, ``resampled`` int attempts that failed before

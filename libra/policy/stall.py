@@ -1,19 +1,22 @@
-"""Detects that a run makes no progress, and the task to blame. Pure: the caller provides the time and the tasks.
+"""Detects that a run makes no progress, and the task to blame. Pure: the caller provides the time
+and the tasks.
 
 Rules
 -----
-1. Progress is a worker's report on the run, a completed task of the run, or the driver's request for another iteration. A task
-   that only starts is none.
-2. Each kind of task has a limit: ``FACTOR`` times the ``QUANTILE`` of its last ``KEPT`` lengths, at least its floor; ``START_S``
-   if it was seen fewer than ``MIN_SEEN`` times, because first tasks load, compile and connect. A kind with a time-out of its own (a
-   tool, a grader) has a floor above that. A stall is reported after the least of all limits without progress, if a task has been
-   without a sign (sent to its worker, last report) for longer than its limit; else after the longest limit of those that run. Again
-   after each further limit of that task. An action against it (a restart, a worker that joined) gets the same time to show
-   progress.
-3. If tasks run, the culprit is the one that has exceeded its limit by the largest factor: the others wait for it, or for another
-   one, which is reported next if the first was not to blame.
-4. If none runs, no worker is to blame: the stall names what the parked tasks wait for. The limit is the longest of the run's.
-5. A run without any task is idle, not stalled.
+1. Progress is a worker's report on the run, a completed task of the run, or the driver's request
+   for another iteration. The start of a task is not progress.
+2. The limit of a kind of task is ``FACTOR`` times the ``QUANTILE`` of its last ``KEPT`` lengths, at
+   least its floor; ``START_S`` if it was seen fewer than ``MIN_SEEN`` times: first tasks load,
+   compile and connect. A tool's or grader's floor is its time-out.
+3. A stall is reported after the least of all limits without progress, if a task has shown no
+   activity (sent to its worker, last report) for longer than its limit; else after the longest
+   limit of the running tasks. It is reported again after each further limit of that task. An action
+   against it (a restart, a worker that joined) gets the same time to show progress.
+4. If tasks run, the culprit has exceeded its limit by the largest factor. The others may wait for
+   it; if not, one of them is the next culprit.
+5. If no task runs, no worker is to blame: the stall names what parked tasks wait for. The limit is
+   the longest of the run.
+6. A run without any task is idle, not stalled.
 """
 
 from __future__ import annotations
@@ -22,7 +25,13 @@ import math
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+
+FACTOR = 10.0
+QUANTILE = 0.95
+KEPT = 200
+MIN_SEEN = 3
+FLOOR_S = 60.0
+START_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +47,8 @@ class RunningTask:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A task that waits in the scheduler for ``needs`` (in words), and for ``resource`` (empty: for none)."""
+    """A task that waits in the scheduler for ``needs`` (in words), and for ``resource`` (empty: for
+    none)."""
 
     key: str
     needs: str
@@ -83,8 +93,8 @@ class Stall:
 class Watchdog:
     """One per run; ``t_s`` is in seconds of a monotonic clock."""
 
-    def __init__(self, limits: Limits | float, t_s: float) -> None:
-        self.limits: Limits = FixedLimit(limits) if isinstance(limits, int | float) else limits
+    def __init__(self, limits: Limits, t_s: float) -> None:
+        self.limits = limits
         self._progress_s = t_s
         self._reported_s = t_s
         self._again = False  # something was reported, or done, since the last progress
@@ -132,7 +142,8 @@ class Watchdog:
         return Stall(idle_s, culprit, held_s, len(picture.waiting), (), detail)
 
     def _needed_s(self, worst: RunningTask | None, limit_s: Mapping[str, float], t_s: float) -> float:
-        """Seconds without progress or action after which to report now; ``worst``: the task to blame, if one runs."""
+        """Seconds without progress or action after which to report now; ``worst``: the task to
+        blame, if one runs."""
         if worst is None:
             return self.limits.longest_s()
         if t_s - worst.since_s < limit_s[worst.stage]:
@@ -149,68 +160,36 @@ def _nothing_runs(picture: Picture, missing: tuple[str, ...]) -> str:
     return f"nothing runs, {len(picture.waiting)} are parked, waiting: {'; '.join(parts)}"
 
 
-FACTOR = 10.0
-QUANTILE = 0.95
-KEPT = 200
-MIN_SEEN = 3
-FLOOR_S = 60.0
-START_S = 600.0
+class Limits:
+    """Seconds after which a task without activity is suspicious, by kind of task.
 
+    They follow the measured lengths, above ``floors_s`` of kinds with a time-out of their own.
+    ``fixed_s``: one limit for every kind instead (``watchdog.timeout_s`` as a number). ``floor_s``
+    is the least of all limits.
 
-class Limits(Protocol):
-    """Seconds after which a task without a sign of activity is suspicious."""
-
-    @property
-    def floor_s(self) -> float:
-        """The least of all limits."""
-
-    def limit_s(self, kind: str) -> float:
-        """For tasks of this kind."""
-
-    def longest_s(self) -> float:
-        """The longest of all kinds: for a run in which nothing is on a worker."""
-
-
-class FixedLimit:
-    """The same limit for every kind: ``watchdog.timeout_s`` where it is a number."""
-
-    def __init__(self, timeout_s: float) -> None:
-        self.floor_s = timeout_s
-
-    def limit_s(self, kind: str) -> float:
-        """See `Limits`."""
-        return self.floor_s
-
-    def longest_s(self) -> float:
-        """See `Limits`."""
-        return self.floor_s
-
-
-class StepLengths:
-    """Limits that follow the measured lengths; ``floors_s`` are those of kinds with a time-out of their own.
-
-    >>> lengths = StepLengths({"tool": 90.0})
-    >>> lengths.limit_s("step")
+    >>> limits = Limits({"tool": 90.0})
+    >>> limits.limit_s("step")
     600.0
     >>> for seconds in (20.0, 21.0, 22.0, 0.1):
-    ...     lengths.took("step", seconds)
-    ...     lengths.took("tool", seconds / 10)
-    >>> lengths.limit_s("step"), lengths.limit_s("tool"), lengths.longest_s()
+    ...     limits.took("step", seconds)
+    ...     limits.took("tool", seconds / 10)
+    >>> limits.limit_s("step"), limits.limit_s("tool"), limits.longest_s()
     (220.0, 90.0, 220.0)
     """
 
-    floor_s = FLOOR_S
-
-    def __init__(self, floors_s: Mapping[str, float] | None = None) -> None:
-        self._floors_s = dict(floors_s or {})
+    def __init__(self, floors_s: Mapping[str, float] | None = None, *, fixed_s: float | None = None) -> None:
+        self._floors_s, self._fixed_s = dict(floors_s or {}), fixed_s
         self._seen: dict[str, deque[float]] = {}
+        self.floor_s = FLOOR_S if fixed_s is None else fixed_s
 
     def took(self, kind: str, seconds: float) -> None:
-        """A task of this kind took this long on a worker until it ended, or until its next sign of activity."""
+        """A task of this kind took this long on a worker until it ended or showed activity."""
         self._seen.setdefault(kind, deque(maxlen=KEPT)).append(seconds)
 
     def limit_s(self, kind: str) -> float:
-        """See `Limits`."""
+        """Limit of tasks of this kind."""
+        if self._fixed_s is not None:
+            return self._fixed_s
         seen, floor_s = self._seen.get(kind, ()), self._floors_s.get(kind, FLOOR_S)
         if len(seen) < MIN_SEEN:
             return max(START_S, floor_s)
@@ -218,5 +197,7 @@ class StepLengths:
         return max(floor_s, FACTOR * ordered[math.ceil(QUANTILE * len(ordered)) - 1])
 
     def longest_s(self) -> float:
-        """See `Limits`."""
+        """The longest limit of all kinds, for a run in which nothing is on a worker."""
+        if self._fixed_s is not None:
+            return self._fixed_s
         return max(map(self.limit_s, self._seen), default=START_S)

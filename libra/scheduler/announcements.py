@@ -19,6 +19,7 @@ from libra.facts import (
     VersionServed,
 )  # fmt: skip
 from libra.policy import Move
+from libra.policy.liveness import Liveness
 from libra.scheduler.dask_internals import tell_worker
 from libra.scheduler.run_state import RunState
 
@@ -80,7 +81,7 @@ def newest_version(state: RunState, worker: str) -> dict[str, Any]:
     }
 
 
-def engine_told(state: RunState, fact: Fact, address: str) -> None:
+def engine_told(state: RunState, liveness: Liveness, fact: Fact, address: str) -> None:
     """An engine joined, serves a checked version, failed the check, sleeps, or is awake again."""
     workers = state.workers
     match fact:
@@ -91,15 +92,11 @@ def engine_told(state: RunState, fact: Fact, address: str) -> None:
                 workers.kv[name] = kv
         case VersionServed(worker=name, version=version):
             workers.engines[name] = address
-            workers.quarantined.discard(address)
-            workers.out.pop(address, None)
+            liveness.checked(state.run, address, passed=True)
             workers.served[name] = version
             workers.holders.has(address, version)
-        case EngineSlept():
-            workers.asleep.add(address)
-        case EngineWoke():
-            workers.asleep.discard(address)
-        case EngineQuarantined(version=version, layer=layer, detail=detail):
-            workers.quarantined.add(address)
-            if fact.out:
-                workers.out[address] = f"version {version}: {layer}: {detail}"
+        case EngineSlept() | EngineWoke():
+            liveness.slept(state.run, address, asleep=isinstance(fact, EngineSlept))
+        case EngineQuarantined(version=version, layer=layer, detail=detail, out=out):
+            why = f"version {version}: {layer}: {detail}" if out else ""
+            liveness.checked(state.run, address, passed=False, out=why)

@@ -155,7 +155,6 @@ class Gangs:
     # ---------------------------------------------------------------- the group
 
     def _form(self, gang: _Gang) -> None:
-        """Begin a new group if there is none and enough replicas are present."""
         if gang.status != "waiting" or len(gang.replicas) < gang.size or self._gangs.get(gang.run) is not gang:
             return
         # Those that stay keep their rank: their results and rank 0's unwritten checkpoints stay where they are.

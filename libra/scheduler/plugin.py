@@ -28,28 +28,25 @@ from distributed.diagnostics.plugin import SchedulerPlugin
 from tornado.ioloop import PeriodicCallback
 
 from libra import facts, keys
-from libra.cluster.key_cache import bound_key_cache
 from libra.cluster.page_names import check_names
+from libra.cluster.settings import bound_key_cache
 from libra.errors import ConfigError
 from libra.facts import Command, Fact, Signal, boundaries_of
 from libra.observe.page import attach_page
 from libra.orderings import ordering_of
 from libra.policy import CommittedGroup, Tail, TailSettings
-from libra.policy.stall import FixedLimit, StepLengths
+from libra.policy.liveness import Liveness
+from libra.policy.stall import Limits
 from libra.scheduler import dask_internals
 from libra.scheduler.announcements import announce_ahead, announce_version, engine_told, newest_version
-from libra.scheduler.ended_runs import EndedRuns
 from libra.scheduler.gangs import Gangs
-from libra.scheduler.lost_workers import LostWorkers
-from libra.scheduler.missing_roles import MissingRoles
-from libra.scheduler.notices import process_name
-from libra.scheduler.run_log import RunLog
-from libra.scheduler.run_state import Handler, RunRegistration, RunState
-from libra.scheduler.slot_limits import Concurrency
+from libra.scheduler.run_log import EndedRuns, RunLog
+from libra.scheduler.run_state import Handler, RunRegistration, RunState, process_name
 from libra.scheduler.stall_watchdog import StallGuard
 from libra.scheduler.trajectories import Trajectories
-from libra.scheduler.unready_workers import NotReady
 from libra.scheduler.worker_roles import WorkerRoles
+from libra.scheduler.worker_supply import Concurrency
+from libra.scheduler.worker_watch import WorkerWatch
 from libra.store.event_log import EventLog, open_large
 
 if TYPE_CHECKING:
@@ -99,10 +96,9 @@ class LibraPlugin(SchedulerPlugin):
         scheduler.stream_handlers[facts.STREAM_OP] = self.told
         attach_page(scheduler, self.snapshots)
         check_names(scheduler.http_application, shared=True)  # a cluster of Libra's own did so when it started
-        self.not_ready, self.lost_workers = NotReady(scheduler), LostWorkers(scheduler)
-        self.ended = EndedRuns(scheduler)
-        self.trajectories = Trajectories(scheduler, self.runs, self._signs)
-        self.missing_roles = MissingRoles(scheduler, self.not_ready, self.lost_workers, self.trajectories.phase_of)
+        self.liveness, self.ended = Liveness(), EndedRuns(scheduler)
+        self.trajectories = Trajectories(scheduler, self.runs, self._signs, self.liveness)
+        self.watch = WorkerWatch(scheduler, self.liveness, self.trajectories.phase_of)
         self.concurrency = Concurrency(scheduler, self.trajectories.workers_changed)
         self.gangs = Gangs(scheduler, self.runs)
         self.roles = WorkerRoles(scheduler, self.runs, self.trajectories, self.concurrency)
@@ -160,7 +156,7 @@ class LibraPlugin(SchedulerPlugin):
         if boundaries:
             self._boundaries_set(state, facts.BoundariesSet(boundaries, "policy.boundaries_tokens"), "")
         if (timeout_s := config.watchdog.timeout_s) is not None:
-            limits = StepLengths(new.watchdog_floors_s) if timeout_s == "auto" else FixedLimit(timeout_s)
+            limits = Limits(new.watchdog_floors_s, fixed_s=None if timeout_s == "auto" else timeout_s)
             guard = self.guards[new.run] = StallGuard(
                 self._scheduler, state, self._signs, self.trajectories.phase_of, limits, config.watchdog.restart
             )
@@ -181,8 +177,7 @@ class LibraPlugin(SchedulerPlugin):
         if state is None or epoch not in (None, state.epoch):
             return
         del self.runs[run]
-        self.not_ready.ended(run)
-        self.missing_roles.ended(run)
+        self.watch.ended(run)
         self.concurrency.ended(run)
         if guard := self.guards.pop(run, None):
             guard.stop()
@@ -197,13 +192,13 @@ class LibraPlugin(SchedulerPlugin):
         return [] if state is None or state.epoch != epoch else state.notices.since(first)
 
     def progress(self, run: str, epoch: int) -> tuple[int, int, str, str]:
-        """Trajectories that have ended and tokens generated since this start of the run, `MissingRoles.lack`, and
+        """Trajectories that have ended and tokens generated since this start of the run, `WorkerWatch.lack`, and
         `Timeline.training`."""
         state = self.runs.get(run)
         if state is None or state.epoch != epoch:
             return 0, 0, "", ""
         seen = state.log.timeline
-        return state.num_ended, seen.tokens, self.missing_roles.lack(run), seen.training(state.log.uptime_s)
+        return state.num_ended, seen.tokens, self.watch.lack(run), seen.training(state.log.uptime_s)
 
     def set_slots(
         self, run: str, epoch: int, slots: Mapping[str, Mapping[str, int]], reason: str = "asked for"
@@ -269,24 +264,20 @@ class LibraPlugin(SchedulerPlugin):
 
     def add_worker(self, scheduler: Scheduler, worker: str) -> None:
         """A worker joins: new slots may be free."""
-        self.lost_workers.joined(dask_internals.worker_name(scheduler, worker), worker)
+        name = dask_internals.worker_name(scheduler, worker)
+        self.watch.joined(worker, [run for run in self.runs if dask_internals.installs(scheduler, keys.host_name(run))])
         for guard in self.guards.values():
             guard.granted()
         for state in self.runs.values():
-            if dask_internals.installs(scheduler, keys.host_name(state.run)):
-                state.workers.joining.add(worker)
-                self.not_ready.joined(state.run, worker)
-            name = dask_internals.worker_name(scheduler, worker)
             state.log.emit(facts.WorkerJoined(name, worker))
         self.roles.add_worker(worker)
         self.trajectories.workers_changed()
 
     def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
         """A worker leaves: its slots are gone, and its tasks have already left ``processing``."""
-        self.not_ready.left(worker)
-        self.lost_workers.left(worker)
+        self.watch.left(worker)
         for state in self.runs.values():
-            state.workers.lost(worker)
+            state.workers.holders.lost(worker)
             known = {**state.workers.engines, **self.trajectories.workers.address}.items()
             name = next((name for name, address in known if address == worker), "")
             state.log.emit(facts.WorkerLost(worker, name))
@@ -412,7 +403,7 @@ class LibraPlugin(SchedulerPlugin):
     def _engine_told(self, state: RunState, fact: Fact, address: str) -> None:
         if not isinstance(fact, Signal):
             state.log.emit(fact)
-        engine_told(state, fact, address)
+        engine_told(state, self.liveness, fact, address)
         state.tail.handle(fact)
         if isinstance(fact, facts.EngineJoined):
             self.concurrency.joined(state.run, fact.worker, fact.engine)
@@ -429,14 +420,12 @@ class LibraPlugin(SchedulerPlugin):
 
     def _ready(self, state: RunState, fact: facts.WorkerReady, address: str) -> None:
         """A worker's setup for the run has ended. If it failed, the worker still counts as joining."""
-        state.workers.joining.discard(address)
-        state.workers.ready.add(address)
-        self.not_ready.ready(state.run, address)
+        self.watch.ready(state, address)
         self.concurrency.apply(state.run, address)
         self.trajectories.workers_changed()
 
     def _setup_failed(self, state: RunState, fact: facts.SetupFailed, address: str) -> None:
-        self.not_ready.failed(state, fact, address)
+        self.watch.failed(state, fact, address)
         self.roles.setup_failed(state, fact, address)
 
     def _group_committed(self, state: RunState, fact: facts.GroupCommitted, _: str) -> None:
@@ -469,7 +458,7 @@ class LibraPlugin(SchedulerPlugin):
         self.trajectories.workers_changed()  # a worker takes tasks a moment after the hook `add_worker`
         for state in self.runs.values():
             state.sample()
-            self.missing_roles.look(state)
+            self.watch.look(state)
 
     def snapshots(self) -> list[dict[str, Any]]:
         """State of every run, JSON-able; what the dashboard page and its JSON route show."""
@@ -477,6 +466,6 @@ class LibraPlugin(SchedulerPlugin):
         return [
             state.dashboard_row(buckets)
             | {"roles": self.roles.roles(state.run, state.epoch)}
-            | {"not_ready": self.not_ready.rows(state.run)}
+            | {"not_ready": self.liveness.rows(state.run, time.monotonic())}
             for state in self.runs.values()
         ]

@@ -1,16 +1,23 @@
-"""The event log of one run, as the scheduler writes it."""
+"""The event log of a run, as the scheduler writes it, and what is cleared after its end."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
+from libra import keys
 from libra.errors import StoreError
 from libra.facts import Fact, Line, PolicySnapshot, to_json
 from libra.observe.timeline.timeline import Timeline
 from libra.policy import Admission, OneVersion, Ordering, Tail
+from libra.scheduler import dask_internals
 from libra.store.event_log import EventLog
+
+if TYPE_CHECKING:
+    from distributed.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
@@ -19,6 +26,8 @@ SNAPSHOT_EVENTS = 10_000
 SNAPSHOT_BYTES_PER_EVENT = 12
 """A large snapshot is written less often: about this many bytes for each event since the last, whose line has 250."""
 
+CLEAR_WAIT_S = 120.0
+"""Longest time for which a start waits until the earlier one is cleared; a worker that hangs does not keep it out for ever."""
 KEPT_SEGMENTS = 1024
 """States of each worker that are kept one by one, for the figures of the last minute; older ones are only counted."""
 MOST_PENDING = 2000
@@ -146,3 +155,54 @@ class RunLog:
         """Return when they are; may take minutes for a log of gigabytes."""
         if self._closed is not None:
             self._closed.wait_compressed()
+
+
+class EndedRuns:
+    """Ended runs that are being cleared in the background: their parts on workers whose driver left, and segments of their logs.
+
+    A run's part on a worker is known by the run's name alone. So `cleared` is awaited before the run is registered again: a late
+    removal never hits the next start.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._removals: dict[str, set[asyncio.Task[None]]] = {}
+        self._compressions: set[asyncio.Task[None]] = set()
+
+    def driver_left(self, run: str) -> None:
+        """Remove the run's part from every worker, as its driver does where it ends; on workers that join later, too."""
+        tasks = self._removals.setdefault(run, set())
+        task = asyncio.ensure_future(self._remove_hosts(run))
+        tasks.add(task)
+
+        def ended(task: asyncio.Task[None]) -> None:
+            tasks.discard(task)
+            if not tasks and self._removals.get(run) is tasks:
+                del self._removals[run]
+
+        task.add_done_callback(ended)
+
+    def compressing(self, run: str, log: RunLog) -> None:
+        """Follow the compression of a closed log."""
+        if log.compresses:
+            task = asyncio.ensure_future(asyncio.to_thread(log.wait_compressed))
+            self._compressions.add(task)
+            task.add_done_callback(self._compressions.discard)
+
+    async def cleared(self, run: str) -> None:
+        """Return when no part of the run is left on a worker, or after `CLEAR_WAIT_S`."""
+        pending = set(self._removals.get(run, ()))
+        if pending:
+            _, pending = await asyncio.wait(pending, timeout=CLEAR_WAIT_S)
+        if pending:
+            logger.warning("run %s: an earlier start is not cleared from all workers after %g s", run, CLEAR_WAIT_S)
+
+    async def close(self) -> None:
+        """Return when every log is compressed; the scheduler stops."""
+        if self._compressions:
+            await asyncio.wait(self._compressions)
+
+    async def _remove_hosts(self, run: str) -> None:
+        errors = await dask_internals.remove_worker_plugin(self._scheduler, keys.host_name(run))
+        for worker, what in errors.items():
+            logger.warning("run %s: its part on worker %s could not be removed: %s", run, worker, what)

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
+import os
+import socket
 import time
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
+from urllib.parse import urlsplit
 
 import msgspec
 
 from libra import facts
 from libra.config import config_from_dict
 from libra.config.streaming import most_waves
+from libra.errors import RecordExists, StoreError
 from libra.facts import Command, Fact, ToolNeeds
 from libra.keys import Key
 from libra.policy import (
@@ -32,15 +38,18 @@ from libra.policy import (
     learns_after,
     staleness_of,
 )
-from libra.scheduler.notices import Notices
 from libra.scheduler.run_log import RunLog
-from libra.scheduler.version_holders import Holders
 from libra.store.batch_membership import read_batch
-from libra.types import EndReason, Phase
+from libra.store.trajectory_journal import Journal
+from libra.types import EndReason, FailureClass, Phase, TrajectoryId
 
 if TYPE_CHECKING:
     from libra.config import RunConfig
 
+task_logger = logging.getLogger("libra.scheduler.tasks")
+
+KEPT_NOTICES = 100
+"""Maximum number of notices kept: a driver reads once a second."""
 KEPT_BLOCKS = 8192
 """Maximum number of groups for which the worker that keeps their rows is recorded."""
 
@@ -106,6 +115,83 @@ Handler = Callable[["RunState", Any, str], None]
 """What to do with a fact of a run that a worker at this address (empty: the driver) sent."""
 
 
+def process_name() -> str:
+    """Identity of this process among those of all machines."""
+    return f"{socket.gethostname()}:{os.getpid()}"
+
+
+class Notices:
+    """Notices for the terminal of a run's driver, numbered from 0, kept until the driver has read them with `libra_notices`.
+
+    A driver in the scheduler's own process has the same terminal, and reads nothing.
+    """
+
+    def __init__(self) -> None:
+        self._kept: deque[tuple[int, str]] = deque(maxlen=KEPT_NOTICES)
+        self._next = 0
+
+    def warn(self, logger: logging.Logger, text: str, level: int = logging.WARNING) -> None:
+        """Write a line to a log of the scheduler's process, and to the driver's terminal."""
+        logger.log(level, "%s", text)
+        self._kept.append((self._next, text))
+        self._next += 1
+
+    def since(self, first: int) -> list[tuple[int, str]]:
+        """Number and text of those from number ``first`` on."""
+        return [notice for notice in self._kept if notice[0] >= first]
+
+
+class Holders:
+    """The workers that hold each version of a run's weights, by Dask address, and the order in which to fetch from them.
+
+    Invariants
+    ----------
+    1. A holder is named only for versions that it reported, and no longer once it has left.
+    2. Nearest first: the worker's own host, then other rollout workers, then the trainer, which many requests would slow down.
+       Among equals the least often named come first, so that a version spreads as a tree.
+    """
+
+    def __init__(self) -> None:
+        self._at: dict[str, tuple[str, int]] = {}  # host and port of its weight server
+        self._trainers: set[str] = set()
+        self._versions: dict[int, set[str]] = {}
+        self._digests: dict[int, str] = {}
+        self._named: Counter[str] = Counter()
+
+    def offers(self, worker: str, at: tuple[str, int] | None, *, trains: bool = False) -> None:
+        """``worker`` has a weight server ``at``; None: it has none."""
+        if at is not None:
+            self._at[worker] = at
+            if trains:
+                self._trainers.add(worker)
+
+    def has(self, worker: str, version: int, digest: str = "") -> None:
+        """``worker`` has ``version`` now."""
+        self._versions.setdefault(version, set()).add(worker)
+        if digest:
+            self._digests[version] = digest
+
+    def digest(self, version: int) -> str | None:
+        """Digest of a version; None if it was not reported."""
+        return self._digests.get(version)
+
+    def lost(self, worker: str) -> None:
+        """``worker`` has left."""
+        self._at.pop(worker, None)
+        self._trainers.discard(worker)
+        for holders in self._versions.values():
+            holders.discard(worker)
+
+    def nearest(self, version: int, worker: str) -> list[tuple[str, int]]:
+        """Servers from which ``worker`` should fetch ``version``, nearest first."""
+        here = urlsplit(worker).hostname
+        found = [other for other in self._versions.get(version, ()) if other != worker and other in self._at]
+        found.sort(key=lambda at: (urlsplit(at).hostname != here, at in self._trainers, self._named[at], at))
+        if found:
+            self._named[found[0]] += 1
+        return [self._at[other] for other in found]
+
+
 @dataclass(slots=True)
 class ParkedNodes:
     """Keys of the gates, batches and waves that wait: by iteration, by version that an evaluation waits for, by batch and wave."""
@@ -118,34 +204,12 @@ class ParkedNodes:
 
 @dataclass(slots=True)
 class RunWorkers:
-    """The workers of a run: ``served`` versions and addresses of ``engines`` are by worker name, the sets have addresses.
-
-    Attributes
-    ----------
-    quarantined : set of str
-        The engine failed the version check.
-    out : dict of str to str
-        Those that failed it again after a restart and stay out of service: version, layer and numbers.
-    joining : set of str
-        Joined during the run; its part of the run is not set up yet.
-    ready : set of str
-        Its part of the run is set up.
-    asleep : set of str
-        The engine sleeps, or is about to.
-    blocks : OrderedDict
-        The worker that keeps a group's rows in memory, by (iteration, group).
-    kv : dict
-        Host and port at which a worker gives KV objects, by its name.
-    """
+    """The workers of a run: ``served`` versions, addresses of ``engines``, and hosts and ports ``kv`` at which workers give KV
+    objects, by worker name; ``blocks``: the worker that keeps a group's rows in memory, by (iteration, group)."""
 
     served: dict[str, int] = field(default_factory=dict)
     engines: dict[str, str] = field(default_factory=dict)
     holders: Holders = field(default_factory=Holders)
-    quarantined: set[str] = field(default_factory=set)
-    out: dict[str, str] = field(default_factory=dict)
-    joining: set[str] = field(default_factory=set)
-    ready: set[str] = field(default_factory=set)
-    asleep: set[str] = field(default_factory=set)
     blocks: OrderedDict[tuple[int, ...], dict[str, Any]] = field(default_factory=OrderedDict)
     kv: dict[str, tuple[str, int]] = field(default_factory=dict)
 
@@ -155,15 +219,6 @@ class RunWorkers:
             self.blocks[iteration, group] = block
             while len(self.blocks) > KEPT_BLOCKS:
                 self.blocks.popitem(last=False)
-
-    def lost(self, address: str) -> None:
-        """A worker has left the cluster."""
-        self.holders.lost(address)
-        self.joining.discard(address)
-        self.ready.discard(address)
-        self.asleep.discard(address)
-        self.quarantined.discard(address)
-        self.out.pop(address, None)
 
 
 @dataclass(slots=True)
@@ -367,3 +422,31 @@ class Tracked:
     def completed(self) -> bool:
         """Whether it completed by itself."""
         return self.end not in ("", str(EndReason.FAILURE))
+
+    def end_attempt(self, address: str) -> bool:
+        """Write the record that ends an attempt as a ``worker`` failure: its quantum killed its workers, so no worker can write it.
+
+        Returns whether a record exists now, this or an earlier one.
+        """
+        iteration, group, sample = self.parsed.indices
+        tid = TrajectoryId(iteration, group, sample, self.parsed.split)
+        detail = f"quantum {self.quanta} was lost {self.lost} times, the last time with {address}"
+        record: dict[str, Any] = {"kind": "failure", "failure": str(FailureClass.WORKER), "detail": detail}
+        record |= {"worker": address, "start_s": 0.0, "stop_s": 0.0, "epoch": self.run.epoch}
+        journal, written = Journal(self.run.directory / "journal"), 1
+        try:
+            journal.append(str(tid), self.quanta, record)
+        except RecordExists:
+            task_logger.debug("%s: quantum %d was written, only its report was lost", self.key, self.quanta)
+            with contextlib.suppress(StoreError):  # unreadable: it counts as one
+                written = len(journal.read_at(str(tid), self.quanta))
+        except StoreError as error:
+            task_logger.error("%s: its failure could not be recorded: %s", self.key, error)
+            return False
+        else:
+            self.run.log.emit(facts.FailureClassified(self.key, str(FailureClass.WORKER), detail))
+        self.quanta += written
+        # Another attempt begins. If the trajectory has advanced or ended, its next report corrects this.
+        self.lost = 0
+        self.begin()
+        return True

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from tornado.ioloop import PeriodicCallback
@@ -17,7 +17,7 @@ from tornado.ioloop import PeriodicCallback
 from libra import facts, keys
 from libra.cluster.readiness import NEEDED
 from libra.cluster.worker_stacks import stacks_of
-from libra.policy.stall import Limits, Picture, RunningTask, Stall, StepLengths, Waiting, Watchdog
+from libra.policy.stall import Limits, Picture, RunningTask, Stall, Waiting, Watchdog
 from libra.scheduler import dask_internals
 from libra.scheduler.run_state import RunState
 from libra.types import Phase
@@ -34,14 +34,8 @@ MIN_CHECK_S = 1.0
 class StallGuard:
     """The watchdog of one run with ``watchdog.timeout_s``.
 
-    Parameters
-    ----------
-    limits : Limits
-        When a task without a sign of activity is suspicious; limits that follow measured lengths are updated here.
-    since : mapping
-        ``time.monotonic`` of the last sign of life of each task on a worker, by key; the plugin updates it.
-    phase_of : callable
-        Phase a trajectory needs next or is in, by key.
+    ``since``: ``time.monotonic`` of the last activity of each task on a worker, by key, which the plugin updates. ``phase_of``: the
+    phase that a trajectory is in or needs next, by key.
     """
 
     def __init__(
@@ -54,10 +48,8 @@ class StallGuard:
         restart: bool,
     ) -> None:
         self._scheduler, self._state, self._since, self._phase_of = scheduler, state, since, phase_of
-        self._restart = restart
-        self._stalls = 0
+        self._restart, self._stalls = restart, 0
         self._acting: set[asyncio.Task[None]] = set()
-        self._limits = limits
         self.watchdog = Watchdog(limits, time.monotonic())
         every_s = max(MIN_CHECK_S, limits.floor_s / CHECKS_PER_TIMEOUT)
         self._checks = PeriodicCallback(self._check, every_s * 1000)
@@ -78,8 +70,7 @@ class StallGuard:
 
     def took(self, key: str, seconds: float) -> None:
         """A task took this long on a worker since its last sign of activity, until the next one or its end."""
-        if isinstance(self._limits, StepLengths):
-            self._limits.took(self._stage(key), seconds)
+        self.watchdog.limits.took(self._stage(key), seconds)
 
     def granted(self) -> None:
         """Something happened that may end a stall, but is not progress yet: a worker joined."""
@@ -98,19 +89,17 @@ class StallGuard:
     def _picture(self) -> Picture:
         running: list[RunningTask] = []
         waiting: list[Waiting] = []
-        for key, ts in self._tasks():
-            if ts.state == "processing" and ts.processing_on is not None:
-                ws = ts.processing_on
+        ending = f"-e{self._state.epoch}-{self._state.run}"
+        for key, ts in self._scheduler.tasks.items():
+            if not isinstance(key, str) or not key.endswith(ending):
+                continue
+            if ts.state == "processing" and (ws := ts.processing_on) is not None:
                 since_s = self._since.get(key, 0.0)  # 0: it was there before this plugin
                 running.append(RunningTask(key, self._stage(key), str(ws.name), ws.address, since_s))
             elif ts.state in ("no-worker", "queued"):
                 waiting.append(self._waiting(key, ts))
         resources = self._scheduler.resources
         return Picture(tuple(running), tuple(waiting), {name: sum(units.values()) for name, units in resources.items()})
-
-    def _tasks(self) -> Iterator[tuple[str, TaskState]]:
-        ending = f"-e{self._state.epoch}-{self._state.run}"
-        return ((key, ts) for key, ts in self._scheduler.tasks.items() if isinstance(key, str) and key.endswith(ending))
 
     def _stage(self, key: str) -> str:
         parsed = keys.parse(key)
@@ -138,31 +127,26 @@ class StallGuard:
 
     def _report(self, stall: Stall, now_s: float) -> None:
         self._stalls += 1
-        state, culprit = self._state, stall.culprit
+        state, culprit, last = self._state, stall.culprit, self._state.log.newest()
         restart = self._restart and culprit is not None
-        file = f"stacks/{self._stalls:04d}-{culprit.worker.replace('/', '_')}.txt" if culprit is not None else ""
-        last = state.log.newest()
-        state.log.emit(
-            facts.StallDetected(
-                key=culprit.key if culprit else "",
-                worker=culprit.worker if culprit else "",
-                address=culprit.address if culprit else "",
-                stage=culprit.stage if culprit else "",
-                idle_s=round(stall.idle_s, 3),
-                parked=stall.waiting,
-                detail=stall.detail,
-                last_event=last,
-                stacks=file,
-                restarts=restart,
-            )
-        )
-        advice = self._advice(stall, file, restart)
-        text = f"run {state.run}: no progress for {stall.idle_s:.0f} s: {stall.detail}; last event: {last}; {advice}"
-        state.notices.warn(logger, text)
+        key, worker, address, stage, file = "", "", "", "", ""
         if culprit is not None:
+            key, stage, worker, address = culprit.key, culprit.stage, culprit.worker, culprit.address
+            file = f"stacks/{self._stalls:04d}-{worker.replace('/', '_')}.txt"
             task = asyncio.ensure_future(self._act(culprit, stall, file, now_s))
             self._acting.add(task)
             task.add_done_callback(self._acting.discard)
+        idle_s, waiting, detail = stall.idle_s, stall.waiting, stall.detail
+        state.log.emit(
+            facts.StallDetected(
+                key, worker, address, stage, round(idle_s, 3), waiting, detail, last, stacks=file, restarts=restart
+            )
+        )
+        advice = self._advice(stall, file, restart)
+        self._warn(f"no progress for {idle_s:.0f} s: {detail}; last event: {last}; {advice}")
+
+    def _warn(self, text: str) -> None:
+        self._state.notices.warn(logger, f"run {self._state.run}: {text}")
 
     def _advice(self, stall: Stall, file: str, restart: bool) -> str:
         if stall.culprit is None:
@@ -186,24 +170,20 @@ class StallGuard:
             text = await stacks_of(self._scheduler, ws)
         except OSError as error:  # the process ended in the meantime
             text = f"(its stacks could not be read: {type(error).__name__}: {error})\n"
-        self._write(file, f"{stall.detail}\nworker {ws.name}, process {ws.pid} on {ws.host}\n{text}")
-        if not self._restart:
-            return
-        if self.watchdog.moved_since(reported_s):
-            self._state.notices.warn(
-                logger, f"run {self._state.run}: progress resumed, so worker {culprit.worker} is not restarted"
-            )
-            return
-        answer = await dask_internals.restart_worker(
-            self._scheduler, culprit.address, f"libra-watchdog-{self._state.run}"
-        )
-        self.granted()
-        self._state.notices.warn(logger, f"run {self._state.run}: worker {culprit.worker} was restarted: {answer}")
-
-    def _write(self, file: str, text: str) -> None:
+        text = f"{stall.detail}\nworker {ws.name}, process {ws.pid} on {ws.host}\n{text}"
         path = self._state.directory / file
         try:
             path.parent.mkdir(exist_ok=True)
             path.write_text(text)
         except OSError as error:
             logger.warning("%s: the stacks of a stall cannot be written (%s):\n%s", path, error, text)
+        if not self._restart:
+            return
+        if self.watchdog.moved_since(reported_s):
+            self._warn(f"progress resumed, so worker {culprit.worker} is not restarted")
+            return
+        answer = await dask_internals.restart_worker(
+            self._scheduler, culprit.address, f"libra-watchdog-{self._state.run}"
+        )
+        self.granted()
+        self._warn(f"worker {culprit.worker} was restarted: {answer}")

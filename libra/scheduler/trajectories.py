@@ -50,14 +50,13 @@ from libra.facts import (
 from libra.keys import TOOL_CORES, TOOL_GPUS, TOOL_MIB
 from libra.observe.task_stream import QuantumStream
 from libra.policy import EVERYONE, Dispatcher, Place
+from libra.policy.liveness import Liveness
 from libra.policy.placements import LeaseTaken
 from libra.scheduler import dask_internals
 from libra.scheduler.announcements import announce_ahead, announce_move, announce_revocation
 from libra.scheduler.command_applier import Applier
-from libra.scheduler.lost_quanta import record_worker_failure
 from libra.scheduler.run_state import Handler, RunState, Tracked
-from libra.scheduler.tool_workers import ToolWorkers
-from libra.scheduler.worker_registry import Workers
+from libra.scheduler.worker_supply import ToolWorkers, Workers
 from libra.types import Phase
 
 if TYPE_CHECKING:
@@ -93,11 +92,13 @@ class Trajectories:
     """One per scheduler. ``runs`` is the plugin's own; ``signs`` has the time of each task's last sign of activity, by
     key."""
 
-    def __init__(self, scheduler: Scheduler, runs: dict[str, RunState], signs: dict[Any, float]) -> None:
+    def __init__(
+        self, scheduler: Scheduler, runs: dict[str, RunState], signs: dict[Any, float], liveness: Liveness
+    ) -> None:
         self._scheduler, self._runs, self._signs = scheduler, runs, signs
         self.dispatcher = Dispatcher()
         self.applier = Applier(scheduler, self.dispatcher, self.kick)
-        self.workers = Workers(scheduler)
+        self.workers = Workers(scheduler, liveness)
         self.stream = QuantumStream(scheduler)
         self.tracked: dict[str, Tracked] = {}
         self.ahead: Priority | None = None  # as the rollout workers know it
@@ -157,11 +158,7 @@ class Trajectories:
 
     def _update_workers(self, new: RunState | None = None) -> None:
         """Notify all runs but ``new`` of workers that joined, left or changed since the last call."""
-        silent = {
-            address for state in self._runs.values() for address in state.workers.quarantined | state.workers.asleep
-        }
-        joining = {address for state in self._runs.values() for address in state.workers.joining}
-        for event in self.workers.changes(silent, joining):
+        for event in self.workers.changes():
             self._notify_all(event, new)
 
     def _notify_all(self, event: WorkerCapacity | WorkerWithdrawn, but: RunState | None = None) -> None:
@@ -344,7 +341,7 @@ class Trajectories:
         tracked.lost += 1
         state = tracked.run
         state.log.emit(QuantumLost(tracked.key, phase, tracked.quanta, address, tracked.lost))
-        if tracked.lost >= MAX_LOST_QUANTA and record_worker_failure(tracked, address):
+        if tracked.lost >= MAX_LOST_QUANTA and tracked.end_attempt(address):
             dask_internals.forgive(self._scheduler.tasks.get(tracked.key))
             self._forget_home(tracked)
 

@@ -33,8 +33,8 @@ from libra.policy import role_changes as messages
 from libra.policy.role_changes import Assignment, Role, RoleCommand, RoleEvent, Roles, Stage
 from libra.scheduler import dask_internals
 from libra.scheduler.run_state import Handler, RunState
-from libra.scheduler.slot_limits import Concurrency
 from libra.scheduler.trajectories import Trajectories
+from libra.scheduler.worker_supply import Concurrency
 
 if TYPE_CHECKING:
     from distributed.scheduler import Scheduler
@@ -217,7 +217,6 @@ class WorkerRoles:
         return Assignment(Role(has["role"]), int(has.get("tp") or (member.base.tp if member is not None else 1)))
 
     def _none_left(self, state: _Run, targets: Mapping[str, Assignment]) -> str:
-        """The reason for refusal if no worker would generate; empty otherwise."""
         wanted = {name: change.moves[name][1] for change in state.roles.changes.values() for name in change.moves}
         wanted = {name: member.settled for name, member in state.roles.members.items()} | wanted | dict(targets)
         others = dask_internals.supply(self._scheduler, keys.ROLLOUT).keys() - state.address.values()
@@ -302,7 +301,6 @@ class WorkerRoles:
 
     @staticmethod
     def _mark_failed(state: _Run, name: str, address: str, detail: str) -> None:
-        """A worker is present but gets no work until it is restarted."""
         state.failed[name], state.members[name].reason = address, detail
 
     # ---------------------------------------------------------------- commands
@@ -364,7 +362,7 @@ class WorkerRoles:
                 self._ended(state, command)
 
     def _allowed(self, state: _Run, worker: str, tp: int, names: Sequence[str]) -> int:
-        """Slots that an engine of these workers may use (`libra.scheduler.slot_limits`)."""
+        """Slots that an engine of these workers may use (`libra.scheduler.worker_supply`)."""
         slots = sum(state.members[name].slots for name in names)
         return self._concurrency.supplied(state.run, worker, tp, slots)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from distributed import Worker
 
-from libra.cluster.key_cache import bound_key_cache
+from libra.cluster.settings import bound_key_cache
 from libra.envs import Environment
 from libra.facts import STREAM_OP, Fact, pack
 from libra.store.epochs import Epoch

@@ -3,7 +3,7 @@
 A WorkerPlugin, because a nanny that restarts a worker installs it again. What is built depends on the resources the worker
 supplies: ROLLOUT an engine, TRAIN a replica, COMMIT the zarr store, GRADE the rows of graded groups, TEACHER the teacher. Dask logs
 an error of the setup on the worker only, and still reports the worker as running; the host reports the error
-(`libra.scheduler.unready_workers`).
+(`libra.scheduler.worker_watch`).
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from distributed.diagnostics.plugin import WorkerPlugin
 from libra import keys
 from libra.cluster import worker_stacks
 from libra.cluster.device_lock import GpuTurns
-from libra.cluster.gpu_names import gpus_here
-from libra.cluster.tool_supply import tool_gpus, tool_supply
+from libra.cluster.hardware_inventory import gpus_here, tool_gpus, tool_supply
 from libra.envs.action_process import ActionProcesses
 from libra.envs.actions import processes_for
 from libra.envs.services import services_here

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from libra.cluster.certificates import write_private
+from libra.cluster.connection import write_private
 from libra.errors import ClusterError
 from libra.worker.run_spec import RunSpec
 

@@ -30,7 +30,7 @@ from weakref import WeakKeyDictionary
 from distributed import Worker
 
 from libra.cluster.device_lock import DeviceLock, Turn
-from libra.cluster.gpu_names import gpus_here
+from libra.cluster.hardware_inventory import gpus_here
 from libra.config import resolve_model
 from libra.config.service_devices import GPU_FRAC, service_workers
 from libra.config.services import MODEL_FUNCTIONS, ServiceEntry

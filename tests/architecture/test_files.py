@@ -64,7 +64,7 @@ def test_no_test_sleeps(repository):
 
 @pytest.mark.live
 def test_workers_are_asked_for_of_the_scheduler(repository):
-    """`Client.scheduler_info` may answer without workers on a busy machine: `libra.cluster.present_workers` says why."""
+    """`Client.scheduler_info` may answer without workers on a busy machine: `libra.cluster.connection` says why."""
     files = tracked(repository, "libra", "tests", "benchmarks", "workflows", "examples")
     found = [str(path) for path in files if path.name not in SHOWS_IT and ASKS in path.read_text()]
     assert not found, f"type present_workers(client): {found}"

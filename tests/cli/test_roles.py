@@ -6,7 +6,7 @@ import pytest
 
 from libra.cli.clusters import assignments, table
 from libra.cli.main import main
-from libra.cluster.run_contact import FILE, RunContact, forget
+from libra.cluster.connection import FILE, RunContact, forget
 from libra.errors import ConfigError
 
 
@@ -38,7 +38,7 @@ def test_another_word_is_refused_with_one_that_would_do(word):
 
 
 def test_a_run_that_cannot_be_asked_says_what_to_type(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr("libra.cluster.scheduler_address.CONNECT_TIMEOUT_S", 1)
+    monkeypatch.setattr("libra.cluster.connection.CONNECT_TIMEOUT_S", 1)
     run = tmp_path / "demo"
     run.mkdir()
     assert "no run here" in _fails(capsys, str(run))

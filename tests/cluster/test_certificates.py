@@ -9,7 +9,7 @@ from distributed import Client, Scheduler, Worker
 from distributed.security import Security
 
 from libra.cli.main import main
-from libra.cluster.certificates import new_security
+from libra.cluster.connection import new_security
 
 
 def test_what_is_started_with_these_settings_requires_the_key(tmp_path, capsys):

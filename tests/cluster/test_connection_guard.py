@@ -7,7 +7,7 @@ from distributed.core import rpc
 from tornado.httpclient import AsyncHTTPClient
 
 from libra.cluster import connection_guard
-from libra.cluster.certificates import new_security
+from libra.cluster.connection import new_security
 from libra.cluster.settings import GUARD
 from libra.driver.run_logs import FOREIGN
 

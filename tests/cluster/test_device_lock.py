@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from libra.cluster.device_lock import DIRECTORY_VARIABLE, DeviceLock, GpuTurns, lock_directory
-from libra.cluster.gpu_names import VisibleGpu, machine_gpus, visible_gpus
-from libra.cluster.tool_supply import tool_gpus
+from libra.cluster.hardware_inventory import VisibleGpu, machine_gpus, tool_gpus, visible_gpus
 from libra.config import config_from_dict
 from libra.errors import ClusterError, ToolFault
 

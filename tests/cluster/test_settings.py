@@ -5,14 +5,16 @@ import distributed.scheduler
 import distributed.worker_state_machine
 import pytest
 import yaml
+from dask.utils import key_split
 from distributed import Client, LocalCluster
 
-from libra.cluster import key_cache
 from libra.cluster.local import preloads
 from libra.cluster.settings import (
     DASK_SETTINGS,
     GUARD,
+    KEPT_KEYS,
     SETTINGS,
+    bound_key_cache,
     check_settings,
     cluster_setting_problems,
     settings_yaml,
@@ -94,12 +96,12 @@ def test_preloads_of_the_users_settings_are_loaded_beside_ours(configured, expec
 
 
 def test_the_cache_that_scheduler_and_workers_fill_is_emptied_when_it_is_large():
-    assert distributed.scheduler.key_split is distributed.worker_state_machine.key_split is key_cache.key_split
-    key_cache.key_split.cache_clear()
-    for number in range(key_cache.KEPT_KEYS):
+    assert distributed.scheduler.key_split is distributed.worker_state_machine.key_split is key_split
+    key_split.cache_clear()
+    for number in range(KEPT_KEYS):
         distributed.scheduler.key_split(f"trajectory-train-{number}-0-0-e0-demo")
-    key_cache.bound_key_cache()
-    assert key_cache.key_split.cache_info().currsize == key_cache.KEPT_KEYS
+    bound_key_cache()
+    assert key_split.cache_info().currsize == KEPT_KEYS
     distributed.scheduler.key_split("one more")
-    key_cache.bound_key_cache()
-    assert key_cache.key_split.cache_info().currsize == 0
+    bound_key_cache()
+    assert key_split.cache_info().currsize == 0

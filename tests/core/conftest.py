@@ -38,7 +38,7 @@ def finished(client: Client, random_model: Path, tmp_path_factory: pytest.TempPa
 @pytest.fixture
 def worker_address(client: Client) -> Callable[[str], str]:
     """Address of a worker of `cluster`, by its name."""
-    from libra.cluster.present_workers import present_workers
+    from libra.cluster.connection import present_workers
 
     def address(name: str) -> str:
         (found,) = (address for address, worker in present_workers(client).items() if worker["name"] == name)

@@ -16,8 +16,8 @@ from whole_run import address_of
 import factories
 from benchmarks.learning.late_runs import killed_in_step
 from damaged_run import cut, flip, set_committed
+from libra.cluster.connection import present_workers
 from libra.cluster.local import local_cluster
-from libra.cluster.present_workers import present_workers
 from libra.config import RunConfig, config_from_dict, dump_config
 from libra.driver.damage import check_run, refuse_damaged
 from libra.driver.model_checks import checked_model

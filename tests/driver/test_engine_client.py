@@ -4,7 +4,7 @@ import pytest
 from whole_run import WIDE, events_of, kill, named
 
 from libra.cli.replay import replay_run
-from libra.cluster.present_workers import present_workers
+from libra.cluster.connection import present_workers
 from libra.driver.session import Session
 from libra.errors import ClusterError
 

@@ -9,8 +9,8 @@ import pytest
 from distributed import Client
 from whole_run import address_of, events_of, kill, named, once_each
 
+from libra.cluster.connection import present_workers
 from libra.cluster.local import local_cluster
-from libra.cluster.present_workers import present_workers
 from libra.cluster.readiness import check_cluster
 from libra.config import config_from_dict
 from libra.driver.session import Session
@@ -154,13 +154,13 @@ def test_a_worker_joins_with_weights_of_another_holds_up_nobody_and_takes_nothin
 def test_a_joiner_that_cannot_be_set_up_is_left_out_and_takes_part_once_it_is_mended(
     make_config, growing, until, tmp_path, caplog, monkeypatch
 ):
-    monkeypatch.setattr("libra.scheduler.unready_workers.RETRY_AFTER_S", (3600.0,))
+    monkeypatch.setattr("libra.policy.liveness.RESTART_AFTER_S", (3600.0,))
     broken, joiner = tmp_path / "scratch", "tool-1"
     broken.touch()
     with Session(make_config(run={"iterations": 4}), environment=NotEverywhere(), client=growing) as session:
         iterations = session.iterations()
         next(iterations)
-        with caplog.at_level("ERROR", "libra.scheduler.unready_workers"):
+        with caplog.at_level("ERROR", "libra.scheduler.worker_watch"):
             add_worker(growing.cluster, joiner, "tool-0", broken)
             until(growing.cluster, lambda it: not_ready(it) == {joiner: "failed"})
         at = address_of(growing, joiner)

@@ -8,10 +8,9 @@ from whole_run import events_of, named
 
 from libra.cli.clusters import roles_command
 from libra.cli.main import main
+from libra.cluster.connection import FILE, present_workers
 from libra.cluster.hardware_inventory import CPU, Machine
 from libra.cluster.local import device_bindings
-from libra.cluster.present_workers import present_workers
-from libra.cluster.run_contact import FILE
 from libra.config import config_from_dict, load_config
 from libra.config.planner import PlannedEngines, PlannedLayout
 from libra.config.resume_changes import RESOLVED_FILE

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from libra.cluster.device_lock import GpuTurns
-from libra.cluster.gpu_names import visible_gpus
+from libra.cluster.hardware_inventory import visible_gpus
 from libra.envs import action_process
 from libra.envs.action_process import ActionProcesses, Bounds, CoreSet
 from libra.errors import ToolFault

@@ -28,7 +28,7 @@ import zarr
 from distributed import Client
 
 import factories
-from libra.cluster.present_workers import present_workers
+from libra.cluster.connection import present_workers
 from libra.config import config_from_dict
 from libra.driver.session import Session
 from libra.scheduler.plugin import LibraPlugin

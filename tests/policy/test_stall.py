@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libra.policy.stall import FLOOR_S, START_S, Picture, RunningTask, StepLengths, Waiting, Watchdog
+from libra.policy.stall import FLOOR_S, START_S, Limits, Picture, RunningTask, Waiting, Watchdog
 
 SLOT = Waiting("trajectory-train-0-0-0-e0-demo", "a slot of ROLLOUT", "ROLLOUT")
 
@@ -25,7 +25,7 @@ def not_looked():
 
 
 def test_the_culprit_gave_no_sign_the_longest():
-    watchdog = Watchdog(10.0, 0.0)
+    watchdog = Watchdog(Limits(fixed_s=10.0), 0.0)
     watchdog.progressed(5.0)
     tasks = (running("b", 4.0), running("a", 3.0), running("c", 4.5), SLOT)
     stall = watchdog.check(15.0, lambda: picture(*tasks))
@@ -35,7 +35,7 @@ def test_the_culprit_gave_no_sign_the_longest():
 
 
 def test_what_was_done_about_a_stall_gets_as_long_again():
-    watchdog = Watchdog(10.0, 0.0)
+    watchdog = Watchdog(Limits(fixed_s=10.0), 0.0)
     assert watchdog.check(10.0, lambda: picture(running("a", 0.0))) is not None
     watchdog.granted(14.0)
     assert watchdog.check(23.9, not_looked) is None
@@ -45,16 +45,16 @@ def test_what_was_done_about_a_stall_gets_as_long_again():
 
 def test_where_nothing_runs_the_missing_resource_is_named():
     gate = Waiting("gate-train-3-e0-demo", "version 3 (published is 2)", "")
-    stall = Watchdog(10.0, 0.0).check(10.0, lambda: picture(SLOT, SLOT, gate, TOOL=4))
+    stall = Watchdog(Limits(fixed_s=10.0), 0.0).check(10.0, lambda: picture(SLOT, SLOT, gate, TOOL=4))
     assert stall is not None and stall.culprit is None
     assert (stall.missing, stall.waiting) == (("ROLLOUT",), 3)
     assert "2 for a slot of ROLLOUT" in stall.detail and "1 for version 3 (published is 2)" in stall.detail
-    declared = Watchdog(10.0, 0.0).check(10.0, lambda: picture(SLOT, ROLLOUT=4))
+    declared = Watchdog(Limits(fixed_s=10.0), 0.0).check(10.0, lambda: picture(SLOT, ROLLOUT=4))
     assert declared is not None and declared.missing == ()
 
 
 def test_a_run_that_was_asked_for_nothing_is_idle():
-    watchdog = Watchdog(10.0, 0.0)
+    watchdog = Watchdog(Limits(fixed_s=10.0), 0.0)
     assert watchdog.check(50.0, picture) is None
     assert watchdog.check(59.0, not_looked) is None  # idle until 50, so not yet due
     assert watchdog.check(60.0, lambda: picture(SLOT)) is not None
@@ -62,7 +62,7 @@ def test_a_run_that_was_asked_for_nothing_is_idle():
 
 @given(st.lists(st.tuples(st.booleans(), st.floats(0.0, 7.0)), max_size=60))
 def test_a_stall_is_never_told_within_the_timeout_of_an_edge(steps):
-    watchdog, t_s, edge_s, told_s = Watchdog(10.0, 0.0), 0.0, 0.0, 0.0
+    watchdog, t_s, edge_s, told_s = Watchdog(Limits(fixed_s=10.0), 0.0), 0.0, 0.0, 0.0
     for moves, passed_s in steps:
         t_s += passed_s
         if moves:
@@ -77,7 +77,7 @@ def test_a_stall_is_never_told_within_the_timeout_of_an_edge(steps):
 
 def measured(**seconds):
     """Limits after 100 tasks of each kind, of so many seconds each."""
-    lengths = StepLengths({"tool": 90.0})
+    lengths = Limits({"tool": 90.0})
     for kind, length_s in seconds.items():
         for _ in range(100):
             lengths.took(kind, length_s)
@@ -87,7 +87,7 @@ def measured(**seconds):
 def test_a_limit_follows_what_tasks_of_its_kind_take_above_a_floor():
     lengths = measured(step=20.0, generate=0.5, tool=1.0)
     assert [lengths.limit_s(kind) for kind in ("step", "generate", "tool", "batch")] == [200.0, FLOOR_S, 90.0, START_S]
-    assert lengths.longest_s() == 200.0 and StepLengths().longest_s() == START_S
+    assert lengths.longest_s() == 200.0 and Limits().longest_s() == START_S
     for _ in range(4):  # of 104: too few to matter
         lengths.took("step", 1000.0)
     assert lengths.limit_s("step") == 200.0

@@ -91,7 +91,7 @@ async def test_a_gate_waits_for_its_version_and_hears_nothing_of_an_older_epoch(
         assert await live.client.gather(futures[:2]) == [0, 1]
         emulation.publish(live, 9, epoch=2)
         assert live.plugin.runs["demo"].admission.version == 0
-        assert live.scheduler.tasks[gates[2]].state == "no-worker"
+        await emulation.until(lambda: getattr(live.scheduler.tasks.get(gates[2]), "state", "") == "no-worker")
         emulation.publish(live, 1, epoch=3)
         assert await futures[2] == 2
 

@@ -16,8 +16,8 @@ from libra.facts import (
     fields_of,
 )
 from libra.policy import Admission, Tail
-from libra.scheduler.slot_limits import Concurrency
 from libra.scheduler.worker_roles import WorkerRoles
+from libra.scheduler.worker_supply import Concurrency
 
 NAMES = ("a", "b", "plain")
 BROKEN = "tcp://10.0.0.1:777"

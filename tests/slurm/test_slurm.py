@@ -15,8 +15,7 @@ from distributed import Client
 from distributed.security import Security
 
 import single_node
-from libra.cluster.present_workers import present_workers
-from libra.cluster.scheduler_address import Contact, connect
+from libra.cluster.connection import Contact, connect, present_workers
 from libra.cluster.slurm.jobs import CONTACT_FILE
 from libra.config import load_config
 from libra.errors import ClusterError

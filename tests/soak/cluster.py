@@ -20,8 +20,7 @@ from distributed.deploy.spec import ProcessInterface
 from distributed.utils import get_mp_context
 
 from libra.cluster import local
-from libra.cluster.certificates import CERTIFICATE_FILE, KEY_FILE, shown_by, write_private
-from libra.cluster.scheduler_address import Contact
+from libra.cluster.connection import CERTIFICATE_FILE, KEY_FILE, Contact, shown_by, write_private
 from libra.config import load_config
 from libra.policy import tail
 

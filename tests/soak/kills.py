@@ -36,8 +36,8 @@ from distributed import Client
 from replaying import SAID, Replayer
 
 import factories
+from libra.cluster.connection import present_workers
 from libra.cluster.local import local_cluster
-from libra.cluster.present_workers import present_workers
 from libra.config import RunConfig, config_from_dict
 from libra.driver import run_checkpoints
 from libra.driver.session import Session

@@ -25,8 +25,8 @@ from typing import Any
 import numpy as np
 from distributed import Client
 
+from libra.cluster.connection import present_workers
 from libra.cluster.local import local_cluster
-from libra.cluster.present_workers import present_workers
 from libra.config import RunConfig, config_from_dict
 from libra.driver.session import Session
 from libra.store.event_log import EventReader

@@ -11,7 +11,7 @@ import numpy as np
 import zarr
 
 from libra import keys
-from libra.cluster.present_workers import present_workers
+from libra.cluster.connection import present_workers
 from libra.driver import run_checkpoints
 from libra.facts import from_dict
 from libra.policy.log_replay import replay

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from libra import keys
-from libra.cluster.certificates import security_in
-from libra.cluster.elastic_tools import most_tools
-from libra.cluster.local import num_threads, number_of_workers, worker_resources
+from libra.cluster.connection import security_in
+from libra.cluster.local import most_tools, num_threads, number_of_workers, worker_resources
 from libra.cluster.settings import GUARD
 from libra.cluster.worker_environment import WORKER_ENVIRONMENT
 from libra.config import RunConfig

@@ -30,9 +30,8 @@ from distributed.core import Status
 from distributed.utils import get_ip
 
 from libra.cluster import page_names
-from libra.cluster.certificates import CERTIFICATE_FILE, KEY_FILE, make_files, security_in, write_private
-from libra.cluster.elastic_tools import ElasticTools, split_off
-from libra.cluster.scheduler_address import Contact
+from libra.cluster.connection import CERTIFICATE_FILE, KEY_FILE, Contact, make_files, security_in, write_private
+from libra.cluster.local import ElasticTools, split_off
 from libra.cluster.settings import DASK_SETTINGS, GUARD, settings_yaml
 from libra.cluster.slurm.jobs import (
     CERTIFICATES,

@@ -13,8 +13,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from libra.cluster.present_workers import present_workers
-from libra.cluster.scheduler_address import Contact, connect
+from libra.cluster.connection import Contact, connect, present_workers
 from libra.cluster.slurm.jobs import CONTACT_FILE, JOBS_FILE, LOGS, REFUSED, check_roles, role_of
 from libra.cluster.slurm.queue import job_states
 from libra.config import RunConfig

@@ -56,15 +56,6 @@ class Resources(msgspec.Struct, frozen=True, gc=False):
         """The same, with so many cores."""
         return msgspec.structs.replace(self, cores=cores)
 
-    def check(self, where: str) -> None:
-        """ConfigError for a negative amount, or a quota without units."""
-        for kind, amount in zip(KINDS, self.local, strict=True):
-            if amount < 0:
-                raise ConfigError(f"{where}: {kind} is {amount}; type 0 or more")
-        for name, units in self.quotas:
-            if units < 1:
-                raise ConfigError(f"{where}: {units} units of quota {name!r}; type 1 or more")
-
 
 def quota_kind(name: str) -> str:
     """The kind of a quota."""

@@ -31,14 +31,12 @@ from functools import partial
 import msgspec
 
 from libra.facts import Priority
-from libra.policy.leases.elastic import Candidate, Pressure, SpeedUp, enlarged
+from libra.policy.leases.elastic import CORES, Candidate, Pressure, Running, SpeedUp, enlarged, stopped_for
 from libra.policy.leases.resources import KINDS, Lease, LeaseRequest, Quota, Resources, Revoke, described, quota_kind
-from libra.policy.leases.revocation import Running, stopped_for
 from libra.types import NO_TOOL, ToolStatus
 
 FORGETTING = 0.1
 """Weight of the newest action in its tool's mean seconds."""
-CORES = KINDS.index("cores")
 NOTHING = (0,) * len(KINDS)
 RETURNED = frozenset({ToolStatus.OK, ToolStatus.TRUNCATED})
 CUT_OFF = frozenset({ToolStatus.TIMEOUT, NO_TOOL})
@@ -67,7 +65,6 @@ class WaitingRequests:
         return holder in self._requests
 
     def __iter__(self) -> Iterator[LeaseRequest]:
-        """In no order."""
         return (request for _, request in self._requests.values())
 
     def wanting(self, kind: str) -> int:
@@ -368,7 +365,7 @@ class LeaseTable:
         return sum(capacity[CORES] for capacity in self._capacity.values())
 
     def _revocations(self, request: LeaseRequest, lacks: frozenset[str], at_s: float) -> tuple[Revoke, ...]:
-        """What is revoked for the first request that does not fit (`libra.policy.leases.revocation`); nothing while it waits for a
+        """What is revoked for the first request that does not fit (`libra.policy.leases.elastic`); nothing while it waits for a
         quota, or once leases were revoked for it."""
         seconds = self.expected_s(request.tool) if request.tool else None
         if seconds is None or not lacks <= set(KINDS) or request.holder in self._first:

@@ -1,9 +1,9 @@
-"""Who is asked for a version, and in which order."""
+"""The state of a run: which workers are asked for a version, and in which order."""
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libra.scheduler.version_holders import Holders
+from libra.scheduler.run_state import Holders
 
 TRAINER, NEAR, FAR, ASKER = "tcp://a:1", "tcp://b:1", "tcp://c:1", "tcp://b:2"
 

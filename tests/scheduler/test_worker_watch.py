@@ -1,14 +1,18 @@
-"""Workers that join in mid-run on a real scheduler: asked for nothing until they are ready, told of where they never are."""
+"""Workers that join in mid-run on a real scheduler get nothing until they are ready; work that nobody does is reported."""
 
 import asyncio
 import contextlib
 
+import pytest
 from distributed import Worker
 from distributed.diagnostics.plugin import WorkerPlugin
 
 from libra import keys
-from libra.facts import STREAM_OP, SetupFailed, WorkerReady, pack
-from libra.scheduler import unready_workers
+from libra.errors import EngineError
+from libra.facts import STREAM_OP, EngineQuarantined, SetupFailed, WorkerReady, pack
+from libra.policy import liveness
+from libra.policy.liveness import REMIND_S, START_S, TELL_AFTER_S
+from libra.scheduler import worker_watch
 from libra.store.event_log import read_events
 
 SUPPLIES = {keys.TOOL: 2, keys.GRADE: 4, keys.TRAIN: 1}
@@ -87,7 +91,7 @@ async def test_a_joiner_is_asked_for_nothing_until_it_is_ready(emulation, tmp_pa
 
 
 async def test_a_failure_is_an_event_and_a_line_that_says_what_to_do(emulation, tmp_path, caplog):
-    caplog.set_level("ERROR", "libra.scheduler.unready_workers")
+    caplog.set_level("ERROR", "libra.scheduler.worker_watch")
     async with emulation.cluster() as live:
         emulation.register(live, tmp_path)
         async with joining(emulation, live, "demo") as address:
@@ -97,7 +101,7 @@ async def test_a_failure_is_an_event_and_a_line_that_says_what_to_do(emulation, 
             assert "late" not in live.plugin.trajectories.workers.address
             pid = live.scheduler.workers[address].pid
         assert rows(live) == []  # it has left
-    (line,) = (record.getMessage() for record in caplog.records if record.name == "libra.scheduler.unready_workers")
+    (line,) = (record.getMessage() for record in caplog.records if record.name == "libra.scheduler.worker_watch")
     assert "no other worker supplies TRAIN" in line and f"kill -9 {pid} on 127.0.0.1" in line  # others grade
     (event,) = (e for e in read_events(tmp_path / "events.jsonl").events if e["name"] == "worker_setup_failed")
     assert (event["worker"], event["address"], event["detail"]) == ("late", address, "OSError: no space left")
@@ -110,8 +114,8 @@ async def test_a_worker_with_a_nanny_is_started_anew_so_often_and_then_left_to_p
         restarted.append(address)
         return "OK"
 
-    monkeypatch.setattr(unready_workers, "RETRY_AFTER_S", (0.0, 3600.0))
-    monkeypatch.setattr(unready_workers.dask_internals, "restart_worker", restart)
+    monkeypatch.setattr(liveness, "RESTART_AFTER_S", (0.0, 3600.0))
+    monkeypatch.setattr(worker_watch.dask_internals, "restart_worker", restart)
 
     async with emulation.cluster() as live:
         emulation.register(live, tmp_path)
@@ -119,9 +123,9 @@ async def test_a_worker_with_a_nanny_is_started_anew_so_often_and_then_left_to_p
             live.scheduler.workers[address].nanny = "tcp://127.0.0.1:1"
 
             def fails():
-                live.plugin.not_ready.joined("demo", address)
+                live.plugin.watch.joined(address, ["demo"])
                 emulation.say(live, SetupFailed("late", "OSError: no space left"), worker=address)
-                (row,) = live.plugin.not_ready.rows("demo")
+                (row,) = next(iter(live.plugin.snapshots()))["not_ready"]
                 return row["again_in_s"]
 
             assert fails() == 0
@@ -159,4 +163,64 @@ async def test_a_failure_where_the_run_is_only_starting_takes_nothing_from_anybo
         for at in ({"worker": address}, {"worker": "tcp://10.0.0.1:1"}, {"worker": address, "epoch": 7}):
             emulation.say(live, SetupFailed("rollout-0", "OSError"), **at)
         assert rows(live) == [] and supplied(live, address) == {keys.ROLLOUT, keys.GRADE}
-    assert not [record for record in caplog.records if record.name == "libra.scheduler.unready_workers"]
+    assert not [record for record in caplog.records if record.name == "libra.scheduler.worker_watch"]
+
+
+async def test_missing_roles_are_reported_with_cause_and_advice(emulation, tmp_path):
+    async with emulation.cluster() as live:
+        live.scheduler.periodic_callbacks["libra-sample"].stop()  # which looks by the true time
+        emulation.register(live, tmp_path)
+        plugin, state, read = live.plugin, live.plugin.runs["demo"], [0]
+
+        def ready(worker):
+            emulation.say(live, WorkerReady(worker.name), worker=worker.address)
+
+        def told(at_s):
+            plugin.watch.look(state, at_s)
+            new = plugin.notices("demo", 0, read[0])
+            read[0] += len(new)
+            return " | ".join(text for _, text in new)
+
+        assert told(0.0) == told(TELL_AFTER_S - 0.1) == ""
+        assert "TRAIN not there yet: no worker of this cluster has it" in told(TELL_AFTER_S)
+        assert told(START_S - 0.1) == ""  # the others are being set up
+        starting = told(START_S)
+        assert "ROLLOUT, TOOL, GRADE, COMMIT not there yet: worker rollout-0 (process" in starting
+        for worker in live.workers:
+            ready(worker)
+        assert f"is there after {START_S + 4.0:.0f} s: rollout-0, tool-0" in told(START_S + 4.0)
+        key = keys.make("step", (0,), epoch=0, run="demo")
+        step = live.client.submit(str, 1, key=key, resources={keys.TRAIN: 1})
+        await emulation.until(lambda: getattr(live.scheduler.tasks.get(key), "state", "") == "no-worker")
+        late = told(10.0 + REMIND_S)
+        assert "(step 1)" in late and f"dask worker {live.scheduler.address} --nthreads 9 --resources TRAIN=1" in late
+
+        await live.workers[1].close()
+        await emulation.until(lambda: all(ws.name != "tool-0" for ws in live.scheduler.workers.values()))
+        t_s = 400.0
+        assert told(t_s) == told(t_s + TELL_AFTER_S - 0.1) == ""
+        assert "(TOOL, COMMIT): worker tool-0 has left" in told(t_s + TELL_AFTER_S)
+        supplies = {keys.TOOL: 2, keys.COMMIT: 1}
+        async with Worker(live.scheduler.address, nthreads=4, name="tool-0", resources=supplies) as back:
+            assert told(t_s + TELL_AFTER_S + 1.0) == ""  # it may be ready at once
+            pid = live.scheduler.workers[back.address].pid
+            assert f"worker tool-0 (process {pid} on" in told(t_s + 2 * TELL_AFTER_S)
+            await emulation.until(lambda: live.scheduler.workers[back.address] in live.scheduler.running)
+            ready(back)
+            assert "TOOL, COMMIT is there again after 13 s: tool-0" in told(t_s + 2 * TELL_AFTER_S + 1.0)
+            fails = EngineQuarantined(3, "rollout-0", "layers.0", "logits", 0.5, 0.1, "gap 0.5", False)
+            emulation.say(live, fails, worker=live.workers[0].address)
+            told(500.0)
+            assert "(ROLLOUT): the engine of worker rollout-0 failed the version check" in told(506.0)
+            assert plugin.progress("demo", 0)[2:] == ("nobody generates", "")
+            waiting = keys.make("trajectory", (0, 0, 0), epoch=0, run="demo")
+            trajectory = live.client.submit(str, 1, key=waiting, resources={keys.PARK: 1})
+            await emulation.until(lambda: getattr(live.scheduler.tasks.get(waiting), "state", "") == "no-worker")
+            fails = EngineQuarantined(3, "rollout-0", "layers.0", "logits", 0.5, 0.1, "gap 0.5", True)
+            emulation.say(live, fails, worker=live.workers[0].address)
+            told(513.0)
+            with pytest.raises(EngineError, match=r"version 3: layers\.0: gap 0\.5.*libra resume"):
+                await asyncio.wait_for(trajectory, 10)
+            trajectory.release()
+        assert plugin.notices("demo", 1, 0) == plugin.notices("other", 0, 0) == []
+        step.release()

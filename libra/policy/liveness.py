@@ -1,0 +1,341 @@
+"""Liveness: where each worker stands in each run, its restarts, and work that nobody does. Pure.
+
+::
+
+    setting_up --ready--> ready --version check failed--> quarantined --passed--> ready
+        |  failed                                              |  failed again
+        v                                                      v
+      failed --back-off passed--> restarted                   out
+    any stage --left--> lost --a worker of the same name joins--> setting_up
+
+Workers that were there before the run are ``starting`` until they report. An engine may also be
+asleep (a role change).
+
+Invariants
+----------
+1. A worker that joins during runs is withheld from Dask until each of them has it ready or has
+   ended; then it is supplied once.
+2. A worker gets quanta only while no run has it joining, and generates only while no run has its
+   engine quarantined or asleep.
+3. A worker is restarted only while it is failed for a run that has not ended, and has a nanny. Each
+   failure in a row waits for the next delay; after the last delay there is no restart.
+4. A name is lost from the moment its last process leaves until a process of that name joins.
+5. A missing resource is reported after ``TELL_AFTER_S`` (``START_S`` while its first workers are
+   set up), and again after ``REMIND_S`` or with a new cause. Its return is reported once, and only
+   if it was reported missing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+RESTART_AFTER_S = (30.0, 120.0, 600.0)
+"""Delay before a worker is restarted after its first, second and third setup failure in a row."""
+KEPT_NAMES = 1024
+"""Maximum number of lost names: a worker without a name of its own has its address as name."""
+TELL_AFTER_S = 6.0
+"""A worker that its nanny restarts without a model to load is back sooner."""
+START_S = 300.0
+"""The first setup of a run loads its model, which takes minutes with vLLM."""
+REMIND_S = 300.0
+
+
+class Backoff:
+    """Failures in a row by subject, and the delay before the next try."""
+
+    def __init__(self) -> None:
+        self._failures: Counter[Hashable] = Counter()
+
+    def failed(self, subject: Hashable, delays_s: Sequence[float], *, forever: bool = False) -> float | None:
+        """Delay before the next try; after the last of ``delays_s``: None, or that one ``forever``."""
+        self._failures[subject] += 1
+        tries = self._failures[subject]
+        if tries > len(delays_s) and not forever:
+            return None
+        return delays_s[min(tries, len(delays_s)) - 1]
+
+    def worked(self, *subjects: Hashable) -> None:
+        """The next failure of these is their first."""
+        for subject in subjects:
+            self._failures.pop(subject, None)
+
+    def subjects(self) -> list[Any]:
+        """Subjects that failed and have not worked since."""
+        return list(self._failures)
+
+
+class Stage(StrEnum):
+    """Progress of a worker's setup for a run."""
+
+    STARTING = "starting"
+    SETTING_UP = "setting_up"
+    FAILED = "failed"
+    READY = "ready"
+
+
+JOINING = (Stage.SETTING_UP, Stage.FAILED)
+
+
+@dataclass(slots=True)
+class Standing:
+    """A worker process in a run.
+
+    Attributes
+    ----------
+    joined_s, restart_s : float
+        Monotonic times; ``restart_s`` is None if no restart is due.
+    detail : str
+        Why its setup failed.
+    asleep, quarantined : bool
+        Its engine sleeps; its engine failed the version check.
+    out : str
+        Why its engine stays out of service: it failed the check again after a restart.
+    """
+
+    name: str = ""
+    stage: Stage = Stage.STARTING
+    joined_s: float = 0.0
+    detail: str = ""
+    restart_s: float | None = None
+    asleep: bool = False
+    quarantined: bool = False
+    out: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RestartWorker:
+    """Restart a worker whose setup failed for ``reason``."""
+
+    address: str
+    name: str
+    reason: str
+
+
+class Liveness:
+    """The workers of all runs on a scheduler; times are in seconds of one monotonic clock."""
+
+    def __init__(self) -> None:
+        self._backoff = Backoff()
+        self._names: dict[str, str] = {}  # of present workers, by address
+        self._lost_s: dict[str, float] = {}  # time of loss, by name
+        self._runs: dict[str, dict[str, Standing]] = {}  # by run and address
+        self._withheld: set[str] = set()
+
+    # ---------------------------------------------------------------- events
+
+    def joined(self, address: str, name: str, runs: Iterable[str], t_s: float) -> bool:
+        """A worker joins, to be set up for ``runs``; whether to withhold it from Dask now."""
+        self._names[address] = name
+        self._lost_s.pop(name, None)
+        for run in runs:
+            self._runs.setdefault(run, {})[address] = Standing(name, Stage.SETTING_UP, t_s)
+        if address in self._withheld or not self._is_joining(address):
+            return False
+        self._withheld.add(address)
+        return True
+
+    def ready(self, run: str, address: str) -> list[str]:
+        """The worker is set up for a run; addresses of workers to supply to Dask."""
+        standing = self._standing(run, address)
+        standing.stage, standing.detail, standing.restart_s = Stage.READY, "", None
+        self._backoff.worked((run, standing.name))
+        return self._supplied([address])
+
+    def failed(self, run: str, address: str, detail: str, t_s: float, *, nanny: bool) -> float | None:
+        """The setup of a worker that joined during the run failed; delay before its restart."""
+        standing = self._standing(run, address)
+        after_s = self._backoff.failed((run, standing.name), RESTART_AFTER_S)
+        after_s = after_s if nanny else None
+        standing.stage, standing.detail = Stage.FAILED, detail
+        standing.restart_s = None if after_s is None else t_s + after_s
+        return after_s
+
+    def left(self, address: str, t_s: float) -> None:
+        """A worker has left the cluster."""
+        self._withheld.discard(address)
+        for standings in self._runs.values():
+            standings.pop(address, None)
+        name = self._names.pop(address, address)
+        if name not in self._names.values():
+            self._lost_s.pop(name, None)
+            self._lost_s[name] = t_s
+            if len(self._lost_s) > KEPT_NAMES:
+                del self._lost_s[next(iter(self._lost_s))]
+
+    def ended(self, run: str) -> list[str]:
+        """A run has ended; addresses of workers to supply to Dask."""
+        self._backoff.worked(*(subject for subject in self._backoff.subjects() if subject[0] == run))
+        return self._supplied(self._runs.pop(run, {}))
+
+    def slept(self, run: str, address: str, *, asleep: bool) -> None:
+        """A worker's engine goes to sleep, or is awake again."""
+        self._standing(run, address).asleep = asleep
+
+    def checked(self, run: str, address: str, *, passed: bool, out: str = "") -> None:
+        """An engine passed or failed the version check; ``out``: why it stays out of service."""
+        standing = self._standing(run, address)
+        standing.quarantined, standing.out = not passed, out
+
+    def due(self, run: str, t_s: float) -> tuple[RestartWorker, ...]:
+        """Failed workers of a run that are to be restarted now; each is returned once."""
+        found = []
+        for address, standing in self._runs.get(run, {}).items():
+            if standing.restart_s is not None and t_s >= standing.restart_s:
+                standing.restart_s = None
+                found.append(RestartWorker(address, standing.name, standing.detail))
+        return tuple(found)
+
+    # ---------------------------------------------------------------- queries
+
+    def of(self, run: str, address: str) -> Standing:
+        """The standing of a worker in a run."""
+        return self._runs.get(run, {}).get(address) or Standing()
+
+    def joins(self, run: str, address: str) -> bool:
+        """Whether the worker joined during the run and is not ready."""
+        return self.of(run, address).stage in JOINING
+
+    def joining(self) -> set[str]:
+        """Addresses of workers that some run has joining."""
+        return {address for address, standing in self._every() if standing.stage in JOINING}
+
+    def silent(self) -> set[str]:
+        """Addresses of workers whose engine sleeps or failed the check, for any run."""
+        return {address for address, standing in self._every() if standing.quarantined or standing.asleep}
+
+    def out(self, run: str) -> dict[str, str]:
+        """Why engines of a run stay out of service, by address."""
+        return {address: standing.out for address, standing in self._runs.get(run, {}).items() if standing.out}
+
+    def lost(self, t_s: float, within_s: float = float("inf")) -> list[str]:
+        """Names of workers that left less than ``within_s`` ago and have not returned, sorted."""
+        return sorted(name for name, lost_s in self._lost_s.items() if t_s - lost_s < within_s)
+
+    def rows(self, run: str, t_s: float) -> list[dict[str, Any]]:
+        """Workers that joined during a run and are not ready, by name.
+
+        ``worker``, ``address``, ``stage`` ("setting_up", "failed"), ``for_s`` since it joined,
+        ``detail``, ``again_in_s`` until its restart (None: no automatic restart).
+        """
+        joining = ((a, s) for a, s in self._runs.get(run, {}).items() if s.stage in JOINING)
+        return [
+            {
+                "worker": standing.name,
+                "address": address,
+                "stage": str(standing.stage),
+                "for_s": round(t_s - standing.joined_s, 3),
+                "detail": standing.detail,
+                "again_in_s": None if standing.restart_s is None else round(max(0.0, standing.restart_s - t_s), 3),
+            }
+            for address, standing in sorted(joining, key=lambda item: item[1].name)
+        ]
+
+    # ---------------------------------------------------------------- bookkeeping
+
+    def _every(self) -> Iterable[tuple[str, Standing]]:
+        return (item for standings in self._runs.values() for item in standings.items())
+
+    def _standing(self, run: str, address: str) -> Standing:
+        name = self._names.get(address, address)
+        return self._runs.setdefault(run, {}).setdefault(address, Standing(name))
+
+    def _is_joining(self, address: str) -> bool:
+        return any(self.joins(run, address) for run in self._runs)
+
+    def _supplied(self, addresses: Iterable[str]) -> list[str]:
+        free = [each for each in addresses if each in self._withheld and not self._is_joining(each)]
+        self._withheld.difference_update(free)
+        return free
+
+
+@dataclass(frozen=True, slots=True)
+class RoleSupply:
+    """Suppliers of a resource by name, how many are ``wanted``, and whether others are set up.
+
+    ``cause`` names the workers that are lost, out of service or not ready.
+    """
+
+    wanted: int
+    names: tuple[str, ...]
+    cause: tuple[str, ...] = ()
+    coming: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RolesMissing:
+    """Too few workers supply these resources; ``had``: the last suppliers; ``some``: one is left."""
+
+    resources: tuple[str, ...]
+    for_s: float
+    had: frozenset[str]
+    some: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RolesBack:
+    """Missing resources are supplied; ``again``: not for the first time."""
+
+    resources: tuple[str, ...]
+    after_s: float
+    names: tuple[str, ...]
+    again: bool
+
+
+@dataclass(slots=True)
+class _Role:
+    missing_s: float | None = None
+    told_s: float | None = None
+    had: tuple[str, ...] = ()
+    cause: tuple[str, ...] = ()
+
+
+class MissingRoles:
+    """The resources that one run misses."""
+
+    def __init__(self, resources: Iterable[str]) -> None:
+        self._roles = {resource: _Role() for resource in resources}
+
+    @property
+    def told(self) -> list[str]:
+        """Resources that were reported missing and are not back."""
+        return [resource for resource, role in self._roles.items() if role.told_s is not None]
+
+    def had(self, resource: str) -> tuple[str, ...]:
+        """Names of the last workers that were enough."""
+        return self._roles[resource].had
+
+    def look(self, t_s: float, supplies: Mapping[str, RoleSupply]) -> tuple[RolesBack | RolesMissing, ...]:
+        """The reports that are due; ``supplies`` has every resource as it is now."""
+        due, back, since_s, again = list[str](), list[str](), t_s, False
+        for resource, role in self._roles.items():
+            now = supplies[resource]
+            if len(now.names) >= now.wanted:
+                if role.told_s is not None and role.missing_s is not None:
+                    back.append(resource)
+                    since_s, again = min(since_s, role.missing_s), again or bool(role.had)
+                role.missing_s, role.told_s, role.had = None, None, now.names
+                continue
+            role.missing_s = t_s if role.missing_s is None else role.missing_s
+            if self._is_due(role, t_s - role.missing_s, now, t_s):
+                role.told_s, role.cause = t_s, now.cause
+                due.append(resource)
+        found = list[RolesBack | RolesMissing]()
+        if back:
+            names = tuple(dict.fromkeys(name for each in back for name in self._roles[each].had))
+            found.append(RolesBack(tuple(back), t_s - since_s, names, again))
+        if due:
+            for_s = t_s - min(role.missing_s for each in due if (role := self._roles[each]).missing_s is not None)
+            had = frozenset(name for each in due for name in self._roles[each].had)
+            found.append(RolesMissing(tuple(due), for_s, had, any(supplies[each].names for each in due)))
+        return tuple(found)
+
+    @staticmethod
+    def _is_due(role: _Role, missing_for_s: float, now: RoleSupply, t_s: float) -> bool:
+        if role.told_s is None:
+            return missing_for_s >= (START_S if not role.had and now.coming else TELL_AFTER_S)
+        told_for_s = t_s - role.told_s
+        return told_for_s >= REMIND_S or (told_for_s >= TELL_AFTER_S and now.cause != role.cause)
