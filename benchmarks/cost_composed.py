@@ -25,10 +25,9 @@ from benchmarks.cost_halves import (
     halves,
     layer_sums,
 )
+from benchmarks.kernel_profiles import AttentionProfile, CollectiveProfile, LinearProfile
+from benchmarks.kernel_tables import all_reduce_table, fit_attention, fit_linear, linear_curves
 from libra.hardware import GPU
-from libra.hardware.fit_rooflines import fit_attention, fit_linear
-from libra.hardware.profiles import AttentionProfile, CollectiveProfile, LinearProfile
-from libra.hardware.tables import all_reduce_table, linear_curves
 
 Array = NDArray[np.float64]
 

@@ -31,13 +31,7 @@ from benchmarks.cost_halves import (
     score_training,
 )
 from benchmarks.earl_fig3 import earl_figures
-from benchmarks.report import Figure, command_parser, emit
-from benchmarks.tp_hindcast import hindcast_figures
-from libra.hardware import GPU, Efficiencies, load_gpu
-from libra.hardware.fit_rooflines import GEMM_CONSTANTS, MOVE_CONSTANTS, fit_linear
-from libra.hardware.operators import GEMMS
-from libra.hardware.profile_audit import audit
-from libra.hardware.profiles import (
+from benchmarks.kernel_profiles import (
     AttentionProfile,
     CollectiveProfile,
     LinearProfile,
@@ -45,7 +39,11 @@ from libra.hardware.profiles import (
     TrainingProfile,
     read_directory,
 )
-from libra.hardware.tables import linear_curves
+from benchmarks.kernel_tables import GEMM_CONSTANTS, MOVE_CONSTANTS, audit, fit_linear, linear_curves
+from benchmarks.report import Figure, command_parser, emit
+from benchmarks.tp_hindcast import hindcast_figures
+from libra.hardware import GPU, Efficiencies, load_gpu
+from libra.hardware.rooflines import GEMMS
 
 EXCERPT = Path(__file__).parent / "data" / "hardware"
 GOALS = {

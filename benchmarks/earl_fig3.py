@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from benchmarks.report import Figure
 from libra.hardware import ModelOnGPU, engine_seconds
-from libra.hardware.least_squares import fit_positive
+from libra.hardware.run_calibration import fit_positive
 from libra.planner.cost.rollout_cost import ManySeconds
 
 Array = NDArray[np.float64]

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from benchmarks.report import Figure
 from libra.hardware import ModelOnGPU, Overhead, engine_seconds
-from libra.hardware.least_squares import fit_positive
+from libra.hardware.run_calibration import fit_positive
 
 Array = NDArray[np.float64]
 

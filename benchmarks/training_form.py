@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from libra.hardware.least_squares import fit_positive
+from libra.hardware.run_calibration import fit_positive
 
 Array = NDArray[np.float64]
 

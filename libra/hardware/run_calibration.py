@@ -7,14 +7,16 @@ simulate --from-run` computes it from the run. Seconds of engines are those that
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
 from libra.errors import ConfigError
-from libra.hardware.measured_engine import MeasuredEngine
-from libra.hardware.run_step_fit import RunTrainer
+from libra.hardware.engine import MeasuredEngine
 from libra.types import StepSeconds
 
 SCHEMA = 1
@@ -198,3 +200,101 @@ def _check(found: RunCalibration, where: str, again: str) -> None:
 
 def _finite(seconds: Iterable[float]) -> bool:
     return all(0.0 <= value < float("inf") for value in seconds)
+
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class RunTrainer:
+    """Fitted seconds of a run's training steps.
+
+    Attributes
+    ----------
+    fixed_s, token_s : float
+        Of a step, and of each token it computes.
+    error_frac : float
+        Mean |predicted / measured - 1| of the steps that were not fitted.
+    num_steps : int
+    """
+
+    fixed_s: float
+    token_s: float
+    error_frac: float
+    num_steps: int
+
+    def step_s(self, tokens: float) -> float:
+        """Seconds of a step over ``tokens`` tokens."""
+        return self.fixed_s + self.token_s * tokens
+
+
+def fit_trainer(seconds: ArrayLike, tokens: ArrayLike) -> RunTrainer | None:
+    """The trainer behind these steps; None for fewer than four."""
+    spent, num = np.asarray(seconds, float), np.asarray(tokens, float)
+    if len(spent) < 4:
+        return None
+    if not (np.all(spent > 0) and np.all(num > 0)):
+        raise ConfigError(
+            f"training steps: seconds and tokens must be above 0, got {spent.min()} s, {num.min()} tokens"
+        )
+    start = np.array([0.1 * float(spent.min()), 0.9 * float(np.median(spent / num))])
+
+    def fitted(chosen: slice) -> Array:
+        return fit_positive(
+            lambda values: np.log((values[0] + values[1] * num[chosen]) / spent[chosen]),
+            start,
+            outlier=0.5,
+            tether=1e-3,
+        )
+
+    half = fitted(slice(0, None, 2))
+    error = float(np.abs((half[0] + half[1] * num[1::2]) / spent[1::2] - 1.0).mean())
+    fixed_s, token_s = (float(value) for value in fitted(slice(None)))
+    return RunTrainer(fixed_s, token_s, error, len(spent))
+
+
+STEP = 1e-4
+"""Finite difference in the logarithm of a constant: rooflines count whole tokens, so a smaller step could change none."""
+
+
+def fit_positive(
+    residuals: Callable[[Array], Array],
+    start: Array,
+    *,
+    outlier: float = 0.1,
+    tether: float = 0.0,
+    ceiling: Array | None = None,
+) -> Array:
+    """Constants above 0 that make ``residuals`` small under Huber's loss: a local minimum near ``start``, never worse than it.
+
+    Parameters
+    ----------
+    residuals : callable
+        (p,) constants to (n,) residuals, usually log(predicted / measured).
+    start : (p,) array
+        Above 0.
+    outlier : float
+        Residual beyond which the loss grows linearly.
+    tether : float
+        Penalty of moving one constant by a factor e, as a residual at every point. It keeps constants that the points do
+        not determine near ``start``.
+    ceiling : (p,) array, optional
+        Upper bounds; infinite for none.
+    """
+    from scipy.optimize import least_squares  # takes most of a second to import; only fits need it
+
+    begin = np.log(np.asarray(start, float))
+    top = np.full(len(begin), np.inf) if ceiling is None else np.log(np.asarray(ceiling, float))
+    rope = tether * np.sqrt(len(residuals(np.exp(begin))))
+
+    def tethered(logs: Array) -> Array:
+        return np.concatenate([residuals(np.exp(logs)), rope * (logs - begin)])
+
+    def slopes(logs: Array) -> Array:
+        here = tethered(logs)
+        return np.stack([(tethered(logs + moved) - here) / STEP for moved in STEP * np.eye(len(logs))], axis=1)
+
+    found = least_squares(
+        tethered, np.minimum(begin, top), slopes, bounds=(-np.inf, top), loss="huber", f_scale=outlier, x_scale="jac"
+    )
+    return np.asarray(np.exp(found.x))

@@ -25,10 +25,9 @@ from typing import NamedTuple
 import numpy as np
 
 from libra.errors import ConfigError
-from libra.hardware.engine import EngineSeconds
+from libra.hardware.engine import EngineSeconds, MeasuredEngine
 from libra.hardware.host_kv import HostKv
-from libra.hardware.measured_engine import MeasuredEngine
-from libra.hardware.timing_residuals import Residuals
+from libra.hardware.tables import Residuals
 from libra.types import EngineCapacity, StepSeconds
 
 CONTEXT_GRAIN = 256

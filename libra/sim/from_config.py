@@ -18,7 +18,7 @@ from libra.errors import ConfigError, ModelError
 from libra.facts import boundaries_of
 from libra.hardware import GPU, ModelShape, engine_seconds, load_gpu, load_shape
 from libra.hardware.run_calibration import RunCalibration, read_calibration
-from libra.hardware.timing_residuals import shipped_residuals
+from libra.hardware.tables import shipped_residuals
 from libra.hardware.virtual_engine import EngineTables
 from libra.named_parts import is_named
 from libra.orderings import ordering_of

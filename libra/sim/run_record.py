@@ -18,9 +18,8 @@ from libra.config.model_paths import resolve_model
 from libra.errors import ConfigError, ModelError, RunDirectoryError
 from libra.facts import WorkerCapacity
 from libra.hardware import load_shape
-from libra.hardware.run_calibration import UNBOUNDED_TOKENS, EngineOfRun, RunCalibration
+from libra.hardware.run_calibration import UNBOUNDED_TOKENS, EngineOfRun, RunCalibration, fit_trainer
 from libra.hardware.run_quanta import Quantum, TurnsTaken, binned, quanta_of, transport_s
-from libra.hardware.run_step_fit import fit_trainer
 from libra.hardware.shapes import shape_digest
 from libra.observe.metrics import read_metrics
 from libra.store.event_log import read_events

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from libra.cli.main import main
-from libra.hardware.measured_engine import MeasuredEngine
+from libra.hardware.engine import MeasuredEngine
 from libra.hardware.run_calibration import read_calibration
 from libra.hardware.run_quanta import binned
 from libra.hardware.virtual_engine import EngineTables
