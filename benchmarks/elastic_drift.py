@@ -38,7 +38,7 @@ from libra.planner import Planner, PlanningSnapshot
 from libra.planner.cost import Layout as TrainingLayout
 from libra.planner.cost import TrajectoryTotals as Lengths
 from libra.planner.cost import training_table
-from libra.planner.replan import Rules
+from libra.planner.replan import Replanner
 from libra.policy import CMLFQ
 from libra.sim.engines import fleet, slots_of
 from libra.sim.simulator import Simulator
@@ -218,7 +218,7 @@ def replanned(course: Course, eta: int, share: bool, say: bool = True) -> Played
     )  # fmt: skip
     sharing = Sharing(NODE, 0, CHANGE_S) if share else None
     deployed = proposal(snapshot, Planner(), sharing).deployed
-    loop = PlanLoop(snapshot, deployed, Rules(first_cost_s=CHANGE_S), sharing)
+    loop = PlanLoop(snapshot, deployed, Replanner(first_cost_s=CHANGE_S), sharing)
     num, changes, change_s = len(course.workloads), 0, 0.0
     history: list[tuple[int, Layout, float]] = []
     for k in range(num):

@@ -5,7 +5,7 @@ always waits; with `Sharing`, hybrid workers serve both phases, and a step pays 
 
     step = rollout on (all - core trainers) + training on (all - core engines) + update + change
 
-`libra run` changes no role within an iteration, and compares its own measurements (`libra.planner.arrangement_loop`).
+`libra run` changes no role within an iteration, and compares its own measurements (`libra.planner.replan`).
 
 Source: the elastic hybrid pool of Libra (arXiv:2606.03077 v2), which changes roles between iterations; here also within one.
 """
@@ -13,18 +13,19 @@ Source: the elastic hybrid pool of Libra (arXiv:2606.03077 v2), which changes ro
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from libra.errors import PlanError
 from libra.facts import PlanConsidered
-from libra.planner.arrangement_loop import MIXED_MARGIN_FRAC
+from libra.planner.arrangements import ROLES, Deployed
 from libra.planner.build_plan import plan
-from libra.planner.cost import TrajectoryTotals
+from libra.planner.cost import ManySeconds, TrajectoryTotals
 from libra.planner.plan import Plan
-from libra.planner.replan import Deployed, Proposal, Replanner, Rules
+from libra.planner.replan import MIXED_MARGIN_FRAC, Replanner
 from libra.planner.search import Planner
-from libra.planner.snapshot import Corrections, PlanningSnapshot, formulate
+from libra.planner.snapshot import PlanningSnapshot, formulate
 
 GAP_FRAC = 5e-3
 """Gap of the plans in the loop: well below the error of predictions, and quick to reach."""
@@ -34,39 +35,23 @@ HALF_LIFE_STEPS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Learned:
-    """The correction of one phase: weighted sums of log(realised / predicted) and of its squared errors; newer steps count more.
+    """The correction of one phase: a weighted sum of log(realised / predicted); newer steps count more.
 
     The first step counts in full: a constant error is gone after one.
     """
 
     weight: float = 0.0
     log_sum: float = 0.0
-    error_weight: float = 0.0
-    error_sum: float = 0.0
-    num_steps: int = 0
 
     @property
     def factor(self) -> float:
         """Realised seconds for each predicted one; 1 before the first step."""
         return math.exp(self.log_sum / self.weight) if self.weight else 1.0
 
-    @property
-    def noise_frac(self) -> float:
-        """Root mean square of log(realised / corrected prediction) since the second step; 0 before it."""
-        return math.sqrt(self.error_sum / self.error_weight) if self.error_weight else 0.0
-
     def after(self, raw_s: float, realised_s: float) -> Learned:
         """With a step that was predicted to take ``raw_s`` without correction and took ``realised_s``."""
-        keep, log = 0.5 ** (1.0 / HALF_LIFE_STEPS), math.log(realised_s / raw_s)
-        error = (log - math.log(self.factor)) ** 2 if self.num_steps else 0.0
-        counts = 1.0 if self.num_steps else 0.0
-        return Learned(
-            keep * self.weight + 1.0,
-            keep * self.log_sum + log,
-            keep * self.error_weight + counts,
-            keep * self.error_sum + error,
-            self.num_steps + 1,
-        )
+        keep = 0.5 ** (1.0 / HALF_LIFE_STEPS)
+        return Learned(keep * self.weight + 1.0, keep * self.log_sum + math.log(realised_s / raw_s))
 
 
 # ---------------------------------------------------------------- GPUs that do both
@@ -107,10 +92,10 @@ class SharedLayout(Deployed):
 
     shared_gpus: int = 0
 
-    def same_layout(self, other: Deployed) -> bool:
-        """Whether split, engines and shared GPUs are the same."""
-        same = Deployed.same_layout(self, other)
-        return same and isinstance(other, SharedLayout) and self.shared_gpus == other.shared_gpus
+    def same_layout(self, other: SharedLayout) -> bool:
+        """Whether split, engines and shared GPUs are the same; concurrency may differ, because changing it is free."""
+        same = self.train_gpus == other.train_gpus and dict(self.engines) == dict(other.engines)
+        return same and self.shared_gpus == other.shared_gpus
 
 
 def split_plan(snapshot: PlanningSnapshot, planner: Planner, *, alternatives: bool = True) -> SharedPlan:
@@ -138,7 +123,7 @@ def shared_plan(
         raise PlanError(f"sharing: training does not run on {train_gpus} GPUs; change core_rollout_gpus")
     # The engines' side as a split would have it, the core trainers held apart; its own training seconds are not used.
     found = plan(replace(snapshot, fixed_train_gpus=sharing.core_train_gpus), planner, alternatives=alternatives)
-    train_s = costs[train_gpus].step_s * snapshot.corrections.training
+    train_s = costs[train_gpus].step_s * snapshot.training_factor
     return SharedPlan(found, train_gpus, train_s, found.step_s + train_s - found.train_s + sharing.change_s, shared)
 
 
@@ -170,6 +155,18 @@ def _quickest(snapshot: PlanningSnapshot, planner: Planner, sharing: Sharing | N
 
 
 @dataclass(frozen=True, slots=True)
+class Slowed:
+    """An engine whose steps take ``factor`` times as long."""
+
+    engine: ManySeconds
+    factor: float
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self.engine, name)
+        return value if not name.endswith("_s") else lambda *given: self.factor * value(*given)
+
+
+@dataclass(frozen=True, slots=True)
 class LoopOutcome:
     """Results of an iteration: the decision, its predicted seconds, those of the next one, and the proposal."""
 
@@ -188,23 +185,23 @@ class PlanLoop:
     snapshot : PlanningSnapshot
         Hardware, model and limits; its workload is the one expected of the first iteration.
     deployed : SharedLayout
-    rules : Rules
+    replanner : Replanner
     sharing : Sharing or None
         None: each GPU is in one pool.
     """
 
     snapshot: PlanningSnapshot
     deployed: SharedLayout
-    rules: Rules = field(default_factory=Rules)
+    replanner: Replanner = field(default_factory=Replanner)
     sharing: Sharing | None = None
     rollout: Learned = Learned()
     training: Learned = Learned()
-    replanner: Replanner = field(init=False)
     planner: Planner = field(default_factory=lambda: Planner(GAP_FRAC))
     predicted: SharedPlan = field(init=False)
+    engines: Mapping[int, ManySeconds] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.replanner = Replanner(self.deployed, self.rules)
+        self.engines = formulate(self.snapshot).engines
         self.predicted = self._of_deployed()
 
     def after(
@@ -219,19 +216,23 @@ class PlanLoop:
         self.training = self.training.after(same.train_s / self.training.factor, train_s)
         current = self._of_deployed()
         proposed = proposal(self._corrected(), self.planner, self.sharing)
-        noise_frac = max(self.rollout.noise_frac, self.training.noise_frac)
+        wanted = proposed.deployed
         considered = self.replanner.weigh(
-            iteration, current.step_s, Proposal(proposed.deployed, proposed.step_s), remaining_iterations, noise_frac
-        )
+            iteration, current.step_s, wanted, proposed.step_s, remaining_iterations,
+            kinds=() if self.deployed.same_layout(wanted) else (ROLES,),
+        )  # fmt: skip
+        if considered.accepted:
+            self.deployed = wanted
         self.predicted = proposed if considered.accepted else current
         return LoopOutcome(considered, before_s, self.predicted.step_s, proposed)
 
     def _corrected(self) -> PlanningSnapshot:
-        return replace(self.snapshot, corrections=Corrections(self.rollout.factor, self.training.factor))
+        engines = {tp: Slowed(engine, self.rollout.factor) for tp, engine in self.engines.items()}
+        return replace(self.snapshot, engines=engines, training_factor=self.training.factor)
 
     def _of_deployed(self) -> SharedPlan:
         """The plan of the running layout."""
-        now = self.replanner.deployed
+        now = self.deployed
         fixed = {tp: now.engines.get(tp, 0) for tp in self.snapshot.tp}
         forced = replace(self._corrected(), fixed_engines=fixed)
         if isinstance(now, SharedLayout) and now.shared_gpus:

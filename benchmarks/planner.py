@@ -31,7 +31,7 @@ import numpy as np
 from benchmarks.report import Figure, command_parser, emit
 from libra.hardware import load_gpu, load_shape
 from libra.planner.cost import Layout, TrajectoryTotals
-from libra.planner.cost.trajectory_totals import TRACE_COLUMNS, totals_of_trace
+from libra.planner.cost.rollout_cost import TRACE_COLUMNS, totals_of_trace
 from libra.planner.engine_packing import filled
 from libra.planner.planning_problem import Problem
 from libra.planner.search import search

@@ -61,8 +61,8 @@ def simulated_ways(config: RunConfig, plan: Plan, snapshot: PlanningSnapshot, wa
 def planned_teacher_token_s(plan: Plan, snapshot: PlanningSnapshot, workload: Workload) -> float:
     """Seconds of the plan's teacher and services per token of ``workload``, so that they take as long for an iteration as for the
     plan's batch, one after the other; 0 without any that batches wait for."""
-    seconds = plan.teacher_s if snapshot.teacher is not None and snapshot.teacher.waits else 0.0
-    seconds += plan.services_s if snapshot.services is not None and snapshot.services.waits else 0.0
+    seconds = plan.teacher_s if snapshot.services.teacher is not None and snapshot.services.teacher.waits else 0.0
+    seconds += plan.services_s if any(model.waits for model in snapshot.services.models) else 0.0
     return seconds / sum(each.final_tokens for each in workload.trajectories if each.iteration == 0)
 
 

@@ -11,8 +11,8 @@ from libra.driver.planned_steps import step_parts
 from libra.hardware import load_gpu, load_shape
 from libra.planner.build_plan import plan
 from libra.planner.cost import Layout, TrajectoryTotals
+from libra.planner.services import ServiceModel, ServiceModels
 from libra.planner.snapshot import PlanningSnapshot
-from libra.planner.teacher import Teacher
 from libra.policy.step_ways import forms
 
 WAYS = ("split", "streaming", "turning")
@@ -44,15 +44,15 @@ def test_the_forms_and_the_simulator_agree(eta, train_gpus):
 
 
 def test_the_simulated_ways_wait_for_the_teacher():
-    teacher = Teacher(load_shape("Qwen2.5-32B"))
+    teacher = ServiceModel("", load_shape("Qwen2.5-32B"))
     short = TrajectoryTotals.of(1000.0, np.linspace(500, 2000, 96), observation_tokens=1400.0, num_turns=3.0)
-    given = replace(snapshot(teacher=teacher), num_gpus=13, workload=short)
+    given = replace(snapshot(services=ServiceModels(teacher=teacher, of_others=3)), num_gpus=13, workload=short)
     made = plan(given)
     assert made.bottleneck == "teacher"
     found = simulated_ways(CONFIG, made, given, WAYS[:2])
     assert found["streaming"] < found["split"] and found["streaming"] > made.teacher_s + made.update_s
     assert found["split"] > 0.99 * forms(step_parts(made, given))["split"]
-    dropped = replace(given, teacher=replace(teacher, waits=False))
+    dropped = replace(given, services=ServiceModels(teacher=replace(teacher, waits=False), of_others=3))
     assert max(simulated_ways(CONFIG, plan(dropped), dropped, WAYS[:2]).values()) < made.teacher_s
 
 

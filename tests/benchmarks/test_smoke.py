@@ -37,7 +37,7 @@ from libra.errors import ConfigError
 from libra.hardware import load_gpu, load_shape
 from libra.planner.build_plan import plan
 from libra.planner.cost import TrajectoryTotals
-from libra.planner.replan import Rules
+from libra.planner.replan import Replanner
 from libra.planner.search import Planner
 from libra.planner.snapshot import PlanningSnapshot
 from libra.sim.workload import Workload
@@ -206,7 +206,7 @@ def test_the_planning_loop_shares_where_it_pays():
     snapshot = PlanningSnapshot(load_gpu("A800-80G"), load_shape("Qwen3-0.6B"), 8, lengths, tp=(1, 2), eta=0)
     split = plan(snapshot)
     loop = plan_loop.PlanLoop(
-        snapshot, plan_loop.split_plan(snapshot, Planner()).deployed, Rules(confirmations=1, first_cost_s=0.0),
+        snapshot, plan_loop.split_plan(snapshot, Planner()).deployed, Replanner(confirmations=1, first_cost_s=0.0),
         plan_loop.Sharing(1, 0, 0.1),
     )  # fmt: skip
     outcome = loop.after(0, split.rollout_s, split.train_s, lengths, 20)

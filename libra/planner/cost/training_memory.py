@@ -20,7 +20,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from libra.hardware import ModelShape
-from libra.planner.cost.training_layout import Layout
+from libra.planner.cost.training_cost import Layout
 
 BUCKET_BYTES = 64 * 2**20
 """`libra.train.replica_group`: gradients are summed in buckets of this size, or one tensor."""
