@@ -58,8 +58,8 @@ from benchmarks.actions_live import live_figures
 from benchmarks.report import Figure, command_parser, emit
 from benchmarks.service_loads import FEW_DEVICES, SERVICES, WEIGHT_BYTES, asked_all, drawn_requests
 from libra.errors import ConfigError
+from libra.planner.agent_turns import agent_turn_files
 from libra.policy.leases import SpeedUp
-from libra.traces.agent_turns import agent_turn_files
 
 CORES, TRAJECTORIES, FACTORS = 96, 256, (1.0, 2.0)
 LONGER = 1.05

@@ -1,6 +1,6 @@
 """Turns of real agents, for replay to a policy.
 
-A set is a file of ``DIR/agent_turns`` (`libra.traces.agent_turns`) with at least the columns ``REQUIRED``. Its name is the file's,
+A set is a file of ``DIR/agent_turns`` (`libra.planner.agent_turns`) with at least the columns ``REQUIRED``. Its name is the file's,
 or one of the prefixes in ``KNOWN``.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from libra.traces.agent_turns import AgentTurn, agent_turn_files, read_agent_turns
+from libra.planner.agent_turns import AgentTurn, agent_turn_files, read_agent_turns
 from libra.types import ToolOutcome
 
 KNOWN = ("mini_swe", "agentcgroup", "tau")

@@ -50,12 +50,12 @@ from benchmarks.report import Figure, command_parser, emit
 from libra.errors import ConfigError
 from libra.facts import VersionPublished
 from libra.hardware import engine_seconds
-from libra.hardware.virtual_engine import EngineTables
+from libra.hardware.engine_tables import EngineTables
+from libra.planner.agent_turns import agent_turn_files
 from libra.policy import CMLFQ, Fifo, Mlfq, Ordering
-from libra.sim.engines import fleet, slots_of
+from libra.sim.simulation_options import fleet, slots_of
 from libra.sim.simulator import Simulator
 from libra.sim.workload import Workload, load_traces
-from libra.traces.agent_turns import agent_turn_files
 
 GPU, MODEL, DEGREES = "a800", "qwen3-14b", (1, 2, 4, 8)
 KINSHIP = 0.55

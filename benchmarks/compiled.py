@@ -21,7 +21,7 @@ import libra
 from libra.errors import ConfigError
 
 MODULES = (
-    "libra/hardware/host_kv.py",
+    "libra/hardware/engine_tables.py",
     "libra/hardware/virtual_engine.py",
     "libra/policy/dispatcher.py",
     "libra/policy/engine_loads.py",
@@ -32,7 +32,7 @@ MODULES = (
     "libra/policy/phase_queue.py",
     "benchmarks/systems/streamed_batches.py",
     "libra/policy/turning.py",
-    "libra/sim/agenda.py",
+    "libra/sim/simulated_trajectory.py",
     "benchmarks/systems/pipeline.py",
     "libra/sim/simulator.py",
 )

@@ -38,12 +38,9 @@ import numpy as np
 from benchmarks.orderings import DealtGroups, Oracle, SeerOrder, apart
 from benchmarks.report import Figure, command_parser, emit
 from libra.hardware import EngineSeconds, engine_seconds, load_gpu, load_shape
-from libra.hardware.host_kv import HostPool
-from libra.hardware.virtual_engine import EngineTables
+from libra.hardware.engine_tables import EngineTables, HostPool
 from libra.policy import CMLFQ, Fifo, Ordering
-from libra.sim.engines import fleet
-from libra.sim.simulation_options import SimulationOptions
-from libra.sim.simulation_result import SimulationResult
+from libra.sim.simulation_options import SimulationOptions, SimulationResult, fleet
 from libra.sim.simulator import Simulator
 from libra.sim.workload import TrajectoryPlan, TurnPlan, Workload
 from libra.types import NO_TOOL

@@ -10,7 +10,8 @@ from statistics import NormalDist
 import numpy as np
 
 from libra.errors import ConfigError
-from libra.sim.workload import Trace, Workload, groups_of, workload_of_groups
+from libra.sim.workload import Trace, TrajectoryPlan, TurnPlan, Workload, groups_of, workload_of_groups
+from libra.types import NO_TOOL, ToolStatus
 
 
 def draw_alike(
@@ -78,3 +79,32 @@ def _of_like_lengths(
         own = np.concatenate([own, extra.standard_normal(spare)])
         ranks = [NormalDist().cdf(x) for x in sqrt(kinship) * shared + sqrt(1.0 - kinship) * own]
         yield [ranked[int(rank * len(ranked))] for rank in ranks]
+
+
+def synthetic(
+    num: int, *, turns: int, seed: int, iterations: int = 1, group_size: int = 8, name: str = "sim"
+) -> Workload:
+    """A workload made up from distributions: lognormal turn lengths, geometric numbers of turns, bimodal tool times.
+
+    Parameters
+    ----------
+    num : int
+        Trajectories in each iteration.
+    turns : int
+        Mean number of turns of one.
+    """
+    rng = np.random.default_rng([seed, 0xA11])
+    plans = []
+    for index in range(num * iterations):
+        iteration, place = divmod(index, num)
+        length = int(min(20 * turns, max(1, rng.geometric(1.0 / turns))))
+        lengths = np.maximum(1, rng.lognormal(4.8, 1.1, length)).astype(int)
+        payloads = rng.lognormal(5.0, 1.2, length).astype(int)
+        seconds = np.where(rng.random(length) < 0.75, 0.04, rng.gamma(2.0, 5.0, length))
+        rows = [
+            TurnPlan(int(lengths[i]), "tool", ToolStatus.OK, int(payloads[i]), float(seconds[i]))
+            for i in range(length - 1)
+        ]
+        rows.append(TurnPlan(int(lengths[-1]), "", NO_TOOL, 0, float(seconds[-1])))
+        plans.append(TrajectoryPlan(iteration, place // group_size, place % group_size, 1500, tuple(rows), "synthetic"))
+    return Workload(name, tuple(plans))

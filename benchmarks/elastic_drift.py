@@ -33,14 +33,14 @@ from benchmarks.draws import draw_alike
 from benchmarks.plan_loop import PlanLoop, Sharing, proposal
 from benchmarks.report import Figure
 from libra.hardware import engine_seconds, load_gpu, load_shape
-from libra.hardware.virtual_engine import EngineTables
+from libra.hardware.engine_tables import EngineTables
 from libra.planner import Planner, PlanningSnapshot
 from libra.planner.cost import Layout as TrainingLayout
 from libra.planner.cost import TrajectoryTotals as Lengths
 from libra.planner.cost import training_table
 from libra.planner.replan import Replanner
 from libra.policy import CMLFQ
-from libra.sim.engines import fleet, slots_of
+from libra.sim.simulation_options import fleet, slots_of
 from libra.sim.simulator import Simulator
 from libra.sim.workload import Trace, TurnPlan, Workload, load_traces
 

@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 
 from libra.errors import EngineError
 from libra.hardware import Residuals
-from libra.hardware.virtual_engine import EngineTables, Request, VirtualEngine
+from libra.hardware.engine_tables import EngineTables, Request
+from libra.hardware.virtual_engine import VirtualEngine
 from libra.rollout.engine import EngineStats
 from libra.types import EngineCapacity, StopReason, TurnOutput, TurnRequest
 

@@ -29,7 +29,7 @@ from libra.policy.fleet import Fleet
 from libra.policy.forecast import Forecast
 from libra.policy.snapshots import Saved
 from libra.policy.trajectory_table import NUM_CLASSES, TrajectoryStats, length_class
-from libra.sim.engines import EngineSpec
+from libra.sim.simulation_options import EngineSpec
 from libra.types import Phase
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from benchmarks.emulated_run import emulate, plugin_events
 from benchmarks.report import Figure, command_parser, emit
 from libra.hardware import engine_seconds
-from libra.hardware.virtual_engine import EngineTables
+from libra.hardware.engine_tables import EngineTables
 from libra.policy import make_ordering
 from libra.sim import EngineSpec, SimulationOptions, Simulator, Workload, draw, fleet
 from libra.sim.workload import load_traces

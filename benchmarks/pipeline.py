@@ -46,8 +46,8 @@ from benchmarks.report import Figure, command_parser, emit
 from benchmarks.systems.against import Comparison, compare, race
 from benchmarks.systems.disciplines import DISCIPLINES, disciplines
 from benchmarks.systems.tuning import Cell, Setting, play, step_s
+from libra.planner.agent_turns import agent_turn_files
 from libra.sim.workload import Trace, TurnPlan, load_traces
-from libra.traces.agent_turns import agent_turn_files
 from libra.types import NO_TOOL, ToolStatus
 
 KINSHIP, LOAD = 0.55, 12

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks.action_loads import REQUIRED, read_steps
+from libra.planner.agent_turns import read_agent_turns
 from libra.policy.services import Fire, ServiceFacts, ServiceSchedule
-from libra.traces.agent_turns import read_agent_turns
 
 SERVICES, FEW_DEVICES = 10, 3
 WEIGHT_BYTES = 15 << 30

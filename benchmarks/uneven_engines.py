@@ -28,15 +28,14 @@ from unittest.mock import patch
 
 import numpy as np
 
-from benchmarks.draws import draw_alike
+from benchmarks.draws import draw_alike, synthetic
 from benchmarks.report import Figure, command_parser, emit
 from libra.hardware import engine_seconds, load_gpu, load_shape
-from libra.hardware.host_kv import HostPool
-from libra.hardware.virtual_engine import EngineTables
+from libra.hardware.engine_tables import EngineTables, HostPool
 from libra.policy import CMLFQ, strain
 from libra.policy.engine_loads import Loads
 from libra.policy.fleet import Fleet, Host
-from libra.sim import EngineSpec, Workload, synthetic
+from libra.sim import EngineSpec, Workload
 from libra.sim.simulation_options import SimulationOptions
 from libra.sim.simulator import Simulator
 from libra.sim.workload import load_traces

@@ -14,7 +14,7 @@ from benchmarks.systems.pipeline_options import PipelineOptions
 from benchmarks.systems.training_gpus import GroupWork, group_work, sample_seconds
 from libra.config import RunConfig
 from libra.hardware import engine_seconds
-from libra.hardware.virtual_engine import EngineTables
+from libra.hardware.engine_tables import EngineTables
 from libra.planner.cost import TrajectoryTotals
 from libra.planner.plan import Plan
 from libra.planner.snapshot import PlanningSnapshot
@@ -22,7 +22,7 @@ from libra.policy import Fifo
 from libra.policy.step_ways import SPLIT, STREAMING, TURNING
 from libra.policy.turning import TurningRule
 from libra.policy.waves import GroupId
-from libra.sim.engines import fleet
+from libra.sim.simulation_options import fleet
 from libra.sim.workload import TrajectoryPlan, TurnPlan, Workload
 from libra.types import NO_TOOL, ToolStatus
 

@@ -11,7 +11,7 @@ import numpy as np
 from libra.hardware import GPU, ModelShape
 from libra.planner.cost.training_cost import sequences_s
 from libra.policy.waves import GroupId
-from libra.sim.from_config import LAYOUT, PASSES
+from libra.sim.configured import LAYOUT, PASSES
 from libra.sim.workload import Workload
 
 

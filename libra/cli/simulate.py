@@ -12,7 +12,7 @@ import click
 from libra.config.run_config import RunConfig
 from libra.errors import ConfigError
 from libra.sim import SimulationResult, load_workload
-from libra.sim.from_config import RunSimulation, Simulated, drawn_workload, simulator_of, simulator_of_setting
+from libra.sim.configured import RunSimulation, Simulated, drawn_workload, simulator_of, simulator_of_setting
 from libra.sim.from_run import RunSetting, run_setting
 from libra.sim.workload import Workload
 

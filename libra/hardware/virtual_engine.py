@@ -4,7 +4,7 @@ of its batch to the next, never token by token.
 Invariants
 ----------
 1. KV in use (reserved by running requests, and kept between turns) never exceeds the engine's capacity.
-2. Every submitted request finishes once, or `lost` returns it.
+2. Every submitted request finishes once, or `hand_over` returns it.
 3. A running request is never preempted: it reserves its whole turn when it starts. With ``preempts`` it holds what it has, as in
    an engine that does not know the length of a turn: when memory is full, the one that started last goes back to the queue's
    front, and its context is computed again.
@@ -20,113 +20,17 @@ from __future__ import annotations
 import heapq
 import math
 from collections import OrderedDict
-from typing import NamedTuple
 
 import numpy as np
 
 from libra.errors import ConfigError
-from libra.hardware.engine import EngineSeconds, MeasuredEngine
-from libra.hardware.host_kv import HostKv
+from libra.hardware.engine_tables import Counters, EngineTables, HostKv, Request
 from libra.hardware.tables import Residuals
-from libra.types import EngineCapacity, StepSeconds
 
-CONTEXT_GRAIN = 256
-"""Step seconds are tabulated per this many tokens of context."""
 WATERMARK = 0.01
 """Share of the KV memory that stays free when a request starts on an engine that preempts: or it would be preempted at once."""
 FRONT = 1 << 48
 """Subtracted from the serial of a request that was preempted, so that it is before all that have not begun."""
-
-
-class Request(NamedTuple):
-    """One turn to generate."""
-
-    key: str
-    group: str
-    context_tokens: int
-    prompt_tokens: int  # of the context; all samples of the group share them
-    new_tokens: int
-    computed_tokens: int = 0  # of the context, computed by an engine before
-    reserved_tokens: int = 0  # KV reserved for generated tokens; 0: new_tokens
-    context: int = 0  # requests with the same number have the same context tokens; 0: unique
-
-    @property
-    def room_tokens(self) -> int:
-        """KV reserved while it runs."""
-        return self.context_tokens + max(self.new_tokens, self.reserved_tokens)
-
-
-class EngineTables:
-    """Tabulated seconds of one kind of engine, shared by all engines of that kind.
-
-    Parameters
-    ----------
-    seconds : EngineSeconds
-    grain_tokens : int
-        Contexts are rounded to the middle of intervals of this many tokens.
-    max_contexts : int or None
-        Maximum number of trajectories whose KV it keeps, of any size: an engine with slots keeps one context in each. None:
-        as many as fit.
-    """
-
-    def __init__(
-        self, seconds: EngineSeconds, *, grain_tokens: int = CONTEXT_GRAIN, max_contexts: int | None = None
-    ) -> None:
-        self.seconds, self.max_contexts, self._grain = seconds, max_contexts, grain_tokens
-        self.kv_capacity_tokens = int(seconds.kv_capacity_tokens)
-        if self.kv_capacity_tokens < 1:
-            raise ConfigError(f"an engine of {seconds.tp} GPUs has no room for KV beside the weights; take a larger tp")
-        self._step_s: dict[tuple[int, int], float] = {}
-        self._prefill_s: dict[tuple[int, int], float] = {}
-
-    def step_s(self, num_sequences: int, context_tokens: float) -> float:
-        """Seconds of one decode step."""
-        grain = self._grain
-        at = (num_sequences, int(context_tokens) // (grain * num_sequences))
-        found = self._step_s.get(at)
-        if found is None:
-            middle = (at[1] * grain + grain // 2) * num_sequences
-            found = self._step_s[at] = self.seconds.decode_step_s(num_sequences, middle)
-        return found
-
-    def prefill_s(self, new_tokens: int, past_tokens: int) -> float:
-        """Seconds to compute ``new_tokens`` after ``past_tokens``; the latter to a grain."""
-        at = (new_tokens, past_tokens // self._grain)
-        found = self._prefill_s.get(at)
-        if found is None:
-            found = self._prefill_s[at] = self.seconds.prefill_s(new_tokens, at[1] * self._grain)
-        return found
-
-    def capacity(self, slots: int, context_tokens: int) -> EngineCapacity:
-        """The capacity that such an engine declares. Its seconds match the tables for one sequence of ``context_tokens``
-        and for full slots and memory, and are linear in the context between the two. Bytes are 0 if unknown.
-        """
-        alone_s, tokens = self.step_s(1, context_tokens), self.kv_capacity_tokens
-        if isinstance(self.seconds, MeasuredEngine):
-            return EngineCapacity(tokens, 0, 0, slots, self.seconds.tp, self.seconds.steps)
-        context_token_s = (self.step_s(slots, tokens) - alone_s) / tokens
-        prefill_token_s = self.seconds.prefill_s(max(1, context_tokens), 0) / max(1, context_tokens)
-        token_bytes = int(getattr(self.seconds, "kv_token_bytes", 0))
-        steps = StepSeconds(alone_s, 0.0, max(0.0, context_token_s), prefill_token_s, 0, 0.0)
-        return EngineCapacity(tokens, tokens * token_bytes, token_bytes, slots, self.seconds.tp, steps)
-
-
-class Counters(NamedTuple):
-    """Counters of an engine's work so far.
-
-    Of ``busy_s``, the seconds with running requests, ``again_s`` went into contexts that some engine had computed before, and
-    ``load_s`` into loading weights. What a stopped engine had begun and not finished is not among the two.
-    """
-
-    generated_tokens: int
-    prefilled_tokens: int
-    cached_tokens: int
-    recomputed_tokens: int
-    busy_s: float
-    peak_kv_tokens: int
-    preempted: int = 0
-    again_s: float = 0.0
-    load_s: float = 0.0
 
 
 class VirtualEngine:
@@ -301,13 +205,6 @@ class VirtualEngine:
             self._compute(request.context_tokens, 0, request.context_tokens)
         self._fetching = [(at_s, serial, key, 0) for at_s, serial, key, _ in self._fetching]
         self.changes += 1
-
-    def lost(self) -> list[str]:
-        """Lose the engine; returns the keys of its requests, which never finish here."""
-        keys = [request.key for _, _, request in sorted(self._queue)] + sorted(self._requests)
-        self._queue, self._running, self._requests, self._fetching = [], [], {}, []
-        self.changes += 1
-        return keys
 
     def hand_over(self, now_s: float) -> dict[str, int]:
         """Stop; returns the tokens that each request has generated, in order of submission. None of them finishes here."""

@@ -158,7 +158,11 @@ def snapshot_of(
                 "--what-if plans with them."
             )
     note = "".join(notes)
-    workload, cut = _workload(config, turns)
+    num = section.trajectories or config.trainer.prompts * config.trainer.group_size
+    if turns is None:
+        workload, cut = batch_of(config, num=num, turns=section.turns)
+    else:
+        workload, cut = turns.resampled(num, config.run.seed, config.rollout.max_context_tokens), ""
     note = "\n".join(sentence for sentence in (cut, note, _without_gpu(config)) if sentence)
     snapshot = PlanningSnapshot(
         gpu=planned_gpu(section.gpu),
@@ -315,12 +319,10 @@ def _without_gpu(config: RunConfig) -> str:
     )
 
 
-def _workload(config: RunConfig, turns: TrajectoryTotals | None) -> tuple[TrajectoryTotals, str]:
-    """Trajectories of a step, cut at the limits of section ``rollout``, and a sentence on those that were cut."""
+def batch_of(config: RunConfig, *, num: int, turns: int) -> tuple[TrajectoryTotals, str]:
+    """``num`` trajectories of ``turns`` turns with the lengths of section `planner`, cut at the limits of section `rollout`,
+    and a sentence on those that were cut."""
     section, rollout = config.planner, config.rollout
-    num = section.trajectories or config.trainer.prompts * config.trainer.group_size
-    if turns is not None:
-        return turns.resampled(num, config.run.seed, rollout.max_context_tokens), ""
     room = rollout.max_context_tokens - section.prompt_tokens - section.observation_tokens
     if room < 1:
         raise PlanError(
@@ -328,7 +330,7 @@ def _workload(config: RunConfig, turns: TrajectoryTotals | None) -> tuple[Trajec
             f"{section.observation_tokens} leave nothing to generate in rollout.max_context_tokens="
             f"{rollout.max_context_tokens}; type e.g. planner.prompt_tokens={max(rollout.max_context_tokens // 4, 1)}"
         )
-    most = min(room, rollout.max_new_tokens * section.turns)
+    most = min(room, rollout.max_new_tokens * turns)
     normal, (median, last) = NormalDist(), (section.generated_p50_tokens, section.generated_p99_tokens)
     quantiles = np.array([normal.inv_cdf((number + 0.5) / num) for number in range(num)])
     wanted = median * np.exp(np.log(last / median) / normal.inv_cdf(0.99) * quantiles)
@@ -336,13 +338,13 @@ def _workload(config: RunConfig, turns: TrajectoryTotals | None) -> tuple[Trajec
         np.full(num, float(section.prompt_tokens)),
         np.minimum(wanted, most),
         observation_tokens=float(section.observation_tokens),
-        num_turns=float(section.turns),
-        tool_wait_s=section.tool_s * (section.turns - 1),
+        num_turns=float(turns),
+        tool_wait_s=section.tool_s * (turns - 1),
     )
     cut = int((wanted > most).sum())
     limit = (
         f"rollout.max_context_tokens={rollout.max_context_tokens}"
         if most == room
-        else f"rollout.max_new_tokens={rollout.max_new_tokens} in planner.turns={section.turns}"
+        else f"rollout.max_new_tokens={rollout.max_new_tokens} in planner.turns={turns}"
     )
     return workload, f"{cut} of {num} trajectories end at {most:,} generated tokens: {limit}." if cut else ""

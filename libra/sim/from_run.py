@@ -14,13 +14,12 @@ from numpy.typing import NDArray
 
 from libra.errors import RunDirectoryError, StoreError
 from libra.facts import boundaries_of
+from libra.hardware.engine_tables import EngineTables
 from libra.hardware.run_calibration import EngineOfRun, RunCalibration
-from libra.hardware.virtual_engine import EngineTables
 from libra.orderings import ordering_of
 from libra.policy import Ordering, staleness_of
-from libra.sim.engines import EngineSpec, QuantumOverhead
 from libra.sim.run_record import RealisedRun, RunRecord
-from libra.sim.simulation_options import SimulationOptions
+from libra.sim.simulation_options import EngineSpec, QuantumOverhead, SimulationOptions
 from libra.sim.simulator import Simulator
 from libra.sim.workload import TrajectoryPlan, TurnPlan, Workload, checked
 from libra.store.trajectories import TrajectoryStore

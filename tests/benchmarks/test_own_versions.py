@@ -6,6 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from benchmarks.draws import synthetic
 from benchmarks.systems.disciplines import DISCIPLINES
 from benchmarks.systems.own_versions import Handover, OwnVersions
 from benchmarks.systems.pipeline_options import PipelineOptions
@@ -13,9 +14,8 @@ from benchmarks.systems.repacking_pipeline import RepackingPipeline
 from benchmarks.systems.training_gpus import group_work
 from benchmarks.systems.version_window import VersionWindow
 from libra.facts import QuantumFinished, TrajectoryEnded, TrajectoryParked, VersionPublished, WorkerCapacity
-from libra.hardware.host_kv import HostPool
+from libra.hardware.engine_tables import HostPool
 from libra.policy import Fifo
-from libra.sim import synthetic
 from libra.types import NO_TOOL, Phase
 
 OPTIONS = PipelineOptions(eta=1, core_gpus=1, close_s=0.0, load_s=0.25)

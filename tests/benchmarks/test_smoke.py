@@ -257,9 +257,9 @@ def test_releasing_slots_on_uneven_engines_gains(monkeypatch):
 @pytest.mark.live
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler; type: apt-get install gcc")
 def test_a_module_is_compiled_and_runs_from_the_copy(tmp_path):
-    folder = built(tmp_path / "copy", ("libra/sim/agenda.py",))
+    folder = built(tmp_path / "copy", ("libra/sim/simulated_trajectory.py",))
     path = os.environ | {"PYTHONPATH": str(folder), "PYTHONSAFEPATH": "1"}
-    code = "import libra.sim.agenda as compiled; compiled.Agenda(); print(compiled.__file__)"
+    code = "import libra.sim.simulated_trajectory as compiled; compiled.Agenda(); print(compiled.__file__)"
     said = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=path, capture_output=True, text=True, check=True)
     assert said.stdout.strip().startswith(str(folder)) and said.stdout.strip().endswith(".so")
 

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from benchmarks.draws import synthetic
 from benchmarks.systems.against import compare
 from benchmarks.systems.disciplines import DISCIPLINES, disciplines
 from benchmarks.systems.gpu_seconds import Cause
@@ -15,10 +16,9 @@ from benchmarks.systems.training_gpus import GroupWork
 from benchmarks.systems.tuning import Cell, lower_bound_s, play, step_s
 from libra.errors import ConfigError
 from libra.facts import Turned
-from libra.hardware.host_kv import HostPool
+from libra.hardware.engine_tables import HostPool
 from libra.policy import Fifo
 from libra.policy.turning import TurningRule
-from libra.sim import synthetic
 from libra.sim.workload import Trace
 
 QUICK = TurningRule(trajectories_per_gpu=2.0, min_gain_s=1.0, to_training_s=0.5, to_rollout_s=0.5)

@@ -6,16 +6,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from benchmarks.draws import synthetic
 from benchmarks.systems.disciplines import DISCIPLINES, OverAge, Unfinished
 from benchmarks.systems.gpu_seconds import Cause
 from benchmarks.systems.pipeline import Pipeline
 from benchmarks.systems.pipeline_options import PipelineOptions
 from benchmarks.systems.repacking_pipeline import RepackingPipeline
 from benchmarks.systems.training_gpus import group_work
-from libra.hardware.host_kv import HostPool
+from libra.hardware.engine_tables import HostPool
 from libra.policy import Fifo
 from libra.policy.turning import TurningRule
-from libra.sim import synthetic
 
 QUICK = TurningRule(trajectories_per_gpu=2.0, min_gain_s=1.0, to_training_s=0.5, to_rollout_s=0.5)
 OPTIONS = PipelineOptions(

@@ -11,6 +11,7 @@ from libra.config import config_from_dict
 from libra.config.service_devices import Place
 from libra.errors import ConfigError, ModelError, PlanError
 from libra.hardware import engine_seconds, load_gpu, load_shape
+from libra.planner.agent_turns import agent_turns
 from libra.planner.build_plan import compare, plan
 from libra.planner.cost import Layout, TrajectoryTotals, rollout_cost
 from libra.planner.cost.rollout_cost import TRACE_COLUMNS, totals_of_trace
@@ -19,7 +20,6 @@ from libra.planner.from_config import services_of
 from libra.planner.plan import text
 from libra.planner.services import ServiceModel, ServiceModels
 from libra.planner.snapshot import PlanningSnapshot, formulate
-from libra.traces.agent_turns import agent_turns
 
 
 def taught(teacher, **more):

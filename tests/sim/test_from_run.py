@@ -9,7 +9,7 @@ import zarr
 from libra.config import config_from_dict
 from libra.errors import StoreError
 from libra.hardware import engine_seconds
-from libra.hardware.virtual_engine import EngineTables
+from libra.hardware.engine_tables import EngineTables
 from libra.policy import Fifo
 from libra.sim import Simulator, fleet
 from libra.sim.from_run import workload_of_run

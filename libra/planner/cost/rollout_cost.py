@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from libra.errors import ConfigError, PlanError
 from libra.hardware import EngineSeconds
-from libra.traces.agent_turns import Recorded
+from libra.planner.agent_turns import Recorded
 
 Array = NDArray[np.float64]
 
@@ -101,7 +101,7 @@ class TrajectoryTotals:
 
 
 def totals_of_trace(recorded: Sequence[Recorded], tool_s: float) -> TrajectoryTotals:
-    """Totals of recorded agents (`libra.traces.agent_turns`), in their order.
+    """Totals of recorded agents (`libra.planner.agent_turns`), in their order.
 
     Parameters
     ----------
