@@ -9,12 +9,13 @@ import click
 
 from libra.errors import ConfigError
 from libra.hardware.run_calibration import UNBOUNDED_TOKENS, EngineOfRun, RunCalibration
+from libra.sim.measured_run import calibration_of
 from libra.sim.run_record import RunRecord
 
 
 def calibrate_command(run_dir: Path, *, save: Path | None, as_json: bool) -> None:
     """Calibrate from a run directory; see `libra.cli.main`."""
-    found = RunRecord.read(run_dir).calibration()
+    found = calibration_of(RunRecord.read(run_dir))
     if save is not None:
         try:
             save.write_text(found.to_json())

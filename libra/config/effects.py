@@ -280,7 +280,11 @@ _TABLE: tuple[tuple[str, str, Reading], ...] = (  # section, keys, who reads the
             "simulate": (either(_FORECASTS, _OWN_SIMULATED), missing("simulation.objective"), _NOT_OF_RUN),
         },
     ),
-    ("policy", "boundaries_tokens", {"run": (is_("policy.name", "cmlfq"), _SEVERAL_ENGINES), "simulate": (_FORECASTS,)}),
+    (
+        "policy",
+        "boundaries_tokens",
+        {"run": (is_("policy.name", "cmlfq"), _SEVERAL_ENGINES), "simulate": (_FORECASTS,)},
+    ),
     (
         "policy",
         "patience",

@@ -10,8 +10,8 @@ import json
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
@@ -138,22 +138,14 @@ def calibration_from_json(text: str, where: str) -> RunCalibration:
     """The calibration in a text; ConfigError if it is not one, or has another schema."""
     again = "write it again: libra calibrate RUN --save FILE"
     try:
-        values = json.loads(text)
+        values = msgspec.json.decode(text)
         if not isinstance(values, dict) or values.pop("kind", None) != KIND:
             raise ConfigError(f"{where}: not a calibration of a run; {again}")
-        schema = values.pop("schema", None)
-        if schema != SCHEMA:
+        if (schema := values.pop("schema", None)) != SCHEMA:
             raise ConfigError(f"{where}: has schema {schema!r}, and this Libra reads {SCHEMA}; {again}")
-        values |= {name: tuple(values[name]) for name in ("tool_transport_s", "tool_worker_s")}
-        engines = tuple(_engine(one) for one in values.pop("engines"))
-        trainer = values.pop("trainer")
-        found = RunCalibration(engines=engines, trainer=None if trainer is None else RunTrainer(**trainer), **values)
-    except (ValueError, TypeError, KeyError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(
-            f"{where}: cannot be read as a calibration ({type(error).__name__}: {error}); {again}"
-        ) from error
+        found = msgspec.convert(values, RunCalibration)
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"{where}: cannot be read as a calibration ({error}); {again}") from error
     _check(found, where, again)
     return found
 
@@ -168,11 +160,6 @@ def read_calibration(path: Path, where: str) -> RunCalibration:
             f"{where}: {path} cannot be read: {reason}; write one with libra calibrate RUN --save FILE"
         ) from error
     return replace(calibration_from_json(text, f"{where}: {path}"), source=str(path))
-
-
-def _engine(values: dict[str, Any]) -> EngineOfRun:
-    between = {name: tuple(values[name]) for name in ("transport_s", "worker_s")}
-    return EngineOfRun(**{**values, **between, "steps": StepSeconds(**values["steps"])})
 
 
 def _check(found: RunCalibration, where: str, again: str) -> None:

@@ -10,7 +10,7 @@ from libra.cli.main import main
 from libra.hardware.engine import MeasuredEngine
 from libra.hardware.engine_tables import EngineTables
 from libra.hardware.run_calibration import read_calibration
-from libra.hardware.run_quanta import binned
+from libra.sim.measured_run import binned
 from libra.policy import make_ordering
 from libra.sim import EngineSpec, SimulationResult, TrajectoryPlan, TurnPlan, Workload
 from libra.sim.from_run import run_setting
