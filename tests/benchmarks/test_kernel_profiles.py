@@ -133,7 +133,8 @@ def test_training_layers_are_read_per_model_and_gpu(tmp_path):
 def test_true_profiles_pass_the_audit(gpu, linear_profile, attention_profile):
     assert audit(linear_profile(), gpu) == []
     assert audit(attention_profile(), gpu) == []
-    assert len(calibrate([linear_profile(), attention_profile()]).errors) == 12
+    tables = calibrate([linear_profile(), attention_profile()])
+    assert (len(tables.linear), len(tables.decode), len(tables.prefill)) == (20, 1, 1)
 
 
 @pytest.mark.parametrize(("factor", "text"), [(1 / 8, "impossible"), (8.0, "off by 8"), (1000.0, "off by 1,000")])
@@ -162,9 +163,7 @@ def test_calibration_is_of_one_named_gpu(linear_profile):
     for wrong in ([replace(profile, gpu=None)], [profile, replace(profile, gpu="H100-80G")], []):
         with pytest.raises(ConfigError):
             calibrate(wrong)
-    errors = {each.operator: each for each in calibrate([replace(profile, gpu=None)], "A100-80G").errors}
-    assert errors["mlp_up_proj"].table_frac < 0.2
-    assert errors["mlp_up_proj"].num_points == 2 * len(profile.curves[0].tokens)
+    assert calibrate([replace(profile, gpu=None)], "A100-80G").gpu.name == "A100-80G"
 
 
 def test_forms_are_recovered_from_their_own_seconds(gpu, linear_profile, attention_profile):
