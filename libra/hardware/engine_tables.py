@@ -4,6 +4,7 @@ engine can fetch it (Seer's pool, arXiv:2511.14617)."""
 from __future__ import annotations
 
 from collections import OrderedDict
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from libra.errors import ConfigError
@@ -87,22 +88,80 @@ class EngineTables:
         return EngineCapacity(tokens, tokens * token_bytes, token_bytes, slots, self.seconds.tp, steps)
 
 
-class Counters(NamedTuple):
+@dataclass(slots=True)
+class Counters:
     """Counters of an engine's work so far.
 
     Of ``busy_s``, the seconds with running requests, ``again_s`` went into contexts that some engine had computed before, and
     ``load_s`` into loading weights. What a stopped engine had begun and not finished is not among the two.
     """
 
-    generated_tokens: int
-    prefilled_tokens: int
-    cached_tokens: int
-    recomputed_tokens: int
-    busy_s: float
-    peak_kv_tokens: int
+    generated_tokens: int = 0
+    prefilled_tokens: int = 0
+    cached_tokens: int = 0
+    recomputed_tokens: int = 0
+    busy_s: float = 0.0
+    peak_kv_tokens: int = 0
     preempted: int = 0
     again_s: float = 0.0
     load_s: float = 0.0
+
+
+class KeptKv:
+    """KV that an engine keeps of trajectories between their turns, oldest first, and the contexts that others may share.
+
+    ``groups`` counts the contexts of each group, running ones too: its prompt is computed once. ``first_with`` has the
+    trajectory that computed a context and still has its KV.
+    """
+
+    def __init__(self) -> None:
+        self.entries: OrderedDict[str, tuple[int, str]] = OrderedDict()  # tokens, group
+        self.tokens = 0
+        self.groups: dict[str, int] = {}
+        self.first_with: dict[int, str] = {}
+        self._context_of: dict[str, int] = {}  # the inverse of first_with
+
+    def keep(self, key: str, tokens: int, group: str) -> None:
+        """A turn is over; its group was joined when it started."""
+        self.entries[key] = (tokens, group)
+        self.tokens += tokens
+
+    def drop(self, key: str) -> int:
+        """Give kept KV up; its tokens."""
+        tokens, group = self.entries.pop(key, (0, ""))
+        if tokens:
+            self.tokens -= tokens
+            self.leave_group(group)
+        return tokens
+
+    def evict(self, key: str) -> None:
+        """Drop kept KV, which no other request can share then."""
+        self.drop(key)
+        self.leave(key)
+
+    def evict_oldest(self) -> None:
+        """Evict what was kept first."""
+        self.evict(next(iter(self.entries)))
+
+    def begins_with(self, key: str, context: int) -> None:
+        """``key`` computes a context that others may share."""
+        self.first_with[context], self._context_of[key] = key, context
+
+    def leave(self, key: str) -> None:
+        """Stop sharing the context that ``key`` began with."""
+        context = self._context_of.pop(key, None)
+        if context is not None:
+            del self.first_with[context]
+
+    def join_group(self, group: str) -> None:
+        """One more context of a group."""
+        self.groups[group] = self.groups.get(group, 0) + 1
+
+    def leave_group(self, group: str) -> None:
+        """One context of a group fewer."""
+        self.groups[group] -= 1
+        if not self.groups[group]:
+            del self.groups[group]
 
 
 class HostPool(NamedTuple):
