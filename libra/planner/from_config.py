@@ -263,16 +263,19 @@ def _sizes(path: str) -> ModelShape:
 def services_of(config: RunConfig, *, on_cores: bool = False) -> ServiceModels:
     """The services with models, a teacher among them; ModelError if sizes of one are not known here. ``on_cores`` as of
     `snapshot_of`."""
-    late, found = late_services(config), []
-    for name, model in asked_models(config).items():
-        entry = config.services.named[name]
-        shape, passes = _known_sizes(model, f"services.named: {name!r}"), PASSES.get(entry.function, 0)
-        found.append(ServiceModel(name, shape, passes, entry.answer_s, _number_bytes(model), name not in late))
-    teacher, path, gib = None, teacher_model(config), config.services.device_gib
+    teacher, path, asked = None, teacher_model(config), asked_models(config)
     if path is not None:
         weight_bytes, waits = DTYPE_BYTES[config.model.dtype], config.distil.late == "wait"
         shape = _known_sizes(path, "distil.teacher")
         teacher = ServiceModel(config.distil.service or "", shape, weight_bytes=weight_bytes, waits=waits)
+    if not asked and (teacher is None or not teacher.name):
+        return ServiceModels((), teacher, of_others=least_of_others(config))
+    late, found = late_services(config) if asked else set(), []
+    for name, model in asked.items():
+        entry = config.services.named[name]
+        shape, passes = _known_sizes(model, f"services.named: {name!r}"), PASSES.get(entry.function, 0)
+        found.append(ServiceModel(name, shape, passes, entry.answer_s, _number_bytes(model), name not in late))
+    gib = config.services.device_gib
     return ServiceModels(
         tuple(found),
         teacher,
