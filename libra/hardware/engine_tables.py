@@ -183,7 +183,7 @@ class HostKv:
         self.pool = pool
         self._tokens: OrderedDict[str, int] = OrderedDict()
         self.held_tokens = self.fetched_tokens = 0
-        self._untold: list[tuple[int, float]] = []
+        self._unreported: list[tuple[int, float]] = []
 
     def tokens(self, key: str) -> int:
         """Tokens of KV that are held of a trajectory."""
@@ -195,13 +195,13 @@ class HostKv:
         if seconds >= prefill_s:
             return 0.0
         self.fetched_tokens += tokens
-        self._untold.append((tokens, seconds))
+        self._unreported.append((tokens, seconds))
         return seconds
 
     def fetches(self) -> list[tuple[int, float]]:
         """Tokens and seconds of the fetches since the last call."""
-        untold, self._untold = self._untold, []
-        return untold
+        unreported, self._unreported = self._unreported, []
+        return unreported
 
     def put(self, key: str, tokens: int) -> None:
         """Store a trajectory's KV instead of what is held of it."""

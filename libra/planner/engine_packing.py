@@ -2,6 +2,10 @@
 
 Longest first onto the least loaded engine of its kind, then moves and swaps away from the last engine to finish. The result
 is feasible, not necessarily optimal: `libra.planner.planning_problem` and the programs bound its gap.
+
+Engines on nodes: with degrees that divide one another and the node, placing the largest first wastes
+nothing, as long as at most one node is partly filled by training ranks. The trainer therefore takes the
+smaller last node first, and whole nodes after it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""A snapshot with a run's own measurements (`planner.calibration`) in place of the GPU's tables.
+"""From a configuration to the planner's snapshot: section ``planner``, the batch and the trainer.
 
-Engines have their measured seconds, degree by degree. Training keeps the cost model, which accounts for sharding, scaled by
-one factor: the seconds of the run's own steps over those that the model gives to its layout and its trajectories.
+With `planner.calibration` a run's own measurements replace the GPU's tables: engines have their measured
+seconds, degree by degree. Training keeps the cost model, which accounts for sharding, scaled by one factor:
+the seconds of the run's own steps over those that the model gives to its layout and its trajectories.
 """
 
 from __future__ import annotations

@@ -6,6 +6,12 @@ are linear.
     whole    min T   over engines and 0/1 assignments of single trajectories to single engines
 
 Every time is in units that the caller chooses near 1, which is what the solver's absolute tolerances assume.
+
+Classes hold trajectories whose loads on the kinds have similar *ratios*, not lengths, so that an integer
+program covers thousands: within a class, twice the load counts twice, which is exact for a fluid program.
+At prices p of an engine of each kind, trajectory i costs at least pi_i = min over its allowed kinds of
+p_k load_s[k, i] / T per second of rollout, on any engine. Hence p . engines >= (sum of pi_i) / T for every
+layout: a cut, which holds for the trajectories themselves. The classes only suggest p.
 """
 
 from __future__ import annotations

@@ -17,6 +17,17 @@ Invariants
 1. Every array is float64 or int64, read-only, and finite but for ``inf``: this kind cannot take it.
 2. TP degrees divide one another and the node size. Then engines fit into whole nodes whenever their GPUs fit in number, if
    training fills the partly filled node first: `libra.planner.engine_packing` builds that placement.
+
+Lower bound
+-----------
+A proven bound of the rollout's seconds for every number of GPUs at once, without binning trajectories. If
+the rollout is done after T seconds, trajectory i ran on a kind k with ``least_s[k, i] <= T``, and took
+``tp[k] load_s[k, i]`` GPU-seconds there. So the GPU-seconds F T of F GPUs are at least
+
+    W(T) = sum over i of min over k with least_s[k, i] <= T of tp[k] load_s[k, i],
+
+a falling step function. The smallest T with W(T) <= F T is the bound: it is the linear relaxation over
+layouts and assignments, solved in closed form.
 """
 
 from __future__ import annotations

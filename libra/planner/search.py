@@ -1,13 +1,23 @@
-"""The rollout side, exactly: the fastest layout of engines on F GPUs, with a proven bound next to it.
+"""The split between training and rollout, and the rollout's layout on each number of GPUs, exactly.
 
-1. ``lower_s`` holds for every layout and every assignment of individual trajectories, without binning.
-2. ``layout`` places whole trajectories on whole engines; ``time_s >= lower_s``.
-3. Each F is solved once (`Rollouts` is the memo), and a bound at F holds for every smaller one.
+The outer search is best first over the trainer's GPU counts, by proven bounds:
 
-In order of cost: the closed-form bound of `libra.planner.planning_problem` and a layout that meets it; else the fluid program over
-classes, whose prices become cuts that hold for the unbinned trajectories; else, if there are few, the program over single
-trajectories. The threshold "only kinds that finish within theta" makes the programs linear: the best time is at least
-min(theta, the program's time), and lowering theta to it takes only a few rounds.
+1. Every split whose bound is below the best step found has been solved when the search ends, so that
+   ``lower_s`` holds for every split, every layout and every assignment of whole trajectories.
+2. ``lower_s <= step_s``; the search ends when they differ by at most ``gap_frac``, or when no other split
+   can be proven better.
+
+The layout on F GPUs comes with a proven bound:
+
+3. ``lower_s`` holds for every layout and every assignment of individual trajectories, without binning.
+4. ``layout`` places whole trajectories on whole engines; ``time_s >= lower_s``.
+5. Each F is solved once (`Rollouts` is the memo), and a bound at F holds for every smaller one.
+
+In order of cost: the closed-form bound of `libra.planner.planning_problem` and a layout that meets it; else
+the fluid program over classes, whose prices become cuts that hold for the unbinned trajectories; else, if
+there are few, the program over single trajectories. The threshold "only kinds that finish within theta"
+makes the programs linear: the best time is at least min(theta, the program's time), and lowering theta to
+it takes only a few rounds.
 """
 
 from __future__ import annotations

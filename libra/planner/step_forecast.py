@@ -8,6 +8,11 @@ rest of a step (publishing, as far as it is not beside the next step) is predict
 1. A prediction uses only iterations that have ended.
 2. There is none before the first iteration: nothing is assumed.
 3. Evaluations are excluded from all numbers; the first iteration, a warm-up, counts less than later ones.
+
+Other splits between training and rollout are predicted from a line through the seconds of steps over the
+tokens of one replica (`TrainingForecast`). While every step had equally many tokens per replica the line
+goes through the origin: twice the replicas take half the time until this run has measured otherwise.
+Differs from Libra (arXiv:2606.03077 v2), whose planner predicts both sides from fits made before the run.
 """
 
 from __future__ import annotations

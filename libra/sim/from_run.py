@@ -129,7 +129,7 @@ def run_options(record: RunRecord, calibration: RunCalibration, workload: Worklo
         chunk_tokens=rollout.chunk_tokens,
         host=host_pool(record),
         reserve=(rollout.max_new_tokens, rollout.max_context_tokens) if reserves else None,
-        teacher_token_s=told_teacher_token_s(record, workload),
+        teacher_token_s=measured_teacher_token_s(record, workload),
     )
 
 
@@ -140,8 +140,8 @@ def host_pool(record: RunRecord) -> HostPool | None:
     Before a transfer was measured the price is the policy's own assumption (`PRIOR_BYTES_PER_S`).
     """
     gib = record.config.rollout.kv_host_gib
-    declared = [told[-1].get("kv_token_bytes", 0) for told in record.capacities.values()]
-    exchanging = [token_bytes for token_bytes in declared if token_bytes]
+    sizes = [events[-1].get("kv_token_bytes", 0) for events in record.capacities.values()]
+    exchanging = [token_bytes for token_bytes in sizes if token_bytes]
     if gib is None or not exchanging:
         return None
     sent = [event for event in record.named("home_changed") if event["sent"] and event["num_bytes"]]
@@ -170,7 +170,7 @@ def left_out(config: RunConfig) -> str:
     return f"not simulated: {', '.join(found)}; the run's seconds have them" if found else ""
 
 
-def told_teacher_token_s(record: RunRecord, workload: Workload) -> float:
+def measured_teacher_token_s(record: RunRecord, workload: Workload) -> float:
     """Seconds of a run's teacher per token, as it took for its groups; 0 without one that batches wait for."""
     scored = [score_s for _, score_s in record.scores().values()]
     groups = len({(plan.iteration, plan.group) for plan in workload.trajectories})

@@ -66,10 +66,12 @@ def calibration_of(record: RunRecord) -> RunCalibration:
 def _declared(record: RunRecord) -> dict[str, Mapping[str, Any]]:
     """The seconds that each engine declared last; one that ran too few passes gets those of its bucket's best measured
     engine."""
-    told = list(record.named("engine_declared"))
-    measured: dict[str, Mapping[str, Any]] = {event["worker"]: event for event in told if event["fixed_s"] is not None}
+    events = list(record.named("engine_declared"))
+    measured: dict[str, Mapping[str, Any]] = {
+        event["worker"]: event for event in events if event["fixed_s"] is not None
+    }
     known = list(measured.values())
-    for event in told:
+    for event in events:
         alike = [each for each in known if each["bucket"] == event["bucket"]] or [
             each for each in known if each["tp"] == event["tp"]
         ]
@@ -102,8 +104,8 @@ def _declared_engines(record: RunRecord, declared: Mapping[str, Mapping[str, Any
 
 
 def _bucket(record: RunRecord, worker: str, otherwise: str) -> str:
-    told = record.capacities.get(worker)
-    return str(told[-1]["bucket"]) if told else otherwise
+    declared = record.capacities.get(worker)
+    return str(declared[-1]["bucket"]) if declared else otherwise
 
 
 def _turns(record: RunRecord) -> dict[str, TurnsTaken]:
@@ -126,7 +128,7 @@ def _turns(record: RunRecord) -> dict[str, TurnsTaken]:
             context = float(turns["prompt_tokens"][at])
             rows.setdefault(whole_turn.worker, []).append(
                 (
-                    whole_turn.told_s, whole_turn.latency_s, float(turns["queued_s"][at]), float(turns["generate_s"][at]),
+                    whole_turn.reported_s, whole_turn.latency_s, float(turns["queued_s"][at]), float(turns["generate_s"][at]),
                     float(turns["tool_s"][at]) if whole_turn.inline is not None else 0.0, float(whole_turn.tokens), context,
                     context - max(0.0, float(turns["cached_tokens"][at])),
                 )
@@ -211,7 +213,7 @@ def binned(values: ArrayLike) -> tuple[float, ...]:
 
 def transport_s(quanta: Sequence[Quantum]) -> tuple[float, ...]:
     """Seconds of the round trip between scheduler and worker, to draw from."""
-    return binned([q.told_s - q.begun_s - q.latency_s for q in quanta if q.begun_s == q.begun_s])
+    return binned([q.reported_s - q.begun_s - q.latency_s for q in quanta if q.begun_s == q.begun_s])
 
 
 class TurnsTaken(NamedTuple):
@@ -219,7 +221,7 @@ class TurnsTaken(NamedTuple):
     tools that ran within them; tokens generated, tokens of context, and the computed tokens among those.
     """
 
-    told_s: Array
+    reported_s: Array
     latency_s: Array
     queued_s: Array
     busy_s: Array
@@ -245,7 +247,7 @@ class TurnsTaken(NamedTuple):
 
     def wall_over_passes(self, steps: StepSeconds) -> float:
         """Wall seconds of these turns over those by passes of ``steps``, given the turns that ran beside them."""
-        stop = self.told_s
+        stop = self.reported_s
         start = stop - self.busy_s
         beside = running_beside(start, stop)
         order = np.argsort(start)

@@ -27,16 +27,16 @@ from libra.types import Phase
 class Quantum(NamedTuple):
     """A generation or an action of the log.
 
-    In seconds of the log, ``begun_s`` is its dispatch (NaN: it continued in the slot of the previous quantum) and ``told_s`` the
-    report of its end; ``latency_s`` is wall time on the worker. ``inline`` names a tool that ran within a generation (empty: a
-    malformed call; None: no tool).
+    In seconds of the log, ``begun_s`` is its dispatch (NaN: it continued in the slot of the previous
+    quantum) and ``reported_s`` the report of its end; ``latency_s`` is wall time on the worker. ``inline``
+    names a tool that ran within a generation (empty: a malformed call; None: no tool).
     """
 
     key: keys.Key
     phase: str
     worker: str
     begun_s: float
-    told_s: float
+    reported_s: float
     latency_s: float
     tokens: int
     inline: str | None
@@ -126,7 +126,7 @@ class RunRecord:
     @property
     def tool_slots(self) -> int:
         """Actions at once, on all workers together."""
-        return sum(told[-1]["tool_slots"] for told in self.capacities.values())
+        return sum(declared[-1]["tool_slots"] for declared in self.capacities.values())
 
     @property
     def inline_tools(self) -> frozenset[str]:
@@ -218,13 +218,13 @@ class RunRecord:
         it, only the last."""
         gate_s = min(self.gates_s().values(), default=0.0)
         names = WorkerCapacity.__struct_fields__
-        told = [
+        events = [
             (event["t_s"] - gate_s, WorkerCapacity(**{name: event[name] for name in names if name in event}))
             for event in self.capacities.get(worker, ())
             if event["rollout_slots"] > 0
         ]
-        before = [entry for entry in told if entry[0] <= 0.0][-1:]
-        return (*before, *(entry for entry in told if entry[0] > 0.0))
+        before = [entry for entry in events if entry[0] <= 0.0][-1:]
+        return (*before, *(entry for entry in events if entry[0] > 0.0))
 
 
 def digest_of(model: str) -> str:

@@ -1,4 +1,4 @@
-"""The agenda of a simulation: what happens at which virtual time."""
+"""State of a simulation: its agenda, trajectories that have begun, groups that wait for theirs, and the teacher."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The engines of a simulation: tensor-parallel degree, slots, seconds, and the events that the policy receives about
-each."""
+"""Engines and settings of a simulation, and its result: times, tokens, moves, and every dispatch in order."""
 
 from __future__ import annotations
 

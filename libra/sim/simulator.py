@@ -92,7 +92,7 @@ class Simulator:
         self._learner, self._learned_ended = (ordering if isinstance(ordering, OnlineLearner) else None), 0
         self._in_transit: dict[str, str] = {}  # keys that hold a slot of an engine without being in it
         self._contended = False  # whether who ends a quantum releases its slot, as of the last dispatch
-        self._priorities: dict[str, Priority] = {}  # as last told; engines serve their queues by it, as live
+        self._priorities: dict[str, Priority] = {}  # as last set; engines serve their queues by it, as live
         self._out_of_date = 0  # events of this instant that no longer hold
         self._counters: list[tuple[str, Counters]] = []  # of engines that handed their trajectories over
         self._keeps_dispatches = True  # in its record; they are most of the memory of a long simulation

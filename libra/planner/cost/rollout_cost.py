@@ -1,4 +1,15 @@
-"""Totals of trajectories as a cost model needs them: tokens computed, tokens generated, seconds of tools."""
+"""Totals of trajectories, and what they cost an engine.
+
+Seconds of trajectories on an engine: the share of the engine that each takes, and the least time each can take.
+
+1. ``engine_s`` adds up: an engine kept at its concurrency is busy for the sum of its trajectories' ``engine_s``.
+2. ``alone_s`` is a lower bound: no engine of this tensor-parallel degree finishes a trajectory sooner than alone on it, its
+   tools included. No assignment of trajectories to engines is faster than the longest trajectory.
+3. Trajectories in flight never hold more KV than fits; the others queue, and cost nothing while they wait.
+
+Differs from the published planner of Libra (arXiv:2606.03077 v2), which divides tokens by a steady batch and has no longest-
+trajectory bound.
+"""
 
 from __future__ import annotations
 
