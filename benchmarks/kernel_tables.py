@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from benchmarks.kernel_profiles import (
 )
 from benchmarks.report import command_parser
 from libra.errors import ConfigError
-from libra.hardware.gpus import GPU, load_gpu
+from libra.hardware.gpus import GPU, known_gpus, load_gpu
 from libra.hardware.rooflines import (
     GEMMS,
     MOVES,
@@ -50,7 +50,6 @@ from libra.hardware.tables import (
     RatioCurve,
     RatioRows,
     Tables,
-    gpus_with_tables,
     log_tokens,
     operator_sizes,
     shipped_tables,
@@ -111,7 +110,7 @@ def _fit(eff: Efficiencies, names: Sequence[str], residuals: Callable[[Efficienc
         return eff
 
     def changed(values: Array) -> Efficiencies:
-        return eff.with_values(**dict(zip(names, values.tolist(), strict=True)))
+        return replace(eff, **dict(zip(names, values.tolist(), strict=True)))
 
     start = np.array([getattr(eff, name) for name in names])
     ceiling = np.array([1.0 if name.endswith("_frac") else np.inf for name in names])
@@ -292,7 +291,7 @@ def audit(profile: Profile, gpu: GPU, others: Sequence[Tables] | None = None) ->
 
     ``others`` are tables of GPUs that it may have been confused with; None: the package's.
     """
-    references = [shipped_tables(g.name) for g in gpus_with_tables()] if others is None else list(others)
+    references = [shipped_tables(name) for name in known_gpus()] if others is None else list(others)
     if isinstance(profile, LinearProfile):
         texts = _linear(profile, gpu)
     elif isinstance(profile, AttentionProfile):

@@ -9,7 +9,7 @@ Differs from the published planner of Libra (arXiv:2606.03077 v2), which has roo
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -87,10 +87,6 @@ class Efficiencies:
     hop_s: float = 2.0e-6
     link_frac: float = 0.6
     link_half_bytes: float = 5.4e6
-
-    def with_values(self, **changes: float) -> Efficiencies:
-        """A copy with ``changes``."""
-        return replace(self, **changes)
 
 
 _TILES = ((256, 128), (128, 256), (128, 128), (256, 64), (128, 64), (64, 128), (64, 64))

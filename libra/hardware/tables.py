@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from libra.errors import ConfigError
-from libra.hardware.gpus import GPU, known_gpus, load_gpu
+from libra.hardware.gpus import GPU, load_gpu
 from libra.hardware.rooflines import MOVES, Efficiencies, activation_bytes, gemm_columns_inner
 from libra.hardware.shapes import ModelShape
 
@@ -246,11 +246,6 @@ def shipped_tables(gpu_name: str) -> Tables | None:
     """The package's tables of a GPU, or None."""
     path = _FOLDER / f"{gpu_name.lower().replace('-', '_')}.json"
     return read_tables(path) if path.is_file() else None
-
-
-def gpus_with_tables() -> tuple[GPU, ...]:
-    """GPUs with tables in the package."""
-    return tuple(gpu for gpu in known_gpus().values() if shipped_tables(gpu.name) is not None)
 
 
 _FILE = Path(__file__).parent / "tables" / "residuals.json"
