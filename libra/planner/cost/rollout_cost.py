@@ -144,8 +144,6 @@ def totals_of_trace(recorded: Sequence[Recorded], tool_s: float) -> TrajectoryTo
     return TrajectoryTotals(*np.array(rows, dtype=np.float64).T.copy())
 
 
-Array = NDArray[np.float64]
-
 MAX_SEQUENCES = 256
 """Maximum number of sequences that an engine decodes at once, even if its KV holds more: the default of inference
 engines."""
