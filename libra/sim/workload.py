@@ -84,7 +84,10 @@ class Workload(NamedTuple):
 
     def to_json(self) -> str:
         """One JSON object; see `from_json`."""
-        rows = tuple(_Row(*plan[:4], plan.family, plan.turns, *plan[6:]) for plan in self.trajectories)
+        rows = tuple(
+            _Row(*plan[:4], plan.family, tuple(_Turn(*turn) for turn in plan.turns), plan.prompt, plan.contexts)
+            for plan in self.trajectories
+        )
         return msgspec.json.encode(_File(SCHEMA, self.name, rows)).decode()
 
     @classmethod
