@@ -84,8 +84,7 @@ def cells(quick: bool) -> list[Cell]:
 
 def predicted_bytes(cell: Cell) -> float:
     from libra.hardware.shapes import shape_from_config
-    from libra.planner.cost.training_cost import memory_parts_bytes
-    from libra.planner.cost.training_layout import Layout
+    from libra.planner.cost.training_cost import Layout, memory_parts_bytes
 
     given = dict(cell.settings)
     layout = Layout(

@@ -15,7 +15,7 @@ from benchmarks.systems.tuning import DEGREES, STEPS, Cell, Setting, play, step_
 from libra.config import load_config
 from libra.config.run_config import RunConfig
 from libra.errors import ConfigError
-from libra.sim.from_config import Simulated, drawn_workload, expected_teacher_token_s
+from libra.sim.configured import Simulated, drawn_workload, expected_teacher_token_s
 from libra.sim.from_run import run_setting
 from libra.sim.workload import Trace, Workload, load_traces
 

@@ -9,12 +9,12 @@ from typing import NamedTuple
 import numpy as np
 
 from libra.hardware import GPU, ModelShape
-from libra.hardware.host_kv import HostPool
+from libra.hardware.engine_tables import HostPool
 from libra.planner.cost.training_cost import sequences_s
 from libra.policy.admission import CommittedGroup
 from libra.policy.turning import TurningRule
 from libra.policy.waves import GroupId, first_come
-from libra.sim.from_config import LAYOUT, PASSES
+from libra.sim.configured import LAYOUT, PASSES
 from libra.sim.workload import Workload
 
 

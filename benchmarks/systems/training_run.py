@@ -28,9 +28,8 @@ from libra.facts import OpenWave, Turn, Turned
 from libra.policy import CommittedGroup, Ordering
 from libra.policy.turning import OpenStep, TurningEngine
 from libra.policy.waves import GroupId, Waves
-from libra.sim.engines import EngineSpec
 from libra.sim.simulated_trajectory import SimulatedTrajectory
-from libra.sim.simulation_options import SimulationOptions
+from libra.sim.simulation_options import EngineSpec, SimulationOptions
 from libra.sim.simulator import Simulator
 from libra.sim.workload import Workload
 
@@ -251,7 +250,6 @@ class Pipeline(Simulator):
         """
         engine = self.running_engines.pop(worker)
         in_transit = self._leave(worker)
-        self.record.lost_quanta += len(in_transit)
         left = dict.fromkeys(in_transit, 0) | engine.hand_over(self.agenda.now_s)
         self._counters.append((worker, engine.counters))
         for key, generated in left.items():

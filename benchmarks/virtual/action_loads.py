@@ -23,9 +23,9 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from libra.facts import Priority
+from libra.planner.agent_turns import read_agent_turns
 from libra.policy.leases import LeaseRequest, LeaseTable, Resources, Revoke, SpeedUp
 from libra.sim.workload import tool_seconds
-from libra.traces.agent_turns import read_agent_turns
 from libra.types import NO_TOOL
 
 Way = Literal["leases", "revocable", "arrival", "reserved"]

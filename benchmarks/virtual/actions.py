@@ -42,8 +42,8 @@ from benchmarks.virtual.action_loads import (
     read_steps,
 )  # fmt: skip
 from libra.errors import ConfigError
+from libra.planner.agent_turns import agent_turn_files
 from libra.policy.leases import SpeedUp
-from libra.traces.agent_turns import agent_turn_files
 
 CORES, TRAJECTORIES, FACTORS = 96, 256, (1.0, 2.0)
 LONGER = 1.05

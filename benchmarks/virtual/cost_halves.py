@@ -14,19 +14,19 @@ from pathlib import PurePath
 import numpy as np
 from numpy.typing import NDArray
 
-from libra.hardware import GPU, Efficiencies
-from libra.hardware.fit_rooflines import fit_attention, fit_linear
-from libra.hardware.least_squares import fit_positive
-from libra.hardware.operators import GEMMS, LAYER_COUNTS, operator_s
-from libra.hardware.profiles import (
+from benchmarks.kernel_profiles import (
     KINDS,
     AttentionKind,
     AttentionProfile,
     CollectiveProfile,
     LinearProfile,
     TrainingProfile,
-)  # fmt: skip
-from libra.hardware.tables import RatioCurve, Tables, all_reduce_table, attention_rows, linear_curves
+)
+from benchmarks.kernel_tables import all_reduce_table, attention_rows, fit_attention, fit_linear, linear_curves
+from libra.hardware import GPU, Efficiencies
+from libra.hardware.rooflines import GEMMS, LAYER_COUNTS, operator_s
+from libra.hardware.run_calibration import fit_positive
+from libra.hardware.tables import RatioCurve, Tables
 
 Array = NDArray[np.float64]
 

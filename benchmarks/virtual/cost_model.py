@@ -19,6 +19,15 @@ from dataclasses import replace
 
 import numpy as np
 
+from benchmarks.kernel_profiles import (
+    AttentionProfile,
+    CollectiveProfile,
+    LinearProfile,
+    Profile,
+    TrainingProfile,
+    read_directory,
+)
+from benchmarks.kernel_tables import audit, fit_linear, linear_curves
 from benchmarks.report import DATA, Figure, command_parser, emit
 from benchmarks.virtual.cost_halves import (
     START,
@@ -33,18 +42,7 @@ from benchmarks.virtual.cost_halves import (
     score_training,
 )  # fmt: skip
 from libra.hardware import GPU, Efficiencies, load_gpu
-from libra.hardware.fit_rooflines import fit_linear
-from libra.hardware.operators import GEMMS
-from libra.hardware.profile_audit import audit
-from libra.hardware.profiles import (
-    AttentionProfile,
-    CollectiveProfile,
-    LinearProfile,
-    Profile,
-    TrainingProfile,
-    read_directory,
-)  # fmt: skip
-from libra.hardware.tables import linear_curves
+from libra.hardware.rooflines import GEMMS
 
 EXCERPT = DATA / "hardware"
 GOALS = {

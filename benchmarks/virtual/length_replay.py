@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from libra.facts import QuantumFinished, TrajectoryEnded, TrajectoryParked
+from libra.planner.agent_turns import AgentTurn, agent_turn_files, read_agent_turns
 from libra.policy.forecast import Forecaster
-from libra.traces.agent_turns import AgentTurn, agent_turn_files, read_agent_turns
 from libra.types import NO_TOOL, Phase, ToolOutcome
 
 KNOWN = ("mini_swe", "agentcgroup", "tau")

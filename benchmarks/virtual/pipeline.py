@@ -37,8 +37,8 @@ from benchmarks.systems.against import Comparison, compare, race
 from benchmarks.systems.disciplines import DISCIPLINES, disciplines
 from benchmarks.systems.tuning import Cell, Setting, play, step_s
 from benchmarks.virtual.draws import KINSHIP, cut
+from libra.planner.agent_turns import agent_turn_files
 from libra.sim.workload import Trace, TurnPlan, load_traces
-from libra.traces.agent_turns import agent_turn_files
 from libra.types import NO_TOOL, ToolStatus
 
 LOAD, R2E_SEED = 12, 7

@@ -30,13 +30,13 @@ import numpy as np
 
 from benchmarks.report import Figure, command_parser, emit
 from libra.hardware import load_gpu, load_shape
+from libra.planner.agent_turns import read_agent_turns
 from libra.planner.cost import Layout, TrajectoryTotals
-from libra.planner.cost.trajectory_totals import TRACE_COLUMNS, totals_of_trace
+from libra.planner.cost.rollout_cost import TRACE_COLUMNS, totals_of_trace
 from libra.planner.engine_packing import filled
 from libra.planner.planning_problem import Problem
 from libra.planner.search import search
 from libra.planner.snapshot import PlanningSnapshot, formulate
-from libra.traces.agent_turns import read_agent_turns
 
 GPUS = (8, 16, 32, 64, 128, 256, 512, 1024, 10_000)
 REQUESTS = (256, 4096)

@@ -1,87 +1,21 @@
-"""``libra calibrate``: constants and tables of a GPU from profiles, or of a run's own workers from its logs."""
+"""``libra calibrate``: seconds of a run's own workers, from its logs."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import click
 
 from libra.errors import ConfigError
-from libra.hardware.profile_calibration import GpuCalibration, calibrate
-from libra.hardware.profiles import Profile, read_directory, read_profiles
 from libra.hardware.run_calibration import UNBOUNDED_TOKENS, EngineOfRun, RunCalibration
-from libra.hardware.shipped import save_tables
+from libra.sim.measured_run import calibration_of
+from libra.sim.run_record import RunRecord
 
 
-def calibrate_command(paths: tuple[Path, ...], *, gpu: str | None, save: Path | None, as_json: bool) -> None:
-    """Calibrate from a run directory, or from profile files and directories of them; see `libra.cli.main`."""
-    if len(paths) == 1 and (paths[0] / "events.jsonl").is_file():
-        if gpu is not None:
-            raise ConfigError(f"--gpu {gpu}: it is for profiles, and {paths[0]} is a run; leave --gpu out")
-        _from_run(paths[0], save, as_json)
-        return
-    profiles = _profiles(paths)
-    if not profiles:
-        raise ConfigError(
-            f"calibrate: no profile in {', '.join(map(str, paths))}, and no run; type files of profiles (docs/hardware.md has "
-            "their layouts), or RUN, the directory of a run"
-        )
-    result = calibrate(profiles, gpu)
-    if save is not None:
-        sources = sorted({profile.source for profile in profiles})
-        save_tables(result.tables, save, source=f"libra calibrate: {', '.join(sources)}")
-    if as_json:
-        click.echo(json.dumps(_profiles_document(result)))
-        return
-    click.echo(
-        f"{result.tables.gpu.name}: mean absolute error, of the fitted form and of a table of every second point\n"
-    )
-    click.echo(f"{'operator':<26} {'points':>7} {'form':>8} {'table':>8}")
-    for error in result.errors:
-        click.echo(
-            f"{error.operator:<26} {error.num_points:>7} {100 * error.form_frac:>7.1f}% {100 * error.table_frac:>7.1f}%"
-        )
-    for line in result.skipped:
-        click.echo(f"not used: {line}")
-    click.echo(f"\nwritten: {save}" if save is not None else "\nType --save FILE.json to keep the tables.")
-
-
-def _profiles(paths: tuple[Path, ...]) -> list[Profile]:
-    found: list[Profile] = []
-    for path in paths:
-        if path.is_dir():
-            found += read_directory(path)
-        elif path.is_file():
-            here = read_profiles(path, relative_to=path.parent)
-            if not here:
-                raise ConfigError(
-                    f"{path}: its columns match no known profile format; allowed are Vidur's and Frontier's CSV files and "
-                    "Sailor's JSON, see docs/hardware.md"
-                )
-            found += here
-        else:
-            raise ConfigError(
-                f"{path}: no such file or directory; type files of profiles, or RUN, the directory of a run"
-            )
-    return found
-
-
-def _profiles_document(result: GpuCalibration) -> dict[str, Any]:
-    return {
-        "gpu": result.tables.gpu.name,
-        "efficiencies": asdict(result.tables.efficiencies),
-        "errors": [asdict(error) for error in result.errors],
-        "skipped": list(result.skipped),
-    }
-
-
-def _from_run(run_dir: Path, save: Path | None, as_json: bool) -> None:
-    from libra.sim.run_record import RunRecord
-
-    found = RunRecord.read(run_dir).calibration()
+def calibrate_command(run_dir: Path, *, save: Path | None, as_json: bool) -> None:
+    """Calibrate from a run directory; see `libra.cli.main`."""
+    found = calibration_of(RunRecord.read(run_dir))
     if save is not None:
         try:
             save.write_text(found.to_json())

@@ -22,9 +22,8 @@ from libra.errors import ConfigError, PlanError, shell_path
 from libra.observe.metrics import read_metrics
 from libra.planner.build_plan import compare, plan
 from libra.planner.cost import TrajectoryTotals
-from libra.planner.explain import alternative_line, text
 from libra.planner.from_config import snapshot_of
-from libra.planner.plan import Alternative, Plan
+from libra.planner.plan import Alternative, Plan, alternative_line, text
 from libra.planner.plan_settings import CPU, layout_lines, with_plan
 from libra.planner.search import Planner
 from libra.planner.snapshot import PlanningSnapshot

@@ -94,25 +94,19 @@ def simulate(config: str, overrides: tuple[str, ...], **choice: Any) -> None:
 
 
 @click.command()
-@click.argument("paths", metavar="FILES|RUN", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option("--gpu", metavar="NAME", help="The measured GPU, if its name is not in the paths.")
-@click.option(
-    "--save", metavar="FILE", type=click.Path(path_type=Path), help="Save the tables, or a run's constants, as JSON."
-)
+@click.argument("run_dir", metavar="RUN", type=click.Path(path_type=Path))
+@click.option("--save", metavar="FILE", type=click.Path(path_type=Path), help="Save the run's constants as JSON.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object.")
-def calibrate(paths: tuple[Path, ...], **choice: Any) -> None:
-    """Fit the cost model to kernel profiles (FILES), or to the steps of a run (RUN), and print its error by operator.
-
-    Implausible profiles (of another GPU, in other units, faster than the datasheet) are refused.
+def calibrate(run_dir: Path, **choice: Any) -> None:
+    """Fit the cost model to the steps of RUN, and print its seconds and errors by engine.
 
     \b
-    libra calibrate profiles/compute/a100 --save a100.json
-    libra calibrate mlp.csv attention.csv --gpu A800-80G
     libra calibrate runs/NAME
+    libra calibrate runs/NAME --save mine.json   # for planner.calibration and simulation.calibration
     """
     from libra.cli.calibrate import calibrate_command
 
-    calibrate_command(paths, **choice)
+    calibrate_command(run_dir, **choice)
 
 
 @click.command()

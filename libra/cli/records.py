@@ -117,7 +117,7 @@ def report(run_dirs: tuple[Path, ...], output: Path | None, prices: Path | None,
     libra report runs/one runs/other -o compared.html
     libra report runs/my_run --prices prices.yaml --gpu H100-80G
     """
-    from libra.hardware.prices import load_prices
+    from libra.hardware.gpus import load_prices
     from libra.observe.run_directory import check_run_directory
 
     directories = [check_run_directory(directory, "report") for directory in run_dirs]

@@ -12,8 +12,8 @@ import click
 from libra.config.run_config import RunConfig
 from libra.errors import ConfigError
 from libra.sim import SimulationResult, load_workload
-from libra.sim.from_config import RunSimulation, Simulated, drawn_workload, simulator_of, simulator_of_setting
-from libra.sim.from_run import RunSetting, run_setting
+from libra.sim.configured import RunSimulation, Simulated, drawn_workload, simulator_of, simulator_of_setting
+from libra.sim.from_run import RunSetting, left_out, run_setting
 from libra.sim.workload import Workload
 
 
@@ -85,6 +85,7 @@ def _simulate_of_run(
         f"overrides: {', '.join(overrides)}; all other settings are the run's"
         if overrides
         else "all settings are the run's",
+        *([missing] if (missing := left_out(setting.record.config)) else []),
         *_lines(outcome),
         *_compared(setting, outcome),
     ]
@@ -121,6 +122,7 @@ def _document(
     return {
         "source": str(setting.record.directory),
         "given": list(of_run.given),
+        "left_out": left_out(setting.record.config),
         "engines": [
             {"worker": e.worker, "engine": e.engine, "tp": e.tp, "slots": e.slots} for e in setting.calibration.engines
         ]

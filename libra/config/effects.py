@@ -122,6 +122,7 @@ _TRACED = either(
     Need((), "--trace or --from-run", lambda _, situation: bool(situation.options & {"--trace", "--from-run"})),
 )
 _DRAWN = without("--from-run", "--workload")
+_LENGTHS_GIVEN = (missing("simulation.traces"), _DRAWN)
 _NOT_OF_RUN = without("--from-run")  # such a simulation has the sections of that run
 _BY_TABLES = Need(
     ("simulation.calibration", "planner.calibration"),
@@ -150,6 +151,15 @@ _SOME_SLOTS = Need(
         or any(group.slots is None for group in config.cluster.engines)
     ),
 )
+_SEVERAL_ENGINES = Need(
+    ("cluster.engines", "cluster.rollout_workers"),
+    "more than one engine",
+    lambda config, _: (
+        config.planner.layout == "auto"
+        or config.cluster.scheduler is not None
+        or (sum(group.count for group in config.cluster.engines) or config.cluster.rollout_workers) > 1
+    ),
+)
 _ALIKE = either(
     missing("cluster.engines"),
     Need(("cluster.scheduler",), "--scheduler", lambda config, situation: not LOCAL.met(config, situation)),
@@ -167,7 +177,7 @@ _TABLE: tuple[tuple[str, str, Reading], ...] = (  # section, keys, who reads the
     ("distil", "samples", _run(_TEACHES, is_("distil.estimator", "sampled"))),
     ("distil", "wait_s", _run(_TEACHES, is_("distil.late", "wait"))),
     ("staleness", "versions", _run(above("run.eta", 0))),
-    ("staleness", "engines", _run(above("run.eta", 0), is_("staleness.versions", "one"))),
+    ("staleness", "engines", _run(above("run.eta", 0), is_("staleness.versions", "one"), _SEVERAL_ENGINES)),
     ("staleness", "window in_flight over_age", _of("run", "simulate", needs=(above("run.eta", 0),))),
     (
         "model",
@@ -190,8 +200,10 @@ _TABLE: tuple[tuple[str, str, Reading], ...] = (  # section, keys, who reads the
     ),
     ("agent", "function command", _run()),
     ("agent", "venv env timeout_s idle_s concurrency", _run(either(given("agent.function"), given("agent.command")))),
-    ("rollout", "tool_format max_turns temperature top_p ignore_eos", _run()),
-    ("rollout", "engine max_context_tokens", _of("run", "plan")),
+    ("rollout", "tool_format temperature top_p ignore_eos", _run()),
+    ("rollout", "max_turns", {"run": (), "simulate": _LENGTHS_GIVEN}),
+    ("rollout", "engine", _of("run", "plan")),
+    ("rollout", "max_context_tokens", {**_of("run", "plan"), "simulate": _LENGTHS_GIVEN}),
     ("rollout", "kv_cache_gib", _run(is_not("rollout.engine", "vllm"))),
     ("rollout", "exact_logprobs", _run(is_("rollout.engine", "transformers"))),
     ("rollout", "kv_host_gib speculate", _run(is_("rollout.engine", "transformers", "vllm"))),
@@ -203,7 +215,7 @@ _TABLE: tuple[tuple[str, str, Reading], ...] = (  # section, keys, who reads the
         {"run": (_SOME_SLOTS, either(LOCAL, given("cluster.engines"))), "slurm": (_SOME_SLOTS,)},
     ),
     ("rollout", "chunk_tokens", _of("run", "simulate", needs=(_DIVIDES,))),
-    ("rollout", "max_new_tokens", {"run": (), "plan": _NO_TRACE}),
+    ("rollout", "max_new_tokens", {"run": (), "plan": _NO_TRACE, "simulate": _LENGTHS_GIVEN}),
     ("vllm", "kv_cache_gib eager", _run(_VLLM)),
     ("vllm", "gpu_memory_frac", _run(_VLLM, GPU)),
     ("trainer", "algorithm resample lr drop_uniform_groups train_prompts drop_truncated loss aggregation", _run()),
@@ -268,7 +280,11 @@ _TABLE: tuple[tuple[str, str, Reading], ...] = (  # section, keys, who reads the
             "simulate": (either(_FORECASTS, _OWN_SIMULATED), missing("simulation.objective"), _NOT_OF_RUN),
         },
     ),
-    ("policy", "boundaries_tokens", {"run": (is_("policy.name", "cmlfq"),), "simulate": (_FORECASTS,)}),
+    (
+        "policy",
+        "boundaries_tokens",
+        {"run": (is_("policy.name", "cmlfq"), _SEVERAL_ENGINES), "simulate": (_FORECASTS,)},
+    ),
     (
         "policy",
         "patience",
@@ -307,7 +323,7 @@ _TABLE: tuple[tuple[str, str, Reading], ...] = (  # section, keys, who reads the
     ("simulation", "gpu model", _simulated(missing("simulation.calibration"))),
     ("simulation", "objective", _simulated(either(_FORECASTS, _OWN_SIMULATED))),
     ("simulation", "traces iterations", _simulated(_DRAWN)),
-    ("simulation", "turns", _simulated(missing("simulation.traces"), _DRAWN)),
+    ("simulation", "turns", _simulated(*_LENGTHS_GIVEN)),
     ("planner", "layout", _of("run", "slurm")),
     ("planner", "planned replan", _run()),
     ("planner", "apply", _run(is_("planner.replan", True))),
@@ -331,10 +347,16 @@ _TABLE: tuple[tuple[str, str, Reading], ...] = (  # section, keys, who reads the
         },
     ),
     ("planner", "tp", _planned()),
-    ("planner", "num_gpus gpus_per_node trace trajectories tool_s max_concurrency update_s", _plan()),
+    ("planner", "num_gpus gpus_per_node trace trajectories max_concurrency update_s", _plan()),
+    ("planner", "tool_s", {**_plan(), "simulate": _LENGTHS_GIVEN}),
     ("planner", "min_train_gpus min_rollout_gpus fixed_train_gpus fixed_engines", _plan()),
     ("planner", "trained_frac", _plan(without("--from-run"))),
-    ("planner", "prompt_tokens generated_p50_tokens generated_p99_tokens observation_tokens turns", _plan(*_NO_TRACE)),
+    ("planner", "turns", {**_plan(*_NO_TRACE), "simulate": (missing("simulation.turns"), *_LENGTHS_GIVEN)}),
+    (
+        "planner",
+        "prompt_tokens generated_p50_tokens generated_p99_tokens observation_tokens",
+        {**_plan(*_NO_TRACE), "simulate": _LENGTHS_GIVEN},
+    ),
 )
 
 READ: Mapping[str, Reading] = MappingProxyType(

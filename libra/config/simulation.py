@@ -38,9 +38,9 @@ class SimulationSection(Section):
     """For cmlfq: makespan ends the iteration soon, stream completes one group after the other.
     None: `policy.objective`."""
     traces: Annotated[Path, Field(strict=False)] | None = None
-    """File of agent turns (CSV, one row a turn) to draw trajectories from. None: synthetic ones, of `turns` turns."""
-    turns: AtLeastOne = 36
-    """Mean number of turns of synthetic trajectories."""
+    """File of agent turns (CSV, one row a turn) to draw trajectories from. None: of the lengths in section `planner`."""
+    turns: AtLeastOne | None = None
+    """Turns of a trajectory that is not drawn from `traces`, at most `rollout.max_turns`. None: `planner.turns`."""
     iterations: AtLeastOne = 1
     """Iterations to simulate."""
     train_s: Annotated[float, Field(ge=0)] | None = None

@@ -17,12 +17,12 @@ from libra.driver.planned_steps import planned_regime
 from libra.errors import ConfigError, ModelError, PlanError
 from libra.facts import LayoutPlanned
 from libra.hardware import load_gpu
+from libra.planner.agent_turns import read_agent_turns
 from libra.planner.cost import TrajectoryTotals
-from libra.planner.cost.trajectory_totals import TRACE_COLUMNS, totals_of_trace
-from libra.planner.from_calibration import rests_on as calibrated_rests_on
+from libra.planner.cost.rollout_cost import TRACE_COLUMNS, totals_of_trace
 from libra.planner.from_config import planned_gpu, shape_of, snapshot_of
+from libra.planner.from_config import rests_on as calibrated_rests_on
 from libra.planner.plan_settings import check_planned, layout_of, planned, with_plan
-from libra.traces.agent_turns import read_agent_turns
 
 if TYPE_CHECKING:
     from distributed import Client

@@ -23,15 +23,13 @@ from libra.errors import ModelError
 from libra.graph.batch_nodes import Lengths
 from libra.hardware import ModelShape, load_shape
 from libra.observe.metrics import read_metrics
-from libra.planner.arrangement_forecast import EndedIteration
-from libra.planner.arrangement_loop import ArrangementLoop, SplitDecision
+from libra.planner.arrangement_forecast import EndedIteration, run_facts
 from libra.planner.arrangements import arranged
 from libra.planner.cost import TrajectoryTotals
 from libra.planner.cost.training_cost import memory_parts_bytes
 from libra.planner.from_config import trainer_layout
-from libra.planner.measured_step import ExpectedStep, RealisedStep, StepForecast, Taken
-from libra.planner.replan import Rules
-from libra.planner.run_facts import run_facts
+from libra.planner.replan import ArrangementLoop, Replanner, SplitDecision
+from libra.planner.step_forecast import ExpectedStep, RealisedStep, StepForecast, Taken
 from libra.worker.run_spec import RunSpec
 
 if TYPE_CHECKING:
@@ -75,7 +73,7 @@ class Planning:
         planner = spec.config.planner
         self.replanning = Replanning(
             calls,
-            ArrangementLoop(run_facts(spec.config, workers_gpu), Rules(first_cost_s=planner.change_cost_s)),
+            ArrangementLoop(run_facts(spec.config, workers_gpu), Replanner(first_cost_s=planner.change_cost_s)),
             apply=planner.apply,
             boundaries={str(tp): tokens for tp, tokens in spec.config.policy.boundaries_tokens.items()},
         )
@@ -175,7 +173,7 @@ def realised_seconds(values: Mapping[str, Any], config: RunConfig, alone: bool =
 def taken(
     values: Mapping[str, Any], realised: RealisedStep, kinds: Mapping[str, str], *, beside: bool = False
 ) -> Taken:
-    """An iteration as `libra.planner.measured_step` learns from it; tokens of a worker that had left by its end have no kind.
+    """An iteration as `libra.planner.step_forecast` learns from it; tokens of a worker that had left by its end have no kind.
 
     ``beside``: its version was published beside the next step, so that only what exceeds a step's training counts.
     """

@@ -21,11 +21,19 @@ from typing import TYPE_CHECKING, Any
 from libra.errors import ClusterError
 from libra.facts import PlanBlocked, PlanRealised
 from libra.planner.arrangement_forecast import ArrangementScore, EndedIteration
-from libra.planner.arrangement_loop import ArrangementLoop, SplitDecision
-from libra.planner.arrangements import Arrangement, Assignments, Seat, arranged, limits_for, steps_to
-from libra.planner.measured_step import StepForecast
-from libra.planner.replan import REBUCKET, ROLES, SLOTS
-from libra.planner.split_forecast import Batch
+from libra.planner.arrangements import (
+    REBUCKET,
+    ROLES,
+    SLOTS,
+    Arrangement,
+    Assignments,
+    Seat,
+    arranged,
+    limits_for,
+    steps_to,
+)
+from libra.planner.replan import ArrangementLoop, SplitDecision
+from libra.planner.step_forecast import Batch, StepForecast
 
 if TYPE_CHECKING:
     from libra.driver.scheduler_calls import SchedulerCalls
@@ -76,7 +84,6 @@ class Replanning:
         self._boundaries = dict(boundaries or {})
         self._change: RequestedChange | None = None
         self._began_with: Arrangement | None = None  # the arrangement that the current iteration began with
-        self._known = StepForecast()  # before the current iteration
         self._blocked: set[str] = set()  # what was logged as missing
 
     def begin(self, contexts: Sequence[tuple[int, float]], seats: Collection[Seat]) -> None:
@@ -107,9 +114,9 @@ class Replanning:
         whole = self._began_with == now
         if whole:
             replicas = self.loop.run.core_trainers + int(values.get("hybrids", 0))
-            self.loop.learn(self._known, ended, replicas, float(values.get("train_s", 0.0)))
+            self.loop.learn(ended, replicas, float(values.get("train_s", 0.0)))
         self.loop.learn_contexts(ended.iteration, ended.lengths)
-        self._began_with, self._known = now, forecast
+        self._began_with = now
         if self._change is not None:
             self._follow(self._change, ended, forecast, whole=whole)
         if self._change is not None:
@@ -209,9 +216,8 @@ class Replanning:
     ) -> None:
         """Compare a change that was carried out with its predicted gain, and learn its cost."""
         costs_s = costs_of(change, rows)
-        if self.loop.replanner is not None:
-            for kind, cost_s in costs_s:
-                self.loop.replanner.changed(cost_s, kind)
+        for kind, cost_s in costs_s:
+            self.loop.replanner.changed(cost_s, kind)
         before = self.loop.expected(forecast, ended, change.before)
         if before is None:
             return

@@ -244,9 +244,8 @@ class PlanConsidered(Fact, frozen=True):
     """A plan was compared with the present layout after an iteration, and accepted or not, for this reason.
 
     ``predicted_step_s`` was predicted before the iteration that took ``realised_step_s`` (None: nothing was); ``current_step_s``
-    and ``proposed_step_s`` are seconds for its batch in the present layout and in the plan, by the data measured in it. If
-    the cost model predicts, ``rollout_factor`` and ``training_factor`` correct it; else they are 1. ``gain_s`` is over
-    ``remaining_iterations``; ``cost_s`` the mean of ``num_changes`` measured changes, or an assumption if there was none.
+    and ``proposed_step_s`` are seconds for its batch in the present layout and in the plan, by the data measured in it.
+    ``gain_s`` is over ``remaining_iterations``; ``cost_s`` the mean of ``num_changes`` measured changes, or an assumption.
     ``engines`` are (TP degree, number), ``concurrency`` (TP degree, slots of the engine of that degree with the fewest).
     ``context_tokens`` are expected in the first iteration that a change can affect; at that length the fullest engine of
     the present layout would need ``kv_demand`` of its KV; 0: not known.
@@ -261,9 +260,6 @@ class PlanConsidered(Fact, frozen=True):
     cost_s: float
     num_changes: int
     remaining_iterations: int
-    required_gain_frac: float
-    rollout_factor: float
-    training_factor: float
     train_gpus: int
     engines: tuple[tuple[int, int], ...]
     accepted: bool
@@ -279,7 +275,7 @@ class PlanConsidered(Fact, frozen=True):
 
 
 class PlanAccepted(Fact, frozen=True):
-    """The plan of the preceding line will be carried out by ``commands``, each (name, numbers in words)."""
+    """The plan of the preceding line will be carried out."""
 
     words = "carry out the plan of iteration {iteration}"
 
@@ -288,7 +284,6 @@ class PlanAccepted(Fact, frozen=True):
     engines: tuple[tuple[int, int], ...]
     boundaries_tokens: tuple[float, ...]
     concurrency: tuple[tuple[int, int], ...]
-    commands: tuple[tuple[str, str], ...]
 
 
 class PlanBlocked(Fact, frozen=True):

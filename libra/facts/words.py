@@ -39,7 +39,7 @@ def said(fact: Fact) -> tuple[str, str]:
         case runs.LayoutPlanned():
             return f"start with {fact.train_gpus} training, {_engines(fact.engines)}", fact.reason
         case runs.PlanAccepted():
-            return _filled(fact), ", ".join(f"{name} {words}" for name, words in fact.commands)
+            return _filled(fact), f"{fact.train_gpus} training, {_engines(fact.engines)}"
         case runs.PlanRealised():
             cost = "" if fact.cost_s is None else f", cost {fact.cost_s:,.2f} s"
             gains = (

@@ -4,8 +4,7 @@ from libra.hardware.engine import EngineSeconds, ModelOnGPU, Overhead, engine_se
 from libra.hardware.gpus import GPU, known_gpus, load_gpu
 from libra.hardware.rooflines import Efficiencies
 from libra.hardware.shapes import ModelShape, known_models, load_shape
-from libra.hardware.shipped import read_tables
-from libra.hardware.timing_residuals import Residuals
+from libra.hardware.tables import Residuals, read_tables
 
 __all__ = [
     "GPU",

@@ -1,13 +1,15 @@
-"""Seconds of an inference engine's steps: one model on ``tp`` GPUs of one kind.
+"""Seconds of an inference engine's steps: one model on ``tp`` GPUs of one kind, modelled or measured.
 
-1. A step never gets shorter with more sequences of the same mean context, or with more context, nor a prefill with more tokens
-   before or in it: if measurements fall, they are pooled. An operator is sharded over ``tp`` once.
+1. A step never gets shorter with more sequences of the same mean context, or with more context,
+   nor a prefill with more tokens before or in it: if measurements fall, they are pooled. An
+   operator is sharded over ``tp`` once.
 2. A decode step is layers x (linear + attention + two all-reduces) + output matrix + host overhead.
 3. ``kv_capacity_tokens`` is counted per GPU; key-value heads are copied where tp exceeds their number.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,15 +19,68 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from libra.errors import ConfigError
-from libra.hardware.bilinear_grid import Grid
 from libra.hardware.gpus import GPU, load_gpu
-from libra.hardware.operators import layer_s, operator_s
-from libra.hardware.rooflines import Efficiencies, all_reduce_s, attention_decode_s, attention_prefill_s
+from libra.hardware.rooflines import (
+    Efficiencies,
+    all_reduce_s,
+    attention_decode_s,
+    attention_prefill_s,
+    layer_s,
+    operator_s,
+)
 from libra.hardware.shapes import ModelShape, load_shape
-from libra.hardware.shipped import shipped_tables
-from libra.hardware.tables import ShapeTables, Tables
+from libra.hardware.tables import ShapeTables, Tables, shipped_tables
+from libra.types import StepSeconds
 
 Array = NDArray[np.float64]
+
+
+class Grid:
+    """Values on a rectangular grid: bilinear inside, linear beyond the far edges, constant before the near ones.
+
+    scipy's ``RegularGridInterpolator`` is slower by far for one point, and a simulation reads millions.
+
+    Parameters
+    ----------
+    xs, ys : array
+        Strictly increasing, at least two each.
+    values : (len(xs), len(ys)) array
+        If they rise with x and y on the grid, they also do between its points and beyond it.
+    """
+
+    def __init__(self, xs: ArrayLike, ys: ArrayLike, values: ArrayLike) -> None:
+        self._x, self._y = np.asarray(xs, float), np.asarray(ys, float)
+        self._v = np.asarray(values, float)
+        assert self._v.shape == (len(self._x), len(self._y)) and min(self._v.shape) >= 2
+        assert np.all(np.diff(self._x) > 0) and np.all(np.diff(self._y) > 0)
+        self._xs: list[float] = self._x.tolist()
+        self._ys: list[float] = self._y.tolist()
+        self._rows: list[list[float]] = self._v.tolist()
+
+    def at(self, x: float, y: float) -> float:
+        """The value at one point."""
+        xs, ys = self._xs, self._ys
+        i = min(max(bisect_right(xs, x) - 1, 0), len(xs) - 2)
+        j = min(max(bisect_right(ys, y) - 1, 0), len(ys) - 2)
+        u = max(0.0, (x - xs[i]) / (xs[i + 1] - xs[i]))
+        w = max(0.0, (y - ys[j]) / (ys[j + 1] - ys[j]))
+        low, high = self._rows[i], self._rows[i + 1]
+        left = low[j] + w * (low[j + 1] - low[j])
+        right = high[j] + w * (high[j + 1] - high[j])
+        return left + u * (right - left)
+
+    def at_many(self, x: ArrayLike, y: ArrayLike) -> Array:
+        """The values at many points; ``x`` and ``y`` broadcast."""
+        x, y = np.broadcast_arrays(np.asarray(x, float), np.asarray(y, float))
+        i = np.clip(np.searchsorted(self._x, x, side="right") - 1, 0, len(self._x) - 2)
+        j = np.clip(np.searchsorted(self._y, y, side="right") - 1, 0, len(self._y) - 2)
+        u = np.maximum(0.0, (x - self._x[i]) / (self._x[i + 1] - self._x[i]))
+        w = np.maximum(0.0, (y - self._y[j]) / (self._y[j + 1] - self._y[j]))
+        v = self._v
+        left = v[i, j] + w * (v[i, j + 1] - v[i, j])
+        right = v[i + 1, j] + w * (v[i + 1, j + 1] - v[i + 1, j])
+        return np.asarray(left + u * (right - left))
+
 
 _BATCHES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 _CONTEXTS = (0, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
@@ -275,3 +330,45 @@ def engine_seconds(
     if tables is not None:
         settings = {"efficiencies": tables.efficiencies, "measured": tables.of(shape), **settings}
     return ModelOnGPU(sheet, shape, tp, **settings)
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredEngine:
+    """`EngineSeconds` of an engine that declared them.
+
+    Attributes
+    ----------
+    steps : StepSeconds
+        Of its forward passes. Prefill costs ``prefill_token_s`` per context token, alone or in a batch.
+    tp : int
+    kv_capacity_tokens : int
+    wall_over_passes : float
+        Wall seconds of its turns over the sum of its passes; the difference is its work between two passes.
+    """
+
+    steps: StepSeconds
+    tp: int
+    kv_capacity_tokens: int
+    wall_over_passes: float = 1.0
+
+    def decode_step_s(self, num_sequences: int, context_tokens: float) -> float:
+        """Seconds of one step; ``context_tokens`` is the sum over all sequences."""
+        if num_sequences < 1:
+            return 0.0
+        return self.wall_over_passes * self.steps.step_s(num_sequences, context_tokens)
+
+    def decode_steps_s(self, num_sequences: ArrayLike, context_tokens: ArrayLike) -> Array:
+        """`decode_step_s` of many steps; the arguments broadcast."""
+        num, context = np.broadcast_arrays(np.asarray(num_sequences, float), np.asarray(context_tokens, float))
+        steps = self.steps
+        seconds = steps.fixed_s + steps.sequence_s * num + steps.context_token_s * context
+        return np.where(num >= 1, self.wall_over_passes * seconds, 0.0)
+
+    def prefill_s(self, new_tokens: int, past_tokens: int) -> float:
+        """Seconds that computing ``new_tokens`` adds to a pass."""
+        return self.wall_over_passes * self.steps.prefill_token_s * max(0, new_tokens)
+
+    def prefills_s(self, new_tokens: ArrayLike, past_tokens: ArrayLike) -> Array:
+        """`prefill_s` of many sequences."""
+        new, _ = np.broadcast_arrays(np.asarray(new_tokens, float), np.asarray(past_tokens, float))
+        return np.asarray(self.wall_over_passes * self.steps.prefill_token_s * np.maximum(new, 0.0))

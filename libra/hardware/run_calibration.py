@@ -2,19 +2,24 @@
 
 `libra calibrate RUN --save FILE` writes it as one JSON file; `simulation.calibration` and `planner.calibration` read it. `libra
 simulate --from-run` computes it from the run. Seconds of engines are those that they declared (`engine_declared`).
+
+A step of its trainer takes ``fixed + tokens x token`` seconds. Every second step is fitted and the others
+are predicted from it: the reported error is that of the predicted ones.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 from libra.errors import ConfigError
-from libra.hardware.measured_engine import MeasuredEngine
-from libra.hardware.run_step_fit import RunTrainer
+from libra.hardware.engine import MeasuredEngine
 from libra.types import StepSeconds
 
 SCHEMA = 1
@@ -136,22 +141,14 @@ def calibration_from_json(text: str, where: str) -> RunCalibration:
     """The calibration in a text; ConfigError if it is not one, or has another schema."""
     again = "write it again: libra calibrate RUN --save FILE"
     try:
-        values = json.loads(text)
+        values = msgspec.json.decode(text)
         if not isinstance(values, dict) or values.pop("kind", None) != KIND:
             raise ConfigError(f"{where}: not a calibration of a run; {again}")
-        schema = values.pop("schema", None)
-        if schema != SCHEMA:
+        if (schema := values.pop("schema", None)) != SCHEMA:
             raise ConfigError(f"{where}: has schema {schema!r}, and this Libra reads {SCHEMA}; {again}")
-        values |= {name: tuple(values[name]) for name in ("tool_transport_s", "tool_worker_s")}
-        engines = tuple(_engine(one) for one in values.pop("engines"))
-        trainer = values.pop("trainer")
-        found = RunCalibration(engines=engines, trainer=None if trainer is None else RunTrainer(**trainer), **values)
-    except (ValueError, TypeError, KeyError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(
-            f"{where}: cannot be read as a calibration ({type(error).__name__}: {error}); {again}"
-        ) from error
+        found = msgspec.convert(values, RunCalibration)
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"{where}: cannot be read as a calibration ({error}); {again}") from error
     _check(found, where, again)
     return found
 
@@ -166,11 +163,6 @@ def read_calibration(path: Path, where: str) -> RunCalibration:
             f"{where}: {path} cannot be read: {reason}; write one with libra calibrate RUN --save FILE"
         ) from error
     return replace(calibration_from_json(text, f"{where}: {path}"), source=str(path))
-
-
-def _engine(values: dict[str, Any]) -> EngineOfRun:
-    between = {name: tuple(values[name]) for name in ("transport_s", "worker_s")}
-    return EngineOfRun(**{**values, **between, "steps": StepSeconds(**values["steps"])})
 
 
 def _check(found: RunCalibration, where: str, again: str) -> None:
@@ -198,3 +190,101 @@ def _check(found: RunCalibration, where: str, again: str) -> None:
 
 def _finite(seconds: Iterable[float]) -> bool:
     return all(0.0 <= value < float("inf") for value in seconds)
+
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class RunTrainer:
+    """Fitted seconds of a run's training steps.
+
+    Attributes
+    ----------
+    fixed_s, token_s : float
+        Of a step, and of each token it computes.
+    error_frac : float
+        Mean |predicted / measured - 1| of the steps that were not fitted.
+    num_steps : int
+    """
+
+    fixed_s: float
+    token_s: float
+    error_frac: float
+    num_steps: int
+
+    def step_s(self, tokens: float) -> float:
+        """Seconds of a step over ``tokens`` tokens."""
+        return self.fixed_s + self.token_s * tokens
+
+
+def fit_trainer(seconds: ArrayLike, tokens: ArrayLike) -> RunTrainer | None:
+    """The trainer behind these steps; None for fewer than four."""
+    spent, num = np.asarray(seconds, float), np.asarray(tokens, float)
+    if len(spent) < 4:
+        return None
+    if not (np.all(spent > 0) and np.all(num > 0)):
+        raise ConfigError(
+            f"training steps: seconds and tokens must be above 0, got {spent.min()} s, {num.min()} tokens"
+        )
+    start = np.array([0.1 * float(spent.min()), 0.9 * float(np.median(spent / num))])
+
+    def fitted(chosen: slice) -> Array:
+        return fit_positive(
+            lambda values: np.log((values[0] + values[1] * num[chosen]) / spent[chosen]),
+            start,
+            outlier=0.5,
+            tether=1e-3,
+        )
+
+    half = fitted(slice(0, None, 2))
+    error = float(np.abs((half[0] + half[1] * num[1::2]) / spent[1::2] - 1.0).mean())
+    fixed_s, token_s = (float(value) for value in fitted(slice(None)))
+    return RunTrainer(fixed_s, token_s, error, len(spent))
+
+
+STEP = 1e-4
+"""Finite difference in the logarithm of a constant: rooflines count whole tokens, so a smaller step could change none."""
+
+
+def fit_positive(
+    residuals: Callable[[Array], Array],
+    start: Array,
+    *,
+    outlier: float = 0.1,
+    tether: float = 0.0,
+    ceiling: Array | None = None,
+) -> Array:
+    """Constants above 0 that make ``residuals`` small under Huber's loss: a local minimum near ``start``, never worse than it.
+
+    Parameters
+    ----------
+    residuals : callable
+        (p,) constants to (n,) residuals, usually log(predicted / measured).
+    start : (p,) array
+        Above 0.
+    outlier : float
+        Residual beyond which the loss grows linearly.
+    tether : float
+        Penalty of moving one constant by a factor e, as a residual at every point. It keeps constants that the points do
+        not determine near ``start``.
+    ceiling : (p,) array, optional
+        Upper bounds; infinite for none.
+    """
+    from scipy.optimize import least_squares  # takes most of a second to import; only fits need it
+
+    begin = np.log(np.asarray(start, float))
+    top = np.full(len(begin), np.inf) if ceiling is None else np.log(np.asarray(ceiling, float))
+    rope = tether * np.sqrt(len(residuals(np.exp(begin))))
+
+    def tethered(logs: Array) -> Array:
+        return np.concatenate([residuals(np.exp(logs)), rope * (logs - begin)])
+
+    def slopes(logs: Array) -> Array:
+        here = tethered(logs)
+        return np.stack([(tethered(logs + moved) - here) / STEP for moved in STEP * np.eye(len(logs))], axis=1)
+
+    found = least_squares(
+        tethered, np.minimum(begin, top), slopes, bounds=(-np.inf, top), loss="huber", f_scale=outlier, x_scale="jac"
+    )
+    return np.asarray(np.exp(found.x))

@@ -6,20 +6,26 @@
    roofline is used.
 3. Attention tables apply only to their own head counts and head length: other kernels differ too much.
 4. All-reduce is a table of seconds by number of workers and workers per machine.
+
+The residuals that the tables leave are the simulator's noise.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import itertools
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from libra.hardware.gpus import GPU
-from libra.hardware.operators import MOVES, activation_bytes, gemm_columns_inner, operator_s
-from libra.hardware.profiles import KINDS, AttentionKind, AttentionProfile, CollectiveProfile, LinearProfile, Profile
-from libra.hardware.rooflines import Efficiencies
+from libra.errors import ConfigError
+from libra.hardware.gpus import GPU, load_gpu
+from libra.hardware.rooflines import MOVES, Efficiencies, activation_bytes, gemm_columns_inner
 from libra.hardware.shapes import ModelShape
 
 Array = NDArray[np.float64]
@@ -59,7 +65,7 @@ class RatioRows:
     log_x : (rows,) array
         Strictly increasing.
     rows : sequence of ((n,) array, (n,) array)
-        Second number on a logarithmic scale (`_log_tokens`), log ratio.
+        Second number on a logarithmic scale (`log_tokens`), log ratio.
     """
 
     key: tuple[float, ...]
@@ -68,7 +74,7 @@ class RatioRows:
 
     def log_ratio(self, x: Array, y: Array) -> Array:
         """The log ratio at points: interpolated along the two nearest rows, then between them."""
-        log_x, log_y = np.log(x), _log_tokens(y)
+        log_x, log_y = np.log(x), log_tokens(y)
         shape = log_x.shape
         log_x, log_y = log_x.ravel(), log_y.ravel()
         along = np.stack([np.interp(log_y, at, values) for at, values in self.rows])
@@ -134,7 +140,7 @@ class ShapeTables:
         """Measured over predicted seconds of an operator."""
         key = (operator, tp)
         if key not in self._found:
-            self._found[key] = _near(self.tables.linear, operator, _sizes(operator, self.shape, tp))
+            self._found[key] = _near(self.tables.linear, operator, operator_sizes(operator, self.shape, tp))
         curves = self._found[key]
         log_tokens = np.log(np.maximum(np.asarray(tokens, float), 1.0))
         total = np.zeros_like(log_tokens)
@@ -170,11 +176,13 @@ def attention_key(shape: ModelShape, tp: int) -> tuple[float, ...]:
     return (shape.num_heads / tp, float(shape.kv_heads_per_gpu(tp)), float(shape.head_dim))
 
 
-def _log_tokens(tokens: Array) -> Array:
+def log_tokens(tokens: Array) -> Array:
+    """Tokens on the scale of attention tables."""
     return np.asarray(np.log(np.asarray(tokens, float) + 64.0))
 
 
-def _sizes(operator: str, shape: ModelShape, tp: int) -> tuple[float, ...]:
+def operator_sizes(operator: str, shape: ModelShape, tp: int) -> tuple[float, ...]:
+    """As `RatioCurve.sizes`."""
     if operator in MOVES:
         return (activation_bytes(operator, shape, tp),)
     return gemm_columns_inner(operator, shape, tp)
@@ -197,47 +205,91 @@ def _near(
     return tuple((weight / total, curve) for weight, curve in zip(weights, kin, strict=True) if weight > 1e-3)
 
 
-def linear_curves(gpu: GPU, eff: Efficiencies, profile: LinearProfile) -> list[RatioCurve]:
-    """Ratios of a profile's operators to the rooflines."""
-    curves = []
-    for curve in profile.curves:
-        predicted = operator_s(gpu, eff, profile.shape, curve.tp, curve.operator, curve.tokens)
-        sizes = _sizes(curve.operator, profile.shape, curve.tp)
-        curves.append(RatioCurve(curve.operator, sizes, np.log(curve.tokens), np.log(curve.seconds / predicted)))
-    return curves
+# ---------------------------------------------------------------- files
+
+_FOLDER = Path(__file__).parent / "tables"
+SCHEMA = 1
 
 
-def attention_rows(gpu: GPU, eff: Efficiencies, profile: AttentionProfile, kind: AttentionKind) -> RatioRows | None:
-    """Ratios of a profile's attention to the roofline, None without points; rows are numbers of sequences, or chunk lengths."""
-    points = profile.points(kind)
-    if not len(points):
-        return None
-    log_ratio = np.log(points[:, 2] / profile.form_s(kind, gpu, eff, points))
-    firsts = np.unique(points[:, 0])
-    rows = []
-    for first in firsts:
-        here = np.flatnonzero(points[:, 0] == first)
-        here = here[np.argsort(points[here, 1])]
-        rows.append((_log_tokens(points[here, 1]), log_ratio[here]))
-    key = (profile.heads, profile.kv_heads, float(profile.head_dim))
-    return RatioRows(key, np.log(firsts), tuple(rows))
+def read_tables(path: str | Path) -> Tables:
+    """Tables in a file; ConfigError for any other file or schema."""
+    try:
+        document = json.loads(Path(path).read_text())
+        if document["schema"] != SCHEMA:
+            raise ConfigError(f"{path}: schema {document['schema']}; allowed is {SCHEMA}: calibrate again")
+        return Tables(
+            gpu=load_gpu(document["gpu"]),
+            efficiencies=Efficiencies(**document["efficiencies"]),
+            linear=tuple(RatioCurve(**_fields(curve)) for curve in document["linear"]),
+            decode=tuple(RatioRows(**_fields(rows)) for rows in document["decode"]),
+            prefill=tuple(RatioRows(**_fields(rows)) for rows in document["prefill"]),
+            all_reduce=tuple(AllReduceTable(**_fields(table)) for table in document["all_reduce"]),
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(
+            f"{path}: not a table of measured ratios ({error}); make one with python -m benchmarks.kernel_tables FILES --save FILE"
+        ) from error
 
 
-def make_tables(gpu: GPU, eff: Efficiencies, profiles: Iterable[Profile]) -> Tables:
-    """Tables of profiles of this GPU."""
-    every = list(profiles)
-    attentions = [p for p in every if isinstance(p, AttentionProfile)]
-    decode, prefill = ([attention_rows(gpu, eff, p, kind) for p in attentions] for kind in KINDS)
-    return Tables(
-        gpu,
-        eff,
-        tuple(curve for p in every if isinstance(p, LinearProfile) for curve in linear_curves(gpu, eff, p)),
-        tuple(rows for rows in decode if rows is not None),
-        tuple(rows for rows in prefill if rows is not None),
-        tuple(all_reduce_table(p) for p in every if isinstance(p, CollectiveProfile) and p.collective == "all_reduce"),
-    )
+def _fields(values: dict[str, Any]) -> dict[str, Any]:
+    """The values of one table: logarithms as arrays, other lists as tuples."""
+    found = {name: np.array(value) if name.startswith("log_") else value for name, value in values.items()}
+    if "rows" in found:
+        found["rows"] = tuple((np.array(at), np.array(ratio)) for at, ratio in found["rows"])
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
 
 
-def all_reduce_table(profile: CollectiveProfile) -> AllReduceTable:
-    """The table of a profile."""
-    return AllReduceTable(profile.workers, profile.workers_per_node, np.log(profile.num_bytes), np.log(profile.seconds))
+@cache
+def shipped_tables(gpu_name: str) -> Tables | None:
+    """The package's tables of a GPU, or None."""
+    path = _FOLDER / f"{gpu_name.lower().replace('-', '_')}.json"
+    return read_tables(path) if path.is_file() else None
+
+
+_FILE = Path(__file__).parent / "tables" / "residuals.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Residuals:
+    """Distributions of log(measured / predicted), as evenly spaced quantiles.
+
+    Attributes
+    ----------
+    decode, prefill : tuple of float
+        From the smallest to the largest.
+    """
+
+    decode: tuple[float, ...]
+    prefill: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        for name in ("decode", "prefill"):
+            values = getattr(self, name)
+            if len(values) < 2 or any(b < a for a, b in itertools.pairwise(values)):
+                raise ConfigError(f"residuals.{name}: got {values!r}; allowed are at least two quantiles in order")
+
+    def decode_factor(self, rng: np.random.Generator, num_steps: int = 1) -> float:
+        """Factor on the seconds of ``num_steps`` decode steps in a row, whose deviations are independent."""
+        return _mean_factor(self.decode, rng, num_steps)
+
+    def prefill_factor(self, rng: np.random.Generator) -> float:
+        """Factor on the seconds of one prefill."""
+        return _mean_factor(self.prefill, rng, 1)
+
+
+def _mean_factor(quantiles: tuple[float, ...], rng: np.random.Generator, num: int) -> float:
+    """Mean of ``num`` factors; for more than 32 factors, drawn from the normal distribution of their mean."""
+    positions = np.linspace(0.0, 1.0, len(quantiles))
+    if num <= 32:
+        return float(np.exp(np.interp(rng.random(max(num, 1)), positions, quantiles)).mean())
+    middle = np.exp(np.interp((np.arange(512) + 0.5) / 512, positions, quantiles))
+    return float(middle.mean() + middle.std() / np.sqrt(num) * rng.standard_normal())
+
+
+@cache
+def shipped_residuals() -> Residuals:
+    """The package's residuals (A100 and A800, Llama models)."""
+    document = json.loads(_FILE.read_text())
+    return Residuals(tuple(document["decode"]), tuple(document["prefill"]))

@@ -4,7 +4,7 @@ of its batch to the next, never token by token.
 Invariants
 ----------
 1. KV in use (reserved by running requests, and kept between turns) never exceeds the engine's capacity.
-2. Every submitted request finishes once, or `lost` returns it.
+2. Every submitted request finishes once, or `hand_over` returns it.
 3. A running request is never preempted: it reserves its whole turn when it starts. With ``preempts`` it holds what it has, as in
    an engine that does not know the length of a turn: when memory is full, the one that started last goes back to the queue's
    front, and its context is computed again.
@@ -19,115 +19,18 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import OrderedDict
-from typing import NamedTuple
+from dataclasses import replace
 
 import numpy as np
 
 from libra.errors import ConfigError
-from libra.hardware.engine import EngineSeconds
-from libra.hardware.host_kv import HostKv
-from libra.hardware.measured_engine import MeasuredEngine
-from libra.hardware.timing_residuals import Residuals
-from libra.types import EngineCapacity, StepSeconds
+from libra.hardware.engine_tables import Counters, EngineTables, HostKv, KeptKv, Request
+from libra.hardware.tables import Residuals
 
-CONTEXT_GRAIN = 256
-"""Step seconds are tabulated per this many tokens of context."""
 WATERMARK = 0.01
 """Share of the KV memory that stays free when a request starts on an engine that preempts: or it would be preempted at once."""
 FRONT = 1 << 48
 """Subtracted from the serial of a request that was preempted, so that it is before all that have not begun."""
-
-
-class Request(NamedTuple):
-    """One turn to generate."""
-
-    key: str
-    group: str
-    context_tokens: int
-    prompt_tokens: int  # of the context; all samples of the group share them
-    new_tokens: int
-    computed_tokens: int = 0  # of the context, computed by an engine before
-    reserved_tokens: int = 0  # KV reserved for generated tokens; 0: new_tokens
-    context: int = 0  # requests with the same number have the same context tokens; 0: unique
-
-    @property
-    def room_tokens(self) -> int:
-        """KV reserved while it runs."""
-        return self.context_tokens + max(self.new_tokens, self.reserved_tokens)
-
-
-class EngineTables:
-    """Tabulated seconds of one kind of engine, shared by all engines of that kind.
-
-    Parameters
-    ----------
-    seconds : EngineSeconds
-    grain_tokens : int
-        Contexts are rounded to the middle of intervals of this many tokens.
-    max_contexts : int or None
-        Maximum number of trajectories whose KV it keeps, of any size: an engine with slots keeps one context in each. None:
-        as many as fit.
-    """
-
-    def __init__(
-        self, seconds: EngineSeconds, *, grain_tokens: int = CONTEXT_GRAIN, max_contexts: int | None = None
-    ) -> None:
-        self.seconds, self.max_contexts, self._grain = seconds, max_contexts, grain_tokens
-        self.kv_capacity_tokens = int(seconds.kv_capacity_tokens)
-        if self.kv_capacity_tokens < 1:
-            raise ConfigError(f"an engine of {seconds.tp} GPUs has no room for KV beside the weights; take a larger tp")
-        self._step_s: dict[tuple[int, int], float] = {}
-        self._prefill_s: dict[tuple[int, int], float] = {}
-
-    def step_s(self, num_sequences: int, context_tokens: float) -> float:
-        """Seconds of one decode step."""
-        grain = self._grain
-        at = (num_sequences, int(context_tokens) // (grain * num_sequences))
-        found = self._step_s.get(at)
-        if found is None:
-            middle = (at[1] * grain + grain // 2) * num_sequences
-            found = self._step_s[at] = self.seconds.decode_step_s(num_sequences, middle)
-        return found
-
-    def prefill_s(self, new_tokens: int, past_tokens: int) -> float:
-        """Seconds to compute ``new_tokens`` after ``past_tokens``; the latter to a grain."""
-        at = (new_tokens, past_tokens // self._grain)
-        found = self._prefill_s.get(at)
-        if found is None:
-            found = self._prefill_s[at] = self.seconds.prefill_s(new_tokens, at[1] * self._grain)
-        return found
-
-    def capacity(self, slots: int, context_tokens: int) -> EngineCapacity:
-        """The capacity that such an engine declares. Its seconds match the tables for one sequence of ``context_tokens``
-        and for full slots and memory, and are linear in the context between the two. Bytes are 0 if unknown.
-        """
-        alone_s, tokens = self.step_s(1, context_tokens), self.kv_capacity_tokens
-        if isinstance(self.seconds, MeasuredEngine):
-            return EngineCapacity(tokens, 0, 0, slots, self.seconds.tp, self.seconds.steps)
-        context_token_s = (self.step_s(slots, tokens) - alone_s) / tokens
-        prefill_token_s = self.seconds.prefill_s(max(1, context_tokens), 0) / max(1, context_tokens)
-        token_bytes = int(getattr(self.seconds, "kv_token_bytes", 0))
-        steps = StepSeconds(alone_s, 0.0, max(0.0, context_token_s), prefill_token_s, 0, 0.0)
-        return EngineCapacity(tokens, tokens * token_bytes, token_bytes, slots, self.seconds.tp, steps)
-
-
-class Counters(NamedTuple):
-    """Counters of an engine's work so far.
-
-    Of ``busy_s``, the seconds with running requests, ``again_s`` went into contexts that some engine had computed before, and
-    ``load_s`` into loading weights. What a stopped engine had begun and not finished is not among the two.
-    """
-
-    generated_tokens: int
-    prefilled_tokens: int
-    cached_tokens: int
-    recomputed_tokens: int
-    busy_s: float
-    peak_kv_tokens: int
-    preempted: int = 0
-    again_s: float = 0.0
-    load_s: float = 0.0
 
 
 class VirtualEngine:
@@ -159,21 +62,16 @@ class VirtualEngine:
         self._queue: list[tuple[tuple[int, ...], int, Request]] = []
         self._running: list[tuple[float, int, str]] = []  # heap of (step of its last token, serial, key)
         self._requests: dict[str, Request] = {}
-        self._kept: OrderedDict[str, tuple[int, str]] = OrderedDict()  # kept KV, oldest first: tokens, group
-        self._prompts: dict[str, int] = {}  # contexts of each group
-        self._first_with: dict[int, str] = {}  # context -> trajectory that computed it and still has KV
-        self._context_of: dict[str, int] = {}  # the inverse
-        self._reserved = self._kept_tokens = 0
+        self._kept = KeptKv()
+        self._reserved = 0
         self._context = 0.0  # tokens that running requests attend to, now
         self._steps = self._now = self._ready = self._step_s = 0.0
         self._serial = 0
-        self._generated = self._prefilled = self._cached = self._recomputed = self._peak = 0
-        self._busy_s = self._again_s = self._load_s = 0.0
+        self._work = Counters()
         self._loading = (0.0, 0.0)  # from when until when it loads, or loaded last
         self._preempts, self._host = preempts, host
         self._fetching: list[tuple[float, int, str, int]] = []  # heap of (second, serial, key, tokens then cached)
         self._before: dict[str, int] = {}  # tokens that preempted requests had generated
-        self._num_preempted = 0
         self.own_gpu_s: dict[str, float] | None = None
         self._shared_s = 0.0  # seconds of decoding per running request
         self._shared_before: dict[str, float] = {}  # of each running request, when it started
@@ -207,9 +105,8 @@ class VirtualEngine:
             tokens = request.context_tokens + request.new_tokens
             self._reserved -= request.room_tokens
             self._context -= tokens
-            self._generated += request.new_tokens
-            self._kept[key] = (tokens, request.group)
-            self._kept_tokens += tokens
+            self._work.generated_tokens += request.new_tokens
+            self._kept.keep(key, tokens, request.group)
             self._before.pop(key, None)
             done.append(request)
         if not self._running:
@@ -221,12 +118,12 @@ class VirtualEngine:
 
     def forget(self, key: str) -> None:
         """Drop the KV of a trajectory that has ended, or goes on elsewhere."""
-        self._evict(key)
+        self._kept.evict(key)
 
     def cancel(self, now_s: float, key: str) -> bool:
         """Cancel a trajectory's request and drop its KV; returns whether it had a request."""
         self._advance(now_s)
-        self._evict(key)
+        self._kept.evict(key)
         waiting = [entry for entry in self._queue if entry[2].key != key]
         had = len(waiting) < len(self._queue)
         if had:
@@ -243,12 +140,10 @@ class VirtualEngine:
                 finish = next(entry[0] for entry in self._running if entry[2] == key)
                 self._running = [entry for entry in self._running if entry[2] != key]
                 heapq.heapify(self._running)
-                self._generated += self._done_of(request, finish)
+                self._work.generated_tokens += self._done_of(request, finish)
                 self._stops(key)
                 self._context -= request.context_tokens + request.new_tokens - max(0.0, finish - self._steps)
-            self._prompts[request.group] -= 1
-            if not self._prompts[request.group]:
-                del self._prompts[request.group]
+            self._kept.leave_group(request.group)
             had = True
             if not self._running:
                 self._give_up(now_s, key)
@@ -259,7 +154,7 @@ class VirtualEngine:
         """Nothing runs any more: the rest of what was being computed for ``key`` is not."""
         left_s = max(0.0, self._ready - max(now_s, min(self._ready, self._loading[1])))
         self._context, self._ready = 0.0, self._ready - left_s
-        self._again_s = max(0.0, self._again_s - left_s)
+        self._work.again_s = max(0.0, self._work.again_s - left_s)
         if self.own_gpu_s is not None:
             self.own_gpu_s[key] = max(0.0, self.own_gpu_s.get(key, 0.0) - left_s * self._tables.seconds.tp)
 
@@ -272,7 +167,7 @@ class VirtualEngine:
     @property
     def load_now(self) -> tuple[int, int, int]:
         """Running requests, waiting requests, and trajectories with kept KV."""
-        return len(self._running), len(self._queue), len(self._kept)
+        return len(self._running), len(self._queue), len(self._kept.entries)
 
     def next_finish_s(self) -> float | None:
         """When the next request finishes, or its KV arrives; None if none runs. Valid until ``changes`` changes."""
@@ -294,21 +189,14 @@ class VirtualEngine:
         begins_s = max(self._ready, now_s)
         self._ready = begins_s + load_s
         self._loading = begins_s, self._ready
-        for key in list(self._kept):
-            self._evict(key)
+        for key in list(self._kept.entries):
+            self._kept.evict(key)
         for _, _, key in self._running:
             request = self._requests[key]
-            self._recomputed += request.context_tokens
+            self._work.recomputed_tokens += request.context_tokens
             self._compute(request.context_tokens, 0, request.context_tokens)
         self._fetching = [(at_s, serial, key, 0) for at_s, serial, key, _ in self._fetching]
         self.changes += 1
-
-    def lost(self) -> list[str]:
-        """Lose the engine; returns the keys of its requests, which never finish here."""
-        keys = [request.key for _, _, request in sorted(self._queue)] + sorted(self._requests)
-        self._queue, self._running, self._requests, self._fetching = [], [], {}, []
-        self.changes += 1
-        return keys
 
     def hand_over(self, now_s: float) -> dict[str, int]:
         """Stop; returns the tokens that each request has generated, in order of submission. None of them finishes here."""
@@ -322,15 +210,12 @@ class VirtualEngine:
             request = self._requests.pop(key)
             self._stops(key)
             left[key] = self._done_of(request, finish)
-            self._generated += left[key]
+            self._work.generated_tokens += left[key]
         for key, tokens in self._before.items():
             left[key] += tokens
         self._before.clear()
-        self._queue, self._running, self._kept = [], [], OrderedDict()
-        self._prompts.clear()
-        self._first_with.clear()
-        self._context_of.clear()
-        self._reserved = self._kept_tokens = 0
+        self._queue, self._running, self._kept = [], [], KeptKv()
+        self._reserved = 0
         self.changes += 1
         return left
 
@@ -350,27 +235,22 @@ class VirtualEngine:
             self._stops(key)
             done = self._done_of(request, finish)
             context = request.context_tokens + done
-            self._generated += done
-            self._num_preempted += 1
+            self._work.generated_tokens += done
+            self._work.preempted += 1
             self._reserved -= request.room_tokens
             self._context -= request.context_tokens + request.new_tokens - max(0.0, finish - self._steps)
             self._before[key] = self._before.get(key, 0) + done
-            self._prompts[request.group] -= 1
-            if not self._prompts[request.group]:
-                del self._prompts[request.group]
+            self._kept.leave_group(request.group)
             again = request._replace(
                 context_tokens=context, new_tokens=request.new_tokens - done, computed_tokens=context, context=0
             )
-            self._leave(key)
+            self._kept.leave(key)
             heapq.heappush(self._queue, ((), serial - FRONT, again))
 
     @property
     def counters(self) -> Counters:
         """Work so far."""
-        return Counters(
-            self._generated, self._prefilled, self._cached, self._recomputed, self._busy_s, self._peak,
-            self._num_preempted, self._again_s, self._load_s,
-        )  # fmt: skip
+        return replace(self._work)
 
     @property
     def is_running(self) -> bool:
@@ -385,14 +265,14 @@ class VirtualEngine:
     @property
     def kv_tokens(self) -> int:
         """Tokens of KV in use."""
-        return (math.ceil(self._context) if self._preempts else self._reserved) + self._kept_tokens
+        return (math.ceil(self._context) if self._preempts else self._reserved) + self._kept.tokens
 
     # ---------------------------------------------------------------- time
 
     def stop_clock(self, now_s: float) -> None:
         """Nothing is computed after ``now_s``: what it had begun to compute again and not finished does not count."""
         self._advance(now_s)
-        self._again_s = max(0.0, self._again_s - max(0.0, self._ready - now_s))
+        self._work.again_s = max(0.0, self._work.again_s - max(0.0, self._ready - now_s))
 
     def _advance(self, now_s: float) -> None:
         if self._running:
@@ -402,13 +282,15 @@ class VirtualEngine:
                 self._shared_s += (now_s - begun) / len(self._running)
                 self._steps += steps
                 self._context += steps * len(self._running)
-            self._busy_s += now_s - self._now
+            self._work.busy_s += now_s - self._now
             if self._now < self._loading[1]:
-                self._load_s += max(0.0, min(now_s, self._loading[1]) - max(self._now, self._loading[0]))
+                self._work.load_s += max(0.0, min(now_s, self._loading[1]) - max(self._now, self._loading[0]))
         self._now = now_s
         if self._preempts:
-            while self._kept and self.kv_tokens > self._tables.kv_capacity_tokens:  # those that run have grown into it
-                self._evict(next(iter(self._kept)))
+            while (
+                self._kept.entries and self.kv_tokens > self._tables.kv_capacity_tokens
+            ):  # those that run have grown into it
+                self._kept.evict_oldest()
 
     def _admit(self) -> None:
         capacity, most = self._tables.kv_capacity_tokens, self._tables.max_contexts
@@ -424,26 +306,26 @@ class VirtualEngine:
             if most is not None and len(self._running) >= most:
                 break
             heapq.heappop(self._queue)
-            cached, _ = self._drop(request.key)
+            cached = self._kept.drop(request.key)
             while self.kv_tokens + need > capacity or (
-                most is not None and self._kept and len(self._running) + len(self._kept) >= most
+                most is not None and self._kept.entries and len(self._running) + len(self._kept.entries) >= most
             ):
-                self._evict(next(iter(self._kept)))
+                self._kept.evict_oldest()
             self._start(request, min(cached, request.context_tokens))
-        self._peak = max(self._peak, self.kv_tokens)
+        self._work.peak_kv_tokens = max(self._work.peak_kv_tokens, self.kv_tokens)
         self.changes += 1
 
     def _start(self, request: Request, cached: int) -> None:
-        if not cached and request.context in self._first_with:
+        if not cached and request.context in self._kept.first_with:
             cached = request.context_tokens - 1  # its last token must be fed
         elif not cached:
-            if self._prompts.get(request.group):
+            if self._kept.groups.get(request.group):
                 cached = min(request.prompt_tokens, request.context_tokens)
-            self._leave(request.key)
+            self._kept.leave(request.key)
             if request.context:
-                self._first_with[request.context], self._context_of[request.key] = request.key, request.context
+                self._kept.begins_with(request.key, request.context)
         self._requests[request.key] = request
-        self._prompts[request.group] = self._prompts.get(request.group, 0) + 1
+        self._kept.join_group(request.group)
         self._reserved += request.room_tokens
         if self._host is not None and (held := min(self._host.tokens(request.key), request.context_tokens)) > cached:
             seconds = self._host.fetch(held - cached, self._tables.prefill_s(held - cached, cached))
@@ -453,9 +335,9 @@ class VirtualEngine:
         self._run(request, cached)
 
     def _run(self, request: Request, cached: int) -> None:
-        self._cached += cached
+        self._work.cached_tokens += cached
         again = max(0, min(request.computed_tokens, request.context_tokens) - cached)
-        self._recomputed += again
+        self._work.recomputed_tokens += again
         seconds = self._compute(request.context_tokens - cached, cached, again)
         if self.own_gpu_s is not None:
             self._shared_before[request.key] = self._shared_s
@@ -468,31 +350,10 @@ class VirtualEngine:
         """Compute context, ``again`` of whose tokens some engine had computed before; returns the seconds of the others."""
         if new_tokens <= 0:
             return 0.0
-        self._prefilled += new_tokens
+        self._work.prefilled_tokens += new_tokens
         factor = 1.0 if self._residuals is None else self._residuals.prefill_factor(self._rng)
         seconds = factor * self._tables.prefill_s(new_tokens, past_tokens)
         self._ready = max(self._ready, self._now) + seconds
         again_s = seconds * again / new_tokens
-        self._again_s += again_s
+        self._work.again_s += again_s
         return seconds - again_s
-
-    def _evict(self, key: str) -> None:
-        """Drop kept KV, which no other request can share then."""
-        self._drop(key)
-        self._leave(key)
-
-    def _leave(self, key: str) -> None:
-        """Stop sharing the context that ``key`` began with."""
-        context = self._context_of.pop(key, None)
-        if context is not None:
-            del self._first_with[context]
-
-    def _drop(self, key: str) -> tuple[int, str]:
-        """Drop kept KV; its tokens and its group."""
-        tokens, group = self._kept.pop(key, (0, ""))
-        if tokens:
-            self._kept_tokens -= tokens
-            self._prompts[group] -= 1
-            if not self._prompts[group]:
-                del self._prompts[group]
-        return tokens, group

@@ -6,18 +6,16 @@
     print(text(plan(snapshot)))                      # `libra plan`
     found = search(formulate(snapshot).problem)      # only the search: split, engines, proven bound
 
-During a run, `libra.planner.arrangement_loop` decides after each iteration from measurements.
+During a run, `libra.planner.replan` decides after each iteration from measurements.
 """
 
 from libra.planner.build_plan import compare, plan
-from libra.planner.explain import text
-from libra.planner.plan import Plan
+from libra.planner.plan import Plan, text
 from libra.planner.planning_problem import EngineClass, Problem
 from libra.planner.search import Found, Planner, search
-from libra.planner.snapshot import Corrections, PlanningSnapshot, formulate
+from libra.planner.snapshot import PlanningSnapshot, formulate
 
 __all__ = [
-    "Corrections",
     "EngineClass",
     "Found",
     "Plan",

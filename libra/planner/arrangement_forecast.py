@@ -1,27 +1,143 @@
-"""The step of a run's last batch in another arrangement of its workers, and the KV memory that the arrangement needs. Pure.
+"""The step of a run's last batch in another arrangement of its workers, and the KV memory that it needs. Pure.
 
-Training is predicted by `TrainingForecast`. Rollout is the measured line of what runs (`libra.planner.measured_step`), times the
-ratio of the batch's seconds on the option's engines to those on the present ones; both are evaluated (`libra.planner.evaluate`)
-with the seconds that engines have declared. A degree that was never measured takes those of the degree that was, times the ratio of
-`libra.planner.run_facts`; ``basis`` names its source. If no engine has declared seconds, only the measured tokens per
-second are compared, and only splits are options.
+Training is predicted by `TrainingForecast`. Rollout is the measured line of what runs
+(`libra.planner.step_forecast`), times the ratio of the batch's seconds on the option's engines to those
+on the present ones; both are drained (`libra.planner.drain`) with the seconds that engines have declared.
+If no engine has declared seconds, only the measured tokens per second are compared, and only splits are
+options. A degree that was never measured takes the seconds of a measured degree, times the ratio of the
+first source that has both:
+
+1. ``planner.calibration``: engines as another run measured them;
+2. the datasheet that ``planner.gpu`` names, by the cost model;
+3. without ``planner.gpu``, the datasheet of the GPU that the workers have, or that of `DEFAULT_GPU` if there is none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
 import numpy as np
 
-from libra.planner.arrangements import Arrangement, Engine, Seat, arranged
+from libra.config import RunConfig
+from libra.errors import ConfigError, ModelError
+from libra.hardware import EngineSeconds, engine_seconds, known_gpus
+from libra.hardware.run_calibration import read_calibration
+from libra.hardware.shapes import shape_digest
+from libra.planner.arrangements import Arrangement, Engine, MayHave, Seat, arranged
 from libra.planner.cost import TrajectoryTotals
-from libra.planner.evaluate import EvaluatedEngine, rollout_seconds
-from libra.planner.kv_memory import MAX_DEMAND, Fit
-from libra.planner.measured_step import ExpectedStep, StepForecast
-from libra.planner.run_facts import RunFacts
-from libra.planner.split_forecast import Batch, TrainingForecast
+from libra.planner.drain import EvaluatedEngine, rollout_seconds
+from libra.planner.from_config import DEFAULT_GPU, FIELD, shape_of
+from libra.planner.step_forecast import Batch, ExpectedStep, StepForecast, TrainingForecast
 from libra.types import EngineCapacity, StepSeconds
+
+Ratio = Callable[[int, int, float, float], tuple[float, str] | None]
+"""(TP degree, other degree, sequences, context tokens of each) to the seconds of a pass on the other degree over those on the
+first, and their source; None: no source has both."""
+MAX_DEMAND = 0.9
+"""Share of its KV that an engine of a run may need: contexts that run together scatter about their mean."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunFacts:
+    """Constant facts of a run.
+
+    Attributes
+    ----------
+    core_trainers : int
+    overlap_steps : int
+        ``run.eta``: steps that batches are generated ahead.
+    batch_trajectories : int
+    max_context_tokens : int
+    may_have : callable
+        See `libra.planner.arrangements.MayHave`.
+    ratio : callable
+        See `Ratio`.
+    """
+
+    core_trainers: int
+    overlap_steps: int
+    batch_trajectories: int
+    max_context_tokens: int
+    may_have: MayHave
+    ratio: Ratio
+
+
+def run_facts(config: RunConfig, workers_gpu: str = "") -> RunFacts:
+    """The facts of a run of ``config`` on workers with this GPU (empty: none, or not known).
+
+    Raises
+    ------
+    ConfigError
+        ``planner.calibration`` cannot be read, or is of another model.
+    """
+    return RunFacts(
+        config.cluster.train_workers,
+        config.run.eta,
+        config.trainer.prompts * config.trainer.group_size,
+        config.rollout.max_context_tokens,
+        lambda engine, tp: why_not(config, engine, tp),
+        ratio_of(config, workers_gpu),
+    )
+
+
+def why_not(config: RunConfig, engine: str, tp: int) -> str:
+    """Why engines of a kind cannot have a TP degree in a run of ``config``; empty: they can."""
+    if tp > 1 and engine != "vllm":
+        own = ":" in engine
+        why = (
+            "a plan does not change the degree of engines of your own"
+            if own
+            else "transformers engines have no tensor parallelism"
+        )
+        return f"rollout.engine=vllm, {why}"
+    if tp not in config.planner.tp:
+        return f"planner.tp with {tp} in it, it is {list(config.planner.tp)}"
+    try:
+        shape_of(config).check_tp(tp)
+    except ConfigError as error:
+        return f"another model: {error}"
+    except ModelError:
+        pass  # a model whose sizes the planner does not know: the engine will say
+    return ""
+
+
+def ratio_of(config: RunConfig, workers_gpu: str = "") -> Ratio:
+    """The ratio between degrees, of the first source that has both; ConfigError as `run_facts`."""
+    path, named = config.planner.calibration, config.planner.gpu
+    calibration = None
+    if path is not None:
+        calibration = read_calibration(path, FIELD)
+        try:
+            digest = shape_digest(shape_of(config))
+        except ModelError:
+            digest = ""
+        calibration.check_model(config.model.path, digest, FIELD)
+    sheet = named or (workers_gpu if workers_gpu in known_gpus() else DEFAULT_GPU)
+
+    @cache
+    def modelled(tp: int) -> EngineSeconds | None:
+        try:
+            return engine_seconds(sheet, shape_of(config), tp)
+        except (ConfigError, ModelError):
+            return None  # no datasheet, no sizes, or the model cannot be cut so: the degree is weighed once it was measured
+
+    def ratio(tp: int, other: int, sequences: float, context_tokens: float) -> tuple[float, str] | None:
+        one: EngineSeconds | None
+        two: EngineSeconds | None
+        if calibration is not None and {tp, other} <= set(calibration.degrees):
+            one, two = (calibration.of_tp(degree, FIELD).seconds for degree in (tp, other))
+            source = f"what {path} measured"
+        else:
+            one, two, source = modelled(tp), modelled(other), f"the cost model of {sheet}"
+        if one is None or two is None:
+            return None
+        at = max(round(sequences), 1)
+        context = round(at * context_tokens)
+        return two.decode_step_s(at, context) / one.decode_step_s(at, context), source
+
+    return ratio
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +181,9 @@ class ArrangementScore:
     basis: str
 
     @property
-    def fit(self) -> Fit:
-        """For `libra.planner.kv_memory.refuge`; an option with an unknown step comes last."""
-        return Fit(self.expected.step_s if self.expected is not None else float("inf"), self.kv_demand)
+    def step_s(self) -> float:
+        """Seconds of the step; infinite: not known."""
+        return self.expected.step_s if self.expected is not None else float("inf")
 
 
 @dataclass(slots=True)

@@ -17,16 +17,35 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 
-from libra.planner.replan import REBUCKET, ROLES, SLOTS, Deployed
-from libra.planner.split_forecast import Splits
+from libra.planner.plan import Plan
 from libra.types import EngineCapacity
 
+ROLES, REBUCKET, SLOTS = "roles", "rebucket", "slots"
+"""Kinds of change, each with its own price: roles, grouping of GPUs into engines, slots per engine."""
 NEAR = 2
 """If more than `MANY` workers may change, options have at most this many more or fewer trainers than now."""
 MANY = 4
 
 MayHave = Callable[[str, int], str]
 """Why engines of a kind (``transformers``) cannot have a tensor-parallel degree; empty if they can."""
+
+
+@dataclass(frozen=True, slots=True)
+class Deployed:
+    """A layout: GPUs of the trainer, engines and concurrency by TP degree."""
+
+    train_gpus: int
+    engines: Mapping[int, int]
+    concurrency: Mapping[int, int]
+
+    @classmethod
+    def of(cls, plan: Plan) -> Deployed:
+        """The layout of a plan."""
+        return cls(
+            plan.training.gpus,
+            {bucket.tp: bucket.engines for bucket in plan.buckets},
+            {bucket.tp: bucket.concurrency for bucket in plan.buckets},
+        )
 
 
 def kind_of(bucket: str, base_tp: int, tp: int, slots: int) -> str:
@@ -140,21 +159,6 @@ def arranged(seats: Collection[Seat]) -> Arrangement:
         if seat.role == "rollout"
     )
     return Arrangement(engines, frozenset(seat.name for seat in seats if seat.role == "train"))
-
-
-def splits_of(seats: Collection[Seat], core_trainers: int) -> Splits:
-    """Engines by kind for each number of hybrids that train: first those that train now, then those with the fewest residents."""
-    now = {engine.workers[0]: engine.kind for engine in arranged(seats).engines}
-    present = [seat for seat in seats if seat.role != "lent"]
-    kinds = {seat.name: now.get(seat.name, kind_of(seat.bucket, seat.tp, seat.tp, seat.slots)) for seat in present}
-    hybrids = sorted(
-        (seat for seat in present if seat.may_change),
-        key=lambda seat: (seat.role != "train", seat.residents, seat.name),
-    )
-    counts = [Counter(kinds.values())]
-    for seat in hybrids:
-        counts.append(counts[-1] - Counter([kinds[seat.name]]))
-    return Splits(counts, sum(seat.role == "train" for seat in hybrids), core_trainers)
 
 
 def arrangements(seats: Collection[Seat], may_have: MayHave) -> list[Arrangement]:

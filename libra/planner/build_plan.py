@@ -8,12 +8,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from libra.errors import PlanError
-from libra.planner.engine_pace import Pace, best_concurrency
-from libra.planner.engine_packing import Placement, filled, pack, placement_of
-from libra.planner.lower_bound import gpu_seconds
-from libra.planner.node_placement import placed
+from libra.planner.drain import Pace, best_concurrency
+from libra.planner.engine_packing import Placement, filled, pack, placed, placement_of
 from libra.planner.plan import Alternative, Bounds, Bucket, Plan, Training
-from libra.planner.planning_problem import Floats, Ints, Problem
+from libra.planner.planning_problem import Floats, Ints, Problem, gpu_seconds
 from libra.planner.search import Found, Planner
 from libra.planner.snapshot import Formulation, PlanningSnapshot, formulate
 
@@ -94,15 +92,9 @@ def compare(
 
 
 def _paces(snapshot: PlanningSnapshot, formulation: Formulation) -> list[Pace]:
-    workload, factor = snapshot.workload, snapshot.corrections.rollout
-    paces = []
-    for k, engine in enumerate(formulation.engines.values()):
-        alone_s = formulation.alone_s[k]
-        uncorrected = np.where(
-            np.isfinite(alone_s), (alone_s - workload.tool_wait_s) / factor + workload.tool_wait_s, 0.0
-        )
-        paces.append(Pace.of(workload, engine, uncorrected))
-    return paces
+    alone_s = np.where(np.isfinite(formulation.alone_s), formulation.alone_s, 0.0)
+    engines = zip(formulation.engines.values(), alone_s, strict=True)
+    return [Pace.of(snapshot.workload, engine, each_s) for engine, each_s in engines]
 
 
 def _others(problem: Problem, found: Found, drain: float, planner: Planner) -> list[tuple[str, Found]]:
@@ -166,7 +158,7 @@ def evaluated(
 def _buckets(
     snapshot: PlanningSnapshot, formulation: Formulation, paces: list[Pace], placement: Placement
 ) -> tuple[tuple[Bucket, ...], float]:
-    problem, factor = formulation.problem, snapshot.corrections.rollout
+    problem = formulation.problem
     kinds = placement.kind_of[placement.engine_of]
     tokens = snapshot.workload.generated_tokens
     present = [k for k in range(len(problem.kinds)) if (placement.kind_of == k).any()]
@@ -177,7 +169,7 @@ def _buckets(
         items = np.flatnonzero(kinds == k)
         engines = [np.flatnonzero(placement.engine_of == e) for e in _last_engines(formulation, placement, mine)]
         concurrency, rollout_s, slowest_s = best_concurrency(paces[k], engines, kind.concurrency)
-        slow_s = max(slow_s, slowest_s * factor)
+        slow_s = max(slow_s, slowest_s)
         context = float(snapshot.workload.mean_context_tokens[items].mean()) if len(items) else 0.0
         engine = formulation.engines[kind.tp]
         at_once = min(concurrency, -(-len(items) // len(mine)))
@@ -190,8 +182,8 @@ def _buckets(
                 from_tokens=low,
                 to_tokens=high,
                 num_trajectories=len(items),
-                load_frac=float(placement.load_s[mine].mean() / max(rollout_s * factor, 1e-9)),
-                rollout_s=rollout_s * factor,
+                load_frac=float(placement.load_s[mine].mean() / max(rollout_s, 1e-9)),
+                rollout_s=rollout_s,
                 kv_capacity_tokens=int(engine.kv_capacity_tokens),
                 kv_used_frac=float(at_once * context / engine.kv_capacity_tokens),
             )
@@ -274,6 +266,7 @@ def _plan(
     needed = train + min(chosen.placement.gpus(problem), fewest.gpus(problem) if fewest is not None else 10**9)
     throughput_s = gpu_seconds(problem).gpu_s[-1] / max(problem.num_gpus - train, 1)
     num_gpus = snapshot.num_gpus
+    teacher_gpus, services_gpus = snapshot.services.gpus(num_gpus)
     return Plan(
         gpu=snapshot.gpu.name,
         model=snapshot.shape.name,
@@ -314,20 +307,20 @@ def _plan(
             chosen,
             spare,
             {
-                "the teacher waits for groups": (snapshot.teacher_gpus, formulation.beside.teacher_s),
-                "services wait to be asked": (snapshot.services_gpus, formulation.beside.services_s),
+                "the teacher waits for groups": (teacher_gpus, formulation.beside.teacher_s),
+                "services wait to be asked": (services_gpus, formulation.beside.services_s),
             },
         ),
         gpu_hours_per_step=num_gpus * chosen.step_s / 3600.0,
         alternatives=alternatives,
         nodes=placed(problem.num_gpus, problem.gpus_per_node, train, chosen.engines),
         left_out={f"TP{tp}": reason for tp, reason in formulation.left_out.items()},
-        teacher_gpus=snapshot.teacher_gpus,
+        teacher_gpus=teacher_gpus,
         teacher_s=formulation.beside.teacher_s,
-        teacher_on="" if snapshot.teacher is None else snapshot.teacher.assumed(num_gpus),
-        services_gpus=snapshot.services_gpus,
+        teacher_on=snapshot.services.teacher_on(num_gpus),
+        services_gpus=services_gpus,
         services_s=formulation.beside.services_s,
-        services_on="" if snapshot.services is None else snapshot.services.assumed(num_gpus),
+        services_on=snapshot.services.services_on(num_gpus),
     )
 
 

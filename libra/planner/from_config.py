@@ -1,7 +1,15 @@
-"""From a configuration to the planner's snapshot: section ``planner``, the batch and the trainer."""
+"""From a configuration to the planner's snapshot: section ``planner``, the batch and the trainer.
+
+With `planner.calibration` a run's own measurements replace the GPU's tables: engines have their measured
+seconds, degree by degree. Training keeps the cost model, which accounts for sharding, scaled by one factor:
+the seconds of the run's own steps over those that the model gives to its layout and its trajectories.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from statistics import NormalDist
 
 import numpy as np
@@ -18,12 +26,88 @@ from libra.config.service_devices import (
 )
 from libra.errors import ConfigError, ModelError, PlanError
 from libra.hardware import GPU, ModelShape, load_gpu, load_shape
-from libra.planner.cost import Layout, TrajectoryTotals
-from libra.planner.from_calibration import calibrated
+from libra.hardware.run_calibration import RunCalibration, read_calibration
+from libra.hardware.shapes import shape_digest
+from libra.planner.cost import Layout, TrajectoryTotals, training_table
 from libra.planner.services import PASSES, ServiceModel, ServiceModels
 from libra.planner.snapshot import PlanningSnapshot
-from libra.planner.teacher import Teacher
 from libra.seals import parsed_json
+
+FIELD = "planner.calibration"
+
+
+def calibrated(
+    snapshot: PlanningSnapshot, path: Path, model: str, *, requested: Sequence[int], update_s: float | None
+) -> tuple[PlanningSnapshot, str]:
+    """``snapshot`` with the calibration in ``path``, and sentences on the source of its seconds.
+
+    Parameters
+    ----------
+    model : str
+        ``model.path``.
+    requested : sequence of int
+        Degrees that were requested by name; others of ``snapshot.tp`` are left out if they were not measured.
+    update_s : float or None
+        Of the configuration; None: as measured.
+
+    Raises
+    ------
+    ConfigError
+        The file cannot be read, or is of another model.
+    PlanError
+        It has none of the degrees, or lacks a requested one.
+    """
+    found = read_calibration(path, FIELD)
+    found.check_model(model, shape_digest(snapshot.shape), FIELD)
+    missing = [tp for tp in snapshot.tp if tp not in found.degrees]
+    known = ", ".join(f"TP{tp}" for tp in found.degrees)
+    if unknown := [tp for tp in requested if tp not in found.degrees]:
+        raise PlanError(
+            f"planner.tp, planner.fixed_engines: ask for engines of {', '.join(f'TP{tp}' for tp in unknown)}, and {path} measured "
+            f"{known} only; ask for {known}, or calibrate from a run that has such an engine"
+        )
+    if len(missing) == len(snapshot.tp):
+        raise PlanError(
+            f"{FIELD}: {path} measured engines of {known}, and planner.tp with rollout.engine leave "
+            f"{', '.join(f'TP{tp}' for tp in snapshot.tp)}; calibrate from a run that has such an engine"
+        )
+    degrees = tuple(tp for tp in snapshot.tp if tp in found.degrees)
+    made = replace(
+        snapshot,
+        tp=degrees,
+        engines={tp: found.of_tp(tp, FIELD).seconds for tp in degrees},
+        update_s=found.update_s + found.load_s if update_s is None else update_s,
+        beside_s=found.update_s if update_s is None else update_s,
+        training_factor=training_factor(snapshot, found),
+    )
+    left = ", ".join(f"TP{tp}" for tp in missing)
+    basis = f"Seconds of engines and training are as {path} measured; {snapshot.gpu.name} says how much memory training has."
+    if found.trainer is None:
+        basis = (
+            f"Seconds of engines are as {path} measured. It has too few steps to say what training takes: its seconds and "
+            f"its memory are those of {snapshot.gpu.name}; calibrate from a run of more iterations."
+        )
+    return made, f"{basis}\nNot planned, since it did not measure them: engines of {left}." if missing else basis
+
+
+def rests_on(path: Path, gpu: str) -> str:
+    """The source of the seconds of a plan with this calibration, in words; ``gpu`` is its datasheet's."""
+    engines = f"what {path} measured"
+    if read_calibration(path, FIELD).trainer is not None:
+        return engines
+    return f"{engines} of engines; it has too few steps to say what training takes, whose seconds are of the datasheet of {gpu}"
+
+
+def training_factor(snapshot: PlanningSnapshot, found: RunCalibration) -> float:
+    """Seconds of the run's optimizer steps over those that the cost model gives to its replicas; 1 if no trainer was fitted."""
+    if found.trainer is None:
+        return 1.0
+    tokens, gpus = snapshot.trained_tokens, found.train_gpus
+    node = max(snapshot.node_gpus, gpus)
+    sheet = replace(snapshot.gpu, gpus_per_node=node)
+    modelled = training_table(sheet, snapshot.shape, tokens, [gpus], snapshot.training)[gpus]
+    return found.trainer.step_s(float(tokens.sum())) / modelled.step_s
+
 
 RUNNABLE_TP: dict[str, tuple[int, ...] | None] = {"transformers": (1,), "vllm": None}
 """TP degrees that an engine (`rollout.engine`) can run; one without an entry runs any."""
@@ -75,7 +159,11 @@ def snapshot_of(
                 "--what-if plans with them."
             )
     note = "".join(notes)
-    workload, cut = _workload(config, turns)
+    num = section.trajectories or config.trainer.prompts * config.trainer.group_size
+    if turns is None:
+        workload, cut = batch_of(config, num=num, turns=section.turns)
+    else:
+        workload, cut = turns.resampled(num, config.run.seed, config.rollout.max_context_tokens), ""
     note = "\n".join(sentence for sentence in (cut, note, _without_gpu(config)) if sentence)
     snapshot = PlanningSnapshot(
         gpu=planned_gpu(section.gpu),
@@ -94,7 +182,6 @@ def snapshot_of(
         fixed_engines=section.fixed_engines,
         max_concurrency=section.max_concurrency,
         trained_frac=section.trained_frac,
-        teacher=teacher_of(config, on_cores=on_cores),
         services=services_of(config, on_cores=on_cores),
     )
     if section.calibration is None:
@@ -174,51 +261,37 @@ def _sizes(path: str) -> ModelShape:
         return load_shape(found)
 
 
-def teacher_of(config: RunConfig, *, on_cores: bool = False) -> Teacher | None:
-    """The teacher of a configuration; ModelError if its sizes are not known here. ``on_cores`` as of `snapshot_of`."""
-    path = teacher_model(config)
-    if path is None:
-        return None
-    try:
-        shape = _sizes(path)
-    except ModelError as error:
-        raise ModelError(f"distil.teacher: {error}") from error
-    waits, service = config.distil.late == "wait", config.distil.service
-    if service is None:
-        return Teacher(shape, waits)
-    services = config.services
-    return Teacher(
-        shape,
-        waits,
-        service,
-        tuple(name for name, entry in services.named.items() if entry.model is not None and name != service),
-        None if services.device_gib is None else services.device_gib * 2**30,
-        on_cores or config.cluster.device == "cpu",
-    )
-
-
-def services_of(config: RunConfig, *, on_cores: bool = False) -> ServiceModels | None:
-    """The services with models that rewards and tools may ask; ModelError if sizes of one are not known here."""
-    models, found = asked_models(config), []
-    if not models:
-        return None
-    late = late_services(config)
-    for name, model in models.items():
+def services_of(config: RunConfig, *, on_cores: bool = False) -> ServiceModels:
+    """The services with models, a teacher among them; ModelError if sizes of one are not known here. ``on_cores`` as of
+    `snapshot_of`."""
+    teacher, path, asked = None, teacher_model(config), asked_models(config)
+    if path is not None:
+        weight_bytes, waits = DTYPE_BYTES[config.model.dtype], config.distil.late == "wait"
+        shape = _known_sizes(path, "distil.teacher")
+        teacher = ServiceModel(config.distil.service or "", shape, weight_bytes=weight_bytes, waits=waits)
+    if not asked and (teacher is None or not teacher.name):
+        return ServiceModels((), teacher, of_others=least_of_others(config))
+    late, found = late_services(config) if asked else set(), []
+    for name, model in asked.items():
         entry = config.services.named[name]
-        try:
-            shape = _sizes(model)
-        except ModelError as error:
-            raise ModelError(f"services.named: {name!r}: {error}") from error
-        passes = PASSES.get(entry.function, 0)
+        shape, passes = _known_sizes(model, f"services.named: {name!r}"), PASSES.get(entry.function, 0)
         found.append(ServiceModel(name, shape, passes, entry.answer_s, _number_bytes(model), name not in late))
     gib = config.services.device_gib
     return ServiceModels(
         tuple(found),
+        teacher,
         None if gib is None else gib * 2**30,
         service_workers(config),
         least_of_others(config),
         on_cores or config.cluster.device == "cpu",
     )
+
+
+def _known_sizes(model: str, where: str) -> ModelShape:
+    try:
+        return _sizes(model)
+    except ModelError as error:
+        raise ModelError(f"{where}: {error}") from error
 
 
 def _number_bytes(model: str) -> int:
@@ -250,12 +323,10 @@ def _without_gpu(config: RunConfig) -> str:
     )
 
 
-def _workload(config: RunConfig, turns: TrajectoryTotals | None) -> tuple[TrajectoryTotals, str]:
-    """Trajectories of a step, cut at the limits of section ``rollout``, and a sentence on those that were cut."""
+def batch_of(config: RunConfig, *, num: int, turns: int) -> tuple[TrajectoryTotals, str]:
+    """``num`` trajectories of ``turns`` turns with the lengths of section `planner`, cut at the limits of section `rollout`,
+    and a sentence on those that were cut."""
     section, rollout = config.planner, config.rollout
-    num = section.trajectories or config.trainer.prompts * config.trainer.group_size
-    if turns is not None:
-        return turns.resampled(num, config.run.seed, rollout.max_context_tokens), ""
     room = rollout.max_context_tokens - section.prompt_tokens - section.observation_tokens
     if room < 1:
         raise PlanError(
@@ -263,7 +334,7 @@ def _workload(config: RunConfig, turns: TrajectoryTotals | None) -> tuple[Trajec
             f"{section.observation_tokens} leave nothing to generate in rollout.max_context_tokens="
             f"{rollout.max_context_tokens}; type e.g. planner.prompt_tokens={max(rollout.max_context_tokens // 4, 1)}"
         )
-    most = min(room, rollout.max_new_tokens * section.turns)
+    most = min(room, rollout.max_new_tokens * turns)
     normal, (median, last) = NormalDist(), (section.generated_p50_tokens, section.generated_p99_tokens)
     quantiles = np.array([normal.inv_cdf((number + 0.5) / num) for number in range(num)])
     wanted = median * np.exp(np.log(last / median) / normal.inv_cdf(0.99) * quantiles)
@@ -271,13 +342,13 @@ def _workload(config: RunConfig, turns: TrajectoryTotals | None) -> tuple[Trajec
         np.full(num, float(section.prompt_tokens)),
         np.minimum(wanted, most),
         observation_tokens=float(section.observation_tokens),
-        num_turns=float(section.turns),
-        tool_wait_s=section.tool_s * (section.turns - 1),
+        num_turns=float(turns),
+        tool_wait_s=section.tool_s * (turns - 1),
     )
     cut = int((wanted > most).sum())
     limit = (
         f"rollout.max_context_tokens={rollout.max_context_tokens}"
         if most == room
-        else f"rollout.max_new_tokens={rollout.max_new_tokens} in planner.turns={section.turns}"
+        else f"rollout.max_new_tokens={rollout.max_new_tokens} in planner.turns={turns}"
     )
     return workload, f"{cut} of {num} trajectories end at {most:,} generated tokens: {limit}." if cut else ""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from libra.planner.node_placement import NodeGroup
+from libra.planner.engine_packing import NodeGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,3 +191,125 @@ class Plan:
         values = asdict(self)
         values["rollout_gpus"] = self.rollout_gpus
         return values
+
+
+_WHY = {
+    "training": "it takes longer than generating, so that a GPU is worth more there",
+    "rollout throughput": "engines are busy nearly all the time; more of them would shorten the step",
+    "teacher": "it takes this long to score the batch; a smaller one or distil.late=drop would help, more GPUs would not",
+    "services": "they take this long to answer for the batch; smaller models or late rewards would help, more GPUs would not",
+    "longest trajectory": "the longest take this long however many GPUs there are; faster engines would help, more would not",
+}
+
+
+def text(plan: Plan, regime: str) -> str:
+    """The whole plan on one screen; ``regime`` says what bounds a step, and how to take it (`libra.policy.step_ways`)."""
+    steps = "at the same time" if plan.eta else "one after the other (run.eta=0)"
+    training, number = plan.training, sum(bucket.engines for bucket in plan.buckets)
+    lines = [
+        f"Plan for {plan.model} on {plan.num_gpus} x {plan.gpu}: {plan.num_trajectories} trajectories a step, "
+        f"rollout and training {steps}",
+        "",
+        f"  training {_gpus(training.gpus)}  {_layout(plan)}, done after {_s(plan.train_s)}; fullest GPU "
+        f"{training.memory_bytes / 1e9:.0f} GB, {training.headroom_bytes / 1e9:.0f} GB free",
+        f"  rollout  {_gpus(plan.rollout_gpus)}  {number} engine{'s' * (number > 1)}, done after {_s(plan.rollout_s)}",
+        *(_bucket_line(bucket, len(plan.buckets) == 1) for bucket in plan.buckets),
+    ]
+    if plan.teacher_s:
+        lines.append(f"  teacher  {_gpus(plan.teacher_gpus)}  {teacher_words(plan)}")
+    if plan.services_on:
+        lines.append(
+            f"  services {_gpus(plan.services_gpus)}  answer for the batch in {_s(plan.services_s)}, while others are generated; "
+            f"{plan.services_on}"
+        )
+    if plan.spare_gpus:
+        lines.append(f"  neither  {_gpus(plan.spare_gpus)}  no pool would be faster with them")
+    lines += [
+        f"  nodes    {'; '.join(map(_node_words, plan.nodes))}",
+        "",
+        f"  one step    {_s(plan.step_s)}, {_update(plan)}; {plan.gpu_hours_per_step:.2g} GPU-hours",
+        f"              {_s(plan.low_s)} if engines never drained, {_s(plan.high_s)} if the shortest trajectories come first",
+        f"  bottleneck  {plan.bottleneck}: {_WHY[plan.bottleneck]}",
+        f"  regime      {regime}",
+        "  GPU time    "
+        + ", ".join(f"{100 * share:.0f} % {cause}" for cause, share in plan.idle_frac.items() if share >= 0.005),
+    ]
+    if plan.needed_gpus < plan.num_gpus - plan.spare_gpus:
+        lines.append(f"  fewer GPUs  {plan.needed_gpus} would do, were there no draining; the others shorten it")
+    lines += ["", "No plan is faster than", *_bound_lines(plan)]
+    if plan.alternatives:
+        lines += ["", "Next best, and why not", *map(alternative_line, plan.alternatives)]
+    if plan.left_out:
+        lines += ["", "Left out", *(f"  {name}: {reason}" for name, reason in plan.left_out.items())]
+    return "\n".join(lines)
+
+
+def teacher_words(plan: Plan) -> str:
+    """What the teacher of a plan does, where it is, and what is assumed of that."""
+    words = f"scores the batch in {_s(plan.teacher_s)}, while others are generated"
+    return f"{words}; {plan.teacher_on}" if plan.teacher_on else words
+
+
+def _update(plan: Plan) -> str:
+    if not plan.beside_s:
+        return f"of which {_s(plan.update_s)} for new weights"
+    rest_s = plan.update_s - plan.beside_s
+    more = f", and {_s(rest_s)} before engines go on" if rest_s > 0.0 else ""
+    return f"new weights are published beside the next one in {_s(plan.beside_s)}{more}"
+
+
+def _gpus(number: int) -> str:
+    return f"{number:>6} GPU{'s' if number != 1 else ' '}"
+
+
+def _layout(plan: Plan) -> str:
+    return "one copy" if plan.training.gpus == 1 else plan.training.layout
+
+
+def _bucket_line(bucket: Bucket, alone: bool) -> str:
+    tokens = "of any length" if alone else f"of {bucket.from_tokens:,.0f} tokens and more"
+    if bucket.to_tokens is not None:
+        tokens = f"of {bucket.from_tokens:,.0f} to {bucket.to_tokens:,.0f} tokens"
+    return (
+        f"    {bucket.engines:>5} x TP{bucket.tp:<2}        {bucket.num_trajectories} trajectories {tokens}, up to "
+        f"{bucket.concurrency} at once per engine; {100 * bucket.load_frac:.0f} % of its throughput used, KV memory "
+        f"{100 * bucket.kv_used_frac:.0f} % full"
+    )
+
+
+def _node_words(group: NodeGroup) -> str:
+    parts = [f"{group.train_gpus} training"] if group.train_gpus else []
+    parts += [f"{number} x TP{tp}" for tp, number in group.engines.items()]
+    parts += [f"{group.free_gpus} free"] if group.free_gpus else []
+    return f"{group.num_nodes} with {' + '.join(parts)}"
+
+
+def _bound_lines(plan: Plan) -> list[str]:
+    bounds = plan.bounds
+    gap = (
+        f"the best found is {100 * bounds.gap_frac:.3f} % above"
+        if bounds.gap_frac >= 5e-6
+        else "the best found is as fast"
+    )
+    return [
+        f"  {_s(bounds.longest_s):>9}  the longest trajectory alone on its best engine, tools included",
+        f"  {_s(bounds.throughput_s):>9}  all generating, evenly over the rollout's GPUs",
+        f"  {_s(bounds.training_s):>9}  training on its GPUs",
+        f"  {_s(bounds.step_s):>9}  any split and any engines: proven for whole trajectories, were there no draining; {gap}",
+    ]
+
+
+def alternative_line(other: Alternative) -> str:
+    """One alternative: what it is, what it takes, and why it lost."""
+    engines = " + ".join(f"{number} x TP{tp}" for tp, number in other.engines.items())
+    layout = f"{other.train_gpus} for training, {engines}"
+    named = layout if other.name.endswith("for training") else f"{other.name}: {layout}"
+    percent = round(100 * other.slower_frac, 1)
+    pace = f"{abs(percent):g} % {'slower' if percent > 0 else 'faster'}" if percent else "as fast"
+    return f"  {_s(other.step_s):>9}  {pace}: {named}; {other.reason}"
+
+
+def _s(seconds: float) -> str:
+    if seconds >= 10:
+        return f"{seconds:.1f} s"
+    return f"{seconds:.2f} s" if seconds >= 0.995 or seconds == 0 else f"{1e3 * seconds:.3g} ms"

@@ -15,11 +15,10 @@ from libra.config.planner import PlannedEngines, PlannedLayout
 from libra.errors import PlanError
 from libra.hardware import ModelShape
 from libra.hardware.shapes import shape_digest
+from libra.planner.arrangements import Deployed
 from libra.planner.build_plan import plan as make_plan
 from libra.planner.cost import training_table
-from libra.planner.explain import alternative_line, teacher_words
-from libra.planner.plan import Plan
-from libra.planner.replan import Deployed
+from libra.planner.plan import Plan, alternative_line, teacher_words
 from libra.planner.search import Planner
 from libra.planner.snapshot import PlanningSnapshot
 

@@ -16,7 +16,18 @@ Invariants
 ----------
 1. Every array is float64 or int64, read-only, and finite but for ``inf``: this kind cannot take it.
 2. TP degrees divide one another and the node size. Then engines fit into whole nodes whenever their GPUs fit in number, if
-   training fills the partly filled node first: `libra.planner.node_placement` builds that placement.
+   training fills the partly filled node first: `libra.planner.engine_packing` builds that placement.
+
+Lower bound
+-----------
+A proven bound of the rollout's seconds for every number of GPUs at once, without binning trajectories. If
+the rollout is done after T seconds, trajectory i ran on a kind k with ``least_s[k, i] <= T``, and took
+``tp[k] load_s[k, i]`` GPU-seconds there. So the GPU-seconds F T of F GPUs are at least
+
+    W(T) = sum over i of min over k with least_s[k, i] <= T of tp[k] load_s[k, i],
+
+a falling step function. The smallest T with W(T) <= F T is the bound: it is the linear relaxation over
+layouts and assignments, solved in closed form.
 """
 
 from __future__ import annotations
@@ -219,3 +230,131 @@ def _check_degrees(problem: Problem) -> None:
 
 def _divisors(number: int) -> list[int]:
     return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def splits_of(problem: Problem) -> Ints:
+    """Indices into ``Problem.train_gpus`` of the splits that may be chosen, ascending.
+
+    Raises
+    ------
+    PlanError
+        None may; the message names the constraint to relax, and by how much.
+    """
+    takes = np.isfinite(problem.least_s)
+    smallest = int(np.where(takes, problem.tp[:, None], problem.gpus_per_node).min(axis=0).max())
+    fixed_gpus = sum(degree * number for degree, number in problem.fixed_engines.items())
+    needed = max(problem.min_rollout_gpus, smallest, fixed_gpus)
+    why_needed = {
+        fixed_gpus: f"planner.fixed_engines={dict(problem.fixed_engines)} takes {fixed_gpus} GPUs",
+        smallest: f"the smallest engine that holds the longest trajectory takes {smallest} GPUs",
+        problem.min_rollout_gpus: f"planner.min_rollout_gpus={problem.min_rollout_gpus}",
+    }[needed]
+    runs = np.isfinite(problem.train_s)
+    if problem.num_gpus < 2:
+        raise PlanError(
+            f"planner.num_gpus: {problem.num_gpus} GPU cannot be divided between training and rollout, which take at least one "
+            "each; type planner.num_gpus=2"
+        )
+    if not runs.any():
+        raise PlanError(
+            f"training runs on no number of GPUs up to {problem.num_gpus}: its memory does not fit; plan for more GPUs "
+            "(planner.num_gpus), or type trainer.gradient_checkpointing=true, trainer.layout=fsdp2 or a smaller "
+            "trainer.micro_batch_tokens"
+        )
+    least_train = int(problem.train_gpus[runs].min())
+    if least_train + needed > problem.num_gpus:
+        raise PlanError(
+            f"planner.num_gpus: got {problem.num_gpus}; training needs at least {least_train}, and {why_needed}; type "
+            f"planner.num_gpus={least_train + needed}"
+        )
+    pinned = problem.fixed_train_gpus
+    if pinned is not None:
+        return _pinned(problem, pinned, needed, why_needed)
+    chosen = runs & (problem.train_gpus >= problem.min_train_gpus) & (problem.train_gpus <= problem.num_gpus - needed)
+    if not chosen.any():
+        counts = problem.train_gpus[runs].tolist()
+        raise PlanError(
+            f"planner.min_train_gpus: got {problem.min_train_gpus}, and {why_needed}, out of {problem.num_gpus} GPUs; training "
+            f"runs on {_some(counts)} GPUs; type planner.min_train_gpus={least_train}, or planner.min_rollout_gpus={smallest}"
+        )
+    return np.flatnonzero(chosen)
+
+
+def _pinned(problem: Problem, pinned: int, needed: int, why_needed: str) -> Ints:
+    at = np.flatnonzero((problem.train_gpus == pinned) & np.isfinite(problem.train_s))
+    counts = problem.train_gpus[np.isfinite(problem.train_s)].tolist()
+    if not len(at):
+        near = min(counts, key=lambda count: abs(count - pinned))
+        raise PlanError(
+            f"planner.fixed_train_gpus: training does not run on {pinned} GPUs (memory, or groups that do not divide); it runs on "
+            f"{_some(counts)}; type planner.fixed_train_gpus={near}"
+        )
+    if pinned + needed > problem.num_gpus:
+        fit = [count for count in counts if count + needed <= problem.num_gpus]
+        raise PlanError(
+            f"planner.fixed_train_gpus: {pinned} of {problem.num_gpus} GPUs leave {problem.num_gpus - pinned} for rollout, but "
+            f"{why_needed}; type planner.fixed_train_gpus={max(fit)}, or planner.num_gpus={pinned + needed}"
+        )
+    return at
+
+
+def _some(counts: list[int]) -> str:
+    return ", ".join(map(str, counts)) if len(counts) <= 8 else f"{counts[0]}, {counts[1]}, ..., {counts[-1]}"
+
+
+@dataclass(frozen=True, slots=True)
+class GpuSeconds:
+    """W as steps: from ``at_s[j]`` on (until the next), at least ``gpu_s[j]`` GPU-seconds are needed. Before ``at_s[0]`` no
+    number is enough.
+
+    ``at_s[0]`` is the longest trajectory's least time on its fastest kind: no number of GPUs is faster.
+    """
+
+    at_s: Floats
+    gpu_s: Floats
+
+    def lower_s(self, num_gpus: Ints) -> Floats:
+        """Lower bound of the rollout's seconds on each of ``num_gpus`` GPUs, any shape; ``inf`` on none."""
+        enough = self.gpu_s / np.maximum(self.at_s, 1e-300)  # GPUs that finish W(at_s) in time; falls with j
+        first = np.searchsorted(-enough, -np.asarray(num_gpus, dtype=np.float64), side="left")
+        before = self.gpu_s[np.maximum(first - 1, 0)] / np.maximum(num_gpus, 1e-300)
+        at = np.where(first < len(self.at_s), self.at_s[np.minimum(first, len(self.at_s) - 1)], np.inf)
+        bound = np.where(first == 0, self.at_s[0], np.minimum(at, before))
+        return np.where(np.asarray(num_gpus) > 0, bound, np.inf)
+
+    def at(self, time_s: float) -> float:
+        """W at ``time_s``, in GPU-seconds."""
+        step = int(np.searchsorted(self.at_s, time_s, side="right")) - 1
+        return float(self.gpu_s[step]) if step >= 0 else float("inf")
+
+
+def gpu_seconds(problem: Problem) -> GpuSeconds:
+    """W of a problem.
+
+    Raises
+    ------
+    PlanError
+        A trajectory fits no kind of engine.
+    """
+    least_s = problem.least_s
+    order = np.argsort(least_s, axis=0, kind="stable")
+    at_s = np.take_along_axis(least_s, order, axis=0)
+    if not np.isfinite(at_s[0]).all():
+        lost = np.flatnonzero(~np.isfinite(at_s[0]))
+        raise PlanError(
+            f"{len(lost)} of {problem.num_trajectories} trajectories (the first is number {lost[0]}) fit no kind of engine of "
+            f"{', '.join(map(str, problem.kinds))}: their context is larger than the KV memory; allow a higher TP degree "
+            "(planner.tp), or lower rollout.max_context_tokens"
+        )
+    with np.errstate(invalid="ignore"):
+        gpu_s = np.minimum.accumulate(np.take_along_axis(problem.tp[:, None] * problem.load_s, order, axis=0), axis=0)
+    start_s = float(at_s[0].max())
+    open_at_start = (at_s <= start_s).sum(axis=0) - 1
+    start_gpu_s = float(np.take_along_axis(gpu_s, open_at_start[None], axis=0).sum())
+    falls = gpu_s[:-1] - gpu_s[1:]
+    later = (at_s[1:] > start_s) & (falls > 0)
+    when, fall = at_s[1:][later], falls[later]
+    sort = np.argsort(when, kind="stable")
+    return GpuSeconds(
+        np.concatenate([[start_s], when[sort]]), start_gpu_s - np.concatenate([[0.0], np.cumsum(fall[sort])])
+    )

@@ -1,7 +1,13 @@
-"""Services with models in a plan: rewards and tools ask them on the tool workers, beside a teacher that is one.
+"""Services with models in a plan: where they compute, as `libra.cluster.local` starts them, and what they take there.
 
-What a plan assumes: each is asked once for each trajectory of a batch, about all of its tokens, and answers in its declared
-``answer_s``, else in the passes of the model that its function makes. Restoring weights that others evicted takes no time.
+Rewards and tools ask services on the tool workers. A teacher (``distil.teacher``) is a service with
+function ``teach`` on the first of them, or has a worker and a GPU of its own. The tool workers have a GPU
+if engines and training leave one, else they share that of a training worker; on CPU cores they take theirs,
+for which no rank is counted.
+
+A plan assumes that each service is asked once for each trajectory of a batch, about all of its tokens, and
+answers in its declared ``answer_s``, else in the passes of the model that its function makes. Restoring
+weights that others evicted takes no time.
 """
 
 from __future__ import annotations
@@ -13,9 +19,8 @@ from libra.errors import PlanError, enough_gib
 from libra.hardware import GPU, ModelShape
 from libra.planner.cost import Layout, TrajectoryTotals
 from libra.planner.cost.training_cost import sequences_s
-from libra.planner.teacher import Teacher, weights_bytes
 
-PASSES = {"judge": 2, "logprob": 1, "score": 1, "embed": 1}
+PASSES = {"judge": 2, "logprob": 1, "score": 1, "embed": 1, "teach": 1}
 """Passes over a trajectory of each function of Libra's. Of a user's own nothing is known."""
 
 
@@ -26,15 +31,16 @@ class ServiceModel:
     Attributes
     ----------
     name : str
+        Empty: a teacher with a worker of its own.
     shape : ModelShape
     passes : int
         Forward passes of an answer; 0: not known.
     answer_s : float or None
-        Seconds of an answer on its device, as they are declared.
+        Declared seconds of an answer on its device.
     weight_bytes : int
-        Of a number of its weights, in the type of its files.
+        Of a number of its weights.
     waits : bool
-        A trajectory has no reward before it has answered.
+        A trajectory has no reward, or no scores, before it has answered.
     """
 
     name: str
@@ -58,13 +64,15 @@ class ServiceModel:
 
 @dataclass(frozen=True, slots=True)
 class ServiceModels:
-    """The services with a model, without a teacher.
+    """The services of a run that have models.
 
     Attributes
     ----------
     models : tuple of ServiceModel
+        That rewards and tools ask.
+    teacher : ServiceModel or None
     room_bytes : float or None
-        What weights may take of the device of one worker (``services.device_gib``). None: it does not say.
+        Most that weights may take of the device of one worker (``services.device_gib``). None: not configured.
     workers : int
         Tool workers that share the device; each has copies of its own there.
     of_others : int
@@ -73,57 +81,60 @@ class ServiceModels:
         Workers have no GPUs.
     """
 
-    models: tuple[ServiceModel, ...]
+    models: tuple[ServiceModel, ...] = ()
+    teacher: ServiceModel | None = None
     room_bytes: float | None = None
     workers: int = 1
     of_others: int = 2
     on_cores: bool = False
 
+    @property
+    def teaches(self) -> bool:
+        """Whether the teacher shares the device of the others."""
+        return self.teacher is not None and bool(self.teacher.name)
+
     def place(self, num_gpus: int) -> Place:
         """Where they compute in a run on ``num_gpus`` GPUs, or ranks."""
         return place_of_services(num_gpus, self.of_others, on_cores=self.on_cores) or Place.TRAINING
 
-    def batch_s(self, gpu: GPU, workload: TrajectoryTotals, training: Layout) -> float:
-        """Seconds of the device for all of them and a batch."""
-        return sum(model.batch_s(gpu, workload, training) for model in self.models)
+    def gpus(self, num_gpus: int) -> tuple[int, int]:
+        """GPUs that a teacher takes from engines and training, and those that the others take beside it."""
+        shared = self.place(num_gpus).gpus
+        if self.teaches:
+            return shared, 0
+        return int(self.teacher is not None), shared if self.models else 0
 
-    @property
-    def waits(self) -> bool:
-        """Whether rewards wait for one of them."""
-        return any(model.waits for model in self.models)
-
-    def resident_bytes(self, taught: float = 0.0) -> float:
-        """The most that weights take of the device, of ``taught`` bytes of a teacher on the first worker, too."""
+    def resident_bytes(self) -> float:
+        """The most that weights take of the device; a teacher's are on the first worker alone."""
         room, mine = self.room_bytes or float("inf"), sum(model.num_bytes for model in self.models)
+        taught = self.teacher.num_bytes if self.teacher is not None and self.teaches else 0.0
         return min(room, mine + taught) + (self.workers - 1) * min(room, mine)
 
-    def check(self, gpu: GPU, num_gpus: int, taught: float = 0.0) -> None:
-        """PlanError if a model does not fit into its room, or all that may be there do not fit on the device."""
+    def check(self, gpu: GPU, num_gpus: int) -> None:
+        """PlanError if a model does not fit into its room, all that may be there do not fit on the device, or a teacher
+        of its own takes one GPU too many."""
         place = self.place(num_gpus)
-        room = gpu.memory_bytes * GPU_FRAC / self.workers if self.room_bytes is None else self.room_bytes
-        if place is Place.CORES and self.room_bytes is None:
+        if self.teacher is not None:
+            self._check_teacher(self.teacher, gpu, num_gpus, on_gpu=not self.teaches or place is not Place.CORES)
+        if not self.models or (place is Place.CORES and self.room_bytes is None):
             return
+        room = gpu.memory_bytes * GPU_FRAC / self.workers if self.room_bytes is None else self.room_bytes
         fewer = ", or cluster.tool_workers=1, which then has all of it" if self.workers > 1 else ""
         for model in self.models:
             if model.num_bytes <= room:
                 continue
             if self.room_bytes is None:
                 share = f" for each of {self.workers} tool workers that share a GPU" if self.workers > 1 else ""
-                has, advice = (
-                    f"services.named: {room / 2**30:.3g} GiB{share}",
-                    "a smaller model, or a planner.gpu with more memory",
-                )
+                has = f"services.named: {room / 2**30:.3g} GiB{share}"
+                advice = f"a smaller model, or a planner.gpu with more memory{fewer}"
             else:
-                has, advice = (
-                    f"services.device_gib: {room / 2**30:.3g}",
-                    f"services.device_gib={enough_gib(model.num_bytes)} or more",
-                )
-                fewer = ""
+                has = f"services.device_gib: {room / 2**30:.3g}"
+                advice = f"services.device_gib={enough_gib(model.num_bytes)} or more"
             raise PlanError(
                 f"{has}, and the weights of {model.shape.name}, the model of service {model.name!r}, take "
-                f"{model.num_bytes / 2**30:.3g} GiB; type {advice}{fewer}"
+                f"{model.num_bytes / 2**30:.3g} GiB; type {advice}"
             )
-        needed = self.resident_bytes(taught)
+        needed = self.resident_bytes()
         if self.room_bytes is not None and place is Place.TOOLS and needed > gpu.memory_bytes:
             raise PlanError(
                 f"services.device_gib: {room / 2**30:.3g} on each of {self.workers} tool workers that share a GPU lets weights "
@@ -131,18 +142,53 @@ class ServiceModels:
                 f"{GPU_FRAC * gpu.memory_bytes / self.workers / 2**30:.3g}{fewer}"
             )
 
-    def assumed(self, num_gpus: int) -> str:
-        """Where they compute, and what a plan assumes of that, in words."""
-        words = {
-            Place.TOOLS: "on the GPU of the tool workers",
-            Place.TRAINING: "on the GPU of a training worker, which is assumed to take their seconds as well",
-            Place.CORES: "on the cores of the tool workers, for which no rank is counted",
-        }[self.place(num_gpus)]
-        names = ", ".join(model.name for model in self.models)
+    def _check_teacher(self, teacher: ServiceModel, gpu: GPU, num_gpus: int, *, on_gpu: bool) -> None:
+        needed = teacher.num_bytes
+        if num_gpus < 3 and not teacher.name:
+            raise PlanError(
+                f"planner.num_gpus: {num_gpus}, and training, rollout and the teacher (distil.teacher) take at least one each; "
+                "type planner.num_gpus=3 or more, or distil.teacher={service: NAME}, which shares a GPU (docs/services.md)"
+            )
+        if teacher.name and self.room_bytes is not None and needed > self.room_bytes:
+            raise PlanError(
+                f"services.device_gib: {self.room_bytes / 2**30:.3g}, and the weights of {teacher.shape.name}, the model of "
+                f"service {teacher.name!r} (distil.teacher), take {needed / 2**30:.3g} GiB; type services.device_gib="
+                f"{enough_gib(needed)} or more, or name a smaller model"
+            )
+        if needed > gpu.memory_bytes and on_gpu:
+            raise PlanError(
+                f"distil.teacher: the weights of {teacher.shape.name} take {needed / 1e9:.0f} GB, and the one GPU of a teacher "
+                f"({gpu.name}) has {gpu.memory_bytes / 1e9:.0f} GB; type a smaller distil.teacher, or a planner.gpu with more "
+                "memory"
+            )
+
+    def teacher_on(self, num_gpus: int) -> str:
+        """Where the teacher computes, and what a plan assumes of that, in words; empty for a worker of its own."""
+        if self.teacher is None or not self.teaches:
+            return ""
+        many = "services" if len(self.models) > 1 else "service"
+        more = f"; {many} {', '.join(model.name for model in self.models)} beside it" if self.models else ""
+        return f"service {self.teacher.name}, {self._where(num_gpus, 'the first tool worker', 'its')}{more}"
+
+    def services_on(self, num_gpus: int) -> str:
+        """Where the others compute, and what a plan assumes of that, in words; empty without any."""
+        if not self.models:
+            return ""
         unknown = [model.name for model in self.models if model.answer_s is None and not model.passes]
         free = f"; {', '.join(unknown)} assumed to take no time: type answer_s in services.named" if unknown else ""
-        late = "" if self.waits else "; rewards do not wait for them"
-        return f"{names}, {words}; each asked once for a trajectory{late}{free}"
+        late = "" if any(model.waits for model in self.models) else "; rewards do not wait for them"
+        names, where = (
+            ", ".join(model.name for model in self.models),
+            self._where(num_gpus, "the tool workers", "their"),
+        )
+        return f"{names}, {where}; each asked once for a trajectory{late}{free}"
+
+    def _where(self, num_gpus: int, workers: str, whose: str) -> str:
+        return {
+            Place.TOOLS: f"on the GPU of {workers}",
+            Place.TRAINING: f"on the GPU of a training worker, which is assumed to take {whose} seconds as well",
+            Place.CORES: f"on the cores of {workers}, for which no rank is counted",
+        }[self.place(num_gpus)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,33 +214,24 @@ class Beside:
 
 
 def beside(
-    gpu: GPU,
-    num_gpus: int,
-    workload: TrajectoryTotals,
-    training: Layout,
-    teacher: Teacher | None,
-    teacher_s: float,
-    services: ServiceModels | None,
+    services: ServiceModels, gpu: GPU, num_gpus: int, workload: TrajectoryTotals, training: Layout, factor: float
 ) -> Beside:
-    """What a teacher that takes ``teacher_s`` and services take; PlanError if services do not fit."""
-    taught = weights_bytes(teacher, training) if teacher is not None and teacher.service else 0.0
-    services_s, held, on_trainer = 0.0, taught, False
-    if services is not None:
-        services.check(gpu, num_gpus, taught)
-        services_s, held = services.batch_s(gpu, workload, training), services.resident_bytes(taught)
-        on_trainer = services.place(num_gpus) is Place.TRAINING
+    """What the services take, a teacher's seconds times ``factor``; PlanError if they do not fit."""
+    services.check(gpu, num_gpus)
+    teacher, models = services.teacher, services.models
+    teacher_s = 0.0 if teacher is None else factor * teacher.batch_s(gpu, workload, training)
+    services_s = sum(model.batch_s(gpu, workload, training) for model in models)
     scored_s = teacher_s if teacher is not None and teacher.waits else 0.0
-    judged_s = services_s if services is not None and services.waits else 0.0
-    together = teacher is not None and bool(teacher.service) and services is not None
-    if together and (scored_s or judged_s):  # batches of one device, in the order of asking
+    judged_s = services_s if any(model.waits for model in models) else 0.0
+    if services.teaches and models and (scored_s or judged_s):  # batches of one device, in the order of asking
         scored_s = judged_s = teacher_s + services_s
-    on_trainer = on_trainer or (teacher is not None and teacher.place(num_gpus) is Place.TRAINING)
+    on_trainer = bool(models or services.teaches) and services.place(num_gpus) is Place.TRAINING
     by_teacher = scored_s > judged_s or (scored_s == judged_s and teacher_s >= services_s)
     return Beside(
         teacher_s,
         services_s,
         max(scored_s, judged_s),
         "teacher" if by_teacher else "services",
-        (services_s + (teacher_s if taught else 0.0)) if on_trainer else 0.0,
-        held if on_trainer else 0.0,
+        services_s + (teacher_s if services.teaches else 0.0) if on_trainer else 0.0,
+        services.resident_bytes() if on_trainer else 0.0,
     )

@@ -2,7 +2,7 @@
 
 Each TP degree is one kind of engine, at the concurrency its KV memory allows: a trajectory takes its share of the engine
 (`RolloutCost.engine_s`, which adds up), and never less than its time alone. The final concurrency of an engine, and its
-seconds with draining, are those of `libra.planner.engine_pace` for the chosen layout.
+seconds with draining, are those of `libra.planner.drain` for the chosen layout.
 """
 
 from __future__ import annotations
@@ -19,15 +19,6 @@ from libra.planner.cost import Layout, TrainingCost, TrajectoryTotals, rollout_c
 from libra.planner.cost.rollout_cost import ManySeconds
 from libra.planner.planning_problem import EngineClass, Floats, Problem
 from libra.planner.services import Beside, ServiceModels, beside
-from libra.planner.teacher import Teacher, teacher_s
-
-
-@dataclass(frozen=True, slots=True)
-class Corrections:
-    """Factors on the model's seconds, from realised steps. 1: as modelled."""
-
-    rollout: float = 1.0
-    training: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,15 +47,14 @@ class PlanningSnapshot:
         As of `Problem`.
     max_concurrency : int
         Trajectories that generate at once on one engine at most.
-    corrections : Corrections
+    training_factor : float
+        On the modelled seconds of the trainer.
     engines : mapping of TP degree to engine, or None
         Measured engines instead of the datasheet's.
     trained_frac : float
         Share of the trajectories that carry a gradient; the others are generated and not trained on.
-    teacher : Teacher or None
-        Of distillation; it may take one of the GPUs.
-    services : ServiceModels or None
-        That rewards and tools ask; they may take one of the GPUs, that of a teacher which is a service, too.
+    services : ServiceModels
+        Services with models, a teacher among them; they may take GPUs.
     """
 
     gpu: GPU
@@ -82,11 +72,10 @@ class PlanningSnapshot:
     fixed_train_gpus: int | None = None
     fixed_engines: Mapping[int, int] = field(default_factory=dict)
     max_concurrency: int = 256
-    corrections: Corrections = field(default_factory=Corrections)
+    training_factor: float = 1.0
     engines: Mapping[int, ManySeconds] | None = None
     trained_frac: float = 1.0
-    teacher: Teacher | None = None
-    services: ServiceModels | None = None
+    services: ServiceModels = field(default_factory=ServiceModels)
 
     @property
     def trained_tokens(self) -> Floats:
@@ -101,17 +90,6 @@ class PlanningSnapshot:
     def node_gpus(self) -> int:
         """GPUs of a node."""
         return self.gpus_per_node or self.gpu.gpus_per_node
-
-    @property
-    def teacher_gpus(self) -> int:
-        """GPUs that a teacher takes from engines and training."""
-        return 0 if self.teacher is None else self.teacher.place(self.num_gpus).gpus
-
-    @property
-    def services_gpus(self) -> int:
-        """GPUs that services take from engines and training, beside that of a teacher."""
-        shared = self.services is None or (self.teacher is not None and bool(self.teacher.service))
-        return 0 if shared or self.services is None else self.services.place(self.num_gpus).gpus
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -163,7 +141,7 @@ def formulate(snapshot: PlanningSnapshot) -> Formulation:
     training, others = _training(snapshot), _beside(snapshot)
     _check_trainer(training, others, snapshot)
     problem = Problem(
-        num_gpus=snapshot.num_gpus - snapshot.teacher_gpus - snapshot.services_gpus,
+        num_gpus=snapshot.num_gpus - sum(snapshot.services.gpus(snapshot.num_gpus)),
         gpus_per_node=snapshot.node_gpus,
         kinds=kinds,
         load_s=np.stack(loads),
@@ -181,27 +159,20 @@ def formulate(snapshot: PlanningSnapshot) -> Formulation:
     return Formulation(problem, engines, training, left_out, np.stack(alones), others)
 
 
-def _scoring_s(snapshot: PlanningSnapshot) -> float:
-    """Seconds of a teacher for the batch; 0 without one. PlanError as of `teacher_s`."""
-    if snapshot.teacher is None:
-        return 0.0
-    modelled_s = teacher_s(snapshot.teacher, snapshot.gpu, snapshot.num_gpus, snapshot.workload, snapshot.training)
-    return modelled_s * snapshot.corrections.training
-
-
 def _beside(snapshot: PlanningSnapshot) -> Beside:
-    """What a teacher and services take; PlanError as of `teacher_s`, and where services do not fit."""
-    given = snapshot.gpu, snapshot.num_gpus, snapshot.workload, snapshot.training
-    return beside(*given, snapshot.teacher, _scoring_s(snapshot), snapshot.services)
+    """What services take; PlanError where they do not fit."""
+    given = snapshot.gpu, snapshot.num_gpus, snapshot.workload, snapshot.training, snapshot.training_factor
+    return beside(snapshot.services, *given)
 
 
 def _check_trainer(training: Mapping[int, TrainingCost], others: Beside, snapshot: PlanningSnapshot) -> None:
     """PlanError if training fits on its GPUs, and not beside the services on one of them."""
-    if snapshot.services is None or not others.trainer_bytes:
+    if not others.trainer_bytes:
         return
     most = max(cost.headroom_bytes for cost in training.values())
     if 0 <= most < others.trainer_bytes:
-        names = ", ".join(model.name for model in snapshot.services.models)
+        teacher = (snapshot.services.teacher,) if snapshot.services.teaches else ()
+        names = ", ".join(model.name for model in (*teacher, *snapshot.services.models) if model is not None)
         raise PlanError(
             f"services.named: the weights of {names} take {others.trainer_bytes / 2**30:.3g} GiB on the GPU of a training worker, "
             f"where {most / 2**30:.3g} GiB are free; type planner.num_gpus={snapshot.num_gpus + 1}, which gives them a GPU, a "
@@ -215,7 +186,7 @@ def _train_s(
     """Seconds of an optimizer step by GPU count, infinite where it does not fit, beside a teacher or services on the same GPU that
     take so many seconds and bytes. Without overlapping steps the trainer idles meanwhile."""
     seconds = [cost.step_s if cost.headroom_bytes >= beside_bytes else np.inf for cost in training.values()]
-    return np.array(seconds) * snapshot.corrections.training + (beside_s if snapshot.eta else 0.0)
+    return np.array(seconds) * snapshot.training_factor + (beside_s if snapshot.eta else 0.0)
 
 
 def _engines(snapshot: PlanningSnapshot) -> tuple[dict[int, ManySeconds], dict[int, str]]:
@@ -236,14 +207,12 @@ def _engines(snapshot: PlanningSnapshot) -> tuple[dict[int, ManySeconds], dict[i
 
 def _kind(snapshot: PlanningSnapshot, tp: int, engine: ManySeconds) -> tuple[EngineClass, Floats, Floats]:
     """The kind of this degree, at the concurrency of most throughput: loads (N,) and critical paths (N,), in seconds."""
-    workload, factor = snapshot.workload, snapshot.corrections.rollout
+    workload = snapshot.workload
     most = rollout_cost(workload, engine, max_sequences=snapshot.max_concurrency).max_concurrency
     concurrency = max(int(most), 1)
     cost = rollout_cost(workload, engine, concurrency=concurrency, max_sequences=snapshot.max_concurrency)
-    load_s = np.where(cost.fits, np.maximum(cost.engine_s, 1e-9) * factor, np.inf)
-    waits_s = workload.tool_wait_s
-    alone_s = np.where(cost.fits, waits_s + (cost.alone_s - waits_s) * factor, np.inf)
-    return EngineClass(tp, concurrency), load_s, alone_s
+    load_s = np.where(cost.fits, np.maximum(cost.engine_s, 1e-9), np.inf)
+    return EngineClass(tp, concurrency), load_s, np.where(cost.fits, cost.alone_s, np.inf)
 
 
 def _training(snapshot: PlanningSnapshot) -> dict[int, TrainingCost]:

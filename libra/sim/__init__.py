@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from libra.hardware.virtual_engine import EngineTables, VirtualEngine
-from libra.sim.engines import EngineSpec, fleet, slots_of, typical_context
-from libra.sim.simulation_options import Loss, SimulationOptions
-from libra.sim.simulation_result import Dispatched, SimulationResult
+from libra.hardware.engine_tables import EngineTables
+from libra.hardware.virtual_engine import VirtualEngine
+from libra.sim.simulation_options import (
+    Dispatched,
+    EngineSpec,
+    SimulationOptions,
+    SimulationResult,
+    fleet,
+    slots_of,
+    typical_context,
+)
 from libra.sim.simulator import Simulator
-from libra.sim.workload import TrajectoryPlan, TurnPlan, Workload, draw, load_workload, synthetic
+from libra.sim.workload import TrajectoryPlan, TurnPlan, Workload, draw, load_workload
 
 __all__ = [
     "Dispatched",
     "EngineSpec",
     "EngineTables",
-    "Loss",
     "SimulationOptions",
     "SimulationResult",
     "Simulator",
@@ -25,6 +31,5 @@ __all__ = [
     "fleet",
     "load_workload",
     "slots_of",
-    "synthetic",
     "typical_context",
 ]

@@ -12,15 +12,18 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from libra.config import RunConfig
+from libra.config.streaming import turns
 from libra.errors import RunDirectoryError, StoreError
 from libra.facts import boundaries_of
+from libra.hardware.engine_tables import EngineTables, HostPool
 from libra.hardware.run_calibration import EngineOfRun, RunCalibration
-from libra.hardware.virtual_engine import EngineTables
 from libra.orderings import ordering_of
 from libra.policy import Ordering, staleness_of
-from libra.sim.engines import EngineSpec, QuantumOverhead
+from libra.policy.move_price import PRIOR_BYTES_PER_S
+from libra.sim.measured_run import calibration_of
 from libra.sim.run_record import RealisedRun, RunRecord
-from libra.sim.simulation_options import SimulationOptions
+from libra.sim.simulation_options import EngineSpec, QuantumOverhead, SimulationOptions
 from libra.sim.simulator import Simulator
 from libra.sim.workload import TrajectoryPlan, TurnPlan, Workload, checked
 from libra.store.trajectories import TrajectoryStore
@@ -82,7 +85,7 @@ def run_setting(run_dir: Path) -> RunSetting:
     """
     record = RunRecord.read(run_dir)
     workload = workload_of_run(run_dir, family=record.family, arrivals=record.arrivals())
-    calibration = record.calibration()
+    calibration = calibration_of(record)
     iterations = 1 + max(plan.iteration for plan in workload.trajectories)
     return RunSetting(
         record,
@@ -124,12 +127,50 @@ def run_options(record: RunRecord, calibration: RunCalibration, workload: Worklo
         commit_s=calibration.commit_s,
         boundaries=boundaries_of(record.config.policy.boundaries_tokens),
         chunk_tokens=rollout.chunk_tokens,
+        host=host_pool(record),
         reserve=(rollout.max_new_tokens, rollout.max_context_tokens) if reserves else None,
-        teacher_token_s=told_teacher_token_s(record, workload),
+        teacher_token_s=measured_teacher_token_s(record, workload),
     )
 
 
-def told_teacher_token_s(record: RunRecord, workload: Workload) -> float:
+def host_pool(record: RunRecord) -> HostPool | None:
+    """KV that the run's engines kept in the memory of hosts and sent each other, at the seconds of its own transfers; None:
+    they did not.
+
+    Before a transfer was measured the price is the policy's own assumption (`PRIOR_BYTES_PER_S`).
+    """
+    gib = record.config.rollout.kv_host_gib
+    sizes = [events[-1].get("kv_token_bytes", 0) for events in record.capacities.values()]
+    exchanging = [token_bytes for token_bytes in sizes if token_bytes]
+    if gib is None or not exchanging:
+        return None
+    sent = [event for event in record.named("home_changed") if event["sent"] and event["num_bytes"]]
+    taken = np.array([(event["tokens"], event["took_s"]) for event in sent], float).reshape(-1, 2)
+    token_s, latency_s = max(exchanging) / PRIOR_BYTES_PER_S, 0.0
+    if len(taken):
+        tokens, seconds = taken.T
+        spread = float(tokens.var())
+        slope = float(((tokens - tokens.mean()) * (seconds - seconds.mean())).mean()) / spread if spread else token_s
+        token_s = min(max(slope, 1e-12), float(seconds.mean() / tokens.mean()))
+        latency_s = float(seconds.mean() - token_s * tokens.mean())
+    return HostPool(int(gib * 2**30 * len(exchanging) / max(exchanging)), latency_s, token_s)
+
+
+def left_out(config: RunConfig) -> str:
+    """Parts of a run that its simulation does not have, in one line; empty: none."""
+    trainer = config.trainer
+    parts = {
+        f"steps that are streamed (trainer.streaming={trainer.streaming})": trainer.streaming != "off",
+        f"engines that turn (trainer.turning={trainer.turning})": turns(config),
+        "engines that keep a version (staleness.versions=one)": config.run.eta > 0
+        and config.staleness.versions == "one",
+        "changes of roles (planner.apply)": config.planner.replan and config.planner.apply,
+    }
+    found = [part for part, is_there in parts.items() if is_there]
+    return f"not simulated: {', '.join(found)}; the run's seconds have them" if found else ""
+
+
+def measured_teacher_token_s(record: RunRecord, workload: Workload) -> float:
     """Seconds of a run's teacher per token, as it took for its groups; 0 without one that batches wait for."""
     scored = [score_s for _, score_s in record.scores().values()]
     groups = len({(plan.iteration, plan.group) for plan in workload.trajectories})

@@ -3,7 +3,7 @@ trajectories."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -18,14 +18,56 @@ from libra.config.model_paths import resolve_model
 from libra.errors import ConfigError, ModelError, RunDirectoryError
 from libra.facts import WorkerCapacity
 from libra.hardware import load_shape
-from libra.hardware.run_calibration import UNBOUNDED_TOKENS, EngineOfRun, RunCalibration
-from libra.hardware.run_quanta import Quantum, TurnsTaken, binned, quanta_of, transport_s
-from libra.hardware.run_step_fit import fit_trainer
 from libra.hardware.shapes import shape_digest
 from libra.observe.metrics import read_metrics
 from libra.store.event_log import read_events
-from libra.store.trajectories import TrajectoryStore
-from libra.types import Phase, StepSeconds
+from libra.types import Phase
+
+
+class Quantum(NamedTuple):
+    """A generation or an action of the log.
+
+    In seconds of the log, ``begun_s`` is its dispatch (NaN: it continued in the slot of the previous
+    quantum) and ``reported_s`` the report of its end; ``latency_s`` is wall time on the worker. ``inline``
+    names a tool that ran within a generation (empty: a malformed call; None: no tool).
+    """
+
+    key: keys.Key
+    phase: str
+    worker: str
+    begun_s: float
+    reported_s: float
+    latency_s: float
+    tokens: int
+    inline: str | None
+
+    @property
+    def place(self) -> tuple[int, ...]:
+        """(iteration, group, sample)."""
+        return self.key.indices
+
+
+def quanta_of(events: Iterable[Mapping[str, Any]]) -> list[Quantum]:
+    """Committed quanta of training trajectories, in log order."""
+    given: dict[str, tuple[float, bool]] = {}
+    found = []
+    for event in events:
+        name = event.get("name")
+        if name in ("quantum_dispatched", "quantum_continued"):
+            given[event["key"]] = event["t_s"], name == "quantum_dispatched"
+        elif name == "quantum_finished":
+            key = keys.parse(event["key"])
+            begun_s, sent = given.get(event["key"], (0.0, False))
+            if key is None or key.split != "train":
+                continue
+            inline = event["tool"] if event["phase"] == Phase.ROLLOUT and event["status"] else None
+            found.append(
+                Quantum(
+                    key, event["phase"], event["worker"], begun_s if sent else float("nan"), event["t_s"],
+                    event["latency_s"], event["tokens"], inline,
+                )
+            )  # fmt: skip
+    return found
 
 
 class RealisedRun(NamedTuple):
@@ -38,10 +80,6 @@ class RealisedRun(NamedTuple):
     makespan_s: float
     rollout_s: tuple[float, ...]
     moves: int
-
-
-SECONDS = ("fixed_s", "sequence_s", "context_token_s", "prefill_token_s", "num_steps", "error_frac")
-"""Fields of `libra.facts.EngineDeclared` that are measured."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,7 +126,7 @@ class RunRecord:
     @property
     def tool_slots(self) -> int:
         """Actions at once, on all workers together."""
-        return sum(told[-1]["tool_slots"] for told in self.capacities.values())
+        return sum(declared[-1]["tool_slots"] for declared in self.capacities.values())
 
     @property
     def inline_tools(self) -> frozenset[str]:
@@ -142,7 +180,7 @@ class RunRecord:
     def publish_s(self) -> float:
         """Mean seconds in which a version was published beside the next step; 0: none was."""
         published = {event["version"]: event["t_s"] for event in self.named("version_published")}
-        return _mean([published[step + 1] - t_s for step, t_s in self._ended_s().items() if step + 1 in published])
+        return mean_s([published[step + 1] - t_s for step, t_s in self._ended_s().items() if step + 1 in published])
 
     def _ended_s(self) -> dict[int, float]:
         """When the steps ended beside which nothing waits for their publication."""
@@ -175,159 +213,18 @@ class RunRecord:
                 home[quantum.place] = quantum.worker
         return moves
 
-    # ---------------------------------------------------------------- calibration
-
-    def calibration(self) -> RunCalibration:
-        """The run's hardware; ConfigError if no engine declared its seconds."""
-        declared = self.declared()
-        if not declared:
-            raise ConfigError(
-                f"{self.directory}: no engine declared its seconds, which takes 32 forward passes; continue the run "
-                "(libra resume RUN), or take another one"
-            )
-        engines = self._declared_engines(declared)
-        tools = [quantum for quantum in self.quanta if quantum.phase == Phase.TOOL]
-        called = self._called_s()
-        waits = [q.latency_s - called[q.place].pop(0) for q in tools if called.get(q.place)]
-        model = next((str(event["model"]) for event in declared.values()), "") or self.config.model.path
-        rows = [row for row in self.metrics if row.get("train_s") and row.get("forwarded_tokens")]
-        loads = [event["load_s"] for event in self.named("version_served") if event["version"] > 0]
-        published = {event["version"]: event["t_s"] for event in self.named("version_published")}
-        updates = [
-            published[event["step"] + 1] - event["t_s"]
-            for event in self.named("step_finished")
-            if event["step"] + 1 in published
-        ]
-        return RunCalibration(
-            model=model,
-            digest=digest_of(self.config.model.path),
-            engines=engines,
-            trainer=fit_trainer([row["train_s"] for row in rows], [row["forwarded_tokens"] for row in rows]),
-            train_gpus=self.config.cluster.train_workers,
-            update_s=_mean(updates),
-            load_s=_mean(loads),
-            tool_transport_s=transport_s(tools),
-            tool_worker_s=binned(waits),
-            gate_s=_mean(self._gates_to_first()),
-            commit_s=_mean(self._commits()),
-            source=str(self.directory),
-        )
-
-    def declared(self) -> dict[str, Mapping[str, Any]]:
-        """The seconds that each engine declared last; one that ran too few passes gets those of its bucket's best measured
-        engine."""
-        told = list(self.named("engine_declared"))
-        measured: dict[str, Mapping[str, Any]] = {
-            event["worker"]: event for event in told if event["fixed_s"] is not None
-        }
-        known = list(measured.values())
-        for event in told:
-            alike = [each for each in known if each["bucket"] == event["bucket"]] or [
-                each for each in known if each["tp"] == event["tp"]
-            ]
-            if event["worker"] not in measured and alike:
-                best = max(alike, key=lambda each: int(each["num_steps"]))
-                measured[event["worker"]] = {**event, **{name: best[name] for name in SECONDS}}
-        return measured
-
-    def _declared_engines(self, declared: Mapping[str, Mapping[str, Any]]) -> tuple[EngineOfRun, ...]:
-        turns = self._turns()
-        engines = []
-        for worker, event in sorted(declared.items()):
-            mine = [q for q in self.quanta if q.worker == worker and q.phase == Phase.ROLLOUT]
-            steps = StepSeconds(
-                event["fixed_s"], event["sequence_s"], event["context_token_s"], event["prefill_token_s"],
-                event["num_steps"], event["error_frac"] or 0.0,
-            )  # fmt: skip
-            taken = turns.get(worker)
-            engines.append(
-                EngineOfRun(
-                    worker, event["engine"], self._bucket(worker, event["bucket"]), event["tp"], event["slots"],
-                    event["kv_tokens"] or UNBOUNDED_TOKENS, steps,
-                    taken.wall_over_passes(steps) if taken is not None else 1.0,
-                    transport_s(mine),
-                    taken.worker_s() if taken is not None else (0.0,),
-                )
-            )  # fmt: skip
-        return tuple(engines)
-
-    def _bucket(self, worker: str, otherwise: str) -> str:
-        told = self.capacities.get(worker)
-        return str(told[-1]["bucket"]) if told else otherwise
-
     def announced(self, worker: str) -> tuple[tuple[float, WorkerCapacity], ...]:
         """The events about an engine that the policy received, each with the seconds after the first gate; of those before
         it, only the last."""
         gate_s = min(self.gates_s().values(), default=0.0)
         names = WorkerCapacity.__struct_fields__
-        told = [
+        events = [
             (event["t_s"] - gate_s, WorkerCapacity(**{name: event[name] for name in names if name in event}))
             for event in self.capacities.get(worker, ())
             if event["rollout_slots"] > 0
         ]
-        before = [entry for entry in told if entry[0] <= 0.0][-1:]
-        return (*before, *(entry for entry in told if entry[0] > 0.0))
-
-    def _turns(self) -> dict[str, TurnsTaken]:
-        """Generations of the last attempt of each stored trajectory, by worker."""
-        with TrajectoryStore.open(self.directory / "trajectories.zarr") as store:
-            whole, turns = store.columns(), store.columns("turn")
-        generated: dict[tuple[int, ...], list[Quantum]] = {}
-        for quantum in self.quanta:
-            if quantum.phase == Phase.ROLLOUT and quantum.tokens > 0:
-                generated.setdefault(quantum.place, []).append(quantum)
-        rows: dict[str, list[tuple[float, ...]]] = {}
-        for row, split in enumerate(whole["split"].tolist()):
-            place = tuple(int(whole[name][row]) for name in ("iteration", "group", "sample"))
-            start, stop = (int(whole["turn_offset"][row]) + more for more in (0, int(whole["num_turns"][row])))
-            lengths = turns["generated_tokens"][start:stop].tolist() if split == "train" else []
-            mine = _whole_turns(generated.get(place, []), lengths)
-            for at, whole_turn in enumerate(mine, start):
-                if whole_turn is None:
-                    continue
-                context = float(turns["prompt_tokens"][at])
-                rows.setdefault(whole_turn.worker, []).append(
-                    (
-                        whole_turn.told_s, whole_turn.latency_s, float(turns["queued_s"][at]), float(turns["generate_s"][at]),
-                        float(turns["tool_s"][at]) if whole_turn.inline is not None else 0.0, float(whole_turn.tokens), context,
-                        context - max(0.0, float(turns["cached_tokens"][at])),
-                    )
-                )  # fmt: skip
-        return {worker: TurnsTaken.of(mine) for worker, mine in rows.items()}
-
-    def _called_s(self) -> dict[tuple[int, ...], list[float]]:
-        """Tool seconds of the actions of each stored trajectory, in order; without those that ran within generations."""
-        with TrajectoryStore.open(self.directory / "trajectories.zarr") as store:
-            whole, turns = store.columns(), store.columns("turn")
-        inline = self.inline_tools
-        found: dict[tuple[int, ...], list[float]] = {}
-        for row, split in enumerate(whole["split"].tolist()):
-            if split != "train" or whole["attempt"][row]:
-                continue
-            start, count = int(whole["turn_offset"][row]), int(whole["num_turns"][row])
-            place = tuple(int(whole[name][row]) for name in ("iteration", "group", "sample"))
-            found[place] = [
-                float(turns["tool_s"][at])
-                for at in range(start, start + count)
-                if turns["status"][at] and turns["tool"][at] not in inline
-            ]
-        return found
-
-    def _gates_to_first(self) -> list[float]:
-        first: dict[int, float] = {}
-        for event in self.named("trajectory_parked"):
-            key = keys.parse(event["key"])
-            if key is not None and key.split == "train":
-                first.setdefault(key.indices[0], event["t_s"])
-        return [first[k] - at_s for k, at_s in self.gates_s().items() if k in first]
-
-    def _commits(self) -> list[float]:
-        last: dict[tuple[int, ...], float] = {}
-        for place, t_s in self.ends_s().items():
-            last[place[:2]] = max(t_s, last.get(place[:2], t_s))
-        committed = (event for event in self.named("group_committed") if event["split"] == "train")
-        places = ((event["iteration"], event["group"], event["t_s"]) for event in committed)
-        return [t_s - last[iteration, group] for iteration, group, t_s in places if (iteration, group) in last]
+        before = [entry for entry in events if entry[0] <= 0.0][-1:]
+        return (*before, *(entry for entry in events if entry[0] > 0.0))
 
 
 def digest_of(model: str) -> str:
@@ -338,24 +235,6 @@ def digest_of(model: str) -> str:
         return ""
 
 
-def _whole_turns(quanta: Sequence[Quantum], lengths: Sequence[int]) -> list[Quantum | None]:
-    """The quantum of each turn of a trajectory's last attempt, by the tokens of its turns; None: it took several, or is unknown.
-
-    Without any if the quanta do not add up to the turns.
-    """
-    found: list[Quantum | None] = []
-    end = len(quanta)
-    for length in reversed(lengths):
-        begin, tokens = end, 0
-        while begin and tokens < length:
-            begin -= 1
-            tokens += quanta[begin].tokens
-        if tokens != length:
-            return []
-        found.append(quanta[begin] if end - begin == 1 else None)
-        end = begin
-    return found[::-1]
-
-
-def _mean(values: list[float]) -> float:
+def mean_s(values: list[float]) -> float:
+    """The mean; 0 of nothing."""
     return float(np.mean(values)) if values else 0.0

@@ -1,15 +1,40 @@
-"""Trajectories of a simulation that have begun, the groups that wait for theirs, and the teacher that scores groups."""
+"""State of a simulation: its agenda, trajectories that have begun, groups that wait for theirs, and the teacher."""
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from libra.errors import ConfigError
 from libra.policy.waves import GroupId
 from libra.sim.workload import TrajectoryPlan, TurnPlan, Workload
 from libra.types import Phase
+
+
+@dataclass(slots=True)
+class Agenda:
+    """Future events by their time, and the virtual time."""
+
+    now_s: float = 0.0
+    entries: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = field(default_factory=list)
+    added: int = 0
+
+    def at(self, at_s: float, happens: Callable[..., None], *what: object) -> None:
+        """Call ``happens`` at a time; in order of insertion if times are equal."""
+        self.added += 1
+        heapq.heappush(self.entries, (at_s, self.added, happens, what))
+
+    def advance(self) -> int:
+        """Call everything of the next instant; returns how many."""
+        entries, called = self.entries, 0
+        now_s = self.now_s = entries[0][0]
+        while entries and entries[0][0] == now_s:
+            _, _, happens, what = heapq.heappop(entries)
+            happens(*what)
+            called += 1
+        return called
 
 
 @dataclass(slots=True)

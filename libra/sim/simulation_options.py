@@ -1,23 +1,99 @@
-"""Settings of a simulation besides workload, engines and policy."""
+"""Engines and settings of a simulation, and its result: times, tokens, moves, and every dispatch in order."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from libra.errors import ConfigError
+from libra.facts import WorkerCapacity
 from libra.hardware import Residuals
-from libra.hardware.host_kv import HostPool
-from libra.policy import StalenessPolicy, Verdict
-from libra.sim.engines import NO_OVERHEAD, QuantumOverhead
+from libra.hardware.engine_tables import Counters, EngineTables, HostPool
+from libra.policy import StalenessPolicy, Verdict, joined_of
+from libra.sim.workload import TrajectoryPlan, Workload
+from libra.types import Phase
+
+MAX_SLOTS = 256
+"""Maximum concurrent generations of an engine, as inference engines are usually configured."""
 
 
-class Loss(NamedTuple):
-    """A worker that dies at ``at_s`` and returns, empty, ``away_s`` later (None: never)."""
+class QuantumOverhead(NamedTuple):
+    """Seconds of a quantum outside engine and tool, during which its trajectory holds a slot; one sample of each is drawn.
 
-    worker: str
-    at_s: float
-    away_s: float | None = None
+    Attributes
+    ----------
+    transport_s : tuple of float
+        From dispatch to the start on the worker, and from its end to the scheduler's receipt of the report.
+    worker_s : tuple of float
+        On the worker, around the engine or the tool: waiting for a pass to end, text to tokens and back, writing the record.
+    """
+
+    transport_s: tuple[float, ...] = (0.0,)
+    worker_s: tuple[float, ...] = (0.0,)
+
+
+NO_OVERHEAD = QuantumOverhead()
+"""Only engines and tools take time."""
+
+
+class EngineSpec(NamedTuple):
+    """One engine of a simulation.
+
+    ``bucket_name`` is its capacity class, empty: engines of one degree. ``announced`` are the events that the policy
+    receives about it, each with the seconds after the first gate (the first one at once); empty: its tables, from the
+    beginning.
+    """
+
+    name: str
+    tp: int
+    slots: int
+    tables: EngineTables
+    bucket_name: str = ""
+    overhead: QuantumOverhead = NO_OVERHEAD
+    announced: tuple[tuple[float, WorkerCapacity], ...] = ()
+
+    @property
+    def bucket(self) -> str:
+        """Its capacity class."""
+        return self.bucket_name or f"tp{self.tp}"
+
+    def joined(self, context_tokens: int) -> WorkerCapacity:
+        """The first event about it that the policy receives; without ``announced``, from its tables at contexts of this
+        many tokens."""
+        if self.announced:
+            return self.announced[0][1]
+        return joined_of(self.name, self.bucket, self.tables.capacity(self.slots, context_tokens))
+
+
+def typical_context(plans: Iterable[TrajectoryPlan]) -> int:
+    """Mean context at the beginning of a turn, over the turns of ``plans``; 1 without a turn."""
+    turns = total = 0
+    for plan in plans:
+        context = plan.prompt_tokens
+        for turn in plan.turns:
+            turns += 1
+            total += context
+            context += turn.new_tokens + turn.payload_tokens
+    return total // turns if turns else 1
+
+
+def slots_of(tables: EngineTables, context_tokens: int) -> int:
+    """Concurrent generations such that contexts of this size fit into the KV memory; at least 1, at most `MAX_SLOTS`."""
+    return max(1, min(MAX_SLOTS, tables.kv_capacity_tokens // max(1, context_tokens)))
+
+
+def fleet(
+    layout: Mapping[int, int], tables: Mapping[int, EngineTables], slots: Mapping[int, int]
+) -> tuple[EngineSpec, ...]:
+    """Engines of a layout (engines by degree); ConfigError if it has none, or a degree has no seconds."""
+    missing = sorted(tp for tp, count in layout.items() if count > 0 and tp not in tables)
+    if missing or not any(count > 0 for count in layout.values()):
+        raise ConfigError(f"layout {dict(layout)}: degrees {missing or 'none'}; seconds are known for {sorted(tables)}")
+    return tuple(
+        EngineSpec(f"tp{tp}-{index}", tp, slots[tp], tables[tp]) for tp in sorted(layout) for index in range(layout[tp])
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +127,6 @@ class SimulationOptions:
         turn will have.
     residuals : Residuals or None
         Ratios of measured to predicted seconds, from which noise is drawn. None: seconds are as predicted.
-    losses : tuple of Loss
     chunk_tokens : int or None
         Most tokens of one quantum (`rollout.chunk_tokens`): a longer turn parks as often as it takes. None: a turn is one quantum.
     boundaries : tuple of (TP degree, tokens)
@@ -76,7 +151,6 @@ class SimulationOptions:
     commit_s: float = 0.0
     reserve: tuple[int, int] | None = None
     residuals: Residuals | None = None
-    losses: tuple[Loss, ...] = ()
     chunk_tokens: int | None = None
     boundaries: tuple[tuple[int, float], ...] = ()
     host: HostPool | None = None
@@ -98,3 +172,124 @@ class SimulationOptions:
     def step_s(self, batch: int) -> float:
         """Seconds of step ``batch`` with its weight update, as far as that is not ``publish_s``."""
         return self.steps_s[batch] if batch < len(self.steps_s) else self.train_s
+
+
+class Dispatched(NamedTuple):
+    """One dispatch: a slot given to a trajectory."""
+
+    at_s: float
+    phase: Phase
+    key: str
+    quantum: int
+    worker: str
+    reason: str
+
+
+@dataclass(slots=True)
+class SimulationRecord:
+    """What a simulation keeps for its result: dispatches, and when gates opened and trajectories, groups, iterations ended."""
+
+    dispatched: list[Dispatched] = field(default_factory=list)
+    ended_s: dict[str, float] = field(default_factory=dict)
+    group_s: dict[tuple[int, int], float] = field(default_factory=dict)
+    rollout_s: dict[int, float] = field(default_factory=dict)  # when the last trajectory of an iteration ended
+    iteration_s: dict[int, float] = field(default_factory=dict)
+    gate_s: dict[int, float] = field(default_factory=dict)
+    moves: int = 0
+
+
+class SimulationResult(NamedTuple):
+    """Result of one simulation.
+
+    Attributes
+    ----------
+    makespan_s : float
+        From the first gate to the end of the last trajectory.
+    group_completion_s : float
+        Mean over groups of the time from its iteration's gate to its last trajectory's end.
+    iteration_s : tuple of float
+        Seconds of each iteration, gate to end of training.
+    rollout_s : tuple of float
+        Seconds of each iteration, gate to the end of its last trajectory.
+    generated_tokens, prefilled_tokens, cached_tokens, recomputed_tokens : int
+        Sampled; context computed; context whose KV was cached; computed context that some engine had computed before.
+    moves : int
+        Turns that began on another engine than the previous turn.
+    preempted, fetched_tokens : int
+        Requests that were preempted; KV that was fetched from host memory.
+    busy_frac : float
+        Share of the engines' seconds in which they were busy, up to the last trajectory's end.
+    dispatched : tuple of Dispatched
+        In order.
+    """
+
+    makespan_s: float
+    group_completion_s: float
+    iteration_s: tuple[float, ...]
+    rollout_s: tuple[float, ...]
+    trajectories: int
+    turns: int
+    generated_tokens: int
+    prefilled_tokens: int
+    cached_tokens: int
+    recomputed_tokens: int
+    moves: int
+    busy_frac: float
+    peak_kv_tokens: dict[str, int]
+    dispatched: tuple[Dispatched, ...]
+    preempted: int = 0
+    fetched_tokens: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        workload: Workload,
+        record: SimulationRecord,
+        counters: Sequence[tuple[str, Counters]],
+        engines: int,
+        end_s: float,
+        fetched_tokens: int = 0,
+    ) -> SimulationResult:
+        """The result of a record; an engine that stopped and came back has counters of each time."""
+        makespan = max(record.ended_s.values())
+        groups = [at - record.gate_s[iteration] for (iteration, _), at in record.group_s.items()]
+        iterations = [record.iteration_s[k] - record.gate_s[k] for k in sorted(record.iteration_s)]
+        done = [each for _, each in counters]
+        peaks: dict[str, int] = {}
+        for name, each in counters:
+            peaks[name] = max(peaks.get(name, 0), each.peak_kv_tokens)
+        return cls(
+            makespan,
+            sum(groups) / len(groups),
+            tuple(iterations),
+            tuple(record.rollout_s[k] - record.gate_s[k] for k in sorted(record.rollout_s)),
+            len(record.ended_s),
+            workload.num_turns,
+            sum(c.generated_tokens for c in done),
+            sum(c.prefilled_tokens for c in done),
+            sum(c.cached_tokens for c in done),
+            sum(c.recomputed_tokens for c in done),
+            record.moves,
+            sum(c.busy_s for c in done) / (max(end_s, makespan) * engines) if engines and makespan else 0.0,
+            peaks,
+            tuple(record.dispatched),
+            sum(c.preempted for c in done),
+            fetched_tokens,
+        )
+
+    def digest(self) -> str:
+        """Hash of every dispatch with its time and place: equal for equal simulations."""
+        text = "\n".join(f"{d.at_s!r} {d.phase} {d.key} {d.quantum} {d.worker}" for d in self.dispatched)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def row(self) -> dict[str, Any]:
+        """The figures as JSON-able values, without the list of dispatches."""
+        values = self._asdict()
+        del values["dispatched"], values["peak_kv_tokens"]
+        return {
+            **values,
+            "iteration_s": list(self.iteration_s),
+            "rollout_s": list(self.rollout_s),
+            "tokens_per_s": self.generated_tokens / self.makespan_s if self.makespan_s else 0.0,
+            "digest": self.digest(),
+        }

@@ -37,15 +37,19 @@ from libra.facts import (
     WorkerCapacity,
     WorkerWithdrawn,
 )
-from libra.hardware.host_kv import HostKv
-from libra.hardware.virtual_engine import Counters, Request, VirtualEngine
+from libra.hardware.engine_tables import Counters, HostKv, Request
+from libra.hardware.virtual_engine import VirtualEngine
 from libra.policy import Admission, CommittedGroup, Dispatcher, OnlineLearner, Ordering, learns_after, leaves_slot
 from libra.policy.move_price import PRIOR_BYTES_PER_S
-from libra.sim.agenda import Agenda
-from libra.sim.engines import EngineSpec, typical_context
-from libra.sim.simulated_trajectory import SimulatedTrajectory, TeacherQueue, WorkloadGroups
-from libra.sim.simulation_options import Loss, SimulationOptions
-from libra.sim.simulation_result import Dispatched, SimulationRecord, SimulationResult
+from libra.sim.simulated_trajectory import Agenda, SimulatedTrajectory, TeacherQueue, WorkloadGroups
+from libra.sim.simulation_options import (
+    Dispatched,
+    EngineSpec,
+    SimulationOptions,
+    SimulationRecord,
+    SimulationResult,
+    typical_context,
+)
 from libra.sim.workload import TrajectoryPlan, TurnPlan, Workload, prompts_of
 from libra.types import NO_TOOL, Phase
 
@@ -89,7 +93,7 @@ class Simulator:
         self._learner, self._learned_ended = (ordering if isinstance(ordering, OnlineLearner) else None), 0
         self._in_transit: dict[str, str] = {}  # keys that hold a slot of an engine without being in it
         self._ahead: Priority | None = None  # rank of the best waiting generation, as of the last dispatch
-        self._priorities: dict[str, Priority] = {}  # as last told; engines serve their queues by it, as live
+        self._priorities: dict[str, Priority] = {}  # as last set; engines serve their queues by it, as live
         self._out_of_date = 0  # events of this instant that no longer hold
         self._counters: list[tuple[str, Counters]] = []  # of engines that handed their trajectories over
         self._keeps_dispatches = True  # in its record; they are most of the memory of a long simulation
@@ -117,10 +121,6 @@ class Simulator:
             self.notify(WorkerCapacity(TOOLS, tool_slots=options.tool_slots))
         if options.boundaries:
             self.notify(BoundariesSet(options.boundaries))
-        for loss in options.losses:
-            if loss.worker not in self._specs:
-                raise ConfigError(f"losses: no engine is named {loss.worker!r}; there are {', '.join(self._specs)}")
-            self.agenda.at(loss.at_s, self._lose, loss)
         self._open(iterations)
         self._dispatch()
         record, num = self.record, len(workload.trajectories)
@@ -176,18 +176,6 @@ class Simulator:
             joined.worker in self.running_engines
         ):  # without a pool they exchange no KV, whatever the run's own engines did
             self.notify(msgspec.structs.replace(joined, kv_token_bytes=self._kv_token_bytes))
-
-    def _lose(self, loss: Loss) -> None:
-        engine = self.running_engines.pop(loss.worker, None)
-        if engine is None:
-            return
-        in_transit = self._leave(loss.worker)
-        for key in (*engine.lost(), *in_transit):
-            self.record.lost_quanta += 1
-            self._running[key].attempt += 1
-            self._park(self._running[key])
-        if loss.away_s is not None:
-            self.agenda.at(self.agenda.now_s + loss.away_s, self._join, self._specs[loss.worker])
 
     def _leave(self, worker: str) -> list[str]:
         """No trajectory is at home on ``worker`` any more; returns those that held a slot of it without being in its engine."""

@@ -6,18 +6,18 @@ keys, so that their dispatch orders can be compared. As a file it is JSON; the s
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import count, islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from libra import keys
 from libra.errors import ConfigError
 from libra.facts import PromptsNamed
-from libra.traces.agent_turns import AgentTurn, read_agent_turns
+from libra.planner.agent_turns import AgentTurn, read_agent_turns
 from libra.types import NO_TOOL, ToolOutcome, ToolStatus, tool_outcome
 
 SCHEMA = 1
@@ -84,57 +84,59 @@ class Workload(NamedTuple):
 
     def to_json(self) -> str:
         """One JSON object; see `from_json`."""
-        rows = [
-            [
-                *plan[:4],
-                plan.family,
-                [list(turn) for turn in plan.turns],
-                *([plan.prompt] if plan.prompt or plan.contexts else []),
-                *([list(plan.contexts)] if plan.contexts else []),
-            ]
+        rows = tuple(
+            _Row(*plan[:4], plan.family, tuple(_Turn(*turn) for turn in plan.turns), plan.prompt, plan.contexts)
             for plan in self.trajectories
-        ]
-        return json.dumps({"schema": SCHEMA, "name": self.name, "trajectories": rows}, separators=(",", ":"))
+        )
+        return msgspec.json.encode(_File(SCHEMA, self.name, rows)).decode()
 
     @classmethod
     def from_json(cls, text: str, where: str = "workload") -> Workload:
-        """The workload a text describes; ConfigError if it is none, or breaks a rule of `check_plan`."""
+        """The workload a text describes; ConfigError if it is none, or breaks a rule of `checked`."""
+        again = "write one with libra simulate ... --save-workload FILE"
         try:
-            values = json.loads(text)
-            if values["schema"] != SCHEMA:
-                raise ConfigError(f"{where}: schema {values['schema']!r}, this Libra reads {SCHEMA}")
-            plans = tuple(_plan_of(where, row) for row in values["trajectories"])
-            return checked(cls(keys.check_run_name(values["name"]), plans), where)
-        except (KeyError, TypeError, ValueError, IndexError) as error:
-            if isinstance(error, ConfigError):
-                raise
-            raise ConfigError(
-                f"{where}: not a workload ({type(error).__name__}: {error}); write one with Workload.to_json, or "
-                "libra simulate ... --save-workload FILE"
-            ) from error
+            file = msgspec.json.decode(text, type=_File)
+            plans = tuple(_plan_of(row) for row in file.trajectories)
+            name = keys.check_run_name(file.name)
+        except (msgspec.MsgspecError, ValueError) as error:
+            raise ConfigError(f"{where}: not a workload ({error}); {again}") from error
+        if file.schema != SCHEMA:
+            raise ConfigError(f"{where}: schema {file.schema!r}, this Libra reads {SCHEMA}; {again}")
+        return checked(cls(name, plans), where)
 
 
-def _plan_of(where: str, row: Sequence[Any]) -> TrajectoryPlan:
-    """A row of a workload file: place, prompt tokens, family, turns, and where it has them prompt and contexts."""
-    iteration, group, sample, prompt_tokens = (int(number) for number in row[:4])
-    turns, prompt, contexts = row[5], *(*row[6:], *("", ())[len(row) - 6 :])
-    return TrajectoryPlan(
-        iteration, group, sample, prompt_tokens,
-        tuple(_turn(where, (iteration, group, sample), index, *turn) for index, turn in enumerate(turns)),
-        str(row[4]), str(prompt), tuple(int(number) for number in contexts),
-    )  # fmt: skip
+class _Turn(NamedTuple):
+    new_tokens: int
+    tool: str
+    status: str
+    payload_tokens: int
+    tool_s: float
 
 
-def _turn(where: str, place: tuple[int, int, int], index: int, *fields: Any) -> TurnPlan:
-    """A turn as a file has it; ConfigError if its status is not an outcome."""
-    new_tokens, tool, status, payload_tokens, tool_s = fields
-    try:
-        return TurnPlan(new_tokens, tool, tool_outcome(status), payload_tokens, tool_s)
-    except ValueError as error:
-        raise ConfigError(
-            f"{where}: turn {index} of trajectory {place}: {error}; save the workload again with this Libra "
-            "(libra simulate ... --save-workload FILE)"
-        ) from error
+class _Row(NamedTuple):
+    iteration: int
+    group: int
+    sample: int
+    prompt_tokens: int
+    family: str
+    turns: tuple[_Turn, ...]
+    prompt: str = ""
+    contexts: tuple[int, ...] = ()
+
+
+class _File(msgspec.Struct):
+    schema: int
+    name: str
+    trajectories: tuple[_Row, ...]
+
+
+def _plan_of(row: _Row) -> TrajectoryPlan:
+    """A row of a workload file as a plan; ValueError if a status is not an outcome."""
+    steps = tuple(
+        TurnPlan(turn.new_tokens, turn.tool, tool_outcome(turn.status), turn.payload_tokens, turn.tool_s)
+        for turn in row.turns
+    )
+    return TrajectoryPlan(*row[:4], steps, row.family, row.prompt, row.contexts)
 
 
 def checked(workload: Workload, where: str) -> Workload:
@@ -234,35 +236,6 @@ def _of_one_task(repeated: list[list[Trace]], group_size: int, rng: np.random.Ge
         for task in rng.permutation(len(repeated))[::-1]:
             samples = repeated[int(task)]
             yield [samples[int(i)] for i in rng.permutation(len(samples))[:group_size]]
-
-
-def synthetic(
-    num: int, *, turns: int, seed: int, iterations: int = 1, group_size: int = 8, name: str = "sim"
-) -> Workload:
-    """A workload made up from distributions: lognormal turn lengths, geometric numbers of turns, bimodal tool times.
-
-    Parameters
-    ----------
-    num : int
-        Trajectories in each iteration.
-    turns : int
-        Mean number of turns of one.
-    """
-    rng = np.random.default_rng([seed, 0xA11])
-    plans = []
-    for index in range(num * iterations):
-        iteration, place = divmod(index, num)
-        length = int(min(20 * turns, max(1, rng.geometric(1.0 / turns))))
-        lengths = np.maximum(1, rng.lognormal(4.8, 1.1, length)).astype(int)
-        payloads = rng.lognormal(5.0, 1.2, length).astype(int)
-        seconds = np.where(rng.random(length) < 0.75, 0.04, rng.gamma(2.0, 5.0, length))
-        rows = [
-            TurnPlan(int(lengths[i]), "tool", ToolStatus.OK, int(payloads[i]), float(seconds[i]))
-            for i in range(length - 1)
-        ]
-        rows.append(TurnPlan(int(lengths[-1]), "", NO_TOOL, 0, float(seconds[-1])))
-        plans.append(TrajectoryPlan(iteration, place // group_size, place % group_size, 1500, tuple(rows), "synthetic"))
-    return Workload(name, tuple(plans))
 
 
 def prompts_of(workload: Workload, plans: Sequence[TrajectoryPlan]) -> PromptsNamed:

@@ -110,7 +110,7 @@ class TraceTurns(Environment):
     Parameters
     ----------
     path : str
-        A file of agent turns (`libra.traces.agent_turns`).
+        A file of agent turns (`libra.planner.agent_turns`).
     groups, group_size, seed : int
         Groups that are drawn, trajectories in each, and the seed.
     tokens_frac, payload_frac, tool_frac : float

@@ -38,7 +38,7 @@ from libra.policy import OnlineLearner, Ordering
 from libra.rollout.chat_format import load_chat_format
 from libra.rollout.transformers_engine import TransformersEngine
 from libra.rollout.weight_loading import ExpectedWeights
-from libra.sim.from_config import drawn_workload, simulator_of
+from libra.sim.configured import drawn_workload, simulator_of
 from libra.sim.simulator import Simulator
 from libra.train import GroupRewards, Replica, TrainSettings
 from libra.train.model_loading import load_model

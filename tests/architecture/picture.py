@@ -57,7 +57,6 @@ LAYERS: dict[str, dict[str, str]] = {
         "config": "settings, their checks and effects",
         "facts": "what happened and what was decided, declared once",
         "hardware": "seconds and bytes of models on GPUs: tables, rooflines, fits",
-        "traces": "recorded agents",
         "tensors": "tensors on disk, hashes, dtypes",
         "tensor_files": "files of versions and checkpoints, and their digests without torch",
         "seals": "JSON that carries its own digest",

@@ -20,7 +20,6 @@ FOUNDATION = {
     "facts",
     "config",
     "hardware",
-    "traces",
     "seals",
     "child_environment",
 }
@@ -50,7 +49,6 @@ ALLOWED: dict[str, set[str]] = {
     "descendants": set(),
     "keys": {"errors"},
     "config": {"errors", "keys", "types", "hardware"},
-    "traces": {"errors", "types"},
     "tensors": {"errors", "types", "tensor_files"},
     "tensor_files": {"seals"},
     "seals": set(),

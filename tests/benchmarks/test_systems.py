@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from synthetic_workload import synthetic
 
 from benchmarks.systems.against import compare
 from benchmarks.systems.disciplines import DISCIPLINES, disciplines
@@ -14,10 +15,9 @@ from benchmarks.systems.training_run import Pipeline
 from benchmarks.systems.tuning import Cell, lower_bound_s, play, step_s
 from libra.errors import ConfigError
 from libra.facts import Turned
-from libra.hardware.host_kv import HostPool
+from libra.hardware.engine_tables import HostPool
 from libra.policy import Fifo
 from libra.policy.turning import TurningRule
-from libra.sim import synthetic
 from libra.sim.workload import Trace
 
 QUICK = TurningRule(trajectories_per_gpu=2.0, min_gain_s=1.0, to_training_s=0.5, to_rollout_s=0.5)

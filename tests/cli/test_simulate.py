@@ -48,3 +48,21 @@ def test_mixed_layouts_and_policies_are_simulated(libra):
         layout = "simulation.layout={tp2: 1, tp4: 1}"
         code, out, _ = libra("simulate", "libra/quickstart", *SMALL, layout, f"simulation.policy={policy}", "--json")
         assert code == 0 and json.loads(out)["trajectories"] == 8
+
+
+def test_before_anything_was_measured_it_agrees_with_the_plan(libra):
+    code, out, _ = libra("simulate", "libra/quickstart", "--json")
+    simulated = json.loads(out)
+    assert (code, simulated["trajectories"], simulated["turns"]) == (
+        0,
+        128,
+        128 * 4,
+    )  # planner.turns, below rollout.max_turns
+    planned = json.loads(libra("plan", "libra/quickstart", "--json")[1])
+    assert simulated["makespan_s"] == pytest.approx(planned["rollout_s"], rel=0.25)
+
+
+def test_one_engine_has_nothing_to_share_out(libra):
+    alone = ("run.eta=1", "staleness.versions=one", "staleness.engines=rounded")
+    _, _, err = libra("config", "libra/quickstart", *alone)
+    assert "staleness.engines" in err and "more than one engine" in err

@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks.report import DATA
 from libra.errors import ConfigError
-from libra.traces.agent_turns import agent_turn_files, agent_turns, read_agent_turns
+from libra.planner.agent_turns import agent_turn_files, agent_turns, read_agent_turns
 from libra.types import NO_TOOL, ToolStatus
 
 HEAD = "task,sample,turn,tool,status,completion_tokens"

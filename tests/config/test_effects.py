@@ -78,7 +78,7 @@ def test_a_run_that_replans_reads_of_the_planner_what_the_table_says():
     from types import SimpleNamespace
 
     from libra.driver.planning import Planning
-    from libra.planner.run_facts import run_facts
+    from libra.planner.arrangement_forecast import run_facts
 
     def replan(config):
         spec = SimpleNamespace(config=config, model_dir=resolve_model("libra/tiny-arithmetic"))

@@ -17,10 +17,10 @@ from libra.config.resume_changes import RESOLVED_FILE
 from libra.driver.launch_layout import laid_out
 from libra.driver.session import Session, run
 from libra.errors import ClusterError, ConfigError, PlanError
+from libra.planner.arrangements import Deployed
 from libra.planner.build_plan import plan
 from libra.planner.from_config import shape_of, snapshot_of
 from libra.planner.plan_settings import configured_deployment, shape_digest, with_plan
-from libra.planner.replan import Deployed
 
 LAPTOP, NODE = Machine(CPU, 0, 8), Machine("H100-80G", 4, 64)
 

@@ -6,7 +6,7 @@ import pytest
 
 from libra.errors import ConfigError
 from libra.hardware import known_gpus
-from libra.hardware.prices import load_prices
+from libra.hardware.gpus import load_prices
 
 GOOD = "currency: EUR\ngpu_hour:\n  H100-80G: {price: 2.5, source: invoice, date: 2026-01-31}\n"
 

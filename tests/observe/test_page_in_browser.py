@@ -17,7 +17,7 @@ from tornado.httpclient import AsyncHTTPClient
 from tornado.websocket import websocket_connect
 
 from libra.cli.records import page_server
-from libra.hardware.prices import load_prices
+from libra.hardware.gpus import load_prices
 from libra.observe.report import write_report
 
 CHROMIUM_NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models
 
 from factories import trajectory
 from libra import facts
-from libra.hardware.prices import load_prices
+from libra.hardware.gpus import load_prices
 from libra.observe.report import write_report
 from libra.observe.report.page import SECTIONS
 from libra.observe.report.where_time import coarse

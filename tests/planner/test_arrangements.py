@@ -7,8 +7,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libra.facts import RoleStage
-from libra.planner.arrangements import Seat, arranged, arrangements, blocked, kinds_of_change, limits_for, steps_to
-from libra.planner.replan import REBUCKET, ROLES, SLOTS
+from libra.planner.arrangements import (
+    REBUCKET,
+    ROLES,
+    SLOTS,
+    Seat,
+    arranged,
+    arrangements,
+    blocked,
+    kinds_of_change,
+    limits_for,
+    steps_to,
+)
 from libra.policy.role_changes import Assignment, ChangeRequested, MemberAnnounced, Refuse, Role, Roles
 
 

@@ -11,16 +11,19 @@ from libra.config import config_from_dict
 from libra.config.service_devices import Place
 from libra.errors import ConfigError, ModelError, PlanError
 from libra.hardware import engine_seconds, load_gpu, load_shape
+from libra.planner.agent_turns import agent_turns
 from libra.planner.build_plan import compare, plan
 from libra.planner.cost import Layout, TrajectoryTotals, rollout_cost
-from libra.planner.cost.trajectory_totals import TRACE_COLUMNS, totals_of_trace
-from libra.planner.engine_pace import Pace, best_concurrency
-from libra.planner.explain import text
+from libra.planner.cost.rollout_cost import TRACE_COLUMNS, totals_of_trace
+from libra.planner.drain import Pace, best_concurrency
 from libra.planner.from_config import services_of
+from libra.planner.plan import text
 from libra.planner.services import ServiceModel, ServiceModels
 from libra.planner.snapshot import PlanningSnapshot, formulate
-from libra.planner.teacher import Teacher
-from libra.traces.agent_turns import agent_turns
+
+
+def taught(teacher, **more):
+    return {"services": ServiceModels(teacher=teacher, of_others=2 if teacher.name else 3, **more)}
 
 
 def snapshot(num_gpus=32, **changes):
@@ -61,16 +64,16 @@ def test_synchronous_steps_add_up():
 
 @pytest.mark.parametrize("eta", [0, 1])
 def test_a_teacher_has_a_gpu_of_its_own_and_no_step_is_over_before_it_has_scored(eta):
-    without, small = plan(snapshot(31, eta=eta)), Teacher(load_shape("Qwen3-0.6B"))
-    made = plan(snapshot(eta=eta, teacher=small))  # which is done before the engines are
+    without, small = plan(snapshot(31, eta=eta)), ServiceModel("", load_shape("Qwen3-0.6B"))
+    made = plan(snapshot(eta=eta, **taught(small)))  # which is done before the engines are
     assert (made.teacher_gpus, made.num_gpus) == (1, 32)
     assert made.training.gpus + made.rollout_gpus + made.spare_gpus == 31
     assert 0 < made.teacher_s < made.rollout_s and made.bottleneck == without.bottleneck
     assert (made.step_s, made.engines, made.bounds) == (without.step_s, without.engines, without.bounds)
     assert sum(made.idle_frac.values()) == pytest.approx(1.0) and made.idle_frac["the teacher waits for groups"] > 0
 
-    large = Teacher(load_shape("Qwen2.5-32B"))
-    slow = plan(snapshot(eta=eta, teacher=large))
+    large = ServiceModel("", load_shape("Qwen2.5-32B"))
+    slow = plan(snapshot(eta=eta, **taught(large)))
     assert slow.bottleneck == "teacher" and slow.rollout_s == slow.teacher_s > made.rollout_s
     both_s = max(slow.teacher_s, slow.train_s) if eta else slow.teacher_s + slow.train_s
     assert slow.step_s == pytest.approx(both_s + slow.update_s)
@@ -79,22 +82,21 @@ def test_a_teacher_has_a_gpu_of_its_own_and_no_step_is_over_before_it_has_scored
     assert slow.train_s <= made.train_s  # GPUs that engines do not need
     assert slow.bounds.longest_s == pytest.approx(without.bounds.longest_s)
     assert sum(slow.idle_frac.values()) == pytest.approx(1.0)
-    dropped = plan(snapshot(eta=eta, teacher=dataclasses.replace(large, waits=False)))
+    dropped = plan(snapshot(eta=eta, **taught(dataclasses.replace(large, waits=False))))
     assert dropped.step_s == made.step_s and dropped.teacher_s == slow.teacher_s
 
 
 def test_a_teacher_that_fits_nowhere_is_refused():
-    small = dataclasses.replace(SERVICE, room_bytes=2.0**30)
     for num_gpus, teacher, field in (
-        (2, Teacher(load_shape("Qwen3-0.6B")), "planner.num_gpus"),
-        (32, Teacher(load_shape("Qwen2.5-72B-Instruct")), "distil.teacher"),
-        (32, small, "services.device_gib"),
+        (2, ServiceModel("", load_shape("Qwen3-0.6B")), "planner.num_gpus"),
+        (32, ServiceModel("", load_shape("Qwen2.5-72B-Instruct")), "distil.teacher"),
+        (32, SERVICE, "services.device_gib"),
     ):
         with pytest.raises(PlanError, match=field):
-            plan(snapshot(num_gpus, teacher=teacher))
+            plan(snapshot(num_gpus, **taught(teacher, room_bytes=2.0**30)))
 
 
-SERVICE = Teacher(load_shape("Qwen3-0.6B"), service="oracle", beside=("judge",))
+SERVICE = ServiceModel("oracle", load_shape("Qwen3-0.6B"))
 JUDGE = ServiceModel("judge", load_shape("Qwen3-0.6B"), passes=2)
 
 
@@ -124,7 +126,6 @@ def test_services_are_planned_as_a_configuration_has_them():
         "services": {"named": named, "device_gib": 20},
     }  # fmt: skip
     services = services_of(config_from_dict(given))
-    assert services is not None
     found = [(each.name, each.passes, each.answer_s, each.waits) for each in services.models]
     assert found == [("judge", 2, 0.5, True), ("late", 1, None, False), ("mine", 0, None, True)]
     assert (services.room_bytes, services.workers, services.of_others, services.on_cores) == (20 * 2**30, 3, 2, False)
@@ -135,16 +136,16 @@ def test_services_are_planned_as_a_configuration_has_them():
 @pytest.mark.parametrize("eta", [0, 1])
 def test_a_teacher_that_no_gpu_is_left_for_takes_seconds_and_memory_of_a_training_worker(eta):
     small = dataclasses.replace(snapshot(2, eta=eta, training=Layout(offload=True)), shape=load_shape("Qwen3-1.7B"))
-    alone, shared = plan(small), plan(dataclasses.replace(small, teacher=SERVICE))
-    assert SERVICE.place(2) is Place.TRAINING and SERVICE.place(3) is Place.TOOLS
+    alone, shared = plan(small), plan(dataclasses.replace(small, **taught(SERVICE)))
+    assert [taught(SERVICE)["services"].place(gpus) for gpus in (2, 3)] == [Place.TRAINING, Place.TOOLS]
     assert (shared.teacher_gpus, shared.num_gpus, shared.engines) == (0, 2, alone.engines)
     more_bytes = shared.training.memory_bytes - alone.training.memory_bytes
     assert more_bytes == pytest.approx(2 * SERVICE.shape.num_params)
     assert shared.train_s == pytest.approx(alone.train_s + (shared.teacher_s if eta else 0.0))
     assert sum(shared.idle_frac.values()) == pytest.approx(1.0)
-    large = Teacher(load_shape("Qwen2.5-32B"), service="oracle")  # fits on a GPU, and not beside the trainer
+    large = ServiceModel("oracle", load_shape("Qwen2.5-32B"))  # fits on a GPU, and not beside the trainer
     with pytest.raises(PlanError):
-        plan(dataclasses.replace(small, teacher=large))
+        plan(dataclasses.replace(small, **taught(large)))
 
 
 def test_alternatives_are_other_plans_and_say_why_they_lost(made):

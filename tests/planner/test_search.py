@@ -8,10 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libra.errors import PlanError
-from libra.planner.engine_packing import cheapest_kinds
-from libra.planner.lower_bound import gpu_seconds
-from libra.planner.node_placement import placed
-from libra.planner.planning_problem import Problem
+from libra.planner.engine_packing import cheapest_kinds, placed
+from libra.planner.planning_problem import Problem, gpu_seconds
 from libra.planner.search import Planner, search
 
 

@@ -11,10 +11,10 @@ from libra.config.planner import PlannedLayout
 from libra.errors import ConfigError, PlanError
 from libra.hardware import load_gpu, load_shape
 from libra.hardware.shapes import shape_digest
+from libra.planner.arrangements import Deployed
 from libra.planner.cost import Layout, TrajectoryTotals, training_cost
 from libra.planner.from_config import snapshot_of
 from libra.planner.plan_settings import CPU, check_planned, configured_deployment, layout_of, planned, with_plan
-from libra.planner.replan import Deployed
 from libra.planner.snapshot import PlanningSnapshot
 
 QWEN, LLAMA = load_shape("Qwen/Qwen3-4B"), load_shape("Meta-Llama-3-8B")

@@ -6,13 +6,14 @@ import itertools
 
 import emulated_run
 import pytest
+from synthetic_workload import synthetic
 
 from libra.facts import from_dict
 from libra.hardware import engine_seconds
-from libra.hardware.virtual_engine import EngineTables
+from libra.hardware.engine_tables import EngineTables
 from libra.orderings import blank, ordering_of
 from libra.policy.log_replay import replay
-from libra.sim import SimulationOptions, Simulator, Workload, fleet, synthetic
+from libra.sim import SimulationOptions, Simulator, Workload, fleet
 
 TABLES = {tp: EngineTables(engine_seconds("A800-80G", "Qwen3-14B", tp)) for tp in (1, 2, 4)}
 LAYOUTS = {"one_kind": {2: 3}, "three_kinds": {1: 4, 2: 2, 4: 2}}

@@ -9,10 +9,10 @@ import zarr
 from libra.config import config_from_dict
 from libra.errors import StoreError
 from libra.hardware import engine_seconds
-from libra.hardware.virtual_engine import EngineTables
+from libra.hardware.engine_tables import EngineTables
 from libra.policy import Fifo
 from libra.sim import Simulator, fleet
-from libra.sim.from_run import workload_of_run
+from libra.sim.from_run import host_pool, left_out, workload_of_run
 from libra.sim.run_record import RunRecord
 from libra.store.trajectories import TrajectoryStore
 from libra.types import NO_TOOL, EndReason, Prompt, ToolStatus, Trajectory, TrajectoryId
@@ -70,3 +70,27 @@ def test_a_publication_beside_the_next_step_is_no_part_of_its_own(eta, steps_s, 
     )  # fmt: skip
     record = RunRecord(Path("run"), config_from_dict({"run": {"eta": eta}}), events, (), 1)
     assert record.steps_s() == pytest.approx(steps_s) and record.publish_s() == pytest.approx(publish_s)
+
+
+def test_kv_of_hosts_has_the_size_and_the_seconds_of_the_runs_own_transfers():
+    def record(*events, **rollout):
+        return RunRecord(Path("run"), config_from_dict({"rollout": rollout}), events, (), 1)
+
+    capacity = {"name": "worker_capacity", "t_s": 0.0, "worker": "rollout-0", "kv_token_bytes": 1024}
+    moves = [
+        {"name": "home_changed", "t_s": 1.0, "sent": True, "num_bytes": 1024 * tokens, "tokens": tokens,
+         "took_s": 0.01 + 1e-5 * tokens}
+        for tokens in (100, 300, 500)
+    ]  # fmt: skip
+    pool = host_pool(record(capacity, *moves, kv_host_gib=1.0))
+    assert pool is not None and pool.capacity_tokens == 2**20
+    assert (pool.latency_s, pool.token_s) == pytest.approx((0.01, 1e-5))
+    unmeasured = host_pool(record(capacity, kv_host_gib=1.0))
+    assert unmeasured is not None and unmeasured.latency_s == 0.0 < unmeasured.token_s
+    assert host_pool(record(capacity, *moves)) is None
+    assert host_pool(record({**capacity, "kv_token_bytes": 0}, kv_host_gib=1.0)) is None
+
+
+def test_parts_of_a_run_that_are_not_simulated_are_named():
+    assert left_out(config_from_dict({})) == ""
+    assert "trainer.streaming=on" in left_out(config_from_dict({"trainer": {"streaming": "on"}}))

@@ -7,15 +7,14 @@ from pathlib import Path
 import pytest
 
 from libra.cli.main import main
-from libra.hardware.measured_engine import MeasuredEngine
+from libra.hardware.engine import MeasuredEngine
+from libra.hardware.engine_tables import EngineTables
 from libra.hardware.run_calibration import read_calibration
-from libra.hardware.run_quanta import binned
-from libra.hardware.virtual_engine import EngineTables
 from libra.policy import make_ordering
 from libra.sim import EngineSpec, SimulationResult, TrajectoryPlan, TurnPlan, Workload
-from libra.sim.engines import QuantumOverhead
 from libra.sim.from_run import run_setting
-from libra.sim.simulation_options import SimulationOptions
+from libra.sim.measured_run import binned
+from libra.sim.simulation_options import QuantumOverhead, SimulationOptions
 from libra.types import NO_TOOL, StepSeconds, ToolStatus
 from simulated_run import write_simulated_run
 

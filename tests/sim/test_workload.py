@@ -1,12 +1,13 @@
 """Workloads and traces: what is drawn, what is written down, and what wrong files are told."""
 
 import pytest
+from synthetic_workload import synthetic
 
 from libra.errors import ConfigError, RunDirectoryError
-from libra.sim import Workload, draw, load_workload, synthetic
+from libra.planner.agent_turns import agent_turn_files
+from libra.sim import Workload, draw, load_workload
 from libra.sim.from_run import workload_of_run
 from libra.sim.workload import load_traces
-from libra.traces.agent_turns import agent_turn_files
 from libra.types import ToolStatus
 
 ROWS = """source,model,task,sample,turn,tool,status,payload_chars,prompt_tokens,cached_tokens,completion_tokens,llm_s,tool_s

@@ -15,8 +15,8 @@ CHECK: dict[str, Any] = {
 }  # fmt: skip
 CONSIDERED: dict[str, Any] = {
     "predicted_step_s": None, "realised_step_s": 10.0, "current_step_s": 10.0, "proposed_step_s": 8.0, "gain_s": 20.0,
-    "cost_s": 1.0, "num_changes": 1, "remaining_iterations": 10, "required_gain_frac": 0.05, "rollout_factor": 1.0,
-    "training_factor": 1.0, "train_gpus": 2, "engines": ((1, 2),), "reason": "gain exceeds cost",
+    "cost_s": 1.0, "num_changes": 1, "remaining_iterations": 10,
+    "train_gpus": 2, "engines": ((1, 2),), "reason": "gain exceeds cost",
 }  # fmt: skip
 """Values of `PlanConsidered` apart from ``accepted``."""
 

@@ -11,7 +11,7 @@ from bokeh.embed import components
 from bokeh.resources import Resources
 from markupsafe import Markup
 
-from libra.hardware.prices import Prices
+from libra.hardware.gpus import Prices
 from libra.observe.html import duration, number, percent, piece, render
 from libra.observe.output_file import written
 from libra.observe.report import curves, tables, where_time

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from libra.errors import StoreError
-from libra.hardware.prices import Price, Prices
+from libra.hardware.gpus import Price, Prices
 from libra.observe.plots import RUN_COLORS
 from libra.observe.recorded_run import RecordedRun
 from libra.observe.run_directory import finite, setting, whole_number

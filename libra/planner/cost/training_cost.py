@@ -18,10 +18,8 @@ from numpy.typing import NDArray
 
 from libra.errors import ConfigError
 from libra.hardware import GPU, Efficiencies, ModelShape
-from libra.hardware.operators import layer_s, operator_s
-from libra.hardware.rooflines import all_reduce_s, attention_prefill_s
-from libra.planner.cost.training_layout import Layout
-from libra.planner.cost.training_memory import WIDE_BYTES, MicroBatchSize, step_bytes
+from libra.hardware.rooflines import all_reduce_s, attention_prefill_s, layer_s, operator_s
+from libra.planner.cost.training_memory import WIDE_BYTES, Layout, MicroBatchSize, step_bytes
 
 Array = NDArray[np.float64]
 

@@ -17,21 +17,22 @@ from libra.config.simulation import SimulationSection
 from libra.errors import ConfigError, ModelError
 from libra.facts import boundaries_of
 from libra.hardware import GPU, ModelShape, engine_seconds, load_gpu, load_shape
+from libra.hardware.engine_tables import EngineTables
 from libra.hardware.run_calibration import RunCalibration, read_calibration
-from libra.hardware.timing_residuals import shipped_residuals
-from libra.hardware.virtual_engine import EngineTables
+from libra.hardware.tables import shipped_residuals
 from libra.named_parts import is_named
 from libra.orderings import ordering_of
 from libra.planner.cost import Layout
 from libra.planner.cost.training_cost import sequences_s
+from libra.planner.from_config import batch_of
 from libra.policy import CMLFQ, Fifo, Ordering, staleness_of
 from libra.policy.cmlfq import Objective
-from libra.sim.engines import EngineSpec, QuantumOverhead, fleet, slots_of
 from libra.sim.from_run import RunSetting, engine_spec
 from libra.sim.run_record import digest_of
-from libra.sim.simulation_options import SimulationOptions
+from libra.sim.simulation_options import EngineSpec, QuantumOverhead, SimulationOptions, fleet, slots_of
 from libra.sim.simulator import Simulator
-from libra.sim.workload import Workload, draw, load_traces, synthetic
+from libra.sim.workload import TrajectoryPlan, TurnPlan, Workload, draw, load_traces
+from libra.types import NO_TOOL, ToolStatus
 
 CALIBRATION = "simulation.calibration"
 LAYOUT = Layout()
@@ -41,23 +42,47 @@ PASSES = 4.0
 
 
 def drawn_workload(config: RunConfig) -> Workload:
-    """The workload of ``config``: drawn from its traces, or synthetic; the same seed draws the same."""
-    section, trainer = config.simulation, config.trainer
+    """The workload of ``config``: drawn from its traces, or of the lengths that `libra plan` expects; the same seed
+    draws the same."""
+    section, trainer, seed = config.simulation, config.trainer, config.run.seed
     if section.traces is None:
-        return synthetic(
-            trainer.prompts * trainer.group_size,
-            turns=section.turns,
-            seed=config.run.seed,
-            iterations=section.iterations,
-            group_size=trainer.group_size,
-        )
+        return expected_workload(config)
+    traces = load_traces(section.traces, seed=seed)
     return draw(
-        load_traces(section.traces, seed=config.run.seed),
-        num_groups=trainer.prompts,
-        group_size=trainer.group_size,
-        seed=config.run.seed,
-        iterations=section.iterations,
+        traces, num_groups=trainer.prompts, group_size=trainer.group_size, seed=seed, iterations=section.iterations
     )
+
+
+def expected_workload(config: RunConfig) -> Workload:
+    """Trajectories of the lengths in section `planner`, within the limits of section `rollout`, in an order by the seed.
+
+    Each has `planner.turns` turns (or `simulation.turns`; `rollout.max_turns` at most) of equal length.
+    """
+    section, trainer = config.simulation, config.trainer
+    turns = min(section.turns or config.planner.turns, config.rollout.max_turns)
+    totals, _ = batch_of(config, num=trainer.prompts * trainer.group_size, turns=turns)
+    tool_s = config.planner.tool_s
+    columns = totals.prompt_tokens, totals.generated_tokens, totals.observation_tokens
+    rows = np.stack(columns, axis=1).round().astype(int)
+    plans: list[TrajectoryPlan] = []
+    for iteration in range(section.iterations):
+        order = np.random.default_rng([config.run.seed, 0xA11, iteration]).permutation(len(rows))
+        for place, at in enumerate(order.tolist()):
+            prompt, generated, observed = rows[at].tolist()
+            new, payloads = _parts(max(generated, turns), turns), _parts(observed, turns - 1)
+            steps = tuple(
+                TurnPlan(tokens, "tool", ToolStatus.OK, payload, tool_s)
+                for tokens, payload in zip(new[:-1], payloads, strict=True)
+            )
+            last = TurnPlan(new[-1], "", NO_TOOL, 0, 0.0)
+            group, sample = divmod(place, trainer.group_size)
+            plans.append(TrajectoryPlan(iteration, group, sample, prompt, (*steps, last), "synthetic"))
+    return Workload("sim", tuple(plans))
+
+
+def _parts(total: int, number: int) -> list[int]:
+    """``total`` in ``number`` nearly equal whole parts."""
+    return [total // number + (part < total % number) for part in range(number)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,13 +223,14 @@ def simulator_of(config: RunConfig, workload: Workload | None = None) -> Simulat
         engines = measured_engines(measured, choices.layout, section.slots)
         options = replace(
             options,
-            train_s=measured_step_s(config, measured, workload) if section.train_s is None else section.train_s,
             load_s=measured.load_s if section.load_s is None else section.load_s,
-            publish_s=0.0 if section.train_s is not None else measured_publish_s(config, measured),
             tool_overhead=QuantumOverhead(measured.tool_transport_s, measured.tool_worker_s),
             gate_s=measured.gate_s,
             commit_s=measured.commit_s,
         )
+        if section.train_s is None:
+            step_s = 0.0 if measured.trainer is None else measured.trainer.step_s(_tokens(workload))
+            options = _with_step(config, options, step_s, measured.update_s)
     ordering = choices.ordering()
     return Simulator(workload, engines, ordering, seed=config.run.seed, options=options)
 
@@ -233,21 +259,17 @@ def expected_teacher_token_s(choices: Simulated, measured: RunCalibration | None
     return measured.trainer.step_s(total) / total / passes * teacher.num_params / student.num_params
 
 
-def measured_publish_s(config: RunConfig, calibration: RunCalibration) -> float:
-    """Seconds of a weight update that pass beside the next step, as those of a single training worker do."""
-    alone = calibration.train_gpus == 1 and config.run.eta > 0
-    return calibration.update_s if alone else 0.0
+def _with_step(config: RunConfig, options: SimulationOptions, step_s: float, update_s: float) -> SimulationOptions:
+    """``options`` with these seconds of a step and its weight update, which a single training worker publishes beside the
+    next step."""
+    beside = config.cluster.train_workers == 1 and config.run.eta > 0
+    return replace(options, train_s=step_s if beside else step_s + update_s, publish_s=update_s if beside else 0.0)
 
 
-def measured_step_s(config: RunConfig, calibration: RunCalibration, workload: Workload) -> float:
-    """Seconds of a step over an iteration's trajectories, with what of its weight update is not beside the next step; the latter
-    alone if no trainer was fitted."""
-    update_s = calibration.update_s - measured_publish_s(config, calibration)
-    if calibration.trainer is None:
-        return update_s
+def _tokens(workload: Workload) -> float:
+    """Tokens of an iteration's trajectories."""
     iterations = 1 + max(plan.iteration for plan in workload.trajectories)
-    tokens = sum(plan.final_tokens for plan in workload.trajectories) / iterations
-    return calibration.trainer.step_s(tokens) + update_s
+    return sum(plan.final_tokens for plan in workload.trajectories) / iterations
 
 
 class RunSimulation(NamedTuple):

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libra.errors import PlanError
-from libra.planner.measured_step import StepForecast, Taken
+from libra.planner.step_forecast import StepForecast, Taken, TrainingForecast
 
 KINDS = {"fast": 1, "slow": 1}
 SPEED = {"fast": 800.0, "slow": 200.0}
@@ -106,3 +106,16 @@ def test_training_follows_the_tokens_that_the_questions_are_expected_to_have_a_g
         assert expected(forecast, lengths).train_s == pytest.approx(true, rel=0.1)
         assert abs(usual / true - 1) > 0.3
     assert expected(forecast, None).train_s == pytest.approx(usual)
+
+
+def test_training_is_proportional_until_the_run_says_otherwise():
+    first = TrainingForecast().after(1000.0, 1, 10.0)
+    assert first.expected_s(1000.0, 2) == pytest.approx(5.0)
+    known = first
+    for _ in range(20):  # two replicas are no quicker than one
+        known = known.after(1000.0, 2, 10.0).after(1000.0, 1, 10.0)
+    assert known.expected_s(1000.0, 2) > 7.0
+    assert TrainingForecast().expected_s(1000.0, 1) == 0.0
+    assert known.after(0.0, 1, 3.0) == known
+    with pytest.raises(PlanError, match="0 replicas"):
+        known.after(1.0, 0, 1.0)

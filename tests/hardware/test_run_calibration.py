@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from libra.errors import ConfigError
-from libra.hardware.run_step_fit import fit_trainer
+from libra.hardware.run_calibration import fit_positive, fit_trainer
 
 
 def test_a_trainer_from_its_steps():
@@ -15,3 +15,11 @@ def test_a_trainer_from_its_steps():
     assert fit_trainer([1.0], [1.0]) is None
     with pytest.raises(ConfigError):
         fit_trainer([1.0, 0.0, 1.0, 1.0], [1.0] * 4)
+
+
+def test_a_fit_finds_constants_despite_outliers():
+    x = np.linspace(1.0, 10.0, 50)
+    measured = 3.0 + 0.5 * x
+    measured[::10] *= 4.0
+    found = fit_positive(lambda c: np.log((c[0] + c[1] * x) / measured), np.array([1.0, 1.0]))
+    assert found == pytest.approx([3.0, 0.5], rel=0.03)

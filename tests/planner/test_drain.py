@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from libra.errors import PlanError
 from libra.planner.cost import TrajectoryTotals
-from libra.planner.evaluate import EvaluatedEngine, rollout_seconds
+from libra.planner.drain import EvaluatedEngine, rollout_seconds
 from libra.types import StepSeconds
 
 FLAT = StepSeconds(0.01, 0.0, 0.0, 0.0, 100, 0.0)

@@ -8,6 +8,11 @@ rest of a step (publishing, as far as it is not beside the next step) is predict
 1. A prediction uses only iterations that have ended.
 2. There is none before the first iteration: nothing is assumed.
 3. Evaluations are excluded from all numbers; the first iteration, a warm-up, counts less than later ones.
+
+Other splits between training and rollout are predicted from a line through the seconds of steps over the
+tokens of one replica (`TrainingForecast`). While every step had equally many tokens per replica the line
+goes through the origin: twice the replicas take half the time until this run has measured otherwise.
+Differs from Libra (arXiv:2606.03077 v2), whose planner predicts both sides from fits made before the run.
 """
 
 from __future__ import annotations
@@ -259,3 +264,45 @@ def expected_of(line: TokenLine, lengths: Sequence[float]) -> float:
     slope = line.slope(0.0, PRIOR_QUESTIONS * spread)
     # Each has at least a tenth of the mean: far from the data a line is not a prediction.
     return sum(max(mean + slope * (length - mean_length), 0.1 * mean) for length in lengths)
+
+
+PRIOR_TOKENS = 0.25
+"""Weight of the prior that training's seconds are proportional to a replica's tokens: as steps whose tokens differ by a
+half."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingForecast:
+    """Seconds of an optimizer step over the tokens of one replica, as a line; newer steps count more."""
+
+    line: TokenLine = field(default_factory=TokenLine)
+    num_steps: int = 0
+
+    def after(self, tokens: float, replicas: int, train_s: float) -> TrainingForecast:
+        """The line with a step of ``tokens`` tokens on ``replicas`` replicas; a step without tokens changes nothing."""
+        if replicas < 1 or not train_s >= 0:
+            raise PlanError(
+                f"a step on {replicas} replicas took {train_s} s; expected at least one replica and no negative time"
+            )
+        if tokens <= 0:
+            return self
+        keep, weight = 0.5 ** (1.0 / HALF_LIFE_STEPS), 1.0 if self.num_steps else FIRST_WEIGHT
+        return TrainingForecast(self.line.after([(tokens / replicas, train_s)], keep, weight), self.num_steps + 1)
+
+    def expected_s(self, tokens: float, replicas: int) -> float:
+        """Seconds of a step of ``tokens`` tokens on ``replicas`` replicas; 0 while nothing is measured."""
+        if not self.line.n:
+            return 0.0
+        mean_tokens, mean_s = self.line.mean
+        proportional = mean_s / mean_tokens
+        slope = self.line.slope(proportional, PRIOR_TOKENS * self.line.n * mean_tokens**2)
+        slope = min(max(slope, 0.0), proportional)  # a step has fixed costs, and they are not negative
+        return mean_s + slope * (tokens / replicas - mean_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The last batch: tokens generated for it, tokens that its step trained on."""
+
+    generated_tokens: float
+    trained_tokens: float

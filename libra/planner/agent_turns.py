@@ -148,7 +148,7 @@ def _turn(row: dict[str, str]) -> AgentTurn:
     if word not in AGENT_TURNS:
         raise ValueError(
             f"status {word!r} is not a word of this format; it has {', '.join(known or 'nothing' for known in AGENT_TURNS)}; a new "
-            "word needs a place in libra/traces/agent_turns.py"
+            "word needs a place in libra/planner/agent_turns.py"
         )
     status = AGENT_TURNS[word]
     ends = status == NO_TOOL and "status" in row

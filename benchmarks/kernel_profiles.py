@@ -1,4 +1,5 @@
-"""Kernel profiles in the layouts of Vidur and Frontier (CSV) and Sailor (JSON), averaged over repeated points, in seconds.
+"""Kernel profiles in the layouts of Vidur and Frontier (CSV) and Sailor (JSON), averaged over
+repeated points, in seconds.
 
 A file is identified by its columns, never by its name. A CSV has ``time_stats.<operator>.median`` in **milliseconds**. Only
 the path names the GPU (``compute/a100/...``, ``compute_a100_...``).
@@ -19,8 +20,7 @@ from numpy.typing import NDArray
 
 from libra.errors import ConfigError
 from libra.hardware.gpus import GPU, known_gpus
-from libra.hardware.operators import GEMMS, MOVES
-from libra.hardware.rooflines import Efficiencies, attention_decode_s, attention_prefill_s
+from libra.hardware.rooflines import GEMMS, MOVES, Efficiencies, attention_decode_s, attention_prefill_s
 from libra.hardware.shapes import ModelShape
 
 Array = NDArray[np.float64]

@@ -1,23 +1,27 @@
-"""Seconds that an engine takes for its trajectories, draining included, and the concurrency that minimises them.
+"""Seconds that engines take for their trajectories, draining included, and the concurrency that minimises them. Pure.
 
-The search counts an engine's work at full concurrency and each trajectory alone: a lower bound. Here the same engine is
-simulated: it admits trajectories up to its concurrency, all advance together at the pace of a decode step of the current
-batch, each prefill delays the others, and the batch drains at the end. Nothing changes between two events, so a trajectory
-costs two events.
+The search counts an engine's work at full concurrency and each trajectory alone: a lower bound. Here the
+same engine is simulated: it admits trajectories up to its concurrency, all advance together at the pace of
+a decode step of the current batch, each prefill delays the others, and the batch drains at the end. Nothing
+changes between two events, so a trajectory costs two events.
 
-Differs from an engine: tool time is spread evenly over a trajectory's tokens, and every context has its mean length.
+Differs from an engine: tool time is spread evenly over a trajectory's tokens, every context has its mean
+length, and a turn's context is computed once.
 """
 
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from libra.planner.cost import TrajectoryTotals
-from libra.planner.cost.rollout_cost import ManySeconds
+from libra.errors import PlanError
+from libra.hardware.engine import MeasuredEngine
+from libra.planner.cost import ManySeconds, TrajectoryTotals
 from libra.planner.planning_problem import Floats, Ints
+from libra.types import StepSeconds
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,3 +97,47 @@ def best_concurrency(pace: Pace, engines: list[Ints], most: int) -> tuple[int, f
     times = [max(pace.engine_s(items, concurrency) for items in engines) for concurrency in halves]
     best = int(np.argmin(times))
     return halves[best], times[best], max(pace.engine_s(items, halves[best], longest_first=False) for items in engines)
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluatedEngine:
+    """One engine: seconds of its passes, trajectories at once, and tokens of KV that it holds (infinite: not known)."""
+
+    steps: StepSeconds
+    slots: int
+    kv_tokens: float = float("inf")
+
+    def most(self, final_tokens: Floats) -> int:
+        """Trajectories with these final contexts that it generates for at once."""
+        room = self.kv_tokens / max(float(final_tokens.mean()), 1.0)
+        return max(1, int(min(self.slots, room, len(final_tokens))))
+
+
+def rollout_seconds(batch: TrajectoryTotals, engines: Sequence[EvaluatedEngine]) -> float:
+    """Seconds until all trajectories of a batch are generated, each on one of these engines.
+
+    The longest is placed first, each where it would end first if engines stayed as full as they will be.
+    PlanError if there is no engine, or one without a slot.
+    """
+    if not engines or any(engine.slots < 1 for engine in engines):
+        raise PlanError(f"a batch is evaluated on engines with at least one slot each, got {list(engines)}")
+    context, tokens = batch.mean_context_tokens, batch.generated_tokens
+    paces, loads_s = list[Pace](), list[Floats]()
+    for engine in engines:
+        steps = engine.steps
+        prefill_s = steps.prefill_token_s * (batch.prompt_tokens + batch.observation_tokens)
+        alone_s = prefill_s + batch.tool_wait_s + tokens * (steps.step_s(1, 0) + steps.context_token_s * context)
+        paces.append(Pace.of(batch, MeasuredEngine(steps, 1, 1), alone_s))
+        share = min(engine.most(batch.final_context_tokens), -(-len(batch) // len(engines)))
+        pass_s = steps.step_s(share, share * float(context.mean()))
+        loads_s.append(prefill_s + (tokens * pass_s + batch.tool_wait_s) / share)
+    load_s, done_s = np.stack(loads_s), np.zeros(len(engines))
+    engine_of = np.zeros(len(batch), dtype=np.int64)
+    for item in np.argsort(-tokens, kind="stable"):
+        at = int((done_s + load_s[:, item]).argmin())
+        engine_of[item], done_s[at] = at, done_s[at] + load_s[at, item]
+    final, ends_s = batch.final_context_tokens, [0.0]
+    for number, (engine, pace) in enumerate(zip(engines, paces, strict=True)):
+        if len(items := np.flatnonzero(engine_of == number)):
+            ends_s.append(pace.engine_s(items, engine.most(final[items])))
+    return max(ends_s)

@@ -5,7 +5,7 @@ import pytest
 from libra.config import config_from_dict
 from libra.hardware import engine_seconds
 from libra.hardware.run_calibration import EngineOfRun, RunCalibration
-from libra.planner.run_facts import ratio_of, run_facts
+from libra.planner.arrangement_forecast import ratio_of, run_facts
 from libra.types import StepSeconds
 
 MODEL = "Qwen3-0.6B"

@@ -1,1 +1,0 @@
-"""Recorded agents: their files, read once for planner, simulator, environments and benchmarks."""
