@@ -155,7 +155,6 @@ OTHERS: tuple[Row, ...] = (
     ("calibrate nowhere", "nowhere", "no such file", "RUN"),
     ("calibrate a.csv", "a.csv", "columns", "docs/hardware.md", holds("a.csv", "a,b\n1,2\n")),
     ("calibrate mine --gpu A100", "--gpu", "A100", "leave --gpu out", holds("mine/events.jsonl", "")),
-    ("model prepare gpt2", "'gpt2'", "smollm2-135m", "libra model prepare smollm2-135m"),
     ("cluster slurm libra/quickstart start", "'start'", "'up'", "libra cluster slurm --help"),
     ("cluster slurm libra/quickstart status", "slurm", "cluster.json", "libra cluster slurm"),
     ("cluster tls a.yaml", "DIR", "a.yaml", "--help", holds("a.yaml", "")),

