@@ -2,7 +2,7 @@
 
 Both sides go from hidden states through the output matrix to log-probabilities, the loss of each token, the aggregated loss
 and back to the gradients of hidden states and matrix. The plain side is ``log_softmax(hidden @ weight.T)``; ours is
-`libra.train.chunked_logprobs.chunked_logp`.
+`libra.train.logprobs.chunked_logp`.
 
 ``python -m benchmarks.losses --json``; figures ``time_ratio_<loss>`` and ``memory_ratio_<loss>``, ours over plain, lower is better.
 
@@ -30,10 +30,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.report import MIN_PAIRS, Figure, alternate, command_parser, emit, status_bytes
-from libra.train.aggregation import Aggregation
-from libra.train.chunked_logprobs import chunked_logp
+from libra.train.logprobs import chunked_logp
 from libra.train.losses import cispo_loss, dppo_loss, gmpo_loss, gspo_loss, ppo_loss, reinforce_loss, sapo_loss
-from libra.train.sequences import Packed
+from libra.train.sequences import Aggregation, Packed
 
 Loss = Callable[[Tensor, Tensor, Tensor, Packed], Tensor]
 LOSSES: dict[str, tuple[Loss, str]] = {

@@ -23,7 +23,6 @@ from benchmarks.report import Figure, command_parser, emit
 from libra.config import resolve_model
 from libra.scoring import score_alone
 from libra.train import Replica, Sample, TrainSettings, sample_of
-from libra.train.old_policies import under_versions
 from libra.types import EndReason, Prompt, Trajectory, TrajectoryId
 from libra.weights import WeightStore
 
@@ -112,7 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     f"step {step}: {report.old_logp_s:.3f} s of {report.total_s:.3f} s, exact {report.exact_old_frac}"
                 )
         samples = [sample_of(trajectory, step) for trajectory in trajectories]
-        scored = under_versions(replica, replica.gradient, replica.published, samples, step)
+        scored = replica.under_versions(samples, step)
         gap = largest_gap(replica, store, scored, model_dir)
     share = sum(report.old_logp_s for report in reports) / sum(report.total_s for report in reports)
     figures = {

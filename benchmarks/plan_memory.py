@@ -7,7 +7,7 @@ A cell is a random Qwen3 of 40 to 110 million parameters, a batch of random toke
 (gloo), one replica alone, each with gradient checkpointing and without. Each process first trains a tiny model of the same
 layout, so that interpreter, libraries, thread pools and the process group are in memory: that resident memory is the baseline.
 Then it loads the model and takes two steps, since the optimizer's states exist from the second on. Measured is the high-water
-mark of the resident set in the second step (`libra.train.process_memory`), less the baseline; on a GPU it would be
+mark of the resident set in the second step (`libra.train.step_report`), less the baseline; on a GPU it would be
 ``max_memory_allocated``.
 
 The cost model has no fitted constants: every term of `libra.planner.cost.training_memory` counts tensors of torch. Cells 3
@@ -169,8 +169,7 @@ def train(cell: Cell, tiny_dir: Path, model_dir: Path, rank: int, port: int) -> 
 
     from benchmarks.random_training import random_trajectories
     from libra.train import Replica, TrainSettings
-    from libra.train.rendezvous import Rendezvous
-    from libra.train.replica_group import TrainGroup
+    from libra.train.replica_group import Rendezvous, TrainGroup
 
     torch.set_num_threads(1)
     token, group = "of a benchmark", None

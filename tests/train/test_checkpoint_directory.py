@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libra.train.checkpoint import FACTS_FILE, checkpoint_name, complete
-from libra.train.checkpoint_retention import BEST, KeptCheckpoints
+from libra.train.checkpoint_directory import BEST, KeptCheckpoints
 
 
 def make(directory, step):

@@ -4,7 +4,7 @@ import sys
 import pytest
 import torch
 
-from libra.train.process_memory import LARGE_MODEL_BYTES, StepMemory, resident_bytes
+from libra.train.step_report import LARGE_MODEL_BYTES, StepMemory, resident_bytes
 
 LARGE = 64_000_000
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="resident memory is read from Linux's /proc")
@@ -27,7 +27,7 @@ def test_the_most_of_a_step_counts_and_not_that_of_the_step_before():
 def test_small_models_and_gpus_leave_the_allocator_alone(monkeypatch):
     mapped = []
     monkeypatch.setattr(
-        importlib.import_module("libra.train.process_memory"), "map_large_tensors", lambda: mapped.append(1) or True
+        importlib.import_module("libra.train.step_report"), "map_large_tensors", lambda: mapped.append(1) or True
     )
     StepMemory().model_loaded(LARGE_MODEL_BYTES - 1)
     StepMemory("cuda:0").model_loaded(LARGE_MODEL_BYTES)

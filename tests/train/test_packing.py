@@ -1,3 +1,4 @@
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -9,12 +10,12 @@ from transformers import AutoModelForCausalLM
 
 import factories
 from libra.errors import TrainError
-from libra.train import Sample, fill_rows, fill_rows_by_group, fill_rows_mffd, pack, sample_of
-from libra.train.aggregation import Aggregation
+from libra.train import Sample, fill_rows, karmarkar_karp, pack, sample_of
 from libra.train.logprobs import Scorer, check_packing
-from libra.train.minibatch_slices import from_tensors, to_tensors
 from libra.train.mismatch import stretches
-from libra.train.prompt_sharing import share_rows
+from libra.train.packing import share_rows
+from libra.train.sequences import Aggregation
+from libra.train.wire import from_tensors, to_tensors
 
 
 def made(lengths):
@@ -35,12 +36,11 @@ def columns_of(sample):
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=30)
 
 
-@pytest.mark.parametrize("fill", [fill_rows, fill_rows_mffd])
 @given(lengths=LENGTHS, max_row_tokens=st.integers(1, 60), micro_batch_tokens=st.integers(40, 200))
-def test_packing_round_trip(fill, lengths, max_row_tokens, micro_batch_tokens):
+def test_packing_round_trip(lengths, max_row_tokens, micro_batch_tokens):
     samples = made(lengths)
     seen = {}
-    layout = {"max_row_tokens": max_row_tokens, "micro_batch_tokens": micro_batch_tokens, "fill": fill}
+    layout = {"max_row_tokens": max_row_tokens, "micro_batch_tokens": micro_batch_tokens}
     for batch in pack(samples, **layout):
         assert batch.num_places <= micro_batch_tokens
         ids, positions = batch.token_ids_RW.flatten(), batch.position_ids_RW.flatten()
@@ -105,41 +105,14 @@ def test_a_trajectory_that_cannot_be_trained_on_is_named(trajectory, change):
         sample_of(bad, 0)
 
 
-METHODS = (fill_rows, fill_rows_mffd)
-
-
-@pytest.mark.parametrize("method", METHODS)
 @given(lengths=st.lists(st.integers(1, 80), max_size=60), room=st.integers(1, 100))
-def test_rows_hold_every_sequence_once_within_their_room(method, lengths, room):
-    rows = method(lengths, room)
+def test_rows_hold_every_sequence_once_within_their_room(lengths, room):
+    rows = fill_rows(lengths, room)
     assert sorted(index for row in rows for index in row) == list(range(len(lengths)))
     sums = [sum(lengths[index] for index in row) for row in rows]
     assert all(total <= room or len(row) == 1 for row, total in zip(rows, sums, strict=True))
     assert sums == sorted(sums, reverse=True)
-    if method is fill_rows:  # no two rows could have been one
-        assert all(a + b > room for i, a in enumerate(sums) for b in sums[i + 1 :])
-
-
-def test_modified_first_fit_needs_fewer_rows_where_first_fit_wastes_the_room_beside_long_ones():
-    # Johnson's bad case of first-fit decreasing: nine full rows, of which it makes eleven (the modified one ten).
-    lengths = [51] * 6 + [27] * 6 + [26] * 6 + [23] * 12
-    assert sum(lengths) == 9 * 100
-    assert (len(fill_rows(lengths, 100)), len(fill_rows_mffd(lengths, 100))) == (11, 10)
-
-
-@pytest.mark.parametrize("method", METHODS)
-@given(given=st.lists(st.tuples(st.integers(1, 30), st.integers(0, 6)), max_size=40), room=st.integers(1, 400))
-def test_groups_stay_whole_or_are_refused(method, given, room):
-    lengths, groups = [length for length, _ in given], [group for _, group in given]
-    totals = {g: sum(length for length, other in given if other == g) for g in groups}
-    if totals and max(totals.values()) > room:
-        with pytest.raises(TrainError):
-            fill_rows_by_group(lengths, groups, room, method)
-        return
-    sets = fill_rows_by_group(lengths, groups, room, method)
-    assert sorted(index for one in sets for index in one) == list(range(len(lengths)))
-    assert all(sum(lengths[index] for index in one) <= room for one in sets)
-    assert sum(len({groups[index] for index in one}) for one in sets) == len(totals)
+    assert all(a + b > room for i, a in enumerate(sums) for b in sums[i + 1 :])  # no two could have been one
 
 
 def alone(ids, actions):
@@ -202,6 +175,46 @@ def test_branches_go_whole_to_other_ranks_and_share_no_prompt():
     sample = sample_of(branched(), 0)
     (back,) = from_tensors(to_tensors([sample]))
     assert back.starts == (6,) and back.token_ids.tolist() == sample.token_ids.tolist()
-    rows, rest = share_rows([sample, sample], 64, fill_rows)
+    rows, rest = share_rows([sample, sample], 64)
     assert not rows and len(rest) == 2
     assert [(begin, end) for begin, end in stretches(sample)] == [(0, 2), (2, 3), (3, 5)]
+
+
+def sums_of(parts, weights):
+    return sorted(sum(weights[index] for index in part) for part in parts)
+
+
+@st.composite
+def weights_and_parts(draw, smallest=0):
+    """Weights, a number of parts, and whether that divides the number of weights by construction."""
+    num_parts = draw(st.integers(1, 8))
+    equal_size = draw(st.booleans())
+    count = num_parts * draw(st.integers(1, 8)) if equal_size else draw(st.integers(num_parts, 60))
+    return draw(st.lists(st.integers(smallest, 5000), min_size=count, max_size=count)), num_parts, equal_size
+
+
+def test_sums_are_verls(repository):
+    cases = json.loads((repository / "tests" / "golden" / "verl_karmarkar_karp.json").read_text())["cases"]
+    for case in cases:
+        weights, equal_size = case["seqlens"], case["equal_size"]
+        assert sums_of(karmarkar_karp(weights, case["k"], equal_size=equal_size), weights) == sorted(case["kk_sums"])
+
+
+@given(given=weights_and_parts())
+def test_every_item_is_in_one_part_and_none_is_empty(given):
+    weights, num_parts, equal_size = given
+    parts = karmarkar_karp(weights, num_parts, equal_size=equal_size)
+    assert len(parts) == num_parts
+    assert all(parts)
+    assert sorted(index for part in parts for index in part) == list(range(len(weights)))
+    if equal_size:
+        assert {len(part) for part in parts} == {len(weights) // num_parts}
+
+
+def test_parts_that_cannot_be_are_refused():
+    for ask in (
+        lambda: karmarkar_karp([1, 2], 3),
+        lambda: karmarkar_karp([1, 2, 3], 2, equal_size=True),
+    ):
+        with pytest.raises(TrainError):
+            ask()

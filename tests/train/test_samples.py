@@ -6,9 +6,9 @@ import torch
 
 from libra.errors import TrainError
 from libra.train import Replica, TrainSettings, sample_of
-from libra.train.aggregation import AGGREGATIONS
-from libra.train.lazy_batch import LazyBatch, RowFacts, present
-from libra.train.minibatch_slices import split
+from libra.train.packing import split
+from libra.train.samples import LazyBatch, RowFacts, present
+from libra.train.sequences import AGGREGATIONS
 from libra.types import FailureClass
 
 

@@ -6,8 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from libra.errors import GroupLost, TransportError
-from libra.train.rendezvous import MemberStore, Rendezvous
-from libra.train.replica_group import TrainGroup
+from libra.train.replica_group import MemberStore, Rendezvous, TrainGroup
 
 TOKEN = "of this group"
 
