@@ -186,8 +186,8 @@ class SliceGradient:
         reward_ST = torch.zeros(mask_ST.shape, dtype=torch.float64)
         if settings.kl_in_reward and settings.kl_coef > 0:
             for row, (sample, logp) in enumerate(zip(samples, self.scored(samples, by_reference=True), strict=True)):
-                pair = (torch.from_numpy(each.astype(np.float64)) for each in (sample.behaviour_logp, logp))
-                kl_A = kl_estimate(*pair, settings.kl_estimator, bound=settings.kl_bound)
+                ours_A, theirs_A = (torch.from_numpy(each).double() for each in (sample.behaviour_logp, logp))
+                kl_A = kl_estimate(ours_A, theirs_A, settings.kl_estimator, bound=settings.kl_bound)
                 reward_ST[row, : len(kl_A)] = -self.kl.value * kl_A
                 total, count = self.kl.seen
                 self.kl.seen = (total + float(kl_A.mean()), count + 1)

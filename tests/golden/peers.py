@@ -26,8 +26,6 @@ from libra.train.losses import (
 )
 from libra.train.sequences import Aggregation, Padded, sequence_mean
 
-# -------------------------------------------------------------------- verl
-
 
 def verl_advantages(
     estimator, token_level_rewards, response_mask, *, index=None, reward_baselines=None, gamma=1.0, epsilon=1e-6,
@@ -69,8 +67,7 @@ def verl_policy_loss(
     loss_mode, old_log_prob, log_prob, advantages, response_mask, *, loss_agg_mode="token-mean", clip_ratio_low=0.2,
     clip_ratio_high=0.2, clip_ratio_c=3.0, tau_pos=1.0, tau_neg=1.05, rollout_is_weights=None, **sizes,
 ):  # fmt: skip
-    """``compute_policy_loss_<loss_mode>``. geo_mean takes the mean over all rows and ignores ``loss_agg_mode``; gspo uses it
-    (releases before 0.9 always took seq-mean-token-mean)."""
+    """``compute_policy_loss_<loss_mode>``; geo_mean takes the mean over all rows and ignores ``loss_agg_mode``."""
     clip = {"clip_low": clip_ratio_low, "clip_high": clip_ratio_high}
     rows, tokens = Padded(response_mask), (log_prob, old_log_prob, advantages)
     if loss_mode == "geo_mean":
@@ -155,8 +152,7 @@ def trl_grpo_loss(
     sapo_temperature_neg=1.05, off_policy_mask_threshold=None, sampling_per_token_logps=None,
     importance_sampling_ratio=None, entropies=None, entropy_coef=0.0,
 ):  # fmt: skip
-    """The loss, for every ``loss_type``. For cispo ``epsilon_high`` is the largest weight itself, and there is no smallest.
-    ``top_entropy_quantile`` and the adaptive entropy coefficient are not reproduced."""
+    """The loss, for every ``loss_type``. For cispo ``epsilon_high`` is the largest weight itself, and there is no smallest."""
     rows = Padded(completion_mask)
     advantage_BT = (advantages[:, None] if advantages.ndim == 1 else advantages).expand_as(per_token_logps)
     logps = (rows.only(per_token_logps), rows.only(old_per_token_logps))
