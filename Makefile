@@ -47,7 +47,7 @@ $(VLLM_CUDA_STAMP): $(STAMP) pyproject.toml constraints.txt
 
 MODEL_STAMP := $(VENV)/.installed-model
 
-setup-model: $(MODEL_STAMP) ## add what a real pretrained model and word problems need (libra model prepare, reasoning-gym)
+setup-model: $(MODEL_STAMP) ## add what a real pretrained model and word problems need (workflows/prepare_model.py, reasoning-gym)
 
 $(MODEL_STAMP): $(STAMP) pyproject.toml constraints.txt
 	$(PIP) install -qq --constraint constraints.txt --editable '.[model,reasoning-gym]'

@@ -16,7 +16,6 @@ import importlib.util
 import sys
 import time
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +43,10 @@ def make_ready(model: str) -> None:
     """Prepare the model where that is what it needs and it has not been done."""
     name = model.removeprefix("libra/")
     if name in PREPARED_MODELS and not prepared_dir(name).is_dir():
-        from libra.models import prepare
+        from prepare_model import prepare
 
         print(f"preparing {name}, once", flush=True)
-        print(f"{prepare(name, say=partial(print, flush=True)).directory} is ready", flush=True)
+        print(f"{prepare()[0]} is ready", flush=True)
 
 
 def mixed_groups_frac(values: Mapping[str, Any], groups: int) -> float:

@@ -125,8 +125,7 @@ def train(cell: Cell, tiny_dir: Path, model_dir: Path, rank: int, port: int) -> 
 
     from benchmarks.live.random_training import random_trajectories
     from libra.train import Replica, TrainSettings
-    from libra.train.rendezvous import Rendezvous
-    from libra.train.replica_group import TrainGroup
+    from libra.train.replica_group import Rendezvous, TrainGroup
 
     torch.set_num_threads(1)
     token, group = "of a benchmark", None

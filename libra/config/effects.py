@@ -252,7 +252,6 @@ _TABLE: tuple[tuple[str, str, Reading], ...] = (  # section, keys, who reads the
     ("trainer", "kl_horizon", _run(_HAS_KL, is_("trainer.kl_in_reward", True), given("trainer.kl_target"))),
     ("trainer", "gamma", _run(is_("trainer.advantage", "reinforce_pp"))),
     ("trainer", "routes", _run()),
-    ("trainer", "balance_experts", _run(is_("trainer.routes", "replay"))),
     ("trainer", "layout", {"run": (_REPLICAS,), "plan": ()}),
     ("trainer", "late", _of("run", "plan")),
     ("trainer", "late_guess late_tau late_versions", _run(_LATE_CORRECTS)),

@@ -15,7 +15,7 @@ _PACKAGE = Path(__file__).resolve().parent.parent
 TOY = "libra/tiny-arithmetic"
 """The model that ships."""
 PREPARED_MODELS = frozenset({"smollm2-135m"})
-"""Models that ``libra model prepare`` prepares; ``model.path`` takes these names."""
+"""Models that workflows/prepare_model.py writes; ``model.path`` takes these names."""
 MODELS_VARIABLE = "LIBRA_MODELS"
 """Environment variable with the directory of prepared models. Not set: ``~/.cache/libra/models``."""
 
@@ -46,8 +46,8 @@ def resolve_model(path: str) -> Path | str:
     Parameters
     ----------
     path : str
-        ``model.path``: ``libra/NAME`` for a model that ships, ``NAME`` or ``libra/NAME`` for one that ``libra model prepare``
-        downloads, a directory in Hugging Face layout, or ``org/name``.
+        ``model.path``: ``libra/NAME`` for a model that ships, ``NAME`` or ``libra/NAME`` for a prepared one (`PREPARED_MODELS`),
+        a directory in Hugging Face layout, or ``org/name``.
 
     Raises
     ------
@@ -91,7 +91,7 @@ def _prepared(name: str) -> Path:
     directory = prepared_dir(name)
     if not directory.is_dir():
         raise ModelError(
-            f"model.path: {name!r} is not prepared yet, there is no {directory}; type: libra model prepare {name} "
+            f"model.path: {name!r} is not prepared yet, there is no {directory}; type: python workflows/prepare_model.py "
             f"(needs pip install 'libra-rl[model]'; {MODELS_VARIABLE} names another place)"
         )
     return whole_model(directory, name)

@@ -57,7 +57,7 @@ class ModelSection(Section):
 
     path: Annotated[str, Field(min_length=1)] = "libra/tiny-arithmetic"
     """A Hugging Face id ("org/name"), a directory in Hugging Face layout, a model that ships with Libra ("libra/name"), or one that
-    `libra model prepare` downloads ("smollm2-135m")."""
+    workflows/prepare_model.py writes ("smollm2-135m")."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Number format of the weights in engines and trainer."""
     master_dtype: Literal["float32"] | None = "float32"

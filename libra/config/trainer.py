@@ -247,9 +247,6 @@ class TrainerSection(Section):
     recorded while it generated; their weights are the trainer's (Rollout Routing Replay). Removes what near ties of a router add to
     the mismatch. Needs a qwen3_moe model, engines transformers, no `rollout.kv_host_gib` and no `rollout.exact_logprobs`; takes
     2 x layers x experts per token bytes per token in records and engines."""
-    balance_experts: bool = False
-    """Choose which trajectories share a micro-batch so that the load of the experts is even, by recorded routes (`routes` replay).
-    With shared prompts, a row then holds samples of several. The result changes only by the rounding of sums."""
     gradient_checkpointing: bool = False
     """Keep only each layer's input and recompute the rest in the backward pass: less memory, about a third more
     compute."""

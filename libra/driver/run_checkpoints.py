@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from libra.driver.resume import prune_groups
 from libra.train.checkpoint import complete, newest, step_of
-from libra.train.checkpoint_retention import KeptCheckpoints
+from libra.train.checkpoint_directory import KeptCheckpoints
 from libra.worker.checkpoint_writer import checkpoint_is_due
 from libra.worker.run_spec import RunSpec
 
@@ -49,7 +49,7 @@ class RunCheckpoints:
         return self._kept.best() if self._spec.config.checkpoint.keep_best else None
 
     def score(self, version: int, reward: float) -> None:
-        """Record the reward of a version that has a checkpoint; see `libra.train.checkpoint_retention`."""
+        """Record the reward of a version that has a checkpoint; see `libra.train.checkpoint_directory`."""
         if version and checkpoint_is_due(self._spec.config, version):
             self._kept.score(version, reward)
             self._kept.tidy()

@@ -40,8 +40,8 @@ from libra.orderings import check_ordering
 from libra.planner.from_config import check_runnable
 from libra.store.epochs import take_epoch
 from libra.store.trajectory_journal import sweep_logs
+from libra.train.checkpoint_directory import checked_start
 from libra.train.own_parts import check_own_parts
-from libra.train.start_checks import checked_start
 from libra.transport import new_secret
 from libra.worker.engine_factory import check_engine
 from libra.worker.run_spec import RunSpec

@@ -11,8 +11,7 @@ import numpy as np
 
 from libra.errors import MismatchAlarm, TrainError, shell_path
 from libra.facts import IterationFinished, MismatchFound, StepFinished
-from libra.train.mismatch import alarm_text
-from libra.train.mismatch_parts import metrics_of
+from libra.train.mismatch import alarm_text, metrics_of
 from libra.train.replica_settings import rounding_nats
 from libra.worker.batch_rows import FETCHED, SliceFetcher, lazy_batch, members_of
 from libra.worker.gang_member import turn

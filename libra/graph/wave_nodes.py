@@ -85,7 +85,7 @@ def accumulate(run: str, wave: dict[str, Any], rank: int) -> dict[str, Any]:
         numbers |= {"train_s": time.time() - started_s} | (fetcher.numbers if fetcher is not None else {})
         if rank == 0:
             opened, train_s = trainer.replica.open_step, round(numbers["train_s"], 6)
-            hybrids = opened.partial.hybrids if opened is not None else 0
+            hybrids = opened.hybrids if opened is not None else 0
             host.context.report(WaveTrained(batch, number, groups, wave["missing"], train_s, hybrids))
     return numbers
 

@@ -41,7 +41,7 @@ from libra.rollout.weight_loading import ExpectedWeights
 from libra.sim.configured import drawn_workload, simulator_of
 from libra.sim.simulator import Simulator
 from libra.train import GroupRewards, Replica, TrainSettings
-from libra.train.model_loading import load_model
+from libra.train.logprobs import load_model
 from libra.train.own_parts import (
     check_advantage,
     check_loss,

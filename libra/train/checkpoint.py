@@ -8,7 +8,7 @@
                                                      <parameter>.master where the optimizer's weights are wider,
                                                      and <tensor>.ewma with ``trainer.old_logp=ewma``
         trainer.json                                 schema, steps_done, settings, seed, dtype, digests, last_report; sealed
-    checkpoints/best -> step-000012                  see `libra.train.checkpoint_retention`
+    checkpoints/best -> step-000012                  see `libra.train.checkpoint_directory`
 
 Invariants
 ----------
@@ -39,12 +39,10 @@ from libra.errors import CheckpointError, disk_refusal
 from libra.seals import sealed_text, unseal
 from libra.tensor_files import FACTS_FILE, OPTIMIZER_FILE, WEIGHTS_PATTERN, altered_files, small_files
 from libra.tensors import digest
-from libra.train.adapter_files import ADAPTER_DIR, adapter_config, write_adapter
-from libra.train.low_rank import LowRankWeights
 from libra.train.model_layout import laid_out, whole
-from libra.train.moving_average import EWMA
 from libra.train.replica_state import ReplicaState
 from libra.train.step_report import StepReport
+from libra.train.weight_copies import ADAPTER_DIR, EWMA, LowRankWeights, adapter_config, write_adapter
 
 logger = logging.getLogger(__name__)
 
@@ -127,7 +125,7 @@ class ReplicaSnapshot:
             "steps_done": replica.steps_done,
             "settings": replica.settings.of_a_step(),
             "seed": replica.seed,
-            "kl_coef": replica.kl.value,
+            "kl_coef": replica.gradient.kl.value,
             "dtype": str(replica.dtype).removeprefix("torch."),
             "last_report": replica.last_report.as_dict() if replica.last_report else None,
         }
@@ -197,7 +195,7 @@ def load_checkpoint(directory: Path, replica: ReplicaState) -> None:
     _take_optimizer(replica, optimizer)
     replica.steps_done = int(facts["steps_done"])
     if replica.settings.kl_target is not None:
-        replica.kl.value = float(facts.get("kl_coef", replica.kl.value))
+        replica.gradient.kl.value = float(facts.get("kl_coef", replica.gradient.kl.value))
     replica.last_report = StepReport(**facts["last_report"]) if facts["last_report"] else None
 
 

@@ -28,9 +28,8 @@ from typing import Any
 from torch import Tensor
 
 from libra.errors import TransferError
-from libra.train.minibatch_slices import to_tensors
 from libra.train.samples import Sample
-from libra.train.wire import PURPOSE, Message, Wire
+from libra.train.wire import PURPOSE, Message, Wire, to_tensors
 from libra.transport import Channel, Server
 
 logger = logging.getLogger(__name__)
@@ -84,8 +83,6 @@ class HybridPool:
 
     Attributes
     ----------
-    address : (str, int)
-        Where hybrids connect.
     stale : bool
         Whether the weights have changed since they were last published.
     """
@@ -108,13 +105,17 @@ class HybridPool:
         self._source = source
         self._changed = threading.Condition()
         self._hybrids: list[_Hybrid] = []
-        self._working: list[_Hybrid] = []
-        self._ticket = self._version = self._planned = 0
+        self._working: list[_Hybrid | None] = []  # by slice; None: there was no hybrid for it
+        self._ticket = self._version = 0
         self._weights: dict[str, Tensor] | None = None
         self._traffic = dict.fromkeys(_TRAFFIC, 0.0)
         self._closed = False
         self._server = Server(self._serve, secret=token, purpose=PURPOSE, host=host, port=port, silence_s=None)
-        self.address: tuple[str, int] = self._server.address
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Where hybrids connect."""
+        return self._server.address
 
     # ---------------------------------------------------------------- of the training thread
 
@@ -170,21 +171,20 @@ class HybridPool:
             for hybrid in self._hybrids:  # slices of a failed step were not collected
                 hybrid.ticket = hybrid.result = None
             self._release_leaving()
-            members = self._members()[: len(slices)]
-            self._working = []
-            for hybrid, samples in zip(members, slices, strict=False):
+            self._working = [None] * len(slices)
+            for number, (hybrid, samples) in enumerate(zip(self._members(), slices, strict=False)):
                 self._ticket += 1
                 hybrid.ticket, hybrid.result = self._ticket, None
                 fields = {"ticket": self._ticket, "version": self._version, "step": step, "stepped": stepped}
                 hybrid.outgoing.put(("work", fields, to_tensors(samples)))
-                self._working.append(hybrid)
-            self._planned = len(slices)
+                self._working[number] = hybrid
 
     def collect(self) -> list[Contribution | None]:
         """Wait for the contributions, in the order of `assign`; None if a slice is lost."""
         until_s = time.monotonic() + self._timeout_s
         with self._changed:
-            while waited_for := [hybrid for hybrid in self._working if hybrid.ticket is not None and not hybrid.gone]:
+            working = [hybrid for hybrid in self._working if hybrid is not None]
+            while waited_for := [hybrid for hybrid in working if hybrid.ticket is not None and not hybrid.gone]:
                 left_s = until_s - time.monotonic()
                 if left_s <= 0:
                     for hybrid in waited_for:
@@ -194,12 +194,12 @@ class HybridPool:
                         self._drop(hybrid)
                     break
                 self._changed.wait(left_s)
-            results = [hybrid.result for hybrid in self._working]
-            for hybrid in self._working:
+            results = [None if hybrid is None else hybrid.result for hybrid in self._working]
+            for hybrid in working:
                 hybrid.ticket = hybrid.result = None
             self._working = []
             self._release_leaving()
-            return results + [None] * (self._planned - len(results))
+            return results
 
     def traffic(self) -> dict[str, float]:
         """Bytes and seconds since the last call, under the names of `libra.train.step_report.StepReport`."""

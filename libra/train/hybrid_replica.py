@@ -14,10 +14,9 @@ from collections.abc import Callable, Mapping
 from torch import Tensor
 
 from libra.errors import TrainError, TransferError
-from libra.train.minibatch_slices import from_tensors
 from libra.train.replica import Replica
 from libra.train.step_report import Tally
-from libra.train.wire import Message, Wire, connect
+from libra.train.wire import Message, Wire, connect, from_tensors
 
 logger = logging.getLogger(__name__)
 

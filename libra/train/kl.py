@@ -1,6 +1,22 @@
-"""Estimators of the divergence from one policy to another, token by token.
+"""Divergences token by token: from a reference policy by estimators, and from a teacher as a loss of the student.
 
-Shape legend: N action tokens, in any arrangement; every function is elementwise.
+Teacher q and student p at each place, from part of the vocabulary: AsyncOPD (arXiv:2606.24143), after GKD
+(arXiv:2306.13649).
+
+``top_k``: the K tokens that the teacher finds likeliest, and all others together as one more outcome. The
+divergence of these K + 1 outcomes is at most that of the vocabulary, and equal to it where K is all of it.
+
+``sampled``, forward, a_i drawn by the teacher: ``1/m sum_i (log q(a_i) - log p(a_i))``.
+
+``sampled``, reverse, a_i drawn by the student as it was, p_old: ``-1/m sum_i rho(a_i) sg[A(a_i)]``, with
+``A = log q - log p`` of the student as it is now (fresh; "sg": no gradient) and ``rho = p / p_old``,
+unclipped. The gradient's mean is that of KL(p || q), however old p_old is, because sum_a p grad log p = 0:
+no bias in value and gradient, and 1 / m of the variance of one.
+
+Differs from the paper: its top-k sums over the K tokens alone, which is not a divergence: it can be
+negative, and in reverse it is smallest where the student leaves the K tokens. Here the rest is an outcome.
+
+Shape legend: N action tokens in any arrangement, K columns (tokens of the vocabulary) of each, O = K + 1.
 """
 
 from __future__ import annotations
@@ -8,10 +24,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import get_args
 
+import torch
 from torch import Tensor
 
 from libra.config.algorithms import KLEstimator
-from libra.train.choice_check import check_option
+from libra.config.distil import KLDirection
+from libra.train.sequences import check_option
 
 _MOST_CHANGE = 0.2
 KL_ESTIMATORS: tuple[str, ...] = get_args(KLEstimator)
@@ -23,7 +41,6 @@ def kl_estimate(
     estimator: str = "k3",
     *,
     bound: float | None = None,
-    log_ratio_bound: float | None = None,
 ) -> Tensor:
     """Estimate of KL(p | reference) at tokens drawn from p, in nats.
 
@@ -38,9 +55,8 @@ def kl_estimate(
     estimator : str
         One of `KL_ESTIMATORS`.
     bound : float, optional
-        The estimate is clamped to [-bound, bound]: 10 for k3 in verl, slime's low_var_kl, and all of OpenRLHF's.
-    log_ratio_bound : float, optional
-        For k3, d is clamped to [-log_ratio_bound, log_ratio_bound] before: 20 in verl. Beyond a bound the gradient is 0.
+        The estimate is clamped to [-bound, bound]: 10 for k3 in verl, slime's low_var_kl, and all of OpenRLHF's. For k3,
+        d is clamped to twice that before, as in verl. Beyond a bound the gradient is 0.
     """
     check_option("kl_estimate", estimator, KL_ESTIMATORS)
     difference_N = logp_N - reference_logp_N
@@ -53,8 +69,8 @@ def kl_estimate(
         value_N = 0.5 * difference_N.square()
     else:
         log_r_N = -difference_N
-        if log_ratio_bound is not None:
-            log_r_N = log_r_N.clamp(-log_ratio_bound, log_ratio_bound)
+        if bound is not None:
+            log_r_N = log_r_N.clamp(-2 * bound, 2 * bound)
         value_N = log_r_N.expm1() - log_r_N
     if bound is not None:
         value_N = value_N.clamp(-bound, bound)
@@ -62,13 +78,6 @@ def kl_estimate(
         return value_N
     gradient_N = 0.5 * difference_N.square()
     return gradient_N - gradient_N.detach() + value_N.detach()
-
-
-def k3(logp_N: Tensor, reference_logp_N: Tensor, *, bound: float | None = 10.0) -> Tensor:
-    """``kl_estimate(..., "k3")``, bounded as verl's low_var_kl unless ``bound`` is None."""
-    return kl_estimate(
-        logp_N, reference_logp_N, "k3", bound=bound, log_ratio_bound=None if bound is None else 2 * bound
-    )
 
 
 @dataclass(slots=True)
@@ -91,3 +100,34 @@ class KLCoefficient:
         if count:
             error = min(max(total / count / target - 1, -_MOST_CHANGE), _MOST_CHANGE)
             self.value *= max(0.0, 1 + error * count / horizon)
+
+
+def top_k_divergence(
+    logp_NK: Tensor, rest_N: Tensor, teacher_NK: Tensor, teacher_rest_N: Tensor, direction: KLDirection
+) -> Tensor:
+    """Divergence of K + 1 outcomes (N,) in nats, with gradient to ``logp_NK`` and ``rest_N``.
+
+    ``rest_N`` and ``teacher_rest_N`` are log-probabilities of all other tokens together, -inf where there is none.
+    """
+    ours_NO = torch.cat([logp_NK, rest_N[:, None]], -1)
+    theirs_NO = torch.cat([teacher_NK, teacher_rest_N[:, None]], -1)
+    weight_NO = theirs_NO if direction == "forward" else ours_NO
+    none_NO = weight_NO == -torch.inf  # 0 log 0 is 0; its gradient, too
+    gap_NO = (theirs_NO - ours_NO).masked_fill(none_NO, 0.0)
+    if direction == "reverse":
+        gap_NO = -gap_NO
+    return (weight_NO.masked_fill(none_NO, 0.0).exp().masked_fill(none_NO, 0.0) * gap_NO).sum(-1)
+
+
+def sampled_divergence(logp_NK: Tensor, teacher_NK: Tensor, old_NK: Tensor | None) -> Tensor:
+    """Estimate of the divergence (N,) in nats, with a gradient to ``logp_NK`` that is one of its gradient.
+
+    Parameters
+    ----------
+    old_NK : tensor or None
+        Log-probabilities with which the student drew the tokens: reverse. None: the teacher drew them, forward.
+    """
+    if old_NK is None:
+        return (teacher_NK - logp_NK).mean(-1)
+    advantage_NK = (teacher_NK - logp_NK).detach()
+    return -((logp_NK - old_NK).exp() * advantage_NK).mean(-1)

@@ -1,65 +1,156 @@
 """The mismatch of one step, rollout against trainer on the same tokens under the same weights, and its alarm.
 
-With g = log p(trainer) - log p(rollout) of a token and w = e^g: largest and mean |g|; k3 = mean of w - 1 - g (never negative,
-an estimate of KL(rollout | trainer)); and the effective sample size (sum w)^2 / (n sum w^2), 1 if the two agree. Mean |g| and k3
-are kept per engine and per length class too (`libra.train.mismatch_parts`): one engine of many that goes wrong hardly moves the
-mean.
+With g = log p(trainer) - log p(rollout) of a token and w = e^g: largest and mean |g|; k3 = mean of w - 1 - g (never
+negative, an estimate of KL(rollout | trainer)); and the effective sample size (sum w)^2 / (n sum w^2), 1 if the two agree.
+
+Mean |g| and k3 are kept per engine and per length class too: one engine of many that goes wrong hardly moves the mean.
+A *cell* is an engine and a length class; sums of cells are added up over micro-batches and replicas. A *part* is an
+engine, or a length class: the sum of its cells. Parts of fewer than `FEWEST_MISMATCH_TOKENS` tokens raise no alarm.
+Tokens of a slice that a hybrid replica computes count in the cells, not in the list of largest gaps.
 
 Invariants
+----------
 1. Only tokens whose weights and KV cache are both of the version being trained count: staleness is not mismatch. With
-   ``trainer.old_logp=version`` those of one older version count too, against the trainer under that version. Tokens that an
-   engine generated with KV kept from older weights are left out.
+   ``trainer.old_logp=version`` those of one older version count too, against the trainer under that version. Tokens that
+   an engine generated with KV kept from older weights are left out.
 2. Only tokens scored before the first optimizer step of a batch count, so that the trainer's weights are of that version
    too. Without any such token nothing was measured: the figures are None, not 0.
-3. Exactly 0 means bit for bit equal: with ``rollout.exact_logprobs`` both sides run `libra.scoring.score_alone` on the same
-   prefixes, one at a time.
+3. Exactly 0 means bit for bit equal: with ``rollout.exact_logprobs`` both sides run `libra.scoring.score_alone` on the
+   same prefixes, one at a time.
 
 Shape legend: N tokens.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
-import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from libra.config.trainer import FEWEST_MISMATCH_TOKENS, ROUNDING_NATS
 from libra.errors import MismatchAlarm
 from libra.scoring import score_alone
-from libra.train.mismatch_parts import add_actions, parts_of, worst_part
+from libra.train.packing import MicroBatch
 from libra.train.replica_settings import TrainSettings
 from libra.train.samples import Sample
-from libra.train.sequence_packing import MicroBatch
 from libra.train.step_report import Tally
 
+NUM_WORST: Final = 16
+"""Tokens with the largest gaps that a step records."""
+UNKNOWN: Final = "unknown"
+"""Engine of a token whose trajectory does not have it."""
+_CELL: Final = "mismatch/"
+Part = dict[str, float]
+"""tokens, mean_abs (nats), k3 (nats), max_abs (nats)."""
 
-def observe(tally: Tally, logp_N: Tensor, behaviour_logp_N: Tensor) -> None:
-    """Add tokens to the mismatch of a step: the trainer's log-probabilities and the engine's, in nats."""
-    if not len(logp_N):
+
+def length_class(num_tokens: int) -> int:
+    """Half an octave of trajectory lengths: class c begins at 2^(c/2) - 1 tokens."""
+    return math.floor(2 * math.log2(num_tokens + 1))
+
+
+def observe(tally: Tally, sample: Sample, actions: NDArray[np.integer[Any]], gaps: NDArray[np.float64]) -> None:
+    """Add actions of a sample (indices) with their log p(trainer) - log p(rollout), in all, in their cells and the largest."""
+    if not len(actions):
         return
-    gap_N = (logp_N - behaviour_logp_N).double()
-    weight_N = gap_N.exp()
+    weights = np.exp(gaps)
     tally.add(
-        mismatch_tokens=len(gap_N),
-        mismatch_sum=float(gap_N.abs().sum()),
-        mismatch_k3=float((gap_N.expm1() - gap_N).sum()),
-        mismatch_weight=float(weight_N.sum()),
-        mismatch_weight_square=float(weight_N.square().sum()),
+        mismatch_tokens=len(gaps),
+        mismatch_sum=float(np.abs(gaps).sum()),
+        mismatch_k3=float((np.expm1(gaps) - gaps).sum()),
+        mismatch_weight=float(weights.sum()),
+        mismatch_weight_square=float(np.square(weights).sum()),
     )
-    tally.at_least(mismatch=float(gap_N.abs().max()))
+    tally.at_least(mismatch=float(np.abs(gaps).max()))
+    lengths = length_class(sample.num_tokens + 1)
+    turns = np.searchsorted(sample.turn_at, sample.action_at[actions], side="right") - 1
+    engines = [sample.engines[turn] if 0 <= turn < len(sample.engines) else UNKNOWN for turn in turns]
+    names = sorted(set(engines))
+    numbers = np.array([names.index(engine) for engine in engines]) if len(names) > 1 else np.zeros(len(actions), int)
+    for number, engine in enumerate(names):
+        here, cell = gaps[numbers == number], f"{_CELL}{engine}/{lengths}/"
+        tally.add(
+            **{
+                f"{cell}tokens": len(here),
+                f"{cell}sum": float(np.abs(here).sum()),
+                f"{cell}k3": float((np.expm1(here) - here).sum()),
+            }
+        )
+        tally.at_least(**{f"{cell}max": float(np.abs(here).max())})
+    full = len(tally.worst) == NUM_WORST
+    floor = abs(tally.worst[-1]["trainer"] - tally.worst[-1]["rollout"]) if full else -1.0
+    for index in np.argsort(-np.abs(gaps), kind="stable")[:NUM_WORST]:
+        action, gap = int(actions[index]), float(gaps[index])
+        if abs(gap) <= floor:
+            break
+        tally.worst.append(
+            {
+                "trajectory": sample.name,
+                "token": int(sample.action_at[action]) + 1,
+                "token_id": int(sample.target[action]),
+                "engine": engines[index],
+                "rollout": float(sample.behaviour_logp[action]),
+                "trainer": float(sample.behaviour_logp[action]) + gap,
+            }
+        )
+    tally.worst = largest(tally.worst)
+
+
+def largest(tokens: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The `NUM_WORST` tokens with the largest gaps, the largest first; ties as they came."""
+    return sorted(tokens, key=lambda token: -abs(token["trainer"] - token["rollout"]))[:NUM_WORST]
+
+
+def parts_of(tally: Tally) -> dict[str, Part]:
+    """Every part of a step by name: ``engine NAME`` or ``length class N``."""
+    parts: dict[str, Part] = {}
+    for name, count in tally.sums.items():
+        if not (name.startswith(_CELL) and name.endswith("/tokens")):
+            continue
+        cell = name.removesuffix("tokens")
+        engine, lengths = cell.removeprefix(_CELL).rstrip("/").rsplit("/", 1)
+        for part in (f"engine {engine}", f"length class {lengths}"):
+            kept = parts.setdefault(part, {"tokens": 0.0, "mean_abs": 0.0, "k3": 0.0, "max_abs": 0.0})
+            kept["tokens"] += count
+            kept["mean_abs"] += tally.sums[f"{cell}sum"]
+            kept["k3"] += tally.sums[f"{cell}k3"]
+            kept["max_abs"] = max(kept["max_abs"], tally.maxima[f"{cell}max"])
+    for kept in parts.values():
+        kept["mean_abs"] /= kept["tokens"]
+        kept["k3"] /= kept["tokens"]
+    return dict(sorted(parts.items()))
+
+
+def worst_part(parts: Mapping[str, Mapping[str, float]], figure: str) -> tuple[str, float, int] | None:
+    """Name, figure and tokens of the part of enough tokens with the largest ``figure``; None without such a part."""
+    enough = [(part[figure], name) for name, part in parts.items() if part["tokens"] >= FEWEST_MISMATCH_TOKENS]
+    if not enough:
+        return None
+    value, name = max(enough)
+    return name, float(value), int(parts[name]["tokens"])
+
+
+def metrics_of(parts: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """Metrics of the parts: mean gap and k3 of each engine and each length class."""
+    found = {}
+    for name, part in parts.items():
+        kind, _, which = name.rpartition(" ")
+        label = which if kind == "engine" else f"length_{which}"
+        found[f"mismatch_mean_abs/{label}"] = float(part["mean_abs"])
+        found[f"mismatch_k3/{label}"] = float(part["k3"])
+    return found
 
 
 def observe_batch(tally: Tally, batch: MicroBatch, logp_N: Tensor) -> None:
-    """The current tokens of a micro-batch, in all and by engine and length class; ``logp_N``: the trainer's of all its actions."""
-    current_N = batch.current_N
-    observe(tally, logp_N[current_N], batch.behaviour_logp_N[current_N])
+    """The current tokens of a micro-batch; ``logp_N``: the trainer's of all its actions."""
     gaps, first = (logp_N - batch.behaviour_logp_N).double().cpu().numpy(), 0
     for sample in batch.samples:
         actions = np.flatnonzero(sample.current)
-        add_actions(tally, sample, actions, gaps[first + actions])
+        observe(tally, sample, actions, gaps[first + actions])
         first += sample.num_actions
 
 
@@ -70,20 +161,17 @@ def observe_alone(tally: Tally, model: Any, samples: Sequence[Sample], temperatu
             start = max((each for each in sample.starts if each <= sample.action_at[begin]), default=0)
             ids = np.append(sample.token_ids, sample.target[-1])[start : sample.action_at[end - 1] + 2]
             logp = score_alone(model, ids, int(sample.action_at[begin]) + 1 - start, temperature)
-            behaviour = sample.behaviour_logp[begin:end]
-            observe(tally, torch.from_numpy(logp), torch.from_numpy(behaviour))
-            add_actions(tally, sample, np.arange(begin, end), (logp - behaviour).astype(np.float64))
+            gaps = (logp - sample.behaviour_logp[begin:end]).astype(np.float64)
+            observe(tally, sample, np.arange(begin, end), gaps)
 
 
 def observe_versions(tally: Tally, samples: Sequence[Sample]) -> None:
     """The stale tokens that were scored under the weights of their own version."""
     for sample in samples:
-        if sample.proximal_logp is None:
-            continue
-        actions = np.flatnonzero(~sample.current & (sample.version >= 0) & np.isfinite(sample.proximal_logp))
-        logp, behaviour = sample.proximal_logp[actions].astype(np.float64), sample.behaviour_logp[actions]
-        observe(tally, torch.from_numpy(logp), torch.from_numpy(behaviour))
-        add_actions(tally, sample, actions, logp - behaviour)
+        if sample.proximal_logp is not None:
+            actions = np.flatnonzero(~sample.current & (sample.version >= 0) & np.isfinite(sample.proximal_logp))
+            gaps = sample.proximal_logp[actions].astype(np.float64) - sample.behaviour_logp[actions]
+            observe(tally, sample, actions, gaps)
 
 
 def stretches(sample: Sample) -> Iterator[tuple[int, int]]:

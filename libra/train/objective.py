@@ -5,7 +5,7 @@
     loss of a token = keep x weight x policy loss(p_now / p_old, advantage) + kl_coef x KL estimate - entropy_coef x entropy
 
 With a teacher (``distil``) the policy loss is multiplied by ``reward_coef``, and the divergence from the teacher is added where it
-has scored the token (`libra.train.losses.distillation`).
+has scored the token (`libra.train.kl`).
 
 ``keep`` is 0 where a mask leaves the token out of the policy loss: ``reject``, ``off_policy_threshold``, or the minibatch's
 ``m2po_threshold``. Such a token still counts in the denominator, and in the mean ratio of its sequence. VESPO's weight is inside
@@ -38,7 +38,6 @@ import torch
 from torch import Tensor
 
 from libra.named_parts import is_named
-from libra.train.aggregation import Aggregation
 from libra.train.corrections import (
     binary_kl_mask,
     importance_weights,
@@ -46,7 +45,7 @@ from libra.train.corrections import (
     rejection_mask,
     two_factors,
 )
-from libra.train.kl import kl_estimate
+from libra.train.kl import kl_estimate, sampled_divergence, top_k_divergence
 from libra.train.losses import (
     cispo_loss,
     clip_sums,
@@ -56,17 +55,15 @@ from libra.train.losses import (
     gspo_loss,
     ppo_loss,
     reinforce_loss,
-    sampled_divergence,
     sapo_loss,
     sequence_ratio,
-    top_k_divergence,
     vespo_loss,
 )
 from libra.train.own_parts import own_losses
+from libra.train.packing import MicroBatch
 from libra.train.replica_settings import TrainSettings
-from libra.train.sequence_packing import MicroBatch
-from libra.train.sequences import Sequences
-from libra.train.taught_tokens import TaughtTokens
+from libra.train.samples import TaughtTokens
+from libra.train.sequences import Aggregation, Sequences
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +99,8 @@ class Objective:
         reference_logp_N: Tensor | None = None,
         columns_NK: Tensor | None = None,
         rest_N: Tensor | None = None,
-    ) -> tuple[Tensor, dict[str, float]]:
-        """Loss of each token (N,), with gradient, and sums for a report.
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Loss of each token (N,), with gradient, and sums for a report (scalars).
 
         ``logp_N`` has a gradient, and ``entropy_N`` if there is a bonus. Where a teacher scored, ``columns_NK`` and ``rest_N`` are
         log-probabilities of ``batch.taught.columns_NK`` and of all other tokens, with gradient. Without
@@ -121,41 +118,35 @@ class Objective:
                 taught_N, of_teacher = self._taught(batch.taught, columns_NK, rest_N)
                 loss_N, sums = loss_N + _once(taught_N, batch), sums | of_teacher
         if reference_logp_N is not None:
-            kl_N = kl_estimate(
-                logp_N,
-                reference_logp_N,
-                settings.kl_estimator,
-                bound=settings.kl_bound,
-                log_ratio_bound=None if settings.kl_bound is None else 2 * settings.kl_bound,
-            )
+            kl_N = kl_estimate(logp_N, reference_logp_N, settings.kl_estimator, bound=settings.kl_bound)
             loss_N = loss_N + settings.kl_coef * _once(kl_N, batch)
-            sums["kl_reference"] = float(kl_N.detach().sum())
+            sums["kl_reference"] = kl_N.detach().sum()
         if settings.entropy_coef:
             loss_N = loss_N - settings.entropy_coef * _once(entropy_N, batch)
         sums |= {
-            "weight_sum": float((keep_N * weight_N).sum()),
-            "weight_square_sum": float((keep_N * weight_N).double().square().sum()),
-            "rejected": len(keep_N) - float(keep_N.sum()),
-            "exact_old": float(exact_N.sum()),
+            "weight_sum": (keep_N * weight_N).sum(),
+            "weight_square_sum": (keep_N * weight_N).double().square().sum(),
+            "rejected": len(keep_N) - keep_N.sum(),
+            "exact_old": exact_N.sum(),
         }
         return loss_N, sums | self._corrected(batch, old_N, weight_N)
 
     def _taught(
         self, taught: TaughtTokens, columns_NK: Tensor, rest_N: Tensor | None
-    ) -> tuple[Tensor, dict[str, float]]:
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """The divergence from the teacher (N,), 0 where it has not scored, and sums for a report."""
         assert self.settings.distil is not None
-        known_N, sums = taught.known_N, {"taught": float(taught.known_N.sum())}
+        known_N, sums = taught.known_N, {"taught": taught.known_N.sum()}
         if taught.rest_N is not None and rest_N is not None:
             direction = self.settings.distil.divergence
             found_N = top_k_divergence(columns_NK, rest_N, taught.logp_NK, taught.rest_N, direction)
             teacher_N, student_N = (1 - each.detach().exp() for each in (taught.rest_N, rest_N))
-            sums["top_k_teacher"] = float(teacher_N[known_N].sum())
-            sums["top_k_student"] = float(student_N[known_N].sum())
+            sums["top_k_teacher"] = (teacher_N * known_N).sum()
+            sums["top_k_student"] = (student_N * known_N).sum()
         else:
             found_N = sampled_divergence(columns_NK, taught.logp_NK, taught.old_NK)
         found_N = torch.where(known_N, found_N, torch.zeros_like(found_N))
-        sums["kl_teacher"] = float(found_N.detach().sum())
+        sums["kl_teacher"] = found_N.detach().sum()
         return found_N, sums
 
     def policy_losses(
@@ -260,17 +251,17 @@ class Objective:
         return keep_N
 
     @torch.no_grad()
-    def _corrected(self, batch: MicroBatch, old_N: Tensor, weight_N: Tensor) -> dict[str, float]:
+    def _corrected(self, batch: MicroBatch, old_N: Tensor, weight_N: Tensor) -> dict[str, Tensor]:
         """The number of tokens whose weight was changed by its bounds."""
         if self.settings.correction == "none":
-            return {"corrected": 0.0}
+            return {}
         free_N = importance_weights(
             old_N - batch.behaviour_logp_N, batch.sequences, level=self.settings.correction_level, action="none"
         )
-        return {"corrected": float((free_N != weight_N).sum())}
+        return {"corrected": (free_N != weight_N).sum()}
 
     @torch.no_grad()
-    def _sums(self, logp_N: Tensor, old_N: Tensor, advantage_N: Tensor, sequences: Sequences) -> dict[str, float]:
+    def _sums(self, logp_N: Tensor, old_N: Tensor, advantage_N: Tensor, sequences: Sequences) -> dict[str, Tensor]:
         """Ratios and clipped tokens of this loss."""
         settings = self.settings
         low, high = settings.clip_low, settings.clip_high
@@ -292,8 +283,8 @@ class Objective:
                 divergence=settings.dppo_divergence,
             )
             sums |= {
-                "clipped_low": float((out_N & (advantage_N < 0)).sum()),
-                "clipped_high": float((out_N & (advantage_N > 0)).sum()),
+                "clipped_low": (out_N & (advantage_N < 0)).sum(),
+                "clipped_high": (out_N & (advantage_N > 0)).sum(),
             }
         return sums
 

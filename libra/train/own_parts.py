@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,7 +21,7 @@ from torch import Tensor
 from libra.config.trainer import TrainerSection
 from libra.errors import ConfigError, TrainError
 from libra.named_parts import is_named, named_function, named_part
-from libra.train.advantages.batch import GroupRewards
+from libra.train.advantages import GroupRewards
 from libra.train.replica_settings import TrainSettings
 from libra.train.sequences import Packed, Sequences
 
@@ -155,16 +156,10 @@ def check_loss(name: str, trainer: TrainerSection | None = None) -> None:
     advantage_N = torch.tensor([1.0, 1.0, 1.0, -0.5, -0.5])
     sequences = Packed(torch.tensor([0, 0, 0, 1, 1]), 2)
     named_function(field, name, LOSS_CALL, logp_N, old_N, advantage_N, sequences=sequences, settings=settings)
-    try:
+    with _tried(field, name, "5 tokens", LOSS_CALL):
         loss_N = own_losses(settings, logp_N, old_N, advantage_N, sequences)
         if loss_N.requires_grad:
             loss_N.sum().backward()  # type: ignore[no-untyped-call]
-    except TrainError as error:
-        raise ConfigError(str(error)) from error
-    except Exception as error:  # the boundary to a user's function
-        raise ConfigError(
-            f"{field}: {name!r} raised {type(error).__name__}: {error}, for 5 tokens; it is called as {LOSS_CALL}"
-        ) from error
     gradient_N = logp_N.grad
     if gradient_N is None or not bool(gradient_N.any()):
         raise ConfigError(
@@ -183,14 +178,8 @@ def check_advantage(name: str, trainer: TrainerSection | None = None) -> None:
     named_function(field, name, ADVANTAGE_CALL, groups, settings=settings)
     estimate = estimator_of(settings)
     assert callable(estimate)
-    try:
+    with _tried(field, name, "3 groups", ADVANTAGE_CALL):
         estimate(groups)
-    except TrainError as error:
-        raise ConfigError(str(error)) from error
-    except Exception as error:  # the boundary to a user's function
-        raise ConfigError(
-            f"{field}: {name!r} raised {type(error).__name__}: {error}, for 3 groups; it is called as {ADVANTAGE_CALL}"
-        ) from error
 
 
 def check_schedule(name: str, trainer: TrainerSection | None = None) -> None:
@@ -198,14 +187,21 @@ def check_schedule(name: str, trainer: TrainerSection | None = None) -> None:
     settings, field = _settings(trainer, lr_schedule=name), "trainer.lr_schedule"
     named_function(field, name, SCHEDULE_CALL, 0, settings=settings)
     for step in (0, 1, 1000):
-        try:
+        with _tried(field, name, f"step {step}", SCHEDULE_CALL):
             settings.lr_at(step)
-        except TrainError as error:
-            raise ConfigError(str(error)) from error
-        except Exception as error:  # the boundary to a user's function
-            raise ConfigError(
-                f"{field}: {name!r} raised {type(error).__name__}: {error}, for step {step}; it is called as {SCHEDULE_CALL}"
-            ) from error
+
+
+@contextmanager
+def _tried(field: str, name: str, what: str, call: str) -> Iterator[None]:
+    """The boundary to a user's function: ConfigError for whatever it raises."""
+    try:
+        yield
+    except TrainError as error:
+        raise ConfigError(str(error)) from error
+    except Exception as error:
+        raise ConfigError(
+            f"{field}: {name!r} raised {type(error).__name__}: {error}, for {what}; it is called as {call}"
+        ) from error
 
 
 def group_of(rewards: Sequence[float]) -> GroupRewards:

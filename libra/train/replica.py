@@ -9,7 +9,7 @@ Invariants
    again (a relaunched task changes nothing); every other number is a TrainError.
 2. A step that fails (NaN, bad trajectory) leaves weights, optimizer state and step count as they were.
 3. A gradient is the sum over the minibatch's action tokens of weight x gradient. It is divided once, when the sum is
-   complete, by the denominator of the sum of weights (`libra.train.aggregation`), independent of the layout in
+   complete, by the denominator of the sum of weights (`libra.train.sequences`), independent of the layout in
    micro-batches and over replicas.
 4. ``behaviour_logprob`` is read and never written; trajectories of a failure class that does not train have no part in
    numerator or denominator.
@@ -21,34 +21,38 @@ Invariants
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from libra.errors import TrainError
 from libra.train import mismatch
-from libra.train.balanced_partition import karmarkar_karp
 from libra.train.checkpoint import ReplicaSnapshot, load_checkpoint, load_optimizer, save_checkpoint
-from libra.train.gradient_reduction import PartialGradient, add_slices, offer_weights, sum_over_core
-from libra.train.lazy_batch import LazyBatch, samples_of
-from libra.train.mismatch_parts import largest, parts_of
-from libra.train.model_layout import local
-from libra.train.model_loading import load_model
-from libra.train.old_policies import Published, under_average, under_versions
-from libra.train.open_step import OpenStep
-from libra.train.process_memory import StepMemory
+from libra.train.gradient_reduction import StepGradient
+from libra.train.logprobs import load_model
+from libra.train.mismatch import largest, parts_of
+from libra.train.model_layout import local, part_of
+from libra.train.packing import karmarkar_karp
 from libra.train.replica_group import TrainGroup
 from libra.train.replica_settings import TrainSettings
 from libra.train.replica_state import ReplicaState
-from libra.train.samples import Sample
+from libra.train.samples import LazyBatch, Sample, samples_of
 from libra.train.slice_gradient import SliceGradient
-from libra.train.step_report import StepReport, Tally
-from libra.train.token_advantages import has_token_rewards, with_token_advantages
+from libra.train.step_report import StepMemory, StepReport, Tally
 from libra.types import Trajectory
+
+logger = logging.getLogger(__name__)
+
+Published = Callable[[int], Mapping[str, Tensor] | None]
+"""The weights of a version by name, whole; None if they are not there any more."""
 
 
 class Replica(ReplicaState):
@@ -79,9 +83,7 @@ class Replica(ReplicaState):
 
     Attributes
     ----------
-    gradient : SliceGradient
-        Computes this replica's slices.
-    open_step : OpenStep or None
+    open_step : StepGradient or None
         The step whose waves are being added.
     published : callable or None
         The weights of an earlier version, for ``trainer.old_logp=version``.
@@ -120,12 +122,12 @@ class Replica(ReplicaState):
         for each in (model, reference):
             if each is not None:
                 each.to(place)
-        self.gradient = SliceGradient(model, settings, group, place, reference)
-        self.open_step: OpenStep | None = None
+        self.open_step: StepGradient | None = None
         self.published: Published | None = None
         self.digests = True
         wide = None if master_dtype is None else _dtype(master_dtype)
-        super().__init__(model, settings, group, device=place, master_dtype=wide, seed=seed, base_dir=base)
+        gradient = SliceGradient(model, settings, group, place, reference)
+        super().__init__(model, gradient, master_dtype=wide, seed=seed, base_dir=base)
 
     def save(self, directory: str | Path) -> None:
         """Write model (Hugging Face layout), tokenizer and optimizer state as a new directory, whole or not at all."""
@@ -171,11 +173,11 @@ class Replica(ReplicaState):
             As `step`; the waves added before are dropped too.
         """
         self._check_next(step)
-        opened = self.open_step = self.open_step or OpenStep(step)
+        opened = self.open_step = self.open_step or StepGradient(self, step)
         try:
             with self.undisturbed(), opened.working():
                 self._memory.start()
-                self._add(self._samples(trajectories, step, opened.tally), opened.partial, step, opened.tally)
+                self._add(self._samples(trajectories, step, opened.tally), opened)
                 opened.tally.at_least(peak_bytes=self._memory.peak_bytes())
         except BaseException:
             self.abandon()
@@ -192,7 +194,7 @@ class Replica(ReplicaState):
         try:
             with self.undisturbed(), opened.working():
                 self._set_lr(step)
-                self._apply(opened.partial, step, opened.tally)
+                self._apply(opened)
                 return self._report(step, opened.tally, opened.began_s)
         finally:
             self.abandon()
@@ -200,7 +202,7 @@ class Replica(ReplicaState):
     def abandon(self) -> None:
         """Drop the gradients of an open step."""
         self.open_step = None
-        self.kl.seen = (0.0, 0)
+        self.gradient.kl.seen = (0.0, 0)
         self.optimizer.zero_grad(set_to_none=True)
 
     def _done(self, step: int) -> StepReport | None:
@@ -226,7 +228,7 @@ class Replica(ReplicaState):
         started = time.perf_counter()
         old_logp = self.settings.old_logp
         proximal = old_logp not in ("behaviour", "ewma") and self.settings.epochs * self.settings.minibatches > 1
-        whole = proximal or old_logp in ("version", "ewma") or has_token_rewards(self.settings)
+        whole = proximal or old_logp in ("version", "ewma") or self.settings.has_token_rewards
         whole = whole or self.settings.exact_logprobs or self.settings.m2po_threshold is not None
         samples = samples_of(trajectories, step, whole=whole)
         tally.add(
@@ -238,20 +240,74 @@ class Replica(ReplicaState):
         if self.settings.exact_logprobs:
             mismatch.observe_alone(tally, self.model, samples, self.settings.temperature)
         began = time.perf_counter()
-        if has_token_rewards(self.settings):
-            samples = with_token_advantages(self.gradient, samples, self.kl, tally)
+        if self.settings.has_token_rewards:
+            samples = self.gradient.with_token_advantages(samples, tally)
         if proximal:
             samples = self.gradient.with_proximal(samples)
         if old_logp == "version":
-            samples = under_versions(self, self.gradient, self.published, samples, step)
-            if (
-                not self.settings.exact_logprobs
-            ):  # by which the engine's are the version's without a pass of the trainer
+            samples = self.under_versions(samples, step)
+            if not self.settings.exact_logprobs:  # else the engine's are the version's, without a pass of the trainer
                 mismatch.observe_versions(tally, samples)
         elif self.average is not None:
-            samples = under_average(self, self.gradient, self.average, samples)
+            with self.lending() as put:
+                put({name: local(tensor) for name, tensor in self.average.tensors.items()})
+                samples = self.gradient.with_proximal(samples)
         tally.add(old_logp_s=time.perf_counter() - began)
         return samples
+
+    def under_versions(self, samples: Sequence[Sample], step: int) -> list[Sample]:
+        """``samples`` for step ``step`` with the log-probability of each stale token under the weights that sampled it.
+
+        Tokens of the weights being trained keep theirs, NaN if it was not computed: then it is the step's own. NaN too where
+        the weights of the token's version are gone. Where engines score alone what they generate
+        (``rollout.exact_logprobs``), theirs is the version's already, without a pass. A token counts as exact only if its
+        weights and KV cache are of one version. TrainError if there are stale tokens and `published` is None.
+        """
+        useful = self.gradient.useful(samples)
+        old: dict[int, NDArray[np.floating[Any]]] = {
+            id(sample): np.full(sample.num_actions, np.nan)
+            if sample.proximal_logp is None
+            else np.where(sample.current, sample.proximal_logp, np.nan)
+            for sample in useful
+        }
+        versions = sorted({int(version) for sample in useful for version in np.unique(sample.version)} - {step, -1})
+        if self.settings.exact_logprobs:
+            for sample in useful:
+                stale = np.isin(sample.version, versions)
+                old[id(sample)] = np.where(stale, sample.behaviour_logp, old[id(sample)])
+        elif versions:
+            if self.published is None:
+                raise TrainError(
+                    f"trainer.old_logp: version, and step {step} has tokens of versions {versions}, whose weights this replica "
+                    "was not given; set Replica.published, or give trainer.old_logp=exact"
+                )
+            self._score_versions(useful, versions, self.published, old)
+        return [replace(sample, proximal_logp=old[id(sample)]) if id(sample) in old else sample for sample in samples]
+
+    def _score_versions(
+        self,
+        samples: Sequence[Sample],
+        versions: Sequence[int],
+        published: Published,
+        old: dict[int, NDArray[np.floating[Any]]],
+    ) -> None:
+        """Score the tokens of each version under its weights, into ``old``; each sample by one replica of the group."""
+        with self.lending() as put:
+            for version in versions:
+                weights = published(version)
+                if not all(self.group.gather(weights is not None)):
+                    logger.warning(
+                        "the weights of version %d are gone; its tokens have the engine's log-probabilities", version
+                    )
+                    continue
+                assert weights is not None
+                put({n: part_of(weights[n], tensor) for n, tensor in self.tensors().items() if n in weights})
+                chosen = [(sample, np.flatnonzero(sample.version == version)) for sample in samples]
+                chosen = [(sample, at) for sample, at in chosen if len(at)]
+                scored = self.gradient.scored([sample.only(at) for sample, at in chosen])
+                for (sample, at), logp in zip(chosen, scored, strict=True):
+                    old[id(sample)] = old[id(sample)].astype(logp.dtype)
+                    old[id(sample)][at] = logp
 
     def _step(self, trajectories: Sequence[Trajectory] | LazyBatch, step: int) -> StepReport:
         started = time.perf_counter()
@@ -262,10 +318,9 @@ class Replica(ReplicaState):
         backup = self.backup() if len(passes) > 1 else None
         try:
             for minibatch in passes:
-                partial = PartialGradient()
-                chosen = self.gradient.with_kept(minibatch, fresh=tally.stepped)
-                self._add(chosen, partial, step, tally)
-                self._apply(partial, step, tally)
+                partial = StepGradient(self, step, tally)
+                self._add(self.gradient.with_kept(minibatch, fresh=tally.stepped), partial)
+                self._apply(partial)
         except BaseException:
             if backup is not None:
                 self.restore(*backup)
@@ -287,22 +342,23 @@ class Replica(ReplicaState):
             passes += [[shuffled[index] for index in part] for part in parts]
         return passes
 
-    def _add(self, samples: list[Sample], partial: PartialGradient, step: int, tally: Tally) -> None:
+    def _add(self, samples: list[Sample], partial: StepGradient) -> None:
         """Add the gradient of a minibatch or wave."""
         began = time.perf_counter()
-        add_slices(self, self.gradient, samples, partial, step, tally)
-        packed_s = tally.sums.pop("slice_pack_s", 0.0)
-        tally.add(pack_s=packed_s, forward_backward_s=time.perf_counter() - began - packed_s)
+        partial.add(samples)
+        packed_s = partial.tally.sums.pop("slice_pack_s", 0.0)
+        partial.tally.add(pack_s=packed_s, forward_backward_s=time.perf_counter() - began - packed_s)
 
-    def _apply(self, partial: PartialGradient, step: int, tally: Tally) -> None:
+    def _apply(self, partial: StepGradient) -> None:
         """One optimizer step, or none if no sample had a gradient."""
+        step, tally = partial.step, partial.tally
         tally.add(minibatches=1)
         if not partial.useful:
             return
         began = time.perf_counter()
-        sum_over_core(self, tally)
+        partial.sum_over_core()
         summed = time.perf_counter()
-        partial.check(step)
+        partial.check()
         divisor = self.gradient.objective.aggregation.divisor_of(partial.merged)
         torch._foreach_div_([local(p.grad) for p in self.optimized().values() if p.grad is not None], divisor)
         tally.add(loss=tally.sums.pop("loss_sum", 0.0) / divisor)
@@ -311,7 +367,7 @@ class Replica(ReplicaState):
         waited_s = self.before_change(step)
         self.apply_gradient(step, tally)
         if partial.connected:
-            offer_weights(self)
+            self.offer_weights()
         optimizer_s = time.perf_counter() - summed - waited_s
         tally.add(forward_backward_s=summed - began, optimizer_s=optimizer_s, publish_wait_s=waited_s)
 
@@ -320,14 +376,14 @@ class Replica(ReplicaState):
         tally.add(publish_wait_s=self.before_change(step))  # without a gradient too
         if self.average is not None:
             self.average.move(self.tensors())
-        tally.add(kl_coef=self.kl.value)
+        tally.add(kl_coef=self.gradient.kl.value)
         if self.settings.kl_target is not None:
-            self.kl.adapt(self.settings.kl_target, self.settings.kl_horizon)
+            self.gradient.kl.adapt(self.settings.kl_target, self.settings.kl_horizon)
         self.content = None
         content = self.hashed() if self.digests else ""
         if self.hybrids is not None:
             if self.hybrids.stale and self.hybrids.connected and not self.is_sharded:
-                offer_weights(self)  # to one that came while the step was under way
+                self.offer_weights()  # to one that came while the step was under way
             tally.add(**self.hybrids.traffic())
         tally.at_least(peak_bytes=self._memory.peak_bytes())
         lr, total_s = self.optimizer.param_groups[0]["lr"], time.perf_counter() - began_s

@@ -50,7 +50,7 @@ class TrainSettings(TrainerSection):
     Raises
     ------
     ConfigError
-        A value outside its range, an unknown name, or values that do not go together.
+        A value outside its range, or an unknown name. A configuration checks which go together.
     """
 
     temperature: Annotated[float, Field(gt=0)] = 1.0
@@ -70,22 +70,6 @@ class TrainSettings(TrainerSection):
             first = error.errors()[0]
             name = ".".join(str(part) for part in first["loc"])
             raise ConfigError(f"trainer.{name}: got {first['input']!r}; {first['msg']}") from error
-        if self.aggregation in ("seq-mean-token-sum-norm", "constant") and self.loss_divisor is None:
-            raise ConfigError(
-                f"trainer.loss_divisor: got None; allowed is a number above 0 where trainer.aggregation is {self.aggregation}"
-            )
-        if self.offload and self.layout != "fsdp2":
-            raise ConfigError("trainer.offload: got True; allowed is false where trainer.layout is ddp")
-        if self.kl_in_reward and self.advantage not in ("rloo", "reinforce_pp"):
-            raise ConfigError(
-                f"trainer.kl_in_reward: got True; allowed is false where trainer.advantage is {self.advantage!r}, which has no "
-                "reward per token (rloo and reinforce_pp have)"
-            )
-        if self.correction != "none" and self.old_logp == "behaviour":
-            raise ConfigError(
-                f"trainer.correction: got {self.correction!r}; allowed is 'none' where trainer.old_logp is 'behaviour', "
-                "whose ratio holds the correction already"
-            )
 
     @classmethod
     def of_run(cls, config: RunConfig) -> TrainSettings:
@@ -104,6 +88,12 @@ class TrainSettings(TrainerSection):
             distil=term,
             rounding_nats=rounding_nats(config),
         )
+
+    @property
+    def has_token_rewards(self) -> bool:
+        """Whether the trainer computes advantages itself: a KL penalty in the reward, or discounted returns."""
+        penalty = self.kl_in_reward and self.kl_coef > 0
+        return penalty or (self.advantage == "reinforce_pp" and self.gamma < 1)
 
     def of_a_step(self) -> dict[str, Any]:
         """The fields that a step depends on, for a checkpoint and for comparison with another replica's."""

@@ -2,8 +2,8 @@
 
 Invariants
 ----------
-1. With a ``master_dtype`` the optimizer's weights are `libra.train.master_weights.MasterWeights`; the model's are those, rounded.
-   With ``lora_rank`` they are `libra.train.low_rank.LowRankWeights`; the model's are the merged ones.
+1. With a ``master_dtype`` the optimizer's weights are `libra.train.weight_copies.MasterWeights`; the model's are those, rounded.
+   With ``lora_rank`` they are `libra.train.weight_copies.LowRankWeights`; the model's are the merged ones.
 2. Weights change only in `ReplicaState.apply_gradient`, `take_weights`, `restore` and `libra.train.checkpoint`; each of
    them marks the hybrids' weights as outdated.
 """
@@ -13,8 +13,8 @@ from __future__ import annotations
 import copy
 import hashlib
 import logging
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +27,12 @@ from libra.errors import TrainError
 from libra.scoring import score_alone
 from libra.tensors import digest, untied
 from libra.train.hybrid_pool import TIMEOUT_S, HybridPool
-from libra.train.kl import KLCoefficient
-from libra.train.low_rank import LowRankWeights
-from libra.train.master_weights import MasterWeights
-from libra.train.model_layout import checkpoint_activations, is_sharded, local, part_of, shard, whole
-from libra.train.moving_average import MovingAverage
+from libra.train.model_layout import checkpoint_activations, is_sharded, local, part_of, release, shard, whole
 from libra.train.replica_group import TrainGroup
 from libra.train.replica_settings import TrainSettings
+from libra.train.slice_gradient import SliceGradient
 from libra.train.step_report import StepReport, Tally
+from libra.train.weight_copies import LowRankWeights, MasterWeights, MovingAverage
 
 logger = logging.getLogger(__name__)
 
@@ -61,16 +59,16 @@ class ReplicaState:
     Parameters
     ----------
     model : transformers model
-        On ``device``, whole; it is sharded here if the settings require it.
-    settings, group, seed, base_dir, master_dtype
+        On its device, whole; it is sharded here if the settings require it.
+    gradient : SliceGradient
+        Of that model.
+    seed, base_dir, master_dtype
         Those of `libra.train.replica.Replica`.
 
     Attributes
     ----------
     hybrids : HybridPool or None
         Set on rank 0 if hybrid replicas may join; see `admit_hybrids`.
-    kl : KLCoefficient
-        Of the penalty of ``trainer.kl_in_reward``.
     average : MovingAverage or None
         Of the weights after each batch, with ``trainer.old_logp=ewma``.
     content : str or None
@@ -81,31 +79,21 @@ class ReplicaState:
     """
 
     def __init__(
-        self,
-        model: Any,
-        settings: TrainSettings,
-        group: TrainGroup,
-        *,
-        device: torch.device,
-        master_dtype: torch.dtype | None,
-        seed: int,
-        base_dir: Path,
+        self, model: Any, gradient: SliceGradient, *, master_dtype: torch.dtype | None, seed: int, base_dir: Path
     ) -> None:
-        self.model, self.settings, self.group = model, settings, group
-        self.device, self.dtype, self.seed, self.base_dir = device, next(model.parameters()).dtype, seed, base_dir
+        self.model, self.gradient, self.seed, self.base_dir = model, gradient, seed, base_dir
         self.hybrids: HybridPool | None = None
         self.steps_done = 0
         self.last_report: StepReport | None = None
         self.content: str | None = None
         self.before_change: Callable[[int], float] = _at_once
         self._scored: Any = None
-        kept, self._aliases = untied(model.state_dict())
-        self._names = tuple(kept)
+        self._aliases = untied(model.state_dict())[1]
+        settings = gradient.settings
         if settings.gradient_checkpointing:
             checkpoint_activations(model)
         if self.is_sharded:
-            shard(model, group, offload=settings.offload)
-        self.kl = KLCoefficient(settings.kl_coef)
+            shard(model, self.group, offload=settings.offload)
         self.average: MovingAverage | None = None
         if settings.old_logp == "ewma":
             self.average = MovingAverage(self.tensors(), settings.ewma_decay)
@@ -128,6 +116,30 @@ class ReplicaState:
             weight_decay=settings.weight_decay,
             fused=True,
         )
+
+    @property
+    def settings(self) -> TrainSettings:
+        """Fixed for its lifetime."""
+        return self.gradient.settings
+
+    @property
+    def group(self) -> TrainGroup:
+        """The replicas that take each step together; a new one in each epoch."""
+        return self.gradient.group
+
+    @group.setter
+    def group(self, group: TrainGroup) -> None:
+        self.gradient.group = group
+
+    @property
+    def device(self) -> torch.device:
+        """Where model, optimizer and micro-batches are."""
+        return self.gradient.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of weights and forward pass."""
+        return self.gradient.dtype
 
     @property
     def is_sharded(self) -> bool:
@@ -170,7 +182,7 @@ class ReplicaState:
     def tensors(self) -> dict[str, Tensor]:
         """The same tensors in their local layout, sharded or not."""
         state = self.model.state_dict()
-        return {name: state[name].detach() for name in self._names}
+        return {name: tensor.detach() for name, tensor in state.items() if name not in self._aliases}
 
     def all_weights(self) -> dict[str, Tensor]:
         """`weights` with tied tensors under every name they have."""
@@ -264,3 +276,62 @@ class ReplicaState:
         """Mark the hybrids' weights as outdated."""
         if self.hybrids is not None:
             self.hybrids.stale = True
+
+    def offer_weights(self) -> None:
+        """Copy the weights for hybrids to pull; a collective where they are sharded."""
+        weights = self.weights()
+        if self.hybrids is not None:
+            self.hybrids.publish(weights)
+
+    @contextmanager
+    def lending(self) -> Iterator[Callable[[Mapping[str, Tensor]], None]]:
+        """A function that gives the model other weights, each in its local part, as often as it is called.
+
+        Afterwards the model has its own, bit for bit. Takes a second copy of them.
+        """
+        self.before_change(self.steps_done)
+        own = {name: local(tensor).clone() for name, tensor in self.tensors().items()}
+        try:
+            yield self._put
+        finally:
+            self._put(own)
+
+    @torch.no_grad()
+    def _put(self, weights: Mapping[str, Tensor]) -> None:
+        for name, tensor in self.tensors().items():
+            if name in weights:
+                local(tensor).copy_(weights[name])
+        release(self.model)
+
+    def synchronise(self) -> int:
+        """Give every replica of a new group the state (weights, optimizer, report) of the first with most steps.
+
+        A collective, for replicas that hold the whole model. Nothing is sent where all are equal. Returns the steps taken.
+        """
+        assert not self.is_sharded, "no other rank has a shard that was lost"
+        group, parameters = self.group, self.optimized()
+        facts = group.gather([self.steps_done, digest(self.weights())])
+        steps = max(taken for taken, _ in facts)
+        source = next(rank for rank, (taken, _) in enumerate(facts) if taken == steps)
+        if all(fact == facts[source] for fact in facts):
+            return steps
+        logger.info("ranks are at steps %s: all take the state of rank %d", [taken for taken, _ in facts], source)
+        held = [name for name, parameter in parameters.items() if self.optimizer.state.get(parameter)]
+        report = None if self.last_report is None else self.last_report.as_dict()
+        held, report = group.gather([held, report] if group.rank == source else None)[source]
+        if group.rank != source:
+            self.optimizer.state.clear()
+            for name in held:
+                own = parameters[name].detach()
+                step = torch.zeros((), dtype=torch.float32, device=own.device)
+                moments = {"exp_avg": torch.zeros_like(own), "exp_avg_sq": torch.zeros_like(own)}
+                self.optimizer.state[parameters[name]] = {"step": step, **moments}
+        group.send_(list(self.tensors().values()), source)
+        if self.master is not None:
+            group.send_([tensor.detach() for tensor in self.master.tensors.values()], source)
+        states = [self.optimizer.state[parameters[name]] for name in held]
+        group.send_([state[key] for key in ("step", "exp_avg", "exp_avg_sq") for state in states], source)
+        if group.rank != source:
+            self.steps_done, self.content = steps, None
+            self.last_report = None if report is None else StepReport(**report)
+        return steps

@@ -1,11 +1,26 @@
-"""The part of a trajectory that a training step computes with."""
+"""The part of a trajectory that a training step computes with, and batches whose trajectories are on other workers.
+
+Of a `LazyBatch`, lengths and advantages are here, and tokens are fetched slice by slice.
+
+Invariants
+----------
+1. A step on a lazy batch is the step on its trajectories, bit for bit: slices are computed from the announced lengths;
+   a sample that arrives with another length is a TrainError.
+2. A row is fetched once at most, and only for a slice of this replica or of a hybrid that it feeds.
+
+Shape legend: T tokens of a trajectory, A actions of it, L layers, K columns (tokens of the vocabulary) or experts of
+each token, N action tokens of a micro-batch.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from libra.errors import TrainError
 from libra.types import Taught, Trajectory, start_of
@@ -104,6 +119,22 @@ class Sample:
         """Tokens scored."""
         return len(self.target)
 
+    def only(self, at: NDArray[np.intp]) -> Sample:
+        """The actions ``at`` of this sample, with the tokens up to the last of them."""
+        end = self.action_at[at[-1]]
+        return replace(
+            self,
+            token_ids=self.token_ids[: end + 1],
+            action_at=self.action_at[at],
+            target=self.target[at],
+            behaviour_logp=self.behaviour_logp[at],
+            current=self.current[at],
+            version=self.version[at],
+            proximal_logp=None,
+            kept=None,
+            starts=tuple(start for start in self.starts if start <= end),
+        )
+
 
 def sample_of(trajectory: Trajectory, version: int) -> Sample:
     """The sample of ``trajectory`` for the step that trains weights ``version``.
@@ -169,3 +200,153 @@ def _taught(trajectory: Trajectory, num_actions: int) -> Taught | None:
             "generated; its scores are of another trajectory"
         )
     return taught
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TaughtTokens:
+    """Columns int64 with their log-probabilities, and ``known_N``: whether the teacher scored the token's sequence; elsewhere the
+    others mean nothing. ``rest_N`` and ``old_NK`` as in `libra.types.Taught`."""
+
+    columns_NK: Tensor
+    logp_NK: Tensor
+    known_N: Tensor
+    rest_N: Tensor | None = None
+    old_NK: Tensor | None = None
+
+    def to(self, device: torch.device) -> TaughtTokens:
+        """The same on ``device``."""
+        here = {field.name: getattr(self, field.name) for field in fields(self)}
+        return replace(self, **{name: value.to(device) for name, value in here.items() if value is not None})
+
+
+def taught_tokens(samples: Sequence[Sample], dtype: torch.dtype) -> TaughtTokens | None:
+    """Of the actions of ``samples``, one after the other; None if a teacher scored none of them.
+
+    TrainError if samples differ in the number of columns.
+    """
+    known = [sample.taught for sample in samples if sample.taught is not None]
+    if not known:
+        return None
+    if len(shapes := {(each.logp.shape[1], each.rest_logp is None, each.old_logp is None) for each in known}) != 1:
+        raise TrainError(
+            f"teacher: its scores in one batch are of several kinds: {sorted(shapes)}; they are of another run"
+        )
+    width = known[0].logp.shape[1]
+
+    def joined(name: str, fill: float, *shape: int) -> Tensor:
+        parts = [
+            np.full((sample.num_actions, *shape), fill) if sample.taught is None else getattr(sample.taught, name)
+            for sample in samples
+        ]
+        return torch.from_numpy(np.concatenate(parts))
+
+    first = known[0]
+    return TaughtTokens(
+        columns_NK=joined("token_ids", 0, width).to(torch.int64),
+        logp_NK=joined("logp", 0.0, width).to(dtype),
+        known_N=torch.from_numpy(np.repeat([s.taught is not None for s in samples], [s.num_actions for s in samples])),
+        rest_N=None if first.rest_logp is None else joined("rest_logp", -1.0).to(dtype),
+        old_NK=None if first.old_logp is None else joined("old_logp", 0.0, width).to(dtype),
+    )
+
+
+Fetch = Callable[[Sequence[str]], Sequence[Trajectory]]
+"""Trajectories of rows by name, in that order, without their advantages. Raises TrainError if one cannot be fetched."""
+_NONE = np.zeros(0, np.int64)
+_NO_LOGP, _NO_FLAGS = np.zeros(0, np.float32), np.zeros(0, np.bool_)
+
+
+@dataclass(frozen=True, slots=True)
+class RowFacts:
+    """The row of a trajectory that trains, the lengths and advantage of its `Sample`, and whether it is counted."""
+
+    row: str
+    num_tokens: int
+    num_actions: int
+    advantage: float
+    counted: bool = True
+
+
+class LazyBatch:
+    """A batch's trajectories for `Replica.step`, fetched on demand.
+
+    Parameters
+    ----------
+    facts : sequence of RowFacts
+        Of trajectories that train, in the order of the batch.
+    num_trajectories : int
+        Including those that do not train.
+    fetch : callable
+    """
+
+    def __init__(self, facts: Sequence[RowFacts], num_trajectories: int, fetch: Fetch) -> None:
+        self.facts = facts
+        self.num_trajectories = num_trajectories
+        self.fetched: dict[str, Sample] = {}
+        self._fetch = fetch
+
+    def __len__(self) -> int:
+        return self.num_trajectories
+
+    def samples(self, step: int) -> list[Sample]:
+        """One placeholder for each sample; `present` has the samples themselves."""
+        return [_Absent.of(fact, self, step) for fact in self.facts]
+
+    def get(self, absent: Sequence[_Absent]) -> None:
+        """Fetch the samples of those rows that are not in `fetched` yet."""
+        missing = [sample for sample in absent if sample.fact.row not in self.fetched]
+        for sample, trajectory in zip(missing, self._fetch([sample.fact.row for sample in missing]), strict=True):
+            fact = sample.fact
+            trajectory.advantage, trajectory.counted = fact.advantage, fact.counted
+            arrived = sample_of(trajectory, sample.step)
+            if (arrived.num_tokens, arrived.num_actions) != (fact.num_tokens, fact.num_actions):
+                raise TrainError(
+                    f"trajectory {trajectory.trajectory_id}: it has {arrived.num_tokens} tokens and {arrived.num_actions} "
+                    f"actions where {fact.num_tokens} and {fact.num_actions} were announced; it is not the one of this batch"
+                )
+            self.fetched[fact.row] = arrived
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Absent(Sample):
+    """A sample that was not fetched: lengths and advantage are right, arrays are empty."""
+
+    fact: RowFacts = RowFacts("", 0, 0, 0.0)
+    batch: LazyBatch | None = None
+    step: int = -1
+
+    @classmethod
+    def of(cls, fact: RowFacts, batch: LazyBatch, step: int) -> _Absent:
+        """For one row of ``batch``."""
+        arrays = (_NONE, _NONE, _NONE, _NO_LOGP, _NO_FLAGS)
+        return cls(*arrays, fact.advantage, counted=fact.counted, fact=fact, batch=batch, step=step)
+
+    @property
+    def num_tokens(self) -> int:
+        """Inputs."""
+        return self.fact.num_tokens
+
+    @property
+    def num_actions(self) -> int:
+        """Tokens scored."""
+        return self.fact.num_actions
+
+
+def samples_of(batch: Sequence[Trajectory] | LazyBatch, step: int, *, whole: bool) -> list[Sample]:
+    """The samples of a batch for the step that trains weights ``step``; for a lazy batch placeholders, unless ``whole``."""
+    if isinstance(batch, LazyBatch):
+        samples = batch.samples(step)
+        return present(samples) if whole else samples
+    trained = (trajectory for trajectory in batch if trajectory.failure.trains)
+    return [sample_of(trajectory, step) for trajectory in trained if trajectory.num_action_tokens]
+
+
+def present(samples: Sequence[Sample]) -> list[Sample]:
+    """``samples``, with all placeholders fetched at once."""
+    absent = [sample for sample in samples if isinstance(sample, _Absent)]
+    if not absent:
+        return list(samples)
+    batch = absent[0].batch
+    assert batch is not None and all(sample.batch is batch for sample in absent), "a step has one batch"
+    batch.get(absent)
+    return [batch.fetched[sample.fact.row] if isinstance(sample, _Absent) else sample for sample in samples]

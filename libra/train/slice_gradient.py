@@ -3,7 +3,8 @@
 If the model is sharded, forward and backward passes are collectives: every replica runs equally many, with empty
 micro-batches if it has fewer of its own.
 
-Shape legend: N action tokens of a micro-batch.
+Shape legend: N action tokens of a micro-batch, S samples, T actions of the longest, A actions of one, P places, L layers,
+K experts of a token.
 """
 
 from __future__ import annotations
@@ -22,17 +23,16 @@ from torch import Tensor
 from libra.errors import TrainError
 from libra.experts import Routers
 from libra.train import mismatch
+from libra.train.advantages import reinforce_pp, rloo
 from libra.train.corrections import m2po_mask
-from libra.train.expert_balance import load_ratio, loads_of
+from libra.train.kl import KLCoefficient, kl_estimate
 from libra.train.logprobs import Scorer, check_packing
-from libra.train.minibatch_slices import split
 from libra.train.model_layout import is_sharded
 from libra.train.objective import Objective
-from libra.train.prompt_sharing import can_share
+from libra.train.packing import MicroBatch, can_share, pack, split
 from libra.train.replica_group import TrainGroup
 from libra.train.replica_settings import TrainSettings
 from libra.train.samples import Sample
-from libra.train.sequence_packing import MicroBatch, pack
 from libra.train.sequences import Packed
 from libra.train.step_report import Tally
 
@@ -48,6 +48,11 @@ class SliceGradient:
         On ``device``, and not sharded yet.
     reference : transformers model, optional
         The frozen model of the KL term.
+
+    Attributes
+    ----------
+    kl : KLCoefficient
+        Of the penalty of ``trainer.kl_in_reward``.
     """
 
     def __init__(
@@ -55,12 +60,13 @@ class SliceGradient:
     ) -> None:
         self.settings, self.group, self.device = settings, group, device
         self.objective = Objective(settings)
+        self.kl = KLCoefficient(settings.kl_coef)
         self.scorer = Scorer(model, settings.temperature, settings.logit_chunk_tokens)
         self._reference: Scorer | None = None
         if reference is not None:
             self._reference = Scorer(reference, settings.temperature, settings.logit_chunk_tokens)
-        self._dtype: torch.dtype = next(model.parameters()).dtype
-        self._logp_dtype = torch.promote_types(self._dtype, torch.float32)
+        self.dtype: torch.dtype = next(model.parameters()).dtype
+        self._logp_dtype = torch.promote_types(self.dtype, torch.float32)
         self._share_prompts = settings.share_prompts and can_share(model)
         self._collective = is_sharded(settings, group)
         self.routers = Routers(model) if settings.routes == "replay" else None
@@ -79,15 +85,13 @@ class SliceGradient:
         fault: TrainError | None = None
         with self._own_routes_after():
             for batch, counts in self._passes(batches):
-                loss = self.micro_batch_loss(batch, tally if counts else Tally())
-                value = float(loss.detach())
-                if not np.isfinite(value):
+                part = tally if counts else Tally()
+                loss = self.micro_batch_loss(batch, part)
+                if not np.isfinite(value := part.sums["loss_sum"]):  # of all so far
                     fault = TrainError(f"train step {step}: the loss is {value}; weights stay those of version {step}")
                     if not self._collective:  # otherwise the other replicas would wait for this one in their next pass
                         raise fault
                 (loss if counts else loss * 0).backward()  # type: ignore[no-untyped-call]
-                if counts:
-                    tally.add(loss_sum=value)
         if fault is not None:
             raise fault
         return self.weight_of(samples)
@@ -128,11 +132,15 @@ class SliceGradient:
             columns_NK=None if taught is None else logp_NK[:, 1:],
             rest_N=rest_N,
         )
-        tally.at_least(ratio_max=sums.pop("ratio_max"))
+        loss = self.objective.aggregation.weighted_sum(loss_N, batch.sequences)
+        sums |= {"entropy": entropy_N.detach().sum(), "loss_sum": loss.detach()}
+        # One transfer: each would wait for the device.
+        numbers = torch.stack([value.double() for value in sums.values()]).tolist()
+        found = dict(zip(sums, numbers, strict=True))
+        tally.at_least(ratio_max=found.pop("ratio_max"))
         tally.add(
-            **sums,
+            **found,
             scored=len(logp_N),
-            entropy=float(entropy_N.detach().sum()),
             places=batch.num_places,
             forwarded_tokens=batch.num_tokens,
             forwarded_sequences=batch.num_sequences,
@@ -143,7 +151,7 @@ class SliceGradient:
             self._count_routes(batch, self.routers, tally)
         if not tally.stepped and not self.settings.exact_logprobs:
             mismatch.observe_batch(tally, batch, logp_N.detach())
-        return self.objective.aggregation.weighted_sum(loss_N, batch.sequences)
+        return loss
 
     @contextmanager
     def _own_routes_after(self) -> Iterator[None]:
@@ -159,12 +167,45 @@ class SliceGradient:
         replayed, equal = routers.compared()
         tally.add(routed_places=replayed, equal_places=equal, layer_places=batch.num_tokens * routers.shape[0])
         if batch.routes_PLK is not None:
-            loads = loads_of([batch.routes_PLK.cpu().numpy()], routers.num_experts)
-            tally.add(expert_ratio=load_ratio(loads, routers.num_experts), expert_batches=1)
+            tally.add(expert_ratio=load_ratio(batch.routes_PLK, routers.num_experts), expert_batches=1)
 
     def with_proximal(self, samples: Sequence[Sample]) -> list[Sample]:
         """``samples`` with their log-probabilities under the present weights."""
         return [replace(sample, proximal_logp=one) for sample, one in zip(samples, self.scored(samples), strict=True)]
+
+    def with_token_advantages(self, samples: Sequence[Sample], tally: Tally) -> list[Sample]:
+        """``samples``, a batch or a wave of whole groups that train, with an advantage for each token.
+
+        A token's reward is ``-kl_coef x KL estimate`` (``trainer.kl_in_reward``); the last token has its trajectory's too.
+        """
+        settings = self.settings
+        if not samples:
+            return []
+        lengths = [sample.num_actions for sample in samples]
+        mask_ST = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+        reward_ST = torch.zeros(mask_ST.shape, dtype=torch.float64)
+        if settings.kl_in_reward and settings.kl_coef > 0:
+            for row, (sample, logp) in enumerate(zip(samples, self.scored(samples, by_reference=True), strict=True)):
+                ours_A, theirs_A = (torch.from_numpy(each).double() for each in (sample.behaviour_logp, logp))
+                kl_A = kl_estimate(ours_A, theirs_A, settings.kl_estimator, bound=settings.kl_bound)
+                reward_ST[row, : len(kl_A)] = -self.kl.value * kl_A
+                total, count = self.kl.seen
+                self.kl.seen = (total + float(kl_A.mean()), count + 1)
+                tally.add(kl_reward=float(kl_A.sum()), kl_reward_tokens=len(kl_A))
+        reward_ST[torch.arange(len(samples)), torch.tensor(lengths) - 1] += torch.tensor(
+            [sample.reward for sample in samples], dtype=torch.float64
+        )
+        if settings.advantage == "reinforce_pp":
+            advantage_ST = reinforce_pp(reward_ST, mask_ST, gamma=settings.gamma)[0]
+        else:
+            numbers = {group: number for number, group in enumerate(dict.fromkeys(sample.group for sample in samples))}
+            group_S = torch.tensor([numbers[sample.group] for sample in samples])
+            advantage_S = rloo(reward_ST.sum(-1), group_S, singleton="reward" if settings.group_size == 1 else "zero")
+            advantage_ST = advantage_S[:, None].expand(reward_ST.shape).clone()
+        return [
+            replace(sample, token_advantage=row[:length].numpy())
+            for sample, row, length in zip(samples, advantage_ST, lengths, strict=True)
+        ]
 
     def with_kept(self, samples: Sequence[Sample], *, fresh: bool) -> list[Sample]:
         """``samples``, a whole minibatch, with the tokens that M2PO keeps; the same on every replica of the group.
@@ -231,7 +272,7 @@ class SliceGradient:
         """Check once, before the first row with two sequences: TrainError if the architecture does not separate them."""
         if self.routers is not None:
             self.routers.replay(None)
-        check_packing(self.scorer, _PACKING_TOLERANCE.get(self._dtype, 0.1))
+        check_packing(self.scorer, _PACKING_TOLERANCE.get(self.dtype, 0.1))
         self._packing_checked = True
 
     def _pack(self, samples: Sequence[Sample]) -> list[MicroBatch]:
@@ -241,6 +282,14 @@ class SliceGradient:
             micro_batch_tokens=self.settings.micro_batch_tokens,
             logp_dtype=self._logp_dtype,
             share_prompts=self._share_prompts,
-            num_experts=self.routers.num_experts if self.routers is not None and self.settings.balance_experts else 0,
         )
         return [batch.to(self.device) for batch in batches]
+
+
+def load_ratio(routes_PLK: Tensor, num_experts: int) -> float:
+    """Mean over layers of the busiest expert's tokens over the mean of all experts; -1: not recorded; 1 without any."""
+    layers = routes_PLK.shape[1]
+    flat_PLK = routes_PLK.long() + torch.arange(layers, device=routes_PLK.device)[None, :, None] * num_experts
+    loads = torch.bincount(flat_PLK[routes_PLK >= 0], minlength=layers * num_experts).view(layers, num_experts).double()
+    loads = loads[loads.sum(1) > 0]
+    return float((loads.amax(1) / loads.mean(1)).mean()) if len(loads) else 1.0

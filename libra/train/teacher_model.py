@@ -20,7 +20,7 @@ from torch import Tensor
 from libra.config.distil import DistilSection
 from libra.errors import TrainError
 from libra.heads import after_head, at_head, head_of
-from libra.train.model_loading import load_model
+from libra.train.logprobs import load_model
 from libra.types import Taught, Trajectory
 
 

@@ -1,31 +1,39 @@
 """A connection between two replicas: messages of a few JSON fields and raw tensors, over a `libra.transport.Channel`.
 
-Each message is a frame ``{"kind": ..., "tensors": [[name, dtype, shape], ...], "fields": {...}}`` and the bytes of those tensors.
+Each message is a frame ``{"kind": ..., "tensors": [[name, dtype, shape], ...], "fields": {...}}`` and the bytes of
+those tensors. A slice of a minibatch goes as flat tensors.
 
 Invariants
 ----------
 1. A tensor is the bytes of its elements, of one of `DTYPES`, sent from and received into its own memory. The frame is
    authenticated; elements are not, as torch.distributed's are not. Encrypt an untrusted network.
 2. A message is received whole or not at all; a broken connection is a TransferError, never a short tensor.
+3. `from_tensors` returns the slice that `to_tensors` was given, bit for bit.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import threading
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from libra.errors import TransferError, TransportError
+from libra.train.samples import Sample
 from libra.transport import Address, Channel
 from libra.transport import connect as connect_channel
+from libra.types import Taught
 
 PURPOSE = "hybrid replicas"
+_TAUGHT, _FACTS = "taught", "facts"
 DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name)
     for name in ("float64", "float32", "bfloat16", "float16", "int64", "int32", "int16", "bool", "uint8")
@@ -116,3 +124,36 @@ def _dtype_name(name: str, tensor: Tensor) -> str:
     if found not in DTYPES:
         raise TransferError(f"wire: tensor {name} is of {found}; allowed are {', '.join(DTYPES)}")
     return found
+
+
+def to_tensors(samples: Sequence[Sample]) -> dict[str, Tensor]:
+    """A slice as flat tensors: each array of all samples one after the other, and their shapes and other fields as JSON."""
+    arrays: dict[str, list[NDArray[Any]]] = {}
+    facts = []
+    for sample in samples:
+        named = {each.name: getattr(sample, each.name) for each in fields(sample) if each.name != _TAUGHT}
+        named |= {
+            f"{_TAUGHT}.{name}": each for name, each in (sample.taught._asdict() if sample.taught else {}).items()
+        }
+        held = {name: value for name, value in named.items() if isinstance(value, np.ndarray)}
+        for name, value in held.items():
+            arrays.setdefault(name, []).append(value.reshape(-1))
+        facts.append([{name: value.shape for name, value in held.items()}, {n: named[n] for n in named.keys() - held}])
+    flat = {name: torch.from_numpy(np.concatenate(parts)) for name, parts in arrays.items()}
+    return flat | {_FACTS: torch.from_numpy(np.frombuffer(json.dumps(facts).encode(), np.uint8).copy())}
+
+
+def from_tensors(tensors: Mapping[str, Tensor]) -> list[Sample]:
+    """The slice that `to_tensors` made."""
+    arrays, at = {name: tensor.numpy() for name, tensor in tensors.items()}, dict.fromkeys(tensors, 0)
+    samples = []
+    for shapes, others in json.loads(arrays[_FACTS].tobytes()):
+        found: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in others.items()}
+        for name, shape in shapes.items():
+            end = at[name] + math.prod(shape)
+            found[name], at[name] = arrays[name][at[name] : end].reshape(shape), end
+        taught = {
+            n.removeprefix(f"{_TAUGHT}."): found.pop(n) for n in [n for n in found if n.startswith(f"{_TAUGHT}.")]
+        }
+        samples.append(Sample(**found, taught=Taught(**taught) if taught else None))
+    return samples

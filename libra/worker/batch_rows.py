@@ -38,7 +38,7 @@ from libra.worker.run_spec import RunSpec
 if TYPE_CHECKING:
     from distributed import Worker
 
-    from libra.train.lazy_batch import LazyBatch
+    from libra.train.samples import LazyBatch
 
 logger = logging.getLogger(__name__)
 
@@ -215,7 +215,7 @@ class SliceFetcher:
 
 def lazy_batch(batch: Mapping[str, Any], fetcher: SliceFetcher) -> LazyBatch:
     """The batch of a step for a training rank, with no row fetched yet; as `members_of` with ``of_the_step``."""
-    from libra.train.lazy_batch import LazyBatch, RowFacts
+    from libra.train.samples import LazyBatch, RowFacts
 
     facts, num_trajectories = [], 0
     for row in batch["members"]:

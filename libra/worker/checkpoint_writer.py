@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from libra.train import Replica, StepReport
     from libra.train.checkpoint import ReplicaSnapshot
-    from libra.train.lazy_batch import LazyBatch
+    from libra.train.samples import LazyBatch
     from libra.types import Trajectory
 
 EVERY_STEPS = 10

@@ -30,8 +30,7 @@ from libra.worker.context import WorkerContext
 from libra.worker.trainer import Trainer, committed_waves, group_token
 
 if TYPE_CHECKING:
-    from libra.train.rendezvous import Rendezvous
-    from libra.train.replica_group import TrainGroup
+    from libra.train.replica_group import Rendezvous, TrainGroup
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +107,7 @@ class GangMember:
             self._broken(message["gang"], message["rank"], f"{type(error).__name__}: {error}")
 
     def _open(self, message: dict[str, Any]) -> None:
-        from libra.train.rendezvous import Rendezvous
+        from libra.train.replica_group import Rendezvous
 
         if self._rendezvous is not None:
             self._rendezvous.close()
@@ -140,8 +139,6 @@ class GangMember:
 
     def _bring_replica(self, group: TrainGroup) -> int:
         """Make the replica one of ``group``; the steps that it and all others have taken then."""
-        from libra.train.group_sync import synchronise
-
         trainer, newest = self.trainer, self.context.weights.store.latest()
         known = [trainer.replica.steps_done if trainer.has_replica else 0, newest.number if newest is not None else 0]
         steps = max(max(taken) for taken in group.gather(known))
@@ -152,7 +149,7 @@ class GangMember:
         replica.abandon()  # others may lack what it has of an open step
         checkpoints.is_writer, checkpoints.is_sharded = group.rank == 0, replica.is_sharded
         if not replica.is_sharded:
-            synchronise(replica)
+            replica.synchronise()
         trainer.replayed += trainer.recover(steps)
         # Here, where all ranks are: a task of an earlier wave whose result was lost may run again on its rank alone.
         waves = group.from_first(len(committed_waves(self.context.spec, replica.steps_done)))

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from libra.train import Replica, StepReport
-    from libra.train.lazy_batch import LazyBatch
     from libra.train.replica_group import TrainGroup
+    from libra.train.samples import LazyBatch
     from libra.types import Trajectory
 
 logger = logging.getLogger(__name__)

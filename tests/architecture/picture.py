@@ -41,7 +41,6 @@ LAYERS: dict[str, dict[str, str]] = {
         "envs": "environments, tools, sandbox, rewards, tool-call formats",
         "observe": "metrics, dashboard page, reports, traces, inspection",
         "cluster": "Dask workers: local, Slurm, settings, readiness",
-        "models": "preparing pretrained models",
     },
     "foundation": {
         "types": "value types shared by all rooms",

@@ -78,20 +78,6 @@ sequences) and `trainer.m2po_threshold` (M2PO). [configuration.md](configuration
 [golden.md](golden.md) says whose numbers these functions reproduce, [paper_index.md](paper_index.md) where each one is.
 """
 
-_ALGORITHMS_TAIL = """\
-## What a run does not offer
-
-These are functions of the library, with the same tests; a test compares this list with what runs use:
-
-| function | why no run uses it |
-|---|---|
-| `libra.train.advantages.gae` | it needs a critic: a value head in versions, checkpoints and shards |
-| `libra.train.losses.value_loss`, `libra.train.losses.value_clipped` | they need a critic, too |
-| `libra.train.advantages.group_advantages` | one group alone, with tensors; a run has `batch_advantages` |
-| `libra.train.advantages.not_overlong` | DAPO's filter by length; `trainer.drop_truncated` goes by why a trajectory ended |
-| `libra.train.corrections.two_factor_metrics` | both factors of a batch on one process; a step adds up the same |
-"""
-
 
 def algorithms_markdown() -> str:
     """The whole of docs/algorithms.md."""
@@ -117,7 +103,6 @@ def algorithms_markdown() -> str:
             "",
             *differs,
             "",
-            _ALGORITHMS_TAIL,
         ]
     )
 

@@ -51,7 +51,7 @@ def test_routes_of_experts_go_from_engine_to_trainer(make_config, random_moe, cl
     config = make_config(
         run={"iterations": 3, "eta": 1},
         model={"path": str(random_moe)},
-        trainer={"routes": "replay", "balance_experts": True, "dispatch": "peer", "lr": 1e-2},
+        trainer={"routes": "replay", "dispatch": "peer", "lr": 1e-2},
     )
     rows = [row for row in run(config, client=client).iterations if row["forwarded_tokens"]]
     assert rows and all(row["routes_replayed_frac"] == 1.0 for row in rows)

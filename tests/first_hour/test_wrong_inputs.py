@@ -153,7 +153,6 @@ OTHERS: tuple[Row, ...] = (
     ("simulate libra/quickstart simulation.layout={tp3:1}", "simulation.layout", "tp3", "type"),
     ("simulate libra/quickstart simulation.traces=no.csv", "simulation.traces", "no.csv", "give a CSV"),
     ("calibrate nowhere", "nowhere", "config.resolved.yaml", "name the directory"),
-    ("model prepare gpt2", "'gpt2'", "smollm2-135m", "libra model prepare smollm2-135m"),
     ("cluster slurm libra/quickstart start", "'start'", "'up'", "libra cluster slurm --help"),
     ("cluster slurm libra/quickstart status", "slurm", "cluster.json", "libra cluster slurm"),
     ("cluster tls a.yaml", "DIR", "a.yaml", "--help", holds("a.yaml", "")),

@@ -18,7 +18,7 @@ from libra.rollout.chat_format import load_chat_format
 from libra.rollout.weight_loading import load_causal_lm
 from libra.testing.engines import EngineContract
 from libra.testing.parts import AdvantageContract, LoaderContract, LossContract, PolicyContract, ScheduleContract
-from libra.train.model_loading import load_model
+from libra.train.logprobs import load_model
 from libra.train.own_parts import check_advantage, check_loss, check_schedule
 from libra.types import Phase
 from libra.worker.engine_factory import EngineKind, check_engine, check_own_engine, make_engine

@@ -34,7 +34,7 @@ class Fault:
 FAULTS = (
     Fault(
         "advantage_sign",
-        "train/losses/clipped.py",
+        "train/losses.py",
         "torch.maximum(-advantage_N * ratio_N, -advantage_N * clipped_N)",
         "torch.maximum(advantage_N * ratio_N, advantage_N * clipped_N)",
         ("train/test_losses.py",),
@@ -135,7 +135,7 @@ FAULTS = (
     ),
     Fault(
         "baseline_of_the_batch",
-        "train/advantages/group_relative.py",
+        "train/advantages.py",
         "groups.reward_S - groups.mean_S,",
         "groups.reward_S - groups.reward_S[groups.valid_S].mean(),",
         ("train/test_golden.py", "train/test_waves.py", "train/test_advantages.py"),
@@ -145,7 +145,7 @@ FAULTS = (
         "train/samples.py",
         "where = np.flatnonzero(trajectory.is_action)",
         "where = np.flatnonzero(np.roll(trajectory.is_action, 1))",
-        ("train/test_replica.py", "train/test_sequence_packing.py"),
+        ("train/test_replica.py", "train/test_packing.py"),
     ),
     Fault(
         "checkpoint_digest_skipped",

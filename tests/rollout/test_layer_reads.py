@@ -9,8 +9,7 @@ from libra.rollout.kv_slots import SLOT_ATTENTION, register
 from libra.rollout.slot_batch import SlotBatch
 from libra.rollout.vllm_settings import read_model_config
 from libra.rollout.weight_loading import check_served, load_causal_lm
-from libra.train.logprobs import Scorer, check_packing
-from libra.train.model_loading import load_model
+from libra.train.logprobs import Scorer, check_packing, load_model
 
 # fmt: off
 SIZES = {

@@ -91,8 +91,7 @@ def main(rank: int, size: int, port: int) -> None:
     """Answer until the standard input ends."""
     import torch
 
-    from libra.train.rendezvous import Rendezvous
-    from libra.train.replica_group import TrainGroup
+    from libra.train.replica_group import Rendezvous, TrainGroup
 
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no answer

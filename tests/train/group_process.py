@@ -17,8 +17,7 @@ from libra.errors import LibraError
 from libra.train import Replica, TrainSettings
 from libra.train.hybrid_replica import HybridReplica
 from libra.train.model_layout import whole
-from libra.train.rendezvous import Rendezvous
-from libra.train.replica_group import TrainGroup
+from libra.train.replica_group import Rendezvous, TrainGroup
 from libra.types import Taught, TrajectoryId
 
 TOKEN = "of this test"

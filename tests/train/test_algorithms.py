@@ -102,7 +102,7 @@ def written_out(settings, tokens, rows):
         loss = loss * weight
     loss = loss * kept(settings, tokens, rows, old)
     if settings.kl_coef:
-        kl = kl_estimate(logp, tokens["reference"], settings.kl_estimator, bound=10.0, log_ratio_bound=20.0)
+        kl = kl_estimate(logp, tokens["reference"], settings.kl_estimator, bound=10.0)
         loss = loss + settings.kl_coef * kl
     loss = loss - settings.entropy_coef * tokens["entropy"]
     name = {"constant": "divisor", "seq-mean-token-sum-norm": "horizon_tokens"}.get(settings.aggregation)

@@ -16,8 +16,7 @@ from libra.seals import sealed_text, unseal
 from libra.tensors import digest
 from libra.train import Replica, TrainSettings
 from libra.train.checkpoint import complete, newest, read_facts, save_checkpoint
-from libra.train.checkpoint_retention import KeptCheckpoints
-from libra.train.start_checks import checked_start
+from libra.train.checkpoint_directory import KeptCheckpoints, checked_start
 
 
 def test_a_checkpoint_continues_as_if_nothing_happened_and_plain_transformers_reads_it(replica, batch, tmp_path):

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from libra.errors import ConfigError
 from libra.tensors import compute_device
 from libra.train import Replica, TrainSettings
-from libra.train.model_loading import load_model
+from libra.train.logprobs import load_model
 from pretended_gpu import PretendedTensor, pretended_gpu
 
 SETTINGS = {

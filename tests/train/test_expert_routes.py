@@ -11,9 +11,8 @@ from libra.errors import ModelError, TrainError
 from libra.experts import Routers
 from libra.rollout.transformers_engine import TransformersEngine
 from libra.train import Replica, TrainSettings
-from libra.train.expert_balance import load_ratio, loads_of
 from libra.train.samples import sample_of
-from libra.train.step_report import Tally
+from libra.train.slice_gradient import load_ratio
 from libra.types import TrajectoryId, TurnRequest
 
 EXPERTS = 8
@@ -101,26 +100,6 @@ def test_recorded_routes_are_taken_where_the_router_would_choose_others(make_rep
     assert report.mismatch_mean_abs > 100 * own.mismatch_mean_abs
 
 
-def gradients(replica, recorded):
-    """Undivided gradients of a whole batch, the load ratio, and the number of micro-batches."""
-    tally = Tally()
-    samples = [sample_of(made, 0) for made in recorded]
-    replica.gradient.accumulate(samples, 0, tally)
-    found = {name: p.grad.clone() for name, p in replica.optimized().items() if p.grad is not None}
-    return found, tally.sums["expert_ratio"] / tally.sums["expert_batches"], int(tally.sums["micro_batches"])
-
-
-def test_even_loads_change_no_gradient_and_cut_the_largest_by_a_fifth(make_replica, recorded):
-    layout = {"share_prompts": True, "max_row_tokens": 512, "micro_batch_tokens": 512}
-    plain, ratio, batches = gradients(make_replica("float64", **layout), recorded)
-    even, even_ratio, even_batches = gradients(make_replica("float64", **layout, balance_experts=True), recorded)
-    assert even_batches <= batches + 2
-    assert even_ratio <= 0.8 * ratio, (ratio, even_ratio)
-    assert plain.keys() == even.keys()
-    size = max(float(gradient.abs().max()) for gradient in plain.values())
-    assert max(float((plain[name] - even[name]).abs().max()) for name in plain) <= 1e-12 * size
-
-
 def test_models_without_routers_and_routes_of_another_model_are_refused(make_replica, random_model, recorded):
     with pytest.raises(ModelError, match="routes"):
         Replica(random_model, TrainSettings(routes="replay"), threads=1)
@@ -131,9 +110,8 @@ def test_models_without_routers_and_routes_of_another_model_are_refused(make_rep
 
 
 def test_loads_count_recorded_tokens_only():
-    routes = np.array([[[0, 1]], [[1, 2]], [[-1, -1]]], np.int16)
-    assert loads_of([routes], 4).tolist() == [[1, 2, 1, 0]]
-    assert load_ratio(loads_of([routes], 4), 4) == 2.0
+    routes = torch.tensor([[[0, 1]], [[1, 2]], [[-1, -1]]], dtype=torch.int16)  # loads 1, 2, 1, 0
+    assert load_ratio(routes, 4) == 2.0 and load_ratio(routes[2:], 4) == 1.0
 
 
 def test_contexts_that_lost_their_slot_are_recorded_again(random_moe, recorded):

@@ -6,8 +6,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from libra.errors import ModelError, TrainError
 from libra.heads import after_head, head_of
 from libra.scoring import score_alone
-from libra.train.chunked_logprobs import chunked_logp
-from libra.train.logprobs import Scorer
+from libra.train.logprobs import Scorer, chunked_logp
 
 SIZES = {
     "vocab_size": 31, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,

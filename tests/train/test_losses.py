@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from libra.train import Aggregation, Packed, Padded, k3, kl_estimate, losses
+from libra.train import Aggregation, Packed, Padded, kl_estimate, losses
 from libra.train.kl import KL_ESTIMATORS
 
 LOSSES = {
@@ -12,7 +12,7 @@ LOSSES = {
     "ppo_dual": lambda logp, old, a, s: losses.ppo_loss(logp, old, a, dual_clip=3.0, ratio_max=4.0),
     "gspo": lambda logp, old, a, s: losses.gspo_loss(logp, old, a, s, clip_low=0.2, clip_high=0.3),
     "gspo_sequence": lambda logp, old, a, s: losses.gspo_loss(
-        logp, old, a, s, clip_low=0.2, clip_high=0.3, gradient="sequence", mean_advantage=True
+        logp, old, a, s, clip_low=0.2, clip_high=0.3, gradient="sequence"
     ),
     "cispo": lambda logp, old, a, s: losses.cispo_loss(logp, old, a),
     "sapo": lambda logp, old, a, s: losses.sapo_loss(logp, old, a),
@@ -161,7 +161,7 @@ def test_clipping_by_hand():
     loss.sum().backward()
     torch.testing.assert_close(logp.grad, torch.tensor([-2, 0, -1, 3, 0, 0], dtype=torch.float64))
     sums = losses.clip_sums(logp.detach(), behaviour, advantage, clip_low=0.2, clip_high=0.28)
-    found = [sums[name] for name in ("clipped_low", "clipped_high", "ratio_max", "ratio_sum")]
+    found = [float(sums[name]) for name in ("clipped_low", "clipped_high", "ratio_max", "ratio_sum")]
     assert found == pytest.approx([1, 1, 9, 14])
     none = torch.zeros(0)
     assert losses.clip_sums(none, none, none, clip_low=0.2, clip_high=0.2)["ratio_sum"] == 0
@@ -172,8 +172,8 @@ def test_clipping_by_hand():
 def test_kl_estimators_are_bounded_and_have_the_stated_gradient(estimator, logp, reference):
     one = torch.tensor([logp], dtype=torch.float64, requires_grad=True)
     other = torch.tensor([reference], dtype=torch.float64)
-    bounded = kl_estimate(one, other, estimator, bound=5.0, log_ratio_bound=10.0)
-    assert abs(float(bounded.detach())) <= 5 and -1e-15 <= float(k3(one, other).detach()) <= 10
+    bounded = kl_estimate(one, other, estimator, bound=5.0)
+    assert abs(float(bounded.detach())) <= 5
     kl_estimate(one, other, estimator).sum().backward()
     difference = logp - reference
     expected = {"k1": 1.0, "abs": float(np.sign(difference)), "k2": difference, "k3": 1 - float(np.exp(-difference))}[

@@ -6,8 +6,8 @@ import factories
 from libra.config import config_from_dict
 from libra.errors import ConfigError, TrainError
 from libra.train import Replica, TrainSettings
-from libra.train.low_rank import LowRankWeights
-from libra.train.model_loading import load_model
+from libra.train.logprobs import load_model
+from libra.train.weight_copies import LowRankWeights
 from libra.types import TrajectoryId
 
 LORA = {"lora_rank": 2, "lora_alpha": 8.0, "lora_targets": ("q_proj", "down_proj"), "lr": 1e-2}

@@ -5,7 +5,7 @@ import torch
 from libra.errors import MismatchAlarm
 from libra.scoring import score_alone
 from libra.tensors import digest
-from libra.train import Replica, TrainSettings
+from libra.train import Replica, Sample, TrainSettings
 from libra.train.mismatch import alarm_text, observe
 from libra.train.step_report import Tally
 
@@ -27,10 +27,11 @@ def make_replica(model_dir):
 
 
 def test_the_figures_are_those_of_the_definition():
-    ours, theirs = torch.tensor([-1.0, -2.0, -0.5]), torch.tensor([-1.5, -2.0, -0.25])
+    engine = np.array([-1.5, -2.0, -0.25], np.float32)
+    sample = Sample(np.arange(4), np.arange(3), np.arange(3), engine, np.ones(3, np.bool_), 1.0)
     tally = Tally()
-    observe(tally, ours[:2], theirs[:2])
-    observe(tally, ours[2:], theirs[2:])
+    observe(tally, sample, np.arange(2), np.array([0.5, 0.0]))
+    observe(tally, sample, np.array([2]), np.array([-0.25]))
     report = tally.report(step=0, digest="", lr=0.0, total_s=1.0)
     ratio = np.exp([0.5, 0.0, -0.25])
     assert report.mismatch_tokens == 3

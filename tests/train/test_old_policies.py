@@ -6,7 +6,6 @@ from libra.errors import TrainError
 from libra.scoring import score_alone
 from libra.tensors import digest
 from libra.train import sample_of
-from libra.train.old_policies import lending
 
 
 def steps(model, batch, score, count):
@@ -58,7 +57,7 @@ def test_each_stale_token_is_scored_under_the_weights_that_sampled_it(replica, b
     before = digest(model.weights())
     expected = {}
     for version, weights in published.items():
-        with lending(model) as put:
+        with model.lending() as put:
             put(weights)
             for sample, logp in zip(*scored(model, batch, score, 4), strict=True):
                 expected[sample.token_ids.tobytes(), version] = logp.numpy()
@@ -129,7 +128,7 @@ def test_a_moving_average_is_the_old_policy_and_continues_from_a_checkpoint(repl
     for name in names:
         torch.testing.assert_close(model.average.tensors[name], by_hand[name])
     model.save(tmp_path / "step-000003")
-    with lending(model) as put:
+    with model.lending() as put:
         put(by_hand)
         pairs = zip(*scored(model, batch, score, 3), strict=True)
         expected = {sample.token_ids.tobytes(): logp.numpy() for sample, logp in pairs}

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libra.train import Sample, TrainSettings, fill_rows, pack, sample_of
-from libra.train.prompt_sharing import can_share, row_tokens, share_rows
+from libra.train import Sample, TrainSettings, pack, sample_of
+from libra.train.packing import can_share, row_tokens, share_rows
 from libra.train.step_report import Tally
 
 
@@ -65,7 +65,7 @@ def test_every_sample_is_in_one_row_beside_its_prompts_others(shapes, max_row_to
         at = np.arange(prompt + 1, len(ids))
         logp, current = np.zeros(len(at), np.float32), np.ones(len(at), np.bool_)
         samples.append(Sample(ids, at, at, logp, current, 1.0))
-    rows, alone = share_rows(samples, max_row_tokens, fill_rows)
+    rows, alone = share_rows(samples, max_row_tokens)
     assert sorted(map(id, [*(sample for row in rows for sample in row), *alone])) == sorted(map(id, samples))
     for row in rows:
         assert len(row) > 1

@@ -94,7 +94,7 @@ def test_a_wave_that_fails_drops_those_before_it_and_all_can_be_added_again(doub
 def test_a_slice_that_was_counted_twice_is_found_when_the_step_is_closed(double, mixed):
     one, applied = double()
     one.accumulate(mixed[:6], 0)
-    one.open_step.partial.merged += 3
+    one.open_step.merged += 3
     one.accumulate(mixed[6:], 0)
     with pytest.raises(TrainError):
         one.close(0)

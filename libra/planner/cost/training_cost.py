@@ -177,7 +177,7 @@ def memory_parts_bytes(shape: ModelShape, sequence_tokens: Array, num_gpus: int,
 
 
 def micro_batch_sizes(sequence_tokens: Array, num_gpus: int, layout: Layout) -> list[MicroBatchSize]:
-    """The micro-batches of a step that may take most memory, as `libra.train.sequence_packing` forms them: widest rows first.
+    """The micro-batches of a step that may take most memory, as `libra.train.packing` forms them: widest rows first.
 
     For rows with several sequences only the mean fill is known here, so they count as full.
     """

@@ -49,7 +49,7 @@ class Layout:
     generated_frac : float
         Share of the tokens that is scored.
     logit_chunk_tokens : int
-        Tokens whose logits are held at once (`libra.train.chunked_logprobs`).
+        Tokens whose logits are held at once (`libra.train.logprobs`).
     entropy_bonus : bool
     epochs : int
         Passes over the batch.

@@ -1,0 +1,345 @@
+"""Advantages: how much better than expected a sample, or a token, was.
+
+Estimators on one reward per sample (S,) take group numbers and may leave failed samples out; those with
+a reward per token take padded rows (B, T).
+
+Shape legend: S samples of the batch, K groups, G samples of one group, B rows, T places of a row,
+N values in any arrangement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from libra.errors import TrainError
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Groups:
+    """Valid samples by group."""
+
+    slot_S: Tensor  # group of each sample, in [0, K), int64
+    valid_S: Tensor  # bool
+    reward_S: Tensor  # 0 where not valid
+    count_K: Tensor  # valid samples of each group, in the dtype of the rewards
+
+    @classmethod
+    def of(cls, reward_S: Tensor, group_S: Tensor, valid_S: Tensor | None = None) -> Groups:
+        """Sort samples into groups; TrainError if a valid reward is not finite."""
+        valid_S = torch.ones_like(group_S, dtype=torch.bool) if valid_S is None else valid_S
+        if not bool(torch.isfinite(reward_S[valid_S]).all()):
+            bad = int(torch.nonzero(valid_S & ~torch.isfinite(reward_S))[0])
+            raise TrainError(
+                f"advantages: sample {bad} has reward {float(reward_S[bad])} and counts as valid; "
+                "a valid reward is one finite number, a failed sample must be marked invalid"
+            )
+        _, slot_S = torch.unique(group_S, return_inverse=True)
+        num_groups = int(slot_S.max()) + 1 if slot_S.numel() else 0
+        count_K = reward_S.new_zeros(num_groups).index_add(0, slot_S, valid_S.to(reward_S.dtype))
+        return cls(slot_S, valid_S, torch.where(valid_S, reward_S, torch.zeros_like(reward_S)), count_K)
+
+    def sum(self, value_S: Tensor) -> Tensor:
+        """Sum of each group over its valid samples (K,)."""
+        kept_S = torch.where(self.valid_S, value_S, torch.zeros_like(value_S))
+        return self.count_K.new_zeros(len(self.count_K)).index_add(0, self.slot_S, kept_S)
+
+    @property
+    def mean_S(self) -> Tensor:
+        """Mean reward of each sample's group (S,)."""
+        return (self.sum(self.reward_S) / self.count_K.clamp(min=1))[self.slot_S]
+
+    @property
+    def alone_S(self) -> Tensor:
+        """Whether a sample is the only valid one of its group (S,)."""
+        return (self.count_K == 1)[self.slot_S] & self.valid_S
+
+    @property
+    def uniform_S(self) -> Tensor:
+        """Whether all valid rewards of a sample's group are equal, exactly (S,); also in groups of one or none."""
+        zeros_K = torch.zeros_like(self.count_K)
+        slot_V, reward_V = self.slot_S[self.valid_S], self.reward_S[self.valid_S]
+        low_K = zeros_K.scatter_reduce(0, slot_V, reward_V, "amin", include_self=False)
+        high_K = zeros_K.scatter_reduce(0, slot_V, reward_V, "amax", include_self=False)
+        return (low_K == high_K)[self.slot_S]
+
+    def lone(self, advantage_S: Tensor, singleton: str) -> Tensor:
+        """``advantage_S`` with the reward ("reward") or 0 ("zero") for samples that are alone, and 0 if not valid."""
+        alone_S = self.reward_S if singleton == "reward" else torch.zeros_like(self.reward_S)
+        advantage_S = torch.where(self.alone_S, alone_S, advantage_S)
+        return torch.where(self.valid_S, advantage_S, torch.zeros_like(advantage_S))
+
+
+def grpo(
+    reward_S: Tensor,
+    group_S: Tensor,
+    *,
+    valid_S: Tensor | None = None,
+    normalize_std: bool = True,
+    ddof: int = 1,
+    eps: float = 1e-6,
+    singleton: Literal["reward", "zero"] = "reward",
+) -> Tensor:
+    """Reward minus the mean of its group, with ``normalize_std`` divided by the group's standard deviation.
+
+    GRPO (DeepSeekMath, arXiv:2402.03300) with verl's conventions as defaults; ``normalize_std=False`` is the
+    advantage of Dr.GRPO (arXiv:2503.20783). TRL: ``eps=1e-4``.
+
+    Parameters
+    ----------
+    reward_S : floating tensor (S,)
+        Ignored (may be NaN) where ``valid_S`` is False. TrainError if a valid one is not finite.
+    group_S : integer tensor (S,)
+        Samples with the same number are siblings, in any order.
+    valid_S : bool tensor (S,), optional
+        False excludes a sample from mean and deviation, and gives it advantage 0.
+    normalize_std, ddof, eps
+        Divide by (standard deviation + eps); ``ddof`` 1: unbiased (verl, TRL), 0: of the population.
+    singleton : {"reward", "zero"}
+        Advantage of the only valid sample of its group: its reward, i.e. mean 0 and deviation 1 (verl), or 0.
+
+    Returns
+    -------
+    Tensor (S,)
+        Exactly 0 if all valid rewards of a group are equal: rounding in the mean leaves no gradient.
+    """
+    groups = Groups.of(reward_S, group_S, valid_S)
+    deviation_S = torch.where(groups.valid_S, groups.reward_S - groups.mean_S, torch.zeros_like(reward_S))
+    deviation_S = torch.where(groups.uniform_S, torch.zeros_like(deviation_S), deviation_S)
+    if not normalize_std:
+        return groups.lone(deviation_S, singleton)
+    variance_K = groups.sum(deviation_S.square()) / (groups.count_K - ddof).clamp(min=1)
+    scale_S = (variance_K.sqrt() + eps)[groups.slot_S]
+    advantage_S = torch.where(groups.alone_S, deviation_S, deviation_S / scale_S)
+    return torch.where(groups.alone_S, groups.lone(advantage_S, singleton) / (1 + eps), advantage_S)
+
+
+def rloo(
+    reward_S: Tensor,
+    group_S: Tensor,
+    *,
+    valid_S: Tensor | None = None,
+    singleton: Literal["reward", "zero"] = "reward",
+) -> Tensor:
+    """Reward minus the mean reward of the siblings (S,). RLOO, arXiv:2402.14740; agrees with verl 0.9.1.
+
+    Equal to n / (n - 1) times the deviation from the mean of all n. Parameters are those of
+    `grpo`; the only valid sample of a group keeps its reward (verl ``rloo``) or gets 0 (verl
+    ``rloo_vectorized``). Exactly 0 if all rewards of a group are equal.
+    """
+    groups = Groups.of(reward_S, group_S, valid_S)
+    factor_S = (groups.count_K / (groups.count_K - 1).clamp(min=1))[groups.slot_S]
+    advantage_S = (groups.reward_S - groups.mean_S) * factor_S
+    advantage_S = torch.where(groups.uniform_S, torch.zeros_like(advantage_S), advantage_S)
+    return groups.lone(advantage_S, singleton)
+
+
+def opo(
+    reward_S: Tensor,
+    length_S: Tensor,
+    group_S: Tensor,
+    *,
+    valid_S: Tensor | None = None,
+    singleton: Literal["reward", "zero"] = "reward",
+) -> Tensor:
+    """Reward minus the length-weighted mean reward of the group (S,). OPO, arXiv:2505.23585, eq. 9; verl 0.9.1's ``opo``.
+
+    ``length_S`` are the generated tokens of each sample; a group without any has baseline 0. The other parameters are those of
+    `grpo`. Exactly 0 if all rewards of a group are equal.
+    """
+    groups = Groups.of(reward_S, group_S, valid_S)
+    weight_S = length_S.to(reward_S.dtype)
+    total_K = groups.sum(weight_S)
+    baseline_K = groups.sum(weight_S * groups.reward_S) / torch.where(total_K > 0, total_K, torch.ones_like(total_K))
+    advantage_S = groups.reward_S - baseline_K[groups.slot_S]
+    advantage_S = torch.where(groups.uniform_S, torch.zeros_like(advantage_S), advantage_S)
+    return groups.lone(advantage_S, singleton)
+
+
+def whiten(value_N: Tensor, weight_N: Tensor) -> Tensor:
+    """``(value - mean) / sqrt(variance + 1e-8)``, with Bessel's correction. Agrees with verl 0.9.1's masked_whiten.
+
+    ``weight_N`` is how often a value counts: a mask, or e.g. the tokens of a sequence that share it; 1e-8 is added to the
+    count in the means. Values of weight 0 are shifted and scaled like the others. If the weights sum to 1 or less, or all
+    values that count are equal, the values are centred and not scaled (verl raises; dividing by sqrt(1e-8) would turn
+    rounding into signal).
+    """
+    weight_N = weight_N.to(value_N.dtype)
+    counted_N = torch.where(weight_N > 0, value_N, torch.zeros_like(value_N))
+    total = weight_N.sum()
+    mean = (counted_N * weight_N).sum() / (total + 1e-8)
+    seen_N = value_N[weight_N > 0]
+    if float(total) <= 1 or float(seen_N.amin()) == float(seen_N.amax()):
+        return value_N - (seen_N[0] if seen_N.numel() else mean)  # no rounding where all are equal
+    variance = ((counted_N - mean).square() * weight_N).sum() / (total + 1e-8) * total / (total - 1)
+    return (value_N - mean) * torch.rsqrt(variance + 1e-8)
+
+
+def reinforce_pp(reward_BT: Tensor, mask_BT: Tensor, *, gamma: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Advantages and returns (B, T) of REINFORCE++, arXiv:2501.03262, with dense or outcome rewards; agrees with verl 0.9.1.
+
+    Masked places (observations, padding) are skipped: they have return 0, their rewards are ignored, and the discount does
+    not apply to them.
+    """
+    mask_BT = mask_BT.to(reward_BT.dtype)
+    return_BT = torch.zeros_like(reward_BT)
+    running_B = reward_BT.new_zeros(len(reward_BT))
+    for place in reversed(range(reward_BT.shape[1])):
+        mask_B = mask_BT[:, place]
+        running_B = torch.where(mask_B > 0, reward_BT[:, place] + gamma * running_B, running_B)
+        return_BT[:, place] = running_B * mask_B
+    return whiten(return_BT, mask_BT) * mask_BT, return_BT
+
+
+def reinforce_pp_baseline(
+    reward_S: Tensor, length_S: Tensor, group_S: Tensor, *, valid_S: Tensor | None = None
+) -> Tensor:
+    """Reward minus the mean of its group, whitened over the tokens of the batch (S,). REINFORCE++-baseline; as in verl 0.9.1.
+
+    ``length_S`` are the tokens of each sample. The only sample of a group keeps its reward before whitening.
+    """
+    centred_S = grpo(reward_S, group_S, valid_S=valid_S, normalize_std=False)
+    weight_S = length_S if valid_S is None else torch.where(valid_S, length_S, torch.zeros_like(length_S))
+    whitened_S = whiten(centred_S, weight_S)
+    return whitened_S if valid_S is None else torch.where(valid_S, whitened_S, torch.zeros_like(whitened_S))
+
+
+def remax(reward_BT: Tensor, baseline_B: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor]:
+    """Advantages and returns (B, T). ReMax, arXiv:2310.10505; agrees with verl 0.9.1.
+
+    ``reward_BT`` is the reward of each token (an outcome reward is on the last one), ``baseline_B`` that of the greedy answer;
+    ``mask_BT`` is 1 for generated tokens, 0 for padding and observations. ``trainer.advantage=remax``: the first sample of each
+    group is the greedy answer.
+    """
+    return_BT = (reward_BT * mask_BT).flip(-1).cumsum(-1).flip(-1)
+    return return_BT - baseline_B[:, None] * mask_BT, return_BT
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GroupRewards:
+    """One group as an estimator sees it; arrays (G,)."""
+
+    reward: NDArray[np.float64]  # may be NaN where not valid
+    valid: NDArray[np.bool_]  # False for failures that do not train
+    num_tokens: NDArray[np.int64]  # generated
+    finished: NDArray[np.bool_]  # False where the answer was cut off
+    greedy: NDArray[np.bool_] | None = None  # True for the baseline of ReMax; None: the first
+
+
+def batch_advantages(
+    groups: Sequence[GroupRewards],
+    estimator: str | Callable[[Sequence[GroupRewards]], Sequence[NDArray[np.float64]]],
+    *,
+    normalize_std: bool = True,
+    eps: float = 1e-6,
+    drop_uniform_groups: bool = False,
+    drop_truncated: bool = False,
+) -> tuple[list[NDArray[np.float64]], list[NDArray[np.bool_]]]:
+    """Advantage of every sample, and whether it takes part in the loss; one array (G,) each per group.
+
+    Samples that are not valid have advantage 0. So has the only valid sample of a larger group; a group configured with one
+    sample keeps its reward as its deviation. A sample outside the loss counts in no denominator of the step, but counts in
+    the baseline of its group.
+
+    Parameters
+    ----------
+    estimator : str or callable
+        A name of `libra.config.algorithms.AdvantageName`, or a function of the groups with one array (G,) for each.
+    """
+    _check_lengths(groups)
+    if not groups:
+        return [], []
+    sizes = [len(group.reward) for group in groups]
+    rows = _stacked(groups, sizes)
+    advantage_S, valid_S, idle_S = _estimated(groups, rows, estimator, normalize_std, eps)
+    advantage_S = torch.where(idle_S, torch.zeros_like(advantage_S), advantage_S)
+    trains_S = valid_S
+    if drop_uniform_groups:
+        trains_S = trains_S & ~Groups.of(rows.reward_S, rows.group_S, rows.valid_S).uniform_S
+    if drop_truncated:
+        trains_S = trains_S & rows.finished_S
+    return [part.numpy() for part in advantage_S.split(sizes)], [part.numpy() for part in trains_S.split(sizes)]
+
+
+def _check_lengths(groups: Sequence[GroupRewards]) -> None:
+    for index, group in enumerate(groups):
+        sizes = {len(group.reward), len(group.valid), len(group.num_tokens), len(group.finished)}
+        if len(sizes) != 1:
+            raise TrainError(
+                f"batch_advantages: the arrays of group {index} have lengths {sorted(sizes)}; allowed is one"
+            )
+
+
+class _Rows(NamedTuple):
+    """The samples of all groups, one after the other. ``lone_S``: the only valid one of a larger group."""
+
+    reward_S: Tensor
+    valid_S: Tensor
+    length_S: Tensor
+    finished_S: Tensor
+    group_S: Tensor
+    lone_S: Tensor
+
+
+def _stacked(groups: Sequence[GroupRewards], sizes: Sequence[int]) -> _Rows:
+    reward_S = torch.as_tensor(np.concatenate([group.reward for group in groups]).astype(np.float64))
+    valid_S = torch.as_tensor(np.concatenate([group.valid for group in groups]).astype(np.bool_))
+    length_S = torch.as_tensor(np.concatenate([group.num_tokens for group in groups]).astype(np.int64))
+    finished_S = torch.as_tensor(np.concatenate([group.finished for group in groups]).astype(np.bool_))
+    group_S = torch.repeat_interleave(torch.arange(len(groups)), torch.as_tensor(sizes))
+    configured_alone_S = torch.as_tensor(np.repeat([size == 1 for size in sizes], sizes))
+    siblings_S = torch.zeros(len(groups), dtype=torch.int64).index_add(0, group_S, valid_S.to(torch.int64))[group_S]
+    lone_S = valid_S & (siblings_S == 1) & ~configured_alone_S
+    return _Rows(reward_S, valid_S, length_S, finished_S, group_S, lone_S)
+
+
+def _estimated(
+    groups: Sequence[GroupRewards],
+    rows: _Rows,
+    estimator: str | Callable[[Sequence[GroupRewards]], Sequence[NDArray[np.float64]]],
+    normalize_std: bool,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Advantages, which samples are valid by the estimator, and whose advantage is 0 whatever it says."""
+    reward_S, valid_S, length_S, _, group_S, lone_S = rows
+    if callable(estimator):  # lone ones are its own decision
+        return torch.as_tensor(np.concatenate(estimator(groups))), valid_S, ~valid_S
+    if estimator == "remax":
+        advantage_S, valid_S = _against_greedy(groups, reward_S, valid_S)
+        return advantage_S, valid_S, ~valid_S
+    if estimator == "reinforce_pp":
+        weight_S = torch.where(valid_S, length_S, torch.zeros_like(length_S))
+        advantage_S = whiten(torch.where(valid_S, reward_S, torch.zeros_like(reward_S)), weight_S)
+        return advantage_S, valid_S, ~valid_S
+    if estimator == "reinforce_pp_baseline":
+        advantage_S = reinforce_pp_baseline(reward_S, length_S, group_S, valid_S=valid_S & ~lone_S)
+    elif estimator == "rloo":
+        advantage_S = rloo(reward_S, group_S, valid_S=valid_S)
+    elif estimator == "opo":
+        advantage_S = opo(reward_S, length_S, group_S, valid_S=valid_S)
+    else:
+        advantage_S = grpo(reward_S, group_S, valid_S=valid_S, normalize_std=normalize_std, eps=eps)
+    return advantage_S, valid_S, ~valid_S | lone_S
+
+
+def _against_greedy(groups: Sequence[GroupRewards], reward_S: Tensor, valid_S: Tensor) -> tuple[Tensor, Tensor]:
+    """Advantages over the greedy sample of the group, and who may train: not that sample, and nobody where it failed."""
+    baseline_S, takes_part_S = torch.zeros_like(reward_S), valid_S.clone()
+    start = 0
+    for group in groups:
+        members = slice(start, start + len(group.reward))
+        start = members.stop
+        greedy = np.arange(len(group.reward)) == 0 if group.greedy is None else group.greedy
+        sound = np.flatnonzero(greedy & group.valid)
+        takes_part_S[members] &= torch.from_numpy(~greedy) & bool(len(sound))
+        if len(sound):
+            baseline_S[members] = float(group.reward[sound[0]])
+    outcome_S1 = torch.where(takes_part_S, reward_S, torch.zeros_like(reward_S))[:, None]
+    advantage_S1, _ = remax(outcome_S1, baseline_S, takes_part_S[:, None].to(reward_S.dtype))
+    return advantage_S1[:, 0], takes_part_S

@@ -1,0 +1,208 @@
+"""The checkpoints of a run that stay, the last m and the best, and the one that a run may start from.
+
+The best is the one with the highest score. A run has one measure, so that scores can be compared:
+
+- ``evaluation``, with ``evaluation.every`` > 0: the mean reward of the held-out questions at that version. A checkpoint
+  whose version was not evaluated is never the best.
+- ``training``, otherwise: the mean reward of the batch whose step made that version (``run.eta`` = 0: answers of the
+  weights one step older). Noisy: of two checkpoints whose scores are close, either may be the better model.
+
+Of equal scores the later one wins.
+
+Invariants
+----------
+1. Never removed: the best, the newest, the last ``keep``, and one that is being written (its name is hidden).
+2. ``best`` is a relative link replaced in one rename, before anything is removed: it never dangles, and goes along with
+   the directory when that is moved.
+3. A removed checkpoint loses its name first, so no reader sees a part of it; files left by a killed process are removed
+   the next time.
+4. One process, the driver, calls `KeptCheckpoints`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import shutil
+import uuid
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+from libra.errors import CheckpointError
+from libra.seals import sealed_text, unseal
+from libra.train.checkpoint import checkpoint_name, complete, has_optimizer, step_of, verify
+
+logger = logging.getLogger(__name__)
+BEST = "best"
+SCORES_FILE = "scores.json"
+_REMOVED, _REPLACING = ".gone", ".new"
+"""Suffixes of the hidden names of checkpoints being removed, and of files about to replace others."""
+
+
+class KeptCheckpoints:
+    """The ``checkpoints`` directory of one run, which need not exist yet.
+
+    The last ``keep`` stay, and with ``keep_best`` the one with the best score, which is linked as ``best``. Scores written by an
+    earlier start of the run count.
+    """
+
+    def __init__(self, directory: Path, *, keep: int, keep_best: bool) -> None:
+        assert keep >= 1, "the configuration allows 1 or more"
+        self.directory, self.keep, self.keep_best = directory, keep, keep_best
+        self._scores = self._read_scores()
+
+    def score(self, step: int, reward: float) -> None:
+        """Record the mean reward of the weights of a step; NaN (nothing was graded) is ignored."""
+        if math.isfinite(reward):
+            self._scores[checkpoint_name(step)] = reward
+            try:
+                self.directory.mkdir(parents=True, exist_ok=True)
+                self._write_scores()
+            except OSError as fault:
+                raise CheckpointError(f"checkpoint: {self.directory} cannot be written to: {fault}") from fault
+
+    def best(self) -> Path | None:
+        """The checkpoint with the highest score; None if none has a score."""
+        scored = [path for path in complete(self.directory) if path.name in self._scores]
+        return max(scored, key=lambda path: (self._scores[path.name], step_of(path)), default=None)
+
+    def tidy(self) -> list[Path]:
+        """Link the best one and remove those that are not kept; returns them. CheckpointError if the disk refuses."""
+        there = complete(self.directory)
+        if not there:
+            return []
+        best = self.best() if self.keep_best else None
+        kept = {*there[-self.keep :], *([best] if best is not None else [])}
+        removed = [path for path in there if path not in kept]
+        try:
+            for path in removed:
+                self._scores.pop(path.name, None)
+            self._write_scores()
+            if best is not None:
+                self._link(best)
+            for path in removed:
+                path.rename(self._hidden(path.name, _REMOVED))
+                logger.info("not among the last %d: %s is removed", self.keep, path)
+            for leftover in [*self.directory.glob(f".*{_REMOVED}"), *self.directory.glob(f".*{_REPLACING}")]:
+                if leftover.is_dir() and not leftover.is_symlink():
+                    shutil.rmtree(leftover, ignore_errors=True)
+                else:
+                    leftover.unlink(missing_ok=True)
+        except OSError as fault:
+            raise CheckpointError(f"checkpoint: {self.directory} could not be tidied: {fault}") from fault
+        return removed
+
+    def _link(self, best: Path) -> None:
+        link = self.directory / BEST
+        if link.is_symlink() and link.readlink() == Path(best.name):
+            return
+        new = self._hidden(BEST, _REPLACING)
+        new.symlink_to(best.name, target_is_directory=True)
+        new.replace(link)
+        logger.info("mean reward %.4f is the best so far: %s", self._scores[best.name], best)
+
+    def _write_scores(self) -> None:
+        new = self._hidden(SCORES_FILE, _REPLACING)
+        new.write_text(sealed_text(self._scores) + "\n", encoding="utf-8")
+        new.replace(self.directory / SCORES_FILE)
+
+    def _hidden(self, name: str, end: str) -> Path:
+        return self.directory / f".{name}.{uuid.uuid4().hex}{end}"
+
+    def _read_scores(self) -> dict[str, float]:
+        path = self.directory / SCORES_FILE
+        try:
+            return unseal(path.read_bytes())
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError) as fault:
+            raise CheckpointError(
+                f"checkpoint: {path} cannot be read ({fault}); delete it: then only checkpoints yet to come can be the best"
+            ) from fault
+
+
+_FIELD = "run.from_checkpoint"
+_HEAD = "lm_head.weight"
+
+
+def checked_start(given: Path, model_dir: str | Path, dtype: str) -> Path:
+    """The directory ``given``, absolute and without links, after checking that a run of ``model_dir`` can start from it.
+
+    It is a checkpoint of the same names, shapes and dtype, or a Hugging Face directory without ``trainer.json``: then the
+    optimizer starts from zero, with a warning. CheckpointError for anything else.
+    """
+    directory = given.expanduser().resolve()
+    if not directory.is_dir():
+        raise CheckpointError(f"{_FIELD}: there is no directory {str(given)!r}; type --from RUN/checkpoints/best")
+    for inner in (directory / "checkpoints", directory):
+        if found := complete(inner):
+            raise CheckpointError(
+                f"{_FIELD}: {str(given)!r} holds {len(found)} checkpoints; choose one, e.g. --from {found[-1]}"
+            )
+    missing = [name for name, there in _needed(directory).items() if not there]
+    if missing:
+        raise CheckpointError(
+            f"{_FIELD}: {str(given)!r} is not a checkpoint: it lacks {' and '.join(missing)}; type a directory such as "
+            "RUN/checkpoints/best, or one that model.save_pretrained(...) wrote"
+        )
+    _check_shapes(directory, Path(model_dir))
+    if not has_optimizer(directory):
+        logger.warning(
+            "%s: %s holds no trainer.json: only its weights are used, and the optimizer starts from zero",
+            _FIELD,
+            directory,
+        )
+        return directory
+    facts = verify(directory)
+    if facts["dtype"] != dtype:
+        raise CheckpointError(
+            f"{_FIELD}: {directory} was trained in {facts['dtype']}, this run is to be in {dtype}; type "
+            f"model.dtype={facts['dtype']}, or copy the directory without trainer.json to take its weights only"
+        )
+    logger.info("starts from %s, after %d steps, with its optimizer's state", directory, facts["steps_done"])
+    return directory
+
+
+def _needed(directory: Path) -> dict[str, bool]:
+    return {
+        "config.json": (directory / "config.json").is_file(),
+        "model.safetensors": any(directory.glob("model*.safetensors")),
+    }
+
+
+def _check_shapes(directory: Path, model_dir: Path) -> None:
+    """CheckpointError if the two hold tensors of other names or shapes. A head tied to the embedding is left out."""
+    if not all(_needed(model_dir).values()):
+        return  # a Hugging Face id, or weights in another format: the workers compare
+    got, wanted = _shapes(directory), _shapes(model_dir)
+    if _tied(directory) and _tied(model_dir):
+        got.pop(_HEAD, None)
+        wanted.pop(_HEAD, None)
+    differing = sorted(name for name in got.keys() | wanted.keys() if got.get(name) != wanted.get(name))
+    if differing:
+        first = differing[0]
+        raise CheckpointError(
+            f"{_FIELD}: {directory} is of another model than model.path={str(model_dir)!r}: {len(differing)} tensors differ, "
+            f"first {first}: {got.get(first, 'missing')} and {wanted.get(first, 'missing')}; type model.path={directory} to "
+            "train that model"
+        )
+
+
+def _shapes(directory: Path) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path in sorted(directory.glob("model*.safetensors")):
+        try:
+            with safe_open(path, framework="pt") as file:
+                shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        except (OSError, SafetensorError) as fault:
+            raise CheckpointError(f"{_FIELD}: {path} cannot be read: {fault}") from fault
+    return shapes
+
+
+def _tied(directory: Path) -> bool:
+    try:
+        return bool(json.loads((directory / "config.json").read_text(encoding="utf-8")).get("tie_word_embeddings"))
+    except (OSError, ValueError, AttributeError) as fault:
+        raise CheckpointError(f"{_FIELD}: {directory / 'config.json'} cannot be read: {fault}") from fault

@@ -1,0 +1,225 @@
+"""Corrections for samples that another policy drew: weights, masks, and the split of mismatch from staleness.
+
+The two factors of an importance ratio are engines that compute differently (mismatch), and weights that have
+changed (staleness)::
+
+    log p_now - log p_engine = (log p_now - log p_old) + (log p_old - log p_engine)
+                             =  staleness              +  mismatch
+
+``p_old`` is the trainer's own probability under the weights that generated the token. The split is exact only
+where the trainer has computed it; elsewhere it is unknown, and everything counts as staleness.
+
+Shape legend: N tokens, S sequences.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from libra.train.losses import LOG_RATIO_BOUND
+from libra.train.sequences import Sequences, check_option, sequence_mean
+
+LEVELS = ("token", "sequence", "geometric")
+ACTIONS = ("truncate", "mask", "none")
+
+
+@torch.no_grad()
+def importance_weights(
+    log_ratio_N: Tensor,
+    sequences: Sequences,
+    *,
+    level: str = "token",
+    action: str = "truncate",
+    low: float | None = None,
+    high: float | None = 2.0,
+    normalize: bool = False,
+    bound: float | None = LOG_RATIO_BOUND,
+) -> Tensor:
+    """Weights (N,) without gradient, 0 in masked places, to multiply the loss of each token with.
+
+    Parameters
+    ----------
+    log_ratio_N : Tensor
+        log p_trainer - log p_engine of each token; its dtype is that of the weights (AReaL: float32).
+    level : {"token", "sequence", "geometric"}
+        Ratio of the token, product over its sequence (verl, TRL ``sequence_*``), or geometric mean over it (AReaL).
+    action : {"truncate", "mask", "none"}
+        Ratios outside [low, high] become the bound (TIS), 0 (IcePop, arXiv:2510.18855), or stay.
+    low, high : float, optional
+        None: no bound on that side.
+    normalize : bool
+        Divide by the mean weight: of the tokens, or of the sequences that have any (verl's ``batch_normalize``).
+    bound : float, optional
+        The logarithm is clamped to [-bound, bound] first (verl: 20). None: no clamp (TRL, AReaL).
+    """
+    check_option("importance_weights level", level, LEVELS)
+    check_option("importance_weights action", action, ACTIONS)
+    if level == "token":
+        log_N = sequences.only(log_ratio_N)
+    else:
+        reduced_S = sequences.sum(log_ratio_N) if level == "sequence" else sequence_mean(log_ratio_N, sequences)
+        log_N = sequences.spread(reduced_S)
+    weight_N = (log_N if bound is None else log_N.clamp(-bound, bound)).exp()
+    if action == "truncate" and (low is not None or high is not None):
+        weight_N = weight_N.clamp(low, high)
+    elif action == "mask":
+        inside_N = torch.ones_like(weight_N, dtype=torch.bool)
+        if low is not None:
+            inside_N &= weight_N >= low
+        if high is not None:
+            inside_N &= weight_N <= high
+        weight_N = torch.where(inside_N, weight_N, torch.zeros_like(weight_N))
+    weight_N = sequences.only(weight_N)
+    return weight_N / _mean_weight(weight_N, sequences, per_sequence=level != "token") if normalize else weight_N
+
+
+def _mean_weight(weight_N: Tensor, sequences: Sequences, *, per_sequence: bool) -> Tensor:
+    """Mean over tokens, or over the sequences that have any; 1 if it is 0."""
+    count_S = sequences.count_S
+    if per_sequence:
+        mean = sequence_mean(weight_N, sequences, eps=1e-8).sum() / (count_S > 0).sum().clamp(min=1)
+    else:
+        # in the dtype of the weights: in float32, an integer count plus 1e-8 rounds to the count
+        mean = sequences.sum(weight_N).sum() / (count_S.sum().to(weight_N.dtype) + 1e-8)
+    return torch.where(mean > 1e-8, mean, torch.ones_like(mean))
+
+
+METRICS = ("ratio", "k1", "k2", "k3", "k3-reverse")
+
+
+@torch.no_grad()
+def rejection_mask(
+    log_ratio_N: Tensor,
+    sequences: Sequences,
+    *,
+    metric: str = "ratio",
+    level: str = "token",
+    reduce: str = "mean",
+    low: float | None = None,
+    high: float | None = None,
+    bound: float | None = LOG_RATIO_BOUND,
+) -> Tensor:
+    """Whether a token is kept (N,) bool; False in masked places. Use it as ``sequences.where(mask)``.
+
+    Parameters
+    ----------
+    log_ratio_N : Tensor
+        log p_trainer - log p_engine, called d below; a value that is not finite counts as 0.
+    metric : str
+        ``ratio`` e^d; ``k1`` d; ``k2`` d^2/2; ``k3`` e^d - 1 - d (verl); ``k3-reverse`` e^-d - 1 + d (AReaL's ``kl_k3``).
+    level : {"token", "sequence"}
+        What is kept or rejected.
+    reduce : {"mean", "sum", "max"}
+        From tokens to a sequence; of the logarithm for ``ratio``: geometric mean, product, or largest.
+    low, high : float, optional
+        Kept where low <= metric <= high. None: no bound on that side.
+    bound : float, optional
+        d is clamped to [-bound, bound] (verl: 20). None: no clamp (AReaL).
+    """
+    check_option("rejection_mask metric", metric, METRICS)
+    check_option("rejection_mask level", level, ("token", "sequence"))
+    check_option("rejection_mask reduce", reduce, ("mean", "sum", "max"))
+    log_N = torch.where(torch.isfinite(log_ratio_N), log_ratio_N, torch.zeros_like(log_ratio_N))
+    log_N = sequences.only(log_N if bound is None else log_N.clamp(-bound, bound))
+    value_N = {
+        "ratio": lambda: log_N,
+        "k1": lambda: log_N,
+        "k2": lambda: 0.5 * log_N.square(),
+        "k3": lambda: log_N.exp() - 1 - log_N,
+        "k3-reverse": lambda: (-log_N).exp() - 1 + log_N,
+    }[metric]()
+    if level == "sequence":
+        if reduce == "max":
+            value_S = sequences.largest(value_N)
+        else:
+            value_S = sequences.sum(value_N) if reduce == "sum" else sequence_mean(value_N, sequences)
+        value_N = sequences.spread(value_S)
+    if metric == "ratio":
+        value_N = value_N.exp()
+    keep_N = sequences.mask_N.clone()
+    if low is not None:
+        keep_N &= value_N >= low
+    if high is not None:
+        keep_N &= value_N <= high
+    return keep_N
+
+
+@torch.no_grad()
+def binary_kl_mask(
+    logp_N: Tensor, old_logp_N: Tensor, sequences: Sequences, *, high: float, eps: float = 1e-6
+) -> Tensor:
+    """Kept where the KL of "this token or another" is at most ``high`` in both directions (verl's and AReaL's ``binary_kl``)."""
+    now_N, old_N = logp_N.exp().clamp(eps, 1 - eps), old_logp_N.exp().clamp(eps, 1 - eps)
+
+    def divergence(p: Tensor, q: Tensor) -> Tensor:
+        return p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
+
+    return sequences.mask_N & (torch.maximum(divergence(now_N, old_N), divergence(old_N, now_N)) <= high)
+
+
+@torch.no_grad()
+def off_policy_sequence_mask(
+    logp_N: Tensor, old_logp_N: Tensor, advantage_N: Tensor, sequences: Sequences, *, threshold: float
+) -> Tensor:
+    """Kept where A >= 0, or the mean of log p_old - log p over the sequence is at most ``threshold``.
+
+    DeepSeek-V3.2, arXiv:2512.02556, off-policy sequence masking; TRL's ``off_policy_mask_threshold``, where rejected tokens
+    still count in the denominator.
+    """
+    gap_N = torch.nan_to_num(old_logp_N - logp_N, nan=0.0)
+    close_N = sequences.spread(sequence_mean(gap_N, sequences) <= threshold)
+    return sequences.mask_N & ((advantage_N >= 0) | close_N)
+
+
+@torch.no_grad()
+def m2po_mask(
+    log_ratio_N: Tensor,
+    sequences: Sequences,
+    *,
+    threshold: float = 0.04,
+    advantage_N: Tensor | None = None,
+) -> Tensor:
+    """Whether a token is kept (N,) bool; False in masked places. M2PO, arXiv:2510.01161.
+
+    The tokens with the largest squared log ratio (log p_now - log p_behaviour) are masked first, until the mean square of the
+    rest is at most ``threshold`` (the paper's 0.04). With ``advantage_N`` only tokens that the advantage would push further away
+    (A > 0 and ratio > 1, or A < 0 and ratio < 1), as in the paper; None: any token (AReaL). The choice is over all tokens given,
+    so it differs between a minibatch and its parts: call it on the whole minibatch, as
+    ``trainer.m2po_threshold`` does.
+    """
+    mask_N = sequences.mask_N
+    square_N = sequences.only(log_ratio_N).double().square()
+    candidate_N = mask_N if advantage_N is None else mask_N & (advantage_N * log_ratio_N > 0)
+    count, total = int(mask_N.sum()), float(square_N[mask_N].sum())
+    where = torch.nonzero(candidate_N.flatten())[:, 0]
+    order = where[square_N.flatten()[where].argsort(descending=True, stable=True)]
+    removed = torch.cat([square_N.new_zeros(1), square_N.flatten()[order].cumsum(0)])
+    left = count - torch.arange(len(removed), device=removed.device)
+    enough = (total - removed) <= threshold * left + 1e-15 * total
+    enough[-1] = True  # no further token may be masked
+    num_masked = int(torch.nonzero(enough)[0])
+    keep = mask_N.flatten().clone()
+    keep[order[:num_masked]] = False
+    return keep.view(mask_N.shape)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TwoFactors:
+    """The split of each token's log ratio, without gradient."""
+
+    old_logp_N: Tensor  # of the clipped ratio: the trainer's log-probability where exact, else the engine's
+    mismatch_N: Tensor  # log p_old - log p_engine where exact, else 0
+    exact_N: Tensor  # bool
+
+
+@torch.no_grad()
+def two_factors(old_logp_N: Tensor, engine_logp_N: Tensor, exact_N: Tensor) -> TwoFactors:
+    """The split, from the trainer's and the engine's log-probabilities under the weights that generated each token.
+
+    ``old_logp_N`` is read only where ``exact_N`` is True; elsewhere it may be NaN.
+    """
+    old_N = torch.where(exact_N, old_logp_N, engine_logp_N)
+    return TwoFactors(old_N, old_N - engine_logp_N, exact_N)
