@@ -33,7 +33,7 @@ from libra.config import resolve_model
 from libra.config.distil import DistilSection
 from libra.envs.tool_arithmetic import ToolArithmetic
 from libra.rollout import load_chat_format
-from libra.rollout.kv_slots import SLOT_ATTENTION, register
+from libra.rollout.attention import SLOT_ATTENTION, register
 from libra.rollout.slot_batch import SlotBatch
 from libra.rollout.slot_table import Job
 from libra.rollout.weight_loading import load_causal_lm

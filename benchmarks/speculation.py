@@ -11,7 +11,7 @@ lengths of drafts on other groups.
 * ``time_ratio_batch1``, ``..._batch4``, ``..._batch16``: seconds per token with over without, median of pairs;
   ``seconds_per_token_batch1`` and ``seconds_per_token_batch1_without``, ...: both.
 
-``python -m benchmarks.speculation [--engine vllm] [--pairs 7] [--trajectories 336] [--max-new-tokens 24] --json``
+``python -m benchmarks.speculation [--pairs 7] [--trajectories 336] [--max-new-tokens 24] --json``
 """
 
 from __future__ import annotations
@@ -25,17 +25,14 @@ import numpy as np
 
 from benchmarks.report import QUICKSTART, Figure, alternate, command_parser, emit
 from libra.config import load_config, resolve_model
-from libra.config.engine_package import INSTALL, is_installed
 from libra.envs.registry import make_environment
 from libra.rollout.chat_format import ChatFormat, load_chat_format
-from libra.rollout.draft_length import Drafted
+from libra.rollout.speculation import Drafted
 from libra.rollout.transformers_engine import TransformersEngine
-from libra.rollout.vllm_engine import VLLMEngine
 from libra.types import TurnRequest
 
 GROUP_SIZE, TURNS = 16, 4
 BATCHES = (1, 4, 16)
-ENGINES = {"transformers": TransformersEngine, "vllm": VLLMEngine}
 WARM_UP_GROUPS = 6
 """Groups before the first pair, in which each side tries its lengths of drafts."""
 
@@ -43,14 +40,14 @@ WARM_UP_GROUPS = 6
 class Side:
     """An engine with one batch size, with speculation or without."""
 
-    def __init__(self, kind: str, slots: int, speculate: bool, max_new_tokens: int) -> None:
+    def __init__(self, slots: int, speculate: bool, max_new_tokens: int) -> None:
         config = load_config(str(QUICKSTART))
         self.environment: Any = make_environment(config.environment.name, config.environment.args, 0)
         self.max_new_tokens, self.tokens = max_new_tokens, dict[str, list[int]]()
         model_dir = resolve_model(config.model.path)
         tools = [tool.schema for tool in self.environment.tools]
         self.chat: ChatFormat = load_chat_format(model_dir, tools)
-        self.engine: TransformersEngine | VLLMEngine = ENGINES[kind](
+        self.engine = TransformersEngine(
             model_dir, slots=slots, max_context_tokens=config.rollout.max_context_tokens, threads=1, speculate=speculate
         )
         self.loop = asyncio.new_event_loop()
@@ -105,16 +102,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = command_parser("speculation", __doc__, pairs=7)
     parser.add_argument("--trajectories", type=int, default=336, help="per batch size and side, at least")
     parser.add_argument("--max-new-tokens", type=int, default=24, help="of a turn")
-    parser.add_argument("--engine", choices=list(ENGINES), default="transformers")
     options = parser.parse_args(arguments)
-    if options.engine == "vllm" and not is_installed():
-        parser.error(f"--engine vllm: vllm is not installed here; {INSTALL}")
     groups = max(1, -(-options.trajectories // GROUP_SIZE // options.pairs))
     figures: dict[str, Figure] = {}
     by_rows: dict[int, list[Drafted]] = {}
     different = trajectories = 0
     for slots in BATCHES:
-        drafting, plain = (Side(options.engine, slots, drafts, options.max_new_tokens) for drafts in (True, False))
+        drafting, plain = (Side(slots, drafts, options.max_new_tokens) for drafts in (True, False))
         for side in (drafting, plain):
             side.seconds_per_token(WARM_UP_GROUPS)
         pairs = alternate(

@@ -22,8 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from libra.projections import draw_input, draw_rows, generator_of
-from libra.rollout.vllm_draws import skip_draws
-from libra.rollout.vllm_settings import GENERATED
+from libra.rollout.vllm.engine_args import GENERATED
 from libra.rollout.weight_loading import HEAD
 
 
@@ -78,13 +77,6 @@ class LibraWorker:
 
         runner._update_states = update_and_skip
 
-    def libra_couple_drafts(self) -> None:
-        """Let drafts be kept where they equal what is sampled; see `libra.rollout.vllm_coupled`."""
-        from libra.rollout.vllm_coupled import CoupledSampler
-
-        worker: Any = self
-        worker.model_runner.rejection_sampler = CoupledSampler(worker.model_runner)
-
     def libra_outputs(self, seed: int | None, wanted: Mapping[str, Sequence[int]] | None) -> dict[str, Part]:
         """This rank's parts of the outputs of layers, by the Hugging Face name of their weight.
 
@@ -94,6 +86,27 @@ class LibraWorker:
         worker: Any = self
         with torch.no_grad():
             return dict(_outputs(worker.model_runner.get_model(), seed, wanted or {}))
+
+
+def skip_draws(generator: torch.Generator, tokens: int, runner: Any) -> None:
+    """Draw what ``tokens`` sampled tokens of vLLM's model runner V1 draw from a request's generator.
+
+    On a CPU that is one number per token, from which its kernel makes the noise, or an exponential number per entry of the
+    vocabulary; elsewhere always the latter, and the offset of the generator grows by the same for each token.
+    """
+    sampler, vocab = runner.sampler.topk_topp_sampler, runner.input_batch.vocab_size
+    fp64 = bool(getattr(sampler, "use_fp64_gumbel", False))
+    if sampler.forward.__name__ == "forward_cpu" and not fp64:
+        torch.randint(0, 2**31, (tokens,), generator=generator, dtype=torch.long)
+        return
+    noise = torch.empty(vocab, dtype=torch.float64 if fp64 else torch.float32, device=generator.device)
+    if generator.device.type == "cpu":
+        for _ in range(tokens):
+            noise.exponential_(generator=generator)
+        return
+    begin = generator.get_offset()
+    noise.exponential_(generator=generator)
+    generator.set_offset(begin + tokens * (generator.get_offset() - begin))
 
 
 def _tensors(path: Path, tied_to: str | None) -> Iterator[tuple[str, Tensor]]:

@@ -4,10 +4,9 @@ import torch
 import transformers
 
 from libra.errors import LibraError
-from libra.rollout.engine_capacity import architecture_of
-from libra.rollout.kv_slots import SLOT_ATTENTION, register
+from libra.rollout.attention import SLOT_ATTENTION, register
+from libra.rollout.capacity import architecture_of, read_model_config
 from libra.rollout.slot_batch import SlotBatch
-from libra.rollout.vllm_settings import read_model_config
 from libra.rollout.weight_loading import check_served, load_causal_lm
 from libra.train.logprobs import Scorer, check_packing
 from libra.train.model_loading import load_model

@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from libra.errors import EngineError, ModelError
+from libra.seals import parsed_json
 from libra.types import StepSeconds
 
 Array = NDArray[np.float64]
@@ -46,6 +48,19 @@ _USUAL_NAMES = {
 def with_usual_names(config: Mapping[str, Any]) -> dict[str, Any]:
     """A model's ``config.json`` with the sizes of older families (GPT-2's ``n_head``) under the usual names too."""
     return {usual: config[name] for name, usual in _USUAL_NAMES.items() if name in config} | dict(config)
+
+
+def read_model_config(model_dir: Path) -> dict[str, Any]:
+    """``config.json`` of a model directory, text part only; ModelError if there is none."""
+    path = Path(model_dir) / "config.json"
+    try:
+        config = parsed_json(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ModelError(f"{model_dir}: no config.json there; give a directory in Hugging Face layout") from error
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path}: cannot be read as a model's configuration: {error}") from error
+    text = with_usual_names(config.get("text_config") or config)
+    return text | {"tie_word_embeddings": config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))}
 
 
 def kv_token_bytes(config: Mapping[str, Any], dtype: str, tp: int = 1) -> int:

@@ -5,8 +5,8 @@ from hypothesis import strategies as st
 
 from libra.errors import ContextOverflow, EngineError
 from libra.policy.starvation_guard import OVERDUE
-from libra.rollout.request_checks import check_request, packed_priority
-from libra.rollout.request_queue import QueuedJob, RequestQueue
+from libra.rollout.engine import check_request, packed_priority
+from libra.rollout.slot_table import QueuedJob, RequestQueue
 from libra.types import TurnRequest
 
 PARTS = (st.integers(-1, 2**20 - 3), st.integers(-1, 2**10 - 3), st.integers(-1, 2**30 - 3))

@@ -3,9 +3,9 @@ import pytest
 import torch
 
 from libra.errors import ModelError
-from libra.rollout import kv_slots as slot_cache
-from libra.rollout.decode_forward import Forward
-from libra.rollout.kv_slots import SLOT_ATTENTION, SlotKV
+from libra.rollout import attention as slot_cache
+from libra.rollout.attention import SLOT_ATTENTION, SlotKV
+from libra.rollout.forward import Forward
 from libra.rollout.slot_table import Job
 from libra.rollout.weight_loading import load_causal_lm
 
@@ -33,7 +33,7 @@ def test_fused_projections_are_the_stock_modules_own_storage(load):
 def test_a_pass_that_disagrees_with_transformers_is_refused(load, monkeypatch):
     model = load()
     true_attend = slot_cache.attend
-    monkeypatch.setattr("libra.rollout.fused_decoder.attend", lambda *a: true_attend(*a) * 1.05)
+    monkeypatch.setattr("libra.rollout.forward.attend", lambda *a: true_attend(*a) * 1.05)
     with pytest.raises(ModelError, match="nats"):
         Forward(model, kv_for(model))
     Forward(model, kv_for(model), fused=False)

@@ -9,18 +9,12 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
-from libra.config.engine_package import check_installed as check_installed
-from libra.config.engine_package import is_installed as is_installed
 from libra.errors import EngineError, ModelError
-from libra.rollout.draft_length import LENGTHS
+from libra.rollout.capacity import DTYPE_BYTES, GIB, kv_token_bytes, read_model_config
 from libra.rollout.engine import EngineSettings
-from libra.rollout.engine_capacity import DTYPE_BYTES, GIB, kv_token_bytes, with_usual_names
-from libra.rollout.kv_heads import heads_of
-from libra.seals import parsed_json
 
 PROBE = -1
 """vLLM priority of a probe: before every request, and the only one that runs while the engine is paused."""
@@ -28,12 +22,8 @@ CPU_BATCHED_TOKENS = 4096
 """Maximum context tokens that one step of an engine on a CPU computes; at least one whole context."""
 CPU_BLOCK_TOKENS = 32
 """Tokens per KV block on a CPU, a multiple of 32 for its kernels. vLLM's own choice, 128, would reuse no shorter context."""
-KV_SAVE, KV_LOAD, KV_FILE_TOKENS = "libra_save", "libra_load", "libra_tokens"
-"""In a request's ``kv_transfer_params``: the file to which its KV goes, the one from which it comes, and its number of tokens."""
 GENERATED = "libra_generated"
 """Name, among vLLM's ``extra_args`` of a request, of `libra.types.TurnRequest.generated`."""
-GROUP = "libra_group"
-"""Name, among vLLM's ``extra_args`` of a request, of its group and its trajectory, for drafts."""
 PARENT = "LIBRA_ENGINE_PARENT"
 """Environment variable with the id of the process that starts an engine; the engine's process ends when that one has
 ended."""
@@ -61,10 +51,8 @@ class VLLMSettings(EngineSettings):
     cores, devices : str or None
         Cores and GPUs of its processes: a list of cores per rank, as "0-3|4-7", and GPUs, as "0,1". None: as in the
         environment (``VLLM_CPU_OMP_THREADS_BIND``, ``CUDA_VISIBLE_DEVICES``).
-    host_kv_gib : float or None
-        Host memory for KV that comes from another engine, on a CPU only; None: there is none, and KV is not exchanged.
-    speculate : bool
-        Draft tokens from the other samples of a request's group where that pays off (`libra.rollout.vllm_drafts`).
+    kv_transfer_config, speculative_config : mapping
+        vLLM's arguments of these names; empty: none.
     """
 
     tp: int = 1
@@ -73,8 +61,8 @@ class VLLMSettings(EngineSettings):
     eager: bool | None = None
     cores: str | None = None
     devices: str | None = None
-    host_kv_gib: float | None = None
-    speculate: bool = False
+    kv_transfer_config: Mapping[str, Any] = field(default_factory=dict)
+    speculative_config: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         EngineSettings.__post_init__(self)
@@ -82,19 +70,6 @@ class VLLMSettings(EngineSettings):
             raise EngineError(f"engine: got tp={self.tp}; allowed: at least 1")
         if self.dtype not in DTYPE_BYTES:
             raise ModelError(f"dtype: got {self.dtype!r}; allowed: {', '.join(DTYPE_BYTES)}")
-
-
-def read_model_config(model_dir: Path) -> dict[str, Any]:
-    """``config.json`` of a model directory, text part only; ModelError if there is none."""
-    path = Path(model_dir) / "config.json"
-    try:
-        config = parsed_json(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ModelError(f"{model_dir}: no config.json there; give a directory in Hugging Face layout") from error
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path}: cannot be read as a model's configuration: {error}") from error
-    text = with_usual_names(config.get("text_config") or config)
-    return text | {"tie_word_embeddings": config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))}
 
 
 def kv_bytes(config: Mapping[str, Any], settings: VLLMSettings) -> int:
@@ -113,7 +88,7 @@ def max_model_tokens(config: Mapping[str, Any], settings: VLLMSettings) -> int:
 
 
 def engine_args(settings: VLLMSettings, *, on_cpu: bool) -> Any:
-    """``AsyncEngineArgs`` of an engine; ModelError if it cannot exchange KV and has to."""
+    """``AsyncEngineArgs`` of an engine; ModelError if a KV connector or drafts would give wrong tokens."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     config = read_model_config(settings.model_dir)
@@ -132,29 +107,18 @@ def engine_args(settings: VLLMSettings, *, on_cpu: bool) -> Any:
         }
     else:
         given["gpu_memory_utilization"] = settings.gpu_memory_frac
-    if settings.host_kv_gib is not None:
-        if not on_cpu:
-            raise ModelError(
-                f"rollout.kv_host_gib: got {settings.host_kv_gib:g}; vLLM engines exchange KV on CPUs only; type "
-                "rollout.kv_host_gib=null"
-            )
-        from vllm.config import KVTransferConfig
-
-        heads_of(0, settings.tp, int(config.get("num_key_value_heads") or config["num_attention_heads"]))
-        given["kv_transfer_config"] = KVTransferConfig(
-            kv_connector="FileKV", kv_connector_module_path="libra.rollout.vllm_kv", kv_role="kv_both"
-        )
+    if settings.kv_transfer_config:
+        given["kv_transfer_config"] = _kv_transfer(settings.kv_transfer_config)
     kind = "ProbeScheduler" if on_cpu else "AsyncProbeScheduler"
-    if settings.speculate:
-        # Drafts follow a step's tokens, so a step is scheduled after the one before it, on a GPU too.
-        kind, given["async_scheduling"] = "DraftingScheduler", False
-        given["speculative_config"] = {
-            "method": "custom_class",
-            "model": "libra.rollout.vllm_coupled.NoDrafts",
-            "num_speculative_tokens": max(LENGTHS),
-        }
-        if on_cpu:
-            given["distributed_executor_backend"] = "libra.rollout.vllm_coupled.RankProcesses"
+    if settings.speculative_config:
+        if on_cpu:  # vLLM 0.32 tests drafts on a CPU with another temperature, and their log-probabilities are NaN
+            raise ModelError(
+                f"vllm.speculative_config: got {dict(settings.speculative_config)}; vLLM speculates on GPUs only; type "
+                "vllm.speculative_config={}"
+            )
+        # Drafts follow a step's tokens, so a step is scheduled after the one before it.
+        kind, given["async_scheduling"] = "ProbeScheduler", False
+        given["speculative_config"] = dict(settings.speculative_config)
     return AsyncEngineArgs(
         model=str(settings.model_dir),
         skip_tokenizer_init=True,
@@ -169,10 +133,26 @@ def engine_args(settings: VLLMSettings, *, on_cpu: bool) -> Any:
         generation_config="vllm",
         disable_log_stats=True,
         use_tqdm_on_load=False,
-        worker_extension_cls="libra.rollout.vllm_worker.LibraWorker",
-        scheduler_cls=f"libra.rollout.vllm_scheduler.{kind}",
+        worker_extension_cls="libra.rollout.vllm.worker_extension.LibraWorker",
+        scheduler_cls=f"libra.rollout.vllm.probe_scheduler.{kind}",
         **given,
     )
+
+
+def _kv_transfer(given: Mapping[str, Any]) -> Any:
+    """``KVTransferConfig``; ModelError unless its connector can drop the KV of older weights."""
+    from vllm.config import KVTransferConfig
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+    config = KVTransferConfig(**{"kv_role": "kv_both"} | dict(given))
+    connector = KVConnectorFactory.get_connector_class(config)
+    if connector.reset_cache is KVConnectorBase_V1.reset_cache or config.kv_connector == "MultiConnector":
+        raise ModelError(
+            f"vllm.kv_transfer_config: {config.kv_connector} has no reset_cache and would keep KV of older weights; type "
+            "vllm.kv_transfer_config={kv_connector: OffloadingConnector}, or name another one that has it"
+        )
+    return config
 
 
 @contextmanager

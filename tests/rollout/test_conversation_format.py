@@ -9,8 +9,7 @@ from transformers import PreTrainedTokenizerFast
 import libra
 from libra.errors import ContextOverflow
 from libra.rollout.chat_format import load_chat_format
-from libra.rollout.conversation_format import ConversationFormat
-from libra.rollout.least_tokens import most_bytes_of_a_token
+from libra.rollout.conversation_format import ConversationFormat, most_bytes_of_a_token
 
 
 def tokenizer(**parts):

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from libra.errors import EngineError
-from libra.rollout import engine_capacity
-from libra.rollout.vllm_pass_seconds import PassWatch
+from libra.rollout import capacity
+from libra.rollout.vllm.engine_process import PassWatch
 
 QWEN = {"num_hidden_layers": 28, "hidden_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
         "vocab_size": 151936, "model_type": "qwen3"}  # fmt: skip
@@ -24,31 +24,31 @@ def passes(count, rng, *, noise=0.0, late=0.0):
 
 
 def test_the_fit_finds_the_seconds_that_passes_took():
-    steps = engine_capacity.fit_steps(passes(512, np.random.default_rng(0)))
+    steps = capacity.fit_steps(passes(512, np.random.default_rng(0)))
     found = (steps.fixed_s, steps.sequence_s, steps.context_token_s, steps.prefill_token_s)
     assert found == pytest.approx(TRUE, rel=1e-6)
     assert steps.error_frac < 1e-6 and steps.num_steps == 512
 
 
 def test_noise_and_late_passes_move_it_little_and_are_its_error():
-    steps = engine_capacity.fit_steps(passes(2048, np.random.default_rng(1), noise=0.1, late=0.03))
+    steps = capacity.fit_steps(passes(2048, np.random.default_rng(1), noise=0.1, late=0.03))
     assert steps.step_s(8, 4000) == pytest.approx(np.dot(TRUE, (1, 8, 4000, 0)), rel=0.1)
     assert 0.01 < steps.error_frac < 0.3
     rows = passes(64, np.random.default_rng(2))
     rows[:, 4] = np.maximum(1e-4, 5e-3 - 1e-4 * rows[:, 1])  # faster with more sequences, which no engine is
-    steps = engine_capacity.fit_steps(rows)
+    steps = capacity.fit_steps(rows)
     assert min(steps.fixed_s, steps.sequence_s, steps.context_token_s, steps.prefill_token_s) >= 0.0
 
 
 def test_nothing_is_said_before_enough_passes_and_an_engine_that_became_slower_says_so():
-    meter = engine_capacity.PassMeter()
-    for row in passes(engine_capacity.FEWEST_PASSES - 1, np.random.default_rng(3)):
+    meter = capacity.PassMeter()
+    for row in passes(capacity.FEWEST_PASSES - 1, np.random.default_rng(3)):
         meter.add(*(int(x) for x in row[1:4]), row[4])
     assert meter.seconds() is None
     meter.add(1, 100, 0, 3e-3)
     before = meter.seconds()
-    assert before is not None and before.num_steps == engine_capacity.FEWEST_PASSES
-    for row in passes(engine_capacity.KEPT_PASSES, np.random.default_rng(4)):
+    assert before is not None and before.num_steps == capacity.FEWEST_PASSES
+    for row in passes(capacity.KEPT_PASSES, np.random.default_rng(4)):
         meter.add(*(int(x) for x in row[1:4]), 4.0 * row[4])
     after = meter.seconds()
     assert after is not None and after.step_s(8, 4000) == pytest.approx(4.0 * np.dot(TRUE, (1, 8, 4000, 0)), rel=1e-6)
@@ -56,16 +56,16 @@ def test_nothing_is_said_before_enough_passes_and_an_engine_that_became_slower_s
 
 def test_bytes_of_a_token_are_those_of_all_ranks_with_heads_copied_where_there_are_too_few():
     whole = 2 * 28 * 8 * 128 * 2
-    assert engine_capacity.kv_token_bytes(QWEN, "bfloat16") == whole
-    found = [engine_capacity.kv_token_bytes(QWEN, "bfloat16", tp=tp) for tp in (4, 16)]
+    assert capacity.kv_token_bytes(QWEN, "bfloat16") == whole
+    found = [capacity.kv_token_bytes(QWEN, "bfloat16", tp=tp) for tp in (4, 16)]
     assert found == [whole, 2 * whole]
-    assert engine_capacity.architecture_of(QWEN) == "qwen3-28x1024-h16kv8-v151936"
+    assert capacity.architecture_of(QWEN) == "qwen3-28x1024-h16kv8-v151936"
 
 
 def test_a_budget_that_holds_no_context_is_refused_with_the_one_that_does():
-    assert engine_capacity.tokens_within(1.0, 2**20, 1024) == 1024
+    assert capacity.tokens_within(1.0, 2**20, 1024) == 1024
     with pytest.raises(EngineError):
-        engine_capacity.tokens_within(0.5, 2**20, 1024)
+        capacity.tokens_within(0.5, 2**20, 1024)
 
 
 def output(name, tokens, *, prompt=0, computed=0, end=None):
@@ -75,7 +75,7 @@ def output(name, tokens, *, prompt=0, computed=0, end=None):
 
 def test_passes_of_vllm_are_the_times_between_its_messages_where_it_did_not_stand_still():
     seen = []
-    meter = engine_capacity.PassMeter()
+    meter = capacity.PassMeter()
     meter.add = lambda *values: seen.append(values)
     watch = PassWatch(meter)
 

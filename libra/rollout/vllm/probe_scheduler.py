@@ -1,4 +1,4 @@
-"""vLLM's scheduler with one addition: while it is paused, probes run, and nothing else. One kind of it drafts tokens, too.
+"""vLLM's scheduler with one addition: while it is paused, probes run, and nothing else.
 
 Only vLLM's engine process imports it (``scheduler_cls``), because it needs vLLM. The version check runs between the
 loading of weights and the first token drawn from them, so its probes must run while all requests are paused. vLLM's own pause
@@ -7,7 +7,7 @@ stops probes too.
 Invariants
 1. While paused, a step schedules requests of priority `PROBE` only; every other request keeps its place, its KV and its
    state.
-2. When not paused, it behaves as vLLM's scheduler; a `DraftingScheduler` adds drafts.
+2. When not paused, it behaves as vLLM's scheduler.
 3. The engine process does not outlive the process that started it.
 """
 
@@ -23,8 +23,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.request_queue import create_request_queue
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from libra.rollout.vllm_drafts import Drafting
-from libra.rollout.vllm_settings import PARENT, PROBE
+from libra.rollout.vllm.engine_args import PARENT, PROBE
 
 _PR_SET_PDEATHSIG = 1
 
@@ -73,11 +72,7 @@ class _Probing:
 
 
 class ProbeScheduler(_Probing, Scheduler):
-    """For engines that schedule between steps, as on a CPU."""
-
-
-class DraftingScheduler(_Probing, Drafting, Scheduler):
-    """For engines that speculate; they schedule between steps, also on a GPU."""
+    """For engines that schedule between steps: on a CPU, and with drafts."""
 
 
 class AsyncProbeScheduler(_Probing, AsyncScheduler):

@@ -24,17 +24,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from libra.config.engine_package import check_installed
 from libra.errors import EngineError, LibraError, ModelError
 from libra.projections import draw_input, draw_rows, generator_of, is_embedding, numbers_of
-from libra.rollout.draft_length import DraftedByRows
-from libra.rollout.engine_capacity import PassMeter
-from libra.rollout.request_checks import packed_priority
-from libra.rollout.request_queue import QueuedJob
-from libra.rollout.vllm_ending import shared_memory
-from libra.rollout.vllm_fork_server import forked
-from libra.rollout.vllm_pass_seconds import PROBE_ID, PassWatch
-from libra.rollout.vllm_settings import GENERATED, GROUP, PROBE, VLLMSettings, check_installed, engine_args, environment
-from libra.rollout.vllm_worker import Part
+from libra.rollout.capacity import PassMeter
+from libra.rollout.engine import packed_priority
+from libra.rollout.slot_table import QueuedJob
+from libra.rollout.vllm.engine_args import GENERATED, PROBE, VLLMSettings, engine_args, environment
+from libra.rollout.vllm.worker_extension import Part
 from libra.types import StopReason, TurnOutput
 
 logger = logging.getLogger(__name__)
@@ -42,9 +39,10 @@ logger = logging.getLogger(__name__)
 _BUILDING = threading.Lock()
 """Held while an engine is built: its environment is that of the whole process."""
 _WARM_UP_TOKENS = 4
-_KV = "kv_transfer_params"
-SHUTDOWN_S = 1.0
-"""Seconds that a process with a GPU may take to end before it is killed; it has nothing to save. On a CPU: none."""
+PROBE_ID = "probe-"
+"""Prefix of the name of a probe's request."""
+SHUTDOWN_S = 5.0
+"""Seconds that a process may take to remove the memory that it shares with its ranks; then it is killed."""
 
 
 @dataclass(slots=True)
@@ -68,23 +66,17 @@ class EngineGone(EngineError):
 class Core:
     """A running engine process and its client. Made by `Core.start`."""
 
-    def __init__(
-        self, llm: Any, settings: VLLMSettings, meter: PassMeter | None = None, drafted: DraftedByRows | None = None
-    ) -> None:
-        self.llm, self.settings, self.on_cpu = llm, settings, False
-        self.passes = PassWatch(meter or PassMeter(), drafted)
+    def __init__(self, llm: Any, settings: VLLMSettings, meter: PassMeter | None = None) -> None:
+        self.llm, self.settings, self.passes = llm, settings, PassWatch(meter or PassMeter())
         self.steps = self.generated_tokens = 0
         self._probes = 0
         self._count_steps()
 
     @classmethod
-    async def start(
-        cls, settings: VLLMSettings, version: int, meter: PassMeter | None = None, drafted: DraftedByRows | None = None
-    ) -> Core:
+    async def start(cls, settings: VLLMSettings, version: int, meter: PassMeter | None = None) -> Core:
         """Start the process, load the model, and warm it up. Takes 20 s or more and blocks this event loop.
 
-        ``meter``: the engine's, kept when a process was replaced; None: a new one. ``drafted``: so, too; None: it does not
-        speculate.
+        ``meter``: the engine's, kept when a process was replaced; None: a new one.
         """
         check_installed()
         from vllm.platforms import current_platform
@@ -93,14 +85,11 @@ class Core:
         core = None
         try:
             on_cpu = bool(current_platform.is_cpu())
-            with _BUILDING, environment(settings, on_cpu=on_cpu), forked(settings.model_dir, on_cpu=on_cpu):
+            with _BUILDING, environment(settings, on_cpu=on_cpu):
                 llm = AsyncLLM.from_engine_args(engine_args(settings, on_cpu=on_cpu))
-            core = cls(llm, settings, meter, drafted)
-            core.on_cpu = on_cpu
+            core = cls(llm, settings, meter)
             await llm.update_weight_version(str(version))
             await llm.collective_rpc("libra_continue_turns")
-            if settings.speculate:
-                await llm.collective_rpc("libra_couple_drafts")
             for temperature in (0.0, 1.0):  # kernels are compiled at their first use, for both ways of sampling
                 await core._generate([1] * 4, _WARM_UP_TOKENS, temperature=temperature, seed=0, logprobs=0)
             await llm.reset_prefix_cache()
@@ -119,19 +108,16 @@ class Core:
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
-    async def serve(self, job: VLLMJob, now: Any, kv: dict[str, Any] | None = None) -> TurnOutput:
-        """One request to its end; ``now`` is the clock, ``kv`` its ``kv_transfer_params``."""
+    async def serve(self, job: VLLMJob, now: Any) -> TurnOutput:
+        """One request to its end; ``now`` is the clock."""
         request = job.request
-        extra: dict[str, Any] = ({GENERATED: request.generated} if request.generated else {}) | (
-            {_KV: kv} if kv else {}
-        )
-        if self.settings.speculate and request.group:
-            extra[GROUP] = [request.group, job.name]
-        context = request.context_ids.tolist()
+        prompt: dict[str, Any] = {"prompt_token_ids": request.context_ids.tolist()}
+        if self.settings.keep_kv:
+            prompt["cache_salt"] = f"version {job.version}"
         with _errors(job.name):
             final = None
             async for output in self.llm.generate(
-                self._prompt(context, job.version),
+                prompt,
                 _sampling(
                     max_tokens=request.max_new_tokens,
                     temperature=request.temperature,
@@ -139,7 +125,7 @@ class Core:
                     seed=request.seed,
                     stop_token_ids=list(request.stop_ids),
                     logprobs=0,
-                    extra_args=extra or None,
+                    extra_args={GENERATED: request.generated} if request.generated else None,
                 ),
                 job.handle,
                 priority=packed_priority(request.priority),
@@ -152,12 +138,6 @@ class Core:
         """End a request with the tokens it has."""
         with _errors(job.name):
             await self.llm.abort(job.handle)
-
-    def _prompt(self, ids: list[int], version: int) -> dict[str, Any]:
-        prompt: dict[str, Any] = {"prompt_token_ids": ids}
-        if self.settings.keep_kv:
-            prompt["cache_salt"] = f"version {version}"
-        return prompt
 
     def _output(self, job: VLLMJob, final: Any, now_s: float) -> TurnOutput:
         completion = final.outputs[0]
@@ -206,7 +186,7 @@ class Core:
         the engine."""
         with _errors(f"loading {path}"):
             await self.llm.collective_rpc("libra_load", args=(str(path), tied_to))
-            if not self.settings.keep_kv and not await self.llm.reset_prefix_cache(reset_running_requests=True):
+            if not self.settings.keep_kv and not await self.llm.reset_prefix_cache(True, True):  # a connector's, too
                 raise EngineError(f"version {version}: KV of the weights before it could not be dropped")
             await self.llm.update_weight_version(str(version))
 
@@ -257,17 +237,12 @@ class Core:
                 found[name][0][:, part.offset : part.offset + part.num_here] += rows
         return found
 
-    async def one_more(self, ids: list[int], version: int, kv: dict[str, Any]) -> None:
-        """Generate one token after ``ids``, from the prefix cache, with these ``kv_transfer_params``; it is dropped."""
-        with _errors("export of KV"):
-            await self._generate(ids, 1, self._prompt(ids, version), extra_args={_KV: kv})
-
-    async def _generate(self, ids: list[int], new: int, prompt: dict[str, Any] | None = None, **sampling: Any) -> Any:
-        """A probe: before all requests, greedy by default, not counted, and without KV of others, except with a ``prompt``."""
+    async def _generate(self, ids: list[int], new: int, **sampling: Any) -> Any:
+        """A probe: before all requests, greedy by default, not counted, and without KV of others."""
         self._probes += 1
         steps, tokens = self.steps, self.generated_tokens
         final = None
-        prompt = prompt or {"prompt_token_ids": ids, "cache_salt": f"probe {self._probes}"}
+        prompt = {"prompt_token_ids": ids, "cache_salt": f"probe {self._probes}"}
         sampled = _sampling(**{"max_tokens": new, "temperature": 0.0} | sampling)
         async for output in self.llm.generate(prompt, sampled, f"{PROBE_ID}{self._probes}", priority=PROBE):
             final = output
@@ -295,12 +270,9 @@ class Core:
         return [process.pid for process in manager.processes] if manager is not None else []
 
     def stop(self) -> None:
-        """End the process, and remove what it shared with its ranks; also after it died."""
+        """End the process; also after it died."""
         with contextlib.suppress(Exception):  # a dead engine may raise anything
-            memory = shared_memory(self.process_ids) if self.on_cpu else set()
-            self.llm.shutdown(timeout=0.0 if self.on_cpu else SHUTDOWN_S)
-            for file in memory:
-                file.unlink(missing_ok=True)
+            self.llm.shutdown(timeout=SHUTDOWN_S)
 
     def _count_steps(self) -> None:
         """Count steps and tokens as the process sends them: vLLM's own statistics have a cost per token."""
@@ -316,6 +288,44 @@ class Core:
             return outputs
 
         client.get_output_async = counted
+
+
+class PassWatch:
+    """Seconds of forward passes, from the time stamps of the messages that one engine process sends after each pass.
+
+    The process steps continuously while it has requests, so the time between two messages is one pass with its scheduling,
+    sampling and sending. A pass that began while nothing ran, one after a pause, and one with a probe do not count.
+    ``meter`` may be that of a process before it.
+    """
+
+    def __init__(self, meter: PassMeter) -> None:
+        self.meter = meter
+        self._tokens: dict[str, int] = {}  # of context, of each running request
+        self._last_s: float | None = None
+
+    def stood(self) -> None:
+        """The engine was paused or idle: the time until the next message is not a pass."""
+        self._last_s = None
+
+    def saw(self, outputs: Any) -> None:
+        """The process sent the outputs of a pass (``EngineCoreOutputs`` of vLLM)."""
+        prefilled, context, probed = 0, 0, False
+        for each in outputs.outputs:
+            name, stats = each.request_id, each.prefill_stats
+            if stats is not None:
+                prefilled += stats.num_computed_tokens
+                self._tokens[name] = stats.num_prompt_tokens
+                probed |= name.startswith(PROBE_ID)
+            context += self._tokens.get(name, 0)
+            if each.finish_reason is not None:
+                self._tokens.pop(name, None)
+            elif name in self._tokens:
+                self._tokens[name] += len(each.new_token_ids)
+        for name in outputs.finished_requests or ():  # aborted
+            self._tokens.pop(name, None)
+        if self._last_s is not None and not probed:
+            self.meter.add(len(outputs.outputs), context, prefilled, outputs.timestamp - self._last_s)
+        self._last_s = outputs.timestamp if self._tokens else None
 
 
 def _sampling(**given: Any) -> Any:

@@ -7,9 +7,17 @@ from pathlib import Path
 
 import pytest
 
+from libra.config.engine_package import is_installed
 from libra.errors import EngineError, ModelError
-from libra.rollout.vllm_engine import VLLMEngine
-from libra.rollout.vllm_settings import CPU_BLOCK_TOKENS, VLLMSettings, environment, kv_bytes, max_model_tokens
+from libra.rollout.vllm.async_engine import VLLMEngine
+from libra.rollout.vllm.engine_args import (
+    CPU_BLOCK_TOKENS,
+    VLLMSettings,
+    engine_args,
+    environment,
+    kv_bytes,
+    max_model_tokens,
+)
 from libra.rollout.weight_loading import ExpectedWeights
 
 SHAPE = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64, "head_dim": 32}
@@ -57,6 +65,20 @@ def test_the_environment_of_this_process_is_as_before(monkeypatch):
         os.environ["LD_PRELOAD"] = "libgomp.so"
         del os.environ["OMP_NUM_THREADS"]
     assert dict(os.environ) == before
+
+
+@pytest.mark.vllm
+@pytest.mark.skipif(not is_installed(), reason="vllm is not installed here: make setup-vllm")
+def test_a_connector_that_keeps_stale_kv_and_drafts_on_a_cpu_are_refused(make_model):
+    """And a connector that drops it is passed on."""
+    for field, value in (
+        ("kv_transfer_config", {"kv_connector": "ExampleConnector"}),
+        ("speculative_config", {"method": "ngram", "num_speculative_tokens": 2}),
+    ):
+        with pytest.raises(ModelError, match=f"vllm.{field}"):
+            engine_args(settings(model_dir=make_model(), **{field: value}), on_cpu=True)
+    given = settings(model_dir=make_model(), kv_transfer_config={"kv_connector": "OffloadingConnector"})
+    assert engine_args(given, on_cpu=False).kv_transfer_config.kv_connector == "OffloadingConnector"
 
 
 def test_a_directory_without_safetensors_is_no_model_for_it(tmp_path):
