@@ -18,7 +18,7 @@ import numpy as np
 from distributed import Client, Future, Scheduler, get_worker
 from numpy.typing import NDArray
 
-from libra.dispatch import Block, DispatchServer, Order, contiguous, dealt, fetch, orders
+from libra.dispatch import Block, DispatchServer, Order, fetch, orders
 
 MARK_BYTES = 16
 """Every row begins with so many bytes of a random mark, by which payload is known wherever it passes."""
@@ -90,10 +90,11 @@ def lay_out(client: Client, workers: Sequence[str], num_rows: int, row_tokens: i
         ]
     )
     wanted: dict[str, list[int]] = {worker: [] for worker in workers}
-    cut = {"sliced": contiguous, "dealt": dealt}[layout]
     for i in range(len(workers)):
-        for worker, rows in cut(range(i * num_rows, (i + 1) * num_rows), workers).items():
-            wanted[worker] += rows  # type: ignore[arg-type]
+        rows, num = range(i * num_rows, (i + 1) * num_rows), len(workers)
+        for at, worker in enumerate(workers):
+            cut = rows[at::num] if layout == "dealt" else rows[num_rows * at // num : num_rows * (at + 1) // num]
+            wanted[worker] += cut
     return Batch(
         client,
         tuple(workers),

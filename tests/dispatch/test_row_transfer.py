@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from libra.dispatch import Block, DispatchServer, fetch, orders, process_memory_copy, rows_of
-from libra.dispatch import client as client_module
+from libra.dispatch import row_transfer as client_module
 from libra.errors import DispatchError, LayoutError
 from libra.transport import connect
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libra.dispatch import Block, balanced, contiguous, dealt, plan, replicated
+from libra.dispatch import Block, plan
 from libra.dispatch.batch_layout import replan
 from libra.errors import LayoutError
 
@@ -96,20 +96,6 @@ def test_rows_that_lie_together_at_both_ends_are_one_piece():
     assert [len(move.pieces) for move in made.to("d")] == [2]
     each = plan([Block(worker, "x", (worker,), (1,)) for worker in WORKERS], dict.fromkeys(WORKERS, WORKERS))
     assert [each.to(worker)[0].source for worker in WORKERS] == ["b", "c", "d", "a"]  # not all the same one first
-
-
-@given(st.dictionaries(st.integers(), st.integers(0, 1000), max_size=30), st.integers(1, 5))
-def test_slices_have_every_row_once(num_tokens, num):
-    consumers = [f"rank-{i}" for i in range(num)]
-    rows = list(num_tokens)
-    for slices in (contiguous(rows, consumers), dealt(rows, consumers), balanced(num_tokens, consumers)):
-        assert list(slices) == consumers
-        assert sorted(row for part in slices.values() for row in part) == sorted(rows)
-    ranks = replicated({"dp-0": [1, 2], "dp-1": [3]}, {"dp-0": ["a", "b"], "dp-1": ["c"]})
-    assert ranks == {"a": [1, 2], "b": [1, 2], "c": [3]}  # tensor-parallel peers want the same
-    loads = [sum(num_tokens[row] for row in part) for part in balanced(num_tokens, consumers).values()]
-    assert max(loads) - min(loads) <= max(num_tokens.values(), default=0)
-    assert [row for part in contiguous(rows, consumers).values() for row in part] == rows
 
 
 @given(st.lists(st.integers(0, 3), max_size=8))
