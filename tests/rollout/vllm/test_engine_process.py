@@ -1,4 +1,8 @@
 import asyncio
+import os
+import select
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -54,3 +58,37 @@ def test_a_closed_engine_leaves_no_process_and_no_shared_memory(tmp_path):
     assert len(processes) >= 3 and len(memory) > 2  # a queue of the two ranks, and what they reduce in
     assert psutil.wait_procs(processes, timeout=60)[1] == []
     assert not memory & shared()
+
+
+PROGRAM = """
+import asyncio, sys
+from pathlib import Path
+import psutil
+from libra.rollout import VLLMEngine
+from libra.testing.models import Models
+
+async def main():
+    await VLLMEngine(Models(Path(sys.argv[1])).first, threads=1, slots=2, max_context_tokens=128).start()
+    print("STARTED", *[each.pid for each in psutil.Process().children(recursive=True)], flush=True)
+    sys.stdin.read()
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.vllm
+@pytest.mark.skipif(not is_installed(), reason="vllm is not installed here: make setup-vllm")
+@pytest.mark.timeout(600)
+def test_an_engine_does_not_outlive_the_process_that_started_it(tmp_path):
+    command, pipes = (
+        [sys.executable, "-c", PROGRAM, str(tmp_path)],
+        {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE},
+    )
+    with subprocess.Popen(command, text=True, **pipes) as worker:
+        line = next((line for line in worker.stdout if line.startswith("STARTED")), "")
+        watched = [os.pidfd_open(int(pid)) for pid in line.split()[1:]]
+        worker.kill()
+    assert watched
+    for each in watched:
+        select.select([each], [], [])
+        os.close(each)
