@@ -10,7 +10,7 @@ what a reward or a parser raises      `libra.envs.grading`, `libra.worker.quanta
 requests of agents                    `libra.agents.gateway`
 ====================================  ===============================================================
 
-Where a tool's text becomes tokens of a conversation, `libra.rollout.special_tokens` breaks special tokens that it spells.
+Where a tool's text becomes tokens of a conversation, `libra.rollout.chat_format` breaks special tokens that it spells.
 
 `shown` is the other border, towards a reader: terminals, the page and logs get no text that could act on them.
 

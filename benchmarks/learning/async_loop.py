@@ -27,10 +27,10 @@ from libra.envs import Environment, run_action
 from libra.facts import OpenBatch, OpenGate, QuantumStarted, TrajectoryEnded, VersionPublished, WorkerCapacity
 from libra.graph.member_rows import member_rows
 from libra.policy import Admission, CommittedGroup, OneVersion, keeps_version, staleness_of
-from libra.rollout import kv_slots, load_chat_format
+from libra.rollout import attention, load_chat_format
+from libra.rollout.chat_format import fitted
 from libra.rollout.slot_batch import SlotBatch
 from libra.rollout.slot_table import Job
-from libra.rollout.tool_returns import fitted
 from libra.rollout.weight_loading import load_causal_lm
 from libra.train import Replica, TrainSettings
 from libra.types import Phase, Prompt, Trajectory, TrajectoryId, TurnOutput, TurnRequest
@@ -80,10 +80,10 @@ class Loop:
         self.config, self.environment, self.settings = config, environment, settings
         model_dir = Path(str(resolve_model(config.model.path)))
         self.chat = load_chat_format(model_dir, environment.tool_schemas, tool_format=environment.tool_format)
-        kv_slots.register()
+        attention.register()
         self.engines = {
             name: SlotBatch(
-                load_causal_lm(model_dir, config.model.dtype, kv_slots.SLOT_ATTENTION), slots=settings.slots,
+                load_causal_lm(model_dir, config.model.dtype, attention.SLOT_ATTENTION), slots=settings.slots,
                 max_context_tokens=config.rollout.max_context_tokens, version=0,
             )
             for name in ENGINES

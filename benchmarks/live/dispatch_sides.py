@@ -18,7 +18,7 @@ import numpy as np
 from distributed import Client, Future, Scheduler, get_worker
 from numpy.typing import NDArray
 
-from libra.dispatch import Block, DispatchServer, Order, contiguous, fetch, orders
+from libra.dispatch import Block, DispatchServer, Order, fetch, orders
 
 MARK_BYTES = 16
 """Every row begins with so many bytes of a random mark, by which payload is known wherever it passes."""
@@ -87,8 +87,9 @@ def lay_out(client: Client, workers: Sequence[str], num_rows: int, row_tokens: i
     )
     wanted: dict[str, list[int]] = {worker: [] for worker in workers}
     for i in range(len(workers)):
-        for worker, rows in contiguous(range(i * num_rows, (i + 1) * num_rows), workers).items():
-            wanted[worker] += rows  # type: ignore[arg-type]
+        rows, num = range(i * num_rows, (i + 1) * num_rows), len(workers)
+        for at, worker in enumerate(workers):
+            wanted[worker] += rows[num_rows * at // num : num_rows * (at + 1) // num]
     return Batch(
         client, tuple(workers), mark, secret, num_rows, row_tokens, tuple(parts), tuple(block for block, _ in offered),
         {block.worker: address for block, address in offered}, wanted,

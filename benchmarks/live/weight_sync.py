@@ -85,7 +85,7 @@ def build(engine: str, directory: Path, version: int, dtype: str, threads: int |
             directory, slots=SLOTS, max_context_tokens=CONTEXT, dtype=dtype, threads=threads, version=version
         )
     try:
-        from libra.rollout.vllm_engine import VLLMEngine
+        from libra.rollout.vllm.async_engine import VLLMEngine
     except ImportError as error:
         raise ConfigError(
             f"--engine {engine}: vLLM is not there ({error}); type make setup-vllm, or --engine transformers"

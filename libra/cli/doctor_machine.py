@@ -26,7 +26,7 @@ MIN_SHM_BYTES = 256 * 2**20
 """Containers get 64 MiB by default, which engines and data loaders exhaust."""
 
 VLLM_SERIES = "0.32."
-"""Versions of vLLM whose private API Libra supports (`libra.rollout.vllm_scheduler`)."""
+"""Versions of vLLM whose private API Libra supports (`libra.rollout.vllm.probe_scheduler`)."""
 
 VersionOf = Callable[[str], str | None]
 Runs = Callable[[str], str | None]

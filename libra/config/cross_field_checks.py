@@ -89,6 +89,16 @@ def _transformers_only(config: RunSections) -> Iterator[str]:
             rollout.kv_cache_gib is not None,
             "vllm.kv_cache_gib sets the KV cache of a vllm engine",
         ),
+        (
+            "rollout.kv_host_gib",
+            rollout.kv_host_gib is not None,
+            "vllm.kv_transfer_config keeps the KV of a vllm engine, e.g. {kv_connector: OffloadingConnector}",
+        ),
+        (
+            "rollout.speculate",
+            rollout.speculate,
+            "vllm.speculative_config makes a vllm engine draft, e.g. {method: ngram, num_speculative_tokens: 4}",
+        ),
         ("cluster.engines", paced, "only transformers engines wait for min_pass_s"),
         ("model.loader", config.model.loader is not None, "a vllm engine builds the model itself"),
     ):

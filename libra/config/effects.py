@@ -205,8 +205,7 @@ _TABLE: tuple[tuple[str, str, Reading], ...] = (  # section, keys, who reads the
     ("rollout", "engine", _of("run", "plan")),
     ("rollout", "max_context_tokens", {**_of("run", "plan"), "simulate": _LENGTHS_GIVEN}),
     ("rollout", "kv_cache_gib", _run(is_not("rollout.engine", "vllm"))),
-    ("rollout", "exact_logprobs", _run(is_("rollout.engine", "transformers"))),
-    ("rollout", "kv_host_gib speculate", _run(is_("rollout.engine", "transformers", "vllm"))),
+    ("rollout", "exact_logprobs kv_host_gib speculate", _run(is_("rollout.engine", "transformers"))),
     ("rollout", "tp", {"run": (is_not("rollout.engine", "transformers"), _ALIKE), "simulate": _CLUSTER_SIMULATED}),
     ("rollout", "keep_kv", _run(_VLLM)),
     (
@@ -216,7 +215,7 @@ _TABLE: tuple[tuple[str, str, Reading], ...] = (  # section, keys, who reads the
     ),
     ("rollout", "chunk_tokens", _of("run", "simulate", needs=(_DIVIDES,))),
     ("rollout", "max_new_tokens", {"run": (), "plan": _NO_TRACE, "simulate": _LENGTHS_GIVEN}),
-    ("vllm", "kv_cache_gib eager", _run(_VLLM)),
+    ("vllm", "kv_cache_gib eager kv_transfer_config speculative_config", _run(_VLLM)),
     ("vllm", "gpu_memory_frac", _run(_VLLM, GPU)),
     ("trainer", "algorithm resample lr drop_uniform_groups train_prompts drop_truncated loss aggregation", _run()),
     ("trainer", "advantage", _of("run", "plan")),

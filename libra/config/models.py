@@ -114,7 +114,7 @@ class RolloutSection(Section):
     """Host memory of one engine, in GiB, for the KV of trajectories between two turns. Contexts that were evicted from the KV cache
     return from there, and a trajectory that changes its home takes its KV along where that is expected to be quicker than computing
     it again. Never used across versions; all engines of a machine together may not have more than its memory. Needs engine
-    transformers, or vllm on a CPU, where only moved KV is kept. None: KV is computed again."""
+    transformers; for vllm see `vllm.kv_transfer_config`. None: KV is computed again."""
     tool_format: Literal["hermes", "qwen3_coder"] | None = None
     """How the model writes tool calls: "hermes" (JSON; Hermes, Qwen2.5, Qwen3) or "qwen3_coder" (XML; Qwen3-Coder, Qwen3.5). None:
     the environment's own format, by default "hermes"."""
@@ -136,7 +136,8 @@ class RolloutSection(Section):
     """Every turn generates exactly `max_new_tokens` tokens, and end-of-text tokens are ignored. For benchmarks."""
     speculate: bool = False
     """Draft tokens from the other samples of a group while few sequences generate, as many as pay off by measurement. A drafted
-    token is kept where it equals the one sampled, so the tokens are the same. Needs engine transformers or vllm."""
+    token is kept where it equals the one sampled, so the tokens are the same. Needs engine transformers; for vllm see
+    `vllm.speculative_config`."""
     exact_logprobs: bool = False
     """Record the log-probability of each generation scored alone and uncached, as the trainer scores it. The mismatch figures
     are then exactly 0 for equal weights. Costs a forward pass of the whole context per turn, in the engine and in the trainer.
@@ -155,6 +156,14 @@ class VLLMSection(Section):
     eager: bool | None = None
     """Run the model uncompiled. false: compile it and capture CUDA graphs; the engine starts minutes later and runs
     faster. None: true on a CPU, false on a GPU."""
+    kv_transfer_config: dict[str, Any] = {}
+    """vLLM's argument of this name: a KV connector that keeps evicted KV, e.g. `{kv_connector: OffloadingConnector,
+    kv_connector_extra_config: {cpu_bytes_to_use: 8000000000}}`. It must be able to drop the KV of older weights. `kv_role` is
+    kv_both unless given. Empty: none."""
+    speculative_config: dict[str, Any] = {}
+    """vLLM's argument of this name, on GPUs: how it drafts tokens, e.g. `{method: ngram, num_speculative_tokens: 4,
+    prompt_lookup_max: 4}`, or `method: suffix` (pip install arctic-inference). Tokens follow the same distribution, but need not be
+    those without drafts. Empty: none."""
 
 
 class CheckpointSection(Section):

@@ -3,9 +3,17 @@
 The controller plans from metadata (`orders`); payload goes from worker to worker (`DispatchServer`, `fetch`).
 """
 
-from libra.dispatch.batch_layout import Block, DispatchPlan, Move, Piece, balanced, contiguous, dealt, plan, replicated
-from libra.dispatch.client import Fetched, Order, fetch, orders, recv_views, rows_of
-from libra.dispatch.server import DispatchServer, send_views
+from libra.dispatch.batch_layout import Block, DispatchPlan, Move, Piece, plan
+from libra.dispatch.row_transfer import (
+    DispatchServer,
+    Fetched,
+    Order,
+    fetch,
+    orders,
+    recv_views,
+    rows_of,
+    send_views,
+)
 
 __all__ = [
     "Block",
@@ -15,14 +23,10 @@ __all__ = [
     "Move",
     "Order",
     "Piece",
-    "balanced",
-    "contiguous",
-    "dealt",
     "fetch",
     "orders",
     "plan",
     "recv_views",
-    "replicated",
     "rows_of",
     "send_views",
 ]

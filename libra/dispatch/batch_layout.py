@@ -167,33 +167,6 @@ def replan(
     return tuple(_moves(consumer, {row: chosen[consumer, row] for row in missing}, starts, sizes, order))
 
 
-def contiguous(rows: Sequence[Row], consumers: Sequence[str]) -> dict[str, list[Row]]:
-    """Rows cut in their order into slices of nearly equal numbers, one for each consumer."""
-    cuts = [len(rows) * index // len(consumers) for index in range(len(consumers) + 1)]
-    return {name: list(rows[cuts[i] : cuts[i + 1]]) for i, name in enumerate(consumers)}
-
-
-def dealt(rows: Sequence[Row], consumers: Sequence[str]) -> dict[str, list[Row]]:
-    """Rows dealt to the consumers in turn (round robin)."""
-    return {name: list(rows[index :: len(consumers)]) for index, name in enumerate(consumers)}
-
-
-def balanced(num_tokens: Mapping[Row, int], consumers: Sequence[str]) -> dict[str, list[Row]]:
-    """Slices of nearly equal tokens: longest first, each to the one with the fewest; each in the order of ``num_tokens``."""
-    load = dict.fromkeys(consumers, 0)
-    given: dict[str, set[Row]] = {name: set() for name in consumers}
-    for row in sorted(num_tokens, key=lambda row: -num_tokens[row]):
-        least = min(consumers, key=lambda name: load[name])
-        load[least] += num_tokens[row]
-        given[least].add(row)
-    return {name: [row for row in num_tokens if row in given[name]] for name in consumers}
-
-
-def replicated(wanted: Wanted, peers: Mapping[str, Sequence[str]]) -> dict[str, list[Row]]:
-    """The same slice for all workers of a consumer, which ``peers`` lists: for tensor-parallel ranks."""
-    return {worker: list(rows) for consumer, rows in wanted.items() for worker in peers[consumer]}
-
-
 def _places(blocks: Sequence[Block]) -> tuple[dict[Row, list[_Place]], dict[Row, int]]:
     places: dict[Row, list[_Place]] = {}
     sizes: dict[Row, int] = {}

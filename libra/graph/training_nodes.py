@@ -16,9 +16,9 @@ from libra.train.replica_settings import rounding_nats
 from libra.worker.batch_rows import FETCHED, SliceFetcher, lazy_batch, members_of
 from libra.worker.gang_member import turn
 from libra.worker.host import LibraHost, host_here
+from libra.worker.publications import assist
 from libra.worker.run_spec import RunSpec
 from libra.worker.step_records import read_step_record, write_step_record
-from libra.worker.weight_publishing import assist
 
 if TYPE_CHECKING:
     from libra.train import StepReport as TrainReport

@@ -5,7 +5,7 @@ from __future__ import annotations
 from libra.rollout.chat_format import ChatFormat, load_chat_format
 from libra.rollout.engine import EngineStats, ReadsColumns, RolloutEngine
 from libra.rollout.transformers_engine import TransformersEngine
-from libra.rollout.vllm_engine import VLLMEngine
+from libra.rollout.vllm.async_engine import VLLMEngine
 
 __all__ = [
     "ChatFormat",

@@ -6,14 +6,23 @@ it is used. So they follow the template's treatment of tool messages (Qwen joins
 
 If the template omits tools (SmolLM2's), the system message explains them to the model.
 
-Invariant: no special token comes from the text of a tool or of an environment's turn (`libra.rollout.special_tokens`); prompts are
-the user's, and are taken as they are.
+A tokenizer reads ``<|im_end|>`` as the token that ends a turn, whoever wrote it, so a tool could write the next speaker's turn.
+The first character of such a spelling becomes U+FFFD where the text of a tool or of an environment's turn enters a conversation.
+
+Invariants
+1. No special token comes from the text of a tool or of an environment's turn. Prompts are the user's, and stay as they are.
+2. `SpecialTokens.broken` text spells no guarded token, and is as long as before. Applied twice it changes nothing. Guarded are the
+   tokenizer's special tokens, and other added tokens that the template writes (``<tool_response>``); runs of spaces or HTML
+   tags are ordinary text.
+3. Tool returns that fit into the context are unchanged. Others lose their end, long ones first, and end with a note of their
+   tokens: ``[cut: 812 of 5,000 tokens kept]``. Room for the next generation is left, so a tool does not end the trajectory.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,8 +32,38 @@ from numpy.typing import NDArray
 
 from libra.errors import ContextOverflow, ModelError
 from libra.model_loader import build_tokenizer
-from libra.rollout.special_tokens import SpecialTokens
-from libra.untrusted import valid_unicode
+from libra.untrusted import REPLACEMENT, valid_unicode
+
+
+class SpecialTokens:
+    """The guarded tokens of a tokenizer with a chat template."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        template = str(tokenizer.chat_template)
+        spelled = {
+            int(token_id): token.content
+            for token_id, token in tokenizer.added_tokens_decoder.items()
+            if token.content.strip() and (token.special or token.content in template)
+        }
+        # A tokenizer may have no other token for U+FFFD than that of unknown text, which plays no part in a conversation.
+        ids = sorted(spelled.keys() - {tokenizer.unk_token_id})
+        self._guarded = np.zeros(max(ids, default=-1) + 2, bool)  # by id; the last one is for all above
+        self._guarded[ids] = True
+        rests: dict[str, list[str]] = {}
+        for text in spelled.values():
+            rests.setdefault(text[0], []).append(re.escape(text[1:]))
+        # Only the first character is consumed, so that spellings which overlap are all found, in one pass.
+        parts = [f"{re.escape(first)}(?={'|'.join(sorted(rest))})" for first, rest in sorted(rests.items())]
+        self._first = re.compile("|".join(parts)) if parts else None
+
+    def broken(self, text: str) -> str:
+        """``text`` with the first character of every guarded token in it replaced by U+FFFD."""
+        return text if self._first is None else self._first.sub(REPLACEMENT, text)
+
+    def count(self, ids: NDArray[np.int32]) -> int:
+        """How many of ``ids`` are guarded tokens."""
+        return int(np.count_nonzero(self._guarded.take(ids, mode="clip")))
+
 
 logger = logging.getLogger(__name__)
 
@@ -315,3 +354,76 @@ def load_chat_format(
         raise ModelError(f"{directory}: no usable generation_config.json: {error}") from error
     stop_ids = [] if stop is None else [stop] if isinstance(stop, int) else list(stop)
     return ChatFormat(tokenizer, tool_schemas, generation_stop_ids=stop_ids, tool_format=tool_format)
+
+
+_ANSWER_SHARE = 4
+"""A quarter of what is left of a context is for the next generation, but no more than a turn may have."""
+
+
+def fitted(
+    chat: ChatFormat,
+    contents: Sequence[str],
+    left_tokens: int,
+    max_new_tokens: int,
+    *,
+    ended: bool,
+    role: str = "tool",
+) -> tuple[list[str], NDArray[np.int32]]:
+    """The returns of a turn's calls as the model reads them, and their token ids.
+
+    Parameters
+    ----------
+    chat : ChatFormat
+    contents : sequence of str
+    left_tokens : int
+        Tokens that the context still holds.
+    max_new_tokens : int
+        Most tokens of the next generation.
+    ended : bool
+        As of `ChatFormat.observation_ids`.
+    role : "tool" or "user"
+        Of the messages; "user" has one, the environment's own answer.
+
+    Returns
+    -------
+    list of str, array
+        If not even the notes fit, the ids are longer than ``left_tokens``: then the context is full without any return.
+    """
+
+    def rendered(texts: Sequence[str]) -> NDArray[np.int32]:
+        if role == "user":
+            (text,) = texts
+            return chat.user_ids(text, ended=ended)
+        return chat.observation_ids(texts, ended=ended)
+
+    ids = rendered(contents)
+    room = left_tokens - max(1, min(max_new_tokens, left_tokens // _ANSWER_SHARE))
+    shown = list(contents)
+    if len(ids) <= room:
+        return shown, ids
+    tokens = [chat.text_ids(content) for content in contents]
+    kept = sum(map(len, tokens))
+    while len(ids) > room and kept > 0:
+        kept = max(0, kept - max(1, len(ids) - room))
+        shares = _shares([len(each) for each in tokens], kept)
+        shown = [
+            content if share == len(own) else _cut(chat, own, share)
+            for content, own, share in zip(contents, tokens, shares, strict=True)
+        ]
+        ids = rendered(shown)
+    return shown, ids
+
+
+def _cut(chat: ChatFormat, ids: NDArray[np.int32], kept: int) -> str:
+    text = chat.tokenizer.decode(ids[:kept].tolist(), clean_up_tokenization_spaces=False).rstrip("\ufffd")
+    note = f"[cut: {kept:,} of {len(ids):,} tokens kept]"
+    return f"{text}\n{note}" if text else note
+
+
+def _shares(lengths: Sequence[int], total: int) -> list[int]:
+    """Tokens of each return, ``total`` together: the shortest whole, the others as many each."""
+    shares, left = [0] * len(lengths), total
+    for rank, index in enumerate(sorted(range(len(lengths)), key=lambda each: lengths[each])):
+        shares[index] = min(lengths[index], left // (len(lengths) - rank))
+        left -= shares[index]
+    return shares

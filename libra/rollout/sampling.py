@@ -1,4 +1,4 @@
-"""Sampling of the next tokens of a batch, with their log-probabilities. Pure: randomness arrives as numbers.
+"""Sampling of the next tokens of a batch, with their log-probabilities. Randomness arrives as numbers.
 
 A token is drawn by inverse CDF from one uniform number per token, fixed by the request's seed before its first token. So
 the same seed, context and weights give the same tokens independent of the rest of the batch (up to floating point).
@@ -6,7 +6,10 @@ the same seed, context and weights give the same tokens independent of the rest 
 The log-probability is that of the distribution sampled from: after temperature and top_p. A greedy token (temperature 0)
 has probability 1 there; its log-probability is the one at temperature 1, the model's own.
 
-Shapes: N rows, V vocabulary.
+Requests may want further tokens drawn at each place (``TurnRequest.draws``). These have uniform numbers of their own, so a
+request generates the same tokens with and without them.
+
+Shapes: N rows, M draws, V vocabulary.
 """
 
 from __future__ import annotations
@@ -60,3 +63,24 @@ def _keep_top_p(logprobs_NV: Tensor, top_p_N: Tensor) -> Tensor:
     drop_NV = torch.zeros_like(drop_NV).scatter_(1, order_NV, drop_NV)
     kept_NV = logprobs_NV.masked_fill(drop_NV, -torch.inf)
     return torch.where((top_p_N < 1)[:, None], kept_NV - kept_NV.logsumexp(dim=-1, keepdim=True), kept_NV)
+
+
+def draw_further(logits_NV: Tensor, uniforms_NM: Tensor, temperature_N: Tensor | None) -> tuple[Tensor, Tensor]:
+    """M further tokens of each row's distribution (N, M) int64, by inverse CDF, and their log-probabilities (N, M) float32.
+
+    Rows of temperature 0 or a top_p below 1 are drawn at temperature 1 and uncut, or uncut: nobody asks for them there.
+    """
+    logits_NV = logits_NV.float()
+    if temperature_N is not None:
+        logits_NV = logits_NV / torch.where(temperature_N == 0, 1.0, temperature_N)[:, None]
+    logprobs_NV = torch.log_softmax(logits_NV, dim=-1)
+    cdf_NV = logprobs_NV.exp().cumsum_(dim=-1)
+    total_N1 = cdf_NV[:, -1:]
+    aim_NM = torch.minimum(uniforms_NM * total_N1, torch.nextafter(total_N1, torch.zeros_like(total_N1)))
+    tokens_NM = torch.searchsorted(cdf_NV, aim_NM, right=True).clamp_(max=logits_NV.shape[-1] - 1)
+    return tokens_NM, logprobs_NV.gather(1, tokens_NM)
+
+
+def further_uniforms(seed: int, place: int, draws: int) -> NDArray[np.float32]:
+    """The uniform numbers in [0, 1) of a turn's further tokens at a place (draws,), which do not depend on those of its tokens."""
+    return np.random.default_rng((seed, place, 1)).random(draws, dtype=np.float32)

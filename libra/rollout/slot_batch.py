@@ -5,7 +5,7 @@ A slot that then knows one token more than is cached gets its next token. An in-
 
 Invariants
 1. Every running slot advances unless the step's prefill budget is spent on slots ahead of it, or another slot is computing the
-   same context (samples of a group): then it copies that KV once it is computed (`libra.rollout.shared_contexts`).
+   same context (samples of a group): then it copies that KV once it is computed (`libra.rollout.slot_table`).
 2. A trajectory has at most one slot and one request.
 3. Requests start in order of (priority, arrival). If no slot is free, the least recently used retained one is evicted,
    those of waiting trajectories last. A running one is never evicted.
@@ -14,7 +14,7 @@ Invariants
 6. With ``speculate`` a slot may be fed drafted tokens after its last one, in batches of few rows; it keeps those that equal the
    tokens sampled at their places, whose uniform numbers were fixed before. So drafts change no token, and no KV that is used.
 7. Contexts of running requests with all tokens that they may still generate, plus retained contexts, never exceed
-   ``kv_tokens``. That counts tokens; memory is allocated for the longest context in every slot (`libra.rollout.kv_slots`).
+   ``kv_tokens``. That counts tokens; memory is allocated for the longest context in every slot (`libra.rollout.attention`).
 8. With ``record_routes`` (a mixture of experts) a turn gives out the experts of every token whose KV it computed, or of all if its
    weights changed: the last choice for each token counts.
 9. With ``host_kv`` an evicted context goes there, and comes back when its trajectory's next request starts; ``load`` drops it.
@@ -33,23 +33,24 @@ from numpy.typing import NDArray
 
 from libra.errors import EngineError
 from libra.experts import Routers
-from libra.rollout import layer_probes
-from libra.rollout.decode_forward import Forward
-from libra.rollout.draft_length import DraftLength
-from libra.rollout.drafted_step import DraftedStep, accepted
-from libra.rollout.drafts import LONGEST, Drafts
-from libra.rollout.engine import EngineCounters, EngineStats
-from libra.rollout.engine_capacity import PassMeter
-from libra.rollout.further_draws import FurtherDraws, drawn_of
-from libra.rollout.host_kv import HostKV
-from libra.rollout.kv_object import KVObject
-from libra.rollout.kv_slots import Chunk, SlotKV, Step
-from libra.rollout.parked_kv import ParkedKV
-from libra.rollout.request_checks import check_request
-from libra.rollout.request_queue import RequestQueue
+from libra.rollout.attention import Chunk, SlotKV, Step
+from libra.rollout.capacity import PassMeter
+from libra.rollout.engine import EngineCounters, EngineStats, check_request
+from libra.rollout.forward import Forward
+from libra.rollout.kv_objects import HostKV, KVObject, ParkedKV
 from libra.rollout.sampling import sample
-from libra.rollout.shared_contexts import SharedContexts
-from libra.rollout.slot_table import FREE, RETAINED, RUNNING, Job, SlotTable
+from libra.rollout.slot_table import (
+    FREE,
+    RETAINED,
+    RUNNING,
+    FurtherDraws,
+    Job,
+    RequestQueue,
+    SharedContexts,
+    SlotTable,
+    drawn_of,
+)
+from libra.rollout.speculation import DraftedStep, GroupSpeculation, accepted
 from libra.rollout.weight_loading import copy_weights
 from libra.types import StopReason, TurnOutput, TurnRequest
 
@@ -87,8 +88,7 @@ class SlotBatch:
         self.parked = ParkedKV(self.kv, self.table, host_kv)
         self.queue: RequestQueue[Job] = RequestQueue(slots)
         self.shared = SharedContexts()
-        self.drafts = Drafts() if speculate else None
-        self.draft_length = DraftLength()
+        self.speculation = GroupSpeculation() if speculate else None
         self.further = FurtherDraws()
         self.forgotten: set[str] = set()  # trajectories to drop when their running request ends
 
@@ -176,12 +176,11 @@ class SlotBatch:
 
     def project(self, seed: int) -> dict[str, tuple[float, ...]]:
         """Random projections of every layer as the served pass uses it; see `libra.projections`."""
-        return layer_probes.project(layer_probes.used_layers(self.forward), seed, self.kv.dtype)
+        return self.forward.project(seed)
 
     def columns(self, wanted: Mapping[str, tuple[int, ...]]) -> dict[str, NDArray[np.float32]]:
-        """Columns of layers as the served pass uses them; see `libra.rollout.layer_probes.columns`."""
-        layers = layer_probes.used_layers(self.forward)
-        return layer_probes.columns(layers, layer_probes.used_vectors(self.forward), wanted, self.kv.dtype)
+        """Columns of layers as the served pass uses them; see `libra.rollout.forward.columns`."""
+        return self.forward.columns(wanted)
 
     def _rescore(self, slot: int) -> None:
         """With `exact_logprobs`: replace the log-probabilities of the tokens sampled under the weights in use."""
@@ -214,7 +213,7 @@ class SlotBatch:
         return self.counters.stats(
             running=int(np.count_nonzero(self.table.state == RUNNING)), waiting=len(self.queue.waiting),
             retained=int(np.count_nonzero(self.table.state == RETAINED)), slots=len(self.table.jobs), version=self.version,
-            by_rows=self.draft_length.by_rows,
+            by_rows=None if self.speculation is None else self.speculation.length.by_rows,
         )  # fmt: skip
 
     # -- one step ----------------------------------------------------------------------------------------------------
@@ -230,9 +229,11 @@ class SlotBatch:
             return []
         if self.shared.following:
             self._take_over()
-        asked, drafted = self._draft() if self.drafts is not None else (0, None)
-        if drafted is not None:
-            return self._verify(drafted, begun_s)
+        asked = 0
+        if self.speculation is not None and not self.shared.following:
+            asked, drafted = self.speculation.draft(self.table)
+            if drafted is not None:
+                return self._verify(self.speculation, drafted, begun_s)
         ids_T, step, level, level_rows = self._plan()
         hidden = self.forward.hidden(torch.from_numpy(ids_T), step)
         self._keep_routes(step)
@@ -242,8 +243,8 @@ class SlotBatch:
             ended = self._sample(hidden if level_rows is None else hidden[level_rows], level)
         spent_s = self._end_pass(begun_s)
         self.meter.add(len(level), context_tokens, prefilled, spent_s)
-        if self.drafts is not None and not prefilled:
-            self.draft_length.measured(len(level), asked, 0, len(level), spent_s)
+        if self.speculation is not None and not prefilled:
+            self.speculation.length.measured(len(level), asked, 0, len(level), spent_s)
         return ended
 
     def _keep_routes(self, step: Step) -> None:
@@ -363,29 +364,9 @@ class SlotBatch:
 
     # -- speculation -------------------------------------------------------------------------------------------------
 
-    def _draft(self) -> tuple[int, DraftedStep | None]:
-        """The number of tokens to draft, and drafts for the running slots, if all of them decode and drafts pay off; None: an
-        ordinary step."""
-        table, running = self.table, self.table.running
-        if self.shared.following or (table.known[running] - table.cached[running] > 1).any():
-            return 0, None
-        length = self.draft_length.choose(len(running))
-        if not length:
-            return 0, None
-        assert self.drafts is not None
-        found: list[list[int]] = []
-        for slot in running:
-            job, known = table.running_job(slot), int(table.known[slot])
-            room = min(length, int(table.sampling.limit[slot] - table.generated[slot]) - 1)
-            if not job.request.group or room < 1:
-                found.append([])
-                continue
-            drafts = self.drafts.of(job.request.group)
-            drafts.extend(job.name, table.tokens[slot, :known])
-            found.append(drafts.propose(table.tokens[slot, max(0, known - LONGEST) : known].tolist(), room))
-        return length, DraftedStep(running, found, length) if any(found) else None
-
-    def _verify(self, drafted: DraftedStep, begun_s: float) -> list[tuple[Job, TurnOutput]]:
+    def _verify(
+        self, speculation: GroupSpeculation, drafted: DraftedStep, begun_s: float
+    ) -> list[tuple[Job, TurnOutput]]:
         """Feed every running slot its last token and its drafts, sample after each of them, and keep what is as sampled."""
         table, sampling, slots = self.table, self.table.sampling, drafted.slots
         self.kv.reserve(int(table.known[slots].max()) + drafted.longest)
@@ -410,7 +391,7 @@ class SlotBatch:
         self.counters.generated_tokens += generated
         self.counters.drafted_tokens += num_drafted
         self.counters.accepted_tokens += generated - len(slots)
-        self.draft_length.measured(len(slots), drafted.length, num_drafted, generated, spent_s)
+        speculation.length.measured(len(slots), drafted.length, num_drafted, generated, spent_s)
         return ended
 
     # -- slots -------------------------------------------------------------------------------------------------------
@@ -461,8 +442,8 @@ class SlotBatch:
     def _finish(self, slot: int, stopped: bool) -> tuple[Job, TurnOutput]:
         """Answer a slot's request and keep its KV for the next turn."""
         job = self.table.running_job(slot)
-        if self.drafts is not None and job.request.group:
-            self.drafts.of(job.request.group).extend(job.name, self.table.tokens[slot, : self.table.known[slot]].copy())
+        if self.speculation is not None:
+            self.speculation.finished(job, self.table)
         self._rescore(slot)
         output = self._output(job, StopReason.STOP if stopped else StopReason.LENGTH)
         self.queue.end(job)

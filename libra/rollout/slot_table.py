@@ -1,25 +1,104 @@
-"""The slots of an engine, in columns: trajectory, tokens and sampling settings of each.
+"""The queue of requests before an engine's slots, and the slots in columns: trajectory, tokens and sampling settings of each.
 
-A slot *knows* its tokens (context, then what was generated) and has the first ``cached`` of them in the KV cache.
+A slot *knows* its tokens (context, then generated ones) and has the first ``cached`` of them in the KV cache.
 
 Invariants
-1. A slot is free, retained (a trajectory between two turns) or running; a trajectory has at most one slot.
-2. ``cached < known`` for every slot that is not free.
-3. Running slots lie close together after `SlotTable.settle`, which moves their KV along with their columns.
+1. A trajectory has at most one job, waiting or running. Jobs start in order of (priority, arrival), at most ``slots`` at once,
+   and leave by ``end`` only.
+2. A slot is free, retained (a trajectory between two turns) or running; a trajectory has at most one slot.
+3. ``cached < known`` for every slot that is not free.
+4. Running slots lie close together after `SlotTable.settle`, which moves their KV along with their columns.
+5. Of the trajectories with one context, one leads and the others follow: they run with nothing cached until its KV is computed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container
+import heapq
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from libra.rollout.kv_slots import SlotKV
-from libra.rollout.request_queue import QueuedJob
-from libra.rollout.sampling import draw_uniforms
-from libra.types import TurnRequest
+from libra.errors import EngineError
+from libra.rollout.attention import SlotKV
+from libra.rollout.sampling import draw_further, draw_uniforms, further_uniforms
+from libra.types import Drawn, TurnRequest
+
+
+@dataclass(slots=True)
+class QueuedJob:
+    """A request with its times. ``ticket`` is its arrival number; times are perf_counter seconds."""
+
+    ticket: int
+    request: TurnRequest
+    arrived_s: float
+    started_s: float | None = None
+
+    @property
+    def name(self) -> str:
+        """Its trajectory."""
+        return self.request.trajectory_id
+
+
+J = TypeVar("J", bound=QueuedJob)
+
+
+@dataclass(slots=True)
+class RequestQueue(Generic[J]):
+    """Jobs waiting for one of ``slots`` places, and those that have one."""
+
+    slots: int
+    running: dict[str, J] = field(default_factory=dict)
+    waiting: dict[str, J] = field(default_factory=dict)
+    _order: list[tuple[tuple[int, ...], int, J]] = field(default_factory=list)
+
+    def push(self, job: J) -> None:
+        """Let a job wait; EngineError if its trajectory already has one."""
+        if job.name in self.waiting or job.name in self.running:
+            raise EngineError(f"{job.name}: already has a request in the engine; await it or abort it first")
+        self.waiting[job.name] = job
+        heapq.heappush(self._order, (tuple(job.request.priority), job.ticket, job))
+
+    def first(self) -> J | None:
+        """The job that starts next."""
+        while self._order:
+            job = self._order[0][2]
+            if self.waiting.get(job.name) is job:
+                return job
+            heapq.heappop(self._order)  # it was removed while it waited
+        return None
+
+    def begin(self, job: J) -> None:
+        """The `first` job gets its place."""
+        heapq.heappop(self._order)
+        self.running[job.name] = self.waiting.pop(job.name)
+
+    def start(self) -> Iterator[J]:
+        """Jobs that get one of the free places now, in order."""
+        while len(self.running) < self.slots and (job := self.first()) is not None:
+            self.begin(job)
+            yield job
+
+    def end(self, job: J) -> None:
+        """The job has ended, waiting or running."""
+        for place in (self.waiting, self.running):
+            if place.get(job.name) is job:
+                del place[job.name]
+        if not self.waiting:
+            self._order.clear()
+
+    def find(self, trajectory_id: str) -> J | None:
+        """The job of a trajectory, None if it has none."""
+        return self.running.get(trajectory_id) or self.waiting.get(trajectory_id)
+
+    def jobs(self) -> list[J]:
+        """All jobs, running ones first."""
+        return [*self.running.values(), *self.waiting.values()]
+
 
 FREE, RETAINED, RUNNING = 0, 1, 2
 SPAN_SLACK = 1.25
@@ -186,3 +265,81 @@ class SlotTable:
                 self.slot_of[self.owner[slot]] = slot
             if job is not None:
                 job.slot = slot
+
+
+class FurtherDraws:
+    """The further draws of the last pass of a batch over slots, until they are kept."""
+
+    def __init__(self) -> None:
+        self._last: tuple[NDArray[np.int64], NDArray[np.float32]] | None = None
+
+    def draw(self, logits_NV: Tensor, table: SlotTable, slots: NDArray[np.int64], index: NDArray[np.int64]) -> None:
+        """Draw after each row, which gives a slot its ``index``-th token, where a request wants it."""
+        self._last = None
+        requests = [table.running_job(slot).request for slot in slots]
+        draws = max(request.draws for request in requests)
+        if not draws:
+            return
+        uniforms_NM = np.zeros((len(slots), draws), np.float32)
+        for row, (request, at) in enumerate(zip(requests, index, strict=True)):
+            if request.draws:
+                uniforms_NM[row] = further_uniforms(request.seed, request.generated + int(at), draws)
+        temperature_N = torch.from_numpy(table.sampling.temperature[slots]).to(logits_NV.device)
+        ids_NM, nats_NM = draw_further(logits_NV, torch.from_numpy(uniforms_NM).to(logits_NV.device), temperature_N)
+        self._last = ids_NM.cpu().numpy(), nats_NM.cpu().numpy()
+
+    def keep(self, table: SlotTable, slots: NDArray[np.int64], first: int = 0) -> None:
+        """Note them, from row ``first`` on, for the requests in ``slots`` that want them."""
+        if self._last is None:
+            return
+        ids, nats = self._last
+        for row, slot in enumerate(slots, start=first):
+            job = table.running_job(slot)
+            if job.request.draws:
+                job.drawn.append((ids[row], nats[row]))
+
+
+def drawn_of(job: Job) -> Drawn | None:
+    """The further draws of a request (tokens, draws); None if it wants none."""
+    if not (draws := job.request.draws):
+        return None
+    ids = np.array([ids for ids, _ in job.drawn], np.int32).reshape(-1, draws)
+    return Drawn(ids, np.array([nats for _, nats in job.drawn], np.float32).reshape(-1, draws))
+
+
+class SharedContexts:
+    """The trajectory that computes each context (leader), and those that wait for its KV (followers). Contexts are keyed by
+    their bytes."""
+
+    def __init__(self) -> None:
+        self.following: dict[str, str] = {}  # follower -> leader
+        self._leader_of: dict[bytes, str] = {}
+        self._context_of: dict[str, bytes] = {}  # the inverse
+
+    @property
+    def leaders(self) -> set[str]:
+        """The trajectories that lead."""
+        return set(self._context_of)
+
+    def begin(self, name: str, context: bytes, goes_on: bool) -> None:
+        """A trajectory starts a turn with this context. Where it goes on, it leads only what the context begins with."""
+        if not goes_on:
+            self.join(name, context)
+        elif not context.startswith(self._context_of.get(name, b"")):
+            self.leave(name)
+
+    def join(self, name: str, context: bytes) -> None:
+        """Lead the trajectories with this context, or follow the one that leads them."""
+        self.leave(name)
+        leader = self._leader_of.setdefault(context, name)
+        if leader == name:
+            self._context_of[name] = context
+        else:
+            self.following[name] = leader
+
+    def leave(self, name: str) -> None:
+        """Stop leading and following."""
+        self.following.pop(name, None)
+        context = self._context_of.pop(name, None)
+        if context is not None:
+            del self._leader_of[context]

@@ -28,11 +28,10 @@ import torch
 from numpy.typing import NDArray
 
 from libra.errors import EngineError, LibraError
-from libra.rollout import kv_slots
+from libra.rollout import attention
+from libra.rollout.capacity import GIB, kv_token_bytes, tokens_within, with_usual_names
 from libra.rollout.engine import EngineSettings, EngineStats
-from libra.rollout.engine_capacity import GIB, kv_token_bytes, tokens_within, with_usual_names
-from libra.rollout.host_kv import HostKV
-from libra.rollout.kv_object import KVObject
+from libra.rollout.kv_objects import HostKV, KVObject
 from libra.rollout.slot_batch import SlotBatch
 from libra.rollout.slot_table import Job
 from libra.rollout.weight_loading import load_causal_lm
@@ -64,9 +63,9 @@ class TransformersSettings(EngineSettings):
     loader : str or None
         ``model.loader``.
     speculate : bool
-        Draft tokens from the other samples of a request's group where that pays off (`libra.rollout.drafts`).
+        Draft tokens from the other samples of a request's group where that pays off (`libra.rollout.speculation`).
     host_kv_gib : float or None
-        Host memory for KV that was evicted or comes from another engine (`libra.rollout.host_kv`); None: there is none.
+        Host memory for KV that was evicted or comes from another engine (`libra.rollout.kv_objects`); None: there is none.
     record_routes : bool
         Record the experts of each token, of a mixture of experts (`libra.experts`). Not with ``host_kv_gib``.
     """
@@ -231,8 +230,8 @@ class TransformersEngine:
         try:
             if settings.threads is not None:
                 torch.set_num_threads(settings.threads)
-            kv_slots.register()
-            model = load_causal_lm(settings.model_dir, settings.dtype, kv_slots.SLOT_ATTENTION, settings.loader)
+            attention.register()
+            model = load_causal_lm(settings.model_dir, settings.dtype, attention.SLOT_ATTENTION, settings.loader)
             self._token_bytes = kv_token_bytes(with_usual_names(model.config.to_dict()), settings.dtype)
             model.to(compute_device(settings.device))
             kv_tokens = None

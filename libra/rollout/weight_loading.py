@@ -21,8 +21,7 @@ from torch import nn
 from libra.errors import ModelError, WeightsError
 from libra.model_loader import build_model
 from libra.projections import EMBEDDING_ENDINGS
-from libra.rollout.kv_slots import SlotKV
-from libra.rollout.layer_reads import reads_of
+from libra.rollout.attention import SlotKV, reads_of
 from libra.tensors import untied
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

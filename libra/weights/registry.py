@@ -184,21 +184,6 @@ class WeightStore:
         except FileNotFoundError:
             return None
 
-    def add_check(self, number: int, text: str) -> None:
-        """Add ``check.json`` to a version that was published without one; an existing one stays."""
-        self.manifest(number)
-        path = self.directory(number) / CHECK_FILE
-        temporary = path.with_name(f".{CHECK_FILE}.{uuid.uuid4().hex}")
-        try:
-            _write(temporary, text)
-            os.link(temporary, path)
-        except FileExistsError:
-            return
-        except OSError as error:
-            raise WeightsError(f"weights: {disk_refusal(path, error)}") from error
-        finally:
-            temporary.unlink(missing_ok=True)
-
     def tied(self, number: int) -> dict[str, str]:
         """Aliases of tensors in the file: alias to name."""
         return self.manifest(number).tied

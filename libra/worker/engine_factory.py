@@ -149,7 +149,7 @@ def check_engine(config: RunConfig) -> None:
                 "leave rollout.chunk_tokens out, or set its continues_turns = True once its requests heed TurnRequest.generated"
             )
     elif config.rollout.engine == "vllm":
-        from libra.rollout.vllm_settings import check_installed
+        from libra.config.engine_package import check_installed
 
         try:
             check_installed()
@@ -177,15 +177,14 @@ def _check_budgets(config: RunConfig) -> None:
     """ConfigError if the KV of one context does not fit into a budget that engines of Libra heed, or this machine's memory is less
     than that of its engines."""
     rollout, cluster = config.rollout, config.cluster
-    if is_named(rollout.engine):
+    if rollout.engine != "transformers":
         return
     if cluster.scheduler is None:
         engines = sum(group.count for group in cluster.engines) if cluster.engines else cluster.rollout_workers
         _check_host_memory(rollout.kv_host_gib, engines)
-    settings = ("kv_host_gib",) if rollout.engine == "vllm" else ("kv_cache_gib", "kv_host_gib")
-    given = [(name, gib) for name in settings if (gib := getattr(rollout, name)) is not None]
+    given = [(name, gib) for name in ("kv_cache_gib", "kv_host_gib") if (gib := getattr(rollout, name)) is not None]
     if given and isinstance(model := resolve_model(config.model.path), Path):
-        from libra.rollout.engine_capacity import kv_token_bytes, tokens_within  # lazy: the package imports torch
+        from libra.rollout.capacity import kv_token_bytes, tokens_within  # lazy: the package imports torch
 
         sizes = json.loads((model / "config.json").read_text(encoding="utf-8"))
         if "num_hidden_layers" not in sizes:  # they are nested, and the engine checks them
@@ -284,9 +283,8 @@ def make_engine(config: RunConfig, kind: EngineKind, model_dir: Path, version: i
     """An engine that serves the weights in ``model_dir`` as ``version``, not started."""
     if is_named(kind.engine):
         return _own_engine(config, kind, model_dir, version)
-    _check_host_memory(config.rollout.kv_host_gib)  # of this machine, which need not be the driver's
     if kind.engine == "vllm":
-        from libra.rollout.vllm_engine import VLLMEngine
+        from libra.rollout.vllm.async_engine import VLLMEngine
 
         return VLLMEngine(
             model_dir,
@@ -297,13 +295,14 @@ def make_engine(config: RunConfig, kind: EngineKind, model_dir: Path, version: i
             tp=kind.tp,
             threads=kind.threads,
             keep_kv=config.rollout.keep_kv,
-            host_kv_gib=config.rollout.kv_host_gib,
-            speculate=config.rollout.speculate,
             kv_cache_gib=config.vllm.kv_cache_gib,
             gpu_memory_frac=config.vllm.gpu_memory_frac,
             eager=config.vllm.eager,
+            kv_transfer_config=config.vllm.kv_transfer_config,
+            speculative_config=config.vllm.speculative_config,
             **({"cores": kind.share.cores, "devices": kind.share.devices} if kind.share is not None else {}),
         )
+    _check_host_memory(config.rollout.kv_host_gib)  # of this machine, which need not be the driver's
     from libra.rollout.transformers_engine import TransformersEngine
 
     return TransformersEngine(

@@ -38,7 +38,7 @@ from libra.dispatch.process_memory_copy import machine
 from libra.errors import KVRefused, LibraError, TransportError
 from libra.facts import HomeChanged
 from libra.rollout.engine import MovesKV
-from libra.rollout.kv_object import KVObject
+from libra.rollout.kv_objects import KVObject
 from libra.transport import Address, Channel, Server, connect
 from libra.types import TurnOutput, TurnRequest
 from libra.worker.context import WorkerContext

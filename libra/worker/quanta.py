@@ -428,7 +428,7 @@ class QuantumRunner:
         self, state: TrajectoryState, contents: list[str], role: str, ended: bool
     ) -> tuple[list[str], NDArray[np.int32]]:
         """Answers to a turn as the model reads them, cut to what the context still holds, and their token ids."""
-        from libra.rollout.tool_returns import fitted  # here: it imports torch, as the chat format does
+        from libra.rollout.chat_format import fitted  # here: it imports torch, as the chat format does
 
         rollout = self.context.spec.config.rollout
         left = rollout.max_context_tokens - state.num_context_tokens

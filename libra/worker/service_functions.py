@@ -129,7 +129,7 @@ def _said(tokenizer: Any, text: str) -> str:
     """``text`` without special tokens that it spells: whoever is judged would end the question, and speak for the judge."""
     if getattr(tokenizer, "chat_template", None) is None:
         return text
-    from libra.rollout.special_tokens import SpecialTokens
+    from libra.rollout.chat_format import SpecialTokens
 
     return SpecialTokens(tokenizer).broken(text)
 

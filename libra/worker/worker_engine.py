@@ -15,8 +15,7 @@ from msgspec.structs import replace
 from libra.errors import EngineError, LibraError
 from libra.facts import EngineDeclared, EngineJoined, EngineSlept, EngineWoke, Fact, VersionServed
 from libra.policy import leaves_slot, off_by_frac
-from libra.rollout.engine_capacity import FEWEST_PASSES, GIB, KEPT_PASSES, architecture_of
-from libra.rollout.vllm_settings import read_model_config
+from libra.rollout.capacity import FEWEST_PASSES, GIB, KEPT_PASSES, architecture_of, read_model_config
 from libra.types import EngineCapacity, TurnOutput, TurnRequest
 from libra.worker.context import WorkerContext
 from libra.worker.dask_internals import priority_here

@@ -127,6 +127,8 @@ CONTRADICTIONS = (
     ("rollout.temperature=0", "rollout.temperature", "0", "rollout.temperature=1.0"),
     ("rollout.tp=2", "rollout.tp", "transformers", "rollout.engine=vllm"),
     ("rollout.keep_kv=true", "rollout.keep_kv", "transformers", "rollout.engine=vllm"),
+    ("rollout.engine=vllm & rollout.kv_host_gib=1.0", "rollout.kv_host_gib", "vllm", "vllm.kv_transfer_config"),
+    ("rollout.engine=vllm & rollout.speculate=true", "rollout.speculate", "vllm", "vllm.speculative_config"),
     ("rollout.exact_logprobs=true & rollout.top_p=0.9", "rollout.exact_logprobs", "0.9", "rollout.top_p=1"),
     ("trainer.group_size=1", "trainer.group_size", "1", "trainer.group_size=8"),
     ("trainer.minibatches=500", "trainer.minibatches", "500", "trainer.minibatches=128"),

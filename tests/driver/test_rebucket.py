@@ -8,8 +8,8 @@ from whole_run import address_of, kill, named, once_each
 
 from libra.cluster.local import local_cluster
 from libra.config import config_from_dict
+from libra.config.engine_package import is_installed
 from libra.driver.session import Session
-from libra.rollout.vllm_settings import is_installed
 from libra.worker.engine_factory import Share
 
 ONE = {"rollout-0": {"role": "rollout", "tp": 2}, "rollout-1": "lent"}

@@ -31,8 +31,7 @@ from libra.envs.reasoning_gym import ReasoningGym
 from libra.envs.rewards import make_reward
 from libra.envs.tool_arithmetic import ToolArithmetic
 from libra.errors import RewardFault, ToolFault
-from libra.rollout.chat_format import load_chat_format
-from libra.rollout.special_tokens import SpecialTokens
+from libra.rollout.chat_format import SpecialTokens, load_chat_format
 from libra.store.event_log import EventLog, read_events
 from libra.store.group_records import read_group, write_group
 from libra.store.trajectories import TrajectoryStore

@@ -9,11 +9,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import factories
-from libra.rollout import kv_slots
+from libra.rollout import attention
 from libra.rollout.slot_batch import SlotBatch
 from libra.rollout.slot_table import Job
 from libra.rollout.transformers_engine import TransformersEngine
-from libra.rollout.vllm_engine import VLLMEngine
+from libra.rollout.vllm.async_engine import VLLMEngine
 from libra.rollout.weight_loading import load_causal_lm
 from libra.testing.models import Models
 from libra.types import TurnRequest
@@ -114,10 +114,10 @@ def serve_all():
 @pytest.fixture
 def make_batch(make_model):
     """``make_batch(family, slots=...)``: a batch of slots by itself, without an engine's thread."""
-    kv_slots.register()
+    attention.register()
 
     def make(family="qwen3", *, slots=4, max_context_tokens=96, dtype="float32", **more):
-        model = load_causal_lm(make_model(family), dtype, kv_slots.SLOT_ATTENTION)
+        model = load_causal_lm(make_model(family), dtype, attention.SLOT_ATTENTION)
         return SlotBatch(model, slots=slots, max_context_tokens=max_context_tokens, version=0, **more)
 
     return make

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from torch.utils._python_dispatch import _disable_current_modes
 
-from libra.rollout import kv_slots as slot_cache
+from libra.rollout import attention as slot_cache
 from libra.rollout.slot_batch import SlotBatch
 from libra.rollout.slot_table import Job
 from libra.rollout.weight_loading import load_causal_lm

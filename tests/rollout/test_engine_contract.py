@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 from contract_part import only
 
+from libra.config.engine_package import is_installed
 from libra.rollout.transformers_engine import TransformersEngine
-from libra.rollout.vllm_engine import VLLMEngine
-from libra.rollout.vllm_settings import CPU_BATCHED_TOKENS, is_installed
+from libra.rollout.vllm.async_engine import VLLMEngine
+from libra.rollout.vllm.engine_args import CPU_BATCHED_TOKENS
 from libra.testing.engines import EngineContract
 from libra.testing.models import ask
 

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from libra.rollout.further_draws import draw_further, further_uniforms
-from libra.rollout.sampling import draw_uniforms, sample
+from libra.rollout.sampling import draw_further, draw_uniforms, further_uniforms, sample
 
 
 def test_tokens_follow_the_distribution():

@@ -5,10 +5,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libra.rollout.draft_length import FIRST_TRIED_AFTER, LENGTHS, MOST_ROWS, TRIED_AFTER, DraftLength
-from libra.rollout.drafted_step import accepted
-from libra.rollout.drafts import MAX_GROUPS, SUFFIXES, Drafts, GroupDrafts
 from libra.rollout.slot_table import Job
+from libra.rollout.speculation import (
+    FIRST_TRIED_AFTER,
+    LENGTHS,
+    MAX_GROUPS,
+    MOST_ROWS,
+    SUFFIXES,
+    TRIED_AFTER,
+    DraftLength,
+    Drafts,
+    GroupDrafts,
+    accepted,
+)
 
 
 def test_a_draft_follows_what_a_sibling_of_its_group_wrote():

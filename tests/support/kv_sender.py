@@ -6,7 +6,7 @@ import threading
 
 import numpy as np
 
-from libra.rollout.kv_object import KVObject
+from libra.rollout.kv_objects import KVObject
 from libra.transport import Server
 from libra.worker.kv_transfer import PURPOSE, give
 

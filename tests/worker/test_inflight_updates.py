@@ -11,8 +11,8 @@ from libra.rollout import TransformersEngine
 from libra.train import Replica, TrainSettings
 from libra.types import TurnRequest
 from libra.weights import VersionCheck, WeightStore
+from libra.worker.publications import publish_checked
 from libra.worker.verified_engine import Serving
-from libra.worker.weight_publishing import publish_checked
 
 CONTEXT, NEW, UPDATES = 96, 24, 3
 

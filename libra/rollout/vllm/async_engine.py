@@ -1,0 +1,405 @@
+"""The vLLM engine: an AsyncLLM and its process, fed from an event loop on a thread of its own.
+
+Callers are coroutines of any event loop; their requests run in the engine's loop, in one order.
+
+Invariants
+1. Every ``generate`` ends once: with its output, or with EngineError; a process that dies fails all its requests.
+2. A process that died is replaced before the next request is served, with the weights it had.
+3. Requests wait here, in order of priority and arrival, until one of ``slots`` is free: vLLM never has more. So no request
+   that has started is preempted, not even when an update makes vLLM compute it again.
+4. Between ``pause`` and ``resume``, and while weights are loaded, no request takes a step; probes do (`probe_scheduler`).
+5. A version is served completely or not at all: a file that does not fit is refused before anything changes; if loading
+   fails half way, the previous weights are loaded again, or the process is replaced.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from libra.config.engine_package import check_installed
+from libra.errors import EngineError, LibraError, WeightsError
+from libra.rollout.capacity import PassMeter, kv_token_bytes, read_model_config
+from libra.rollout.engine import EngineCounters, EngineStats, check_request, packed_priority
+from libra.rollout.slot_table import RequestQueue
+from libra.rollout.vllm.engine_args import VLLMSettings, max_model_tokens
+from libra.rollout.vllm.engine_loop import EngineLoop
+from libra.rollout.vllm.engine_process import Core, EngineGone, VLLMJob
+from libra.rollout.weight_loading import HEAD, ExpectedWeights
+from libra.types import EngineCapacity, StopReason, TurnOutput, TurnRequest
+
+logger = logging.getLogger(__name__)
+
+MIN_TEMPERATURE = 0.01
+"""vLLM raises lower temperatures to this one."""
+
+
+class VLLMEngine:
+    """Continuous batching by vLLM, in a process of its own per engine (and one per tensor-parallel rank).
+
+    Parameters
+    ----------
+    model_dir : Path
+        Directory in Hugging Face layout, with safetensors.
+    slots, max_context_tokens, dtype, threads
+        As of `TransformersEngine`; ``threads`` per rank.
+    version : int
+        Number of the weights in ``model_dir``.
+    options
+        Further fields of `VLLMSettings`.
+    """
+
+    continues_turns = True
+
+    def __init__(self, model_dir: Path | str, *, version: int = 0, **options: Any) -> None:
+        self.settings = VLLMSettings(model_dir=Path(model_dir), **options)
+        self.version = version
+        self.restarts = 0
+        self._first_version = version
+        self._directory: Path | None = None  # of the version in use, None if it is model_dir's
+        self._core: Core | None = None
+        self._queue: RequestQueue[VLLMJob] = RequestQueue(self.settings.slots)
+        self._tickets = itertools.count()
+        self._paused = self._held = False
+        self._loop = EngineLoop(str(self.settings.model_dir), self._end)
+        self._lock = asyncio.Lock()  # starting, loading, pausing, and replacing a dead process: one at a time
+        self._recovery: asyncio.Task[None] | None = None
+        self._since_s: float | None = None  # when the engine last became busy
+        self._counters = EngineCounters()  # of processes that have ended, and of requests
+        self._meter = PassMeter()
+
+    # -- what callers use --------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Start the engine process and load the model; ModelError if it cannot be served."""
+        check_installed()
+        model = _Model.of(self.settings)
+        self._loop.start()
+        self._model = model
+        try:
+            await self._loop.ask(self._start())
+        except BaseException:
+            await self.close()
+            raise
+
+    async def generate(self, request: TurnRequest) -> TurnOutput:
+        """Generate one turn. Cancelling the awaiting task aborts it."""
+        self._check(request)
+        return await self._loop.ask(self._generate(request))
+
+    async def abort(self, trajectory_id: str) -> None:
+        """End the trajectory's request with StopReason.ABORT, if it has one."""
+        await self._loop.ask(self._abort(trajectory_id))
+
+    def forget(self, trajectory_id: str) -> None:
+        """Nothing: vLLM drops the KV of finished requests when others need the memory."""
+        self._loop.check_open()
+
+    async def pause(self) -> None:
+        """Stop before the next step."""
+        await self._loop.ask(self._pause())
+
+    async def resume(self) -> None:
+        """Continue after ``pause``."""
+        await self._loop.ask(self._resume())
+
+    async def load_version(self, version: int, directory: Path) -> None:
+        """Serve ``directory/model.safetensors`` as ``version`` from the next token on; see RolloutEngine.
+
+        With ``keep_kv`` running requests continue from the KV they have, which their tokens record in ``kv_versions``.
+        """
+        await self._loop.ask(self._load(version, Path(directory)))
+
+    async def score(self, token_ids: NDArray[np.int32]) -> NDArray[np.float32]:
+        """Log-probabilities of tokens 1 to T - 1, prefilled by the engine without its prefix cache; see RolloutEngine."""
+        if not 2 <= len(token_ids) <= self._model.max_scored:
+            raise EngineError(f"score: got {len(token_ids)} tokens; allowed: 2 to {self._model.max_scored}")
+        return await self._loop.ask(self._probe("score", token_ids))
+
+    async def project(self, seed: int) -> dict[str, tuple[float, ...]]:
+        """Random projections of every layer as used; see RolloutEngine."""
+        return await self._loop.ask(self._probe("project", seed))
+
+    async def columns(self, wanted: Mapping[str, tuple[int, ...]]) -> dict[str, NDArray[np.float32]]:
+        """Columns of layers as used; see ReadsColumns."""
+        return await self._loop.ask(self._probe("columns", wanted))
+
+    def stats(self) -> EngineStats:
+        """Counters; context tokens are counted when their request ends. ``retained`` is 0: vLLM does not report it."""
+        self._loop.check_open()
+        core, since_s, now = self._core, self._since_s, replace(self._counters)
+        now.generated_tokens += core.generated_tokens if core else 0
+        now.steps += core.steps if core else 0
+        now.busy_s += time.perf_counter() - since_s if since_s is not None else 0.0
+        return now.stats(
+            running=len(self._queue.running), waiting=len(self._queue.waiting), retained=0, slots=self.settings.slots,
+            version=self.version,
+        )  # fmt: skip
+
+    def capacity(self) -> EngineCapacity:
+        """Its process's KV blocks, and the seconds of its last passes, those of an earlier process included."""
+        self._loop.check_open()
+        tokens, token_bytes, settings = self._model.kv_tokens, self._model.token_bytes, self.settings
+        return EngineCapacity(
+            kv_tokens=tokens, kv_bytes=tokens * token_bytes, kv_token_bytes=token_bytes, slots=settings.slots, tp=settings.tp,
+            steps=self._meter.seconds(), max_context_tokens=settings.max_context_tokens,
+        )  # fmt: skip
+
+    @property
+    def process_ids(self) -> list[int]:
+        """Ids of the engine's processes, the one that schedules first; empty while there is none."""
+        return self._core.process_ids if self._core is not None else []
+
+    async def close(self) -> None:
+        """Fail what is pending, end the process, and join the thread; may be called twice."""
+        await self._loop.close()
+
+    def _check(self, request: TurnRequest) -> None:
+        self._loop.check_open()
+        check_request(request, max_context_tokens=self.settings.max_context_tokens, vocab_size=self._model.vocab_size)
+        packed_priority(request.priority)
+        if 0 < request.temperature < MIN_TEMPERATURE:
+            raise EngineError(
+                f"{request.trajectory_id}: got temperature={request.temperature}; vLLM samples at 0, or from "
+                f"{MIN_TEMPERATURE} on"
+            )
+
+    def _end(self) -> None:
+        self._fail_all("the engine was closed")
+        if self._core is not None:
+            self._core.stop()
+
+    # -- in the engine's loop ----------------------------------------------------------------------------------------
+
+    async def _start(self) -> None:
+        async with self._lock:
+            self._core = await Core.start(self.settings, self.version, self._meter)
+            self._model.kv_tokens = self._core.kv_tokens
+
+    async def _generate(self, request: TurnRequest) -> TurnOutput:
+        job = VLLMJob(next(self._tickets), request, time.perf_counter())
+        job.handle = f"{job.name}#{job.ticket}"
+        self._queue.push(job)
+        job.answer = asyncio.get_running_loop().create_future()
+        self._admit()
+        try:
+            return await job.answer
+        except asyncio.CancelledError:
+            if not self._loop.closing:
+                self._loop.begin(self._end_job(job))
+            raise
+
+    def _admit(self) -> None:
+        """Start the requests that have a slot, unless paused; start another process if it died."""
+        core = self._core
+        if self._queue.waiting and (core is None or core.dead):
+            self._recover_soon()
+        if self._paused or self._held or core is None or core.dead:
+            return
+        for job in self._queue.start():
+            job.started_s, job.version = time.perf_counter(), self.version
+            if self._since_s is None:
+                self._since_s = job.started_s
+            job.task = self._loop.begin(self._serve(core, job))
+
+    async def _serve(self, core: Core, job: VLLMJob) -> None:
+        outcome: TurnOutput | Exception
+        try:
+            outcome = await core.serve(job, time.perf_counter)
+        except EngineGone as error:
+            outcome = error
+            self._died(core, error)
+        except LibraError as error:
+            outcome = error
+        except Exception as error:  # noqa: BLE001  the boundary of a request: the caller gets it
+            outcome = EngineError(f"{job.name}: {type(error).__name__}: {error}")
+            outcome.__cause__ = error
+        self._leave(job, outcome)
+        self._admit()
+
+    def _leave(self, job: VLLMJob, outcome: TurnOutput | Exception) -> None:
+        """Answer a job and free its place."""
+        self._queue.end(job)
+        if not self._queue.running and self._since_s is not None:
+            self._counters.busy_s += time.perf_counter() - self._since_s
+            self._since_s = None
+        if isinstance(outcome, TurnOutput):
+            self._counters.cached_tokens += outcome.cached_tokens
+            self._counters.prefilled_tokens += len(job.request.context_ids) - outcome.cached_tokens
+        if job.answer.done():
+            return
+        if isinstance(outcome, TurnOutput):
+            job.answer.set_result(outcome)
+        else:
+            job.answer.set_exception(outcome)
+
+    async def _abort(self, trajectory_id: str) -> None:
+        job = self._queue.find(trajectory_id)
+        if job is not None:
+            await self._end_job(job)
+
+    async def _end_job(self, job: VLLMJob) -> None:
+        """End one job with the tokens it has, and wait until its place is free."""
+        if self._queue.find(job.name) is not job:
+            return
+        if job.started_s is None:
+            nothing = np.empty(0, np.int32)
+            waited_s = time.perf_counter() - job.arrived_s
+            self._leave(
+                job,
+                TurnOutput(nothing, nothing.astype(np.float32), nothing, nothing, StopReason.ABORT, queued_s=waited_s),
+            )
+            return
+        core = self._core
+        if core is not None and not core.dead:
+            await core.abort(job)
+        await asyncio.wait([job.task])
+
+    async def _pause(self) -> None:
+        async with self._lock:
+            if not self._paused:
+                self._paused = True
+                await (await self._living()).pause()
+
+    async def _resume(self) -> None:
+        async with self._lock:
+            if self._paused:
+                core = await self._living()
+                self._paused = False
+                await core.resume()
+        self._admit()
+
+    async def _load(self, version: int, directory: Path) -> None:
+        begun_s = time.perf_counter()
+        path = await asyncio.to_thread(self._model.expected.check, directory)
+        async with self._lock:
+            core = await self._living()
+            self._held = True
+            try:
+                if not self._paused:
+                    await core.pause()
+                try:
+                    await core.load(version, path, self._model.expected.tied.get(HEAD))
+                except EngineGone:
+                    raise
+                except EngineError as error:
+                    await self._back_to_old(core, error)
+                    raise WeightsError(f"{path}: version {version} could not be loaded: {error}") from error
+                self.version, self._directory = version, directory
+                if not self._paused:
+                    await core.resume()
+            except EngineGone as error:
+                self._died(core, error)
+                raise
+            finally:
+                self._held = False
+                self._admit()
+        logger.info("weights announced: now serving version %d (%.3f s)", version, time.perf_counter() - begun_s)
+
+    async def _back_to_old(self, core: Core, reason: EngineError) -> None:
+        """After loading failed half way: load the previous weights again, or else end the process."""
+        logger.error("loading new weights failed, the previous ones are loaded again: %s", reason)
+        old = self._directory or self.settings.model_dir
+        try:
+            await core.load(self.version, self._model.expected.check(old), self._model.expected.tied.get(HEAD))
+            if not self._paused:
+                await core.resume()
+        except LibraError as error:
+            core.stop()
+            raise EngineGone(f"{reason}; nor could version {self.version} be loaded again: {error}") from error
+
+    async def _probe(self, what: str, question: Any) -> Any:
+        core = self._core
+        if core is None or core.dead:
+            async with self._lock:
+                core = await self._living()
+        try:
+            return await getattr(core, what)(question)
+        except EngineGone as error:
+            self._died(core, error)
+            raise
+
+    # -- a process that died -----------------------------------------------------------------------------------------
+
+    def _died(self, core: Core, error: Exception) -> None:
+        """Fail all requests and start another process at once."""
+        if self._core is not core or self._loop.closing:
+            return
+        logger.error("%s: %s; another one is started", self.settings.model_dir, error)
+        self._counters.steps += core.steps
+        self._counters.generated_tokens += core.generated_tokens
+        self._core = None
+        core.stop()
+        self._fail_all(str(error))
+        self._recover_soon()
+
+    def _fail_all(self, reason: str) -> None:
+        for job in self._queue.jobs():
+            self._leave(job, EngineError(f"{job.name}: {reason}"))
+
+    def _recover_soon(self) -> None:
+        if (self._recovery is None or self._recovery.done()) and not self._loop.closing:
+            self._recovery = self._loop.begin(self._recover())
+
+    async def _recover(self) -> None:
+        try:
+            async with self._lock:
+                await self._living()
+        except LibraError as error:
+            logger.error("%s: no engine process: %s", self.settings.model_dir, error)
+            self._fail_all(str(error))
+        self._admit()
+
+    async def _living(self) -> Core:
+        """The engine process, a new one if it died; the caller holds the lock."""
+        if self._core is not None and self._core.dead:
+            self._died(self._core, EngineGone("the vLLM engine process died"))
+        if self._core is None:
+            self.restarts += 1
+            version, directory = self.version, self._directory
+            core = await Core.start(self.settings, self._first_version, self._meter)
+            self._core, self.version, self._directory = core, self._first_version, None
+            if self._paused:
+                await core.pause()
+            if directory is not None:
+                try:
+                    path = self._model.expected.check(directory)
+                    await core.load(version, path, self._model.expected.tied.get(HEAD))
+                    self.version, self._directory = version, directory
+                except LibraError as error:
+                    raise EngineError(
+                        f"the engine process was replaced, but version {version} can no longer be loaded; it serves "
+                        f"version {self.version} until another is loaded: {error}"
+                    ) from error
+            logger.warning("%s: a new engine process serves version %d", self.settings.model_dir, self.version)
+        return self._core
+
+
+@dataclass(slots=True)
+class _Model:
+    """Facts of a model directory: ``max_scored``: most tokens of `VLLMEngine.score`; ``kv_tokens``: of the process started last."""
+
+    vocab_size: int
+    token_bytes: int
+    max_scored: int
+    expected: ExpectedWeights
+    kv_tokens: int = 0
+
+    @classmethod
+    def of(cls, settings: VLLMSettings) -> _Model:
+        config = read_model_config(settings.model_dir)
+        return cls(
+            int(config["vocab_size"]),
+            kv_token_bytes(config, settings.dtype, settings.tp),
+            max_model_tokens(config, settings) - 1,
+            ExpectedWeights.of_directory(settings.model_dir, tied=bool(config["tie_word_embeddings"])),
+        )

@@ -1,0 +1,186 @@
+"""The setup of a vLLM engine: arguments, environment, KV memory, and the error if vLLM is missing.
+
+vLLM is imported inside functions only: Libra works without it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from libra.errors import EngineError, ModelError
+from libra.rollout.capacity import DTYPE_BYTES, GIB, kv_token_bytes, read_model_config
+from libra.rollout.engine import EngineSettings
+
+PROBE = -1
+"""vLLM priority of a probe: before every request, and the only one that runs while the engine is paused."""
+CPU_BATCHED_TOKENS = 4096
+"""Maximum context tokens that one step of an engine on a CPU computes; at least one whole context."""
+CPU_BLOCK_TOKENS = 32
+"""Tokens per KV block on a CPU, a multiple of 32 for its kernels. vLLM's own choice, 128, would reuse no shorter context."""
+GENERATED = "libra_generated"
+"""Name, among vLLM's ``extra_args`` of a request, of `libra.types.TurnRequest.generated`."""
+PARENT = "LIBRA_ENGINE_PARENT"
+"""Environment variable with the id of the process that starts an engine; the engine's process ends when that one has
+ended."""
+BIND, DEVICES = "VLLM_CPU_OMP_THREADS_BIND", "CUDA_VISIBLE_DEVICES"
+"""Environment variables with the cores and the GPUs that an engine may use."""
+
+
+@dataclass(frozen=True, slots=True)
+class VLLMSettings(EngineSettings):
+    """Settings of a `VLLMEngine`.
+
+    ``threads`` and ``kv_cache_gib`` are per tensor-parallel rank; None: the cores this process may use, divided among the ranks;
+    and what all slots need at full length on a CPU, what `gpu_memory_frac` leaves on a GPU.
+
+    Attributes
+    ----------
+    tp : int
+        Tensor-parallel degree: one process and one GPU, or ``threads`` cores, per rank.
+    keep_kv : bool
+        Whether an update in flight keeps the KV that older weights computed.
+    gpu_memory_frac : float
+        Share of a GPU's memory that the engine may take.
+    eager : bool or None
+        Whether the model runs as written, without compilation. None: on a CPU, where compiling takes minutes.
+    cores, devices : str or None
+        Cores and GPUs of its processes: a list of cores per rank, as "0-3|4-7", and GPUs, as "0,1". None: as in the
+        environment (``VLLM_CPU_OMP_THREADS_BIND``, ``CUDA_VISIBLE_DEVICES``).
+    kv_transfer_config, speculative_config : mapping
+        vLLM's arguments of these names; empty: none.
+    """
+
+    tp: int = 1
+    keep_kv: bool = False
+    gpu_memory_frac: float = 0.9
+    eager: bool | None = None
+    cores: str | None = None
+    devices: str | None = None
+    kv_transfer_config: Mapping[str, Any] = field(default_factory=dict)
+    speculative_config: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        EngineSettings.__post_init__(self)
+        if self.tp < 1:
+            raise EngineError(f"engine: got tp={self.tp}; allowed: at least 1")
+        if self.dtype not in DTYPE_BYTES:
+            raise ModelError(f"dtype: got {self.dtype!r}; allowed: {', '.join(DTYPE_BYTES)}")
+
+
+def kv_bytes(config: Mapping[str, Any], settings: VLLMSettings) -> int:
+    """KV cache of one rank with room for every slot and one probe at full length, so that no request is ever preempted."""
+    per_token = kv_token_bytes(config, settings.dtype, settings.tp) // settings.tp
+    blocks = (settings.slots + 1) * (math.ceil((settings.max_context_tokens + 1) / CPU_BLOCK_TOKENS) + 1) + 2
+    return per_token * blocks * CPU_BLOCK_TOKENS
+
+
+def max_model_tokens(config: Mapping[str, Any], settings: VLLMSettings) -> int:
+    """vLLM's ``max_model_len``: one above the longest context, because scoring one takes one more token, if the model
+    allows it."""
+    limit = config.get("max_position_embeddings")
+    wanted = settings.max_context_tokens + 1
+    return settings.max_context_tokens if limit is not None and wanted > int(limit) else wanted
+
+
+def engine_args(settings: VLLMSettings, *, on_cpu: bool) -> Any:
+    """``AsyncEngineArgs`` of an engine; ModelError if a KV connector or drafts would give wrong tokens."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    config = read_model_config(settings.model_dir)
+    given: dict[str, Any] = {}
+    if settings.kv_cache_gib is not None:
+        given["kv_cache_memory_bytes"] = int(settings.kv_cache_gib * GIB)
+    elif on_cpu:
+        given["kv_cache_memory_bytes"] = kv_bytes(config, settings)
+    if on_cpu:
+        given |= {"block_size": CPU_BLOCK_TOKENS, "distributed_executor_backend": "mp"}
+        # With a context computed in parts, vLLM 0.32 draws tokens, discards them and rewinds the request's generator; one on a CPU
+        # cannot be rewound, and the engine process dies.
+        given |= {
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(CPU_BATCHED_TOKENS, max_model_tokens(config, settings)),
+        }
+    else:
+        given["gpu_memory_utilization"] = settings.gpu_memory_frac
+    if settings.kv_transfer_config:
+        given["kv_transfer_config"] = _kv_transfer(settings.kv_transfer_config)
+    kind = "ProbeScheduler" if on_cpu else "AsyncProbeScheduler"
+    if settings.speculative_config:
+        if on_cpu:  # vLLM 0.32 tests drafts on a CPU with another temperature, and their log-probabilities are NaN
+            raise ModelError(
+                f"vllm.speculative_config: got {dict(settings.speculative_config)}; vLLM speculates on GPUs only; type "
+                "vllm.speculative_config={}"
+            )
+        # Drafts follow a step's tokens, so a step is scheduled after the one before it.
+        kind, given["async_scheduling"] = "ProbeScheduler", False
+        given["speculative_config"] = dict(settings.speculative_config)
+    return AsyncEngineArgs(
+        model=str(settings.model_dir),
+        skip_tokenizer_init=True,
+        dtype=settings.dtype,
+        max_model_len=max_model_tokens(config, settings),
+        max_num_seqs=settings.slots + 1,  # and a probe
+        tensor_parallel_size=settings.tp,
+        enforce_eager=on_cpu if settings.eager is None else settings.eager,
+        enable_prefix_caching=True,
+        scheduling_policy="priority",
+        logprobs_mode="processed_logprobs",
+        generation_config="vllm",
+        disable_log_stats=True,
+        use_tqdm_on_load=False,
+        worker_extension_cls="libra.rollout.vllm.worker_extension.LibraWorker",
+        scheduler_cls=f"libra.rollout.vllm.probe_scheduler.{kind}",
+        **given,
+    )
+
+
+def _kv_transfer(given: Mapping[str, Any]) -> Any:
+    """``KVTransferConfig``; ModelError unless its connector can drop the KV of older weights."""
+    from vllm.config import KVTransferConfig
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+    config = KVTransferConfig(**{"kv_role": "kv_both"} | dict(given))
+    connector = KVConnectorFactory.get_connector_class(config)
+    if connector.reset_cache is KVConnectorBase_V1.reset_cache or config.kv_connector == "MultiConnector":
+        raise ModelError(
+            f"vllm.kv_transfer_config: {config.kv_connector} has no reset_cache and would keep KV of older weights; type "
+            "vllm.kv_transfer_config={kv_connector: OffloadingConnector}, or name another one that has it"
+        )
+    return config
+
+
+@contextmanager
+def environment(settings: VLLMSettings, *, on_cpu: bool) -> Iterator[None]:
+    """The environment in which an engine process starts; afterwards that of this process is as before.
+
+    A binding of threads to cores in the environment (``VLLM_CPU_OMP_THREADS_BIND``, one list per rank, as "0-3|4-7") is kept,
+    unless the settings have another one. Without one threads are not bound: two engines of one machine would share the cores.
+    """
+    before = dict(os.environ)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = settings.threads or max(1, cores // settings.tp)
+    os.environ.update(
+        {
+            "OMP_NUM_THREADS": str(threads),
+            BIND: settings.cores or before.get(BIND, "nobind"),
+            **({DEVICES: settings.devices} if settings.devices else {}),
+            "VLLM_LOGGING_LEVEL": before.get("VLLM_LOGGING_LEVEL", "ERROR"),
+            "VLLM_NO_USAGE_STATS": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            PARENT: str(os.getpid()),
+            # In eager mode only a count of likelier tokens would be compiled, which takes 20 s and needs a compiler.
+            **({"TORCHDYNAMO_DISABLE": "1"} if settings.eager is not False and on_cpu else {}),
+        }
+    )
+    try:
+        yield
+    finally:
+        for name in set(os.environ) - set(before):
+            del os.environ[name]
+        os.environ.update(before)
