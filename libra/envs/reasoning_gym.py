@@ -11,10 +11,9 @@ from functools import lru_cache
 from typing import Any
 
 from libra.envs.calculator import calculate
-from libra.envs.choices import nearest, one_of
 from libra.envs.environment import BIN, Environment, question_class
 from libra.envs.tool import Tool, tool
-from libra.errors import ConfigError, EnvironmentFault
+from libra.errors import ConfigError, EnvironmentFault, nearest, one_of
 from libra.types import Episode, Prompt
 from libra.untrusted import error_text, repr_text
 

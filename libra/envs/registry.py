@@ -9,10 +9,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from libra.config.yaml_text import one_line_yaml
-from libra.envs.choices import nearest
 from libra.envs.environment import Environment
 from libra.envs.tool import Tool
-from libra.errors import ConfigError, LibraError
+from libra.errors import ConfigError, LibraError, nearest
 from libra.named_parts import is_named, named_part, raised_at
 from libra.untrusted import error_text, repr_text
 
@@ -21,11 +20,7 @@ ENVIRONMENTS: dict[str, str] = {
     "python_tests": "libra.envs.python_tests:PythonTests",
     "jsonl": "libra.envs.jsonl_questions:JsonLines",
     "reasoning_gym": "libra.envs.reasoning_gym:ReasoningGym",
-    "repair": "libra.envs.repair.environment:SoftwareRepair",
-    "search": "libra.envs.search.environment:CorpusSearch",
-    "gymnasium": "libra.envs.gymnasium_text:GymnasiumText",
-    "textarena": "libra.envs.textarena_game:TextArenaGame",
-    "openenv": "libra.envs.openenv_client:OpenEnvClient",
+    "openenv": "libra.envs.replayed_games:OpenEnvClient",
 }
 
 

@@ -11,10 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from libra.envs.choices import nearest
 from libra.envs.rewards import boxed, completion_format, dapo_math, gsm8k, symbolic
 from libra.envs.rewards.truth import truth
-from libra.errors import ConfigError
+from libra.errors import ConfigError, nearest
 from libra.types import EndReason, Episode, Prompt
 from libra.untrusted import repr_text
 
