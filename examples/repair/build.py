@@ -22,7 +22,7 @@ from typing import Any
 
 from examples.repair.bugs import Bug, bugs_of
 from examples.repair.library import Library, failures, from_folder, from_sdist, opened
-from libra.envs.sandbox import MEGABYTE, Limits, level_for
+from libra.envs.sandbox import MEGABYTE, Limits, opener
 from libra.errors import ConfigError
 
 MOST_BUGS = 200
@@ -30,13 +30,13 @@ LIMITS = Limits(memory_bytes=512 * MEGABYTE, cpu_s=20)
 
 
 def tasks_of(
-    library: Library, *, timeout_s: float = 3.0, most: int = MOST_BUGS, isolation: str = "best"
+    library: Library, *, timeout_s: float = 3.0, most: int = MOST_BUGS, isolation: str = "bubblewrap"
 ) -> Iterator[Any]:
     """The lines of a library: itself, then a line for each bug that makes at least one of its tests fail, and not all.
 
     Of more than ``most`` possible bugs every so manyth is tried. ConfigError if no test passes without a bug.
     """
-    with opened(level_for(isolation), LIMITS, f"repair: {library.name}") as session:
+    with opened(opener(isolation), LIMITS, f"repair: {library.name}") as session:
         sound = failures(session, library.files, library.tests, timeout_s)
         passing = {name for name, said in sound.items() if not said}
         if not passing:

@@ -22,7 +22,7 @@ from examples.repair.library import failures, opened
 from examples.repair.tampering import tampering
 from examples.repair.tasks import EDITS, SHIPPED, SHOWN, Task, numbered, read_tasks
 from libra.envs.environment import BIN, Environment
-from libra.envs.sandbox import MEGABYTE, Limits, level_for
+from libra.envs.sandbox import MEGABYTE, Limits, opener
 from libra.envs.tool import tool
 from libra.errors import ConfigError, one_of
 from libra.types import Episode, Prompt
@@ -61,8 +61,8 @@ class SoftwareRepair(Environment):
         Wall seconds of one run of the tests.
     memory_mb : int
         Address space of a process in the sandbox, 2**20 bytes each.
-    isolation : "require" or "best"
-        "require": ConfigError if the machine offers only resource limits. "best": the best that the machine offers.
+    isolation : str
+        What confines programs: "bubblewrap", "none", or a function of yours (`libra.envs.sandbox`).
 
     Raises
     ------
@@ -84,7 +84,7 @@ class SoftwareRepair(Environment):
         examples: int = 0,
         timeout_s: float = 10.0,
         memory_mb: int = 512,
-        isolation: str = "require",
+        isolation: str = "bubblewrap",
         seed: int = 0,
     ) -> None:
         one_of("environment.args.show", show, SHOWN)
@@ -100,8 +100,8 @@ class SoftwareRepair(Environment):
         self.tasks = read_tasks(SHIPPED if tasks == "shipped" else Path(tasks), function_lines)
         self.seed, self.partial, self.located, self.show, self.examples = seed, partial, located, show, examples
         self.edits, self._verdicts = edits, dict[bytes, dict[str, str]]()
-        self.level = level_for(isolation)
-        self.isolation, self.timeout_s = self.level.label, timeout_s
+        self._open = opener(isolation)
+        self.isolation, self.timeout_s = isolation, timeout_s
         self.limits = Limits(memory_bytes=memory_mb * MEGABYTE, cpu_s=int(timeout_s) + 2)
         self._split(tasks)
         # The tool's own limit is above the sandbox's, so that its processes are killed and no thread hangs.
@@ -247,7 +247,7 @@ class SoftwareRepair(Environment):
         return said
 
     def _run(self, state: Mapping[str, Any]) -> dict[str, str]:
-        with opened(self.level, self.limits, "repair") as session:
+        with opened(self._open, self.limits, "repair") as session:
             return failures(session, self._files(state), self._task(state).library.tests, self.timeout_s)
 
 

@@ -35,7 +35,7 @@ class Environment(ABC):
     """How the model writes calls: a name of `TOOL_FORMATS`. ``rollout.tool_format`` overrides it."""
 
     isolation: str = ""
-    """How programs that the model writes are confined: label of a `libra.envs.sandbox.Level`. Empty: it runs none."""
+    """What confines programs that the model writes, as in `libra.envs.sandbox`. Empty: it runs none."""
 
     max_state_bytes: int = 65_536
     """Largest state of a trajectory, encoded; see `reset`."""

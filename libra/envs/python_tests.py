@@ -21,7 +21,7 @@ from typing import Any
 
 from libra.envs.code_problems import read_problems
 from libra.envs.environment import Environment, question_class
-from libra.envs.sandbox import MEGABYTE, Finished, Limits, SandboxFailed, Session, level_for
+from libra.envs.sandbox import MEGABYTE, Finished, Limits, Sandbox, SandboxFailed, opener
 from libra.envs.tool import tool
 from libra.errors import ConfigError, EnvironmentFault
 from libra.types import Episode, Prompt
@@ -132,8 +132,8 @@ class PythonTests(Environment):
         Address space of one process, 2**20 bytes each.
     partial : bool
         Whether the reward is the share of passed tests.
-    isolation : "require" or "best"
-        "require": ConfigError if the machine offers only resource limits. "best": the best that the machine offers.
+    isolation : str
+        What confines programs: "bubblewrap", "none", or a function of yours (`libra.envs.sandbox`).
     key : str, optional
         Seed of hidden tests, for tests and comparisons. None: a random one for each process.
     """
@@ -147,7 +147,7 @@ class PythonTests(Environment):
         memory_mb: int = 512,
         partial: bool = False,
         seed: int = 0,
-        isolation: str = "require",
+        isolation: str = "bubblewrap",
         key: str | None = None,
     ) -> None:
         for name, value, least in (("num_tests", num_tests, 1), ("memory_mb", memory_mb, 64)):
@@ -157,8 +157,8 @@ class PythonTests(Environment):
             raise ConfigError(f"environment.args.timeout_s: got {timeout_s!r}; above 0 seconds")
         self.seed, self.num_tests, self.timeout_s, self.partial = seed, num_tests, timeout_s, partial
         self.problems = None if problems is None else read_problems(problems)
-        self.level = level_for(isolation)
-        self.isolation = self.level.label
+        self._open = opener(isolation)
+        self.isolation = isolation
         self.limits = Limits(memory_bytes=memory_mb * MEGABYTE, cpu_s=int(timeout_s) + 2)
         self._key = secrets.token_hex(16) if key is None else key
         # The tool's own limit is above the program's, so that the process is killed and no thread hangs.
@@ -226,9 +226,9 @@ class PythonTests(Environment):
         with self._sandbox() as sandbox:
             return sandbox.run(code, timeout_s=self.timeout_s)
 
-    def _sandbox(self) -> Session:
+    def _sandbox(self) -> Sandbox:
         try:
-            return Session(self.level, self.limits)
+            return self._open(self.limits)
         except SandboxFailed as error:
             raise EnvironmentFault(f"python_tests: cannot start a sandbox: {error}") from error
 

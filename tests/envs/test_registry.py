@@ -42,7 +42,7 @@ SANDBOXED = ("python_tests",)
 )
 def test_every_registered_name_makes_an_environment_whose_seed_counts(name, tmp_path, request):
     if name in SANDBOXED:
-        request.getfixturevalue("sandbox_level")
+        request.getfixturevalue("needs_sandbox")
     if name in NEEDED:
         pytest.importorskip(name)
     path = tmp_path / "questions.jsonl"

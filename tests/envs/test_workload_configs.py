@@ -21,7 +21,7 @@ WORKLOADS = [
 @pytest.mark.parametrize("workload", WORKLOADS)
 def test_two_cores_and_gpus_have_a_configuration_each(workload, repository, request):
     if workload in SANDBOXED:
-        request.getfixturevalue("sandbox_level")
+        request.getfixturevalue("needs_sandbox")
     small, large = (load_config(repository / "configs" / f"{workload}{end}.yaml") for end in ("", "_qwen3_4b"))
     assert large.model.path == "Qwen/Qwen3-4B"
     assert large.trainer.layout == "fsdp2"
@@ -33,7 +33,7 @@ def test_two_cores_and_gpus_have_a_configuration_each(workload, repository, requ
         module = name.partition(":")[0].rpartition(".")[2]
         if module in NEEDED:
             pytest.importorskip(NEEDED[module])
-        args = dict(config.environment.args) | ({"isolation": "best"} if module in ("software", "python_tests") else {})
+        args = dict(config.environment.args)
         environment = make_environment(name, args, 0)
         held_out = environment.num_prompts("eval")
         assert held_out is None or 0 < config.evaluation.prompts <= held_out, "a run would be refused"

@@ -18,11 +18,11 @@ from libra.types import EndReason, Episode, Turn
 REPAIR, SEARCH = "examples.repair.software:SoftwareRepair", "examples.search.corpus:CorpusSearch"
 GYMNASIUM, TEXTARENA = "examples.games.gymnasium_text:GymnasiumText", "examples.games.textarena_game:TextArenaGame"
 LAKE = {"id": "FrozenLake-v1", "args": {"is_slippery": False}, "actions": ["left", "down", "right", "up"]}
-sandboxed = [pytest.mark.live, pytest.mark.usefixtures("sandbox_level")]
+sandboxed = [pytest.mark.live, pytest.mark.usefixtures("needs_sandbox")]
 
 
 def repair(**args):
-    return make_environment(REPAIR, {"isolation": "best", **args}, 0)
+    return make_environment(REPAIR, {**args}, 0)
 
 
 def solved(world):
