@@ -12,7 +12,7 @@ from libra.envs.sandbox import Finished, Limits, Sandbox, SandboxFailed
 from libra.errors import ConfigError, EnvironmentFault
 
 MAX_FILE_BYTES = 100_000
-RUNNER = Path(__file__).with_name("runner.py")
+RUNNER = Path(__file__).with_name("library_tests.py")
 _NO_LIBRARY = frozenset({"setup.py", "conftest.py", "noxfile.py", "conf.py"})
 _NO_FOLDERS = frozenset({"docs", "doc", "examples", "benchmarks", "tools", "scripts", ".github"})
 

@@ -26,9 +26,9 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from libra.child_environment import THREAD_VARIABLES
 from libra.envs.retries import refused
 from libra.errors import ToolFault
+from libra.processes.child_environment import THREAD_VARIABLES
 
 GPUS_VARIABLE = "CUDA_VISIBLE_DEVICES"
 """Which GPUs this call has, where it takes some."""

@@ -22,7 +22,7 @@ FOUNDATION = {
     "hardware",
     "traces",
     "seals",
-    "child_environment",
+    "processes",
 }
 """Value types, errors, names and settings: everybody may import these."""
 
@@ -46,8 +46,7 @@ ALLOWED: dict[str, set[str]] = {
     "model_loader": {"errors", "named_parts"},
     "orderings": {"errors", "facts", "named_parts", "policy", "types"},
     "untrusted": {"types"},
-    "child_environment": {"errors"},
-    "descendants": set(),
+    "processes": {"errors"},
     "keys": {"errors"},
     "config": {"errors", "keys", "types", "hardware"},
     "traces": {"errors", "types"},

@@ -28,9 +28,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from libra.child_environment import chosen
 from libra.envs.sandbox.cgroups import ControlGroup
 from libra.envs.sandbox.confined import BUBBLEWRAP, Limits, command, reserve_uid, system_call_filter
+from libra.processes.child_environment import chosen
 
 GRACE_S = 2.0
 """Seconds after a program's deadline until the whole sandbox is killed, if its supervisor has not answered."""
