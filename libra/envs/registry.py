@@ -18,7 +18,7 @@ from libra.untrusted import error_text, repr_text
 ENVIRONMENTS: dict[str, str] = {
     "tool_arithmetic": "libra.envs.tool_arithmetic:ToolArithmetic",
     "python_tests": "libra.envs.python_tests:PythonTests",
-    "jsonl": "libra.envs.jsonl_questions:JsonLines",
+    "jsonl": "libra.envs.function_environment:JsonLines",
     "reasoning_gym": "libra.envs.reasoning_gym:ReasoningGym",
     "openenv": "libra.envs.replayed_games:OpenEnvClient",
 }

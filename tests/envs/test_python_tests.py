@@ -4,8 +4,7 @@ import json
 import pytest
 
 from libra.envs import make_environment, run_action, run_grader
-from libra.envs.code_problems import read_problems
-from libra.envs.python_tests import TASKS, PythonTests
+from libra.envs.python_tests import TASKS, PythonTests, read_problems
 from libra.errors import ConfigError
 from libra.types import ToolCall, ToolStatus
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from libra.envs.tool import Tool
-from libra.envs.tool_calls.tags import CLOSE, OPEN
+from libra.envs.tool_call_formats import CLOSE, OPEN
 
 
 class VerlCall(NamedTuple):
