@@ -311,8 +311,8 @@ class JsonLines(FunctionEnvironment):
         seed: int = 0,
     ) -> None:
         columns = {"prompt": prompt, "answer": answer}
-        rows = _rows(path, "path", columns)
-        held_out = None if eval_path is None else _rows(eval_path, "eval_path", columns)
+        rows = _file_rows(path, "path", columns)
+        held_out = None if eval_path is None else _file_rows(eval_path, "eval_path", columns)
         try:
             super().__init__(prompts=rows, eval_prompts=held_out, reward=reward, system=system, seed=seed)
         except ConfigError as error:
@@ -337,7 +337,7 @@ def _unreadable(path: str, argument: str, error: Exception) -> ConfigError:
     )
 
 
-def _rows(path: str, argument: str, columns: Mapping[str, str]) -> list[dict[str, Any]]:
+def _file_rows(path: str, argument: str, columns: Mapping[str, str]) -> list[dict[str, Any]]:
     """The lines of a file, with their columns renamed to the keys of ``columns``."""
     where = f"environment.args.{argument}"
     rows: list[dict[str, Any]] = []

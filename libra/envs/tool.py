@@ -313,7 +313,7 @@ def _inlined(given: Any, definitions: Mapping[str, Any], inside: tuple[str, ...]
     return {key: _inlined(value, definitions, inside) for key, value in given.items() if key not in left_out}
 
 
-TIMEOUT_S = 30.0
+SESSION_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,7 +346,7 @@ class SessionKind:
     alive: Callable[[Any], Any] | None = None
     most: int | None = None
     idle: int = 8
-    timeout_s: float = TIMEOUT_S
+    timeout_s: float = SESSION_TIMEOUT_S
     lease_s: float = 900.0
 
     def __post_init__(self) -> None:

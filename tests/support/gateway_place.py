@@ -7,8 +7,7 @@ import httpx2
 import numpy as np
 
 from libra.agents.gateway import Gateway
-from libra.agents.replies import reply
-from libra.agents.requests import ModelRequest, Reply
+from libra.agents.requests import ModelRequest, Reply, reply
 from libra.agents.session import Ended, Pending, Session
 from libra.envs.tool_call_formats import parse_hermes
 from libra.errors import RequestRefused

@@ -3,10 +3,10 @@
 import json
 
 import pytest
-from verl_tool_calls import VerlCall, VerlReading, verl_hermes, verl_qwen3_coder
 
 from libra.envs import parse_hermes
 from libra.envs.tool_call_formats import parse_qwen3_coder
+from verl_tool_calls import VerlCall, VerlReading, verl_hermes, verl_qwen3_coder
 
 PARSERS = {"hermes": verl_hermes, "qwen3_coder": verl_qwen3_coder}
 LIBRAS = {"hermes": parse_hermes, "qwen3_coder": parse_qwen3_coder}
