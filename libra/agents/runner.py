@@ -61,10 +61,10 @@ GRACE_S = 3.0
 """Seconds after which whoever started this program kills it."""
 FILES = resource.getrlimit(resource.RLIMIT_NOFILE)
 """Files that agents may have open; this program may have as many as the machine allows."""
-VARIABLES = contextvars.ContextVar("an agent's own variables", default={})  # noqa: B039 - never changed
+VARIABLES: contextvars.ContextVar[dict[str, str]] = contextvars.ContextVar("an agent's own variables", default={})  # noqa: B039 - never changed
 
 
-class TaskEnvironment(type(os.environ)):
+class TaskEnvironment(os._Environ):
     """`os.environ`, in which an agent that is a task finds its own variables."""
 
     def __getitem__(self, name):

@@ -135,8 +135,10 @@ class McpServer:
 
         life = self._alive()
         life.called = True
+        calling = asyncio.ensure_future(self._asked(life, name, arguments))
         try:
-            result = await (await asyncio.shield(life.ready)).call_tool(name, dict(arguments))
+            await asyncio.wait({calling})  # whose own end, where this is cancelled, would wait for the server
+            result = calling.result()
         except MCPError as error:
             if error.error.code != CONNECTION_CLOSED:  # about the request: the model reads it
                 life.answered_s = time.monotonic()
@@ -150,11 +152,16 @@ class McpServer:
             raise
         except Exception as error:  # boundary to the server's command
             raise ToolFault(f"the MCP server {self.command!r} failed: {error_text(error)}") from error
+        finally:
+            calling.cancel()
         life.answered_s = time.monotonic()
         text = "\n".join(getattr(part, "text", f"[{part.type}]") for part in result.content)
         if result.is_error:
             raise RuntimeError(text)
         return text
+
+    async def _asked(self, life: _Life, name: str, arguments: Mapping[str, Any]) -> Any:
+        return await (await asyncio.shield(life.ready)).call_tool(name, dict(arguments))
 
     def _lose(self, life: _Life) -> None:
         """End a process that has ended or does not answer, unless another call did; the next call starts another."""
