@@ -22,7 +22,7 @@ from openai import AsyncOpenAI, BadRequestError, DefaultAsyncHttpxClient
 
 set_tracing_disabled(True)
 HTTP = DefaultAsyncHttpxClient()
-"""Each trajectory is a fork of this process: certificates are read once."""
+"""Agents that are `async` share a process, and so its connections."""
 LIMIT = 999
 _LINE = re.compile(r"\s*[A-Za-z_]\w{0,20}\s*->\s*([A-Za-z_]\w{0,20})\s*:\s*([-+*])\s*(-?\d{1,9})\s*")
 _OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
