@@ -82,10 +82,9 @@ async def test_a_run_names_it_in_its_configuration(tmp_path):
 async def test_a_server_that_is_stopped_is_killed_and_replaced_and_others_go_on(plain, monkeypatch):
     async with served(plain) as one, served(plain, "PATH") as other:
         frozen, untouched = [int((await called(each, "pid")).content) for each in (one, other)]
-        with monkeypatch.context() as sooner:
-            sooner.setattr(mcp_tools, "TIMEOUT_S", 1.0)
-            with pytest.raises(TimeoutError):
-                await asyncio.wait_for(called(one, "freeze"), 1.0)
+        monkeypatch.setattr(mcp_tools, "TIMEOUT_S", 1.0)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(called(one, "freeze"), 1.0)
         assert int((await called(one, "pid")).content) != frozen
         assert int((await called(other, "pid")).content) == untouched
         left = [psutil.Process(frozen)] if psutil.pid_exists(frozen) else []
