@@ -11,8 +11,8 @@ Invariants
    was the same when the fork server started; where it is not, workers are not forked.
 3. No worker is forked with the state of another one's random numbers: `libra.cluster.forked` renews it.
 4. Ctrl-C in a terminal reaches neither this process nor a worker (`libra.cluster.worker_start`).
-5. A worker that ended comes back within seconds, and the others live on, also where this process is gone: another one like it is
-   started. The kernel says that a worker ended.
+5. A worker that ended comes back within seconds, and the others live on, whatever has become of this process: where it is gone,
+   another one like it is started; where it gives no answer, the worker is a Python of its own. The kernel says that a worker ended.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ import json
 import logging
 import multiprocessing
 import os
+import pickle
 import signal
 import sys
 import threading
+import time
 from collections.abc import Mapping
 from contextlib import contextmanager, suppress
 from multiprocessing import context, forkserver, popen_forkserver, popen_spawn_posix, resource_tracker, util
@@ -61,9 +63,14 @@ READ_ONCE = (
     *("TRANSFORMERS_", "TOKENIZERS_", "PYTHON", "XDG_", "LIBRA_MODELS"),
 )  # fmt: skip
 """Beginnings of names of variables that a library reads when it is loaded or imported."""
+ANSWER_S = 5.0
+"""How long a worker waits for a fork server that is stopped, or that has answered before."""
+IMPORTS_S = 120.0
+"""How long it waits for one that imports."""
 EXIT_CODE_S = 1.0
 """How long the exit code of a worker that has ended is waited for."""
 _started_with: dict[str, str] | None = None
+_answered_pid: int | None = None
 _lock = threading.Lock()
 
 
@@ -137,15 +144,29 @@ class _Forked(popen_forkserver.Popen):
         return self.poll(0)
 
 
+class _Leave:
+    """Read by a process that the fork server forked to show that it answers, which ends there."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os._exit, (0,)
+
+
 def _started(process: Any) -> Any:
-    """A worker's process: forked, or a Python of its own where the fork server ends again (`multiprocessing`'s ``Popen``)."""
+    """A worker's process: forked, or a Python of its own where the fork server gives no answer (`multiprocessing`'s ``Popen``)."""
     for _ in range(2):
         try:
             _keep_running()
-            return _Forked(process)
+            if _answers():
+                return _Forked(process)
+            break
         except (OSError, EOFError):  # gone since
             continue
-    logger.warning("the process that workers are forked from has ended twice: a worker is started without it")
+    pid = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    logger.warning(
+        "the process that workers are forked from gives no answer: a worker is started without it, which takes some seconds more; "
+        "if it is stopped, type kill -CONT %s",
+        pid,
+    )
     return popen_spawn_posix.Popen(process)
 
 
@@ -156,6 +177,33 @@ def _keep_running() -> None:
         if pid is None or os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
             with sigint_blocked(), _in_environment(_started_with or os.environ):
                 forkserver.ensure_running()
+
+
+def _answers() -> bool:
+    """Whether the fork server forks a process, which ends at once; OSError or EOFError if it has ended itself."""
+    global _answered_pid
+    pid = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    status, data = forkserver.connect_to_new_process([])
+    try:
+        os.write(data, pickle.dumps(_Leave()))
+        begun_s = running_s = time.monotonic()
+        while not wait([status], 0.2):
+            now_s = time.monotonic()
+            if _answered_pid != pid and not _is_stopped(pid):
+                running_s = now_s
+            if now_s - running_s > ANSWER_S or now_s - begun_s > IMPORTS_S:
+                return False
+        forkserver.read_signed(status)
+    finally:
+        os.close(status)
+        os.close(data)
+    _answered_pid = pid
+    return True
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a process is stopped, by a signal or a debugger (proc(5))."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
 
 
 @contextmanager

@@ -71,7 +71,8 @@ def the_server():
 
 @pytest.mark.live  # clusters of their own: the fork server is what is tested
 @pytest.mark.skipif(sys.platform != "linux" or fork_server.may_have_gpu(), reason="workers are not forked here")
-def test_a_worker_comes_back_after_the_fork_server_is_killed(tmp_path, monkeypatch):
+def test_a_worker_comes_back_after_the_fork_server_is_killed_and_while_it_is_stopped(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(fork_server, "ANSWER_S", 0.5)
     config = make()
     if not fork_server.begin(config, inherited_environment(config)):
         pytest.skip("a cluster of other settings is alive in this process")
@@ -98,6 +99,13 @@ def test_a_worker_comes_back_after_the_fork_server_is_killed(tmp_path, monkeypat
         mask = Path(f"/proc/{server}/status").read_text().partition("SigBlk:")[2].split()[0]
         assert int(mask, 16) & 1 << signal.SIGINT - 1
         assert on(keys.TOOL)["pid"] == tools["pid"], "the others live on"
+        os.kill(server, signal.SIGSTOP)
+        try:
+            os.kill(back["pid"], signal.SIGKILL)
+            assert on(keys.TRAIN)["parent"] == os.getpid()
+        finally:
+            os.kill(server, signal.SIGCONT)
+    assert sum(f"kill -CONT {server}" in record.getMessage() for record in caplog.records) == 1
 
 
 @pytest.mark.parametrize(
