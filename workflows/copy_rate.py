@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from examples.repair.software import SoftwareRepair
+from examples.repair.tasks import Task
 from libra.config import load_config
-from libra.envs.repair.environment import SoftwareRepair
-from libra.envs.repair.tasks import Task
 from libra.types import ToolCall
 
 CONFIG = Path(__file__).resolve().parent.parent / "configs" / "repair.yaml"

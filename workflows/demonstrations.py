@@ -7,9 +7,9 @@ import json
 import random
 from typing import Any, Protocol
 
+from examples.search.corpus import CorpusSearch
 from libra.envs import run_action
 from libra.envs.environment import Environment
-from libra.envs.search.environment import CorpusSearch
 
 WORLDS = 200
 SEARCH_HABITS = {

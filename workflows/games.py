@@ -5,7 +5,7 @@ mostly replies with no action at all (29 of 32 replies were cut off at once, see
 the exit code is 1::
 
     python workflows/games.py
-    python workflows/games.py environment.name=textarena environment.args.id=TowerOfHanoi-v0
+    python workflows/games.py environment.name=examples.games.textarena_game:TextArenaGame environment.args.id=TowerOfHanoi-v0
     python workflows/games.py environment.name=openenv environment.args.url=http://HOST:8000 environment.args.action=message
     python workflows/games.py --config configs/games_qwen3_4b.yaml cluster.scheduler=tls://HOST:8786
 

@@ -12,7 +12,7 @@ import json
 import sys
 from typing import Any
 
-from openai import BadRequestError, DefaultHttpxClient, OpenAI
+from openai import AsyncOpenAI, BadRequestError, DefaultAsyncHttpxClient
 
 import libra
 from libra.config import typed_settings
@@ -37,16 +37,16 @@ CALCULATOR: Any = {
         },
     },
 }
-HTTP = DefaultHttpxClient()
-"""Each trajectory is a fork of this module's process: the certificates, which no connection here needs, are read once."""
+HTTP = DefaultAsyncHttpxClient()
+"""Agents that are `async` share a process, and so its connections."""
 
 
-def agent(messages: list[dict[str, str]]) -> str | None:
+async def agent(messages: list[dict[str, str]]) -> str | None:
     """Answer one question with the calculator, a call at a time."""
-    client, said = OpenAI(http_client=HTTP), list[Any](messages)
+    client, said = AsyncOpenAI(http_client=HTTP), list[Any](messages)
     while True:
         try:
-            answer = client.chat.completions.create(model="policy", messages=said, tools=[CALCULATOR])
+            answer = await client.chat.completions.create(model="policy", messages=said, tools=[CALCULATOR])
         except BadRequestError:  # the conversation is as long as it may be
             return None
         message = answer.choices[0].message

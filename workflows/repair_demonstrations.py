@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 
 from demonstrations import MALFORMED, Messages, call, does, exchange, world_says
 
+from examples.repair.bugs import ARITHMETIC, Bug, bugs_of, function_at
+from examples.repair.software import SoftwareRepair
+from examples.repair.tasks import numbered
 from libra.envs.environment import Environment
-from libra.envs.repair.bugs import ARITHMETIC, Bug, bugs_of, function_at
-from libra.envs.repair.environment import SoftwareRepair
-from libra.envs.repair.tasks import numbered
 from libra.errors import ConfigError
 
 REPAIR_HABITS = {

@@ -20,9 +20,9 @@ from pathlib import Path
 
 import math_tools
 
+from examples.repair import build
 from libra.config import load_config
 from libra.envs import make_environment
-from libra.envs.repair import build
 from libra.errors import LibraError
 
 CONFIG = Path(__file__).resolve().parent.parent / "configs" / "repair.yaml"

@@ -6,7 +6,7 @@ verifiers runs in a virtual environment of its own, where this file is imported 
     python workflows/verifiers_agent.py --venv verifiers-venv                              # verifiers_arithmetic, in this folder
     python workflows/verifiers_agent.py --venv verifiers-venv --config configs/verifiers_qwen3_4b.yaml --environment NAME
 
-Each rollout is a fork of a process that has imported verifiers and loaded the environment, which take seconds. On workers of a
+Rollouts are tasks of one process that has imported verifiers and loaded the environment, which take seconds. On workers of a
 scheduler of your own that needs ``export VERIFIERS_AGENT='["NAME", "{}"]'`` there (its arguments are the second text), and
 ``agent.env=[VERIFIERS_AGENT]`` here. Other arguments are settings, as for ``libra run``.
 """
@@ -85,7 +85,7 @@ def main(arguments: list[str]) -> int:
 
     import libra
     from libra.config import load_config, typed_settings
-    from libra.envs.own_reward import own_reward
+    from libra.envs.grading import own_reward
     from libra.errors import LibraError
 
     try:

@@ -1,5 +1,5 @@
 """Agents of `benchmarks.live.gateway`: the quick start's task, and turns of a fixed length, each by the openai client and by the
-standard library. Little is imported here, because each agent is a fork of a process with this module."""
+standard library. The latter are forks of a process with this module, so it imports little."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from urllib.parse import urlsplit
 from libra.envs.tool_arithmetic import calculate
 
 try:
-    from openai import BadRequestError, DefaultHttpxClient, OpenAI
+    from openai import AsyncOpenAI, BadRequestError, DefaultAsyncHttpxClient
 except ImportError:  # the standard library's agents do without
     HTTP: Any = None
 else:
-    HTTP = DefaultHttpxClient()
+    HTTP = DefaultAsyncHttpxClient()
 
 CALCULATOR: Any = {
     "type": "function",
@@ -49,16 +49,15 @@ def returned(arguments: str) -> str:
         return f"{type(error).__name__}: {error}"
 
 
-def openai_client(messages: list[dict[str, Any]]) -> str | None:
+async def openai_client(messages: list[dict[str, Any]]) -> str | None:
     """Answer one question with the openai client, as `workflows/openai_agent.py` does."""
-    client, said = OpenAI(http_client=HTTP), list[Any](messages)
+    client, said = AsyncOpenAI(http_client=HTTP), list[Any](messages)
     while True:
         try:
-            message = (
-                client.chat.completions.create(model="policy", messages=said, tools=[CALCULATOR]).choices[0].message
-            )
+            answered = await client.chat.completions.create(model="policy", messages=said, tools=[CALCULATOR])
         except BadRequestError:
             return None
+        message = answered.choices[0].message
         if not message.tool_calls:
             return message.content
         said.append(message.model_dump(exclude_none=True))
@@ -105,8 +104,8 @@ def fixed(messages: list[dict[str, Any]], base_url: str, turns: int) -> None:
         said += [choice["message"], {"role": "user", "content": OBSERVATION}]
 
 
-def fixed_openai(messages: list[dict[str, Any]], turns: int) -> None:
-    client, said = OpenAI(http_client=HTTP), list[Any](messages)
+async def fixed_openai(messages: list[dict[str, Any]], turns: int) -> None:
+    client, said = AsyncOpenAI(http_client=HTTP), list[Any](messages)
     for _ in range(turns):
-        message = client.chat.completions.create(model="policy", messages=said).choices[0].message
+        message = (await client.chat.completions.create(model="policy", messages=said)).choices[0].message
         said += [message.model_dump(exclude_none=True), {"role": "user", "content": OBSERVATION}]

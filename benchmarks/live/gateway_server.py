@@ -21,10 +21,9 @@ import numpy as np
 from benchmarks.live.gateway_agents import CALCULATOR
 from libra.agents.conversation import Conversation
 from libra.agents.gateway import Gateway
-from libra.agents.replies import forms, reply
-from libra.agents.requests import Reply
+from libra.agents.requests import Reply, forms, reply
 from libra.agents.session import Ended, Session
-from libra.envs.tool_calls import parse_hermes
+from libra.envs.tool_call_formats import parse_hermes
 from libra.rollout.chat_format import load_chat_format
 from libra.rollout.conversation_format import ConversationFormat
 

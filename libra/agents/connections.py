@@ -1,14 +1,11 @@
-"""HTTP/1.1 connections of agents at the gateway, bounded so that none of them keeps another out.
+"""HTTP/1.1 connections of agents at the gateway.
 
 Invariants
 ----------
-1. Where there are as many connections as there may be, a new one takes the place of that which has been idle for longest. One that
-   has a request under way gives way to none.
-2. A request's head comes within `HEAD_S` and has at most `HEAD_BYTES` (and what came in one read with a request's end), or the
-   connection ends; so does one with as many between two parts of a body, or after the last one, and one that is idle for `IDLE_S`,
-   or on which the rest of an answered request's body takes that long. A body has `BODY_S` and at most `MAX_BODY_BYTES`.
-3. A trajectory has at most as many requests under way as it leaves places for others (alone half of all, beside another such one a
-   third), and `LEAST_PLACES` in any case. Their bodies have at most `HELD_BYTES`. Beyond that it is told to try again (status 503).
+1. There are at most so many connections; a further one is told to try again (status 503).
+2. A request comes within `WAIT_S` from its first byte, and the next one within `WAIT_S` after an answer, or the connection ends.
+3. A request's head, what is between two parts of its body, and what comes after it have at most `HEAD_BYTES`; a body
+   `MAX_BODY_BYTES`.
 4. Requests of one connection are answered one after the other; a further one stops the reading until its turn has come.
 """
 
@@ -16,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import Counter, OrderedDict, deque
+from collections import deque
 from http import HTTPStatus
 from typing import Any, Protocol
 
@@ -24,19 +21,12 @@ import httptools
 
 from libra.errors import RequestRefused
 
-IDLE_S = 75.0
-"""Seconds between two requests of a connection."""
-HEAD_S = 20.0
-"""Seconds from a connection's beginning, or the first byte of a later request, to the end of that request's head."""
-BODY_S = 60.0
-"""Seconds in which a body has to come."""
+WAIT_S = 75.0
+"""Seconds in which a request, or the next one, has to come."""
 HEAD_BYTES = 64 << 10
 """Bytes of a request's head, and of what stands between it and the end of the request before; of sizes and trailers of chunks."""
 MAX_BODY_BYTES = 16 << 20
 """Largest body of a request."""
-HELD_BYTES = 128 << 20
-LEAST_PLACES = 16
-"""Requests under way that a trajectory has in any case."""
 CLOSE_S = 1.0
 """Seconds in which answers under way may leave as the server closes."""
 
@@ -50,7 +40,7 @@ class Exchange:
     """
 
     __slots__ = (
-        "begun", "chunked", "complete", "connection", "done", "headers", "held", "keep", "method", "mine", "parts", "size", "url",
+        "begun", "chunked", "complete", "connection", "done", "headers", "keep", "method", "mine", "parts", "size", "url",
     )  # fmt: skip
 
     def __init__(self, connection: Connection) -> None:
@@ -59,7 +49,6 @@ class Exchange:
         self.headers: dict[bytes, bytes] = {}
         self.parts: list[bytes] = []
         self.size = 0
-        self.held: Held | None = None
         self.keep = self.chunked = True
         self.complete = self.begun = self.done = False
         self.mine: Any = None
@@ -100,8 +89,6 @@ class Exchange:
         """The answer was written, or nobody is there for it."""
         self.done = True
         self.parts.clear()
-        if self.held is not None:
-            self.held.release()
         self.connection.answered(self)
 
 
@@ -124,14 +111,12 @@ class Handler(Protocol):
 
 
 class Connections:
-    """The connections of one server, at most ``most`` of them; ``idle`` has those without a request under way, the one that is idle
-    for longest first."""
+    """The connections of one server, at most ``most`` of them."""
 
     def __init__(self, handler: Handler, most: int) -> None:
         self.handler, self.most = handler, most
         self.all = set[Connection]()
         self.empty: asyncio.Event | None = None
-        self.idle = OrderedDict[Connection, None]()
 
     async def close(self) -> None:
         """End all connections, each once what was written has left, or `CLOSE_S` are over."""
@@ -159,7 +144,7 @@ class Connection(asyncio.Protocol):
         self._reading: Exchange | None = None  # the request whose end has not come
         self._open = deque[Exchange]()  # requests without an answer whose head is there; the first is under way
         self._choked = False
-        self._awaited, self._until_s = "", 0.0
+        self._phase, self._until_s = "", 0.0
         self._late: asyncio.TimerHandle | None = None
 
     # ---------------------------------------------------------------- for the event loop
@@ -168,14 +153,9 @@ class Connection(asyncio.Protocol):
         assert isinstance(transport, asyncio.Transport)
         self.transport = transport
         server = self._server
-        if len(server.all) >= server.most and server.idle:
-            longest, _ = server.idle.popitem(last=False)
-            server.all.discard(longest)
-            longest.transport.abort()
         crowded = len(server.all) >= server.most
         server.all.add(self)
-        server.idle[self] = None
-        self._wait_for("head")
+        self._look()
         if crowded:
             exchange = Exchange(self)
             exchange.keep = False
@@ -185,7 +165,6 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         server = self._server
         server.all.discard(self)
-        server.idle.pop(self, None)
         if server.empty is not None and not server.all:
             server.empty.set()
         if self._late is not None:
@@ -264,11 +243,6 @@ class Connection(asyncio.Protocol):
         if exchange.size > MAX_BODY_BYTES:
             told = f"the body has more than {MAX_BODY_BYTES:,} bytes"
             self._handler.refuse(exchange, RequestRefused(told, status=413, code="request_too_large"))
-        elif exchange.held is not None:
-            try:
-                exchange.held.take(len(body))
-            except RequestRefused as refused:
-                self._handler.refuse(exchange, refused)
 
     def on_message_complete(self) -> None:
         exchange, self._reading = self._reading, None
@@ -320,92 +294,30 @@ class Connection(asyncio.Protocol):
             self.transport.resume_reading()
 
     def _look(self) -> None:
-        """Note whether a request is under way, and until when something has to come."""
+        """Note whether a request is under way, and until when one has to come."""
         if self.transport.is_closing():
             return
-        reading = self._reading is not None and self._reading in self._open
-        if self._open:
-            self._server.idle.pop(self, None)
-        elif self not in self._server.idle:
-            self._server.idle[self] = None
-        if self._open:
-            self._wait_for("body" if reading and len(self._open) == 1 else "")
-        elif self._reading is not None and self._reading.done:
-            self._wait_for("rest")
+        if self._open and (self._open[0].complete or len(self._open) > 1):
+            phase = "work"
         else:
-            self._wait_for("head" if self._unread else "request")
-
-    def _wait_for(self, awaited: str) -> None:
-        """Give a "head", a "body", the "rest" of one, or another "request" its time, from the first such call on; "": nothing."""
-        if awaited == self._awaited:
+            phase = "reading" if self._unread or self._reading is not None else "idle"
+        if phase == self._phase:
             return
-        self._awaited = awaited
-        if not awaited:
-            return
-        self._until_s = self._loop.time() + {"head": HEAD_S, "body": BODY_S}.get(awaited, IDLE_S)
-        if self._late is None or self._late.when() > self._until_s:  # else it looks again
-            if self._late is not None:
-                self._late.cancel()
-            self._late = self._loop.call_at(self._until_s, self._too_late)
+        self._phase = phase
+        if phase != "work":
+            self._until_s = self._loop.time() + WAIT_S
+            if self._late is None:
+                self._late = self._loop.call_at(self._until_s, self._too_late)
 
     def _too_late(self) -> None:
         self._late = None
-        if not self._awaited:
+        if self._phase == "work":  # the next phase looks again
             return
         if self._loop.time() < self._until_s:
             self._late = self._loop.call_at(self._until_s, self._too_late)
-        elif self._awaited == "body" and self._open:
-            told = f"the body did not come within {BODY_S:g} s"
+        elif self._open:
+            self._open[0].keep = False
+            told = f"the body did not come within {WAIT_S:g} s"
             self._handler.refuse(self._open[0], RequestRefused(told, status=408, code="request_timeout"))
         else:
             self.transport.abort()
-
-
-class Places:
-    """The requests under way of each trajectory, by the digest of its token; ``most`` of all trajectories together."""
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self.total = 0
-        self.requests, self.bytes = Counter[bytes](), Counter[bytes]()
-
-    def take(self, token: bytes) -> Held:
-        """Take a place for a request until it is answered; RequestRefused if its trajectory may have no further one."""
-        mine = self.requests[token]
-        if mine >= max(LEAST_PLACES, self._most - self.total):
-            raise RequestRefused(
-                f"this trajectory has {mine} requests under way; try again", status=503, code="too_many_requests"
-            )
-        self.requests[token] = mine + 1
-        self.total += 1
-        return Held(self, token)
-
-
-class Held:
-    """The place of one request, and the bytes of its body, ``size`` so far."""
-
-    __slots__ = ("_places", "_token", "size")
-
-    def __init__(self, places: Places, token: bytes) -> None:
-        self._places, self._token, self.size = places, token, 0
-
-    def take(self, size: int) -> None:
-        """Bytes of the request have come; RequestRefused if its trajectory has too many already."""
-        self.size += size
-        counts = self._places.bytes
-        counts[self._token] += size
-        if size and counts[self._token] > HELD_BYTES:
-            raise RequestRefused(
-                f"this trajectory's requests under way have more than {HELD_BYTES:,} bytes; try again",
-                status=503,
-                code="too_many_requests",
-            )
-
-    def release(self) -> None:
-        """The request is answered."""
-        places = self._places
-        places.total -= 1
-        for counts, count in ((places.requests, 1), (places.bytes, self.size)):
-            counts[self._token] -= count
-            if not counts[self._token]:
-                del counts[self._token]

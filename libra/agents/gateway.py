@@ -28,17 +28,16 @@ from urllib.parse import unquote
 import msgspec
 
 from libra.agents.chat_dialect import read_chat, read_generate, sse, stream_chat, write_chat, write_generate
-from libra.agents.long_work import LONG, by_size
 from libra.agents.messages_dialect import read_messages, stream_messages, write_messages
 from libra.agents.request_bodies import Known, decoded, storable_json
 from libra.agents.requests import ModelRequest, Reply
 from libra.agents.responses_dialect import read_responses, stream_responses, write_responses
-from libra.agents.session import Ended, Pending, Session, as_float
+from libra.agents.session import LONG, Ended, Pending, Session, as_float, by_size
 from libra.errors import ConfigError, RequestRefused
 from libra.untrusted import repr_text
 
 try:
-    from libra.agents.connections import Connection, Connections, Exchange, Places
+    from libra.agents.connections import Connection, Connections, Exchange
 except ImportError as missing:  # the extra `agents`
     raise ConfigError(
         f"agent: {missing.name!r} is not installed, which its gateway needs; type pip install 'libra-rl[agents]'"
@@ -47,7 +46,7 @@ except ImportError as missing:  # the extra `agents`
 logger = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 2048
-"""Most connections at once; further ones take the place of idle ones (`libra.agents.connections`), or get status 503."""
+"""Most connections at once; further ones get status 503."""
 HEARTBEAT_S = 15.0
 """Seconds after which a waiting client gets a sign of life, and between two of them."""
 KEPT_ENDED = 4096
@@ -129,7 +128,6 @@ class Gateway:
         self._server: asyncio.Server | None = None
         self._told: set[str] = set()
         self._connections = Connections(self, max_connections)
-        self._places = Places(max_connections)
         self._paths = OrderedDict[bytes, tuple[str, bytes]]()
 
     async def start(self) -> None:
@@ -180,7 +178,7 @@ class Gateway:
     # ---------------------------------------------------------------- for the connections
 
     def arrived(self, exchange: Exchange) -> None:
-        """Find the session of a request, and a place for it; one without is refused without a look at its body."""
+        """Find the session of a request; one without is refused without a look at its body."""
         path, token = self._target(exchange)
         dialect = _DIALECTS.get(path)
         models = path == "/v1/models" or path.startswith("/v1/models/")
@@ -189,11 +187,6 @@ class Gateway:
         elif exchange.method != (b"GET" if models else b"POST"):
             self.refuse(exchange, _no_path(exchange, path, 405), path)
         elif (session := self._sessions.get(token)) is not None:
-            try:
-                exchange.held = self._places.take(token)
-            except RequestRefused as refused:
-                self.refuse(exchange, refused, path)
-                return
             exchange.mine = _Asked(path, session, dialect)
         elif token in self._ended:
             told = RequestRefused(f"{self._ended[token]} has ended", status=409, code="trajectory_ended")

@@ -1,4 +1,4 @@
-"""The agents' processes, started by one program in their own environment (`libra.agents.runner`)."""
+"""The agents of a worker, which one program runs in their own environment (`libra.agents.runner`)."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from typing import Any
 
 from libra.agents import runner
 from libra.agents.session import Ended
-from libra.child_environment import child_environment
 from libra.errors import EnvironmentFault
+from libra.processes.child_environment import child_environment
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class AgentProcesses:
     venv : Path or None
         Their virtual environment; None: that of this process.
     env : sequence of str
-        Variables that they are given beside those of `libra.child_environment`.
+        Variables that they are given beside those of `libra.processes.child_environment`.
     import_s : float
         Seconds that the import of the function may take.
     """

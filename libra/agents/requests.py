@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from libra.agents.messages import Message, digest
+from libra.agents.messages import Call, Message, canonical_json, digest
+from libra.types import ToolCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,3 +99,42 @@ class Reply:
     versions: NDArray[np.int32]
     name: str
     stop: str | None = None
+
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+_THINK, _END = "<think>", "</think>"
+
+Parse = Callable[[str], Sequence[ToolCall]]
+"""Reads the calls in a text, malformed ones with an error."""
+
+
+def split_reasoning(text: str) -> tuple[str, str]:
+    """Reasoning and the rest."""
+    head, found, rest = text.partition(_END)
+    before, opened, inner = head.partition(_THINK)
+    if not found:
+        return ("", text) if not opened or before.strip() else (inner.strip(), "")
+    if opened and before.strip():
+        return "", text
+    return (inner if opened else head).strip(), rest.lstrip("\n")
+
+
+def reply(text: str, parse: Parse, call_id: Callable[[int], str], stop: str | None = None) -> Message:
+    """The message of one generated turn; ``stop``: it ended with this text of the client's, which is no part of the content."""
+    if stop is not None and text.endswith(stop):
+        text = text[: len(text) - len(stop)]
+    reasoning, rest = split_reasoning(text)
+    calls = parse(rest)
+    if not calls or any(call.error is not None for call in calls):
+        return Message("assistant", rest, (), "", reasoning)
+    made = tuple(Call(call_id(i), call.name, canonical_json(dict(call.arguments))) for i, call in enumerate(calls))
+    before, after = rest.partition(OPEN)[0].strip(), rest.rpartition(CLOSE)[2].strip()
+    content = "\n".join(part for part in (before, after) if part)
+    return Message("assistant", content, made, "", reasoning)
+
+
+def forms(message: Message, stop: str | None) -> tuple[Message, ...]:
+    """How clients may send a message back: with the stop text, or without."""
+    if stop is None:
+        return (message,)
+    return message, Message("assistant", message.text + stop, message.calls, "", message.reasoning)

@@ -1,23 +1,29 @@
-"""Runs agents, each in a process of its own. It needs Python's standard library only: it runs in the agents' environment.
+"""Runs agents. It needs Python's standard library only: it runs in the agents' environment.
 
 It reads lines of JSON from its standard input and writes lines of JSON to its standard output::
 
-    {"start": 7, "env": {...}, "task": {...}}    fork; the child calls the function, or becomes the command
-    {"stop": 7}                                  kill that child and all its children
-    {"ended": 7, "result": ..., "error": null}   the child has ended: what it returned, or why it failed
+    {"start": 7, "env": {...}, "task": {...}}    call the function, or start the command
+    {"stop": 7}                                  end that agent and all that it started
+    {"ended": 7, "result": ..., "error": null}   the agent has ended: what it returned, or why it failed
 
-The end of the input ends every child, and so does the end of this program. A function is imported once, before the first fork,
-so an agent begins within milliseconds. Between this program and each agent stands a process of that agent alone, its *keeper*: what
-the agent starts and leaves behind, in whatever session, comes to the keeper (Linux), which kills it at the agent's end. A keeper
-that was killed or stopped leaves them to this program. So nothing outlives its agent, and no agent loses what another one started.
+An ``async`` function is a task of this process, beside those of all other trajectories. Any other function is called in a fork of
+this process, and a command has a process of its own. The end of the input ends every agent, and so does the end of this program.
 
-A function is called with those of ``prompt`` (text of the last user message), ``messages``,
-``facts``, ``base_url``, ``api_key`` and the facts' own names that it takes, and may be async. A command reads the task from its
-standard input; its result is the last line that it prints, as JSON if it is any.
+What such a process leaves behind, in whatever session, comes to itself, and at its end to this program
+(Linux), which kills it: whatever comes here is of an agent that has ended. So nothing outlives its agent, and no agent loses what
+another one started. What tasks start ends with this program.
+
+A function is called with those of ``prompt`` (text of the last user message), ``messages``, ``facts``,
+``base_url``, ``api_key`` and the facts' own names that it takes. A command reads the task from its
+standard input; its result is the last line that it prints,
+as JSON if it is any.
 """
 
+import asyncio
 import contextlib
+import contextvars
 import faulthandler
+import gc
 import importlib
 import importlib.util
 import inspect
@@ -27,11 +33,8 @@ import resource
 import select
 import shlex
 import signal
-import socket
-import struct
 import sys
 import tempfile
-import time
 import traceback
 from pathlib import Path
 
@@ -45,21 +48,36 @@ def of_file(name):
     return module
 
 
-descendants, preloading = of_file("../descendants.py"), of_file("preloading.py")
+keeper = of_file("../processes/keeper.py")
 
 MAX_RESULT_BYTES = 1 << 20
 MAX_ERROR_CHARS = 2000
 MAX_LEVELS = 64
 CHUNK_BYTES = 1 << 16
+LINE_BYTES = 1 << 30
 KILL_S = 2.0
-"""Seconds that a keeper may take to kill all of its agent's processes."""
+"""Seconds in which all that agents have started is killed at the end of this program."""
 GRACE_S = 3.0
-"""Seconds after which a keeper that was told to end is killed, because it was stopped for example."""
+"""Seconds after which whoever started this program kills it."""
 FILES = resource.getrlimit(resource.RLIMIT_NOFILE)
-"""Files that agents may have open; this program, which has three for each agent, may have as many as the machine allows."""
-PR_SET_PDEATHSIG = 1
-ENDED = struct.Struct("=i?")
-"""What a keeper tells of its agent: its wait status, and whether none of its processes is left."""
+"""Files that agents may have open; this program may have as many as the machine allows."""
+VARIABLES: contextvars.ContextVar[dict[str, str]] = contextvars.ContextVar("an agent's own variables", default={})  # noqa: B039 - never changed
+
+
+class TaskEnvironment(os._Environ):
+    """`os.environ`, in which an agent that is a task finds its own variables."""
+
+    def __getitem__(self, name):
+        own = VARIABLES.get()
+        return own[name] if name in own else super().__getitem__(name)
+
+    def __iter__(self):
+        own = VARIABLES.get()
+        yield from own
+        yield from (name for name in super().__iter__() if name not in own)
+
+    def __len__(self):
+        return sum(1 for _ in self)
 
 
 def load(name):
@@ -89,227 +107,244 @@ def arguments_of(function, task, env):
     return {name: given[name] for name in parameters if name in given}
 
 
-def call(function, task, env):
-    """The result of a function, as JSON text."""
-    result = function(**arguments_of(function, task, env))
-    if inspect.isawaitable(result):
-        import asyncio
+async def awaited(value):
+    return await value
 
-        async def wait():
-            return await result
 
-        result = asyncio.run(wait())
+def as_json(value):
+    """What a function returned, as JSON text."""
     try:
-        return json.dumps(result, default=lambda value: value.item() if hasattr(value, "item") else float(value))
+        return json.dumps(value, default=lambda each: each.item() if hasattr(each, "item") else float(each))
     except (TypeError, ValueError, RuntimeError):  # the last is torch's, of several numbers
-        return json.dumps(str(result))
+        return json.dumps(str(value))
+
+
+def read_result(text):
+    """What a text of JSON says; the text itself if it is none, or nested too deeply."""
+    try:
+        result = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    level, depth = [result], 0
+    while level and depth <= MAX_LEVELS:
+        inner = [each for each in level if isinstance(each, (dict, list))]
+        level = [child for each in inner for child in (each.values() if isinstance(each, dict) else each)]
+        depth += bool(inner)
+    return text if depth > MAX_LEVELS else result
+
+
+def failure(how, said):
+    """Why an agent failed; what it said last, which is an exception at the end of a traceback, comes first."""
+    said = said.strip()[-MAX_ERROR_CHARS:]
+    last = said.rpartition("\n")[2]
+    return f"it ended with {how}{': ' if said else ''}{last}{chr(10) + said if last != said else ''}"
+
+
+# ---------------------------------------------------------------- tasks
+
+
+class Tasks:
+    """Agents that are tasks of this process."""
+
+    def __init__(self, function, answers):
+        self.function, self.answers = function, answers
+        self.running = {}
+
+    async def serve(self):
+        """Until the input ends."""
+        os.environ.__class__ = TaskEnvironment
+        lines = asyncio.StreamReader(limit=LINE_BYTES)
+        await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
+        while line := await lines.readline():
+            message = json.loads(line)
+            if "start" in message:
+                self.running[message["start"]] = asyncio.create_task(self.run(message["start"], message))
+            elif (task := self.running.pop(message["stop"], None)) is not None:
+                task.cancel()
+        for task in self.running.values():
+            task.cancel()
+        if self.running:
+            await asyncio.wait(self.running.values(), timeout=KILL_S)
+        keeper.end_children(KILL_S)
+        os._exit(0)  # threads of agents may hang
+
+    async def run(self, number, message):
+        """One agent."""
+        VARIABLES.set(message["env"])
+        result = error = None
+        try:
+            text = as_json(await self.function(**arguments_of(self.function, message["task"], message["env"])))
+            result = read_result(text[-MAX_RESULT_BYTES:])
+        except SystemExit as end:
+            error = failure(f"status {end.code}", "") if end.code else None
+        except BaseException:  # noqa: BLE001 - the boundary to the user's function, which may raise anything
+            error = failure("status 1", traceback.format_exc())
+        if self.running.pop(number, None) is not None:  # else it was stopped
+            self.answers.write(json.dumps({"ended": number, "result": result, "error": error}) + "\n")
+
+
+# ---------------------------------------------------------------- processes
 
 
 class Child:
-    """An agent, as this program sees it: ``pid`` is its keeper's, and ``line`` leads to that."""
+    """An agent with a process of its own."""
 
-    def __init__(self, number, pid, line, pipe, errors):
-        self.number, self.pid, self.line = number, pid, line
-        self.imported: list[str] | None = None  # what it has told of its modules, where that is `learned`
-        self.learned = False
-        self.pipes = {
-            pipe: MAX_RESULT_BYTES,
-            errors: 4 * MAX_ERROR_CHARS,
-        }  # those that have not ended; how much is kept of each
-        self.pipe, self.errors = pipe, errors
+    def __init__(self, number, pid, pipe, errors):
+        self.number, self.pid, self.pipe, self.errors = number, pid, pipe, errors
+        self.pipes = {pipe: MAX_RESULT_BYTES, errors: 4 * MAX_ERROR_CHARS}
+        """Those that have not ended, and how much is kept of each."""
         self.data = {pipe: b"", errors: b""}
-        self.kill_s: float | None = None  # when its keeper is killed, once it was told to end
+
+    def read(self, pipe):
+        """Take what it has written, at most a chunk: it may write for ever."""
+        try:
+            data = os.read(pipe, CHUNK_BYTES)
+        except BlockingIOError:
+            return
+        if data:
+            self.data[pipe] = (self.data[pipe] + data)[-self.pipes[pipe] :]
+        else:  # its process tells that it has ended, not its pipe
+            del self.pipes[pipe]
+            os.close(pipe)
+
+    def outcome(self, code, command):
+        """The message about it, once its process has ended."""
+        for pipe in list(self.pipes):
+            for _ in range(
+                2 * MAX_RESULT_BYTES // CHUNK_BYTES
+            ):  # more than a pipe holds; what is left may hold it open
+                if pipe in self.pipes:
+                    self.read(pipe)
+        for pipe in self.pipes:
+            os.close(pipe)
+        result = error = None
+        text, said = (self.data[each].decode(errors="replace").strip() for each in (self.pipe, self.errors))
+        if code:
+            error = failure(f"signal {-code}" if code < 0 else f"status {code}", said)
+        elif text:
+            result = read_result(text.splitlines()[-1] if command else text)
+        return {"ended": self.number, "result": result, "error": error}
 
 
-def end_with(parent):
-    """Have this process killed when its parent ends, however that does (Linux); elsewhere it ends by itself."""
-    descendants.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
+class Processes:
+    """Agents with processes of their own. ``own``: what the function's module has started, which is no agent's."""
 
+    def __init__(self, function, command, answers):
+        self.function, self.command, self.answers = function, command, answers
+        self.children: dict[int, Child] = {}  # by their pid
+        self.own = set(keeper.own_children())
 
-def start(number, begin, answers, children):
-    """Fork a keeper, whose child calls ``begin`` with the pipe of its result; in these this does not return."""
-    with contextlib.ExitStack() as opened:
-        pipe, write = opened_pipe(opened)
-        errors, log = opened_pipe(opened)
-        line, end = socket.socketpair()
-        pid = os.fork()
-        opened.pop_all()
-    if pid:
-        for mine, theirs in ((pipe, write), (errors, log)):
-            os.close(theirs)
-            os.set_blocking(mine, False)
-        end.close()
-        line.setblocking(False)
-        return Child(number, pid, line, pipe, errors)
-    try:
-        os.close(answers.fileno())  # whose end tells the worker that this program has ended
-        line.close()
-        for child in children.values():  # whose keepers are told by the end of their line
-            child.line.close()
-        for mine in (pipe, errors, *(each for child in children.values() for each in child.pipes)):
-            os.close(mine)
-        os.dup2(log, 2)
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        keep(end, (write, log), begin)
-    except BaseException:  # noqa: BLE001 - nothing of this process may go on in the caller
-        traceback.print_exc()
-    finally:
-        os._exit(1)
+    def serve(self):
+        """Until the input ends."""
+        gc.collect()
+        gc.freeze()  # the marks of a collection would copy what is there in each fork
+        wake, rest = keeper.wake_pipe(), b""
+        while True:
+            poll = select.poll()
+            for each in (0, wake, *(pipe for child in self.children.values() for pipe in child.pipes)):
+                poll.register(each, select.POLLIN)
+            ready = {each for each, _ in poll.poll()}
+            for child in self.children.values():
+                for pipe in ready & child.pipes.keys():
+                    child.read(pipe)
+            if wake in ready:
+                with contextlib.suppress(BlockingIOError):
+                    while os.read(wake, 4096):
+                        pass
+                self.reap()
+            if 0 in ready:
+                data = os.read(0, 1 << 16)
+                if not data:
+                    return
+                *lines, rest = (rest + data).split(b"\n")
+                for line in lines:
+                    self.obey(json.loads(line))
 
+    def obey(self, message):
+        """Start an agent, or kill one; what it has started comes here, and is killed then."""
+        for child in self.children.values():
+            if child.number == message.get("stop"):
+                keeper.kill(child.pid, group=True)
+                keeper.kill(child.pid)
+        if "start" in message:
+            try:
+                self.start(message["start"], message["env"], message["task"])
+            except OSError as error:  # others go on
+                failed = {"ended": message["start"], "result": None, "error": f"no process can be started: {error}"}
+                self.answers.write(json.dumps(failed) + "\n")
 
-def opened_pipe(stack):
-    """A pipe, whose ends ``stack`` closes."""
-    pipe = os.pipe()
-    for end in pipe:
-        stack.callback(os.close, end)
-    return pipe
+    def start(self, number, env, task):
+        """Fork an agent; in it this does not return."""
+        with contextlib.ExitStack() as opened:
+            ends = [end for _ in range(2) for end in os.pipe()]
+            for end in ends:
+                opened.callback(os.close, end)
+            runner, pid = os.getpid(), os.fork()
+            opened.pop_all()
+        pipe, write, errors, log = ends
+        if pid:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.setpgid(pid, pid)  # as it does itself: it may be killed before
+            for mine, theirs in ((pipe, write), (errors, log)):
+                os.close(theirs)
+                os.set_blocking(mine, False)
+            self.children[pid] = Child(number, pid, pipe, errors)
+            return
+        code = 1
+        try:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            keeper.end_with(runner)
+            keeper.adopt()
+            os.close(self.answers.fileno())  # whose end tells the worker that this program has ended
+            for mine in (pipe, errors, *(each for child in self.children.values() for each in child.pipes)):
+                os.close(mine)
+            os.setpgid(0, 0)
+            os.dup2(log, 2)
+            resource.setrlimit(resource.RLIMIT_NOFILE, FILES)
+            self.become(write, env, task)
+            code = 0
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else 1 if end.code else 0
+        except BaseException:  # noqa: BLE001 - the boundary to the user's function
+            traceback.print_exc()
+        finally:
+            with contextlib.suppress(Exception):
+                sys.stderr.flush()
+            os._exit(code)
 
-
-def keep(end, pipes, begin):
-    """The keeper: start the agent, and kill all that it started once it has ended, or this program wants it or is gone."""
-    descendants.adopt()
-    wake = wake_pipe()
-    keeper = os.getpid()
-    agent = os.fork()
-    if agent == 0:
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        end.close()
-        os.setsid()
-        end_with(keeper)
-        resource.setrlimit(resource.RLIMIT_NOFILE, FILES)
-        become(begin, pipes[0])
-    for each in pipes:
-        os.close(each)
-    while not descendants.has_ended(agent) and end.fileno() not in waiting((end.fileno(), wake)):
-        drain(wake)
-    kill_group(agent)
-    status, clean = descendants.end_children(KILL_S, agent)
-    with contextlib.suppress(OSError):
-        end.send(ENDED.pack(status, clean))
-    os._exit(0)
-
-
-def become(begin, write):
-    """The agent: do what ``begin`` does, and write what it returns."""
-    code = 1
-    try:
-        text = begin(write).encode()
-        sys.stdout.flush()
-        while text:
-            text = text[os.write(write, text) :]
-        code = 0
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else 1 if end.code else 0
-    except BaseException:  # noqa: BLE001 - the boundary to the user's function
-        traceback.print_exc()
-    finally:
-        with contextlib.suppress(Exception):
-            sys.stderr.flush()
-        os._exit(code)
-
-
-def beginning(function, command, env, task, learned):
-    """What an agent does, given the pipe of its result: call the function, or become the command. ``learned``: a function's result
-    has a second line, with the modules that it has imported."""
-
-    def begin(write):
+    def become(self, write, env, task):
+        """In the fork: call the function and write what it returns, or become the command."""
         os.environ.update(env)
-        if command:
+        if self.command:
             given = tempfile.TemporaryFile()  # noqa: SIM115 - the command's standard input
             given.write(json.dumps(task).encode())
             given.seek(0)
             os.dup2(given.fileno(), 0)
             os.dup2(write, 1)
-            os.execvp(command[0], command)
+            os.execvp(self.command[0], self.command)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(2, 1)
-        before = set(sys.modules)
-        text = call(function, task, env)
-        return f"{text}\n{json.dumps(preloading.beyond(before))}" if learned else text
+        value = self.function(**arguments_of(self.function, task, env))
+        text = as_json(asyncio.run(awaited(value)) if inspect.isawaitable(value) else value).encode()
+        sys.stdout.flush()
+        while text:
+            text = text[os.write(write, text) :]
 
-    return begin
-
-
-def wake_pipe():
-    """A pipe in which a byte comes whenever a child of this process ends."""
-    wake, write = os.pipe()
-    os.set_blocking(wake, False)
-    os.set_blocking(write, False)
-    signal.set_wakeup_fd(write)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    return wake
-
-
-def drain(wake):
-    """Take what is in a pipe."""
-    with contextlib.suppress(BlockingIOError):
-        while os.read(wake, 4096):
-            pass
-
-
-def read(child, pipe):
-    """Take what a child has written, at most a chunk: it may write for ever."""
-    try:
-        data = os.read(pipe, CHUNK_BYTES)
-    except BlockingIOError:
-        return
-    if data:
-        child.data[pipe] = (child.data[pipe] + data)[-child.pipes[pipe] :]
-    else:  # its process tells that it has ended, not its pipe
-        del child.pipes[pipe]
-        os.close(pipe)
-
-
-def levels(value):
-    """Levels of lists and objects, counted up to one more than are allowed."""
-    level, depth = [value], 0
-    while level and depth <= MAX_LEVELS:
-        inner = [each for each in level if isinstance(each, (dict, list))]
-        level = [child for each in inner for child in (each.values() if isinstance(each, dict) else each)]
-        depth += bool(inner)
-    return depth
-
-
-def ended(child, keepers, command):
-    """The message about a child, whose keeper has ended with the status ``keepers``; and whether none of its processes is left."""
-    for pipe in list(child.pipes):
-        for _ in range(2 * MAX_RESULT_BYTES // CHUNK_BYTES):  # more than a pipe holds; what is left may hold it open
-            if pipe in child.pipes:
-                read(child, pipe)
-    for pipe in child.pipes:
-        os.close(pipe)
-    try:
-        told = child.line.recv(ENDED.size)
-    except OSError:
-        told = b""
-    child.line.close()
-    status, clean = ENDED.unpack(told) if len(told) == ENDED.size else (keepers, False)
-    return {"ended": child.number, **outcome(child, os.waitstatus_to_exitcode(status), command)}, clean
-
-
-def outcome(child, code, command):
-    """What a child returned, or why it failed."""
-    text = child.data[child.pipe].decode(errors="replace").strip()
-    result, error = None, None
-    if code:
-        said = child.data[child.errors].decode(errors="replace").strip()[-MAX_ERROR_CHARS:]
-        last = said.rpartition("\n")[2]
-        said = f"{last}\n{said}" if last != said else said  # an exception is the last line of its traceback
-        error = f"it ended with {f'signal {-code}' if code < 0 else f'status {code}'}{': ' if said else ''}{said}"
-    elif text:
-        if child.learned:
-            text, _, told = text.rpartition("\n")
-            child.imported = json.loads(told)
-        last = text.splitlines()[-1] if command else text
-        try:
-            result = json.loads(last)
-            if levels(result) > MAX_LEVELS:
-                result = last
-        except (ValueError, RecursionError):
-            result = last
-    return {"result": result, "error": error}
+    def reap(self):
+        """Tell of every agent that has ended, and kill what came here from them."""
+        with contextlib.suppress(ChildProcessError):
+            while found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                child = self.children.pop(found.si_pid, None)
+                if child is not None:
+                    keeper.kill(child.pid, group=True)
+                _, status = os.waitpid(found.si_pid, 0)
+                self.own.discard(found.si_pid)
+                if child is not None:
+                    told = child.outcome(os.waitstatus_to_exitcode(status), self.command)
+                    self.answers.write(json.dumps(told) + "\n")
+        for pid in set(keeper.own_children()) - self.children.keys() - self.own:
+            keeper.kill(pid)  # its end wakes this program, when its own children have come here
 
 
 def main():
@@ -323,159 +358,24 @@ def main():
     function = None
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    descendants.adopt()
+    keeper.adopt()
     if command is None:
         faulthandler.dump_traceback_later(given["import_s"], file=answers)  # from a thread: a module may hang in C
         try:
-            with preloading.eager():
-                function = load(given["function"])
+            function = load(given["function"])
         except BaseException as error:  # noqa: BLE001 - the boundary to the user's module
             answers.write(json.dumps({"ready": False, "error": f"{type(error).__name__}: {error}"}) + "\n")
             return
         finally:
             faulthandler.cancel_dump_traceback_later()
-    preloading.share()
     answers.write(json.dumps({"ready": True}) + "\n")
     resource.setrlimit(resource.RLIMIT_NOFILE, (FILES[1], FILES[1]))
-    runner = Runner(function, command, answers)
+    if inspect.iscoroutinefunction(function):
+        asyncio.run(Tasks(function, answers).serve())
     try:
-        runner.serve()
+        Processes(function, command, answers).serve()
     finally:
-        runner.close()
-
-
-class Runner:
-    """Starts and ends agents. ``own``: what the function's module has started, which is no agent's."""
-
-    def __init__(self, function, command, answers):
-        self.function, self.command, self.answers = function, command, answers
-        self.children: dict[int, Child] = {}  # by the pid of their keeper
-        self.own = set(descendants.own_children())
-        self.unclean = False  # processes of an agent may have come to this one
-        self.learns = function is not None  # until an agent has told what it imported
-        self.trial, self.names = 0, []  # the process that imports it first, and what
-
-    def serve(self):
-        """Until the input ends."""
-        wake, rest = wake_pipe(), b""
-        while True:
-            pipes = [pipe for child in self.children.values() for pipe in child.pipes]
-            ready = waiting((0, wake, *pipes), self.until_s())
-            for child in self.children.values():
-                for pipe in ready & child.pipes.keys():
-                    read(child, pipe)
-            if wake in ready:
-                drain(wake)
-                self.reap()
-            self.end_late()
-            if 0 in ready:
-                data = os.read(0, 1 << 16)
-                if not data:
-                    return
-                *lines, rest = (rest + data).split(b"\n")
-                for line in lines:
-                    self.obey(json.loads(line))
-
-    def until_s(self):
-        """Seconds until a keeper is to be killed; None: there is none."""
-        times = [child.kill_s for child in self.children.values() if child.kill_s is not None]
-        return max(0.0, min(times) - time.monotonic()) if times else None
-
-    def obey(self, message):
-        """Start a child, or kill one."""
-        if "start" not in message:
-            for child in self.children.values():
-                if child.number == message["stop"]:
-                    stop(child)
-            return
-        begin = beginning(self.function, self.command, message["env"], message["task"], self.learns)
-        try:
-            child = start(message["start"], begin, self.answers, self.children)
-        except OSError as error:  # others go on
-            failed = {"ended": message["start"], "result": None, "error": f"no process can be started: {error}"}
-            self.answers.write(json.dumps(failed) + "\n")
-            return
-        child.learned = self.learns
-        self.children[child.pid] = child
-
-    def reap(self):
-        """Tell of every child that has ended."""
-        with contextlib.suppress(ChildProcessError):
-            while True:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-                if not pid:
-                    break
-                self.own.discard(pid)
-                if pid == self.trial and not status:
-                    preloading.import_all(self.names)
-                child = self.children.pop(pid, None)
-                if child is not None:
-                    message, clean = ended(child, status, self.command)
-                    self.unclean |= not clean
-                    self.learn(child.imported)
-                    self.answers.write(json.dumps(message) + "\n")
-        if self.unclean:  # every other one's keeper lives, and has what is theirs
-            strangers = set(descendants.own_children()) - self.children.keys() - self.own
-            for pid in strangers:
-                descendants.kill(pid)
-            self.unclean = bool(strangers)  # their end wakes this program, when their own children have come to it
-
-    def learn(self, imported):
-        """Have a process try what the first agent imported; if that goes well, it is imported here."""
-        if not self.learns or imported is None:
-            return
-        self.learns, self.names = False, imported
-        if not imported:
-            return
-        runner = os.getpid()
-        try:
-            self.trial = os.fork()
-        except OSError:  # agents import it themselves
-            return
-        if self.trial == 0:
-            end_with(runner)
-            preloading.try_all(imported)
-        self.own.add(self.trial)
-
-    def end_late(self):
-        """Kill the keepers that have not ended in time."""
-        now_s = time.monotonic()
-        for child in self.children.values():
-            if child.kill_s is not None and child.kill_s <= now_s:
-                descendants.kill(child.pid)
-                child.kill_s = None
-
-    def close(self):
-        """End every child."""
-        for child in self.children.values():
-            stop(child)
-        until_s = time.monotonic() + GRACE_S
-        with contextlib.suppress(ChildProcessError):
-            while self.children and time.monotonic() < until_s:
-                self.children.pop(os.waitpid(-1, os.WNOHANG)[0], None)
-                time.sleep(0.001)
-        descendants.end_children(KILL_S)
-
-
-def waiting(descriptors, timeout_s=None):
-    """Those of which something can be read, once there are any, or none after the timeout; of any number, which select cannot."""
-    poll = select.poll()
-    for each in descriptors:
-        poll.register(each, select.POLLIN)
-    return {each for each, _ in poll.poll(None if timeout_s is None else 1000 * timeout_s + 1)}
-
-
-def stop(child):
-    """Have a child and all that it started killed by its keeper."""
-    with contextlib.suppress(OSError):
-        child.line.shutdown(socket.SHUT_WR)
-    child.kill_s = time.monotonic() + GRACE_S
-
-
-def kill_group(pid):
-    """Kill the group of a child of this process, which has not been reaped."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)
+        keeper.end_children(KILL_S)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,8 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -151,3 +153,15 @@ class Session:
             pending.refuse(RequestRefused(error, status=409, code="trajectory_ended"))
         self._open.clear()
         self._queue.clear()
+
+
+LONG = 32 << 10
+"""Characters, or bytes, of which the work is done by a thread."""
+_THREADS = ThreadPoolExecutor(2, thread_name_prefix="libra-agents")
+
+
+async def by_size(size: int, work: Callable[[], Any]) -> Any:
+    """What ``work`` returns: called here where ``size`` is below `LONG`, else by one of two threads, in the order of asking."""
+    if size < LONG:
+        return work()
+    return await asyncio.get_running_loop().run_in_executor(_THREADS, work)

@@ -229,6 +229,6 @@ def _isolation(name: str, environment: Environment) -> Check:
     if not environment.isolation:
         return Check("environment", "ok", name)
     detail = f"{name}, programs of the model confined by {environment.isolation}"
-    if environment.isolation == "rlimits":
-        return Check("environment", "warn", detail, "environment.args.isolation=require, which says what to install")
+    if environment.isolation == "none":
+        return Check("environment", "warn", detail, "environment.args.isolation=bubblewrap, which says what to install")
     return Check("environment", "ok", detail)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from libra.child_environment import child_environment
 from libra.cli.check_result import Check
 from libra.config import RunConfig, resolve_model
 from libra.driver.launch_layout import laid_out
@@ -18,6 +17,7 @@ from libra.driver.tool_needs import check_tools
 from libra.driver.worker_imports import worker_parts
 from libra.envs import Environment
 from libra.errors import LibraError
+from libra.processes.child_environment import child_environment
 from libra.worker.engine_factory import check_engine
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from libra.child_environment import loopback_direct
+from libra.processes.child_environment import loopback_direct
 
 if TYPE_CHECKING:
     from libra.config import RunConfig

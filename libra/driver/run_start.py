@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from libra.child_environment import child_environment
 from libra.config import RunConfig, dump_config, resolve_model
 from libra.config.resume_changes import check_unchanged
 from libra.driver.chat_template import ChatTemplate, LoadedTemplate
@@ -38,6 +37,7 @@ from libra.model_loader import build_tokenizer, loader_of
 from libra.observe.trackers import check_trackers
 from libra.orderings import check_ordering
 from libra.planner.from_config import check_runnable
+from libra.processes.child_environment import child_environment
 from libra.store.epochs import take_epoch
 from libra.store.trajectory_journal import sweep_logs
 from libra.train.checkpoint_directory import checked_start

@@ -9,8 +9,7 @@ from libra.config import RunConfig
 from libra.config.services import MODEL_FUNCTIONS, ServiceEntry
 from libra.driver.model_checks import ModelFiles, checked_model
 from libra.envs import Environment
-from libra.envs.choices import nearest
-from libra.errors import ConfigError, ModelError
+from libra.errors import ConfigError, ModelError, nearest
 from libra.named_parts import named_function, unfit
 from libra.worker.service_functions import FUNCTIONS
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from libra.envs.actions import run_action
-from libra.envs.call_threads import hung_threads
+from libra.envs.actions import hung_threads, run_action
 from libra.envs.environment import Environment
 from libra.envs.function_environment import FunctionEnvironment
 from libra.envs.grading import run_grader
 from libra.envs.registry import ENVIRONMENTS, make_environment
 from libra.envs.rewards import REWARDS, make_reward
-from libra.envs.session_kind import SessionKind, session
 from libra.envs.state import StateCopy, begin_state, check_state, decode_state, has_state, has_steps, run_step
-from libra.envs.tool import Tool, tool
-from libra.envs.tool_calls import TOOL_FORMATS, parse_hermes, parse_qwen3_coder
+from libra.envs.tool import SessionKind, Tool, session, tool
+from libra.envs.tool_call_formats import TOOL_FORMATS, parse_hermes, parse_qwen3_coder
 
 __all__ = [
     "ENVIRONMENTS",

@@ -1,9 +1,7 @@
 """Calls in processes of their own, with cores that no other call has, and a bound on memory.
 
-A worker forks one *starter* (`libra.envs.action_starter`) from itself when the first such call comes; it holds the tools, has one
-thread, and forks a process for each call. So tools need not be importable, and no thread of the worker is copied while it holds a
-lock. The process of the next call is forked beforehand, as copying the page tables of a worker takes some milliseconds, and goes
-through a call without a tool once, as each page that it writes is copied then: a call waits for neither.
+A worker forks one *starter* from itself when the first such call comes; it holds the tools, has one thread, and forks a process for
+each call. So tools need not be importable, and no thread of the worker is copied while it holds a lock.
 
 Invariants
 ----------
@@ -15,32 +13,43 @@ Invariants
 4. A worker that dies takes its calls with it: its starter ends with its socket, and kills their groups first.
 5. A group is killed by the pid of its leader only while that is this call's: the starter reaps a call no sooner than it next
    forks one, and the message with a pid is read by a task of its own, which a cancelled call does not interrupt.
+6. Of a call's socket only the call holds the other end: where it closes, the call has ended, or none began.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
+import json
 import logging
 import math
 import os
 import pickle
+import resource
 import signal
 import socket
+import struct
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
-from libra.envs.action_starter import LENGTH, start_calls
-from libra.envs.retries import Refused
+from libra.envs.retries import Refused, refused
 from libra.envs.sandbox.cgroups import ControlGroup, can_make_groups
 from libra.errors import ToolFault
+from libra.processes.child_environment import THREAD_VARIABLES
 from libra.seals import parsed_json
 from libra.untrusted import error_text, storable
 
 logger = logging.getLogger(__name__)
+
+GPUS_VARIABLE = "CUDA_VISIBLE_DEVICES"
+"""Which GPUs this call has, where it takes some."""
+CORES_VARIABLE = "LIBRA_CORES"
+"""How many cores this call has, as `THREAD_VARIABLES` say for libraries."""
+LENGTH = struct.Struct("!Q")
 
 GPU_WAIT_S = 600.0
 """Seconds that a call waits for GPUs that calls or services of other processes have."""
@@ -250,7 +259,7 @@ class ActionProcesses:
             with theirs:
                 pid = os.fork()
                 if pid == 0:
-                    start_calls(theirs, self._functions, self._to_text)
+                    _start_calls(theirs, self._functions, self._to_text)
             mine.settimeout(SEND_S)
             self._starter, self._pid = mine, pid
         return self._starter
@@ -341,3 +350,102 @@ async def _exactly(loop: asyncio.AbstractEventLoop, conn: socket.socket, size: i
             raise EOFError
         at += count
     return data
+
+
+def _start_calls(
+    sock: socket.socket, functions: Mapping[str, Callable[..., Any]], to_text: Callable[[Any], str]
+) -> NoReturn:
+    """Fork a process for each socket that arrives, until the worker is gone."""
+    calls: set[int] = set()
+    try:
+        keep = sock.fileno()
+        os.closerange(3, keep)
+        os.closerange(keep + 1, os.sysconf("SC_OPEN_MAX"))
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # were it ignored, nobody could wait for a call
+        while True:
+            message, fds, _, _ = socket.recv_fds(sock, 1, 1)
+            if not message:
+                break
+            with contextlib.suppress(OSError):  # the machine has no process: its call ends, the next one tries again
+                if (pid := os.fork()) == 0:
+                    sock.close()
+                    _call(socket.socket(fileno=fds[0]), functions, to_text)
+                calls.add(pid)
+            os.close(fds[0])  # before the next fork: only the call may hold its end
+            for pid in list(calls):
+                if os.waitpid(pid, os.WNOHANG)[0]:
+                    calls.discard(pid)
+    finally:
+        for pid in calls:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(pid, signal.SIGKILL)
+        os._exit(0)
+
+
+def _call(conn: socket.socket, functions: Mapping[str, Callable[..., Any]], to_text: Callable[[Any], str]) -> NoReturn:
+    """In the process of a call: read what to call, call it, send what came of it."""
+    try:
+        os.setsid()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)
+        with conn.makefile("rwb") as file:
+            (size,) = LENGTH.unpack(file.read(LENGTH.size))
+            tool, arguments, cores, memory_bytes, groups, gpus = pickle.loads(file.read(size))
+            threading.Thread(target=_end_with, args=(conn,), daemon=True).start()
+            file.write(LENGTH.pack(os.getpid()))
+            file.flush()
+            _bind(cores, memory_bytes, groups)
+            if gpus:
+                os.environ[GPUS_VARIABLE] = ",".join(gpus)
+            said = json.dumps(_outcome(functions[tool], arguments, to_text)).encode()
+            file.write(LENGTH.pack(len(said)) + said)
+            file.flush()
+    finally:
+        os._exit(0)
+
+
+def _end_with(conn: socket.socket) -> None:
+    """End the call and what it started once the worker has closed its end, of which nothing else is to come: it was cut off, maybe
+    before the worker knew its pid, or the worker died."""
+    with contextlib.suppress(OSError):
+        conn.recv(1)
+    os.killpg(os.getpid(), signal.SIGKILL)
+
+
+def _bind(cores: Sequence[int], memory_bytes: int, groups: Sequence[str]) -> None:
+    for path in groups:
+        Path(path).write_text(str(os.getpid()))
+    if cores:
+        os.sched_setaffinity(0, cores)
+        for name in (*THREAD_VARIABLES, CORES_VARIABLE):
+            os.environ[name] = str(len(cores))
+    if memory_bytes:
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        bound = pages * resource.getpagesize() + memory_bytes
+        resource.setrlimit(resource.RLIMIT_AS, (bound, bound))
+
+
+async def _awaited(value: Awaitable[Any]) -> Any:
+    return await value
+
+
+def _outcome(
+    function: Callable[..., Any], arguments: Mapping[str, Any], to_text: Callable[[Any], str]
+) -> dict[str, Any]:
+    started_s = time.perf_counter()
+    text, error, fault, told = "", "", False, None
+    try:
+        value = function(**arguments)
+        text = to_text(asyncio.run(_awaited(value)) if inspect.isawaitable(value) else value)
+    except BaseException as raised:  # noqa: BLE001 boundary: the process is the call's own, so even an exit is only data
+        error, fault, told = type(raised).__name__, isinstance(raised, ToolFault), refused(raised, time.time())
+        try:
+            text = str(raised)
+        except BaseException:  # noqa: BLE001 its text is the tool's code, too
+            text = "an error without a text"
+    api_said = None if told is None else [told.retry_after_s]
+    return {
+        "text": text, "error": error, "fault": fault, "refused": api_said, "ran_s": time.perf_counter() - started_s,
+    }  # fmt: skip

@@ -17,20 +17,22 @@ import asyncio
 import inspect
 import json
 import logging
+import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import copy_context
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, Protocol, Self
 
 from pydantic import ValidationError
 
 from libra.envs.action_process import ActionProcesses, Bounds, GpusOfCalls, Ran
-from libra.envs.call_threads import CallThread, NoThread, hung_threads
 from libra.envs.environment import Environment
 from libra.envs.retries import BackOff, Refused, refused, with_retries
 from libra.envs.tool import ACTION_ID, SESSION, STATE, Tool
-from libra.envs.tool_calls import TOOL_FORMATS
+from libra.envs.tool_call_formats import TOOL_FORMATS
 from libra.errors import ToolFault, ToolTimeout
 from libra.named_parts import raised_at
 from libra.types import Prompt, ToolCall, ToolReturn, ToolStatus
@@ -354,3 +356,65 @@ def _bounded_return(tool: Tool, status: ToolStatus, payload: str, latency_s: flo
     if status is ToolStatus.OK:
         status = ToolStatus.TRUNCATED
     return ToolReturn(tool.name, status, content, latency_s, len(payload))
+
+
+KEPT_IDLE = 64
+"""Idle threads kept for the next calls: starting one costs more than most rewards."""
+IDLE = "libra-call-idle"
+
+_idle: list[CallThread] = []
+_hung: set[CallThread] = set()
+_lock = threading.Lock()
+
+
+class NoThread(ToolFault):
+    """The machine starts no further thread; the call was not begun."""
+
+
+class CallThread(threading.Thread):
+    """A thread that runs calls one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__(name=IDLE, daemon=True)
+        self._calls: queue.SimpleQueue[tuple[Callable[[], None], str]] = queue.SimpleQueue()
+
+    @classmethod
+    def call(cls, work: Callable[[], None], name: str) -> Self:
+        """Run ``work``, which must not raise, on an idle thread or a new one, in the context of the caller; returns the thread,
+        called ``name`` meanwhile. `NoThread`."""
+        with _lock:
+            thread = _idle.pop() if _idle else None
+        if thread is None:
+            thread = cls()
+            try:
+                thread.start()
+            except RuntimeError as error:
+                raise NoThread(f"{name}: {error}") from error
+        thread._calls.put((partial(copy_context().run, work), name))
+        assert isinstance(thread, cls)
+        return thread
+
+    def run(self) -> None:
+        """Run calls, until there are enough idle threads without this one."""
+        while True:
+            work, self.name = self._calls.get()
+            work()
+            self.name = IDLE
+            del work  # it holds the arguments of the call
+            with _lock:
+                _hung.discard(self)
+                if len(_idle) >= KEPT_IDLE:
+                    return
+                _idle.append(self)
+
+    def abandon(self) -> None:
+        """Count the current call as hung until it ends."""
+        with _lock:
+            if self.name != IDLE:
+                _hung.add(self)
+
+
+def hung_threads() -> int:
+    """Threads whose call has outlived its time-out and still runs."""
+    with _lock:
+        return len(_hung)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from libra.envs.services import ServiceUse
-from libra.envs.session_kind import SessionKind
-from libra.envs.tool import Tool
-from libra.envs.tool_calls import TOOL_FORMATS
+from libra.envs.tool import SessionKind, Tool
+from libra.envs.tool_call_formats import TOOL_FORMATS
 from libra.errors import ConfigError
-from libra.types import Episode, Prompt, ToolCall
+from libra.types import Episode, Prompt, ToolCall, TrajectoryId
 
 BIN = "bin"
 """Fact of a prompt that names its bin: evaluations give the mean reward of each bin beside that of all questions."""
@@ -35,7 +34,7 @@ class Environment(ABC):
     """How the model writes calls: a name of `TOOL_FORMATS`. ``rollout.tool_format`` overrides it."""
 
     isolation: str = ""
-    """How programs that the model writes are confined: label of a `libra.envs.sandbox.Level`. Empty: it runs none."""
+    """What confines programs that the model writes, as in `libra.envs.sandbox`. Empty: it runs none."""
 
     max_state_bytes: int = 65_536
     """Largest state of a trajectory, encoded; see `reset`."""
@@ -132,3 +131,23 @@ class Environment(ABC):
     def tool_schemas(self) -> list[dict[str, Any]]:
         """OpenAI-style JSON schemas, for the chat template's ``tools``."""
         return [dict(tool.schema) for tool in self.tools]
+
+
+class ScriptedTurn(NamedTuple):
+    """One turn: tokens to generate, at least 1, and the calls that follow; none: the trajectory ends."""
+
+    new_tokens: int
+    calls: tuple[ToolCall, ...]
+
+
+@runtime_checkable
+class Scripted(Protocol):
+    """An `Environment` whose turns are scripted. It needs ``rollout.ignore_eos``."""
+
+    def scripted(self, tid: TrajectoryId, prompt: Prompt, turn: int) -> ScriptedTurn:
+        """Turn ``turn``, from 0, of a trajectory; called for each in order, until one has no calls."""
+
+
+def turn_by_script(environment: object, tid: TrajectoryId, prompt: Prompt, turn: int) -> ScriptedTurn | None:
+    """A turn of an environment's script; None if the environment has no script."""
+    return environment.scripted(tid, prompt, turn) if isinstance(environment, Scripted) else None

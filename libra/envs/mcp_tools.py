@@ -3,15 +3,10 @@
 Invariants
 ----------
 1. A process asks at most one server for each command and its variables, whatever runs use it; it ends with its last environment, or
-   with the process, and so does all that it started (Linux, `libra.envs.mcp_keeper`).
+   with the process, and so does all that it started (Linux, `libra.processes.keeper`).
 2. A call whose server ended is a failure that the model does not read (`ToolFault`); the next call starts a new server.
 3. Calls of several trajectories are under way at once, as far as the server takes them.
-4. A server that is stopped, or loops, is killed, and the next call starts another. Once a call has no answer after `DOUBT_S`, the
-   server has to list its tools within `PROBE_S`. One that does so is killed once `MOST_UNANSWERED` calls in a row had no answer in
-   `TIMEOUT_S`: each begun after the last answer and after the end of the one before. So of calls at once one counts, and none
-   before its time is over.
-5. An answer that the client cannot read is a failure of its call alone, if the server still lists its tools within `PROBE_S`.
-6. After `MOST_LOST` servers in a row without an answer calls fail at once for `REST_S`, then one more is tried.
+4. A call has `TIMEOUT_S`. A server that answered nothing all that time is killed, and the next call starts another.
 """
 
 from __future__ import annotations
@@ -32,11 +27,11 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
-from libra.child_environment import child_environment
-from libra.envs import mcp_keeper
 from libra.envs.environment import Environment
 from libra.envs.tool import Tool
 from libra.errors import ConfigError, ToolFault
+from libra.processes import keeper
+from libra.processes.child_environment import child_environment
 from libra.untrusted import error_text
 
 logger = logging.getLogger(__name__)
@@ -49,11 +44,7 @@ IDLE_S = 60.0
 TIMEOUT_S = 60.0
 """Wall seconds of a call."""
 SLACK_S = 1.0
-"""Seconds by which a call's end may seem to come before `TIMEOUT_S`, or after the beginning of the next: other threads' loops."""
-DOUBT_S, PROBE_S = 50.0, 5.0
-"""Seconds of a call after which its server is asked whether it lives, and within which it has to answer."""
-MOST_UNANSWERED = 3
-MOST_LOST, REST_S = 3, 60.0
+"""Seconds by which a call's end may seem to come before `TIMEOUT_S`: another thread's loop counts them."""
 MOST_TOOLS = 4096
 _servers: dict[tuple[str, tuple[str, ...]], McpServer] = {}
 _lock = threading.Lock()
@@ -63,11 +54,8 @@ class _Life:
     """One process of a server: a task, because `mcp` wants a connection ended by the task that began it. Made in the loop."""
 
     def __init__(self, command: str, env: Sequence[str]) -> None:
-        loop = asyncio.get_running_loop()
-        self.ready: asyncio.Future[Any] = loop.create_future()
-        self.stop, self.called, self.began_s = asyncio.Event(), False, loop.time()
-        self.unanswered = 0  # calls in a row whose time was over without an answer
-        self.counts_from_s = 0.0  # the last answer, or end of such a call; only calls that begin later count
+        self.ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self.stop, self.called, self.answered_s = asyncio.Event(), False, 0.0
         self.task = asyncio.ensure_future(self._live(command, env))
 
     async def _live(self, command: str, env: Sequence[str]) -> None:
@@ -75,7 +63,7 @@ class _Life:
 
         try:
             given = child_environment(env, where=ENV_SETTING)
-            words = ["-I", "-S", mcp_keeper.__file__, *_found(shlex.split(command), given)]
+            words = ["-I", "-S", keeper.__file__, *_found(shlex.split(command), given)]
             async with Client(StdioServerParameters(command=sys.executable, args=words, env=given)) as client:
                 self.ready.set_result(client)
                 while not self.stop.is_set():
@@ -93,12 +81,10 @@ class McpServer:
     """A server of one command, which a thread of its own talks to; it is started when something is asked of it."""
 
     def __init__(self, command: str, env: Sequence[str] = ()) -> None:
-        self.command, self.env = command, tuple(env)
-        self.users, self.starts = 0, 0
+        self.command, self.env, self.users = command, tuple(env), 0
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="libra-mcp", daemon=True).start()
         self._life: _Life | None = None
-        self._lost, self._rests_until_s = 0, 0.0  # servers in a row that ended or were killed, with no call answered
         self._ending: set[asyncio.Task[None]] = set()
 
     @property
@@ -147,33 +133,28 @@ class McpServer:
         from mcp import MCPError
         from mcp.types import CONNECTION_CLOSED
 
-        self._check_rest()
         life = self._alive()
         life.called = True
         calling = asyncio.ensure_future(self._asked(life, name, arguments))
         try:
-            await asyncio.wait({calling}, timeout=DOUBT_S)
-            if not calling.done():
-                await self._doubt(life, calling)
-            result = await calling
+            await asyncio.wait({calling})  # whose own end, where this is cancelled, would wait for the server
+            result = calling.result()
         except MCPError as error:
             if error.error.code != CONNECTION_CLOSED:  # about the request: the model reads it
-                self._answered(life)
+                life.answered_s = time.monotonic()
                 raise RuntimeError(error.error.message) from error
             self._lose(life)
             raise ToolFault(f"the MCP server {self.command!r} ended during a call") from error
-        except ToolFault:
-            raise
         except asyncio.CancelledError:
-            self._cut_off(life, began_s)
+            if time.monotonic() >= began_s + TIMEOUT_S - SLACK_S and life.answered_s < began_s and self._life is life:
+                logger.warning("the MCP server %r answered nothing for %g s, and is killed", self.command, TIMEOUT_S)
+                self._lose(life)
             raise
         except Exception as error:  # boundary to the server's command
-            if not await self._lists(life):
-                self._lose(life)
             raise ToolFault(f"the MCP server {self.command!r} failed: {error_text(error)}") from error
         finally:
             calling.cancel()
-        self._answered(life)
+        life.answered_s = time.monotonic()
         text = "\n".join(getattr(part, "text", f"[{part.type}]") for part in result.content)
         if result.is_error:
             raise RuntimeError(text)
@@ -182,87 +163,19 @@ class McpServer:
     async def _asked(self, life: _Life, name: str, arguments: Mapping[str, Any]) -> Any:
         return await (await asyncio.shield(life.ready)).call_tool(name, dict(arguments))
 
-    async def _doubt(self, life: _Life, calling: asyncio.Future[Any]) -> None:
-        """ToolFault if the server of a call that has waited for long does not answer at all; then it is killed."""
-        if not life.ready.done():
-            age_s = asyncio.get_running_loop().time() - life.began_s
-            if age_s > START_S:
-                self._lose(life)
-            raise ToolFault(f"the MCP server {self.command!r} does not answer since its start {age_s:.0f} s ago")
-        probe = asyncio.ensure_future(life.ready.result().list_tools(cache_mode="bypass"))
-        await asyncio.wait({probe, calling}, timeout=PROBE_S, return_when=asyncio.FIRST_COMPLETED)
-        silent = not probe.done() and not calling.done()
-        probe.add_done_callback(lambda done: done.cancelled() or done.exception())
-        probe.cancel()
-        if silent:
-            self._lose(life)
-            raise ToolFault(
-                f"the MCP server {self.command!r} answered nothing for {DOUBT_S:g} s, and is killed; the next call starts another"
-            )
-
-    async def _lists(self, life: _Life) -> bool:
-        """Whether a server can still be asked, as its answer to a call could not be read."""
-        if life.task.done() or not life.ready.done():
-            return False
-        try:
-            await asyncio.wait_for(life.ready.result().list_tools(cache_mode="bypass"), PROBE_S)
-        except Exception:  # noqa: BLE001 boundary to the server's command
-            return False
-        return True
-
-    def _cut_off(self, life: _Life, began_s: float) -> None:
-        """A call without an answer is ended; if its time was over, it counts, and the last of `MOST_UNANSWERED` ends the server."""
-        over_s = began_s + TIMEOUT_S - SLACK_S
-        if time.monotonic() < over_s or began_s < life.counts_from_s:
-            return
-        life.unanswered, life.counts_from_s = life.unanswered + 1, over_s
-        if life.unanswered >= MOST_UNANSWERED and self._life is life:
-            logger.warning(
-                "the MCP server %r answered none of %d calls in a row, and is killed; the next call starts another",
-                self.command,
-                life.unanswered,
-            )
-            self._lose(life)
-
-    def _answered(self, life: _Life) -> None:
-        life.unanswered, life.counts_from_s, self._lost = 0, time.monotonic(), 0
-
     def _lose(self, life: _Life) -> None:
         """End a process that has ended or does not answer, unless another call did; the next call starts another."""
-        if self._life is not life:
-            return
-        self._life = None
-        self._lost += 1
-        if self._lost >= MOST_LOST:
-            self._rests_until_s = asyncio.get_running_loop().time() + REST_S
-            logger.error(
-                "%d servers in a row answered no call: the MCP server %r rests for %g s",
-                self._lost,
-                self.command,
-                REST_S,
-            )
-        self._retire(life)
-
-    def _retire(self, life: _Life) -> None:
-        ending = asyncio.ensure_future(self._end(life))
-        self._ending.add(ending)
-        ending.add_done_callback(self._ending.discard)
-
-    def _check_rest(self) -> None:
-        """ToolFault while no further server is started."""
-        left_s = self._rests_until_s - asyncio.get_running_loop().time()
-        if left_s > 0:
-            raise ToolFault(
-                f"the MCP server {self.command!r} was started {self._lost} times in a row without an answer to a call; it is tried "
-                f"again in {left_s:.0f} s: type the command by itself, and look at what it writes"
-            )
+        if self._life is life:
+            self._life = None
+            ending = asyncio.ensure_future(self._end(life))
+            self._ending.add(ending)
+            ending.add_done_callback(self._ending.discard)
 
     def _alive(self) -> _Life:
-        if self._life is None or self._life.stop.is_set() or self._life.task.done():
-            if self._life is not None:
-                self._retire(self._life)
+        if self._life is not None and (self._life.stop.is_set() or self._life.task.done()):
+            self._lose(self._life)
+        if self._life is None:
             self._life = _Life(self.command, self.env)
-            self.starts += 1
         return self._life
 
     async def _end_all(self) -> None:
@@ -287,7 +200,7 @@ def _found(words: Sequence[str], env: Mapping[str, str]) -> Sequence[str]:
 
 def with_mcp_tools(environment: Environment, command: str, env: Sequence[str] = ()) -> Environment:
     """A copy of ``environment`` that has the tools of a server beside its own; ``env`` names variables that the server is given
-    beside those of `libra.child_environment`.
+    beside those of `libra.processes.child_environment`.
 
     Raises
     ------

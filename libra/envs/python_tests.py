@@ -17,13 +17,14 @@ import re
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from libra.envs.code_problems import read_problems
 from libra.envs.environment import Environment, question_class
-from libra.envs.sandbox import MEGABYTE, Finished, Limits, SandboxFailed, Session, level_for
+from libra.envs.sandbox import MEGABYTE, Finished, Limits, Sandbox, SandboxFailed, opener
 from libra.envs.tool import tool
 from libra.errors import ConfigError, EnvironmentFault
+from libra.seals import parsed_json
 from libra.types import Episode, Prompt
 
 SYSTEM = (
@@ -132,8 +133,8 @@ class PythonTests(Environment):
         Address space of one process, 2**20 bytes each.
     partial : bool
         Whether the reward is the share of passed tests.
-    isolation : "require" or "best"
-        "require": ConfigError if the machine offers only resource limits. "best": the best that the machine offers.
+    isolation : str
+        What confines programs: "bubblewrap", "none", or a function of yours (`libra.envs.sandbox`).
     key : str, optional
         Seed of hidden tests, for tests and comparisons. None: a random one for each process.
     """
@@ -147,7 +148,7 @@ class PythonTests(Environment):
         memory_mb: int = 512,
         partial: bool = False,
         seed: int = 0,
-        isolation: str = "require",
+        isolation: str = "bubblewrap",
         key: str | None = None,
     ) -> None:
         for name, value, least in (("num_tests", num_tests, 1), ("memory_mb", memory_mb, 64)):
@@ -157,8 +158,8 @@ class PythonTests(Environment):
             raise ConfigError(f"environment.args.timeout_s: got {timeout_s!r}; above 0 seconds")
         self.seed, self.num_tests, self.timeout_s, self.partial = seed, num_tests, timeout_s, partial
         self.problems = None if problems is None else read_problems(problems)
-        self.level = level_for(isolation)
-        self.isolation = self.level.label
+        self._open = opener(isolation)
+        self.isolation = isolation
         self.limits = Limits(memory_bytes=memory_mb * MEGABYTE, cpu_s=int(timeout_s) + 2)
         self._key = secrets.token_hex(16) if key is None else key
         # The tool's own limit is above the program's, so that the process is killed and no thread hangs.
@@ -226,9 +227,9 @@ class PythonTests(Environment):
         with self._sandbox() as sandbox:
             return sandbox.run(code, timeout_s=self.timeout_s)
 
-    def _sandbox(self) -> Session:
+    def _sandbox(self) -> Sandbox:
         try:
-            return Session(self.level, self.limits)
+            return self._open(self.limits)
         except SandboxFailed as error:
             raise EnvironmentFault(f"python_tests: cannot start a sandbox: {error}") from error
 
@@ -239,3 +240,55 @@ def _same(result: str | None, expected: Any) -> bool:
         return result is not None and json.dumps(json.loads(result)) == json.dumps(expected)
     except (ValueError, RecursionError):
         return False
+
+
+WHERE = "environment.args.problems"
+_FORM = '{"prompt": "Write double(x): ...", "function": "double", "tests": [[[2], 4], [[0], 0]]}'
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """``tests`` are pairs of a list of arguments and the result, JSON-able."""
+
+    text: str
+    function: str
+    tests: tuple[tuple[list[Any], Any], ...]
+
+    @property
+    def held_out(self) -> bool:
+        """Whether it is for evaluation: 1 in 8, by a hash of its text."""
+        return question_class(self.text) == 0
+
+
+def read_problems(path: str) -> dict[str, list[Problem]]:
+    """The problems of a file of JSON lines, by split; ConfigError if it is none, or a split is empty."""
+    problems = []
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{WHERE}: cannot read {path!r} ({error}); type {WHERE}=FILE, or {WHERE}=null") from error
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = parsed_json(line)
+            tests = tuple((list(arguments), result) for arguments, result in row["tests"])
+            problem = Problem(str(row["prompt"]), str(row["function"]), tests)
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"{WHERE}: {path}, line {number}: {type(error).__name__}: {error}; a line is e.g. {_FORM}"
+            ) from error
+        if not tests or not problem.function.isidentifier():
+            raise ConfigError(
+                f"{WHERE}: {path}, line {number}: no test, or no name of a function; a line is e.g. {_FORM}"
+            )
+        problems.append(problem)
+    by_split = {
+        "train": [each for each in problems if not each.held_out],
+        "eval": [each for each in problems if each.held_out],
+    }
+    for split, found in by_split.items():
+        if not found:
+            raise ConfigError(
+                f"{WHERE}: {path} has {len(problems)} problems, none for the split {split!r}; add some (1 in 8 is held "
+                "out, by a hash of its text)"
+            )
+    return by_split

@@ -9,23 +9,18 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from libra.config.yaml_text import one_line_yaml
-from libra.envs.choices import nearest
 from libra.envs.environment import Environment
 from libra.envs.tool import Tool
-from libra.errors import ConfigError, LibraError
+from libra.errors import ConfigError, LibraError, nearest
 from libra.named_parts import is_named, named_part, raised_at
 from libra.untrusted import error_text, repr_text
 
 ENVIRONMENTS: dict[str, str] = {
     "tool_arithmetic": "libra.envs.tool_arithmetic:ToolArithmetic",
     "python_tests": "libra.envs.python_tests:PythonTests",
-    "jsonl": "libra.envs.jsonl_questions:JsonLines",
+    "jsonl": "libra.envs.function_environment:JsonLines",
     "reasoning_gym": "libra.envs.reasoning_gym:ReasoningGym",
-    "repair": "libra.envs.repair.environment:SoftwareRepair",
-    "search": "libra.envs.search.environment:CorpusSearch",
-    "gymnasium": "libra.envs.gymnasium_text:GymnasiumText",
-    "textarena": "libra.envs.textarena_game:TextArenaGame",
-    "openenv": "libra.envs.openenv_client:OpenEnvClient",
+    "openenv": "libra.envs.replayed_games:OpenEnvClient",
 }
 
 

@@ -14,8 +14,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from libra.envs.choices import nearest
-from libra.errors import ConfigError, ServiceFault
+from libra.errors import ConfigError, ServiceFault, nearest
 from libra.named_parts import name_of
 from libra.types import Episode, Late, Prompt
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from libra.envs.actions import run_bounded
-from libra.envs.session_kind import SessionKind
+from libra.envs.tool import SessionKind
 from libra.errors import EnvironmentFault, SessionLost, ToolTimeout
 from libra.named_parts import raised_at
 from libra.untrusted import error_text

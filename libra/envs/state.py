@@ -21,8 +21,7 @@ import msgspec
 
 from libra.envs.actions import run_bounded
 from libra.envs.environment import Environment
-from libra.envs.session_kind import SessionKind
-from libra.envs.tool import MAX_PAYLOAD_CHARS, Tool
+from libra.envs.tool import MAX_PAYLOAD_CHARS, SessionKind, Tool
 from libra.errors import ConfigError, EnvironmentFault, ToolTimeout
 from libra.named_parts import raised_at
 from libra.types import Prompt

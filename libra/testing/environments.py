@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from libra.envs import Environment, tool
-from libra.envs.scripted import ScriptedTurn
+from libra.envs.environment import ScriptedTurn
 from libra.sim.workload import draw, load_traces
 from libra.types import NO_TOOL, Episode, Prompt, ToolCall, ToolStatus, TrajectoryId
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from libra.envs.sandbox import Finished, Level, Session
+from libra.envs.sandbox import Finished, Sandbox
 
 BREACH = "BREACH"
 
@@ -27,32 +27,24 @@ class Attack:
     ends : str
         Permitted endings: "refused" (an exception), "ended" (without a breach), "killed", "cut off", joined by "or".
     timeout_s : float
-    least : Level
-        The lowest level that contains it; where Libra is not root, `Level.RLIMITS` contains none for sure.
     needs_group : bool
-        Whether only a control group contains it, at any level.
+        Whether only a control group contains it.
     """
 
     source: str
     ends: str = "refused"
     timeout_s: float = 20.0
-    least: Level = Level.RLIMITS
     needs_group: bool = False
 
 
-def contained_at(level: Level, *, groups: bool) -> list[str]:
-    """Names of the attacks that ``level`` contains, on a machine that can make control groups or cannot."""
-    return [n for n, attack in ATTACKS.items() if attack.least <= level and (groups or not attack.needs_group)]
+def containable(*, groups: bool) -> list[str]:
+    """Names of the attacks that bubblewrap contains, on a machine that can make control groups or cannot."""
+    return [name for name, attack in ATTACKS.items() if groups or not attack.needs_group]
 
 
-def _refused(*lines: str, least: Level = Level.LANDLOCK) -> Attack:
+def _refused(*lines: str) -> Attack:
     """All lines together must raise."""
-    return Attack("\n".join((*lines, f"print('{BREACH}')")), least=least)
-
-
-def _user(*lines: str) -> Attack:
-    """All lines together must raise, if only because the program runs as another user and with limits."""
-    return _refused(*lines, least=Level.RLIMITS)
+    return Attack("\n".join((*lines, f"print('{BREACH}')")))
 
 
 def _system_call(number: int, *arguments: str) -> Attack:
@@ -69,19 +61,19 @@ def _system_call(number: int, *arguments: str) -> Attack:
 
 READS: Mapping[str, Attack] = {
     "reads the host's name": _refused("print(open('/etc/hostname').read())"),
-    "reads the password file": _user("print(open('/etc/shadow').read())"),
-    "lists the home of root": _user("import os; os.listdir('/root')"),
+    "reads the password file": _refused("print(open('/etc/shadow').read())"),
+    "lists the home of root": _refused("import os; os.listdir('/root')"),
     "lists homes": _refused("import os; os.listdir('/home')"),
-    "reads a file of Libra's user": _user("print(open({secret!r}).read())"),
-    "reads it through /proc": _user("import os; print(open(f'/proc/{{os.getppid()}}/root' + {secret!r}).read())"),
-    "reads memory of the supervisor": _user("import os; open(f'/proc/{os.getppid()}/mem', 'rb').read(1)"),
-    "lists descriptors of the supervisor": _user("import os; os.listdir(f'/proc/{os.getppid()}/fd')"),
-    "reads the supervisor's environment": _user("import os; open(f'/proc/{os.getppid()}/environ').read()"),
+    "reads a file of Libra's user": _refused("print(open({secret!r}).read())"),
+    "reads it through /proc": _refused("import os; print(open(f'/proc/{{os.getppid()}}/root' + {secret!r}).read())"),
+    "reads memory of the supervisor": _refused("import os; open(f'/proc/{os.getppid()}/mem', 'rb').read(1)"),
+    "lists descriptors of the supervisor": _refused("import os; os.listdir(f'/proc/{os.getppid()}/fd')"),
+    "reads the supervisor's environment": _refused("import os; open(f'/proc/{os.getppid()}/environ').read()"),
     "imports Libra": _refused("import libra"),
     "lists kernel settings": _refused("import os; os.listdir('/sys/kernel')"),
-    "opens a disk": _user("open('/dev/sda', 'rb')"),
-    "opens the machine's memory": _user("open('/dev/mem', 'rb')"),
-    "makes a device": _user("import os, stat; os.mknod('disk', stat.S_IFBLK | 0o600, os.makedev(8, 0))"),
+    "opens a disk": _refused("open('/dev/sda', 'rb')"),
+    "opens the machine's memory": _refused("open('/dev/mem', 'rb')"),
+    "makes a device": _refused("import os, stat; os.mknod('disk', stat.S_IFBLK | 0o600, os.makedev(8, 0))"),
     "runs a shell": _refused("import subprocess; subprocess.run(['/bin/sh', '-c', 'id'], check=True)"),
     "runs a program that is another user's": _refused("import os; os.execv('/usr/bin/su', ['su'])"),
 }
@@ -99,14 +91,14 @@ NETWORK: Mapping[str, Attack] = {
     ),
 }
 PRIVILEGES: Mapping[str, Attack] = {
-    "becomes root": _user("import os; os.setuid(0)"),
-    "joins root's group": _user("import os; os.setgid(0)"),
-    "joins more groups": _user("import os; os.setgroups([0])"),
-    "lifts its limit on memory": _user("import resource; resource.setrlimit(resource.RLIMIT_AS, (-1, -1))"),
+    "becomes root": _refused("import os; os.setuid(0)"),
+    "joins root's group": _refused("import os; os.setgid(0)"),
+    "joins more groups": _refused("import os; os.setgroups([0])"),
+    "lifts its limit on memory": _refused("import resource; resource.setrlimit(resource.RLIMIT_AS, (-1, -1))"),
     "limits its supervisor": _refused(
         "import os, resource; resource.prlimit(os.getppid(), resource.RLIMIT_CPU, (1, 1))"
     ),
-    "is preferred by the scheduler": _user("import os; os.setpriority(os.PRIO_PROCESS, 0, -5)"),
+    "is preferred by the scheduler": _refused("import os; os.setpriority(os.PRIO_PROCESS, 0, -5)"),
     "takes a core for itself": _refused("import os; os.sched_setaffinity(0, {0})"),
     "traces its supervisor": _system_call(101, "16", "os.getppid()", "0", "0"),
     "reads another process's memory": _system_call(310, "os.getppid()", "0", "0", "0", "0", "0"),
@@ -126,20 +118,18 @@ PRIVILEGES: Mapping[str, Attack] = {
     "opens a file by its handle": _system_call(304, "0", "0", "0"),
     "loads a module": _system_call(175, "0", "0", "b''"),
     "reboots": _system_call(169, "0xfee1dead", "672274793", "0"),
-    "sets the clock": _user("import time; time.clock_settime(time.CLOCK_REALTIME, 0)"),
-    "renames the machine": _user("import socket; socket.sethostname('mine')"),
+    "sets the clock": _refused("import time; time.clock_settime(time.CLOCK_REALTIME, 0)"),
+    "renames the machine": _refused("import socket; socket.sethostname('mine')"),
 }
 FILES: Mapping[str, Attack] = {
-    "changes the standard library": _user("import os; open(os.__file__, 'a')"),
-    "writes beside its folder": _user("import os; os.mkdir('/made')"),
-    "renames its folder": _user("import os; os.rename(os.getcwd(), '/tmp/../other')"),
-    "writes kernel settings": _user("open('/proc/sys/kernel/core_pattern', 'w').write('|/tmp/x')"),
-    "triggers the kernel's console": _user("open('/proc/sysrq-trigger', 'w').write('b')"),
+    "changes the standard library": _refused("import os; open(os.__file__, 'a')"),
+    "writes beside its folder": _refused("import os; os.mkdir('/made')"),
+    "renames its folder": _refused("import os; os.rename(os.getcwd(), '/tmp/../other')"),
+    "writes kernel settings": _refused("open('/proc/sys/kernel/core_pattern', 'w').write('|/tmp/x')"),
+    "triggers the kernel's console": _refused("open('/proc/sysrq-trigger', 'w').write('b')"),
     "fills shared memory": _refused("open('/dev/shm/x', 'wb').write(b'x')"),
-    "fills the disk": Attack(
-        f"for i in range(100): open(str(i), 'wb').write(b'x' * (1 << 19))\nprint('{BREACH}')", least=Level.BUBBLEWRAP
-    ),
-    "writes one large file": _user("open('big', 'wb').write(b'x' * (1 << 22))"),
+    "fills the disk": Attack(f"for i in range(100): open(str(i), 'wb').write(b'x' * (1 << 19))\nprint('{BREACH}')"),
+    "writes one large file": _refused("open('big', 'wb').write(b'x' * (1 << 22))"),
     "nests 3,000 folders": Attack("import os\nfor _ in range(3000): os.mkdir('d'); os.chdir('d')", "ended"),
     "leaves a folder that cannot be entered": Attack("import os; os.mkdir('x', 0o000)", "ended"),
     "puts a FIFO where a result might be": Attack(
@@ -148,14 +138,14 @@ FILES: Mapping[str, Attack] = {
     "links a result to the host": Attack("import os; os.symlink('/etc/passwd', 'result')", "ended"),
 }
 USES: Mapping[str, Attack] = {
-    "takes memory": _user("x = bytearray(1 << 30)"),
+    "takes memory": _refused("x = bytearray(1 << 30)"),
     "takes memory in processes": Attack(
         "import os\nfor _ in range(12):\n    if os.fork() == 0:\n        x = b'x' * (200 << 20)\n        os._exit(0)\n"
         "for _ in range(12): os.wait()",
         "ended or refused or killed",
         needs_group=True,
     ),
-    "takes descriptors": _user("fs = [open('a', 'w') for _ in range(200)]"),
+    "takes descriptors": _refused("fs = [open('a', 'w') for _ in range(200)]"),
     "forks without end": Attack("import os\nfor _ in range(10): os.fork()", "refused"),
     "starts threads without end": Attack(
         "import threading, time\nfor _ in range(100): threading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n"
@@ -206,7 +196,7 @@ def end_of(finished: Finished) -> str:
     return "ended" if finished.exit_code == 0 else "killed" if finished.exit_code < 0 else "refused"
 
 
-def why_not_contained(session: Session, attack: Attack, secret: Path) -> str | None:
+def why_not_contained(session: Sandbox, attack: Attack, secret: Path) -> str | None:
     """The forbidden outcome of the attack; None if it was contained. ``secret``: a file with a unique text."""
     source = attack.source.replace("{secret!r}", repr(str(secret))).replace("{{", "{").replace("}}", "}")
     finished = session.run(source, timeout_s=attack.timeout_s)

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from libra.agents.replies import split_reasoning
-from libra.envs.tool_calls import TOOL_FORMATS
+from libra.agents.requests import split_reasoning
+from libra.envs.tool_call_formats import TOOL_FORMATS
 from libra.types import StopReason, ToolCall, TurnOutput
 from libra.untrusted import storable_calls
 from libra.worker.context import WorkerContext

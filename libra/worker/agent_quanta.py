@@ -30,12 +30,10 @@ import numpy as np
 
 from libra.agents.conversation import TOO_LONG, Asked, Conversation, offers_tools
 from libra.agents.gateway import Gateway
-from libra.agents.long_work import by_size
 from libra.agents.messages import Message, digest
 from libra.agents.processes import AgentProcesses
-from libra.agents.replies import forms, reply
-from libra.agents.requests import ModelRequest, Reply
-from libra.agents.session import Ended, Pending, Session, as_float
+from libra.agents.requests import ModelRequest, Reply, forms, reply
+from libra.agents.session import Ended, Pending, Session, as_float, by_size
 from libra.errors import EngineAsleep, RequestRefused, ToolFault, ToolTimeout
 from libra.store.group_records import group_path
 from libra.types import EndReason, FailureClass, StopReason, ToolCall, ToolReturn, ToolStatus, TrajectoryId

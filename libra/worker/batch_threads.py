@@ -7,8 +7,7 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
-from libra.envs.actions import run_bounded
-from libra.envs.call_threads import NoThread
+from libra.envs.actions import NoThread, run_bounded
 
 
 class BatchThreads:

@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from libra.config.distil_checks import extra_draws
 from libra.envs import StateCopy, begin_state, has_steps, run_step
 from libra.envs.action_process import ActionProcesses
-from libra.envs.scripted import turn_by_script
+from libra.envs.environment import turn_by_script
 from libra.errors import ActionRevoked, EngineAsleep, EngineError, EnvironmentFault, FencedOff, ToolFault, Unstorable
 from libra.facts import GivenBack, TrajectoryFoundEnded
 from libra.named_parts import raised_at

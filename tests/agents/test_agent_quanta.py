@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from libra.envs.own_reward import own_reward
+from libra.envs.grading import own_reward
 from libra.errors import EngineAsleep, EngineError, EnvironmentFault
 from libra.types import EndReason, FailureClass, TrajectoryId
 
@@ -123,7 +123,7 @@ async def test_agents_go_on_from_the_journal_when_the_program_that_runs_them_is_
         for _ in range(2):
             assert await worker.quantum(TID, prompt)
         pid = int((tmp_path / "pid").read_text())
-        psutil.Process(pid).parents()[1].kill()  # above its keeper
+        psutil.Process(pid).parent().kill()
         await ended(pid)  # agents end with it
         state = await worker.play()
     assert state.failure is FailureClass.NONE and state.draw == 0

@@ -1,7 +1,6 @@
-"""Connections and requests that would keep others out of the gateway: idle ones, slow ones, many ones, long ones."""
+"""Connections and requests that take their time, are too many, too long, or in pieces."""
 
 import asyncio
-import contextlib
 import json
 import threading
 from functools import partial
@@ -13,11 +12,9 @@ pytest.importorskip("httpx2", reason="httpx2 is not installed")
 
 from gateway_place import CHAT, made, run, taken
 
-from libra.agents import connections, long_work
-from libra.agents.connections import HELD_BYTES, Places
-from libra.agents.long_work import by_size
+from libra.agents import connections, session
 from libra.agents.messages import Message
-from libra.errors import RequestRefused
+from libra.agents.session import by_size
 
 
 async def connected(here, said=b""):
@@ -35,28 +32,16 @@ async def end_of(line):
         return b""
 
 
-def test_silent_connections_keep_nobody_out():
+def test_silent_connections_end_and_further_ones_are_told_to_try_again(monkeypatch):
+    monkeypatch.setattr(connections, "WAIT_S", 0.5)
+
     async def test(here):
-        silent = [await connected(here, said) for said in [b"", b"POST /t/"] * 20]
+        silent = [await connected(here, said) for said in [b"", b"POST /t/"]]
+        assert b" 503 " in await end_of(await connected(here))
+        assert [await end_of(line) for line in silent] == [b"", b""]
         assert (await here.post("/v1/chat/completions", CHAT)).status_code == 200
-        assert await end_of(silent[0]) == b"", "the one that was idle for longest gave way"
-        for _, writer in silent:
-            writer.close()
 
-    run(test, max_connections=12)
-
-
-def test_a_connection_at_work_gives_way_to_none():
-    async def test(here):
-        asked = asyncio.create_task(here.post("/v1/chat/completions", CHAT))
-        pending = await taken(here)
-        silent = [await connected(here) for _ in range(20)]
-        here.session.answered(pending, made(Message("assistant", "still here")))
-        assert (await asked).status_code == 200
-        for _, writer in silent:
-            writer.close()
-
-    run(test, script=False, max_connections=4)
+    run(test, max_connections=2)
 
 
 BEFORE = [b"", b"GET /nowhere HTTP/1.1\r\nhost: x\r\n\r\n"]
@@ -65,7 +50,7 @@ BEFORE = [b"", b"GET /nowhere HTTP/1.1\r\nhost: x\r\n\r\n"]
 @pytest.mark.parametrize(("head_s", "rest"), [(0.2, b"x-one: "), (1000.0, b"x: y\r\n" * 20_000)])
 @pytest.mark.parametrize("before", BEFORE)
 def test_a_head_that_does_not_come_or_end_ends_its_connection(before, head_s, rest, monkeypatch):
-    monkeypatch.setattr(connections, "HEAD_S", head_s)
+    monkeypatch.setattr(connections, "WAIT_S", head_s)
 
     async def test(here):
         line = await connected(here, before)
@@ -79,7 +64,7 @@ def test_a_head_that_does_not_come_or_end_ends_its_connection(before, head_s, re
 
 
 def test_a_body_that_does_not_come_is_told(monkeypatch):
-    monkeypatch.setattr(connections, "BODY_S", 0.2)
+    monkeypatch.setattr(connections, "WAIT_S", 0.2)
 
     async def test(here):
         head = f"POST /t/{here.token}/v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n{{"
@@ -140,36 +125,10 @@ def test_old_clients_and_ones_that_ask_before_they_send_are_answered():
     run(test, script=False, heartbeat_s=0.02)
 
 
-def test_one_trajectory_has_at_most_half_of_the_places_and_the_next_one_finds_some():
-    places = Places(100)
-
-    def filled(key):
-        found = []
-        with contextlib.suppress(RequestRefused):
-            while len(found) <= 100:
-                found.append(places.take(key))
-        return found
-
-    greedy, another = filled(b"greedy"), filled(b"another")
-    assert (len(greedy), len(another)) == (50, 25)
-    with pytest.raises(RequestRefused) as refused:
-        places.take(b"greedy")
-    assert refused.value.status == 503
-    for each in greedy + another:
-        each.release()
-    one, other = places.take(b"one"), places.take(b"another")
-    one.take(HELD_BYTES)
-    other.take(HELD_BYTES)
-    with pytest.raises(RequestRefused):
-        one.take(1)
-    one.release()
-    places.take(b"one").take(HELD_BYTES)
-
-
 async def test_short_work_takes_no_thread_and_long_work_one_of_two():
-    assert await by_size(long_work.LONG - 1, threading.get_ident) == threading.get_ident()
+    assert await by_size(session.LONG - 1, threading.get_ident) == threading.get_ident()
     meeting = threading.Barrier(2)  # both threads
-    found = await asyncio.gather(*(by_size(long_work.LONG, partial(_met, meeting)) for _ in range(8)))
+    found = await asyncio.gather(*(by_size(session.LONG, partial(_met, meeting)) for _ in range(8)))
     assert len(set(found)) == 2 and threading.get_ident() not in found
 
 

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libra.agents.conversation import Conversation
+from libra.agents.history import path_to, paths
 from libra.agents.messages import Call, Message
-from libra.agents.replies import forms, reply
-from libra.agents.sequences import path_to, paths
-from libra.envs.tool_calls import parse_hermes
+from libra.agents.requests import forms, reply
+from libra.envs.tool_call_formats import parse_hermes
 from libra.errors import RequestRefused
 
 TOOLS = [{"type": "function", "function": {"name": "calc", "description": "", "parameters": {"type": "object"}}}]

@@ -21,7 +21,6 @@ TASK = {"messages": [], "facts": {}}
 
 LEAVES = """
 import ctypes, signal
-{first}
 ready, said = os.pipe()
 if os.fork() == 0:
     os.setsid()
@@ -113,11 +112,11 @@ def test_a_variable_that_is_not_set_is_told_before_anything_runs():
     assert Gateway().environ("token").keys() == GATEWAY_VARIABLES
 
 
-async def left_at(processes, mark, first, then):
+async def left_at(processes, mark, then):
     """Start an agent that leaves a process; its number, its end, and the pipe that ends with that process."""
     os.mkfifo(mark)
     ended = asyncio.get_running_loop().create_future()
-    what = LEAVES.format(first=first, then=then)
+    what = LEAVES.format(then=then)
     number = await processes.start({"WHAT": what, "MARK": str(mark)}, TASK, ended.set_result)
     pipe = await asyncio.to_thread(os.open, mark, os.O_RDONLY)
     assert await asyncio.to_thread(os.read, pipe, 4) == b"here"
@@ -126,20 +125,18 @@ async def left_at(processes, mark, first, then):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere what leaves its session leaves its agent")
 def test_what_an_agent_leaves_ends_with_it_and_not_with_another_one(tmp_path):
-    stops, pauses = "os.kill(os.getppid(), signal.SIGSTOP)", "signal.pause()"
-    ways = {  # what it does first and last, and whether that ends it
-        "it ends": ("", "", True),
-        "it fails": ("", "raise SystemExit(3)", True),
-        "it is stopped": ("", pauses, False),
-        "it stops its keeper": (stops, pauses, False),
-        "it kills its keeper": ("", f"os.kill(os.getppid(), signal.SIGKILL); {pauses}", True),
+    pauses = "signal.pause()"
+    ways = {  # what it does last, and whether that ends it
+        "it ends": ("", True),
+        "it fails": ("raise SystemExit(3)", True),
+        "it is stopped": (pauses, False),
     }
 
     async def test(processes):
-        _, others_end, other = await left_at(processes, tmp_path / "other", "", pauses)
+        _, others_end, other = await left_at(processes, tmp_path / "other", pauses)
         os.set_blocking(other, False)
-        for way, (first, then, ends) in ways.items():
-            number, ended, pipe = await left_at(processes, tmp_path / way, first, then)
+        for way, (then, ends) in ways.items():
+            number, ended, pipe = await left_at(processes, tmp_path / way, then)
             if ends:
                 assert ((await asyncio.wait_for(ended, 60)).error is None) == (way == "it ends"), way
             else:
@@ -155,3 +152,26 @@ def test_what_an_agent_leaves_ends_with_it_and_not_with_another_one(tmp_path):
         os.close(other)
 
     with_agents(test)
+
+
+def test_agents_that_are_tasks_share_a_process_and_have_their_own_variables():
+    async def test(processes):
+        told = {}
+
+        async def start(number, what):
+            ended = asyncio.get_running_loop().create_future()
+            env = {"OPENAI_BASE_URL": f"http://{number}", "OPENAI_API_KEY": ""}
+            told[number] = ended
+            return await processes.start(env, TASK | {"facts": {"what": what}}, ended.set_result)
+
+        for number, what in enumerate(("meets", "meets", "raises", "exits", "hangs")):
+            last = await start(number, what)
+        first, second, raised, left = [await asyncio.wait_for(told[number], 60) for number in range(4)]
+        assert first.result["pid"] == second.result["pid"] != os.getpid()
+        assert [each.result["url"] for each in (first, second)] == ["http://0", "http://1"]
+        assert str(raised.error).splitlines()[0] == "it ended with status 1: ValueError: no"
+        assert left.error == "it ended with status 3"
+        processes.stop(last)
+        assert not told[4].done()
+
+    with_agents(test, function="http_agents:task", command=None)

@@ -21,7 +21,7 @@ FOUNDATION = {
     "config",
     "hardware",
     "seals",
-    "child_environment",
+    "processes",
 }
 """Value types, errors, names and settings: everybody may import these."""
 
@@ -45,8 +45,7 @@ ALLOWED: dict[str, set[str]] = {
     "model_loader": {"errors", "named_parts"},
     "orderings": {"errors", "facts", "named_parts", "policy", "types"},
     "untrusted": {"types"},
-    "child_environment": {"errors"},
-    "descendants": set(),
+    "processes": {"errors"},
     "keys": {"errors"},
     "config": {"errors", "keys", "types", "hardware"},
     "tensors": {"errors", "types", "tensor_files"},

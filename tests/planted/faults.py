@@ -100,9 +100,9 @@ FAULTS = (
     ),
     Fault(
         "parser_drops_an_adjacent_call",
-        "envs/tool_calls/hermes.py",
-        "position = text.find(OPEN, end)",
-        "position = text.find(OPEN, end + 1)",
+        "envs/tool_call_formats.py",
+        "calls.append(call)\n        position = text.find(OPEN, end)",
+        "calls.append(call)\n        position = text.find(OPEN, end + 1)",
         ("envs/tool_calls",),
     ),
     Fault(

@@ -1,7 +1,7 @@
-"""Attacks at one level, in a process of its own: as root or as an ordinary user, with the system's Python, which any user may read.
+"""Attacks on bubblewrap in a process of its own, with the system's Python, which any user may read.
 
-``python tests/support/attack_each.py LEVEL USER_ID`` writes JSON: why each attack that the level has to contain was not contained
-(null: it was), or ``{"skip": reason}`` where the level is not to be had.
+``python tests/support/attack_each.py USER_ID`` writes JSON: why each attack was not contained (null: it was), or
+``{"skip": reason}`` where there is no sandbox.
 """
 
 import json
@@ -11,34 +11,33 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from libra.envs.sandbox import MEGABYTE, Level, Limits, SandboxFailed, Session, isolation, levels
+from libra.envs.sandbox import MEGABYTE, Limits, SandboxFailed, Session, confined
 from libra.envs.sandbox.cgroups import can_make_groups
-from libra.testing.sandbox_attacks import ATTACKS, contained_at, why_not_contained
+from libra.testing.sandbox_attacks import ATTACKS, containable, why_not_contained
 
 SYSTEM_PYTHON = Path("/usr/bin/python3")
 LIMITS = Limits(memory_bytes=256 * MEGABYTE)
 AT_ONCE = 6
 
 
-def use_system_python(level, folder, supervisor):
+def use_system_python(folder, supervisor):
     """Let sandboxes run the Python of the distribution, and a supervisor that every user may read; why that cannot be, or None."""
     python = SYSTEM_PYTHON.resolve()
     stdlib = Path("/usr/lib", python.name)
-    if not ((stdlib / "os.py").is_file() and levels.readable_by_others(stdlib)):
+    if not (stdlib / "os.py").is_file():
         return f"no Python for every user in {SYSTEM_PYTHON} and {stdlib}"
-    levels.SUPERVISOR = folder / "supervisor.py"
-    levels.SUPERVISOR.write_bytes(supervisor)
-    levels.interpreter_paths = lambda: (python, stdlib, ())
-    sys.executable = str(python)
-    return isolation.why_not(level)
+    confined.SUPERVISOR = folder / "supervisor.py"
+    confined.SUPERVISOR.write_bytes(supervisor)
+    confined.interpreter_paths = lambda: (python, stdlib, ())
+    return None
 
 
-def attack_each(level, secret):
-    """Why each attack that ``level`` has to contain was not, None where it was; side by side, since most of the time is waiting."""
-    names = contained_at(level, groups=can_make_groups())
+def attack_each(secret):
+    """Why each attack was not contained, None where it was; side by side, since most of the time is waiting."""
+    names = containable(groups=can_make_groups())
 
     def attack(name):
-        with Session(level, LIMITS) as session:
+        with Session(LIMITS) as session:
             return why_not_contained(session, ATTACKS[name], secret)
 
     with ThreadPoolExecutor(AT_ONCE) as pool:
@@ -46,8 +45,8 @@ def attack_each(level, secret):
 
 
 def main():
-    level, user = Level[sys.argv[1].upper()], int(sys.argv[2])
-    supervisor = levels.SUPERVISOR.read_bytes()
+    user = int(sys.argv[1])
+    supervisor = confined.SUPERVISOR.read_bytes()
     if user:
         os.setgroups([])
         os.setresgid(user, user, user)
@@ -58,13 +57,13 @@ def main():
         secret = folder / "secret"
         secret.write_text("what no program may read")
         secret.chmod(0o600)
-        reason = use_system_python(level, folder, supervisor)
+        reason = use_system_python(folder, supervisor)
         if reason is None:
             try:
-                Session(level, LIMITS).close()
+                Session(LIMITS).close()
             except SandboxFailed as error:
                 reason = str(error)
-        sys.stdout.write(json.dumps({"skip": reason} if reason else attack_each(level, secret)))
+        sys.stdout.write(json.dumps({"skip": reason} if reason else attack_each(secret)))
 
 
 if __name__ == "__main__":

@@ -7,10 +7,9 @@ import httpx2
 import numpy as np
 
 from libra.agents.gateway import Gateway
-from libra.agents.replies import reply
-from libra.agents.requests import ModelRequest, Reply
+from libra.agents.requests import ModelRequest, Reply, reply
 from libra.agents.session import Ended, Pending, Session
-from libra.envs.tool_calls import parse_hermes
+from libra.envs.tool_call_formats import parse_hermes
 from libra.errors import RequestRefused
 
 TOOLS = [{"type": "function", "function": {"name": "calc", "parameters": {"type": "object", "properties": {}}}}]

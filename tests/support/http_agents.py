@@ -1,5 +1,6 @@
 """Agents of tests, which need the standard library only."""
 
+import asyncio
 import contextlib
 import json
 import os
@@ -44,7 +45,7 @@ def killer(messages, base_url, mark):
     flag = Path(mark) / "killed"
     if not flag.exists():
         flag.touch()
-        os.kill(_parent(_parent(os.getppid())), signal.SIGKILL)  # above its keeper, and the program that starts agents
+        os.kill(_parent(os.getppid()), signal.SIGKILL)  # above the program that starts agents
     said.append({"role": "user", "content": "more"})
     made.append(ask(base_url, said)["token_ids"])
     return made
@@ -127,3 +128,18 @@ def other(messages, base_url, mark):
     """Two turns; started again, it asks something else."""
     text = "something else" if Path(mark, "again").exists() else "something"
     return asking([*messages, {"role": "user", "content": text}], base_url)
+
+
+MEETING = asyncio.Barrier(2)
+
+
+async def task(what):
+    """An agent beside others in one process: two meet, the others fail or never end."""
+    if what == "raises":
+        raise ValueError("no")
+    if what == "exits":
+        raise SystemExit(3)
+    if what == "hangs":
+        await asyncio.Event().wait()
+    await MEETING.wait()
+    return {"pid": os.getpid(), "url": os.environ["OPENAI_BASE_URL"]}

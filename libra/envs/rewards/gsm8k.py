@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from typing import Literal
 
-from libra.envs.choices import one_of
+from libra.errors import one_of
 
 Method = Literal["strict", "flexible"]
 _VERL_TAIL_CHARS = 300

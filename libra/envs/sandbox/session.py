@@ -28,9 +28,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from libra.child_environment import chosen
 from libra.envs.sandbox.cgroups import ControlGroup
-from libra.envs.sandbox.levels import Level, Limits, command, reserve_uid
+from libra.envs.sandbox.confined import BUBBLEWRAP, Limits, command, reserve_uid, system_call_filter
+from libra.processes.child_environment import chosen
 
 GRACE_S = 2.0
 """Seconds after a program's deadline until the whole sandbox is killed, if its supervisor has not answered."""
@@ -57,27 +57,24 @@ class Finished:
         Standard output and error together.
     result : str or None
         JSON of what the called function returned; None if nothing was called, or it did not return.
-    level : Level
-        What confined it.
     """
 
     exit_code: int | None
     output: str
     result: str | None
-    level: Level
 
 
 class Session:
-    """One sandbox. A context manager; `close` kills everything in it and deletes its files.
+    """One sandbox on this machine, `BUBBLEWRAP` or `NONE`. A context manager; `close` kills everything in it and deletes its files.
 
     Raises
     ------
     SandboxFailed
-        It cannot be started at this level.
+        It cannot be started.
     """
 
-    def __init__(self, level: Level, limits: Limits) -> None:
-        self.level, self.limits = level, limits
+    def __init__(self, limits: Limits, isolation: str = BUBBLEWRAP) -> None:
+        self.limits, self.isolation = limits, isolation
         self._process: subprocess.Popen[bytes] | None = None
         self._work: Path | None = None
         self._group = ControlGroup(())
@@ -133,41 +130,47 @@ class Session:
     # ---------------------------------------------------------------- inside
 
     def _start(self) -> None:
+        confined, limits = self.isolation == BUBBLEWRAP, self.limits
         inside_requests, self._requests = os.pipe()
         self._answers, inside_answers = os.pipe()
+        inside, filtered = [inside_requests, inside_answers], None
         try:
-            self._work = Path(tempfile.mkdtemp(prefix="libra-sandbox-"))
-            limits = self.limits
+            if confined:
+                filtered = os.memfd_create("libra-filter")
+                inside.append(filtered)
+                os.pwrite(filtered, system_call_filter(), 0)
+                self._uid = reserve_uid()
+            else:
+                self._work = Path(tempfile.mkdtemp(prefix="libra-sandbox-"))
             self._group = ControlGroup.make(limits.processes, 2 * limits.memory_bytes + limits.disk_bytes, limits.cpus)
-            self._uid = reserve_uid()
             uid = None if self._uid is None else self._uid[0]
-            words = self._group.around(command(self.level, limits, self._work, inside_requests, inside_answers, uid))
+            words = command(limits, inside_requests, inside_answers, uid=uid, filtered=filtered)
             self._process = _STARTER.submit(
                 subprocess.Popen,
-                words,
+                self._group.around(words),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
-                cwd="/" if self.level is Level.BUBBLEWRAP else self._work,
+                cwd=self._work or "/",
                 env={"PATH": os.defpath} | chosen({"PATH"} & os.environ.keys()),
-                pass_fds=(inside_requests, inside_answers),
+                pass_fds=inside,
                 start_new_session=True,
             ).result()
         except OSError as error:
             os.close(self._requests)
             os.close(self._answers)
             self.close()
-            raise SandboxFailed(f"{self.level.label}: cannot be started: {error}") from error
+            raise SandboxFailed(f"{self.isolation}: cannot be started: {error}") from error
         finally:
-            os.close(inside_requests)
-            os.close(inside_answers)
+            for descriptor in inside:
+                os.close(descriptor)
         ready = self._answer(time.monotonic() + START_S)
-        if ready is None or not ready.get("ready") or (self.level > Level.RLIMITS and not ready.get("filtered")):
+        if ready is None or not ready.get("ready"):
             self._process.kill()
             said = self._process.stderr.read(2000).decode(errors="replace").strip() if self._process.stderr else ""
             self.close()
             raise SandboxFailed(
-                f"{self.level.label}: does not start: {said.splitlines()[-1] if said else 'it said nothing'}"
+                f"{self.isolation}: does not start: {said.splitlines()[-1] if said else 'it said nothing'}"
             )
 
     def _ask(self, request: dict[str, Any], timeout_s: float, output_bytes: int, result_bytes: int) -> Finished:
@@ -182,14 +185,14 @@ class Session:
                 answer = self._answer(deadline)
         if answer is None:  # the program killed or stopped its supervisor, or filled what that needs
             self.close()
-            return Finished(None, "[the program ended the sandbox that it ran in]", None, self.level)
+            return Finished(None, "[the program ended the sandbox that it ran in]", None)
         if "fault" in answer:
             self.close()
-            raise SandboxFailed(f"{self.level.label}: {answer['fault']}")
+            raise SandboxFailed(f"{self.isolation}: {answer['fault']}")
         output = _text(answer.get("output"))
         result = _text(answer.get("result")) if request.get("call") else ""
         code = answer.get("exit_code")
-        return Finished(code if isinstance(code, int) else None, output, result or None, self.level)
+        return Finished(code if isinstance(code, int) else None, output, result or None)
 
     def _send(self, data: bytes, deadline: float) -> bool:
         os.set_blocking(self._requests, False)

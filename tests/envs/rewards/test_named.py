@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libra.envs import FunctionEnvironment
-from libra.envs.rewards import boxed, gsm8k
-from libra.envs.rewards.completion_format import overlong, tag_count, tag_format
+from libra.envs.rewards import boxed, gsm8k, overlong, tag_count, tag_format
 from libra.errors import ConfigError
 from libra.types import Turn
 

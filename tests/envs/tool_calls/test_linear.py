@@ -2,8 +2,7 @@
 
 import pytest
 
-from libra.envs import TOOL_FORMATS
-from libra.envs.tool_calls import hermes, tags
+from libra.envs import TOOL_FORMATS, tool_call_formats
 
 CALL = "<tool_call><function=f><parameter=x></tool_call>"
 HOSTILE = {
@@ -26,7 +25,7 @@ HOSTILE = {
 @pytest.mark.parametrize("name", HOSTILE)
 def test_reading_takes_linear_time(name, monkeypatch):
     """Counted where it can be: the characters of all windows that are decoded are bounded by the text's."""
-    decoded, decoder, text = 0, hermes._DECODER, HOSTILE[name]
+    decoded, decoder, text = 0, tool_call_formats._DECODER, HOSTILE[name]
 
     class Counting:
         def raw_decode(self, window):
@@ -34,7 +33,7 @@ def test_reading_takes_linear_time(name, monkeypatch):
             decoded += len(window)
             return decoder.raw_decode(window)
 
-    monkeypatch.setattr(hermes, "_DECODER", Counting())
+    monkeypatch.setattr(tool_call_formats, "_DECODER", Counting())
     for made in TOOL_FORMATS.values():
         assert made.parse(text, ())
-    assert decoded <= 16 * len(text) + hermes._WINDOW_CHARS * text.count(tags.OPEN)
+    assert decoded <= 16 * len(text) + tool_call_formats._WINDOW_CHARS * text.count(tool_call_formats.OPEN)

@@ -5,7 +5,7 @@ Invariants
 1. The tests of the grader are those of the task's file. The agent's edits reach library files only, and travel as the trajectory's
    state; every run of tests is a fresh sandbox, and the same files are graded once in a process.
 2. A repair that breaks a test which passed has no reward beyond ``located``, and an edit that could fool the tests
-   (`libra.envs.repair.tampering`) has none.
+   (`examples.repair.tampering`) has none.
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from libra.envs.choices import one_of
+from examples.repair.library import failures, opened
+from examples.repair.tampering import tampering
+from examples.repair.tasks import EDITS, SHIPPED, SHOWN, Task, numbered, read_tasks
 from libra.envs.environment import BIN, Environment
-from libra.envs.repair.library import failures, opened
-from libra.envs.repair.tampering import tampering
-from libra.envs.repair.tasks import EDITS, SHIPPED, SHOWN, Task, numbered, read_tasks
-from libra.envs.sandbox import MEGABYTE, Limits, level_for
+from libra.envs.sandbox import MEGABYTE, Limits, opener
 from libra.envs.tool import tool
-from libra.errors import ConfigError
+from libra.errors import ConfigError, one_of
 from libra.types import Episode, Prompt
 
 SYSTEM = "A Python library has one bug. Repair it with the tool %s, and check it with run_tests. Then reply with one sentence."
@@ -36,7 +35,7 @@ _HELD_OUT, _EXAMPLES = 0, 1
 
 
 class SoftwareRepair(Environment):
-    """The environment registered as ``repair``.
+    """In a configuration: ``examples.repair.software:SoftwareRepair``.
 
     Reward is 1.0 if all tests pass that pass without the bug, else 0.0. A hash of the bug decides its split: 1 in 8 is evaluation.
     Facts: ``library``, ``task`` (its number in the file). The bin of an evaluation is the kind of bug.
@@ -44,7 +43,7 @@ class SoftwareRepair(Environment):
     Parameters
     ----------
     tasks : str
-        A file that ``python -m libra.envs.repair.build`` made, or "shipped". All workers must be able to read it.
+        A file that ``python -m examples.repair.build`` made, or "shipped". All workers must be able to read it.
     partial : bool
         Whether a repair after which some of the failing tests still fail has their share of the reward.
     located : float
@@ -62,8 +61,8 @@ class SoftwareRepair(Environment):
         Wall seconds of one run of the tests.
     memory_mb : int
         Address space of a process in the sandbox, 2**20 bytes each.
-    isolation : "require" or "best"
-        "require": ConfigError if the machine offers only resource limits. "best": the best that the machine offers.
+    isolation : str
+        What confines programs: "bubblewrap", "none", or a function of yours (`libra.envs.sandbox`).
 
     Raises
     ------
@@ -85,7 +84,7 @@ class SoftwareRepair(Environment):
         examples: int = 0,
         timeout_s: float = 10.0,
         memory_mb: int = 512,
-        isolation: str = "require",
+        isolation: str = "bubblewrap",
         seed: int = 0,
     ) -> None:
         one_of("environment.args.show", show, SHOWN)
@@ -101,8 +100,8 @@ class SoftwareRepair(Environment):
         self.tasks = read_tasks(SHIPPED if tasks == "shipped" else Path(tasks), function_lines)
         self.seed, self.partial, self.located, self.show, self.examples = seed, partial, located, show, examples
         self.edits, self._verdicts = edits, dict[bytes, dict[str, str]]()
-        self.level = level_for(isolation)
-        self.isolation, self.timeout_s = self.level.label, timeout_s
+        self._open = opener(isolation)
+        self.isolation, self.timeout_s = isolation, timeout_s
         self.limits = Limits(memory_bytes=memory_mb * MEGABYTE, cpu_s=int(timeout_s) + 2)
         self._split(tasks)
         # The tool's own limit is above the sandbox's, so that its processes are killed and no thread hangs.
@@ -222,7 +221,7 @@ class SoftwareRepair(Environment):
             if not self._of_split[split]:
                 raise ConfigError(
                     f"environment.args.tasks: of {given}, {len(kinds)} bugs fit, and none of them is in the split {split!r}; make "
-                    "more (python -m libra.envs.repair.build), or type environment.args.function_lines=null"
+                    "more (python -m examples.repair.build), or type environment.args.function_lines=null"
                 )
 
     def _number(self, split: str, index: int) -> int:
@@ -248,7 +247,7 @@ class SoftwareRepair(Environment):
         return said
 
     def _run(self, state: Mapping[str, Any]) -> dict[str, str]:
-        with opened(self.level, self.limits, "repair") as session:
+        with opened(self._open, self.limits, "repair") as session:
             return failures(session, self._files(state), self._task(state).library.tests, self.timeout_s)
 
 

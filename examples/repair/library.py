@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import tarfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from libra.envs.sandbox import Finished, Level, Limits, SandboxFailed, Session
+from libra.envs.sandbox import Finished, Limits, Sandbox, SandboxFailed
 from libra.errors import ConfigError, EnvironmentFault
 
 MAX_FILE_BYTES = 100_000
-RUNNER = Path(__file__).with_name("runner.py")
+RUNNER = Path(__file__).with_name("library_tests.py")
 _NO_LIBRARY = frozenset({"setup.py", "conftest.py", "noxfile.py", "conf.py"})
 _NO_FOLDERS = frozenset({"docs", "doc", "examples", "benchmarks", "tools", "scripts", ".github"})
 
@@ -56,7 +56,7 @@ def from_sdist(path: Path) -> Library:
     return _library(path.name.removesuffix(".tar.gz"), texts, licence, str(path))
 
 
-def failures(session: Session, files: Mapping[str, str], tests: Mapping[str, str], timeout_s: float) -> dict[str, str]:
+def failures(session: Sandbox, files: Mapping[str, str], tests: Mapping[str, str], timeout_s: float) -> dict[str, str]:
     """What each test says by its name, "" if it passed; empty if the program did not come to its end, e.g. by a loop."""
     return said_by(
         session.call(
@@ -74,10 +74,10 @@ def said_by(finished: Finished) -> dict[str, str]:
     return {str(name): str(said) for name, said in value.items()} if isinstance(value, dict) else {}
 
 
-def opened(level: Level, limits: Limits, what: str) -> Session:
+def opened(start: Callable[[Limits], Sandbox], limits: Limits, what: str) -> Sandbox:
     """A sandbox; EnvironmentFault, which begins with ``what``, if the machine gives none."""
     try:
-        return Session(level, limits)
+        return start(limits)
     except SandboxFailed as error:
         raise EnvironmentFault(f"{what}: cannot start a sandbox: {error}") from error
 

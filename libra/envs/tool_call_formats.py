@@ -1,23 +1,116 @@
-"""``<tool_call><function=NAME><parameter=NAME>VALUE</parameter>...</function></tool_call>``: Qwen3-Coder and Qwen3.5.
+"""Tool calls as models write them, read from generated text.
 
-Values are not escaped, so where one ends is a rule: at the first ``</parameter>`` that is followed, white space aside, by
-another ``<parameter=`` or by ``</function>``. A value may therefore hold ``</parameter>``, ``</function>`` or ``</tool_call>``
-in any other place, and a last parameter without end includes the text up to the next end.
-
-A value is a string unless the tool's schema has another type. Then it is read as JSON, and stays a string where it is not JSON, so
-that the model reads which type was expected.
+Invariants, for every format
+----------------------------
+1. Any text is read without raising, in time linear in its length.
+2. Each opening tag gives at most one malformed call, with ``error`` set; the model reads the error and may try again. No call is
+   dropped silently.
+3. A well-formed call is read as it was written, also with closing tags in its arguments.
 """
 
 from __future__ import annotations
 
 import json
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from libra.envs.tool import Tool
-from libra.envs.tool_calls.tags import CLOSE, OPEN, Places, skip_space
 from libra.types import ToolCall
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+
+
+class Places:
+    """Positions of a mark in a text: found once, then looked up.
+
+    ``str.find`` from every opening tag on is quadratic where the mark is far away or nowhere.
+    """
+
+    def __init__(self, text: str, mark: str) -> None:
+        self._at: list[int] = []
+        position = text.find(mark)
+        while position >= 0:
+            self._at.append(position)
+            position = text.find(mark, position + len(mark))
+
+    def after(self, start: int) -> int:
+        """The first place at or after ``start``, or -1."""
+        index = bisect_left(self._at, start)
+        return self._at[index] if index < len(self._at) else -1
+
+
+def skip_space(text: str, position: int) -> int:
+    """The first position at or after ``position`` that is not white space."""
+    while position < len(text) and text[position].isspace():
+        position += 1
+    return position
+
+
+_DECODER = json.JSONDecoder()
+_WINDOW_CHARS = 512
+_LONGEST_WORD_CHARS = 16  # "-Infinity" or "\\ud83d\\ude00", cut by the end of a window, are reported where they begin
+
+
+def parse_hermes(text: str) -> tuple[ToolCall, ...]:
+    """The calls in ``text``, in order.
+
+    The JSON is decoded, not searched for its end, so an argument may contain ``</tool_call>``. A malformed call is returned with
+    ``error`` set, and reading continues after its closing tag.
+    """
+    calls: list[ToolCall] = []
+    closing = Places(text, CLOSE)
+    position = text.find(OPEN)
+    while position >= 0:
+        call, end = _one_call(text, position + len(OPEN), closing)
+        calls.append(call)
+        position = text.find(OPEN, end)
+    return tuple(calls)
+
+
+def _one_call(text: str, start: int, closing: Places) -> tuple[ToolCall, int]:
+    """The call whose JSON begins at or after ``start``, and the position behind it."""
+    close = closing.after(start)
+    resume = close + len(CLOSE) if close >= 0 else start
+    try:
+        value, end = _decode(text, skip_space(text, start))
+    except (ValueError, RecursionError):
+        return ToolCall("", {}, "not valid JSON"), resume
+    end = skip_space(text, end)
+    if not text.startswith(CLOSE, end):
+        return ToolCall("", {}, "its tag is not closed after the JSON"), max(resume, end)
+    return _check(value), end + len(CLOSE)
+
+
+def _decode(text: str, start: int) -> tuple[Any, int]:
+    """The JSON value that begins at ``start``, and where it ends.
+
+    Decoded from windows that grow only while the value may continue: an error of `json` counts the lines before it, which would be
+    quadratic over many bad calls. All calls of a text together are linear too: reading passes a tag only inside a string, and a
+    call that begins at this tag is outside one, so it ends at the next tag at the latest.
+    """
+    size = _WINDOW_CHARS
+    while True:
+        window = text[start : start + size]
+        whole = start + size >= len(text)
+        try:
+            value, end = _DECODER.raw_decode(window)
+            if whole or end < len(window):
+                return value, start + end
+        except json.JSONDecodeError as problem:
+            may_go_on = problem.msg.startswith("Unterminated string") or problem.pos > len(window) - _LONGEST_WORD_CHARS
+            if whole or not may_go_on:
+                raise
+        size *= 4
+
+
+def _check(value: object) -> ToolCall:
+    if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
+        return ToolCall("", {}, 'no "name"')
+    if not isinstance(value.get("arguments"), Mapping):
+        return ToolCall("", {}, 'no "arguments"')
+    return ToolCall(value["name"], value["arguments"])
+
 
 MAX_NAME_CHARS = 256
 _FUNCTION, _END_FUNCTION = "<function=", "</function>"
@@ -42,7 +135,7 @@ def parse_qwen3_coder(text: str, tools: Sequence[Tool] = ()) -> tuple[ToolCall, 
     return tuple(calls)
 
 
-def usage(tool: Tool) -> str:
+def _coder_usage(tool: Tool) -> str:
     """The shape of a right call on one line, e.g. ``<function=run><parameter=code>...</parameter></function>``."""
     parameters = "".join(f"{_PARAMETER}{name}>...{_END_PARAMETER}" for name in tool.parameters)
     return f"{_FUNCTION}{tool.name}>{parameters}{_END_FUNCTION}"
@@ -128,3 +221,17 @@ def _converted(value: str, schema: Mapping[str, Any]) -> Any:
     except (ValueError, RecursionError):
         # Models trained on Python write its constants.
         return {"True": True, "False": False, "None": None}.get(value.strip(), value)
+
+
+class ToolFormat(NamedTuple):
+    """The parser of a format, and the shape of a right call to show after a malformed one."""
+
+    parse: Callable[[str, Sequence[Tool]], tuple[ToolCall, ...]]
+    usage: Callable[[Tool], str]
+
+
+TOOL_FORMATS: dict[str, ToolFormat] = {
+    "hermes": ToolFormat(lambda text, tools: parse_hermes(text), lambda tool: tool.usage),
+    "qwen3_coder": ToolFormat(parse_qwen3_coder, _coder_usage),
+}
+"""By the value of ``rollout.tool_format``."""

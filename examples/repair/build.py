@@ -2,7 +2,7 @@
 
 ::
 
-    python -m libra.envs.repair.build --sdist inflection-0.5.1.tar.gz --out repair.jsonl
+    python -m examples.repair.build --sdist inflection-0.5.1.tar.gz --out repair.jsonl
     libra run configs/repair.yaml environment.args.tasks=repair.jsonl
 
 A source package comes from ``pip download --no-binary :all: --no-deps NAME``. A library that is no package is a
@@ -20,9 +20,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from libra.envs.repair.bugs import Bug, bugs_of
-from libra.envs.repair.library import Library, failures, from_folder, from_sdist, opened
-from libra.envs.sandbox import MEGABYTE, Limits, level_for
+from examples.repair.bugs import Bug, bugs_of
+from examples.repair.library import Library, failures, from_folder, from_sdist, opened
+from libra.envs.sandbox import MEGABYTE, Limits, opener
 from libra.errors import ConfigError
 
 MOST_BUGS = 200
@@ -30,13 +30,13 @@ LIMITS = Limits(memory_bytes=512 * MEGABYTE, cpu_s=20)
 
 
 def tasks_of(
-    library: Library, *, timeout_s: float = 3.0, most: int = MOST_BUGS, isolation: str = "best"
+    library: Library, *, timeout_s: float = 3.0, most: int = MOST_BUGS, isolation: str = "bubblewrap"
 ) -> Iterator[Any]:
     """The lines of a library: itself, then a line for each bug that makes at least one of its tests fail, and not all.
 
     Of more than ``most`` possible bugs every so manyth is tried. ConfigError if no test passes without a bug.
     """
-    with opened(level_for(isolation), LIMITS, f"repair: {library.name}") as session:
+    with opened(opener(isolation), LIMITS, f"repair: {library.name}") as session:
         sound = failures(session, library.files, library.tests, timeout_s)
         passing = {name for name, said in sound.items() if not said}
         if not passing:
@@ -84,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error("no library is given; type --sdist PACKAGE.tar.gz or --folder FOLDER")
     lines = [line for library in libraries for line in tasks_of(library, most=chosen.most)]
     chosen.out.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    print(f"{chosen.out}: {len(lines) - len(libraries)} bugs in {len(libraries)} libraries")  # noqa: T201
+    print(f"{chosen.out}: {len(lines) - len(libraries)} bugs in {len(libraries)} libraries")
 
 
 if __name__ == "__main__":

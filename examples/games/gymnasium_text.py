@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from libra.envs.replayed_game import Observed, ReplayedGame
+from libra.envs.replayed_games import Observed, ReplayedGame
 from libra.errors import ConfigError
 from libra.untrusted import error_text
 
@@ -15,7 +15,7 @@ _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class GymnasiumText(ReplayedGame):
-    """The environment registered as ``gymnasium``; needs that package, or another one that registers games with it.
+    """Needs the package gymnasium, or another one that registers games with it.
 
     The model reads the rendering in mode "ansi", else the observation, and its reply names an action: the last of ``actions`` in
     it, or the last number. With a `gymnasium.spaces.Text` the reply is the action. A reply without an action is told so, and the

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from libra.envs.replayed_game import Observed, ReplayedGame
+from libra.envs.replayed_games import Observed, ReplayedGame
 from libra.errors import ConfigError
 from libra.untrusted import error_text
 
@@ -17,7 +17,7 @@ _random = threading.Lock()
 
 
 class TextArenaGame(ReplayedGame):
-    """The environment registered as ``textarena``; needs that package.
+    """Needs the package textarena. In a configuration: ``examples.games.textarena_game:TextArenaGame``.
 
     The model reads the game's messages and replies as the game says, mostly with an action in brackets: ``[5]``. Reward is the
     game's at its end: 1 for a win, often with parts for progress. A game that is not over when the trajectory ends has 0.

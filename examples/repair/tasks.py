@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from difflib import SequenceMatcher
 from pathlib import Path
 
+from examples.repair.bugs import Bug, code_lines_at, function_at
+from examples.repair.library import Library
 from libra.envs.environment import question_class
-from libra.envs.repair.bugs import Bug, code_lines_at, function_at
-from libra.envs.repair.library import Library
 from libra.errors import ConfigError
 from libra.seals import parsed_json
 
-SHIPPED = Path(__file__).resolve().parents[2] / "assets" / "repair" / "tasks.jsonl"
+SHIPPED = Path(__file__).with_name("tasks.jsonl")
 SHOWN = ("files", "failure", "function")
 """How much of a task is shown: names of files; also what one failing test says; also the function with the bug."""
 EDITS = ("text", "line")
@@ -141,6 +141,6 @@ def read_tasks(path: Path, function_lines: int | None) -> list[Task]:
     except (OSError, ValueError, KeyError, TypeError, IndexError, AssertionError, StopIteration) as error:
         raise ConfigError(
             f"{where}: {path} is not a file of repair tasks ({type(error).__name__}: {error}); type {where}=shipped, or make one "
-            "with python -m libra.envs.repair.build --sdist PACKAGE.tar.gz --out FILE"
+            "with python -m examples.repair.build --sdist PACKAGE.tar.gz --out FILE"
         ) from error
     return tasks

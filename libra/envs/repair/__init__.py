@@ -1,1 +1,0 @@
-"""Software repair: libraries with seeded bugs, which their own tests catch."""

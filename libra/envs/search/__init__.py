@@ -1,1 +1,0 @@
-"""Questions whose answers are found by searching a local corpus."""
