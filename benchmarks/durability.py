@@ -53,9 +53,9 @@ class Timers(WorkerPlugin):
     def setup(self, worker: Worker) -> None:
         """Wrap the calls; a worker process is wrapped once."""
         from libra.graph import batch_nodes, rollout_nodes
-        from libra.store.epochs import Epoch
-        from libra.store.trajectories import TrajectoryStore
+        from libra.store.run_records import Epoch
         from libra.store.trajectory_journal import Journal
+        from libra.store.trajectory_store import TrajectoryStore
         from libra.train import checkpoint
         from libra.weights import WeightStore
 

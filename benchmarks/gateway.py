@@ -56,7 +56,7 @@ from libra.driver.session import Session
 from libra.graph.iteration import iteration_graph
 from libra.rollout.chat_format import ChatFormat, load_chat_format
 from libra.store.event_log import read_events
-from libra.store.group_records import read_group
+from libra.store.run_records import read_group
 from libra.types import Trajectory
 
 GOAL = 0.85

@@ -21,7 +21,7 @@ from libra.envs.tool_arithmetic import ToolArithmetic
 from libra.graph.late_groups import corrections, discount, guess_weight
 from libra.graph.member_rows import member_rows
 from libra.policy.late import GuessWorth, Place, WaitingGroup, settle
-from libra.store.group_records import write_group
+from libra.store.run_records import write_group
 from libra.types import Episode, Trajectory
 from libra.worker.batch_rows import members_of
 

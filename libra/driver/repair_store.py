@@ -17,25 +17,29 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from libra.driver.damage import RunCheck
-from libra.driver.set_aside import Repairs
+from libra.driver.damage import Repairs
+from libra.driver.file_checks import RunCheck
 from libra.errors import StoreError
 from libra.seals import parsed_json
-from libra.store.batch_membership import read_batch_facts
-from libra.store.group_records import read_group
 from libra.store.row_digests import (
     COMMITTED,
     ISOLATION,
+    LEVEL,
     PATHS,
     AppendedRows,
     StoreRecord,
     column_digest,
+    column_rows,
+    committed_rows,
     digests_path,
+    metadata_faults,
     read_record,
+    store_faults,
+    unsound_appends,
 )
-from libra.store.store_check import LEVEL, column_rows, committed_rows, metadata_faults, store_faults, unsound_appends
-from libra.store.trajectories import COUNTS, HAS_DIGESTS, TrajectoryStore
-from libra.store.zarr_layout import COLUMNS, LEVELS, Level, Rows, array_path, num_rows, rows_of
+from libra.store.run_records import read_batch_facts, read_group
+from libra.store.trajectory_store import TrajectoryStore
+from libra.store.zarr_layout import COLUMNS, COUNTS, LEVELS, Level, Rows, array_path, num_rows, rows_of
 from libra.types import Trajectory
 from libra.worker.batch_rows import members_of
 from libra.worker.run_spec import RunDirectory
@@ -286,7 +290,7 @@ def _appends_by_records(files: RunDirectory) -> Iterator[AppendedRows]:
 
 def _attributes(store: Path, files: RunDirectory, record: StoreRecord | None) -> dict[str, Any]:
     """The attributes that the store was made with."""
-    own = {"schema", HAS_DIGESTS, COMMITTED}
+    own = {"schema", COMMITTED}
     if record is not None:
         found = {**_isolation(store), **record.attributes}
     else:

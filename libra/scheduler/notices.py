@@ -1,7 +1,7 @@
 """Notices for the terminal of a run's driver, kept here until the driver has read them.
 
 A driver in the scheduler's own process has the same terminal, and reads nothing. Any other reads with `libra_notices`
-(`libra.driver.notice_reader`).
+(`libra.driver.run_clients`).
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ from libra.policy import (
 from libra.scheduler.notices import Notices
 from libra.scheduler.run_log import RunLog
 from libra.scheduler.version_holders import Holders
-from libra.store.batch_membership import read_batch
+from libra.store.run_records import read_batch
 from libra.types import EndReason, Phase
 
 if TYPE_CHECKING:

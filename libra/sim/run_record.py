@@ -24,7 +24,7 @@ from libra.hardware.run_step_fit import fit_trainer
 from libra.hardware.shapes import shape_digest
 from libra.observe.metrics import read_metrics
 from libra.store.event_log import read_events
-from libra.store.trajectories import TrajectoryStore
+from libra.store.trajectory_store import TrajectoryStore
 from libra.types import Phase, StepSeconds
 
 

@@ -37,7 +37,7 @@ from libra.agents.replies import forms, reply
 from libra.agents.requests import ModelRequest, Reply
 from libra.agents.session import Ended, Pending, Session, as_float
 from libra.errors import EngineAsleep, RequestRefused, ToolFault, ToolTimeout
-from libra.store.group_records import group_path
+from libra.store.run_records import group_path
 from libra.types import EndReason, FailureClass, StopReason, ToolCall, ToolReturn, ToolStatus, TrajectoryId
 from libra.untrusted import storable
 from libra.worker.agent_calls import agent_calls

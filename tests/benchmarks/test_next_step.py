@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.systems.next_step import planned_workload, simulated_ways, trained_work
 from libra.config import config_from_dict
-from libra.driver.planned_steps import step_parts
+from libra.driver.launch_layout import step_parts
 from libra.hardware import load_gpu, load_shape
 from libra.planner.build_plan import plan
 from libra.planner.cost import Layout, TrajectoryTotals

@@ -163,8 +163,8 @@ def test_distillation_and_old_log_probabilities(capsys):
 def test_a_recorded_step_in_waves_is_the_whole_step(tmp_path):
     from benchmarks.random_training import random_trajectories
     from benchmarks.streamed_gradients import apart
-    from libra.store.batch_membership import commit_batch
-    from libra.store.trajectories import TrajectoryStore
+    from libra.store.run_records import commit_batch
+    from libra.store.trajectory_store import TrajectoryStore
     from libra.train import Replica, TrainSettings
     from libra.weights import WeightStore
 

@@ -6,13 +6,13 @@ import sys
 import pytest
 
 from libra.errors import FencedOff, StoreError
-from libra.store.epochs import Epoch, newest_epoch, take_epoch
+from libra.store.run_records import Epoch, newest_epoch, take_epoch
 
 EACH = 100
 TAKER = f"""
 import sys
 from pathlib import Path
-from libra.store.epochs import take_epoch
+from libra.store.run_records import take_epoch
 print("ready", flush=True)
 sys.stdin.readline()
 print(*(take_epoch(Path(sys.argv[1])).number for _ in range({EACH})))

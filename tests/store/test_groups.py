@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from libra.errors import RecordExists, StoreError
-from libra.store.group_records import group_path, read_group, write_group
+from libra.store.run_records import group_path, read_group, write_group
 from libra.types import EndReason, FailureClass, Prompt
 
 

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from libra.errors import RecordExists, StoreError
-from libra.store.late_rewards import came, late_path, read_late, write_late
+from libra.store.run_records import LATE, came, read_late, write_late
 from libra.types import TrajectoryId
 
 ONE = TrajectoryId(3, 0, 7)
@@ -39,6 +39,6 @@ def test_a_changed_file_says_what_to_do(harm, tmp_path):
 
 def test_a_file_of_another_trajectory_is_refused(tmp_path):
     other = ONE._replace(sample=2)
-    write_late(tmp_path, other, 1.0).rename(late_path(tmp_path, ONE))
+    write_late(tmp_path, other, 1.0).rename(LATE.path(tmp_path, ONE))
     with pytest.raises(StoreError, match=r"of train-3-0-2.*of train-3-0-7"):
         read_late(tmp_path, ONE)

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libra.store.stored_ids import StoredIds
+from libra.store.trajectory_store import StoredIds
 from libra.types import TrajectoryId
 
 IDS = st.builds(

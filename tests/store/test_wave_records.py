@@ -3,7 +3,7 @@
 import pytest
 
 from libra.errors import RecordExists, StoreError
-from libra.store.wave_records import commit_wave, groups_of, in_waves, read_waves, wave_path
+from libra.store.run_records import WAVES, commit_wave, groups_of, in_waves, read_waves
 
 
 def rows(*groups):
@@ -26,13 +26,13 @@ def test_a_second_writer_gets_the_first_ones_wave_and_an_altered_one_is_refused(
     commit_wave(tmp_path, 3, 0, rows(2))
     with pytest.raises(RecordExists):
         commit_wave(tmp_path, 3, 0, rows(1))
-    path = wave_path(tmp_path, 3, 0)
+    path = WAVES.path(tmp_path, 3, 0)
     text = path.read_text()
     path.write_text(text.replace("0.5", "0.6"))
     with pytest.raises(StoreError, match="type libra repair"):
         read_waves(tmp_path, 3)
     path.write_text(text)
-    path.rename(wave_path(tmp_path, 3, 1))
+    path.rename(WAVES.path(tmp_path, 3, 1))
     commit_wave(tmp_path, 3, 0, rows(2))
     with pytest.raises(StoreError, match="it is of another wave"):
         read_waves(tmp_path, 3)

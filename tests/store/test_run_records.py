@@ -3,7 +3,7 @@
 import pytest
 
 from libra.errors import RecordExists, StoreError
-from libra.store.batch_membership import batch_path, commit_batch, read_batch, read_batch_facts
+from libra.store.run_records import batch_path, commit_batch, read_batch, read_batch_facts
 from libra.types import TrajectoryId
 
 MEMBERS = [TrajectoryId(2, 1, 0), TrajectoryId(1, 7, 3), TrajectoryId(2, 0, 1)]
@@ -37,7 +37,7 @@ def test_missing_torn_and_foreign_files_are_named(tmp_path):
         read_batch(tmp_path, 3)
     for content in (b'{"schema": 1, "mem', b"[]", b"{}"):
         batch_path(tmp_path, 3).write_bytes(content)
-        with pytest.raises(StoreError, match=r"batch-000003.json: torn or corrupt"):
+        with pytest.raises(StoreError, match=r"batch-000003.json: torn or altered"):
             read_batch(tmp_path, 3)
     batch_path(tmp_path, 3).write_bytes(b'{"schema": 2}')
     with pytest.raises(StoreError, match="schema 2, this Libra reads 1"):

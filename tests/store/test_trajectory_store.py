@@ -29,7 +29,7 @@ from hypothesis.stateful import (
 from libra.errors import StoreError
 from libra.store import zarr_layout
 from libra.store.committer_lock import lock_holder
-from libra.store.trajectories import TrajectoryStore
+from libra.store.trajectory_store import TrajectoryStore
 from libra.store.zarr_layout import COLUMNS, LEVELS
 from libra.types import EndReason, FailureClass, TrajectoryId
 
@@ -234,7 +234,7 @@ def test_a_full_disk_commits_nothing_and_the_append_can_be_tried_again(
 
 _APPEND_AND_DIE = """
 import os, pickle, signal, sys
-from libra.store.trajectories import TrajectoryStore
+from libra.store.trajectory_store import TrajectoryStore
 
 pwrite, replace, writes = os.pwrite, os.replace, iter(range(10**6))
 
@@ -354,3 +354,12 @@ def test_any_sequence_of_appends_failures_and_reopenings_reads_like_a_list(make_
     StoreAgainstList.make, StoreAgainstList.same = staticmethod(make_trajectory), staticmethod(assert_same)
     few = settings(max_examples=5, stateful_step_count=7, suppress_health_check=list(HealthCheck), database=None)
     run_state_machine_as_test(StoreAgainstList, settings=few)
+
+
+@pytest.mark.parametrize("number", [5, 0])
+def test_another_schema_is_refused_by_number(store, number):
+    store.close()
+    zarr.open_group(store.path, mode="r+").update_attributes({"schema": number})
+    for mode in ("r", "a"):
+        with pytest.raises(StoreError, match=f"schema {number}"):
+            TrajectoryStore.open(store.path, mode)

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from libra.driver.run_logs import FOREIGN, RunLogs, ShownFormatter
-from libra.driver.run_summary import RunSummary
+from libra.driver.run_console import FOREIGN, RunLogs, RunSummary, ShownFormatter
 from libra.driver.session import Session
 from libra.observe.metrics import MetricsLog
 from libra.testing import FixedTurns
