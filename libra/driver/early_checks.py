@@ -67,10 +67,14 @@ def _check_listening(address: str) -> None:
     """ClusterError if nothing listens at a scheduler's address; a file, and an address without a port, are read later."""
     try:
         parts = urlsplit(address if "://" in address else f"tcp://{address}")
-        if parts.scheme not in ("tcp", "tls") or not parts.hostname or parts.port is None:
-            return
-        socket.create_connection((parts.hostname, parts.port), timeout=CONNECT_S).close()
-    except (OSError, ValueError) as error:
+        there = (parts.hostname or "", parts.port or 0)
+    except ValueError:  # no address: who connects to it says so
+        return
+    if parts.scheme not in ("tcp", "tls") or not all(there):
+        return
+    try:
+        socket.create_connection(there, timeout=CONNECT_S).close()
+    except OSError as error:
         raise no_scheduler(address, error) from error
 
 

@@ -238,17 +238,12 @@ def store_faults(store: Path, limit_bytes: int | None = None) -> list[StoreFault
 
 def metadata_faults(store: Path, record: StoreRecord) -> Iterator[tuple[str, str]]:
     """Each ``zarr.json`` that is not as on record, relative to the store, and what is wrong with it."""
-    try:
-        committed: dict[Level, int] | None = committed_rows(store)
-        attributes = dict((_root(store) or {})["attributes"])
-        attributes.pop(COMMITTED)
-        attributes.pop(ISOLATION, None)
-        root = _root(store) or {}
-        if attributes != record.attributes or root.get("zarr_format") != 3 or root.get("node_type") != "group":
-            yield "zarr.json", "its content was altered"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        committed = None
+    committed, root = committed_if_readable(store), _root(store)
+    attributes = {name: value for name, value in root_attributes(store).items() if name not in (COMMITTED, ISOLATION)}
+    if committed is None:
         yield "zarr.json", _unreadable(store / "zarr.json")
+    elif attributes != record.attributes or root.get("zarr_format") != 3 or root.get("node_type") != "group":
+        yield "zarr.json", "its content was altered"
     for name, expected in record.metadata.items():
         path = store / name / "zarr.json"
         try:
@@ -314,12 +309,18 @@ def column_rows(store: Path, path: str, first: int, stop: int) -> NDArray[Any] |
         return None
 
 
-def _root(store: Path) -> dict[str, Any] | None:
+def root_attributes(store: Path) -> dict[str, Any]:
+    """Attributes of the root of a store; none if it is damaged."""
+    found = _root(store).get("attributes")
+    return found if isinstance(found, dict) else {}
+
+
+def _root(store: Path) -> dict[str, Any]:
     try:
         root = parsed_json((store / "zarr.json").read_bytes())
     except (OSError, ValueError):
-        return None
-    return root if isinstance(root, dict) and isinstance(root.get("attributes"), dict) else None
+        return {}
+    return root if isinstance(root, dict) else {}
 
 
 def _unreadable(path: Path) -> str:

@@ -23,7 +23,7 @@ import math
 import os
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -58,11 +58,6 @@ class BatchRecord(msgspec.Struct):
     members: list[tuple[str, int, int, int]]
     facts: dict[str, Any]
 
-    @property
-    def key(self) -> tuple[object, ...]:
-        """What its file is named by."""
-        return (self.batch,)
-
 
 class WaveRecord(msgspec.Struct):
     """Groups of one wave of a streamed step."""
@@ -71,11 +66,6 @@ class WaveRecord(msgspec.Struct):
     wave: int
     groups: Rows
 
-    @property
-    def key(self) -> tuple[object, ...]:
-        """What its file is named by."""
-        return self.batch, self.wave
-
 
 class LateReward(msgspec.Struct):
     """A reward that was delivered late, at Unix time ``at_s``; the first delivery counts."""
@@ -83,11 +73,6 @@ class LateReward(msgspec.Struct):
     trajectory: tuple[int, int, int, str]
     value: float
     at_s: float
-
-    @property
-    def key(self) -> tuple[object, ...]:
-        """What its file is named by."""
-        return (TrajectoryId(*self.trajectory),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +87,8 @@ class RecordKind(Generic[R]):
         Name of a file, a format string of the record's key.
     struct : type
         The content.
+    key : callable
+        Of a record, what its file is named by.
     cure : str
         What to type about a damaged one, a format string of the run directory and the key.
     """
@@ -109,6 +96,7 @@ class RecordKind(Generic[R]):
     noun: str
     template: str
     struct: type[R]
+    key: Callable[[R], tuple[object, ...]]
     cure: str = "type libra repair {0}"
 
     def path(self, root: str | Path, *key: object) -> Path:
@@ -117,7 +105,7 @@ class RecordKind(Generic[R]):
 
     def write(self, root: str | Path, record: R) -> Path:
         """Create a record, flushed to the device. RecordExists if it was written before, StoreError if it cannot be."""
-        path = self.path(root, *record.key)  # type: ignore[attr-defined]
+        path = self.path(root, *self.key(record))
         try:
             text = sealed_text({"schema": SCHEMA, **{name: getattr(record, name) for name in record.__struct_fields__}})
         except (TypeError, ValueError) as error:
@@ -143,18 +131,19 @@ class RecordKind(Generic[R]):
             raise StoreError(f"{path}: cannot read this {self.noun}: {error.strerror}") from error
         except (ValueError, TypeError, KeyError) as error:
             raise StoreError(f"{path}: torn or altered {self.noun} ({error!r}); {cure}") from error
-        if (found := record.key) != key:  # type: ignore[attr-defined]
+        if (found := self.key(record)) != key:
             names = " ".join(map(str, found)), " ".join(map(str, key))
             raise StoreError(f"{path}: it is of another {self.noun}, of {names[0]} instead of {names[1]}; {cure}")
         return record
 
 
-BATCH = RecordKind("batch", "batch-{:06d}.json", BatchRecord)
-WAVES = RecordKind("wave", "wave-{:06d}-{:02d}.json", WaveRecord)
+BATCH = RecordKind("batch", "batch-{:06d}.json", BatchRecord, lambda record: (record.batch,))
+WAVES = RecordKind("wave", "wave-{:06d}-{:02d}.json", WaveRecord, lambda record: (record.batch, record.wave))
 LATE = RecordKind(
     "reward",
     "{}.json",
     LateReward,
+    lambda record: (TrajectoryId(*record.trajectory),),
     "remove it, and deliver the reward again with libra deliver {0} {1} VALUE",
 )
 
@@ -272,7 +261,7 @@ def write_late(root: str | Path, trajectory: TrajectoryId, value: float) -> Path
 
     Any process that reaches the run directory may, also while the run stands still.
     """
-    return LATE.write(root, LateReward(tuple(trajectory), value, time.time()))
+    return LATE.write(root, LateReward((*trajectory,), value, time.time()))
 
 
 def read_late(root: str | Path, trajectory: TrajectoryId) -> float | None:
