@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from libra import errors
     from libra.api import train
     from libra.driver.late_delivery import deliver
-    from libra.driver.run_summary import RunSummary
+    from libra.driver.run_console import RunSummary
     from libra.driver.session import Session
     from libra.envs.environment import Environment
     from libra.envs.services import ask, ask_async, service
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "Environment": "libra.envs.environment",
     "Late": "libra.types",
-    "RunSummary": "libra.driver.run_summary",
+    "RunSummary": "libra.driver.run_console",
     "Session": "libra.driver.session",
     "ask": "libra.envs.services",
     "ask_async": "libra.envs.services",

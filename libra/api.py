@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from libra.config import RunConfig, config_from_dict, load_config
 from libra.config.effect_conditions import Situation
 from libra.config.effects import ignored_settings, warning_lines
-from libra.driver.early_checks import check_early, first_line, named, run_directory
-from libra.driver.interruption import Interruption, resume_words
-from libra.driver.main_script import check_main
+from libra.driver.early_checks import check_early, check_main, first_line, named, run_directory
+from libra.driver.run_console import Interruption, resume_words
 from libra.envs.grading import plain_number
 from libra.errors import CallbackError, ConfigError, LibraError
 from libra.named_parts import name_of
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     from distributed import Client
 
     from libra.driver.callbacks import OnBatch, OnEvaluation, OnIteration
-    from libra.driver.run_summary import RunSummary
+    from libra.driver.run_console import RunSummary
     from libra.envs import Environment, FunctionEnvironment
     from libra.envs.tool import SessionKind
     from libra.graph.iteration import Score
@@ -127,7 +126,7 @@ def train(
     Local workers are processes: a script that calls this needs ``if __name__ == "__main__":`` around the call.
     """
     if environment is not None:
-        from libra.driver.given_objects import check_environment
+        from libra.driver.part_checks import check_environment
 
         check_environment(environment)
     if services is not None:

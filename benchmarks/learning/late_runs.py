@@ -27,7 +27,7 @@ from libra.driver.session import Session, run
 from libra.envs.tool_arithmetic import ToolArithmetic
 from libra.errors import LateRefused
 from libra.seals import sealed_text, unseal
-from libra.store.batch_membership import batch_path, read_batch_facts
+from libra.store.run_records import batch_path, read_batch_facts
 from libra.types import Episode
 
 WRONG = 64

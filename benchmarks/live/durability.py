@@ -48,9 +48,9 @@ class Timers(WorkerPlugin):
 
     def setup(self, worker: Worker) -> None:
         from libra.graph import batch_nodes, rollout_nodes
-        from libra.store.epochs import Epoch
-        from libra.store.trajectories import TrajectoryStore
+        from libra.store.run_records import Epoch
         from libra.store.trajectory_journal import Journal
+        from libra.store.trajectory_store import TrajectoryStore
         from libra.train import checkpoint
         from libra.weights import WeightStore
 

@@ -41,7 +41,7 @@ from libra.cluster.local import local_cluster
 from libra.config import RunConfig, config_from_dict, load_config
 from libra.config.model_paths import resolve_model
 from libra.rollout.chat_format import ChatFormat, load_chat_format
-from libra.store.group_records import read_group
+from libra.store.run_records import read_group
 from libra.types import Trajectory
 
 GOAL = 0.85

@@ -14,9 +14,8 @@ import torch
 
 from libra.config import RunConfig, load_config
 from libra.config.model_paths import resolve_model
-from libra.store.batch_membership import read_batch_facts
-from libra.store.trajectories import TrajectoryStore
-from libra.store.wave_records import in_waves
+from libra.store.run_records import in_waves, read_batch_facts
+from libra.store.trajectory_store import TrajectoryStore
 from libra.train import Replica, TrainSettings
 from libra.types import Trajectory
 from libra.weights import WeightStore

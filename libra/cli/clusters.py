@@ -169,7 +169,7 @@ def roles_command(
 ) -> bool:
     """Show the roles, after a change if one is given; False if ``wait`` saw the change undone."""
     from libra.cluster.connection import reach
-    from libra.driver.role_client import RoleClient
+    from libra.driver.run_clients import RoleClient
 
     wanted = assignments(words)
     if wanted and cancel is not None:

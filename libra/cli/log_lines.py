@@ -17,7 +17,7 @@ def log_to_stderr(level: int) -> None:
 
     Tracebacks only with ``LIBRA_TRACEBACK=1``; a run's are in its ``logs/driver.log``.
     """
-    from libra.driver.run_logs import ShownFormatter
+    from libra.driver.run_console import ShownFormatter
 
     handler = logging.StreamHandler()
     brief = os.environ.get("LIBRA_TRACEBACK") != "1"

@@ -15,9 +15,16 @@ from libra.config import RunConfig, load_config, yaml_text
 from libra.config.model_paths import packaged_config
 from libra.config.planner import PlannedLayout
 from libra.config.streaming import streaming_words
-from libra.driver.launch_layout import laid_out, plan_for_datasheet, planned_hardware, read_trace, without_layout
-from libra.driver.planned_steps import planned_regime, with_way
-from libra.driver.planned_steps import settings as settings_for
+from libra.driver.launch_layout import (
+    laid_out,
+    plan_for_datasheet,
+    planned_hardware,
+    planned_regime,
+    read_trace,
+    with_way,
+    without_layout,
+)
+from libra.driver.launch_layout import settings as settings_for
 from libra.errors import ConfigError, PlanError, shell_path
 from libra.observe.metrics import read_metrics
 from libra.planner.build_plan import compare, plan

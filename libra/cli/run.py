@@ -21,7 +21,7 @@ from libra.errors import LibraError, shell_path
 
 if TYPE_CHECKING:
     from libra.config import RunConfig
-    from libra.driver.run_summary import RunSummary
+    from libra.driver.run_console import RunSummary
 
 
 @click.command()
@@ -113,9 +113,8 @@ def ready_to_resume(run_dir: Path, step: int | None) -> None:
 
     RunDirectoryError if a living driver has the run.
     """
-    from libra.driver.damage import refuse_damaged
+    from libra.driver.damage import go_back, refuse_damaged
     from libra.driver.run_lock import refuse_running
-    from libra.driver.set_aside import go_back
 
     refuse_running(run_dir.expanduser().absolute())
     if step is None:
@@ -127,14 +126,13 @@ def ready_to_resume(run_dir: Path, step: int | None) -> None:
 
 def nothing_left(run_dir: Path, config: RunConfig) -> str | None:
     """The line for a run of which nothing is left to do, its last evaluation and checkpoint included; None if something is."""
-    from libra.observe.run_directory import iteration_rows, metric_rows, state_of
-    from libra.store.batch_membership import batch_path
+    from libra.driver.start_records import is_finished
+    from libra.observe.run_directory import iteration_rows, metric_rows
 
-    total, ended = config.run.iterations, len(iteration_rows(metric_rows(run_dir)))
-    if not _checkpoint(run_dir, total).is_dir() or not batch_path(run_dir / "batches", total - 1).exists():
+    total = config.run.iterations
+    if not is_finished(run_dir, config):
         return None
-    if state_of(run_dir, config.model_dump(mode="json"), ended) != "finished":
-        return None
+    ended = len(iteration_rows(metric_rows(run_dir)))
     if ended > total and _checkpoint(run_dir, ended).is_dir():  # more of them were typed for an earlier start
         total = ended
     model = shell_path(_checkpoint(run_dir, total))
@@ -175,7 +173,7 @@ def run_to_its_end(config: RunConfig, *, resume: bool, verbose: bool, overrides:
     from libra.cluster import fork_server
     from libra.cluster.worker_environment import inherited_environment
     from libra.driver.early_checks import check_early, first_line, run_directory
-    from libra.driver.interruption import Interruption, resume_words
+    from libra.driver.run_console import Interruption, resume_words
     from libra.observe.start_stages import StartStages
 
     stages = StartStages(enabled=config.observe.progress)
@@ -204,7 +202,7 @@ def run_to_its_end(config: RunConfig, *, resume: bool, verbose: bool, overrides:
 
 def _in_one_line(error: Exception, directory: Path, overrides: Sequence[str]) -> Exception:
     """The error with the place of its traceback and what to type; itself where tracebacks are wanted."""
-    from libra.driver.interruption import resume_words, with_overrides
+    from libra.driver.run_console import resume_words, with_overrides
 
     log = directory / "logs" / "driver.log"
     if os.environ.get("LIBRA_TRACEBACK") == "1":

@@ -36,7 +36,7 @@ from libra.cluster.page_names import check_names
 
 logger = logging.getLogger(__name__)
 of_dask = logging.getLogger("distributed.comm.tcp")
-"""Where `libra.driver.run_logs` keeps records that are for no terminal."""
+"""Where `libra.driver.run_console` keeps records that are for no terminal."""
 
 MAX_UNPROVEN = 64
 HANDSHAKE_S = 20.0

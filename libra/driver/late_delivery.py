@@ -18,9 +18,7 @@ from libra.config.resume_changes import RESOLVED_FILE
 from libra.config.run_config import RunConfig
 from libra.envs.grading import MAX_REWARD, plain_number
 from libra.errors import LateRefused, RecordExists, RunDirectoryError
-from libra.store.batch_membership import batch_path, read_batch
-from libra.store.group_records import group_path, read_group
-from libra.store.late_rewards import read_late, runs_here, write_late
+from libra.store.run_records import batch_path, group_path, read_batch, read_group, read_late, runs_here, write_late
 from libra.types import TrajectoryId
 from libra.worker.late_waiting import waiting_after
 from libra.worker.run_spec import RunDirectory

@@ -1,17 +1,20 @@
-"""Checks of a model directory in the driver, before any worker starts.
+"""Checks of model and teacher (``distil``) in the driver, before any worker starts.
 
-They read JSON files and the headers of weights, never the weights, and import neither torch nor transformers.
+They read JSON files and the headers of weights, never the weights, and import neither torch nor
+transformers.
 """
 
 from __future__ import annotations
 
 import re
-import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from libra.config import resolve_model
+from safetensors import SafetensorError, safe_open
+
+from libra.config import RunConfig, resolve_model
+from libra.config.distil_checks import teacher_model
 from libra.errors import ConfigError, ModelError
 from libra.model_loader import check_lengths
 from libra.seals import parsed_json
@@ -22,8 +25,6 @@ _SAVE_TOKENIZER = "save it again with tokenizer.save_pretrained(...), or fetch i
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
 _EMBEDDING = re.compile(r"(^|\.)(embed_tokens|wte|embed_in|word_embeddings)\.weight$")
 _LAYER = re.compile(r"^(?:model\.)?(?:language_model\.)?(?:model\.)?layers\.(\d+)\.")
-_MAX_HEADER_BYTES = 100_000_000
-"""The largest header that the safetensors format allows."""
 _GIT_LFS = b"version https://git-lfs"
 
 
@@ -89,29 +90,19 @@ def header_shapes(path: Path) -> dict[str, tuple[int, ...]]:
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
-            begin = file.read(64)
-            if begin.startswith(_GIT_LFS):
+            if file.read(len(_GIT_LFS)) == _GIT_LFS:
                 raise _wrong(
                     path, f"it holds only Git LFS's pointer ({_GIT_LFS.decode()} ...)", "type git lfs pull there"
                 )
-            length = struct.unpack("<Q", begin[:8])[0] if len(begin) >= 8 else size
-            if 8 + length > size or length > _MAX_HEADER_BYTES:
-                what = "it is cut or no safetensors file" if size else "it is empty"
-                raise _wrong(path, f"{what} ({size:,} bytes)", _SAVE)
-            file.seek(8)
-            header = parsed_json(file.read(length))
-        tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
-        end = 8 + length + max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
-        shapes = {name: tuple(entry["shape"]) for name, entry in tensors.items()}
+        with safe_open(path, "np") as tensors:
+            return {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
     except ModelError:  # which is an OSError
         raise
     except OSError as error:
         raise _wrong(path, f"it cannot be read ({error.strerror})", "make it readable, or fetch it again") from error
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise _wrong(path, f"it is no safetensors file ({size:,} bytes)", _SAVE) from error
-    if end != size:
-        raise _wrong(path, f"it is {'cut' if size < end else 'too long'}: {size:,} of {end:,} bytes", _SAVE)
-    return shapes
+    except SafetensorError as error:
+        what = "it is cut, or no safetensors file" if size else "it is empty"
+        raise _wrong(path, f"{what} ({size:,} bytes; {error})", _SAVE) from error
 
 
 def _weight_files(directory: Path) -> list[Path]:
@@ -217,3 +208,72 @@ def _json_object(path: Path, advice: str) -> dict[str, Any]:
 
 def _wrong(path: Path, what: str, advice: str) -> ModelError:
     return ModelError(f"model.path: {path}: {what}; {advice}")
+
+
+def check_teacher(config: RunConfig, student: ModelFiles) -> None:
+    """Check that the teacher is a whole model with the student's tokenizer, and has as many tokens as are asked of it.
+
+    Raises
+    ------
+    ModelError
+        ``distil.teacher`` names no model, or a damaged one.
+    ConfigError
+        It has another tokenizer, fewer tokens than ``distil.top_k``, or fewer positions than a context of the run.
+    """
+    distil, named = config.distil, teacher_model(config)
+    if named is None:
+        return
+    try:
+        teacher = checked_model(named)
+    except ModelError as error:
+        raise ModelError(str(error).replace("model.path", "distil.teacher")) from error
+    try:
+        check_positions(teacher, config.rollout.max_context_tokens)
+    except ConfigError as error:
+        raise ConfigError(f"distil.teacher: {error}") from error
+    if (difference := tokenizer_difference(student, teacher)) is not None:
+        raise ConfigError(
+            f"distil.teacher: {named} has another tokenizer than model.path={config.model.path} ({difference}), so that "
+            "it cannot score what the student wrote; type a distil.teacher of the same family"
+        )
+    if distil.estimator == "top_k" and (most := most_tokens(student, teacher)) is not None and distil.top_k > most:
+        raise ConfigError(
+            f"distil.top_k: {distil.top_k}, and the teacher's vocabulary has {most} tokens that the student has; type "
+            f"distil.top_k={most} or less"
+        )
+
+
+def tokenizer_difference(student: ModelFiles, teacher: ModelFiles) -> str | None:
+    """The first token that the tokenizers of two models number differently, in words; None if there is none.
+
+    Models without ``tokenizer.json`` are compared by the sizes of their vocabularies.
+    """
+    ours, theirs = _ids(student.tokenizer), _ids(teacher.tokenizer)
+    if not ours or not theirs:
+        sizes = student.config.get("vocab_size"), teacher.config.get("vocab_size")
+        return None if sizes[0] == sizes[1] else f"vocab_size is {sizes[0]} and {sizes[1]}"
+    for token in sorted(ours.keys() | theirs.keys(), key=lambda token: (ours.get(token, -1), theirs.get(token, -1))):
+        if ours.get(token) != theirs.get(token):
+            is_, there = (f"has number {ids[token]}" if token in ids else "is not there" for ids in (ours, theirs))
+            return f"token {token!r} {is_} in the student and {there} in the teacher"
+    if student.tokenizer.get("pre_tokenizer") != teacher.tokenizer.get("pre_tokenizer"):
+        return "they cut text into words differently (pre_tokenizer)"
+    return None
+
+
+def most_tokens(student: ModelFiles, teacher: ModelFiles) -> int | None:
+    """Tokens that a top-k may have: the teacher's, or the student's if those are fewer; None: not known. Where the two differ, one
+    less, so that "any other token" is never empty for the teacher alone."""
+    sizes = [size for each in (student, teacher) if isinstance(size := each.config.get("vocab_size"), int)]
+    if len(sizes) < 2:
+        return None
+    return min(sizes) - (sizes[0] != sizes[1])
+
+
+def _ids(tokenizer: dict[str, Any]) -> dict[str, int]:
+    """Number of each token of a ``tokenizer.json``, added ones included; empty without it."""
+    vocabulary = tokenizer.get("model", {}).get("vocab", {})
+    if isinstance(vocabulary, list):  # of a unigram model: pairs of token and score
+        vocabulary = {str(entry[0]): number for number, entry in enumerate(vocabulary)}
+    added = {entry["content"]: entry["id"] for entry in tokenizer.get("added_tokens", ())}
+    return {**vocabulary, **added}

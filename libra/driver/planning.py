@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from libra.config import RunConfig
+from libra.driver.prompt_checks import UpcomingPrompts
 from libra.driver.replanning import Replanning, batch_of
-from libra.driver.upcoming_prompts import UpcomingPrompts
 from libra.errors import ModelError
 from libra.graph.batch_nodes import Lengths
 from libra.hardware import ModelShape, load_shape

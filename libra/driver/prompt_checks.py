@@ -1,24 +1,210 @@
-"""Checks of a run's prompts in the driver: their form, their length with the chat template, and how many there are.
+"""Prompts of a run in the driver: the chat template, their form and length, and those of upcoming iterations.
 
-An environment may need what only its workers have. So what it cannot give here is refused only where the workers are started
-on this machine, and never for an environment that has a ``setup`` of its own, which has not run yet.
+An environment may need resources that only its workers have. Prompts that it cannot give here are
+refused only where the workers start on this machine, and never for an environment with a ``setup`` of
+its own, which has not run yet. The template is rendered with jinja2 as transformers does, so that the
+check imports neither transformers nor torch.
 """
 
 from __future__ import annotations
 
 import heapq
+import json
 import logging
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
 
 from libra.config import RunConfig
-from libra.driver.chat_template import ChatTemplate, LoadedTemplate
+from libra.driver.model_checks import ModelFiles
 from libra.envs import Environment
-from libra.errors import ConfigError, LibraError
+from libra.errors import ConfigError, LibraError, ModelError
 from libra.graph.batch_nodes import question_chars
+from libra.seals import parsed_json
 from libra.types import Prompt
-from libra.untrusted import error_text
+from libra.untrusted import error_text, valid_unicode
 
 logger = logging.getLogger(__name__)
+
+
+_GENERATION_TAG = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
+"""Marks of what the assistant wrote, an extension of transformers; they leave no text."""
+_SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_STAND_IN = "LIBRA-STANDS-IN"
+_NONE = (
+    "its tokenizer has no chat template; take a chat model (-Instruct), or write its template to {}/chat_template.jinja"
+)
+
+
+class _Refused(Exception):
+    """The template called raise_exception."""
+
+
+class ChatTemplate:
+    """The chat template of a model directory, compiled; ModelError if there is none or it is no template."""
+
+    def __init__(self, model: ModelFiles) -> None:
+        from jinja2 import TemplateError
+        from jinja2.ext import loopcontrols
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        text, self.source = _text(model)
+        self._model = model
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise
+        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        try:
+            self._template = environment.from_string(_GENERATION_TAG.sub("", text))
+        except TemplateError as error:
+            line = getattr(error, "lineno", None)
+            raise ModelError(
+                f"model.path: {self.source}{f', line {line}' if line else ''}: its chat template cannot be read ({error}); "
+                "correct it"
+            ) from error
+        self._special = _special_tokens(model)
+        self._tokenizer: Any = None
+
+    def text(self, messages: Sequence[Mapping[str, Any]], schemas: Sequence[Mapping[str, Any]]) -> str | None:
+        """The prompt as text; None if only transformers can render it.
+
+        ModelError with the template's own words if it refuses these messages.
+        """
+        try:
+            return self._template.render(
+                **self._special,
+                messages=[dict(message) for message in messages],
+                tools=[dict(schema) for schema in schemas] or None,
+                documents=None,
+                add_generation_prompt=True,
+            )
+        except _Refused as error:
+            raise ModelError(
+                f"model.path: {self.source}: its chat template refuses the messages {_roles(messages)} ({error}); correct the "
+                "template, or take another model"
+            ) from error
+        except Exception as error:  # noqa: BLE001 - the template is the model's own program, which may raise anything
+            logger.info("%s: not rendered in the driver: %s", self.source, error)
+            return None
+
+    def check_tools(self, schemas: Sequence[Mapping[str, Any]]) -> None:
+        """ModelError if the template refuses what tools return, or the system message that explains them, or leaves it out."""
+        question = {"role": "user", "content": "?"}
+        explained = self.text([question], schemas) == self.text([question], ())
+        returned = [{"role": "assistant", "content": "!"}, {"role": "tool", "name": "tool", "content": _STAND_IN}]
+        shown = self.text([{"role": "system", "content": "?"}] * explained + [question, *returned], schemas)
+        if shown is not None and _STAND_IN not in shown:
+            raise ModelError(
+                f"model.path: {self.source}: its chat template leaves out messages of tools; correct it, or take another model"
+            )
+
+    def tokens_beyond(
+        self, messages: Sequence[Mapping[str, Any]], schemas: Sequence[Mapping[str, Any]], limit: int
+    ) -> int | None:
+        """Tokens of a prompt up to its first generation if they are ``limit`` or more, else None.
+
+        None also where only transformers can tell (no ``tokenizer.json``).
+        """
+        shown = self.text(messages, schemas)
+        if shown is None or not self._model.tokenizer:
+            return None
+        shown = valid_unicode(shown)  # as workers tokenise it
+        extra = json.dumps(list(schemas)) if schemas and shown == valid_unicode(self.text(messages, ()) or "") else ""
+        if len((shown + extra).encode()) < limit:  # a token has at least one byte
+            return None
+        num = self._num(shown + extra)
+        if num >= limit and extra:
+            from libra.rollout.chat_format import explanation  # here: it imports torch
+
+            num = self._num(shown + explanation(schemas))
+        return num if num >= limit else None
+
+    def _num(self, text: str) -> int:
+        return len(self._encoder().encode(text, add_special_tokens=False).ids)
+
+    def _encoder(self) -> Any:
+        if self._tokenizer is None:
+            from tokenizers import Tokenizer
+
+            path = self._model.directory / "tokenizer.json"
+            try:
+                self._tokenizer = Tokenizer.from_file(str(path))
+            except Exception as error:  # tokenizers raises plain Exception
+                raise ModelError(
+                    f"model.path: {path}: it cannot be loaded ({' '.join(str(error).split())[:200]}); save it again with "
+                    "tokenizer.save_pretrained(...), or fetch it again"
+                ) from error
+        return self._tokenizer
+
+
+class LoadedTemplate:
+    """The chat template of a tokenizer that ``model.loader`` made; ModelError if it has none that works."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        from libra.rollout.chat_format import ChatFormat  # here: it imports torch
+
+        self._formatted = partial(ChatFormat, tokenizer)
+        self._formatted()
+
+    def check_tools(self, schemas: Sequence[Mapping[str, Any]]) -> None:
+        """As `ChatTemplate.check_tools`."""
+        self._formatted(schemas)
+
+    def tokens_beyond(
+        self, messages: Sequence[Mapping[str, Any]], schemas: Sequence[Mapping[str, Any]], limit: int
+    ) -> int | None:
+        """As `ChatTemplate.tokens_beyond`."""
+        num = len(self._formatted(schemas).prompt_ids(messages))
+        return num if num >= limit else None
+
+
+def _text(model: ModelFiles) -> tuple[str, Path]:
+    """The template's text, and the file that it is in."""
+    file, settings = model.directory / "chat_template.jinja", model.directory / "tokenizer_config.json"
+    if file.is_file():
+        return file.read_text(encoding="utf-8", errors="replace"), file
+    template = model.tokenizer_config.get("chat_template")
+    if isinstance(template, list):  # several, by name
+        named = {each.get("name"): each.get("template") for each in template if isinstance(each, dict)}
+        template = named.get("default")
+    if template is None and (model.directory / "chat_template.json").is_file():
+        settings = model.directory / "chat_template.json"
+        template = parsed_json(settings.read_text(encoding="utf-8")).get("chat_template")
+    if not isinstance(template, str):
+        raise ModelError(f"model.path: {str(model.directory)!r}: {_NONE.format(model.directory)}")
+    return template, settings
+
+
+def _special_tokens(model: ModelFiles) -> dict[str, str]:
+    """The special tokens that a template may insert, by name."""
+    file = model.directory / "special_tokens_map.json"
+    try:
+        older = parsed_json(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    except (OSError, ValueError):
+        older = {}
+    named = {**(older if isinstance(older, dict) else {}), **model.tokenizer_config}
+    return {name: _token(named[name]) for name in _SPECIAL if named.get(name) is not None}
+
+
+def _token(value: Any) -> str:
+    return str(value.get("content", "")) if isinstance(value, dict) else str(value or "")
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+    kept = {name: options[name] for name in ("indent", "separators", "sort_keys") if name in options}
+    return json.dumps(value, ensure_ascii=ensure_ascii, **kept)
+
+
+def _raise(message: str) -> NoReturn:
+    raise _Refused(message)
+
+
+def _roles(messages: Sequence[Mapping[str, Any]]) -> str:
+    return ", ".join(str(message.get("role")) for message in messages)
+
 
 MAX_READ = 20_000
 """Prompts of an environment with a known number of them that are read here."""
@@ -95,3 +281,40 @@ def check_form(environment: Environment, prompt: object, index: int) -> None:
 
 def _longest(prompts: list[Prompt]) -> Iterator[Prompt]:
     yield from heapq.nlargest(LONGEST, prompts, key=question_chars)
+
+
+T = TypeVar("T")
+
+
+class UpcomingPrompts:
+    """The prompts of upcoming iterations; None from the first one that the environment fails to give.
+
+    An environment may need resources that only its workers have (files, a service): planner and policy then work without
+    prompts.
+    """
+
+    def __init__(self, environment: Environment, per_batch: int) -> None:
+        self._environment: Environment | None = environment
+        self._per_batch = per_batch
+
+    def names(self, iteration: int) -> list[str] | None:
+        """``prompt_id`` of each prompt of an iteration, "" for one that no later iteration has; None if all are ""."""
+        names = self._each(iteration, lambda environment, index: environment.prompt_id("train", index))
+        return names if names is not None and any(names) else None
+
+    def lengths(self, iteration: int) -> list[float] | None:
+        """Characters of each prompt of an iteration."""
+        return self._each(
+            iteration, lambda environment, index: float(question_chars(environment.prompt("train", index)))
+        )
+
+    def _each(self, iteration: int, read: Callable[[Environment, int], T]) -> list[T] | None:
+        if self._environment is None:
+            return None
+        first = iteration * self._per_batch
+        try:
+            return [read(self._environment, index) for index in range(first, first + self._per_batch)]
+        except Exception as error:  # noqa: BLE001 - the boundary to the user's environment, whose faults are data
+            logger.info("no forecast by prompts, the driver cannot read them: %s: %s", type(error).__name__, error)
+            self._environment = None
+            return None

@@ -1,22 +1,6 @@
 """`libra repair RUN`: damaged files are set aside and rebuilt from the other copies of their content in the run.
 
-=====================  ==========================================================================================
-damaged                made again from
-=====================  ==========================================================================================
-configuration, starts  their second copy (`libra.driver.start_records`)
-epochs                 the highest epoch in any record of the run
-store                  its own sound rows; group records and batches for the others (`libra.driver.repair_store`)
-group record           the store, or the journal and the grader (`libra.driver.repair_records`)
-batch                  the store, or the event log and group records
-evaluation             the store
-scores of a teacher    the store, or the teacher, or a resumed run (`libra.driver.repair_teacher`)
-log                    its sound lines
-segment                nothing: it stays, and a resumed run does not read it
-weights, checkpoints   nothing: a resumed run publishes the version again, and repeats the steps since a checkpoint
-journal record         nothing: the quantum runs again, with the same seed
-observation            nothing: it is set aside
-wave                   nothing: the groups of it and of those after it go into other waves
-=====================  ==========================================================================================
+`REPAIRS` has a row for each kind of file.
 
 1. Nothing is deleted: what is replaced goes to ``damaged/`` in the run directory.
 2. No driver or committer has the run meanwhile; both locks are held.
@@ -26,16 +10,22 @@ wave                   nothing: the groups of it and of those after it go into o
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from libra.driver.damage import LOGS, SEGMENTS, RunCheck, check_run, run_directory
-from libra.driver.repair_records import repair_batch, repair_evaluation, repair_group, repair_journal, repair_scores
+from libra.driver.damage import SCORES, Repairs, check_run, run_directory
+from libra.driver.file_checks import LOGS, SEGMENTS, RunCheck, is_object
+from libra.driver.repair_records import (
+    repair_batch,
+    repair_evaluation,
+    repair_group,
+    repair_journal,
+    repair_scores,
+    repair_teacher,
+)
 from libra.driver.repair_store import repair_store
-from libra.driver.repair_teacher import repair_teacher
 from libra.driver.run_lock import lock_run
-from libra.driver.set_aside import SCORES, Repairs
 from libra.driver.start_records import (
     CONFIG_FILE,
     GIVEN_FILE,
@@ -46,11 +36,11 @@ from libra.driver.start_records import (
     write_given,
 )
 from libra.errors import StoreError, shell_path
-from libra.seals import parsed_json, sealed_text, unseal
+from libra.seals import sealed_text, unseal
 from libra.store.committer_lock import CommitterLock, Holder, lock_holder
 from libra.store.exclusive_files import create_exclusive
 from libra.store.observations import DIRECTORY as OBSERVATIONS
-from libra.store.teacher_scores import DIRECTORY as TEACHER
+from libra.store.run_records import TEACHER
 from libra.worker.run_spec import RunDirectory
 
 STORE_WAIT_S = 20.0
@@ -143,59 +133,54 @@ def _round(check: RunCheck, repairs: Repairs) -> None:
     for damage in check.damages:
         kinds.setdefault(damage.kind, []).append(damage.name)
     repairs.begin_round()
-    for name in (GIVEN_FILE, CONFIG_FILE, STARTS_FILE):
-        if name in kinds:
-            {GIVEN_FILE: _given, CONFIG_FILE: _config, STARTS_FILE: _starts}[name](check, repairs)
-    if "epochs" in kinds:
-        _epochs(check, repairs)
-    for name in LOGS:
-        if name in kinds:
-            _log(check, repairs, name)
-    for name in kinds.get(SEGMENTS, ()):
-        repairs.cannot(name, "nothing else has its lines; a resumed run does not need them, and it stays where it is")
-    _set_aside_whole(kinds, repairs)
-    for name in kinds.get("batches", ()):
-        repair_batch(check, repairs, name)
-    store = check.files.store_path.name
-    if store in kinds or f"{store}.digests" in kinds:
-        repair_store(check, repairs)
-    for name in kinds.get("groups", ()):
-        repair_group(check, repairs, name)
-    repair_teacher(check, repairs, kinds.get(TEACHER, []))
-    repair_journal(check, repairs, kinds.get("journal", []))
-    for name in kinds.get("evaluations", ()):
-        repair_evaluation(check, repairs, name)
-    if SCORES in kinds.get("checkpoints", ()):
-        repair_scores(check, repairs)
-
-
-def _set_aside_whole(kinds: dict[str, list[str]], repairs: Repairs) -> None:
-    """Files that a resumed run rebuilds itself."""
-    after = {
-        "weights": "the run publishes the version again, or continues without it",
-        "checkpoints": "the run repeats the steps since the checkpoint before",
-        "steps": "a resumed run does not need it",
-        OBSERVATIONS: "a reward function that reads it fails, and no reward is made up",
-    }
-    for kind, then in after.items():
-        depth = 3 if kind == OBSERVATIONS else 2
-        for name in dict.fromkeys("/".join(name.split("/")[:depth]) for name in kinds.get(kind, ())):
-            if name != SCORES and repairs.exists(name):
-                repairs.done(f"{name}: set aside as {repairs.set_aside(name)}; {then}")
-    for name in kinds.get("waves", ()):
-        batch = name.rpartition("-")[0]
-        for path in sorted((repairs.run / "waves").glob(f"{Path(batch).name}-*.json")):
-            if (later := f"waves/{path.name}") >= name:
-                aside = repairs.set_aside(later)
-                repairs.done(
-                    f"{later}: set aside as {aside}; its groups go into other waves, if their step is not taken yet"
-                )
+    for kind, repair in REPAIRS.items():
+        if kind in kinds:
+            repair(check, repairs, list(dict.fromkeys(kinds[kind])))
     best = repairs.run / "checkpoints" / "best"
     if best.is_symlink() and not best.exists():
         best.unlink()
 
 
-def _given(check: RunCheck, repairs: Repairs) -> None:
+def _each(repair: Callable[[RunCheck, Repairs, str], None]) -> Repair:
+    def all_of(check: RunCheck, repairs: Repairs, names: Sequence[str]) -> None:
+        for name in names:
+            repair(check, repairs, name)
+
+    return all_of
+
+
+def _set_aside(depth: int, then: str) -> Repair:
+    """For files that nothing else has; a name has ``depth`` parts of a path, and ``then`` is what a resumed run does."""
+
+    def repair(check: RunCheck, repairs: Repairs, names: Sequence[str]) -> None:
+        for name in dict.fromkeys("/".join(name.split("/")[:depth]) for name in names):
+            if name != SCORES and repairs.exists(name):
+                repairs.done(f"{name}: set aside as {repairs.set_aside(name)}; {then}")
+
+    return repair
+
+
+def _segment(check: RunCheck, repairs: Repairs, name: str) -> None:
+    repairs.cannot(name, "nothing else has its lines; a resumed run does not need them, and it stays where it is")
+
+
+def _checkpoints(check: RunCheck, repairs: Repairs, names: Sequence[str]) -> None:
+    _set_aside(2, "the run repeats the steps since the checkpoint before")(check, repairs, names)
+    if SCORES in names:
+        repair_scores(check, repairs)
+
+
+def _wave(check: RunCheck, repairs: Repairs, name: str) -> None:
+    """A wave and those after it are set aside."""
+    for path in sorted((repairs.run / "waves").glob(f"{Path(name).name.rpartition('-')[0]}-*.json")):
+        if (later := f"waves/{path.name}") >= name:
+            aside = repairs.set_aside(later)
+            repairs.done(
+                f"{later}: set aside as {aside}; its groups go into other waves, if their step is not taken yet"
+            )
+
+
+def _given(check: RunCheck, repairs: Repairs, name: str) -> None:
     config = check.files.directory / CONFIG_FILE
     try:
         starts = read_starts(check.files.directory)
@@ -214,12 +199,10 @@ def _given(check: RunCheck, repairs: Repairs) -> None:
     )
 
 
-def _config(check: RunCheck, repairs: Repairs) -> None:
+def _config(check: RunCheck, repairs: Repairs, name: str) -> None:
     try:
         text = read_given(check.files.directory)["config"]
     except StoreError:
-        text = None
-    if text is None:
         repairs.cannot(CONFIG_FILE, f"{GIVEN_FILE}, which has its text, is damaged too")
         return
     aside = repairs.set_aside(CONFIG_FILE)
@@ -227,7 +210,7 @@ def _config(check: RunCheck, repairs: Repairs) -> None:
     repairs.done(f"{CONFIG_FILE}: as the run was started with{aside and f'; the other one is {aside}'}")
 
 
-def _starts(check: RunCheck, repairs: Repairs) -> None:
+def _starts(check: RunCheck, repairs: Repairs, name: str) -> None:
     """Sound lines stay; epochs without one get theirs from ``given.json``."""
     directory = check.files.directory
     try:
@@ -241,7 +224,7 @@ def _starts(check: RunCheck, repairs: Repairs) -> None:
             lines[int(unseal(line)["epoch"])] = line.decode()
         except (ValueError, KeyError, TypeError):
             continue
-    text = given.pop("config") or (directory / CONFIG_FILE).read_text()
+    text = given.pop("config")
     epochs = (
         {int(path.name) for path in check.files.epochs_dir.glob("[0-9]*")} if check.files.epochs_dir.is_dir() else ()
     )
@@ -252,7 +235,7 @@ def _starts(check: RunCheck, repairs: Repairs) -> None:
     repairs.done(f"{STARTS_FILE}: made again from its sound lines, {GIVEN_FILE} and epochs/; the old one is {aside}")
 
 
-def _epochs(check: RunCheck, repairs: Repairs) -> None:
+def _epochs(check: RunCheck, repairs: Repairs, name: str) -> None:
     directory = check.files.epochs_dir
     aside = repairs.set_aside("epochs") if directory.exists() and not directory.is_dir() else ""
     directory.mkdir(exist_ok=True)
@@ -272,14 +255,36 @@ def _epochs(check: RunCheck, repairs: Repairs) -> None:
 def _log(check: RunCheck, repairs: Repairs, name: str) -> None:
     path = check.files.directory / name
     lines = path.read_bytes().splitlines(keepends=True)
-    sound = [line for line in lines if _is_object(line)]
+    sound = [line for line in lines if is_object(line)]
     aside = repairs.set_aside(name)
     path.write_bytes(b"".join(sound))
     repairs.done(f"{name}: {len(lines) - len(sound)} of {len(lines)} lines left out; the old one is {aside}")
 
 
-def _is_object(line: bytes) -> bool:
-    try:
-        return isinstance(parsed_json(line), dict)
-    except ValueError:
-        return False
+def _store(check: RunCheck, repairs: Repairs, names: Sequence[str]) -> None:
+    repair_store(check, repairs)
+
+
+Repair = Callable[[RunCheck, Repairs, Sequence[str]], None]
+REPAIRS: dict[str, Repair] = {
+    GIVEN_FILE: _each(_given),
+    CONFIG_FILE: _each(_config),
+    STARTS_FILE: _each(_starts),
+    "epochs": _each(_epochs),
+    **dict.fromkeys(LOGS, _each(_log)),
+    SEGMENTS: _each(_segment),
+    "weights": _set_aside(2, "the run publishes the version again, or continues without it"),
+    "steps": _set_aside(2, "a resumed run does not need it"),
+    OBSERVATIONS: _set_aside(3, "a reward function that reads it fails, and no reward is made up"),
+    "waves": _each(_wave),
+    "batches": _each(repair_batch),
+    "trajectories.zarr": _store,
+    "trajectories.zarr.digests": _store,
+    "groups": _each(repair_group),
+    TEACHER: repair_teacher,
+    "journal": repair_journal,
+    "evaluations": _each(repair_evaluation),
+    "checkpoints": _checkpoints,
+}
+"""The first part of a path, and the repair of all damaged files of that kind. Later ones read what
+earlier ones made."""

@@ -1,4 +1,4 @@
-"""Repairs group records, batches, journals and the outcomes of evaluations from each other, the store and the event log."""
+"""Repairs of records from each other, the store, the event log and the teacher."""
 
 from __future__ import annotations
 
@@ -13,28 +13,39 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from libra.driver.damage import RunCheck, batch_groups, journal_faults
-from libra.driver.set_aside import Repairs
+from libra.config import resolve_model
+from libra.config.distil_checks import teacher_model
+from libra.driver.damage import Repairs
+from libra.driver.file_checks import RunCheck, journal_faults
 from libra.driver.start_records import read_given
 from libra.envs import decode_state, has_steps
 from libra.errors import LibraError, StoreError
 from libra.facts import OpenBatch
 from libra.policy import staleness_of
 from libra.seals import parsed_json, sealed_text, unseal
-from libra.store.batch_membership import commit_batch
 from libra.store.event_log import lines_of
 from libra.store.exclusive_files import create_exclusive
-from libra.store.group_records import group_path, read_group, write_group
-from libra.store.trajectories import TrajectoryStore
+from libra.store.run_records import (
+    commit_batch,
+    group_path,
+    groups_of,
+    read_group,
+    read_waves,
+    write_group,
+    write_scores,
+)
 from libra.store.trajectory_journal import Journal
-from libra.store.wave_records import groups_of, read_waves
+from libra.store.trajectory_store import TrajectoryStore
 from libra.types import Trajectory, TrajectoryId
 from libra.worker.grading import grade
+from libra.worker.model_files import local_model
 from libra.worker.run_spec import RunSpec
 from libra.worker.trajectory_state import TrajectoryState
 
 if TYPE_CHECKING:
     from libra.config import RunConfig
+    from libra.types import Taught
+
 
 _TRAJECTORY = re.compile(r"(?P<split>train|eval)-(?P<iteration>\d+)-(?P<group>\d+)-(?P<sample>\d+)")
 _GROUP = re.compile(r"(?P<split>train|eval)-(?P<iteration>\d+)-(?P<group>\d+)\.group")
@@ -54,7 +65,7 @@ def repair_group(check: RunCheck, repairs: Repairs, name: str) -> None:
     members = [each.trajectory for each in found if each.trajectory.trajectory_id._replace(sample=0) == key]
     how = "made again from the store"
     if len(members) != size:
-        if not any(Path(name).name in batch_groups(check.files, number) for number in range(check.num_batches)):
+        if not any(Path(name).name in names for names in check.groups.values()):
             then = "its trajectories are graded again, or run again, when the run is resumed"
             repairs.done(f"{name}: set aside as {repairs.set_aside(name)}; {then}")
             return
@@ -156,6 +167,7 @@ def repair_batch(check: RunCheck, repairs: Repairs, name: str) -> None:
     commit_batch(
         files.batches_dir, number, [each.trajectory_id for group in groups.values() for each in group], groups=rows
     )
+    check.groups[number] = [path.name for path in paths]  # which may be repaired next
     repairs.done(f"{name}: made again from {how}{aside and f'; the old one is {aside}'}")
 
 
@@ -271,3 +283,60 @@ def config_of(check: RunCheck) -> RunConfig:
     from libra.config.resume_changes import load_resumed
 
     return load_resumed(check.files.directory)
+
+
+def repair_teacher(check: RunCheck, repairs: Repairs, names: Sequence[str]) -> None:
+    """Rebuild files of scores that committed batches were trained with; others are set aside, and a resumed run scores again."""
+    taught = {f"{Path(name).stem}.scores" for batch in check.taught.values() for name in batch}
+    asked: list[str] = []
+    for name in names:
+        if Path(name).name not in taught:
+            then = "the teacher scores its group again when the run is resumed, if a batch is to have it"
+            repairs.done(f"{name}: set aside as {repairs.set_aside(name)}; {then}")
+        elif (scores := _stored_scores(check, Path(name).stem)) is not None:
+            _replace(check, repairs, name, scores, "made again from the store")
+        else:
+            asked.append(name)
+    if asked:
+        _ask(check, repairs, asked)
+
+
+def _stored_scores(check: RunCheck, stem: str) -> list[Taught | None] | None:
+    """The scores of a group by the store; None if it does not have them."""
+    split, iteration, group = stem.split("-")
+    found = [
+        each.trajectory
+        for each in stored(check, split, int(iteration)) or []
+        if each.trajectory.trajectory_id.group == int(group)
+    ]
+    scores = [each.taught for each in sorted(found, key=lambda each: each.trajectory_id.sample)]
+    return scores if any(scores) else None
+
+
+def _ask(check: RunCheck, repairs: Repairs, names: Sequence[str]) -> None:
+    """Let the teacher score the groups again: the same tokens and draws, and the same numbers where the machine is the same."""
+    from libra.worker.teacher_service import load_teacher, scores_of  # brings torch
+
+    config = config_of(check)
+    try:
+        model = load_teacher(config, Path(local_model(str(resolve_model(config.model.path)))))
+    except LibraError as error:
+        for name in names:
+            repairs.cannot(name, f"the store does not have it, and its teacher cannot be asked again: {error}")
+        return
+    for name in names:
+        try:
+            members = read_group(check.files.groups_dir / f"{Path(name).stem}.group")
+        except StoreError as error:
+            repairs.cannot(name, f"the store does not have it, and {error}")
+            continue
+        taught = scores_of(model, config.run.seed, members).taught
+        _replace(check, repairs, name, taught, f"{teacher_model(config)} was asked again")
+
+
+def _replace(check: RunCheck, repairs: Repairs, name: str, scores: Sequence[Taught | None], how: str) -> None:
+    aside = repairs.set_aside(name)
+    path = check.files.directory / name
+    path.parent.mkdir(exist_ok=True)
+    write_scores(path, scores)
+    repairs.done(f"{name}: {how}{aside and f'; the old one is {aside}'}")

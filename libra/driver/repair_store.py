@@ -17,25 +17,30 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from libra.driver.damage import RunCheck
-from libra.driver.set_aside import Repairs
+from libra.driver.damage import Repairs
+from libra.driver.file_checks import RunCheck
 from libra.errors import StoreError
-from libra.seals import parsed_json
-from libra.store.batch_membership import read_batch_facts
-from libra.store.group_records import read_group
 from libra.store.row_digests import (
     COMMITTED,
     ISOLATION,
+    LEVEL,
     PATHS,
     AppendedRows,
     StoreRecord,
     column_digest,
+    column_rows,
+    committed_if_readable,
+    committed_rows,
     digests_path,
+    metadata_faults,
     read_record,
+    root_attributes,
+    store_faults,
+    unsound_appends,
 )
-from libra.store.store_check import LEVEL, column_rows, committed_rows, metadata_faults, store_faults, unsound_appends
-from libra.store.trajectories import COUNTS, HAS_DIGESTS, TrajectoryStore
-from libra.store.zarr_layout import COLUMNS, LEVELS, Level, Rows, array_path, num_rows, rows_of
+from libra.store.run_records import read_batch_facts, read_group
+from libra.store.trajectory_store import TrajectoryStore
+from libra.store.zarr_layout import COLUMNS, COUNTS, LEVELS, Level, Rows, array_path, num_rows, rows_of
 from libra.types import Trajectory
 from libra.worker.batch_rows import members_of
 from libra.worker.run_spec import RunDirectory
@@ -101,13 +106,11 @@ def _restore_metadata(store: Path, record: StoreRecord, repairs: Repairs) -> Non
     if damaged:
         _say(store, repairs, damaged, asides)
     stops = [dict.fromkeys(LEVELS, 0), *(each.stop for each in record.appends)]
-    try:
-        sound = committed_rows(store) in stops
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        sound = False
-    if sound and "zarr.json" not in faults:
+    committed = committed_if_readable(store)
+    if committed in stops and "zarr.json" not in faults:
         return
-    committed = committed_rows(store) if sound else _last_whole(store, record)
+    if committed is None or committed not in stops:
+        committed = _last_whole(store, record)
     counts = {COUNTS[level]: committed[level] for level in LEVELS}
     root = {
         "attributes": {**_isolation(store), **record.attributes, COMMITTED: counts},
@@ -231,16 +234,14 @@ def _differs(values: NDArray[Any] | None, made: Rows, path: str) -> bool:
 
 def _appends_by_rows(store: Path, files: RunDirectory) -> Iterator[AppendedRows]:
     """Appends of a store without a record: rows of one batch or one evaluation, by the store, or else by batches and records."""
-    try:
-        committed = committed_rows(store)
-        names = ("batch", "iteration", *_OFFSETS.values())
-        columns = {name: column_rows(store, f"trajectory/{name}", 0, committed["trajectory"]) for name in names}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        columns = {"batch": None}
-    if any(values is None for values in columns.values()):
+    committed, names = committed_if_readable(store), ("batch", "iteration", *_OFFSETS.values())
+    known: dict[str, Any] = {
+        name: None if committed is None else column_rows(store, f"trajectory/{name}", 0, committed["trajectory"])
+        for name in names
+    }
+    if committed is None or any(values is None for values in known.values()):
         yield from _appends_by_records(files)
         return
-    known: dict[str, Any] = columns
     rows = len(known["batch"])
     kind = np.where(known["batch"] >= 0, known["batch"], -1 - known["iteration"])
     cuts = [0, *(np.flatnonzero(np.diff(kind)) + 1).tolist(), rows] if rows else []
@@ -286,26 +287,19 @@ def _appends_by_records(files: RunDirectory) -> Iterator[AppendedRows]:
 
 def _attributes(store: Path, files: RunDirectory, record: StoreRecord | None) -> dict[str, Any]:
     """The attributes that the store was made with."""
-    own = {"schema", HAS_DIGESTS, COMMITTED}
     if record is not None:
         found = {**_isolation(store), **record.attributes}
-    else:
-        try:
-            found = parsed_json((store / "zarr.json").read_bytes())["attributes"]
-        except (OSError, ValueError, KeyError, TypeError):
-            from libra.config.resume_changes import load_resumed
+    elif not (found := root_attributes(store)):
+        from libra.config.resume_changes import load_resumed
 
-            config = load_resumed(files.directory)
-            found = {"run": config.run.name, "model": config.model.path}
-    return {name: value for name, value in found.items() if name not in own}
+        config = load_resumed(files.directory)
+        found = {"run": config.run.name, "model": config.model.path}
+    return {name: value for name, value in found.items() if name not in ("schema", COMMITTED)}
 
 
 def _isolation(store: Path) -> dict[str, Any]:
     """The attribute ``isolation`` where it can be read; the next start of the run notes its level again."""
-    try:
-        noted = parsed_json((store / "zarr.json").read_bytes())["attributes"][ISOLATION]
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
+    noted = root_attributes(store).get(ISOLATION)
     return {ISOLATION: noted} if isinstance(noted, list) else {}
 
 

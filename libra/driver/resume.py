@@ -24,12 +24,18 @@ from libra.graph.iteration import ResumePoint, Score
 from libra.orderings import blank
 from libra.policy.log_replay import learned
 from libra.policy.waves import GroupId
-from libra.store.batch_membership import batch_path, read_batch, read_batch_facts
 from libra.store.event_log import from_last_snapshot
-from libra.store.group_records import group_path, read_group
-from libra.store.teacher_scores import scores_path
+from libra.store.run_records import (
+    batch_path,
+    group_path,
+    groups_of,
+    read_batch,
+    read_batch_facts,
+    read_group,
+    read_waves,
+    scores_path,
+)
 from libra.store.trajectory_journal import Journal
-from libra.store.wave_records import groups_of, read_waves
 from libra.worker.late_waiting import waiting_after
 from libra.worker.run_spec import RunSpec
 

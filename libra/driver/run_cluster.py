@@ -1,32 +1,37 @@
-"""The cluster of a run: the one that its configuration names, or a local one started for it; and the run's registration
-on it."""
+"""The cluster of a run: given or started for it, the registration of the run on it, and the error if its scheduler is lost."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from distributed import Client
+from distributed.client import FutureCancelledError
+from distributed.comm import CommClosedError
 
 from libra.cluster.connection import RunContact, connect, forget, shown_by
 from libra.cluster.local import local_cluster
 from libra.cluster.readiness import check_cluster
 from libra.config import RunConfig
+from libra.driver.early_checks import no_scheduler
 from libra.driver.launch_layout import check_workers, layout_fact
-from libra.driver.notice_reader import NoticeReader
+from libra.driver.part_checks import check_loadable
+from libra.driver.run_clients import NoticeReader
 from libra.driver.run_start import RunStart
 from libra.driver.scheduler_calls import SchedulerCalls
-from libra.driver.worker_imports import check_loadable
-from libra.errors import ClusterError
+from libra.errors import ClusterError, LibraError, shell_path
 from libra.keys import host_name
 from libra.scheduler.run_state import process_name
 from libra.worker import run_secret
 from libra.worker.host import LibraHost
 
 if TYPE_CHECKING:
-    from distributed import SpecCluster
+    from distributed import Client, SpecCluster
 
 logger = logging.getLogger(__name__)
 
@@ -59,10 +64,7 @@ def _connected(config: RunConfig, logs: Path, exits: ExitStack) -> tuple[Client,
         except ClusterError as error:
             raise ClusterError(f"cluster.scheduler: {error}") from error
         except (OSError, TimeoutError, ValueError) as error:
-            raise ClusterError(
-                f"cluster.scheduler: no Dask scheduler answers at {address!r} ({error}); start one: libra "
-                "cluster tls DIR says how, or leave --scheduler out for a local cluster"
-            ) from error
+            raise no_scheduler(address, error) from error
     exits.callback(_close, client)
     return client, cluster
 
@@ -113,3 +115,45 @@ def _address(client: Client, config: RunConfig) -> str:
     if typed is not None and "://" not in typed and Path(typed).is_file():
         return str(Path(typed).absolute())
     return typed or str(client.scheduler_info(n_workers=0)["address"])
+
+
+@contextmanager
+def scheduler_loss_named(client: Callable[[], Client | None], directory: Path, address: str | None) -> Iterator[None]:
+    """Context manager: raises ClusterError if the scheduler is lost.
+
+    Parameters
+    ----------
+    client : callable
+        Gives the client at the time of an error; None: it is not connected yet.
+    directory : Path
+        Of the run.
+    address : str, optional
+        ``cluster.scheduler``, where it is set.
+    """
+    try:
+        yield
+    except LibraError:
+        raise
+    except (OSError, CancelledError) as error:
+        connected = client()
+        lost = isinstance(error, CommClosedError)
+        lost |= isinstance(error, FutureCancelledError) and error.reason == "scheduler-connection-lost"
+        if connected is None or (connected.status == "running" and not lost):
+            raise
+        logging.getLogger("distributed.client").addFilter(_is_no_cancellation)
+        raise ClusterError(lost_scheduler_text(directory, address)) from error
+
+
+def _is_no_cancellation(record: logging.LogRecord) -> bool:
+    """Drops what Dask logs if a client is closed while it still tries to reconnect: a traceback, and a wrong number of seconds."""
+    cancelled = record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError)
+    return not cancelled and not record.getMessage().startswith("Failed to reconnect to scheduler")
+
+
+def lost_scheduler_text(directory: Path, address: str | None) -> str:
+    """The message: what happened, what is kept, and what to type."""
+    at, option = ("", "") if address is None else (f" at {address}", f" --scheduler {address}")
+    return (
+        f"the connection to the scheduler{at} is lost, and with it the tasks that ran; what is committed is kept. Start scheduler "
+        f"and workers again where they are gone, then type libra resume {shell_path(directory)}{option}"
+    )

@@ -16,34 +16,22 @@ from typing import TYPE_CHECKING
 
 from libra.config import RunConfig, dump_config, resolve_model
 from libra.config.resume_changes import check_unchanged
-from libra.driver.chat_template import ChatTemplate, LoadedTemplate
 from libra.driver.damage import refuse_damaged
-from libra.driver.early_checks import run_directory
-from libra.driver.given_objects import check_environment, check_score
-from libra.driver.launch_layout import laid_out
-from libra.driver.main_script import check_main
-from libra.driver.model_checks import ModelFiles, check_positions, checked_model
-from libra.driver.prompt_checks import check_evaluation, check_prompts
+from libra.driver.early_checks import check_main, run_directory
+from libra.driver.model_checks import ModelFiles
+from libra.driver.part_checks import check_environment, check_score
+from libra.driver.preflight import BEFORE_ENVIRONMENT, CHECKS, Preflight
+from libra.driver.prompt_checks import UpcomingPrompts
 from libra.driver.resume import check_resumable, read_point
-from libra.driver.run_directory import check_free, make_directory, remove_unless_started
 from libra.driver.run_lock import lock_run, refuse_running
-from libra.driver.service_needs import check_services
-from libra.driver.start_records import log_start, newest_logged
-from libra.driver.teacher_checks import check_teacher
-from libra.driver.tool_needs import check_tools
-from libra.driver.upcoming_prompts import UpcomingPrompts
+from libra.driver.start_records import log_start, make_directory, newest_logged, remove_unless_started
 from libra.graph.iteration import ResumePoint, Score
-from libra.model_loader import build_tokenizer, loader_of
 from libra.observe.trackers import check_trackers
-from libra.orderings import check_ordering
 from libra.planner.from_config import check_runnable
-from libra.processes.child_environment import child_environment
-from libra.store.epochs import take_epoch
+from libra.store.run_records import take_epoch
 from libra.store.trajectory_journal import sweep_logs
 from libra.train.checkpoint_directory import checked_start
-from libra.train.own_parts import check_own_parts
 from libra.transport import new_secret
-from libra.worker.engine_factory import check_engine
 from libra.worker.run_spec import RunSpec
 
 if TYPE_CHECKING:
@@ -120,26 +108,28 @@ def prepare(request: RunRequest, exits: ExitStack, start: ExitStack) -> RunStart
     """
     check_environment(request.environment)
     check_score(request.score)
-    check_parts(request.config)
     check_trackers(request.config.observe.trackers)
     started_here = request.client is None and request.config.cluster.scheduler is None
     if started_here:
         check_main()
-    if not request.resume:
-        check_free(request.directory)
-    model = checked_model(request.config.model.path)
-    config = laid_out(request.config, started_here=request.client is None)
-    spec = _spec(config, request, model, started_here=started_here)
-    environment = spec.make_environment()
+    known = Preflight(
+        request.config,
+        started_here,
+        None if request.resume else request.directory,
+        fetches=True,
+        given_client=request.client is not None,
+    )
+    for name in BEFORE_ENVIRONMENT:
+        CHECKS[name](known)
+    assert known.model is not None
+    config = known.config
+    spec = _spec(config, request, known.model, started_here=started_here)
+    environment = known.environment = spec.make_environment()
     if config.planner.replan:
         check_runnable(config)
-    if started_here:
-        child_environment(config.agent.env, where="agent.env")
-        check_engine(config)
-    check_tools(config, environment, started_here=started_here)
-    check_services(config, environment)
-    check_data(config, environment, model, started_here=started_here)
-    check_teacher(config, model)
+    for name, check in CHECKS.items():
+        if name not in BEFORE_ENVIRONMENT:
+            check(known)
     if request.resume:
         if spec.directory.is_dir():
             refuse_running(spec.directory)  # whose files may come and go while they are checked
@@ -157,24 +147,6 @@ def prepare(request: RunRequest, exits: ExitStack, start: ExitStack) -> RunStart
     log_start(spec.directory, spec.epoch, iterations)
     sweep_logs(spec.journal_dir)  # of writers that have ended or are fenced off
     return RunStart(spec, environment, read_point(spec), request.score, request.resume)
-
-
-def check_parts(config: RunConfig) -> None:
-    """ConfigError if a part of the user's own cannot be imported, or does not do what its protocol says."""
-    check_own_parts(config.trainer)
-    loader_of(config.model.loader)
-    check_ordering(config.policy.name, objective=config.policy.objective, patience=config.policy.patience)
-
-
-def check_data(config: RunConfig, environment: Environment, model: ModelFiles, *, started_here: bool) -> None:
-    """Check that model, prompts and evaluation fit each other and section ``rollout``."""
-    check_positions(model, config.rollout.max_context_tokens)
-    check_evaluation(config, environment)
-    loader = config.model.loader
-    template = ChatTemplate(model) if loader is None else LoadedTemplate(build_tokenizer(loader, model.directory))
-    if environment.tools:
-        template.check_tools(environment.tool_schemas)
-    check_prompts(config, environment, template, started_here=started_here)
 
 
 def _spec(config: RunConfig, request: RunRequest, model: ModelFiles, *, started_here: bool) -> RunSpec:

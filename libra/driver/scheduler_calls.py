@@ -10,10 +10,9 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from libra.driver.engine_client import EngineClient
+from libra.driver.part_checks import needs_of
 from libra.driver.resume import learned_before
-from libra.driver.role_client import RoleClient
-from libra.driver.tool_needs import needs_of
+from libra.driver.run_clients import EngineClient, RoleClient
 from libra.envs import has_steps
 from libra.envs.retries import TOTAL_S
 from libra.errors import ClusterError, ConfigError

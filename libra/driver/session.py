@@ -23,18 +23,15 @@ from libra import keys
 from libra.cluster.hardware_inventory import cluster_gpu
 from libra.config import RunConfig
 from libra.driver.callbacks import Callbacks
-from libra.driver.early_checks import named
-from libra.driver.interruption import Interruption, resume_words
-from libra.driver.lost_scheduler import scheduler_loss_named
+from libra.driver.early_checks import named, run_directory
 from libra.driver.planning import Planning
-from libra.driver.progress_reader import ProgressReader
-from libra.driver.run_checkpoints import RunCheckpoints
-from libra.driver.run_cluster import connect_run, register_run
-from libra.driver.run_logs import RunLogs
+from libra.driver.run_clients import progress_read
+from libra.driver.run_cluster import connect_run, register_run, scheduler_loss_named
+from libra.driver.run_console import Interruption, RunLogs, RunSummary, resume_words
 from libra.driver.run_start import RunRequest, prepare
-from libra.driver.run_summary import RunSummary
 from libra.driver.scheduler_calls import SchedulerCalls
-from libra.driver.submitted_graphs import SubmittedGraphs
+from libra.driver.start_records import is_finished
+from libra.driver.submitted_graphs import RunCheckpoints, SubmittedGraphs
 from libra.errors import BatchFailed, LibraError, MismatchAlarm, NothingToLearn, shell_path
 from libra.graph.batch_nodes import batch_numbers
 from libra.graph.evaluation_nodes import read_evaluation
@@ -42,11 +39,11 @@ from libra.graph.iteration import Score, evaluation_graph, node, on, restored
 from libra.graph.training_nodes import pause_reason
 from libra.observe.metrics import MetricsLog, read_metrics
 from libra.observe.progress import RunProgress
+from libra.observe.run_directory import evaluations
 from libra.observe.start_stages import StartStages
 from libra.observe.token_text import load_decode
 from libra.observe.trackers import EVERY, Trackers, sample_texts
-from libra.store.batch_membership import read_batch_facts
-from libra.store.late_rewards import run_here
+from libra.store.run_records import read_batch_facts, run_here
 from libra.types import FailureClass
 from libra.worker.batch_rows import members_of
 from libra.worker.grading import NOT_YET
@@ -55,8 +52,7 @@ from libra.worker.step_records import step_numbers
 if TYPE_CHECKING:
     from distributed import SpecCluster
 
-    from libra.driver.engine_client import EngineClient
-    from libra.driver.role_client import RoleClient
+    from libra.driver.run_clients import EngineClient, RoleClient
     from libra.envs import Environment
     from libra.worker.run_spec import RunSpec
 
@@ -384,7 +380,12 @@ def run(
 
     ``interruption`` and ``stages`` are given where they began before Dask was imported.
     """
-    began_s, called = time.time(), Callbacks.of(config, callbacks)
+    began_s, called, config = time.time(), Callbacks.of(config, callbacks), named(config)
+    directory = run_directory(config)
+    if resume and is_finished(directory, config):  # no cluster is started for that
+        model = directory / "checkpoints" / f"step-{config.run.iterations:06d}"
+        made = evaluations(directory)
+        return RunSummary(config.run.name or "", directory, [], [made[version] for version in sorted(made)], model)
     with ExitStack() as exits:
         interruption = interruption or exits.enter_context(Interruption())
         stages = stages or StartStages(enabled=config.observe.progress)
@@ -399,7 +400,7 @@ def run(
         with RunProgress(
             summary.run, config.run.iterations, session.dashboard, enabled=config.observe.progress
         ) as progress:
-            exits.enter_context(ProgressReader(session.client, session.spec, progress.counted))
+            exits.enter_context(progress_read(session.client, session.spec, progress.counted))
             _iterate(session, summary, progress)
         summary.checkpoint, summary.best = session.checkpoints.newest, session.checkpoints.best
     summary.wall_s = time.time() - began_s

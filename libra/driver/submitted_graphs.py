@@ -1,31 +1,42 @@
-"""The graphs that a driver has submitted and not finished, as futures.
+"""The graphs that a driver has submitted and not finished, as futures, and its view of the checkpoints of the run.
 
 Invariants
 ----------
-1. When an iteration's summary is back, its futures are released, those of unfinished groups when they finish; after 50
-   iterations the scheduler holds as many tasks as after 5.
+1. When the summary of an iteration is back, its futures are released, those of unfinished groups when
+   they finish; after 50 iterations the scheduler holds as many tasks as after 5.
 2. An error of any future ends every wait: a batch would wait forever for a lost group.
+3. The driver waits for a checkpoint only when the next one is due, or the run ends.
 """
 
 from __future__ import annotations
 
 import threading
+from collections import deque
+from collections.abc import Callable
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distributed import Client, Future
 from distributed.comm import CommClosedError
 
+from libra.driver.resume import prune_groups
 from libra.errors import ClusterError, LibraError
 from libra.graph.iteration import iteration_graph, iteration_groups
+from libra.train.checkpoint import complete, newest, step_of
+from libra.train.checkpoint_directory import KeptCheckpoints
+from libra.worker.checkpoint_writer import checkpoint_is_due
+from libra.worker.run_spec import RunSpec
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from dask.delayed import Delayed
+    from distributed import Future
 
     from libra.driver.run_start import RunStart
+
 
 LOOK_S = 5.0
 """Seconds between polls of a future: Dask does not notify of a result that was lost and computed again."""
@@ -94,7 +105,7 @@ class SubmittedGraphs:
         failed = self._failed or future
         try:
             return failed.result()
-        except (LibraError, CancelledError):  # cancelled: the scheduler is lost (`libra.driver.lost_scheduler`)
+        except (LibraError, CancelledError):  # cancelled: the scheduler is lost (`libra.driver.run_cluster`)
             raise
         except Exception as error:  # the boundary to Dask: anything a worker raised
             if isinstance(error, CommClosedError) and failed.status != "error":
@@ -121,3 +132,55 @@ class SubmittedGraphs:
         if future.status == "error" and self._failed is None:
             self._failed = future
         self._wake.set()
+
+
+class RunCheckpoints:
+    """Checkpoints of one start of a run.
+
+    Parameters
+    ----------
+    spec : RunSpec
+    result : callable
+        Waits for a future of an iteration; `libra.driver.submitted_graphs.SubmittedGraphs.result`.
+
+    Attributes
+    ----------
+    newest : Path or None
+        The last one that is complete.
+    """
+
+    def __init__(self, spec: RunSpec, result: Callable[[Future[Any], int], Any]) -> None:
+        self._spec, self._result = spec, result
+        keep = spec.config.checkpoint
+        self._kept = KeptCheckpoints(spec.checkpoints_dir, keep=keep.keep, keep_best=keep.keep_best)
+        self.newest: Path | None = newest(spec.checkpoints_dir)
+        self._saving: deque[tuple[int, Future[Any]]] = deque()
+        self._pruned = 0  # batches whose group records are removed
+
+    @property
+    def best(self) -> Path | None:
+        """The checkpoint with the best score, if ``checkpoint.keep_best`` is set."""
+        return self._kept.best() if self._spec.config.checkpoint.keep_best else None
+
+    def score(self, version: int, reward: float) -> None:
+        """Record the reward of a version that has a checkpoint; see `libra.train.checkpoint_directory`."""
+        if version and checkpoint_is_due(self._spec.config, version):
+            self._kept.score(version, reward)
+            self._kept.tidy()
+
+    def follow(self, k: int, saving: Future[Any] | None, *, last: bool) -> None:
+        """Follow the checkpoint of iteration ``k``; wait for all but the newest, after the ``last`` iteration for that too."""
+        if saving is not None:
+            self._saving.append((k, saving))
+        allowed = 0 if last else 1
+        while self._saving and (self._saving[0][1].done() or len(self._saving) > allowed):
+            saved, future = self._saving.popleft()
+            self.newest = Path(self._result(future, saved))
+            self._kept.tidy()
+            oldest = next(iter(complete(self._spec.checkpoints_dir)))
+            self._pruned = prune_groups(self._spec, self._pruned, step_of(oldest))
+
+    def release(self) -> None:
+        """Release the futures of checkpoints that are being written."""
+        for _, future in self._saving:
+            future.release()

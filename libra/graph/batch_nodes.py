@@ -13,9 +13,7 @@ from libra.graph.late_groups import late_facts, late_numbers, take_delivered
 from libra.graph.member_rows import member_rows, spare_numbers
 from libra.graph.teacher_nodes import taught_numbers, with_scores
 from libra.policy import Verdict, staleness_of
-from libra.store.batch_membership import commit_batch, read_batch, read_batch_facts
-from libra.store.group_records import group_path, read_group
-from libra.store.wave_records import read_waves
+from libra.store.run_records import commit_batch, group_path, read_batch, read_batch_facts, read_group, read_waves
 from libra.types import EndReason, FailureClass, Prompt, Trajectory
 from libra.worker.agent_rows import agent_numbers
 from libra.worker.batch_rows import late_rows, lengths, members_of, take_late, without_stale

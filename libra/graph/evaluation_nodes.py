@@ -16,7 +16,7 @@ from libra.facts import EvaluationFinished
 from libra.graph.batch_nodes import append
 from libra.seals import sealed_text, unseal
 from libra.store.exclusive_files import create_exclusive
-from libra.store.group_records import read_group
+from libra.store.run_records import read_group
 from libra.types import FailureClass, Trajectory
 from libra.worker.host import host_here
 from libra.worker.run_spec import RunSpec

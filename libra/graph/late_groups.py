@@ -23,9 +23,7 @@ from libra.facts import LateRewardsTaken
 from libra.graph.member_rows import member_rows
 from libra.policy import Verdict, staleness_of
 from libra.policy.late import Arrival, GuessWorth, Place, Settled, WaitingGroup, correction, guessed_share, settle
-from libra.store.batch_membership import batch_path
-from libra.store.group_records import group_path, read_group
-from libra.store.late_rewards import came
+from libra.store.run_records import batch_path, came, group_path, read_group
 from libra.types import Trajectory, TrajectoryId
 from libra.worker.batch_rows import take_late
 from libra.worker.context import WorkerContext

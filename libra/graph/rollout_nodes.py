@@ -19,7 +19,7 @@ from libra.envs.services import asking
 from libra.errors import ActionRevoked, ConfigError, EngineAsleep, EnvironmentFault, LibraError, RecordExists
 from libra.facts import GroupCommitted, RowsKept
 from libra.named_parts import raised_at
-from libra.store.group_records import group_path, read_group, write_group
+from libra.store.run_records import group_path, read_group, write_group
 from libra.types import EndReason, Episode, FailureClass, Prompt, Trajectory, TrajectoryId
 from libra.untrusted import error_text
 from libra.worker.dask_internals import quantum_here

@@ -17,9 +17,7 @@ from typing import Any
 
 from libra.errors import RecordExists, ServiceTimeout
 from libra.facts import GroupScored, LateRewardsTaken
-from libra.store.batch_membership import batch_path
-from libra.store.group_records import group_path, read_group
-from libra.store.teacher_scores import read_scores, scores_path, write_scores
+from libra.store.run_records import batch_path, group_path, read_group, read_scores, scores_path, write_scores
 from libra.types import Trajectory
 from libra.worker.context import WorkerContext
 from libra.worker.host import LibraHost, host_here

@@ -6,7 +6,7 @@ over ranks, check, divide, clip, step.
 
 Invariants
 ----------
-1. A wave is committed (`libra.store.wave_records`) before its gradient is computed.
+1. A wave is committed (`libra.store.run_records`) before its gradient is computed.
 2. `libra.worker.trainer.Trainer.add_waves` adds each wave of a step once, in their order, whichever task runs first or again: a
    replica that was lost adds those that are committed.
 """
@@ -23,8 +23,7 @@ from libra.graph.member_rows import member_rows
 from libra.graph.teacher_nodes import with_scores
 from libra.graph.training_nodes import finished_step
 from libra.policy import StalenessPolicy
-from libra.store.group_records import group_path, read_group
-from libra.store.wave_records import commit_wave, groups_of, in_waves, read_waves
+from libra.store.run_records import commit_wave, group_path, groups_of, in_waves, read_group, read_waves
 from libra.worker.batch_rows import FETCHED, SliceFetcher, lazy_batch
 from libra.worker.gang_member import turn
 from libra.worker.host import host_here

@@ -22,10 +22,9 @@ from libra.errors import ModelError, RunDirectoryError, shell_path
 from libra.observe.token_text import Decode, load_decode
 from libra.observe.trajectory_view import as_json as view_as_json
 from libra.observe.trajectory_view import render
-from libra.store.batch_membership import batch_path, read_batch_facts
-from libra.store.late_rewards import read_late
 from libra.store.observations import observations_of
-from libra.store.trajectories import TrajectoryStore
+from libra.store.run_records import batch_path, read_batch_facts, read_late
+from libra.store.trajectory_store import TrajectoryStore
 from libra.types import TrajectoryId
 from libra.untrusted import shown, shown_json
 

@@ -12,7 +12,7 @@ from libra.observe.html import piece, render, table
 from libra.observe.output_file import written
 from libra.observe.token_text import Decode
 from libra.observe.trajectory_view import segments
-from libra.store.trajectories import TrajectoryStore
+from libra.store.trajectory_store import TrajectoryStore
 from libra.types import FailureClass, Trajectory
 from libra.untrusted import shown_line
 

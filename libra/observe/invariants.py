@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from libra.errors import ConfigError
 from libra.observe.run_directory import check_run_directory, read_config, setting, whole_number
-from libra.store.trajectories import TrajectoryStore
+from libra.store.trajectory_store import TrajectoryStore
 from libra.types import FailureClass
 
 SIGNIFICANCE = 0.01

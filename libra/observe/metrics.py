@@ -79,4 +79,4 @@ def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
 
     StoreError if the run has no metrics, or a line but the last is damaged.
     """
-    return read_lines(Path(run_dir) / "metrics.jsonl").objects
+    return read_lines(Path(run_dir) / "metrics.jsonl")

@@ -23,7 +23,7 @@ from libra.observe.run_directory import check_run_directory, finite, read_config
 from libra.observe.token_text import Decode, load_decode
 from libra.seals import unseal
 from libra.store.event_log import EventReader
-from libra.store.trajectories import TrajectoryStore
+from libra.store.trajectory_store import TrajectoryStore
 from libra.types import TrajectoryId
 
 FACTOR: Final = 100.0

@@ -184,12 +184,13 @@ def summary_row(directory: Path) -> RunSummaryRow:
     by_iteration, evaluated = iteration_rows(rows), evaluations(directory)
     last = by_iteration[max(by_iteration)] if by_iteration else {}
     total = whole_number(config, "run", "iterations", 0)
+    failed = 0 < (finite(last.get("trajectories")) or 0) == finite(last.get("left_out"))  # and ended the run
     begun_s = (directory / CONFIG_FILE).stat().st_mtime
     changed_s = finite(rows[-1].get("wall_time_s")) if rows else None
     return RunSummaryRow(
         directory=directory,
         name=str(setting(config, "run", "name", directory.name)),
-        state=state_of(directory, config, len(by_iteration)),
+        state=state_of(directory, config, len(by_iteration) - failed),
         iterations=len(by_iteration),
         of_iterations=total,
         reward=finite(last.get("reward")),

@@ -47,7 +47,7 @@ from libra.scheduler.trajectories import Trajectories
 from libra.scheduler.worker_roles import WorkerRoles
 from libra.scheduler.worker_supply import Concurrency
 from libra.scheduler.worker_watch import WorkerWatch
-from libra.store.event_log import EventLog, open_large
+from libra.store.event_log import EventLog
 
 if TYPE_CHECKING:
     from distributed.scheduler import Scheduler
@@ -118,7 +118,7 @@ class LibraPlugin(SchedulerPlugin):
         self.end_run(new.run)
         await self.ended.cleared(new.run)
         path = Path(new.directory) / "events.jsonl"
-        log = await asyncio.to_thread(open_large, path) if new.settings.observe.event_log else None
+        log = await asyncio.to_thread(EventLog, path) if new.settings.observe.event_log else None
         has_left = new.client not in self._scheduler.clients
         answer = {"error": f"the driver of run {new.run!r} has left"} if has_left else self.register_run(new, log)
         if log is not None and "started_s" not in answer:

@@ -39,7 +39,7 @@ from libra.policy import (
     staleness_of,
 )
 from libra.scheduler.run_log import RunLog
-from libra.store.batch_membership import read_batch
+from libra.store.run_records import read_batch
 from libra.store.trajectory_journal import Journal
 from libra.types import EndReason, FailureClass, Phase, TrajectoryId
 

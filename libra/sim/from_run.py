@@ -26,7 +26,7 @@ from libra.sim.run_record import RealisedRun, RunRecord
 from libra.sim.simulation_options import EngineSpec, QuantumOverhead, SimulationOptions
 from libra.sim.simulator import Simulator
 from libra.sim.workload import TrajectoryPlan, TurnPlan, Workload, checked
-from libra.store.trajectories import TrajectoryStore
+from libra.store.trajectory_store import TrajectoryStore
 from libra.types import Phase, ToolOutcome, tool_outcome
 
 

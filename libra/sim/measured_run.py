@@ -17,7 +17,7 @@ from libra import keys
 from libra.errors import ConfigError
 from libra.hardware.run_calibration import UNBOUNDED_TOKENS, EngineOfRun, RunCalibration, fit_trainer
 from libra.sim.run_record import Quantum, RunRecord, digest_of, mean_s
-from libra.store.trajectories import TrajectoryStore
+from libra.store.trajectory_store import TrajectoryStore
 from libra.types import Phase, StepSeconds
 
 Array = NDArray[np.float64]

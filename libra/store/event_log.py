@@ -1,31 +1,52 @@
-"""The event log of a run: one of `libra.facts` per line, in order of writing.
+"""The event log of a run: one of `libra.facts` per line, in order of writing, kept in parts.
 
-The store is the truth, and this log explains it: events since the last `flush` may be lost with the process. The newest lines are
-in ``events.jsonl``, the older ones in compressed segments beside it (`libra.store.log_segments`); readers here read both as one.
+The store is the truth, and this log explains it: events since the last `flush` may be lost with the
+process. ``events.jsonl`` has the newest lines. Older ones are in closed parts,
+``events/FIRST-LAST.jsonl.gz``, named by their first and last line. Readers here read all as one, and
+so does ``zcat -f RUN/events/* RUN/events.jsonl``.
+
+Invariants
+----------
+1. The log's own file becomes a segment by a rename, and an empty one takes its place: each line is in
+   one file at any time. Segments without the log's own file are the whole log.
+2. The segments of a log have its lines from 1 on, each once. A missing one is an error, which names
+   its lines, for those who read them; the writer goes on, and what is newer is read.
+3. The compressed form of a segment appears by a rename, whole and on the device, before the plain one
+   is removed. Where both exist they are equal, and the next writer finishes.
 """
 
 from __future__ import annotations
 
+import gzip
+import io
 import json
 import logging
 import math
 import os
+import re
 import threading
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterator, Sequence
+from io import BufferedReader
+from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, Protocol
 
 import msgspec
 
 from libra.errors import StoreError
 from libra.facts import Fact, Line, PolicySnapshot, name_of, to_json
+from libra.store.exclusive_files import sync_directory
 from libra.store.line_log import LineLog, LineReader
-from libra.store.log_segments import Segment, check_whole, close_segment, remove_partial, same_file, segments_of
 
 logger = logging.getLogger(__name__)
 
 SEGMENT_BYTES = 1 << 20
-"""Least size of a segment, uncompressed. A run closes one before a snapshot (every 10,000 events, or 2.5 MB) and at its end."""
+"""Least size of a segment, uncompressed. A run closes one before a snapshot (every 10,000 events, or
+2.5 MB) and at its end."""
+_NAME = re.compile(r"(?P<first>\d+)-(?P<last>\d+)\.jsonl(?:\.gz)?")
+_CHUNK_BYTES = 1 << 20
+_ADVICE = "libra replay --from-snapshot begins after it, and a resumed run needs only the newest part"
 _SNAPSHOT = f'"name":"{name_of(PolicySnapshot)}"'.encode()
 _LOOKS = 100
 """How often a reader looks again while a writer closes segments."""
@@ -33,11 +54,116 @@ _COMPRESSORS: dict[Path, threading.Thread] = {}
 """The newest thread of this process that compresses segments of a log, by the log's path."""
 
 
+class _Target(Protocol):
+    def write(self, data: bytes, /) -> int: ...
+
+
+class Segment(NamedTuple):
+    """Lines ``first`` to ``last`` of a log, both included; ``plain`` is its file until ``packed``, the compressed one, exists."""
+
+    first: int
+    last: int
+    plain: Path
+
+    @property
+    def packed(self) -> Path:
+        """The compressed file."""
+        return self.plain.with_name(self.plain.name + ".gz")
+
+    def lines(self, start: int = 1) -> Iterator[bytes]:
+        """Its lines from line ``start`` of the log on; StoreError if the file is damaged."""
+        number = max(start, self.first) - 1
+        try:
+            with self._open() as file:
+                for line in islice(file, number + 1 - self.first, self.last - self.first + 1):
+                    number += 1
+                    yield line
+                if isinstance(file, gzip.GzipFile):
+                    file.read(1)  # to its end, where its checksum is
+        except (OSError, EOFError, zlib.error) as error:
+            raise StoreError(f"{self.packed}: this part of a log is damaged ({error}); {_ADVICE}") from error
+        if number != self.last:
+            raise StoreError(f"{self.packed}: this part of a log ends with line {number}; {_ADVICE}")
+
+    def _open(self) -> gzip.GzipFile | BufferedReader:
+        try:
+            return gzip.open(self.packed, "rb")
+        except FileNotFoundError:
+            pass
+        try:
+            return self.plain.open("rb")
+        except FileNotFoundError:  # it was compressed since the first look
+            return gzip.open(self.packed, "rb")
+
+    def compress(self) -> None:
+        """Replace the plain file by the compressed one; no effect where that is done. Its lines beyond ``last`` are left out.
+
+        Raises OSError if the file cannot be written, StoreError where lines are missing; the plain file stays.
+        """
+        temporary = self.plain.with_name(f".{self.packed.name}.{os.urandom(6).hex()}.tmp")
+        try:
+            if not self.packed.exists():
+                with self.plain.open("rb") as source, temporary.open("wb") as target:
+                    with gzip.GzipFile("", "wb", 6, target, mtime=0) as packed:
+                        self._copy(source, packed)
+                    target.flush()
+                    os.fsync(target.fileno())
+                temporary.rename(self.packed)
+                sync_directory(self.packed.parent)
+            self.plain.unlink(missing_ok=True)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def _copy(self, source: BufferedReader, target: _Target) -> None:
+        left = self.last - self.first + 1
+        while left:
+            chunk = source.read(_CHUNK_BYTES)
+            if not chunk:
+                raise StoreError(f"{self.plain}: {left} lines are missing at its end; it stays uncompressed")
+            count = min(left, chunk.count(b"\n"))
+            if count == left:
+                chunk = b"".join(line + b"\n" for line in chunk.split(b"\n", left)[:left])
+            target.write(chunk)
+            left -= count
+
+
+def segments_directory(log: Path) -> Path:
+    """Where the segments of a log are: beside it, under its name without the suffix."""
+    return log.with_suffix("")
+
+
+def segments_of(log: Path) -> list[Segment]:
+    """The segments of a log that are there, in order."""
+    directory = segments_directory(log)
+    names = [path.name for path in directory.iterdir()] if directory.is_dir() else []
+    return sorted(
+        {
+            Segment(int(match["first"]), int(match["last"]), directory / name.removesuffix(".gz"))
+            for name in names
+            if (match := _NAME.fullmatch(name))
+        }
+    )
+
+
+def check_whole(log: Path, segments: Sequence[Segment]) -> None:
+    """StoreError where lines before or between the segments of a log are missing."""
+    for first, segment in zip([1, *(each.last + 1 for each in segments)], segments, strict=False):
+        if segment.first != first:
+            gone = f"lines {first} to {segment.first - 1} of the log are missing"
+            raise StoreError(f"{segments_directory(log)}: {gone}; {_ADVICE}")
+
+
+def remove_partial(log: Path) -> None:
+    """Remove the temporary files that a killed writer left."""
+    for directory in (log.parent, segments_directory(log)):
+        for path in directory.glob(f".*{log.suffix}*.tmp") if directory.is_dir() else ():
+            path.unlink(missing_ok=True)
+
+
 class EventLog(LineLog):
     """A buffered appender of events to ``path``; its directory is made where missing.
 
-    It also compresses the segments that a writer before it left uncompressed. Opening takes long where that one died while it
-    closed a large segment: its lines are counted.
+    It also compresses the segments that a writer before it left uncompressed.
 
     Raises StoreError if the file cannot be opened or written; a full disk is named as such.
     """
@@ -48,10 +174,7 @@ class EventLog(LineLog):
         before = _COMPRESSORS.get(self.path.absolute())
         if before is None or not before.is_alive():  # else its file is not left over
             remove_partial(self.path)
-        left = [segment for segment in segments_of(self.path) if segment.plain.exists()]
-        if left and same_file(left[-1].plain, self.path):  # its writer died while it closed this segment
-            self._close_segment()
-        self._compress(left)
+        self._compress([segment for segment in segments_of(self.path) if segment.plain.exists()])
 
     def write(self, line: Line) -> None:
         """Add one line. It reaches the file with the next `flush`, or some hundreds later."""
@@ -87,12 +210,30 @@ class EventLog(LineLog):
             self._compressor.join()
 
     def _close_segment(self) -> Segment | None:
+        """Give the lines of the file to a new segment; None where that is impossible, and the log goes on as it was."""
+        directory, empty = (
+            segments_directory(self.path),
+            self.path.with_name(f".{self.path.name}.{os.urandom(6).hex()}.tmp"),
+        )
+        descriptor = -1
         try:
-            segment = close_segment(self.path)
-        except (OSError, StoreError) as error:
+            directory.mkdir(exist_ok=True)
+            before = segments_of(self.path)
+            first, count = before[-1].last + 1 if before else 1, _count_lines(self.path)
+            segment = Segment(first, first + count - 1, directory / f"{first:09d}-{first + count - 1:09d}.jsonl")
+            descriptor = self._open(empty)
+            self.path.rename(segment.plain)
+            empty.rename(self.path)
+        except OSError as error:
             logger.warning("%s: goes on without a new segment: %s", self.path, error)
+            if descriptor >= 0:
+                os.close(descriptor)
+                if not self.path.exists():
+                    segment.plain.rename(self.path)
+                empty.unlink(missing_ok=True)
             return None
-        self._reopen()
+        os.close(self._descriptor)
+        self._descriptor = descriptor
         return segment
 
     def _compress(self, segments: list[Segment]) -> None:
@@ -115,16 +256,6 @@ class EventLog(LineLog):
 
         self._compressor = _COMPRESSORS[path] = threading.Thread(target=work, name="libra-log-segments")
         self._compressor.start()
-
-
-def open_large(path: Path) -> EventLog:
-    """A log whose older lines, of any number, are in a segment already, so that it is never the scheduler that counts them.
-
-    May take seconds: gigabytes are counted, where an older Libra kept one file. Call it off the event loop.
-    """
-    log = EventLog(path)
-    log.rotate()
-    return log
 
 
 def _finite(text: str) -> float:
@@ -237,20 +368,15 @@ def _opened(path: Path) -> tuple[list[Segment], BinaryIO]:
     """The segments of a log, and its open file with the lines that follow them."""
     for _ in range(_LOOKS):
         try:
-            file = path.open("rb")
+            file: BinaryIO = path.open("rb")
         except OSError as error:
+            if isinstance(error, FileNotFoundError) and (segments := segments_of(path)):
+                return segments, io.BytesIO()  # a writer is about to begin the next one, or has died before
             raise StoreError(f"{path}: cannot read this log: {error.strerror}") from error
-        try:
-            segments, mine = segments_of(path), os.fstat(file.fileno())
-            if segments and (now := _stat(segments[-1].plain)) is not None and os.path.samestat(now, mine):
-                segments.pop()  # it is being closed: this file has its lines
-            now = _stat(path)
-        except BaseException:
-            file.close()
-            raise
-        if now is not None and os.path.samestat(now, mine):
+        segments, now = segments_of(path), _stat(path)
+        if now is not None and os.path.samestat(now, os.fstat(file.fileno())):
             return segments, file
-        file.close()
+        file.close()  # its lines may be those of the newest segment
     raise StoreError(f"{path}: a writer closes its parts faster than they can be listed; try again")
 
 
@@ -259,3 +385,8 @@ def _stat(path: Path) -> os.stat_result | None:
         return path.stat()
     except FileNotFoundError:
         return None
+
+
+def _count_lines(path: Path) -> int:
+    with path.open("rb") as file:
+        return sum(chunk.count(b"\n") for chunk in iter(lambda: file.read(_CHUNK_BYTES), b""))

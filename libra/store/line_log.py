@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, NamedTuple, Self
+from typing import Any, BinaryIO, Self
 
 from libra.errors import StoreError
 from libra.seals import parsed_json
@@ -45,7 +45,7 @@ class LineLog:
         self._closed = False
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._descriptor = self._open()
+            self._descriptor = self._open(self.path)
             self._cut_torn_tail()
         except OSError as error:
             raise write_failure(error, self.path) from error
@@ -93,13 +93,8 @@ class LineLog:
     ) -> None:
         self.close()
 
-    def _open(self) -> int:
-        return os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-
-    def _reopen(self) -> None:
-        """Continue in the file that has the path now."""
-        os.close(self._descriptor)
-        self._descriptor = self._open()
+    def _open(self, path: Path) -> int:
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
 
     def _cut_torn_tail(self) -> None:
         end = keep = os.lseek(self._descriptor, 0, os.SEEK_END)
@@ -184,16 +179,9 @@ class LineReader:
             logger.warning("%s: the last line is torn and was skipped: %r", self.path, self.torn[:120])
 
 
-class LoggedLines(NamedTuple):
-    """The objects of a log, and its torn last line (None: the log ends cleanly)."""
-
-    objects: list[dict[str, Any]]
-    torn: str | None
-
-
-def read_lines(path: str | Path) -> LoggedLines:
-    """All objects of a log in order; a torn last line is also reported by a warning. Raises as `LineReader`."""
+def read_lines(path: str | Path) -> list[dict[str, Any]]:
+    """All objects of a log in order; a torn last line is reported by a warning. Raises as `LineReader`."""
     reader = LineReader(path)
     objects = [value for _, value in reader]
     reader.warn_if_torn()
-    return LoggedLines(objects, reader.torn)
+    return objects

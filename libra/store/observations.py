@@ -21,7 +21,7 @@ from pathlib import Path
 
 from libra.errors import RecordExists, StoreError
 from libra.store.exclusive_files import create_exclusive
-from libra.store.late_rewards import runs_here
+from libra.store.run_records import runs_here
 from libra.types import ToolReturn
 
 logger = logging.getLogger(__name__)

@@ -1,21 +1,22 @@
-"""Digests of the committer's rows, which show whether a store is damaged and which rows are sound.
+"""Digests of the committer's rows, and the check of a store against them.
 
-``trajectories.zarr.digests`` stands beside the store. Its first line has the store's attributes and the metadata of every array;
-each further one an append: its rows, and the digest of those rows of each column. Lines are sealed.
+``trajectories.zarr.digests`` stands beside the store. Its first line has the attributes of the store and the metadata of every
+array; each further line an append: its rows, and a digest of those rows of each column. Lines are sealed.
 
-1. The line of an append is written before the append is committed. Opening the store for appending cuts off lines of appends
-   that were not.
-2. A digest is of values, not of bytes of a chunk: chunks change with every append, rows never.
+1. The line of an append is written before the append is committed. Opening the store for appending cuts off the lines of appends
+   that were not committed.
+2. A digest is of values, not of the bytes of a chunk: chunks change with every append, rows never.
+3. The check only reads. It opens arrays one by one; rows of a chunk that zarr cannot read are unsound.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import zarr
@@ -24,7 +25,7 @@ from numpy.typing import NDArray
 from libra.errors import StoreError
 from libra.seals import parsed_json, sealed_text, unseal
 from libra.store.exclusive_files import write_all, write_failure
-from libra.store.zarr_layout import COLUMNS, LEVELS, Level, Rows, array_path
+from libra.store.zarr_layout import CHUNK_ROWS, COLUMNS, COUNTS, LEVELS, Level, Rows, array_path
 
 COMMITTED = "committed"
 """The attribute of a store that says how many rows there are; it is not part of the header."""
@@ -154,34 +155,6 @@ def begin_record(store: Path) -> None:
     digests_path(store).write_text(header + "\n")
 
 
-def upgrade_record(store: Path, schema: int) -> None:
-    """Bring the digests of a store of an older schema, whose arrays are those of ``schema`` already, to that schema.
-
-    Digests of columns that were there stay as they are; those that are new get digests of their rows. It may be repeated.
-    """
-    path = digests_path(store)
-    header, *lines = (line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n"))
-    known = [name for name in unseal(header)["metadata"] if name not in LEVELS]
-    arrays: dict[str, Any] = {
-        name: zarr.open_array(store / name, mode="r", zarr_format=3)[:] for name in PATHS if name not in known
-    }
-    attributes, metadata = metadata_of(store)
-    found = [sealed_text({"attributes": attributes | {"schema": schema}, "metadata": metadata})]
-    for line in lines:
-        values = unseal(line)
-        first, stop = (dict(zip(LEVELS, [*values[name], 0, 0, 0, 0], strict=False)) for name in ("first", "stop"))
-        digests = dict(zip(known, values["digests"], strict=True))
-        for level in LEVELS:
-            for column in COLUMNS[level]:
-                if (name := array_path(level, column.name)) in arrays:
-                    rows = arrays[name][first[level] : stop[level]].astype(column.numpy_dtype())
-                    digests[name] = column_digest(rows)
-        found.append(AppendedRows(first, stop, values["batch"], values["version"], digests).to_line())
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    temporary.write_text("".join(f"{line}\n" for line in found))
-    temporary.replace(path)
-
-
 class DigestLog:
     """The digests of a store that is open for appending.
 
@@ -217,3 +190,144 @@ class DigestLog:
     def accept(self) -> None:
         """Keep the line of the last `write`."""
         self._end = self._written
+
+
+ROW_BYTES = 20
+"""Of a token in all columns, about."""
+
+COLUMN = {array_path(level, column.name): column for level in LEVELS for column in COLUMNS[level]}
+LEVEL: dict[str, Level] = {array_path(level, column.name): level for level in LEVELS for column in COLUMNS[level]}
+
+
+class StoreFault(NamedTuple):
+    """A damaged file, relative to the store's parent, and what is wrong with it."""
+
+    name: str
+    what: str
+
+
+def store_faults(store: Path, limit_bytes: int | None = None) -> list[StoreFault]:
+    """The damage of a store: metadata first, and rows only if the metadata is sound.
+
+    Parameters
+    ----------
+    limit_bytes : int or None
+        Read about that many bytes of rows, the newest. None: all of them.
+    """
+    before = committed_if_readable(store)  # before the digests: a commit in between adds to both
+    try:
+        record = read_record(store)
+    except StoreError as error:
+        return [StoreFault(digests_path(store).name, str(error).partition(": ")[2])]
+    if faults := [StoreFault(f"{store.name}/{name}", what) for name, what in metadata_faults(store, record)]:
+        return faults
+    committed = before or committed_rows(store)
+    appends = [each for each in record.appends if all(each.stop[level] <= committed[level] for level in LEVELS)]
+    if (appends[-1].stop if appends else dict.fromkeys(LEVELS, 0)) != committed:
+        return [StoreFault(f"{store.name}/zarr.json", "its number of committed rows was altered")]
+    newest = appends
+    if limit_bytes is not None:
+        newest = [each for each in appends if (committed["token"] - each.first["token"]) * ROW_BYTES <= limit_bytes]
+    chunks = [
+        f"{store.name}/{path}/c/{append.first[LEVEL[path]] // CHUNK_ROWS[LEVEL[path]]}"
+        for path in PATHS
+        for append in unsound_appends(store, path, newest)
+    ]
+    return [StoreFault(name, "altered or gone") for name in dict.fromkeys(chunks)]
+
+
+def metadata_faults(store: Path, record: StoreRecord) -> Iterator[tuple[str, str]]:
+    """Each ``zarr.json`` that is not as on record, relative to the store, and what is wrong with it."""
+    committed, root = committed_if_readable(store), _root(store)
+    attributes = {name: value for name, value in root_attributes(store).items() if name not in (COMMITTED, ISOLATION)}
+    if committed is None:
+        yield "zarr.json", _unreadable(store / "zarr.json")
+    elif attributes != record.attributes or root.get("zarr_format") != 3 or root.get("node_type") != "group":
+        yield "zarr.json", "its content was altered"
+    for name, expected in record.metadata.items():
+        path = store / name / "zarr.json"
+        try:
+            found = parsed_json(path.read_bytes())
+            shape = found.pop("shape", None)
+            if found != expected:
+                yield f"{name}/zarr.json", "its content was altered"
+            elif name in LEVEL and committed is not None and int(shape[0]) < committed[LEVEL[name]]:
+                yield f"{name}/zarr.json", f"its length is {shape[0]}, committed are {committed[LEVEL[name]]} rows"
+        except (OSError, ValueError, TypeError, IndexError, KeyError, AttributeError):
+            yield f"{name}/zarr.json", _unreadable(path)
+
+
+def committed_if_readable(store: Path) -> dict[Level, int] | None:
+    """`committed_rows`, None if the root is damaged."""
+    try:
+        return committed_rows(store)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def committed_rows(store: Path) -> dict[Level, int]:
+    """The committed rows of each level. Raises any error of reading JSON if the root is damaged."""
+    counts = parsed_json((store / "zarr.json").read_bytes())["attributes"][COMMITTED]
+    return {level: int(counts[name]) for level, name in COUNTS.items()}
+
+
+def unsound_appends(store: Path, path: str, appends: Sequence[AppendedRows]) -> list[AppendedRows]:
+    """The appends whose rows of one column differ from the written ones."""
+    level, found, rows_at_once = LEVEL[path], [], 4 * CHUNK_ROWS[LEVEL[path]]
+    block: list[AppendedRows] = []
+    for number, append in enumerate(appends):
+        block.append(append)
+        if append.stop[level] - block[0].first[level] < rows_at_once and number + 1 < len(appends):
+            continue
+        found += _unsound_of_block(store, path, block)
+        block = []
+    return found
+
+
+def _unsound_of_block(store: Path, path: str, block: Sequence[AppendedRows]) -> list[AppendedRows]:
+    level = LEVEL[path]
+    first, stop = block[0].first[level], block[-1].stop[level]
+    values = column_rows(store, path, first, stop)
+    if values is None:
+        return (
+            [*block] if len(block) == 1 else [each for one in block for each in _unsound_of_block(store, path, [one])]
+        )
+    return [
+        each
+        for each in block
+        if column_digest(values[each.first[level] - first : each.stop[level] - first]) != each.digests[path]
+    ]
+
+
+def column_rows(store: Path, path: str, first: int, stop: int) -> NDArray[Any] | None:
+    """Some rows of a column; None where zarr cannot read them."""
+    try:
+        array: Any = zarr.open_array(store / path, mode="r", zarr_format=3)
+        values = np.asarray(array[first:stop])
+        return values.astype(COLUMN[path].numpy_dtype()) if len(values) == stop - first else None
+    except Exception:  # noqa: BLE001 - the boundary to codecs, which raise anything on damaged bytes
+        return None
+
+
+def root_attributes(store: Path) -> dict[str, Any]:
+    """Attributes of the root of a store; none if it is damaged."""
+    found = _root(store).get("attributes")
+    return found if isinstance(found, dict) else {}
+
+
+def _root(store: Path) -> dict[str, Any]:
+    try:
+        root = parsed_json((store / "zarr.json").read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return root if isinstance(root, dict) else {}
+
+
+def _unreadable(path: Path) -> str:
+    if not path.exists():
+        return "it is gone"
+    try:
+        parsed_json(path.read_bytes())
+    except (OSError, ValueError) as error:
+        return f"cannot be read ({error})"
+    return "its content was altered"

@@ -1,14 +1,19 @@
-"""The arrays of the trajectory store, schema 4: names, types and meanings.
+"""The arrays of the trajectory store: names, types and meanings, and trajectories as their rows.
 
 Five levels, each a dimension: ``token`` (in the root group), ``turn``, ``trajectory``, ``score`` and ``route`` (in groups of that
-name). Trajectory i has ``length[i]`` tokens from ``offset[i]`` on, and ``num_turns[i]`` turns from ``turn_offset[i]`` on. What a
-teacher scored and which experts were chosen have several numbers for a token, and begin at ``score_offset[i]`` and
-``route_offset[i]`` (`libra.store.further_rows`).
+name). Trajectory i has ``length[i]`` tokens from ``offset[i]`` on, and ``num_turns[i]`` turns from ``turn_offset[i]`` on.
+
+Scores of a teacher and experts of each layer have several numbers for a token. Both are flat arrays. A trajectory with A generated
+tokens and ``scores_per_token`` W has A x W rows in the level ``score``, from ``score_offset[i]`` on: for each generated token first
+that token, then those that the teacher scored there (``distil``), and with a top-k one more for all others, whose ``token_id`` is
+-1. A trajectory of T tokens has T x ``route_layers`` x ``experts_per_token`` rows in the level ``route``, from ``route_offset[i]``
+on, the last index fastest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -16,17 +21,147 @@ import zarr
 from numpy.typing import NDArray
 
 from libra.errors import StoreError
-from libra.store.further_rows import FURTHER, ROUTE, SCORE, num_further, per_token, route_rows, score_rows
-from libra.store.group_records import prompt_to_json
-from libra.store.stored_column import Column
-from libra.types import NO_TOOL, Trajectory, tool_outcome
+from libra.store.run_records import prompt_to_json
+from libra.types import NO_TOOL, Taught, Trajectory, tool_outcome
 from libra.untrusted import valid_unicode
 
+_FILL: Mapping[str, int | float | str] = {
+    "int16": -1,
+    "int32": -1,
+    "int64": -1,
+    "float32": float("nan"),
+    "float64": float("nan"),
+    "bool": False,
+    "string": "",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One array of a level. ``unknown`` is its value for unknown entries: -1, NaN or the empty string."""
+
+    name: str
+    dtype: str
+    meaning: str
+
+    @property
+    def unknown(self) -> int | float | str:
+        """Value of a row without one."""
+        return _FILL[self.dtype]
+
+    def numpy_dtype(self) -> np.dtype[Any]:
+        """The type of this column in memory."""
+        return np.dtypes.StringDType() if self.dtype == "string" else np.dtype(self.dtype)
+
+
+Further = Literal["score", "route"]
+FURTHER: tuple[Further, ...] = ("score", "route")
+OTHERS = -1
+"""In place of a token: all tokens that a top-k leaves out, together."""
+
+SCORE = (
+    Column(
+        "token_id", "int32", "the generated token, then tokens that the teacher scored there; -1: all others of a top-k"
+    ),
+    Column("logp", "float32", "nats, log-probability by the teacher at the temperature of the run"),
+    Column("student_logp", "float32", "nats, by the student as it generated; NaN: not known"),
+)
+ROUTE = (Column("expert", "int16", "expert chosen for a token in a layer; -1: not recorded"),)
+
+
+def per_token(trajectory: Trajectory, level: Further) -> int:
+    """Rows for each generated token (``score``) or for each token (``route``); 0: there are none."""
+    if level == "route":
+        return 0 if trajectory.routes is None else int(np.prod(trajectory.routes.shape[1:]))
+    taught = trajectory.taught
+    if taught is None or not len(taught.own_logp):
+        return 0
+    return 1 + int(taught.logp.shape[1]) + (taught.rest_logp is not None)
+
+
+def num_further(trajectory: Trajectory, level: Further) -> int:
+    """Rows that a trajectory has in a level."""
+    tokens = len(trajectory.token_ids) if level == "route" else trajectory.num_action_tokens
+    return tokens * per_token(trajectory, level)
+
+
+def score_rows(trajectories: Sequence[Trajectory]) -> dict[str, NDArray[Any]]:
+    """The level ``score`` of trajectories; StoreError if scores are not those of a trajectory's generated tokens."""
+    parts = [_scores(each) for each in trajectories if per_token(each, "score")]
+    return {
+        column.name: np.concatenate([np.zeros(0, column.numpy_dtype()), *(part[column.name] for part in parts)])
+        for column in SCORE
+    }
+
+
+def _scores(trajectory: Trajectory) -> dict[str, NDArray[Any]]:
+    taught, action = trajectory.taught, trajectory.is_action
+    assert taught is not None
+    num_tokens = int(action.sum())
+    if len(taught.own_logp) != num_tokens:
+        raise StoreError(
+            f"trajectory {trajectory.trajectory_id}: a teacher scored {len(taught.own_logp)} of its tokens, and it generated "
+            f"{num_tokens}; allowed is a score for each"
+        )
+    drawn = np.full(taught.logp.shape, np.nan, np.float32) if taught.old_logp is None else taught.old_logp
+    columns: dict[str, list[NDArray[Any]]] = {
+        "token_id": [trajectory.token_ids[action, None], taught.token_ids],
+        "logp": [taught.own_logp[:, None], taught.logp],
+        "student_logp": [trajectory.behaviour_logprob[action, None], drawn],
+    }
+    if taught.rest_logp is not None:
+        columns["token_id"].append(np.full((num_tokens, 1), OTHERS, np.int32))
+        columns["logp"].append(taught.rest_logp[:, None])
+        columns["student_logp"].append(np.full((num_tokens, 1), np.nan, np.float32))
+    return {
+        column.name: np.concatenate(columns[column.name], axis=1).astype(column.dtype, copy=False).ravel()
+        for column in SCORE
+    }
+
+
+def taught_of(rows: Mapping[str, NDArray[Any]], scores_per_token: int) -> Taught:
+    """What a teacher says of a trajectory, from its rows of the level ``score``; the inverse of `score_rows`."""
+    token_ids, logp, student = (rows[column.name].reshape(-1, scores_per_token) for column in SCORE)
+    with_rest = bool((token_ids[:, -1] == OTHERS).all())
+    scored = slice(1, -1) if with_rest else slice(1, None)
+    drawn = student[:, scored]
+    return Taught(
+        token_ids=np.ascontiguousarray(token_ids[:, scored]),
+        logp=np.ascontiguousarray(logp[:, scored]),
+        own_logp=np.ascontiguousarray(logp[:, 0]),
+        rest_logp=np.ascontiguousarray(logp[:, -1]) if with_rest else None,
+        old_logp=None if np.isnan(drawn).all() else np.ascontiguousarray(drawn),
+    )
+
+
+def route_rows(trajectories: Sequence[Trajectory]) -> dict[str, NDArray[Any]]:
+    """The level ``route`` of trajectories; StoreError if experts are not those of a trajectory's tokens."""
+    parts = [np.zeros(0, np.int16)]
+    for each in trajectories:
+        if each.routes is None:
+            continue
+        if each.routes.ndim != 3 or len(each.routes) != len(each.token_ids):
+            raise StoreError(
+                f"trajectory {each.trajectory_id}: routes are {each.routes.dtype}{each.routes.shape}; allowed is "
+                f"int16({len(each.token_ids)}, layers, experts per token)"
+            )
+        parts.append(each.routes.astype(np.int16, copy=False).ravel())
+    return {"expert": np.concatenate(parts)}
+
+
 SCHEMA = 4
-"""Layout of a store; a change that old code cannot read takes the next number and an entry in `UPGRADES`."""
+"""Layout of a store; a change that old code cannot read takes the next number, and a store of another one is refused by number."""
 
 Level = Literal["token", "turn", "trajectory", "score", "route"]
 LEVELS: tuple[Level, ...] = ("token", "turn", "trajectory", "score", "route")
+COUNTS: Mapping[Level, str] = {
+    "token": "tokens",
+    "turn": "turns",
+    "trajectory": "trajectories",
+    "score": "scores",
+    "route": "routes",
+}
+"""Name of each level in the attribute ``committed`` of a store."""
 CHUNK_ROWS: Mapping[Level, int] = {"token": 32768, "turn": 4096, "trajectory": 1024, "score": 65536, "route": 262144}
 """Rows of one chunk. An append rewrites the last chunk of every array, so chunks are small multiples of a batch."""
 COMPRESSED: tuple[Level, ...] = ("token", "route")
@@ -111,65 +246,22 @@ def array_path(level: Level, name: str) -> str:
 
 
 def create_arrays(group: zarr.Group) -> None:
-    """Make every array, empty, in an empty group."""
+    """Make every array, empty, in an empty group.
+
+    Numeric columns of turns and trajectories are not compressed: they are small, and an append costs half.
+    """
     for level in LEVELS:
         for column in COLUMNS[level]:
-            _create_array(group, level, column)
-
-
-def _create_array(group: zarr.Group, level: Level, column: Column) -> zarr.Array[Any]:
-    """Numeric columns of turns and trajectories are not compressed: they are small, and an append costs half."""
-    return group.create_array(
-        array_path(level, column.name),
-        shape=(0,),
-        chunks=(CHUNK_ROWS[level],),
-        dtype=column.dtype,
-        fill_value=column.unknown,
-        compressors="auto" if level in COMPRESSED or column.dtype == "string" else None,
-        dimension_names=(level,),
-        attributes={"meaning": column.meaning},
-    )
-
-
-def _add_attempts(group: zarr.Group) -> None:
-    """To schema 2, which has the number of attempts of a trajectory; before it there was one."""
-    rows = group["trajectory/sample"].shape[0]  # type: ignore[union-attr]
-    for name, value in (("attempt", 0), ("retried", "")):
-        column = next(column for column in TRAJECTORY if column.name == name)
-        if array_path("trajectory", name) in group:
-            del group[array_path("trajectory", name)]  # left by an interrupted upgrade
-        array = _create_array(group, "trajectory", column)
-        array.append(np.full(rows, value, column.numpy_dtype()))
-
-
-def _add_sequence_starts(group: zarr.Group) -> None:
-    """To schema 3, in which a trajectory may have several sequences; before it there was one."""
-    rows = group["turn/turn"].shape[0]  # type: ignore[union-attr]
-    column = next(column for column in TURN if column.name == "sequence_start")
-    if array_path("turn", column.name) in group:
-        del group[array_path("turn", column.name)]  # left by an interrupted upgrade
-    _create_array(group, "turn", column).append(np.zeros(rows, column.numpy_dtype()))
-
-
-def _add_further(group: zarr.Group) -> None:
-    """To schema 4, which has scores of teachers and experts; before it there were none."""
-    rows = group["trajectory/sample"].shape[0]  # type: ignore[union-attr]
-    for column in TRAJECTORY[-5:]:
-        if array_path("trajectory", column.name) in group:
-            del group[array_path("trajectory", column.name)]  # left by an interrupted upgrade
-        _create_array(group, "trajectory", column).append(np.zeros(rows, column.numpy_dtype()))
-    for level in FURTHER:
-        if level in group:
-            del group[level]
-        for column in COLUMNS[level]:
-            _create_array(group, level, column)
-    committed = group.attrs["committed"]
-    assert isinstance(committed, dict)
-    group.update_attributes({"committed": {**committed, "scores": 0, "routes": 0}})
-
-
-UPGRADES: Mapping[int, Callable[[zarr.Group], None]] = {1: _add_attempts, 2: _add_sequence_starts, 3: _add_further}
-"""For schema n, the function that converts it to schema n + 1, in place; it may be repeated. Schema 1 is the first."""
+            group.create_array(
+                array_path(level, column.name),
+                shape=(0,),
+                chunks=(CHUNK_ROWS[level],),
+                dtype=column.dtype,
+                fill_value=column.unknown,
+                compressors="auto" if level in COMPRESSED or column.dtype == "string" else None,
+                dimension_names=(level,),
+                attributes={"meaning": column.meaning},
+            )
 
 
 def rows_of(trajectories: Sequence[Trajectory], *, first: Mapping[Level, int], batch: int) -> Rows:

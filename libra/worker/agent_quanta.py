@@ -35,7 +35,7 @@ from libra.agents.processes import AgentProcesses
 from libra.agents.requests import ModelRequest, Reply, forms, reply
 from libra.agents.session import Ended, Pending, Session, as_float, by_size
 from libra.errors import EngineAsleep, RequestRefused, ToolFault, ToolTimeout
-from libra.store.group_records import group_path
+from libra.store.run_records import group_path
 from libra.types import EndReason, FailureClass, StopReason, ToolCall, ToolReturn, ToolStatus, TrajectoryId
 from libra.untrusted import storable
 from libra.worker.agent_calls import agent_calls

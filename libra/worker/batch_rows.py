@@ -30,8 +30,7 @@ from libra import keys
 from libra.config import RunConfig
 from libra.dispatch import Block, DispatchServer, fetch, orders, rows_of
 from libra.errors import DispatchError, LayoutError, StoreError, TransferError
-from libra.store.group_records import pack_trajectory, read_group, unpack_trajectory
-from libra.store.teacher_scores import read_scores, scores_path
+from libra.store.run_records import pack_trajectory, read_group, read_scores, scores_path, unpack_trajectory
 from libra.types import Taught, Trajectory
 from libra.worker.run_spec import RunSpec
 

@@ -31,8 +31,7 @@ from libra.envs.services import services_here
 from libra.errors import EnvironmentFault, StoreError
 from libra.facts import SetupFailed, WorkerReady
 from libra.keys import host_name
-from libra.store.epochs import Epoch
-from libra.store.late_rewards import run_here
+from libra.store.run_records import Epoch, run_here
 from libra.store.trajectory_journal import Journal
 from libra.worker.batch_rows import RowKeeper, keeper_of
 from libra.worker.context import FactSender, WorkerContext
@@ -52,7 +51,7 @@ from libra.worker.worker_engine import WorkerEngine
 
 if TYPE_CHECKING:
     from libra.envs import Environment
-    from libra.store.trajectories import TrajectoryStore
+    from libra.store.trajectory_store import TrajectoryStore
 
 logger = logging.getLogger(__name__)
 
@@ -285,7 +284,7 @@ async def _cleared(worker: Worker) -> None:
 def _open_store(spec: RunSpec) -> TrajectoryStore:
     """The store, as its one committer. The committer of an older epoch may take a moment to notice that it is fenced
     off."""
-    from libra.store.trajectories import TrajectoryStore  # imports zarr, which only the committer needs
+    from libra.store.trajectory_store import TrajectoryStore  # imports zarr, which only the committer needs
 
     until_s = time.monotonic() + STORE_WAIT_S
     while True:

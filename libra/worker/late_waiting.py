@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from libra.policy.late import GuessWorth, WaitingGroup
-from libra.store.batch_membership import read_batch_facts
+from libra.store.run_records import read_batch_facts
 from libra.worker.run_spec import RunFiles
 
 

@@ -37,7 +37,7 @@ from libra.errors import ActionRevoked, EngineAsleep, EngineError, EnvironmentFa
 from libra.facts import GivenBack, TrajectoryFoundEnded
 from libra.named_parts import raised_at
 from libra.policy import keeps_version
-from libra.store.group_records import group_path, read_group
+from libra.store.run_records import group_path, read_group
 from libra.types import (
     FailureClass,
     Phase,

@@ -41,7 +41,7 @@ from libra.errors import ConfigError, RecordExists, ServiceFault, ServiceTimeout
 from libra.facts import ServiceAnswered
 from libra.named_parts import named_part
 from libra.policy.services import Fire, ServiceFacts, ServiceSchedule
-from libra.store.late_rewards import write_late
+from libra.store.run_records import write_late
 from libra.types import TrajectoryId
 from libra.untrusted import error_text
 from libra.worker.batch_threads import BatchThreads

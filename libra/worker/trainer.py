@@ -14,8 +14,7 @@ from distributed.comm import get_address_host
 
 from libra.errors import WeightsError
 from libra.facts import HybridPoolOpened, VersionPublished, WeightsHeld
-from libra.store.batch_membership import batch_path, read_batch_facts
-from libra.store.wave_records import Rows, in_waves, read_waves
+from libra.store.run_records import Rows, batch_path, in_waves, read_batch_facts, read_waves
 from libra.tensors import digest as tensors_digest
 from libra.weights import WeightStore, WeightVersion
 from libra.worker.batch_rows import late_rows, members_of

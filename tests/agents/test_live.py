@@ -10,7 +10,7 @@ import pytest
 import libra
 from libra.driver.session import run
 from libra.errors import BatchFailed
-from libra.store.trajectories import TrajectoryStore
+from libra.store.trajectory_store import TrajectoryStore
 
 pytest.importorskip("httptools", reason="type pip install 'libra-rl[agents]'")
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -90,6 +91,7 @@ except SystemExit as stopped:
     (["model.path=/nowhere"], "model.path"), (["environment.name=tool_arithmetik"], "environment.name"),
     (["environment.name=nowhere:Env"], "environment.name"), (["run.dir=.", "run.name=taken"], "run.dir/run.name"),
     (["environment.name=jsonl", "environment.args={path: /nowhere, reward: gsm8k}"], "environment.args.path"),
+    (["--scheduler", "tls://127.0.0.1:1"], "cluster.scheduler"),
 ])  # fmt: skip
 def test_wrong_names_and_paths_are_refused_before_torch_is_imported(typed, field, tmp_path):
     (tmp_path / "taken").mkdir()
@@ -118,8 +120,9 @@ def test_the_traceback_is_there_for_who_asks(monkeypatch):
 
 
 def test_run_hands_the_configuration_to_the_driver(libra, ran):
-    address = "tls://[::1]:8786"
-    code, _, _ = libra("run", "libra/quickstart", "run.name=mine", "run.seed=3", "--scheduler", address)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        address = f"tls://127.0.0.1:{listening.getsockname()[1]}"
+        code, _, _ = libra("run", "libra/quickstart", "run.name=mine", "run.seed=3", "--scheduler", address)
     assert code == 0
     assert ran == [load_config("libra/quickstart", ["run.name=mine", "run.seed=3", f"cluster.scheduler='{address}'"])]
 

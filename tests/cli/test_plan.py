@@ -11,7 +11,7 @@ from libra.config import dump_config, load_config
 from libra.config.effect_conditions import Situation
 from libra.config.effects import ignored_settings
 from libra.config.streaming import turns
-from libra.driver.planned_steps import with_way
+from libra.driver.launch_layout import with_way
 from libra.driver.session import Session
 from libra.errors import ConfigError, PlanError
 from libra.planner.from_config import snapshot_of

@@ -9,7 +9,7 @@ from tornado.httpclient import AsyncHTTPClient
 from libra.cluster import connection_guard
 from libra.cluster.connection import new_security
 from libra.cluster.settings import GUARD
-from libra.driver.run_logs import FOREIGN
+from libra.driver.run_console import FOREIGN
 
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 

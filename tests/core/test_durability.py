@@ -21,11 +21,11 @@ from killed_engine import kill_at_generation
 from streamed_runs import check_taken_again
 
 from libra.config import RunConfig, dump_config
-from libra.driver import run_checkpoints
+from libra.driver import submitted_graphs
 from libra.driver.session import Session, run
 from libra.envs import tool
 from libra.errors import ClusterError, LibraError
-from libra.store.epochs import newest_epoch
+from libra.store.run_records import newest_epoch
 from libra.testing import FixedTurns
 from libra.types import ToolCall
 
@@ -58,7 +58,7 @@ def test_kill_9_of_each_kind_of_worker_loses_and_repeats_nothing(
     make_config: Config, client: Client, worker_address: Callable[[str], str], tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(run_checkpoints, "prune_groups", lambda spec, first, before: before)  # they are taken again
+    monkeypatch.setattr(submitted_graphs, "prune_groups", lambda spec, first, before: before)  # they are taken again
     struck = tmp_path / "tool-0 was struck"
 
     class Deadly(FixedTurns):

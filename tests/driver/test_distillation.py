@@ -20,17 +20,14 @@ from libra.cluster.connection import present_workers
 from libra.cluster.local import local_cluster
 from libra.config import RunConfig, config_from_dict, dump_config
 from libra.driver.damage import check_run, refuse_damaged
-from libra.driver.model_checks import checked_model
+from libra.driver.model_checks import check_teacher, checked_model
 from libra.driver.repair import repair_run
 from libra.driver.session import Session
-from libra.driver.teacher_checks import check_teacher
 from libra.errors import ConfigError, DamagedRun, ModelError
 from libra.facts import GroupScored, ServiceAnswered, from_dict
 from libra.sim.run_record import RunRecord
-from libra.store.batch_membership import batch_path, read_batch_facts
 from libra.store.event_log import EventReader
-from libra.store.group_records import group_path, read_group
-from libra.store.teacher_scores import read_scores, scores_path
+from libra.store.run_records import batch_path, group_path, read_batch_facts, read_group, read_scores, scores_path
 from libra.types import TrajectoryId
 from libra.weights import WeightStore
 from libra.worker.run_spec import RunSpec

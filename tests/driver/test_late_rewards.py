@@ -19,8 +19,8 @@ from libra.errors import BatchFailed, LateRefused, RunDirectoryError
 from libra.facts import LateRewardsTaken, from_dict
 from libra.policy.late import age_weight
 from libra.policy.log_replay import replay
-from libra.store.batch_membership import read_batch_facts
 from libra.store.event_log import read_events
+from libra.store.run_records import read_batch_facts
 from libra.testing import FixedTurns
 from libra.weights import WeightStore
 from libra.worker.checkpoint_writer import CheckpointWriter

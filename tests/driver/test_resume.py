@@ -12,16 +12,14 @@ import factories
 from libra.cli.run import nothing_left
 from libra.config import dump_config
 from libra.config.resume_changes import load_resumed
-from libra.driver import run_checkpoints
+from libra.driver import submitted_graphs
 from libra.driver.resume import learned_before
 from libra.driver.run_lock import lock_run
 from libra.driver.session import Session, evaluation_is_due, run
 from libra.errors import ConfigError, RunDirectoryError
 from libra.observe.metrics import read_metrics
 from libra.observe.run_directory import summary_row
-from libra.store.batch_membership import commit_batch
-from libra.store.epochs import newest_epoch
-from libra.store.group_records import write_group
+from libra.store.run_records import commit_batch, newest_epoch, write_group
 from libra.testing import FixedTurns
 from libra.train import Replica, TrainSettings
 from libra.types import TrajectoryId
@@ -172,7 +170,7 @@ def test_metrics_of_a_step_that_died_between_its_checkpoint_and_its_line_are_wri
     make_config, client, monkeypatch
 ):
     # Records of groups go after the line is written.
-    monkeypatch.setattr(run_checkpoints, "prune_groups", lambda spec, first, before: before)
+    monkeypatch.setattr(submitted_graphs, "prune_groups", lambda spec, first, before: before)
     config = make_config(run={"iterations": 2}, checkpoint={"every": 2})
     path = run(config, client=client).directory / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True)

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 import factories
 from libra.config import config_from_dict
 from libra.driver.resume import read_point
-from libra.store.batch_membership import commit_batch
-from libra.store.group_records import write_group
+from libra.store.run_records import commit_batch, write_group
 from libra.store.trajectory_journal import Journal
 from libra.types import TrajectoryId
 from libra.worker.run_spec import RunSpec

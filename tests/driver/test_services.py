@@ -8,12 +8,12 @@ import pytest
 
 import factories
 from libra import facts
-from libra.driver.service_needs import check_services
+from libra.driver.part_checks import check_services
 from libra.driver.session import Session
 from libra.envs import FunctionEnvironment
 from libra.errors import BatchFailed, ConfigError, LibraError, ModelError
 from libra.store.event_log import EventReader
-from libra.store.trajectories import TrajectoryStore
+from libra.store.trajectory_store import TrajectoryStore
 from libra.worker.service_functions import FUNCTIONS
 from libra.worker.service_models import HostModel
 

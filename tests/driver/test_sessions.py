@@ -19,7 +19,7 @@ from libra.driver.session import run
 from libra.envs import tool
 from libra.errors import ConfigError
 from libra.observe.metrics import read_metrics
-from libra.store.trajectories import TrajectoryStore
+from libra.store.trajectory_store import TrajectoryStore
 from libra.testing import FixedTurns
 from libra.types import ToolCall
 

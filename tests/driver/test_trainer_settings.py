@@ -10,8 +10,8 @@ import pytest
 from whole_run import address_of
 
 from libra.driver.session import Session, run
-from libra.store.batch_membership import read_batch_facts
-from libra.store.trajectories import TrajectoryStore
+from libra.store.run_records import read_batch_facts
+from libra.store.trajectory_store import TrajectoryStore
 from libra.weights import WeightStore
 
 

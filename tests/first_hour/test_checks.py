@@ -7,9 +7,8 @@ import pytest
 
 import libra
 from libra.config import config_from_dict
-from libra.driver.chat_template import ChatTemplate
 from libra.driver.model_checks import checked_model
-from libra.driver.prompt_checks import check_prompts
+from libra.driver.prompt_checks import ChatTemplate, check_prompts
 from libra.envs import Environment, FunctionEnvironment
 from libra.envs.tool_arithmetic import ToolArithmetic
 from libra.errors import ConfigError

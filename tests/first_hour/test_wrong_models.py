@@ -89,7 +89,11 @@ DIRECTORIES = (
     (cut("model.safetensors", 0), "model.safetensors", SAVE_AGAIN),
     (holds("model.safetensors", "<html>404</html>" * 9), "model.safetensors", SAVE_AGAIN),
     (holds("model.safetensors", "version https://git-lfs.github.com/spec/v1\nsize 9\n"), "git-lfs", "git lfs pull"),
-    (with_header(lambda header: header.pop("model.embed_tokens.weight")), "model.embed_tokens.weight", SAVE_AGAIN),
+    (
+        with_header(lambda header: header.update(lost=header.pop("model.embed_tokens.weight"))),
+        "model.embed_tokens.weight",
+        SAVE_AGAIN,
+    ),
     (with_json("config.json", num_hidden_layers=2, layer_types=None), "model.layers.2", SAVE_AGAIN),
     (with_json("config.json", num_hidden_layers=4, layer_types=None), "model.layers.3", SAVE_AGAIN),
     (with_json("config.json", hidden_size=64), "hidden_size", SAVE_AGAIN),

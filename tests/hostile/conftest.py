@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 import factories
-import libra.driver.run_checkpoints
+import libra.driver.submitted_graphs
 from damaged_run import ITERATIONS, copy_of, set_committed
 from libra.config import config_from_dict
 from libra.driver.damage import check_run
@@ -25,7 +25,7 @@ def finished(tmp_path_factory, random_model, client):
     }
     config = config_from_dict(factories.run_settings(directory / "finished", random_model, **sections))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(libra.driver.run_checkpoints, "prune_groups", lambda spec, first, before: before)
+        patch.setattr(libra.driver.submitted_graphs, "prune_groups", lambda spec, first, before: before)
         run_graphs(config, client=client)
     return directory / "finished" / "demo"
 

@@ -37,10 +37,8 @@ from libra.driver.resume import prune_groups
 from libra.driver.run_lock import lock_run
 from libra.driver.session import run as run_graphs
 from libra.errors import DamagedRun, RunDirectoryError, StoreError
-from libra.store import batch_membership
 from libra.store.committer_lock import CommitterLock
-from libra.store.group_records import read_group
-from libra.store.wave_records import commit_wave, in_waves, read_waves, wave_path
+from libra.store.run_records import WAVES, batch_path, commit_wave, in_waves, read_batch_facts, read_group, read_waves
 from libra.tensor_files import checkpoint_fault
 from libra.worker.run_spec import RunSpec
 
@@ -81,19 +79,19 @@ def test_a_damage_is_named_with_what_to_type_and_repaired(case, run, stopped, ca
 
 
 def test_a_damaged_wave_is_set_aside_with_those_after_it_and_whole_ones_rebuild_their_batch(run, capfd):
-    rows = batch_membership.read_batch_facts(run / "batches", 0)["groups"]
+    rows = read_batch_facts(run / "batches", 0)["groups"]
     for batch in (0, ITERATIONS):  # a committed one, and one whose step is not taken
         commit_wave(run / "waves", batch, 0, rows[:1])
         commit_wave(run / "waves", batch, 1, rows[1:])
-    cut(f"waves/{wave_path('', ITERATIONS, 0).name}")(run)
+    cut(f"waves/{WAVES.path('', ITERATIONS, 0).name}")(run)
     code, _, err = typed(capfd, "doctor", str(run))
     assert code == 2 and f"{run}/waves/wave-{ITERATIONS:06d}-00.json: torn or altered" in err, err
-    batch_membership.batch_path(run / "batches", 0).unlink()
+    batch_path(run / "batches", 0).unlink()
     code, out, _ = typed(capfd, "repair", str(run))
     assert code == 0, out
     assert all(f"waves/wave-{ITERATIONS:06d}-{wave:02d}.json: set aside as damaged/" in out for wave in (0, 1)), out
     assert read_waves(run / "waves", ITERATIONS) == []
-    again = batch_membership.read_batch_facts(run / "batches", 0)["groups"]
+    again = read_batch_facts(run / "batches", 0)["groups"]
     assert in_waves(again) == read_waves(run / "waves", 0) and len(in_waves(again)) == 2
     prune_groups(RunSpec("run", 0, run, "", config_from_dict({})), 0, 1)
     assert not list((run / "waves").glob("wave-*"))
@@ -192,7 +190,7 @@ def test_what_nothing_else_has_is_said_and_left_as_it_is(pruned, capfd):
 def test_an_epoch_is_never_taken_twice(run, capfd):
     """Without ``epochs/``, and without one after the other of its other traces."""
     from libra.driver.start_records import newest_logged
-    from libra.store.epochs import take_epoch
+    from libra.store.run_records import take_epoch
 
     (run / "epochs" / "0001").touch()
     (run / "epochs" / "0002").touch()

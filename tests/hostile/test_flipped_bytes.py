@@ -9,8 +9,7 @@ from damaged_run import BATCH, CHECKPOINT, GROUP, VERSION, ZARR, columns
 from libra.driver.damage import check_run
 from libra.driver.start_records import read_starts
 from libra.seals import unseal
-from libra.store.batch_membership import read_batch_facts
-from libra.store.group_records import read_group
+from libra.store.run_records import read_batch_facts, read_group
 from libra.store.trajectory_journal import Journal
 
 FLIPS = 6

@@ -13,7 +13,7 @@ from libra.driver.session import run
 from libra.envs import Environment
 from libra.observe.metrics import read_metrics
 from libra.store.event_log import read_events
-from libra.store.trajectories import TrajectoryStore
+from libra.store.trajectory_store import TrajectoryStore
 from libra.testing.hostile_text import hostile_texts
 
 ENDS_A_RUN = [  # each of these alone ended a run for good, before what enters a record was made storable

@@ -33,9 +33,9 @@ from libra.envs.tool_arithmetic import ToolArithmetic
 from libra.errors import RewardFault, ToolFault
 from libra.rollout.chat_format import SpecialTokens, load_chat_format
 from libra.store.event_log import EventLog, read_events
-from libra.store.group_records import read_group, write_group
-from libra.store.trajectories import TrajectoryStore
+from libra.store.run_records import read_group, write_group
 from libra.store.trajectory_journal import Journal
+from libra.store.trajectory_store import TrajectoryStore
 from libra.testing import FixedTurns
 from libra.types import EndReason, Episode, FailureClass, ToolCall, ToolReturn, ToolStatus, TrajectoryId, Turn
 from libra.untrusted import MAX_CALLS, MAX_DEPTH, storable, storable_call, storable_calls

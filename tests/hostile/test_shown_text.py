@@ -11,11 +11,11 @@ from hypothesis import given
 from rich.console import Console
 
 from hostile_input import HOSTILE_TEXT, SHORT, TEXTS, acts, hostile_trajectory
-from libra.driver.run_logs import ShownFormatter
+from libra.driver.run_console import ShownFormatter
 from libra.observe.inspect import inspect_run
 from libra.observe.page_html import workers_html
 from libra.observe.progress import RunProgress
-from libra.store.trajectories import TrajectoryStore
+from libra.store.trajectory_store import TrajectoryStore
 from libra.testing.hostile_text import NUM_TEXTS
 from libra.untrusted import shown, shown_json, shown_line, storable
 

@@ -15,7 +15,7 @@ from factories import trajectory
 from libra.errors import ModelError
 from libra.observe.inspect import inspect_run
 from libra.observe.token_text import load_decode
-from libra.store.trajectories import TrajectoryStore
+from libra.store.trajectory_store import TrajectoryStore
 from libra.types import EndReason, FailureClass, Prompt, TrajectoryId
 
 WORDS = ["<|im_start|>", "user", "2+3", "<|im_end|>", "assistant", "<tool_call>add</tool_call>", "tool", "5", "answer"]

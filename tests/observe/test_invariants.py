@@ -15,7 +15,7 @@ from libra.cli.main import main
 from libra.config import config_from_dict, dump_config
 from libra.errors import RunDirectoryError
 from libra.observe.invariants import check_invariants
-from libra.store.trajectories import TrajectoryStore
+from libra.store.trajectory_store import TrajectoryStore
 from libra.types import EndReason, FailureClass, TrajectoryId
 
 Change = Callable[[TrajectoryId, dict[str, Any]], None]

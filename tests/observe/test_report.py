@@ -18,7 +18,7 @@ from libra.observe.report import write_report
 from libra.observe.report.page import SECTIONS
 from libra.observe.report.where_time import coarse
 from libra.store.event_log import EventLog
-from libra.store.trajectories import TrajectoryStore
+from libra.store.trajectory_store import TrajectoryStore
 from libra.types import EndReason, FailureClass, Phase, Prompt
 
 

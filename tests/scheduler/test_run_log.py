@@ -8,8 +8,7 @@ from libra import facts
 from libra.keys import host_name
 from libra.scheduler import RunRegistration
 from libra.scheduler.run_log import RunLog
-from libra.store.event_log import EventLog, read_events
-from libra.store.log_segments import segments_of
+from libra.store.event_log import EventLog, read_events, segments_of
 
 
 async def test_a_run_whose_driver_leaves_makes_room_for_the_next_and_one_that_was_resumed_meanwhile_goes_on(

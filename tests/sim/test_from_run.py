@@ -14,7 +14,7 @@ from libra.policy import Fifo
 from libra.sim import Simulator, fleet
 from libra.sim.from_run import host_pool, left_out, workload_of_run
 from libra.sim.run_record import RunRecord
-from libra.store.trajectories import TrajectoryStore
+from libra.store.trajectory_store import TrajectoryStore
 from libra.types import NO_TOOL, EndReason, Prompt, ToolStatus, Trajectory, TrajectoryId
 
 

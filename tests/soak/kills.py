@@ -39,7 +39,7 @@ import factories
 from libra.cluster.connection import present_workers
 from libra.cluster.local import local_cluster
 from libra.config import RunConfig, config_from_dict
-from libra.driver import run_checkpoints
+from libra.driver import submitted_graphs
 from libra.driver.session import Session
 from libra.store.event_log import read_events
 
@@ -242,7 +242,7 @@ def main() -> int:
 
 
 # Records of groups are kept, whatever checkpoints there are: they are what is replayed.
-run_checkpoints.prune_groups = lambda spec, first, before: before
+submitted_graphs.prune_groups = lambda spec, first, before: before
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -18,7 +18,7 @@ from faults import FILLER, STRUCK
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parents[1]
 LIBRA = "from libra.cli.main import main; main()"
-KEEPING = f"from libra.driver import run_checkpoints; run_checkpoints.prune_groups = lambda spec, first, before: before; {LIBRA}"
+KEEPING = f"from libra.driver import submitted_graphs; submitted_graphs.prune_groups = lambda spec, first, before: before; {LIBRA}"
 """`libra` that keeps every record of a group: they are what is replayed."""
 DISK_MIB = 64
 

@@ -19,7 +19,7 @@ SAID = ("digest", "loss", "grad_norm", "action_tokens", "sequences")
 def replay(directory: Path, group: Any) -> list[dict[str, Any]]:
     """What each step of a run comes to."""
     from libra.config import load_config, resolve_model
-    from libra.store.batch_membership import read_batch_facts
+    from libra.store.run_records import read_batch_facts
     from libra.worker.batch_rows import members_of
     from libra.worker.replica_factory import make_replica
     from libra.worker.run_spec import RunSpec

@@ -5,7 +5,7 @@ from dataclasses import fields
 import numpy as np
 import pytest
 
-from libra.store.trajectories import TrajectoryStore
+from libra.store.trajectory_store import TrajectoryStore
 from libra.types import EndReason, FailureClass, Prompt, StopReason, Taught, Trajectory, TrajectoryId
 
 

@@ -9,9 +9,9 @@ import zarr
 
 from libra.errors import StoreError
 from libra.seals import sealed_text, unseal
-from libra.store.row_digests import column_digest, digests_path, read_record
-from libra.store.store_check import store_faults
-from libra.store.trajectories import COUNTS, TrajectoryStore
+from libra.store.row_digests import column_digest, digests_path, read_record, store_faults
+from libra.store.trajectory_store import TrajectoryStore
+from libra.store.zarr_layout import COUNTS
 
 
 @pytest.fixture

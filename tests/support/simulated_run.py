@@ -14,7 +14,7 @@ from libra.facts import SCHEMA, Fact, QuantumFinished, QuantumStarted, Trajector
 from libra.hardware.virtual_engine import VirtualEngine
 from libra.sim import Simulator
 from libra.sim.simulated_trajectory import SimulatedTrajectory
-from libra.store.trajectories import TrajectoryStore
+from libra.store.trajectory_store import TrajectoryStore
 from libra.types import NO_TOOL, EndReason, Phase, Prompt, StepSeconds, Trajectory, TrajectoryId
 
 

@@ -8,10 +8,9 @@ from libra.config import RunConfig
 from libra.facts import Fact, QuantumFinished, from_dict
 from libra.observe.metrics import read_metrics
 from libra.policy.log_replay import replay
-from libra.store.batch_membership import read_batch_facts
 from libra.store.event_log import read_events
-from libra.store.trajectories import TrajectoryStore
-from libra.store.wave_records import groups_of, in_waves
+from libra.store.run_records import groups_of, in_waves, read_batch_facts
+from libra.store.trajectory_store import TrajectoryStore
 from libra.weights import WeightStore
 from libra.worker.checkpoint_writer import CheckpointWriter
 from libra.worker.replica_factory import make_replica

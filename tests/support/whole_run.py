@@ -12,7 +12,7 @@ import zarr
 
 from libra import keys
 from libra.cluster.connection import present_workers
-from libra.driver import run_checkpoints
+from libra.driver import submitted_graphs
 from libra.facts import from_dict
 from libra.policy.log_replay import replay
 from libra.store.event_log import read_events
@@ -105,7 +105,7 @@ def kill(client, name: str, until) -> str:
 
 def keep_groups(monkeypatch) -> None:
     """Group records stay, so that every step can be taken again."""
-    monkeypatch.setattr(run_checkpoints, "prune_groups", lambda spec, first, before: before)
+    monkeypatch.setattr(submitted_graphs, "prune_groups", lambda spec, first, before: before)
 
 
 def dies_in_a_wave(run: str, wave: int, step: int, dask_worker: Any) -> None:

@@ -8,7 +8,7 @@ import pytest
 from factories import trajectory
 from libra.driver.session import Session
 from libra.errors import TransferError
-from libra.store.group_records import group_path, write_group
+from libra.store.run_records import group_path, write_group
 from libra.types import FailureClass, TrajectoryId
 from libra.worker.batch_rows import FETCHED, RowKeeper, SliceFetcher, lazy_batch, lengths, num_kept
 from libra.worker.run_spec import RunSpec

@@ -20,8 +20,7 @@ from libra.errors import ConfigError, EngineError, FencedOff, StoreError, ToolFa
 from libra.facts import QuantumFinished, TrajectoryFoundEnded
 from libra.rollout import TransformersEngine
 from libra.rollout.chat_format import load_chat_format
-from libra.store.epochs import take_epoch
-from libra.store.group_records import write_group
+from libra.store.run_records import take_epoch, write_group
 from libra.store.trajectory_journal import Journal
 from libra.testing import FixedTurns
 from libra.types import (

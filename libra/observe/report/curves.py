@@ -60,7 +60,9 @@ def rewards(runs: Sequence[ReportedRun]) -> Section:
             color = run.color if len(runs) > 1 else "#2a9d6f"
             curve(made, list(held), list(held.values()), label(runs, run, "held-out questions"), color, dash="dashed")
             drawn = True
-    parts: list[Part] = [made if drawn else piece("missing", "No iteration has ended, and nothing was evaluated yet.")]
+    parts: list[Part] = [
+        made if drawn else piece("missing", "No iteration has a reward, and nothing was evaluated yet.")
+    ]
     bins = _bins(runs[0]) if len(runs) == 1 else None
     what = "Mean reward of each iteration's trajectories, and of the held-out questions at each evaluation."
     return Section("rewards", "Rewards", what, [*parts, *([bins] if bins is not None else [])])

@@ -18,7 +18,7 @@ from libra.observe.plots import RUN_COLORS
 from libra.observe.recorded_run import RecordedRun
 from libra.observe.run_directory import finite, setting, whole_number
 from libra.observe.timeline.states import RunTime
-from libra.store.trajectories import TrajectoryStore
+from libra.store.trajectory_store import TrajectoryStore
 
 HOUR_S: Final = 3600.0
 

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.live
 SCRIPT = """
 import signal, sys
 from pathlib import Path
-from libra.driver.interruption import Interruption
+from libra.driver.run_console import Interruption
 
 def train():
     with Interruption(overrides=("run.iterations=100", "observe.trackers=[a, b]")) as interruption:

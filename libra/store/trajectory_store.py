@@ -35,24 +35,81 @@ from libra.errors import StoreError
 from libra.store.column_file import ColumnFile
 from libra.store.committer_lock import CommitterLock
 from libra.store.exclusive_files import write_failure
-from libra.store.further_rows import taught_of
-from libra.store.group_records import prompt_from_json
-from libra.store.row_digests import ISOLATION, DigestLog, begin_record, digests_path, upgrade_record
-from libra.store.stored_ids import StoredIds
-from libra.store.zarr_layout import COLUMNS, LEVELS, SCHEMA, UPGRADES, Level, Rows, array_path, create_arrays, rows_of
+from libra.store.row_digests import ISOLATION, DigestLog, begin_record, digests_path
+from libra.store.run_records import prompt_from_json
+from libra.store.zarr_layout import (
+    COLUMNS,
+    COUNTS,
+    LEVELS,
+    SCHEMA,
+    Level,
+    Rows,
+    array_path,
+    create_arrays,
+    rows_of,
+    taught_of,
+)
 from libra.types import EndReason, FailureClass, Taught, Trajectory, TrajectoryId
 
 logger = logging.getLogger(__name__)
 
-HAS_DIGESTS = "row_digests"
-"""The attribute of a store whose rows have digests."""
-COUNTS: Mapping[Level, str] = {
-    "token": "tokens",
-    "turn": "turns",
-    "trajectory": "trajectories",
-    "score": "scores",
-    "route": "routes",
-}
+
+_SHIFT = 32
+
+
+class StoredIds:
+    """A set of trajectory ids, 8 bytes each: per split and iteration, an array of (group, sample) in one number."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[str, int], NDArray[np.uint64]] = {}
+
+    def add_columns(
+        self, split: NDArray[np.str_], iteration: NDArray[np.int64], group: NDArray[np.int64], sample: NDArray[np.int64]
+    ) -> None:
+        """Add ids that are not in the set; the arrays are the columns of a store, all of one length."""
+        places = _packed(group, sample)
+        for name in np.unique(split).tolist():
+            mine = split == name
+            iterations, at = iteration[mine], places[mine]
+            order = np.argsort(iterations, kind="stable")
+            numbers, starts = np.unique(iterations[order], return_index=True)
+            for number, part in zip(numbers.tolist(), np.split(at[order], starts[1:]), strict=True):
+                before = self._found.get((str(name), number))
+                self._found[str(name), number] = part.copy() if before is None else np.concatenate([before, part])
+
+    def add(self, ids: Iterable[TrajectoryId]) -> None:
+        """Add ids that are not in the set."""
+        for where, new in _by_iteration(ids).items():
+            before = self._found.get(where)
+            places = _packed(*np.array([(i.group, i.sample) for i in new]).T)
+            self._found[where] = places if before is None else np.concatenate([before, places])
+
+    def among(self, ids: Iterable[TrajectoryId]) -> list[TrajectoryId]:
+        """Those of ``ids`` that are in the set."""
+        found: list[TrajectoryId] = []
+        for where, asked in _by_iteration(ids).items():
+            if where in self._found:
+                places = _packed(*np.array([(i.group, i.sample) for i in asked]).T)
+                there = np.isin(places, self._found[where]).tolist()
+                found += [each for each, known in zip(asked, there, strict=True) if known]
+        return found
+
+    def __contains__(self, trajectory_id: TrajectoryId) -> bool:
+        return bool(self.among([trajectory_id]))
+
+
+def _packed(group: NDArray[np.int64], sample: NDArray[np.int64]) -> NDArray[np.uint64]:
+    packed: NDArray[np.uint64] = (group.astype(np.uint64) << np.uint64(_SHIFT)) | sample.astype(np.uint64)
+    return packed
+
+
+def _by_iteration(ids: Iterable[TrajectoryId]) -> dict[tuple[str, int], list[TrajectoryId]]:
+    found: dict[tuple[str, int], list[TrajectoryId]] = {}
+    for each in ids:
+        found.setdefault((each.split, each.iteration), []).append(each)
+    return found
+
+
 _T = TypeVar("_T")
 Arrays = dict[Level, dict[str, AsyncArray[Any]]]
 
@@ -70,8 +127,7 @@ class TrajectoryStore:
         self._cache: dict[Level, dict[str, NDArray[Any]]] = {}
         self._load()
         if lock is not None:
-            # A store of an older Libra has no digests, and gets none.
-            self._digests = DigestLog(path, self._committed) if HAS_DIGESTS in self.attributes else None
+            self._digests = DigestLog(path, self._committed)
             self._files = self._hold_arrays()
             self._seen = StoredIds()
             self._seen.add_columns(*self._columns_of("trajectory", ("split", "iteration", "group", "sample")))
@@ -93,7 +149,7 @@ class TrajectoryStore:
             group = zarr.open_group(temporary, mode="w", zarr_format=3)
             create_arrays(group)
             empty = dict.fromkeys(COUNTS.values(), 0)
-            facts = {**(attributes or {}), "schema": SCHEMA, HAS_DIGESTS: True}
+            facts = {**(attributes or {}), "schema": SCHEMA}
             group.update_attributes({**facts, "committed": empty})
             begin_record(temporary)
             digests_path(temporary).rename(digests_path(path))
@@ -169,7 +225,7 @@ class TrajectoryStore:
             for level, columns in rows.items():
                 for name, values in columns.items():
                     self._files[level][name].write(values)
-            if self._digests is not None and ids:
+            if ids:
                 self._digests.write(rows, self._committed)
             start = self._committed["trajectory"]
             self._commit({level: self._committed[level] + _num_rows(rows[level]) for level in LEVELS})
@@ -346,8 +402,7 @@ class TrajectoryStore:
         for columns in self._files.values():
             for file in columns.values():
                 file.accept()
-        if self._digests is not None:
-            self._digests.accept()
+        self._digests.accept()
         self._committed = dict(committed)
         self._cache.clear()
         self._stale = True  # the open arrays still have their old lengths
@@ -371,44 +426,13 @@ class TrajectoryStore:
 
 
 def check_schema(group: zarr.Group, path: Path) -> None:
-    """StoreError unless this Libra reads the store's schema; the message names the Libra or the command that does."""
+    """StoreError unless this Libra reads the store's schema."""
     schema = group.attrs.get("schema")
     if schema == SCHEMA:
         return
     if not isinstance(schema, int):
         raise StoreError(f"{path}: a zarr group without a schema number; it is not a trajectory store of Libra")
-    if schema > SCHEMA:
-        raise StoreError(
-            f"{path}: schema {schema}, this Libra reads up to {SCHEMA}; use the Libra that wrote it, or a newer one"
-        )
-    way = (
-        f"type libra.store.trajectories.upgrade({str(path)!r})" if schema in UPGRADES else "no upgrade from it is known"
-    )
-    raise StoreError(f"{path}: schema {schema}, this Libra reads {SCHEMA}; {way}")
-
-
-def upgrade(path: str | Path) -> int:
-    """Bring a store of an older schema to this one, step by step, in place; returns the schema it had.
-
-    Raises StoreError if a step is not known, or a committer has the store open.
-    """
-    path = Path(path)
-    lock = CommitterLock(path)
-    try:
-        group = zarr.open_group(path, mode="r+", zarr_format=3)
-        found = schema = group.attrs.get("schema")
-        while isinstance(schema, int) and schema < SCHEMA and schema in UPGRADES:
-            UPGRADES[schema](group)
-            schema += 1
-        if schema == SCHEMA != found:
-            if HAS_DIGESTS in group.attrs:
-                upgrade_record(path, SCHEMA)
-            group.update_attributes({"schema": schema})  # last: an upgrade that was cut short is repeated
-        check_schema(group, path)
-        assert isinstance(found, int)
-        return found
-    finally:
-        lock.release()
+    raise StoreError(f"{path}: schema {schema}, this Libra reads {SCHEMA}; use the Libra that wrote it")
 
 
 def _num_rows(columns: Mapping[str, NDArray[Any]]) -> int:

@@ -1,5 +1,7 @@
 """The store against a trivially right model, read back by itself, by plain zarr and by xarray; and killed in mid-append."""
 
+from __future__ import annotations
+
 import errno
 import os
 import pickle
@@ -15,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import zarr
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -29,7 +31,7 @@ from hypothesis.stateful import (
 from libra.errors import StoreError
 from libra.store import zarr_layout
 from libra.store.committer_lock import lock_holder
-from libra.store.trajectories import TrajectoryStore
+from libra.store.trajectory_store import StoredIds, TrajectoryStore
 from libra.store.zarr_layout import COLUMNS, LEVELS
 from libra.types import EndReason, FailureClass, TrajectoryId
 
@@ -234,7 +236,7 @@ def test_a_full_disk_commits_nothing_and_the_append_can_be_tried_again(
 
 _APPEND_AND_DIE = """
 import os, pickle, signal, sys
-from libra.store.trajectories import TrajectoryStore
+from libra.store.trajectory_store import TrajectoryStore
 
 pwrite, replace, writes = os.pwrite, os.replace, iter(range(10**6))
 
@@ -354,3 +356,33 @@ def test_any_sequence_of_appends_failures_and_reopenings_reads_like_a_list(make_
     StoreAgainstList.make, StoreAgainstList.same = staticmethod(make_trajectory), staticmethod(assert_same)
     few = settings(max_examples=5, stateful_step_count=7, suppress_health_check=list(HealthCheck), database=None)
     run_state_machine_as_test(StoreAgainstList, settings=few)
+
+
+@pytest.mark.parametrize("number", [5, 0])
+def test_another_schema_is_refused_by_number(store, number):
+    store.close()
+    zarr.open_group(store.path, mode="r+").update_attributes({"schema": number})
+    for mode in ("r", "a"):
+        with pytest.raises(StoreError, match=f"schema {number}"):
+            TrajectoryStore.open(store.path, mode)
+
+
+IDS = st.builds(
+    TrajectoryId, st.integers(0, 3) | st.just(10**6), st.integers(0, 2) | st.just(2**31 - 1),
+    st.integers(0, 2) | st.just(2**31 - 1), st.sampled_from(["train", "eval"]),
+)  # fmt: skip
+
+
+@given(st.sets(IDS), st.lists(st.sets(IDS), max_size=3), st.lists(IDS))
+def test_it_has_what_was_added_and_nothing_else(first, later, asked):
+    ids, known = StoredIds(), set(first)
+    rows = sorted(first)
+    ids.add_columns(
+        np.array([i.split for i in rows], np.dtypes.StringDType()),
+        *(np.array([i[n] for i in rows], np.int32) for n in range(3)),
+    )
+    for new in later:
+        ids.add(new - known)
+        known |= new
+    assert sorted(ids.among(asked)) == sorted(i for i in asked if i in known)
+    assert all((i in ids) == (i in known) for i in asked)

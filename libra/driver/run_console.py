@@ -1,0 +1,322 @@
+"""What a run shows: Ctrl-C while it starts, works or stops, its log, and its summary.
+
+The first Ctrl-C stops the run in order. The second ends the command at once, as a kill would, which
+loses nothing that was committed; in a program of the user (`libra.train`) it gives up waiting for the
+end. Dask, Bokeh and tornado log tracebacks where a browser leaves a page, a worker ends or a
+connection breaks: their records go to ``logs/driver.log`` of the run, not to the terminal.
+
+Invariants
+----------
+1. Between the first line after Ctrl-C and the last, nothing else reaches standard error: it goes to
+   the log of the run. There are at most three lines, the last with what to type.
+2. The last line is printed only for a run that can be resumed; a start that left none has one line.
+3. Nothing is installed outside the main thread, nor where a program handles SIGINT itself.
+4. A KeyboardInterrupt that a program does not catch ends it without a traceback.
+5. Until the directory exists log records wait; a start that leaves no run leaves no log. Afterwards
+   every logger has the handlers that it had.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import html
+import logging
+import math
+import os
+import shlex
+import signal
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from logging.handlers import MemoryHandler
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Final, Self
+
+from libra.cluster.redirected_output import STDERR, redirected
+from libra.driver.start_records import STARTS_FILE
+from libra.errors import shell_path
+from libra.untrusted import shown
+
+EXIT_INTERRUPTED = 130
+
+
+class Interruption:
+    """The handler of Ctrl-C for one run; a context manager.
+
+    Parameters
+    ----------
+    command : bool
+        Whether this process is the command's, and ends with the run.
+    overrides : sequence of str
+        Settings that were typed for a run that is resumed, which only this start knows.
+
+    Attributes
+    ----------
+    count : int
+        How often Ctrl-C was typed.
+    """
+
+    def __init__(self, *, command: bool = False, overrides: Sequence[str] = ()) -> None:
+        self.command, self.overrides, self.count = command, overrides, 0
+        self._directory: Path | None = None
+        self._again = ""
+        self._done: int | None = None
+        self._total = 0
+        self._starting = self._announced = False
+        self._before: Callable[[int, FrameType | None], object] | int | None = None
+        self._quiet = ExitStack()
+
+    def __enter__(self) -> Self:
+        in_main = threading.current_thread() is threading.main_thread()
+        if in_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            self._before = signal.signal(signal.SIGINT, self._typed)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._before is not None:
+            if isinstance(error, KeyboardInterrupt) and self.count:
+                self._say_end("stopped")
+                _end_quietly(error)
+            signal.signal(signal.SIGINT, self._before)
+
+    # ---------------------------------------------------------------- what the run says of itself
+
+    def of(self, directory: Path, again: str) -> None:
+        """The run's directory, which may not exist yet, and what to type to continue it."""
+        self._directory, self._again = directory, with_overrides(again, self.overrides)
+
+    def starts(self) -> None:
+        """From here on the first Ctrl-C is an exception: something may have been made that is to be removed."""
+        self._starting = True
+
+    def finished(self, iterations: int, total: int) -> None:
+        """So many iterations of the run are committed."""
+        self._done, self._total = iterations, total
+
+    def announce(self) -> None:
+        """Say that the run stops, and let nothing else be said until it has; once, and only after Ctrl-C."""
+        if not self.count or self._announced or self._before is None:
+            return
+        self._announced = True
+        if self._directory is None or not self._resumable:
+            return
+        self._say("libra: interrupted, stopping the run; Ctrl-C again: at once")
+        log = self._directory / "logs" / "driver.log"
+        if self.command and log.parent.is_dir():
+            with contextlib.suppress(OSError):
+                self._quiet.enter_context(redirected(STDERR, log))
+
+    # ---------------------------------------------------------------- the key
+
+    def _typed(self, number: int, frame: FrameType | None) -> None:
+        self.count += 1
+        if self.count == 1 and (self._starting or not self.command):
+            raise KeyboardInterrupt
+        self._say_end("stopped at once" if self.count > 1 else "stopped")
+        if not self.command:
+            raise KeyboardInterrupt
+
+    @property
+    def _resumable(self) -> bool:
+        """Whether a start of the run is on record."""
+        return self._directory is not None and (self._directory / STARTS_FILE).exists()
+
+    def _say_end(self, how: str) -> None:
+        """The last lines, once; a command ends here."""
+        self._quiet.close()
+        if self._resumable:
+            when = "during the start" if self._done is None else f"after {self._done} of {self._total} iterations"
+            self._say(f"libra: {how} {when}; what is committed is kept. To continue, type\n{self._again}")
+        elif self._again:
+            self._say("libra: interrupted during the start, which left no run")
+        self._directory, self._again = None, ""
+        if self.command:
+            sys.stdout.flush()
+            os._exit(EXIT_INTERRUPTED)
+
+    @staticmethod
+    def _say(text: str) -> None:
+        over = "\r\x1b[K" if sys.stderr.isatty() else ""  # where the terminal has written ^C
+        sys.stderr.write(f"{over}{text}\n")
+        sys.stderr.flush()
+
+
+def _end_quietly(told: KeyboardInterrupt) -> None:
+    """Print no traceback of this one if nobody catches it; Python then ends by SIGINT, which is 130 in a shell."""
+    told.libra_told = True  # type: ignore[attr-defined]
+    show = sys.excepthook
+    if getattr(show, "knows_told", False):
+        return
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not getattr(error, "libra_told", False):
+            show(kind, error, trace)
+
+    hook.knows_told = True  # type: ignore[attr-defined]
+    sys.excepthook = hook
+
+
+def with_overrides(again: str, overrides: Sequence[str]) -> str:
+    """What to type, with settings of this start."""
+    return " ".join([again, *map(shlex.quote, overrides)])
+
+
+def resume_words(directory: Path, given: bool, iterations: int | None = None) -> str:
+    """What to type to continue the run of a directory, with so many iterations (None: those that it has); ``given``: an
+    environment or a score node was given as an object."""
+    if given:
+        more = "" if iterations is None else f"run__iterations={iterations}, "
+        return f"libra.train(..., {more}run__dir={str(directory.parent)!r}, run__name={directory.name!r}, resume=True)"
+    here = Path.cwd()
+    shown = directory.relative_to(here) if directory.is_relative_to(here) else directory
+    return f"libra resume {shell_path(shown)}" + ("" if iterations is None else f" run.iterations={iterations}")
+
+
+LOGS: Final = "logs"
+DRIVER_LOG: Final = "driver.log"
+FOREIGN: Final = frozenset({"distributed", "dask", "bokeh", "tornado", "asyncio"})
+"""Loggers of libraries whose records never reach the terminal, with all below them."""
+WAITING_RECORDS: Final = 1000
+
+
+class ShownFormatter(logging.Formatter):
+    """The record, with its traceback unless ``brief``, as `libra.untrusted.shown`: an error may quote what a model wrote."""
+
+    def __init__(self, text: str, *, brief: bool = False) -> None:
+        super().__init__(text)
+        self._brief = brief
+
+    def format(self, record: logging.LogRecord) -> str:
+        if self._brief and (record.exc_info or record.stack_info):
+            record = logging.makeLogRecord({**record.__dict__, "exc_info": None, "exc_text": None, "stack_info": None})
+        return shown(super().format(record))
+
+
+class RunLogs:
+    """The log of one driver; a context manager.
+
+    Parameters
+    ----------
+    directory : Path
+        Of the run; it may not exist yet.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.path = directory / LOGS / DRIVER_LOG
+        self._waiting = MemoryHandler(WAITING_RECORDS, flushLevel=logging.CRITICAL + 1)
+        self._file: logging.Handler | None = None
+        self._terminal: logging.Handler | None = None
+        self._changed: list[tuple[logging.Logger, list[logging.Handler], bool]] = []
+
+    def __enter__(self) -> Self:
+        names = [name for name in logging.root.manager.loggerDict if name.partition(".")[0] in FOREIGN]
+        for logger in {logging.getLogger(name) for name in [*names, *FOREIGN]}:
+            self._changed.append((logger, list(logger.handlers), logger.propagate))
+            own = [handler for handler in logger.handlers if not _writes_to_terminal(handler)]
+            top = logger.name in FOREIGN
+            logger.handlers[:] = [*own, self._waiting] if top else own
+            logger.propagate = not top
+        libra = logging.getLogger("libra")
+        self._changed.append((libra, list(libra.handlers), libra.propagate))
+        if not libra.hasHandlers():  # a program that set up no logging: as Python would print it
+            self._terminal = logging.StreamHandler()
+            self._terminal.setFormatter(ShownFormatter("libra: %(message)s", brief=True))
+            self._terminal.setLevel(logging.WARNING)
+            libra.addHandler(self._terminal)
+        libra.addHandler(self._waiting)
+        return self
+
+    def open(self) -> None:
+        """Write to the file from now on, first what has waited; nothing where it cannot be written."""
+        try:
+            self.path.parent.mkdir(exist_ok=True)
+            self._file = LogFile(self.path, delay=False)
+        except OSError as error:
+            logging.getLogger(__name__).warning("%s: no log of this run is kept: %s", self.path, error)
+            return
+        self._file.setFormatter(ShownFormatter("%(asctime)s %(name)s %(levelname)s: %(message)s"))
+        self._waiting.setTarget(self._file)
+        self._waiting.flush()
+        self._waiting.capacity = 1
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for logger, handlers, propagate in self._changed:
+            logger.handlers[:] = handlers
+            logger.propagate = propagate
+        self._changed.clear()
+        self._waiting.close()
+        if self._file is not None:
+            self._file.close()
+
+
+class LogFile(logging.FileHandler):
+    """A log that loses lines on a full disk, instead of hiding the error that ended the run."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        pass
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            super().close()
+
+
+def _writes_to_terminal(handler: logging.Handler) -> bool:
+    streams = (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
+    return isinstance(handler, logging.StreamHandler) and handler.stream in streams
+
+
+@dataclass(slots=True)
+class RunSummary:
+    """The result of a run: rewards, files and duration. As text it is a short table; notebooks show one, too."""
+
+    run: str
+    directory: Path
+    iterations: list[dict[str, Any]] = field(default_factory=list)
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
+    checkpoint: Path | None = None
+    best: Path | None = None
+    wall_s: float = 0.0
+
+    @property
+    def reward_before(self) -> float:
+        """Mean reward on the held-out questions before the first step; NaN if none were asked."""
+        return float(self.evaluations[0]["reward"]) if self.evaluations else math.nan
+
+    @property
+    def reward_after(self) -> float:
+        """The same after the last step."""
+        return float(self.evaluations[-1]["reward"]) if self.evaluations else math.nan
+
+    def rows(self) -> list[tuple[str, str]]:
+        """The run in a few rows of name and text."""
+        rows = [("run", self.run), ("iterations", f"{len(self.iterations)} in {self.wall_s:.0f} s")]
+        if len(self.evaluations) >= 2:
+            change = f"{self.reward_before:.3f} before, {self.reward_after:.3f} after"
+            rows.append(("held-out reward", f"{change}, {self.evaluations[-1]['num']:,} questions"))
+        trained = [float(values.get("reward", math.nan)) for values in self.iterations]
+        if trained:
+            rows.append(("training reward", f"{trained[0]:.3f} in the first iteration, {trained[-1]:.3f} in the last"))
+            tokens = sum(int(values.get("generated_tokens", 0)) for values in self.iterations)
+            rows.append(("tokens generated", f"{tokens:,}"))
+            if failures := sum(int(values.get("left_out", 0)) for values in self.iterations):
+                rows.append(("left out", f"{failures:,} trajectories that failed; libra inspect RUN --failed"))
+        rows.append(("directory", str(self.directory)))
+        rows += [(name, str(path)) for name, path in (("model", self.checkpoint), ("best model", self.best)) if path]
+        return rows
+
+    def __str__(self) -> str:
+        return "\n".join(f"{name:<17} {text}" for name, text in self.rows())
+
+    def _repr_html_(self) -> str:
+        cells = "".join(
+            f'<tr><th style="text-align:left">{html.escape(name)}</th><td style="text-align:left">{html.escape(text)}</td></tr>'
+            for name, text in self.rows()
+        )
+        return f"<table>{cells}</table>"
