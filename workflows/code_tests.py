@@ -4,7 +4,7 @@ On two cores SmolLM2-135M in two iterations (it shows that everything works), on
 JSON lines with prompt, function and tests (docs/workloads.md)::
 
     python workflows/code_tests.py
-    python workflows/code_tests.py --config configs/code_tests_qwen3_4b.yaml environment.args.problems=/data/problems.jsonl
+    python workflows/code_tests.py configs/qwen3_4b.yaml environment.args.problems=/data/problems.jsonl
 
 Other arguments are settings, as for ``libra run``.
 """

@@ -7,7 +7,7 @@ the exit code is 1::
     python workflows/games.py
     python workflows/games.py environment.name=examples.games.textarena_game:TextArenaGame environment.args.id=TowerOfHanoi-v0
     python workflows/games.py environment.name=openenv environment.args.url=http://HOST:8000 environment.args.action=message
-    python workflows/games.py --config configs/games_qwen3_4b.yaml cluster.scheduler=tls://HOST:8786
+    python workflows/games.py configs/qwen3_4b.yaml cluster.scheduler=tls://HOST:8786
 
 Other arguments are settings, as for ``libra run``. Needs ``pip install 'libra-rl[model,games]'``.
 """

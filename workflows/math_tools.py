@@ -4,7 +4,7 @@ On two cores: SmolLM2-135M, two iterations in some minutes (configs/math_tools.y
 
     python workflows/math_tools.py                                    # prepares the model if it is not there yet
     python workflows/math_tools.py --engine transformers run.iterations=40 evaluation.prompts=32
-    python workflows/math_tools.py --config configs/math_tools_qwen3_4b.yaml cluster.scheduler=tls://HOST:8786
+    python workflows/math_tools.py configs/qwen3_4b.yaml cluster.scheduler=tls://HOST:8786
 
 Needs ``pip install 'libra-rl[model,reasoning-gym]'``, and for vLLM ``libra-rl[vllm]`` on a GPU, else ``make setup-vllm``.
 """

@@ -5,7 +5,7 @@ output::
 
     python workflows/mcp_tools.py                              # two cores, minutes
     libra run configs/mcp_tools.yaml                           # the same
-    libra run configs/mcp_tools_qwen3_4b.yaml --scheduler tls://HOST:8786
+    libra run configs/mcp_tools.yaml configs/qwen3_4b.yaml --scheduler tls://HOST:8786
     python workflows/mcp_tools.py serve                        # the server alone
 
 Other arguments are settings, as for ``libra run``. Needs ``pip install 'libra-rl[mcp]'``.

@@ -7,7 +7,7 @@ With ``--sdist`` the libraries are source packages of PyPI::
     python workflows/software_repair.py
     pip download --no-binary :all: --no-deps inflection==0.5.1
     python workflows/software_repair.py --sdist inflection-0.5.1.tar.gz
-    python workflows/software_repair.py --config configs/repair_qwen3_4b.yaml cluster.scheduler=tls://HOST:8786
+    python workflows/software_repair.py configs/qwen3_4b.yaml cluster.scheduler=tls://HOST:8786
 
 Other arguments are settings, as for ``libra run``.
 """

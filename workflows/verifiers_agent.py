@@ -4,7 +4,7 @@ verifiers runs in a virtual environment of its own, where this file is imported 
 
     python -m venv verifiers-venv && verifiers-venv/bin/pip install verifiers==0.2.1
     python workflows/verifiers_agent.py --venv verifiers-venv                              # verifiers_arithmetic, in this folder
-    python workflows/verifiers_agent.py --venv verifiers-venv --config configs/verifiers_qwen3_4b.yaml --environment NAME
+    python workflows/verifiers_agent.py --venv verifiers-venv --environment NAME model.path=Qwen/Qwen3-0.6B
 
 Rollouts are tasks of one process that has imported verifiers and loaded the environment, which take seconds. On workers of a
 scheduler of your own that needs ``export VERIFIERS_AGENT='["NAME", "{}"]'`` there (its arguments are the second text), and

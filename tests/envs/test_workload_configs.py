@@ -22,7 +22,9 @@ WORKLOADS = [
 def test_two_cores_and_gpus_have_a_configuration_each(workload, repository, request):
     if workload in SANDBOXED:
         request.getfixturevalue("needs_sandbox")
-    small, large = (load_config(repository / "configs" / f"{workload}{end}.yaml") for end in ("", "_qwen3_4b"))
+    configs = repository / "configs"
+    small = load_config(configs / f"{workload}.yaml")
+    large = load_config(configs / f"{workload}.yaml", [str(configs / "qwen3_4b.yaml")])
     assert large.model.path == "Qwen/Qwen3-4B"
     assert large.trainer.layout == "fsdp2"
     assert (small.environment.name == large.environment.name) or workload == "games"
