@@ -80,8 +80,8 @@ FAULTS = (
     Fault(
         "slot_of_an_ended_one_never_freed",
         "policy/dispatcher.py",
-        "        self.stopped(key)\n        self._leave(key)\n        if self.leases is not None:\n            self.leases.forget",
-        "        self._leave(key)\n        if self.leases is not None:\n            self.leases.forget",
+        "        self.stopped(event.key)\n        if (one := self._trajectories",
+        "        if (one := self._trajectories",
         ("policy/test_dispatcher.py",),
     ),
     Fault(
