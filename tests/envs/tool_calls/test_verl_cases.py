@@ -5,7 +5,7 @@ import json
 import pytest
 
 from libra.envs import parse_hermes
-from libra.envs.tool_calls import parse_qwen3_coder
+from libra.envs.tool_call_formats import parse_qwen3_coder
 
 LIBRAS = {"hermes": parse_hermes, "qwen3_coder": parse_qwen3_coder}
 
