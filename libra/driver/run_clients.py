@@ -41,7 +41,7 @@ class EngineClient:
         self._run: dict[str, Any] = {"run": run, "epoch": epoch}
 
     def rows(self) -> list[dict[str, Any]]:
-        """Each engine's worker, slots and declared capacity; see `libra.scheduler.slot_limits.Concurrency.rows`."""
+        """Each engine's worker, slots and declared capacity; see `libra.scheduler.worker_supply.Concurrency.rows`."""
         return list(self._call("libra_engines", **self._run))
 
     def limit_slots(self, slots: Mapping[str, int | Mapping[str, int]], reason: str = "requested") -> None:

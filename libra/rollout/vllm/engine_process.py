@@ -15,7 +15,7 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,7 @@ _WARM_UP_TOKENS = 4
 PROBE_ID = "probe-"
 """Prefix of the name of a probe's request."""
 SHUTDOWN_S = 5.0
-"""Seconds that a process may take to remove the memory that it shares with its ranks; then it is killed."""
+"""Seconds that a process with a GPU may take to end before it is killed. On a CPU it is killed at once: it has nothing to save."""
 
 
 @dataclass(slots=True)
@@ -270,9 +270,14 @@ class Core:
         return [process.pid for process in manager.processes] if manager is not None else []
 
     def stop(self) -> None:
-        """End the process; also after it died."""
+        """End the process, and remove what it shared with its ranks; also after it died."""
+        memory = set[Path]()
         with contextlib.suppress(Exception):  # a dead engine may raise anything
-            self.llm.shutdown(timeout=SHUTDOWN_S)
+            memory = _shared_memory(self.process_ids)
+        with contextlib.suppress(Exception):
+            self.llm.shutdown(timeout=SHUTDOWN_S if torch.cuda.is_available() else 0.0)
+        for file in memory:
+            file.unlink(missing_ok=True)
 
     def _count_steps(self) -> None:
         """Count steps and tokens as the process sends them: vLLM's own statistics have a cost per token."""
@@ -288,6 +293,28 @@ class Core:
             return outputs
 
         client.get_output_async = counted
+
+
+def _shared_memory(process_ids: Iterable[int]) -> set[Path]:
+    """Files of shared memory that these processes and their descendants have mapped and this one has not. They have names in
+    ``/dev/shm`` and so outlive processes that are killed. Linux only."""
+    found, left = set[Path](), list(process_ids)
+    while left:
+        process = left.pop()
+        found |= _mapped(str(process))
+        for children in Path("/proc", str(process), "task").glob("*/children"):
+            with contextlib.suppress(OSError):
+                left += map(int, children.read_text().split())
+    return found - _mapped("self")
+
+
+def _mapped(process: str) -> set[Path]:
+    try:
+        lines = Path("/proc", process, "maps").read_text().splitlines()
+    except OSError:  # it has ended, or there is no such directory
+        return set()
+    paths = (Path(line.split(maxsplit=5)[5]) for line in lines if "/dev/shm" in line)
+    return {path for path in paths if path.parent == Path("/dev/shm") and path.name.startswith(("psm_", "vllm_dist_"))}
 
 
 class PassWatch:
