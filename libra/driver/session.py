@@ -23,14 +23,13 @@ from libra import keys
 from libra.cluster.hardware_inventory import cluster_gpu
 from libra.config import RunConfig
 from libra.driver.callbacks import Callbacks
-from libra.driver.early_checks import named, run_directory
+from libra.driver.early_checks import named
 from libra.driver.planning import Planning
 from libra.driver.run_clients import progress_read
 from libra.driver.run_cluster import connect_run, register_run, scheduler_loss_named
 from libra.driver.run_console import Interruption, RunLogs, RunSummary, resume_words
 from libra.driver.run_start import RunRequest, prepare
 from libra.driver.scheduler_calls import SchedulerCalls
-from libra.driver.start_records import is_finished
 from libra.driver.submitted_graphs import RunCheckpoints, SubmittedGraphs
 from libra.errors import BatchFailed, LibraError, MismatchAlarm, NothingToLearn, shell_path
 from libra.graph.batch_nodes import batch_numbers
@@ -39,7 +38,6 @@ from libra.graph.iteration import Score, evaluation_graph, node, on, restored
 from libra.graph.training_nodes import pause_reason
 from libra.observe.metrics import MetricsLog, read_metrics
 from libra.observe.progress import RunProgress
-from libra.observe.run_directory import evaluations
 from libra.observe.start_stages import StartStages
 from libra.observe.token_text import load_decode
 from libra.observe.trackers import EVERY, Trackers, sample_texts
@@ -380,12 +378,7 @@ def run(
 
     ``interruption`` and ``stages`` are given where they began before Dask was imported.
     """
-    began_s, called, config = time.time(), Callbacks.of(config, callbacks), named(config)
-    directory = run_directory(config)
-    if resume and is_finished(directory, config):  # no cluster is started for that
-        model = directory / "checkpoints" / f"step-{config.run.iterations:06d}"
-        made = evaluations(directory)
-        return RunSummary(config.run.name or "", directory, [], [made[version] for version in sorted(made)], model)
+    began_s, called = time.time(), Callbacks.of(config, callbacks)
     with ExitStack() as exits:
         interruption = interruption or exits.enter_context(Interruption())
         stages = stages or StartStages(enabled=config.observe.progress)

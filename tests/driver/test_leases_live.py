@@ -96,7 +96,7 @@ def test_limits_of_memory_cores_and_quotas_hold(make_config):
 def test_a_worker_comes_where_actions_wait_and_goes_where_it_idles(make_config, tmp_path, monkeypatch, until):
     monkeypatch.setattr(tool_fleet, "START_S", 0.01)  # as if workers had always started at once
     monkeypatch.setattr(tool_fleet, "IDLE_S", 0.2)
-    monkeypatch.setattr(local, "LOOK_S", 0.05)
+    monkeypatch.setattr(local, "TOOLS_CHECK_S", 0.05)
     (tmp_path / "workers").mkdir()
     config = make_config(
         run={"iterations": 1},
