@@ -14,7 +14,6 @@ generated again, from the event log of both starts.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import subprocess
@@ -132,12 +131,10 @@ def until(what: str, condition: Any, process: subprocess.Popen[bytes]) -> float:
 
 
 def dispatched(directory: Path, epoch: int) -> bool:
-    path = directory / "events.jsonl"
+    path, current = directory / "events.jsonl", -1
     if not path.exists():
         return False
-    current = -1
-    for line in path.read_bytes().split(b"\n")[:-1]:
-        event = json.loads(line)
+    for event in read_events(path).events:  # its older segments are files of their own
         if event["name"] == "run_started":
             current = event["epoch"]
         if event["name"] == "quantum_dispatched" and current == epoch:
