@@ -7,11 +7,9 @@ from pathlib import Path
 import pytest
 
 from libra.driver.run_console import FOREIGN, RunLogs, RunSummary, ShownFormatter
-from libra.driver.session import Session, run
+from libra.driver.session import Session
 from libra.observe.metrics import MetricsLog
-from libra.store.run_records import commit_batch
 from libra.testing import FixedTurns
-from libra.types import TrajectoryId
 
 
 def test_an_error_at_the_end_of_a_run_leaves_all_that_it_committed(make_config, client, monkeypatch):
@@ -103,14 +101,3 @@ def test_a_summary_is_a_short_table_of_what_there_is_also_in_a_notebook():
         assert words in text
     assert "<b>" not in page and "0.250 before, 0.750 after" in page
     assert len(summary(iterations=[], evaluations=[], checkpoint=None).rows()) == 3
-
-
-def test_a_finished_run_that_is_resumed_starts_nothing(make_config, monkeypatch):
-    config = make_config(run={"iterations": 1}, evaluation={"prompts": 0})
-    directory = config.run.dir / config.run.name
-    (directory / "checkpoints" / "step-000001").mkdir(parents=True)
-    commit_batch(directory / "batches", 0, [TrajectoryId(0, 0, 0)])
-    (directory / "metrics.jsonl").write_text('{"step": 0, "reward": 0.5}\n')
-    monkeypatch.setattr("libra.driver.session.Session", None)
-    summary = run(config, resume=True)
-    assert summary.checkpoint == directory / "checkpoints" / "step-000001" and summary.iterations == []
