@@ -241,10 +241,6 @@ def _first_key(section: str) -> str:
     )
 
 
-def _is_scalar(value: object) -> bool:
-    return value is not None and not isinstance(value, dict | list)
-
-
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
     """A deep copy as dicts, so that merging never writes into the caller's mappings."""
     if not isinstance(values, Mapping):

@@ -97,6 +97,7 @@ class PlannerSection(Section):
     of workers and the degrees of engines. Needs `planner.replan`."""
     change_cost_s: Annotated[float, Field(ge=0)] = 18.8
     """Assumed seconds that a role change, or a change of engines' GPUs, costs until one of its kind has been measured.
+    The tail of a streamed step assumes three loads of a version, at most this much.
     The default is what the Libra paper reports for both directions together (Qwen3-14B on A800). A plan is applied if
     it gains one and a half times its cost in the remaining iterations, or if the next iterations would not fit into KV
     memory."""
