@@ -29,8 +29,8 @@ OUTCOMES = tuple(ToolStatus)
 """All outcomes. Each but the first (the ordinary one) has its own decayed count."""
 _OUTCOME: dict[str, int] = {status: TOOL_SLOTS + number - 1 for number, status in enumerate(OUTCOMES)}
 _PAYLOAD = TOOL_SLOTS + len(OUTCOMES) - 1
-COUNTED = _PAYLOAD + 1
-"""Decayed counts: tools, outcomes but the first, then the payload's size."""
+COUNTED = _PAYLOAD + 2
+"""Decayed counts: tools, outcomes but the first, payloads by class; then the last payload's tokens."""
 PAYLOAD_TOKENS = (125, 1250)
 """Bounds of the payload classes: 500 and 5,000 characters at four to a token, as in the paper's
 published code."""
@@ -58,6 +58,7 @@ def counted(counts: bytes, slot: int, status: str, payload_tokens: int) -> bytes
         after[outcome] += 1.0
     if payload_tokens > PAYLOAD_TOKENS[0]:
         after[_PAYLOAD] += 1.0 if payload_tokens <= PAYLOAD_TOKENS[1] else 2.0
+    after[_PAYLOAD + 1] = payload_tokens
     return after.tobytes()
 
 

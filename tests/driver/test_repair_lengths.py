@@ -1,0 +1,14 @@
+"""C-MLFQ live on trajectories of very different lengths (workflows/repair_lengths.py): it learns, and re-orders what waits."""
+
+import pytest
+from repair_lengths import makespans_s, rewritten, run, settings, skills
+
+pytestmark = [pytest.mark.live, pytest.mark.timeout(600)]
+
+
+def test_skill_grows_and_tool_returns_reorder_what_waits(tmp_path):
+    directory = run(settings(tmp_path, "cmlfq", [0.005], 5))
+    skill = skills(directory)
+    assert skill[0] < skill[-1] and skill[-1] > 0.05
+    assert rewritten(directory) > 10  # of 200
+    assert len(makespans_s(directory)) == 5 and min(makespans_s(directory)) > 0.0
