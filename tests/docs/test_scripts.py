@@ -12,7 +12,7 @@ from libra.observe.metrics import read_metrics
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 
 
-@pytest.mark.parametrize(("page", "first"), [("README.md", "import operator"), ("docs/agents.md", "# train.py")])
+@pytest.mark.parametrize(("page", "first"), [("README.md", "import random"), ("docs/agents.md", "# train.py")])
 def test_a_script_as_it_stands_on_a_page_learns(page, first, repository, tmp_path):
     (script,) = re.findall(rf"^```python\n({first}.*?)^```", (repository / page).read_text(), re.M | re.S)
     (tmp_path / "script.py").write_text(script)
