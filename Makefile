@@ -13,7 +13,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 TEST_PROCESSES ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm setup-vllm-cuda setup-model setup-docs setup-agents quickstart algorithms math-tools test test-all test-rest test-agents test-slurm soak kills planted check docs pictures clean
+.PHONY: help setup setup-vllm setup-vllm-cuda setup-model setup-docs setup-agents quickstart algorithms math-tools test test-all test-rest test-agents test-slurm soak kills planted wheel check docs pictures clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -119,6 +119,9 @@ soak: setup ## strike runs at 200 moments and resume them, then measure the memo
 
 kills: setup ## kill what trains, generates and fetches, 20 times: no wrong update, nothing consumed twice (ten minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/soak/kills.py --seeds 20
+
+wheel: setup ## build dist/libra_rl-VERSION-py3-none-any.whl, to install elsewhere: pip install 'dist/...whl[agents]'
+	$(BIN)/python -m hatchling build -t wheel
 
 planted: setup ## plant twenty small faults in copies of the source: which tests of `make test` catch each
 	$(BIN)/python tests/planted/run.py $(PLANTED_ARGS)
