@@ -1,4 +1,4 @@
-"""docs/configuration.md, algorithms.md, cli.md and benchmarks.md: ``PYTHONPATH=. python tests/config/doc_pages.py docs``."""
+"""docs/configuration.md, algorithms.md, cli.md, facts.md and benchmarks.md: ``python tests/config/doc_pages.py docs``."""
 
 import sys
 from dataclasses import asdict
@@ -11,29 +11,29 @@ from libra.cli.main import cli
 from libra.config.algorithms import ALGORITHMS, DEFAULT_ALGORITHM, Algorithm, Preset
 from libra.config.field_help import field_references, sections
 from libra.config.yaml_text import one_line_yaml
+from libra.facts import Signal, kinds, name_of
 
 _REFERENCE_HEAD = """\
 # Configuration
 
-<!-- Made by `make docs` from libra/config/models.py and the files it imports. Edit the docstrings there. -->
+<!-- Made by `make docs` from libra/config/. Edit the docstrings there. -->
 
-A run is described by a YAML file of sections and keys; everything has a default. `libra config CONFIG` prints the result,
-and each run directory holds it as `config.resolved.yaml`, which is itself a configuration file.
+A YAML file with sections and keys describes a run. Every key has a default.
 
 ```bash
-libra run configs/quickstart.yaml trainer.lr=3e-4 run.seed=7    # overrides: section.key=value, the value in YAML
-libra config configs/quickstart.yaml trainer.lr=3e-4            # what that resolves to
-libra config --fields                                           # this page in the terminal
+libra run configs/quickstart.yaml trainer.lr=3e-4 run.seed=7    # overrides: section.key=value
+libra config configs/quickstart.yaml trainer.lr=3e-4            # print the result
+libra config --fields                                           # print this page
 ```
 
-- **Deltas.** `extends: other.yaml` (relative to the file, or `libra/quickstart` for one that ships) puts a file over another one.
-- **Nothing is dropped.** An unknown key, a wrong type or two fields that contradict each other stop the run before a worker starts,
-  all problems at once, each with file and line.
-- **Nothing is silently ignored.** A given setting without effect in its combination is reported in one line before anything
-  starts, with what would make it effective (`libra.config.effects` has the table). A setting in a file is judged by the commands
-  that read it, so that `planner` and `simulation` may stand beside a run's settings; a setting typed for a command, or given to
-  `libra.train`, is judged by that command.
-- **YAML 1.2.** `1e-4` is a number; only `true` and `false` are truth values; a repeated key is an error.
+- **Several files** are merged from left to right: `libra run workload.yaml cluster.yaml`. `extends: other.yaml`
+  at the top of a file does the same; the path is relative to the file.
+- **Errors come at once.** An unknown key, a wrong type, or two keys that contradict each other stop the command
+  before a worker starts. Every problem is listed with its file and line.
+- **Nothing is ignored silently.** If a key has no effect beside the others, one line names it and the key that
+  would give it an effect.
+- **YAML 1.2**: `1e-4` is a number, only `true` and `false` are truth values, and a repeated key is an error.
+- Each run directory holds its configuration as `config.resolved.yaml`, which is a configuration file too.
 """
 
 
@@ -59,23 +59,21 @@ _ALGORITHMS_HEAD = f"""\
 
 <!-- Made by `make docs` from libra/config/algorithms.py. Edit the table there. -->
 
-`trainer.algorithm` chooses a preset: it fills the keys below that a configuration does not give. A key that is given wins, and
-`libra config` shows what came out. A file or a command line that changes the algorithm starts from its preset, whatever a file
-below it says of another one.
+`trainer.algorithm` selects a preset for the keys in the second table. Keys that you give yourself win.
+The default is `{DEFAULT_ALGORITHM}`.
 
 ```bash
 libra run configs/quickstart.yaml trainer.algorithm=gspo                          # the paper's values
 libra run configs/quickstart.yaml trainer.algorithm=gspo trainer.clip_high=1e-3   # all but one
-libra config configs/quickstart.yaml trainer.algorithm=ppo_decoupled              # what that resolves to
-make algorithms                                                                   # five of them on the quick start's model
+libra config configs/quickstart.yaml trainer.algorithm=ppo_decoupled              # print the result
+make algorithms                                                                   # compare five of them
 ```
 
-The default is `{DEFAULT_ALGORITHM}`. Every loss runs on packed micro-batches; however a step is cut into them, its gradient is
-that of one big batch. Whatever the algorithm, `trainer.kl_coef`, `trainer.entropy_coef`, `trainer.dual_clip` (ppo, gspo),
-`trainer.ratio_max` (ppo, gspo, dppo), `trainer.drop_uniform_groups` and `trainer.drop_truncated` add to it. So do the masks that
-leave tokens out of the loss: `trainer.reject` (trainer and engine disagree), `trainer.off_policy_threshold` (DeepSeek-V3.2's
-sequences) and `trainer.m2po_threshold` (M2PO). [configuration.md](configuration.md) explains each key,
-[golden.md](golden.md) says whose numbers these functions reproduce, [paper_index.md](paper_index.md) where each one is.
+These keys work with every algorithm: `trainer.kl_coef`, `trainer.entropy_coef`, `trainer.drop_uniform_groups`,
+`trainer.drop_truncated`, and the masks `trainer.reject`, `trainer.off_policy_threshold` and
+`trainer.m2po_threshold`. The gradient does not depend on how a step is cut into micro-batches.
+[Agreement with other libraries](golden.md) lists the functions that were compared, and the
+[paper index](paper_index.md) names the code of each paper.
 """
 
 
@@ -113,6 +111,34 @@ def _knobs(algorithm: Algorithm) -> str:
     return ", ".join(given) or "none"
 
 
+_FACTS_HEAD = """\
+# Events
+
+<!-- Made by `make docs` from libra/facts/. Edit the docstrings there. -->
+
+`events.jsonl` and the segments in `events/` hold one JSON object per line: `name`, `run`, `t_s` (seconds since
+the run started), and the fields below. `zcat -f RUN/events/* RUN/events.jsonl` prints them all, and
+`libra replay RUN` makes the decisions again. Source: `libra.facts`.
+
+| name | fields | meaning |
+|---|---|---|
+"""
+
+
+def facts_markdown() -> str:
+    """The whole of docs/facts.md."""
+    logged = sorted((name_of(kind), kind) for kind in kinds() if not issubclass(kind, Signal))
+    rows = (
+        f"| `{name}` | {', '.join(f'`{field}`' for field in kind.__struct_fields__)} | {_first_line(kind)} |"
+        for name, kind in logged
+    )
+    return _FACTS_HEAD + "\n".join(rows) + "\n"
+
+
+def _first_line(kind: type) -> str:
+    return " ".join((kind.__doc__ or "").partition("\n\n")[0].split()).replace("|", "\\|")
+
+
 _COMMANDS_HEAD = """\
 # Commands
 
@@ -148,4 +174,5 @@ if __name__ == "__main__":
     (docs / "configuration.md").write_text(reference_markdown(), encoding="utf-8")
     (docs / "algorithms.md").write_text(algorithms_markdown(), encoding="utf-8")
     (docs / "cli.md").write_text(commands_markdown(), encoding="utf-8")
+    (docs / "facts.md").write_text(facts_markdown(), encoding="utf-8")
     (docs / "benchmarks.md").write_text(page.page(), encoding="utf-8")

@@ -2,7 +2,7 @@
 
 import picture
 from click.testing import CliRunner
-from doc_pages import algorithms_markdown, commands_markdown, reference_markdown
+from doc_pages import algorithms_markdown, commands_markdown, facts_markdown, reference_markdown
 from import_graph import import_graph, modules
 
 from benchmarks import page
@@ -20,6 +20,7 @@ def test_the_generated_pages_are_up_to_date(repository):
         docs / "configuration.md": reference_markdown(),
         docs / "algorithms.md": algorithms_markdown(),
         docs / "cli.md": commands_markdown(),
+        docs / "facts.md": facts_markdown(),
         docs / "benchmarks.md": page.page(),
         docs / "architecture.md": picture.with_generated(architecture, import_graph(modules(repository))),
         repository / "docker" / "dask.yaml": CliRunner().invoke(cli, ["doctor", "--settings"]).output,
