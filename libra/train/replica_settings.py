@@ -38,10 +38,12 @@ def rounding_nats(config: RunConfig) -> float:
 
 
 class DistilTerm(Section):
-    """What a step needs of ``distil``; which tokens the teacher scored says the rest."""
+    """The fields of ``distil`` that a step needs."""
 
     divergence: KLDirection = "forward"
     reward_coef: float = 0.0
+    rounding_nats: float = 0.0
+    """Mean |log q - log p| of a token that rounding explains: up to it the divergence has no gradient."""
 
 
 class TrainSettings(TrainerSection):
@@ -78,9 +80,10 @@ class TrainSettings(TrainerSection):
         if config.trainer.aggregation == "seq-mean-token-sum-norm" and given["loss_divisor"] is None:
             given["loss_divisor"] = float(rollout.max_context_tokens)
         distil = config.distil
-        term = (
-            None if distil.teacher is None else DistilTerm(divergence=distil.divergence, reward_coef=distil.reward_coef)
-        )
+        term = None
+        if distil.teacher is not None:
+            rounding = ROUNDING_NATS[config.model.dtype]
+            term = DistilTerm(divergence=distil.divergence, reward_coef=distil.reward_coef, rounding_nats=rounding)
         return cls(
             **given,
             temperature=rollout.temperature,
