@@ -361,13 +361,7 @@ _ANSWER_SHARE = 4
 
 
 def fitted(
-    chat: ChatFormat,
-    contents: Sequence[str],
-    left_tokens: int,
-    max_new_tokens: int,
-    *,
-    ended: bool,
-    role: str = "tool",
+    chat: ChatFormat, contents: Sequence[str], left_tokens: int, max_new_tokens: int, *, ended: bool, role: str = "tool"
 ) -> tuple[list[str], NDArray[np.int32]]:
     """The returns of a turn's calls as the model reads them, and their token ids.
 

@@ -14,7 +14,7 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -29,27 +29,14 @@ from libra.types import EngineCapacity, TurnOutput, TurnRequest
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """The settings that engines of every kind have.
+    """The settings that engines of every kind have."""
 
-    Attributes
-    ----------
-    model_dir : Path
-        Directory in Hugging Face layout.
-    slots, max_context_tokens : int
-        Maximum requests that generate at once, and maximum context plus generated tokens of each.
-    dtype : {"float32", "bfloat16"}
-    threads : int or None
-        torch threads; None leaves the engine's own choice.
-    kv_cache_gib : float or None
-        Maximum KV cache, in GiB.
-    """
-
-    model_dir: Path
-    slots: int
-    max_context_tokens: int
-    dtype: str = "float32"
-    threads: int | None = None
-    kv_cache_gib: float | None = None
+    model_dir: Path  # in Hugging Face layout
+    slots: int  # maximum requests that generate at once
+    max_context_tokens: int  # maximum context plus generated tokens of each
+    dtype: str = "float32"  # or "bfloat16"
+    threads: int | None = None  # of torch; by default the engine's own choice
+    kv_cache_gib: float | None = None  # maximum KV cache
 
     def __post_init__(self) -> None:
         if self.slots < 1 or self.max_context_tokens < 2:
@@ -58,71 +45,34 @@ class EngineSettings:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    """Counters of an engine: its present state (first five) and its work since it started (the rest).
-
-    Attributes
-    ----------
-    running, waiting, retained : int
-        Requests generating, requests queued, and trajectories whose KV is kept between turns.
-    slots : int
-        Requests that can run at once; ``running + retained <= slots``.
-    version : int
-        Weight version in use.
-    generated_tokens, prefilled_tokens, cached_tokens : int
-        Tokens sampled, context tokens computed, and context tokens whose KV was cached.
-    busy_s : float
-        Wall seconds spent inside steps.
-    steps : int
-        Forward passes.
-    drafted_tokens, accepted_tokens : int
-        Tokens that were drafted (`rollout.speculate`), and those of them that were the ones sampled.
-    drafted_by_rows : dict
-        The same by batch size, with the seconds of steps with and without drafts (`libra.rollout.speculation.Drafted`).
-    """
-
-    running: int
-    waiting: int
-    retained: int
-    slots: int
-    version: int
-    generated_tokens: int
-    prefilled_tokens: int
-    cached_tokens: int
-    busy_s: float
-    steps: int
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0
-    drafted_by_rows: DraftedByRows = field(default_factory=dict)
-
-
 @dataclass(slots=True)
 class EngineCounters:
-    """An engine's work since it started; fields of `EngineStats`."""
+    """An engine's work since it started."""
 
-    generated_tokens: int = 0
-    prefilled_tokens: int = 0
-    cached_tokens: int = 0
-    busy_s: float = 0.0
-    steps: int = 0
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0
+    generated_tokens: int = 0  # sampled
+    prefilled_tokens: int = 0  # of contexts, computed
+    cached_tokens: int = 0  # of contexts, whose KV was cached
+    busy_s: float = 0.0  # wall seconds inside steps
+    steps: int = 0  # forward passes
+    drafted_tokens: int = 0  # `rollout.speculate`
+    accepted_tokens: int = 0  # drafted, and equal to the sampled ones
 
-    def stats(
-        self,
-        *,
-        running: int,
-        waiting: int,
-        retained: int,
-        slots: int,
-        version: int,
-        by_rows: DraftedByRows | None = None,
-    ) -> EngineStats:
-        """Add the engine's present state, and the counters of its drafts."""
-        done = (getattr(self, each.name) for each in fields(self))  # in the order of `EngineStats`; `asdict` copies
-        found = EngineStats(running, waiting, retained, slots, version, *done)
-        return found if not by_rows else replace(found, drafted_by_rows=dict(by_rows))
+    def stats(self, **state: Any) -> EngineStats:
+        """These counters with the engine's present state, the other fields of `EngineStats`."""
+        done = {each.name: getattr(self, each.name) for each in fields(EngineCounters)}  # `asdict` copies deeply
+        return EngineStats(**done, **state)
+
+
+@dataclass(slots=True, kw_only=True)
+class EngineStats(EngineCounters):
+    """An engine's counters and present state."""
+
+    running: int  # requests generating
+    waiting: int  # requests queued
+    retained: int  # trajectories whose KV is kept between turns
+    slots: int  # requests that can run at once; ``running + retained <= slots``
+    version: int  # of the weights in use
+    drafted_by_rows: DraftedByRows = field(default_factory=dict)  # by batch size
 
 
 @runtime_checkable

@@ -35,31 +35,15 @@ def digest_of(token_ids: NDArray[Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class KVObject:
-    """Keys and values of a trajectory's first ``num_tokens`` tokens, all layers and all KV heads.
-
-    Attributes
-    ----------
-    trajectory_id : str
-    version : int
-        Weights that computed all of it; of several, the oldest.
-    num_tokens : int
-    digest : str
-        `digest_of` these tokens.
-    layout : str
-        Engines of the same layout store the same numbers in the same order, whatever their TP degree.
-    crc32 : int
-        Of ``data``.
-    data : numpy.ndarray
-        The bytes (n,), uint8.
-    """
+    """Keys and values of a trajectory's first ``num_tokens`` tokens, all layers and all KV heads."""
 
     trajectory_id: str
-    version: int
+    version: int  # of the weights that computed it; of several, the oldest
     num_tokens: int
-    digest: str
-    layout: str
-    crc32: int
-    data: NDArray[np.uint8]
+    digest: str  # `digest_of` its tokens
+    layout: str  # equal layouts store the same numbers in the same order, whatever the TP degree
+    crc32: int  # of ``data``
+    data: NDArray[np.uint8]  # (n,) bytes
 
     @classmethod
     def of(

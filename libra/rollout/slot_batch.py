@@ -213,7 +213,7 @@ class SlotBatch:
         return self.counters.stats(
             running=int(np.count_nonzero(self.table.state == RUNNING)), waiting=len(self.queue.waiting),
             retained=int(np.count_nonzero(self.table.state == RETAINED)), slots=len(self.table.jobs), version=self.version,
-            by_rows=None if self.speculation is None else self.speculation.length.by_rows,
+            drafted_by_rows={} if self.speculation is None else dict(self.speculation.length.by_rows),
         )  # fmt: skip
 
     # -- one step ----------------------------------------------------------------------------------------------------

@@ -47,36 +47,18 @@ Reply = tuple[asyncio.AbstractEventLoop, "asyncio.Future[Any]"]
 class TransformersSettings(EngineSettings):
     """Settings of a `TransformersEngine`.
 
-    KV takes layers * 2 * slots * KV heads * longest context * head size numbers, grown as contexts grow. With
-    ``kv_cache_gib``, requests wait until their context fits with all tokens that they may generate, and contexts retained
-    between turns are evicted for them.
-
-    Attributes
-    ----------
-    exact_logprobs : bool
-        Record log-probabilities of each turn scored alone and uncached (`libra.scoring`), instead of those of the batch
-        that it was sampled in: one more forward pass per turn.
-    min_pass_s : float
-        Minimum seconds of a forward pass, for measurements that need engines of different speeds on one machine.
-    device : {"auto", "cpu", "cuda"}
-        `libra.tensors.compute_device`. On a GPU ``close`` gives its memory back to the driver.
-    loader : str or None
-        ``model.loader``.
-    speculate : bool
-        Draft tokens from the other samples of a request's group where that pays off (`libra.rollout.speculation`).
-    host_kv_gib : float or None
-        Host memory for KV that was evicted or comes from another engine (`libra.rollout.kv_objects`); None: there is none.
-    record_routes : bool
-        Record the experts of each token, of a mixture of experts (`libra.experts`). Not with ``host_kv_gib``.
+    KV takes layers * 2 * slots * KV heads * longest context * head size numbers, and grows with
+    contexts. With ``kv_cache_gib``, requests wait until their context fits with all tokens that
+    they may generate, and contexts retained between turns are evicted for them.
     """
 
-    exact_logprobs: bool = False
-    min_pass_s: float = 0.0
-    device: str = "cpu"
-    loader: str | None = None
-    speculate: bool = False
-    host_kv_gib: float | None = None
-    record_routes: bool = False
+    exact_logprobs: bool = False  # of turns scored alone and uncached (`libra.scoring`): one more pass per turn
+    min_pass_s: float = 0.0  # for measurements that need engines of different speeds
+    device: str = "cpu"  # "auto", "cpu", "cuda": `libra.tensors.compute_device`
+    loader: str | None = None  # ``model.loader``
+    speculate: bool = False  # `libra.rollout.speculation`
+    host_kv_gib: float | None = None  # host memory for evicted or imported KV (`libra.rollout.kv_objects`)
+    record_routes: bool = False  # experts of each token (`libra.experts`); not with ``host_kv_gib``
 
 
 class TransformersEngine:

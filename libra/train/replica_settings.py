@@ -1,4 +1,6 @@
-"""The settings of a replica: the ``trainer:`` section of a configuration and the two fields of ``rollout:`` that scoring needs."""
+"""The settings of a replica: section ``trainer``, and the fields of ``rollout`` and ``distil`` that
+a step needs.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,8 @@ _BEFORE_THE_STEP = {
 
 
 def rounding_nats(config: RunConfig) -> float:
-    """Mean mismatch of engine and trainer in nats that a run's number format and ``rollout.top_p`` explain."""
+    """Mean mismatch of engine and trainer in nats that number format and ``rollout.top_p``
+    explain."""
     return ROUNDING_NATS[config.model.dtype] - math.log(config.rollout.top_p)
 
 
@@ -47,12 +50,11 @@ class DistilTerm(Section):
 
 
 class TrainSettings(TrainerSection):
-    """Settings of one replica, fixed for its lifetime; fields and defaults are those of ``trainer:``, presets included.
+    """Settings of one replica, fixed for its lifetime; fields and defaults as in ``trainer:``,
+    presets included.
 
-    Raises
-    ------
-    ConfigError
-        A value outside its range, or an unknown name. A configuration checks which go together.
+    ConfigError for a value outside its range or an unknown name; a configuration checks
+    combinations.
     """
 
     temperature: Annotated[float, Field(gt=0)] = 1.0
@@ -94,18 +96,21 @@ class TrainSettings(TrainerSection):
 
     @property
     def has_token_rewards(self) -> bool:
-        """Whether the trainer computes advantages itself: a KL penalty in the reward, or discounted returns."""
+        """Whether the trainer computes advantages: a KL penalty in the reward, or discounted
+        returns."""
         penalty = self.kl_in_reward and self.kl_coef > 0
         return penalty or (self.advantage == "reinforce_pp" and self.gamma < 1)
 
     def of_a_step(self) -> dict[str, Any]:
-        """The fields that a step depends on, for a checkpoint and for comparison with another replica's."""
+        """The fields that a step depends on, for a checkpoint and for comparison with another
+        replica."""
         return self.model_dump(exclude=_BEFORE_THE_STEP)
 
     def lr_at(self, step: int) -> float:
-        """Learning rate of step ``step`` (0-based); with a warm-up the first is ``lr / warmup_steps``.
+        """Learning rate of step ``step`` (0-based); with a warm-up the first is ``lr /
+        warmup_steps``.
 
-        TrainError if a schedule of the user's own gives no finite factor of at least 0.
+        TrainError if a user's schedule gives no finite factor of at least 0.
         """
         risen = self.lr if step >= self.warmup_steps else self.lr * (step + 1) / self.warmup_steps
         if not is_named(self.lr_schedule):

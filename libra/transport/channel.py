@@ -199,13 +199,7 @@ def accept(connection: socket.socket, secret: str, *, purpose: str, silence_s: f
 
 
 def _handshake(
-    connection: socket.socket,
-    secret: str,
-    purpose: str,
-    deadline_s: float,
-    silence_s: float | None,
-    *,
-    is_server: bool,
+    connection: socket.socket, secret: str, purpose: str, deadline_s: float, silence_s: float | None, *, is_server: bool
 ) -> Channel:
     def digest_of(role: str) -> bytes:
         return hmac.digest(secret.encode(), f"libra {purpose} {role} ".encode() + both, "sha256")

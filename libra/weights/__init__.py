@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from libra.weights.column_changes import expected_columns
 from libra.weights.registry import WeightStore, WeightVersion
 from libra.weights.version_check import (
     Answers,
@@ -12,6 +11,7 @@ from libra.weights.version_check import (
     VersionCheck,
     as_first,
     calibrate,
+    expected_columns,
     judge,
     uncalibrated,
 )

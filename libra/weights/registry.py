@@ -36,7 +36,7 @@ from torch import Tensor
 
 from libra.errors import WeightsError, disk_refusal
 from libra.seals import sealed_text, unseal
-from libra.tensor_files import CHECK_FILE, MANIFEST_FILE, TENSORS_FILE
+from libra.tensor_files import CHECK_FILE, MANIFEST_FILE, TENSORS_FILE, sync
 from libra.tensors import digest, untied
 
 logger = logging.getLogger(__name__)
@@ -64,23 +64,12 @@ class Manifest(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class WeightVersion:
-    """A published version: what a future carries in place of tensors.
+    """A published version, as a future carries it instead of tensors."""
 
-    Attributes
-    ----------
-    number : int
-        0 for the weights a run starts from.
-    digest : str
-        `libra.tensors.digest` of its tensors.
-    directory : Path
-    num_bytes : int
-        Of all elements, tied ones once.
-    """
-
-    number: int
-    digest: str
+    number: int  # 0 for the initial weights
+    digest: str  # `libra.tensors.digest`
     directory: Path
-    num_bytes: int
+    num_bytes: int  # of all elements, tied ones once
 
     @property
     def path(self) -> Path:
@@ -138,9 +127,9 @@ class WeightStore:
                     written.append(disk.submit(_write, temporary / CHECK_FILE, check(content)))
                 for each in written:
                     each.result()
-            _sync(temporary)
+            sync(temporary)
             version = self.adopt(temporary, number, content)
-            _sync(self.root)
+            sync(self.root)
         except (OSError, SafetensorError) as error:
             raise WeightsError(f"weights: version {number}: {disk_refusal(self.root / str(number), error)}") from error
         finally:
@@ -298,17 +287,9 @@ def _is_alive(process: int) -> bool:
 
 def _save(tensors: dict[str, Tensor], path: Path) -> None:
     save_file(tensors, path, metadata={"format": "pt"})
-    _sync(path)
+    sync(path)
 
 
 def _write(path: Path, text: str) -> None:
     path.write_text(text + "\n", encoding="utf-8")
-    _sync(path)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync(path)

@@ -17,11 +17,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,12 +33,12 @@ from libra.rollout.capacity import PassMeter, kv_token_bytes, read_model_config
 from libra.rollout.engine import EngineCounters, EngineStats, check_request, packed_priority
 from libra.rollout.slot_table import RequestQueue
 from libra.rollout.vllm.engine_args import VLLMSettings, max_model_tokens
-from libra.rollout.vllm.engine_loop import EngineLoop
 from libra.rollout.vllm.engine_process import Core, EngineGone, VLLMJob
 from libra.rollout.weight_loading import HEAD, ExpectedWeights
 from libra.types import EngineCapacity, StopReason, TurnOutput, TurnRequest
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 MIN_TEMPERATURE = 0.01
 """vLLM raises lower temperatures to this one."""
@@ -403,3 +404,84 @@ class _Model:
             max_model_tokens(config, settings) - 1,
             ExpectedWeights.of_directory(settings.model_dir, tied=bool(config["tie_word_embeddings"])),
         )
+
+
+class EngineLoop:
+    """An event loop on a thread of its own, in which coroutines of other loops run.
+
+    Every coroutine handed to `ask` ends: with its result, its error, or EngineError once the loop is closed. After `close`
+    nothing runs on the thread. ``at_end`` runs in the loop when it closes, before its tasks are cancelled.
+    """
+
+    def __init__(self, name: str, at_end: Callable[[], None]) -> None:
+        self._name, self._at_end = name, at_end
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=self._run, name="libra-vllm", daemon=True)
+        self._entry = threading.Lock()  # between callers and the end of the loop
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self.closing = self._ended = False
+
+    def start(self) -> None:
+        """Start the thread; EngineError if it was started before."""
+        if self._loop is not None:
+            raise EngineError(f"{self._name}: this engine was started before; create a new one")
+        self._loop = asyncio.new_event_loop()
+        self._thread.start()
+
+    def check_open(self) -> asyncio.AbstractEventLoop:
+        """The loop; EngineError before `start` and after `close`."""
+        if self._loop is None or self.closing or self._ended:
+            raise EngineError(f"{self._name}: the engine is {'not started' if self._loop is None else 'closed'}")
+        return self._loop
+
+    async def ask(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine in this loop and await it in the caller's."""
+        with self._entry:
+            try:
+                answer = asyncio.run_coroutine_threadsafe(work, self.check_open())
+            except EngineError:
+                work.close()
+                raise
+        try:
+            return await asyncio.wrap_future(answer)
+        except asyncio.CancelledError:
+            caller = asyncio.current_task()
+            if self.closing and answer.cancelled() and not (caller and caller.cancelling()):
+                raise EngineError(f"{self._name}: the engine was closed") from None
+            raise
+
+    def begin(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """Start a task; called in this loop."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def close(self) -> None:
+        """End all tasks and join the thread; may be called twice."""
+        if self._loop is None:
+            return
+        with self._entry:
+            first, self.closing = not self.closing, True
+            if first and not self._ended:  # a second stop would interrupt `_end`
+                self._loop.call_soon_threadsafe(self._loop.stop)
+        await asyncio.to_thread(self._thread.join)
+
+    def _run(self) -> None:
+        assert self._loop is not None, "the thread starts after the loop"
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_forever()
+            with self._entry:
+                self._ended = True
+            self._loop.run_until_complete(self._end())
+        finally:
+            self._loop.close()
+
+    async def _end(self) -> None:
+        self._at_end()
+        for _ in range(3):  # the latest requests start, are cancelled, and answer
+            left = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+            for task in left:
+                task.cancel()
+            await asyncio.gather(*left, return_exceptions=True)

@@ -35,34 +35,19 @@ BIND, DEVICES = "VLLM_CPU_OMP_THREADS_BIND", "CUDA_VISIBLE_DEVICES"
 class VLLMSettings(EngineSettings):
     """Settings of a `VLLMEngine`.
 
-    ``threads`` and ``kv_cache_gib`` are per tensor-parallel rank; None: the cores this process may use, divided among the ranks;
-    and what all slots need at full length on a CPU, what `gpu_memory_frac` leaves on a GPU.
-
-    Attributes
-    ----------
-    tp : int
-        Tensor-parallel degree: one process and one GPU, or ``threads`` cores, per rank.
-    keep_kv : bool
-        Whether an update in flight keeps the KV that older weights computed.
-    gpu_memory_frac : float
-        Share of a GPU's memory that the engine may take.
-    eager : bool or None
-        Whether the model runs as written, without compilation. None: on a CPU, where compiling takes minutes.
-    cores, devices : str or None
-        Cores and GPUs of its processes: a list of cores per rank, as "0-3|4-7", and GPUs, as "0,1". None: as in the
-        environment (``VLLM_CPU_OMP_THREADS_BIND``, ``CUDA_VISIBLE_DEVICES``).
-    kv_transfer_config, speculative_config : mapping
-        vLLM's arguments of these names; empty: none.
+    ``threads`` and ``kv_cache_gib`` are per rank. By default the ranks divide the cores of this
+    process, and the KV cache has room for all slots at full length (CPU) or what `gpu_memory_frac`
+    leaves (GPU).
     """
 
-    tp: int = 1
-    keep_kv: bool = False
-    gpu_memory_frac: float = 0.9
-    eager: bool | None = None
-    cores: str | None = None
-    devices: str | None = None
-    kv_transfer_config: Mapping[str, Any] = field(default_factory=dict)
-    speculative_config: Mapping[str, Any] = field(default_factory=dict)
+    tp: int = 1  # tensor-parallel degree: one process and one GPU, or ``threads`` cores, per rank
+    keep_kv: bool = False  # whether an update in flight keeps the KV that older weights computed
+    gpu_memory_frac: float = 0.9  # share of a GPU's memory
+    eager: bool | None = None  # no compilation; by default on a CPU, where compiling takes minutes
+    cores: str | None = None  # a list per rank, "0-3|4-7"; by default as in the environment
+    devices: str | None = None  # GPUs, "0,1"; by default as in the environment
+    kv_transfer_config: Mapping[str, Any] = field(default_factory=dict)  # vLLM's argument
+    speculative_config: Mapping[str, Any] = field(default_factory=dict)  # vLLM's argument
 
     def __post_init__(self) -> None:
         EngineSettings.__post_init__(self)
