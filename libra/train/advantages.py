@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 import torch
@@ -233,80 +233,42 @@ def batch_advantages(
     of a larger group, while a group configured with one sample keeps its reward. A sample outside
     the loss counts in the baseline of its group, but in no denominator of the step.
     """
-    _check_lengths(groups)
     if not groups:
         return [], []
     sizes = [len(group.reward) for group in groups]
-    rows = _stacked(groups, sizes)
-    advantage_S, valid_S, idle_S = _estimated(groups, rows, estimator, normalize_std, eps)
-    advantage_S = torch.where(idle_S, torch.zeros_like(advantage_S), advantage_S)
-    trains_S = valid_S
-    if drop_uniform_groups:
-        trains_S = trains_S & ~Groups.of(rows.reward_S, rows.group_S, rows.valid_S).uniform_S
-    if drop_truncated:
-        trains_S = trains_S & rows.finished_S
-    return [part.numpy() for part in advantage_S.split(sizes)], [part.numpy() for part in trains_S.split(sizes)]
 
+    def column(name: str, dtype: type) -> Tensor:
+        return torch.as_tensor(np.concatenate([getattr(group, name) for group in groups]).astype(dtype))
 
-def _check_lengths(groups: Sequence[GroupRewards]) -> None:
-    for index, group in enumerate(groups):
-        sizes = {len(group.reward), len(group.valid), len(group.num_tokens), len(group.finished)}
-        if len(sizes) != 1:
-            raise TrainError(
-                f"batch_advantages: the arrays of group {index} have lengths {sorted(sizes)}; allowed is one"
-            )
-
-
-class _Rows(NamedTuple):
-    """Samples of all groups in order; ``lone_S``: the only valid one of a larger group."""
-
-    reward_S: Tensor
-    valid_S: Tensor
-    length_S: Tensor
-    finished_S: Tensor
-    group_S: Tensor
-    lone_S: Tensor
-
-
-def _stacked(groups: Sequence[GroupRewards], sizes: Sequence[int]) -> _Rows:
-    reward_S = torch.as_tensor(np.concatenate([group.reward for group in groups]).astype(np.float64))
-    valid_S = torch.as_tensor(np.concatenate([group.valid for group in groups]).astype(np.bool_))
-    length_S = torch.as_tensor(np.concatenate([group.num_tokens for group in groups]).astype(np.int64))
-    finished_S = torch.as_tensor(np.concatenate([group.finished for group in groups]).astype(np.bool_))
+    reward_S, length_S = column("reward", np.float64), column("num_tokens", np.int64)
+    valid_S, finished_S = column("valid", np.bool_), column("finished", np.bool_)
     group_S = torch.repeat_interleave(torch.arange(len(groups)), torch.as_tensor(sizes))
-    configured_alone_S = torch.as_tensor(np.repeat([size == 1 for size in sizes], sizes))
-    siblings_S = torch.zeros(len(groups), dtype=torch.int64).index_add(0, group_S, valid_S.to(torch.int64))[group_S]
-    lone_S = valid_S & (siblings_S == 1) & ~configured_alone_S
-    return _Rows(reward_S, valid_S, length_S, finished_S, group_S, lone_S)
-
-
-def _estimated(
-    groups: Sequence[GroupRewards],
-    rows: _Rows,
-    estimator: str | Callable[[Sequence[GroupRewards]], Sequence[NDArray[np.float64]]],
-    normalize_std: bool,
-    eps: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Advantages, the samples that may train, and those whose advantage becomes 0."""
-    reward_S, valid_S, length_S, _, group_S, lone_S = rows
-    if callable(estimator):  # lone ones are its own decision
-        return torch.as_tensor(np.concatenate(estimator(groups))), valid_S, ~valid_S
-    if estimator == "remax":
-        advantage_S, valid_S = _against_greedy(groups, reward_S, valid_S)
-        return advantage_S, valid_S, ~valid_S
-    if estimator == "reinforce_pp":
+    trains_S, zero_S = valid_S, ~valid_S
+    if callable(estimator):
+        advantage_S = torch.as_tensor(np.concatenate(estimator(groups)))
+    elif estimator == "remax":
+        advantage_S, trains_S = _against_greedy(groups, reward_S, valid_S)
+        zero_S = ~trains_S
+    elif estimator == "reinforce_pp":
         weight_S = torch.where(valid_S, length_S, torch.zeros_like(length_S))
         advantage_S = whiten(torch.where(valid_S, reward_S, torch.zeros_like(reward_S)), weight_S)
-        return advantage_S, valid_S, ~valid_S
-    if estimator == "reinforce_pp_baseline":
-        advantage_S = reinforce_pp_baseline(reward_S, length_S, group_S, valid_S=valid_S & ~lone_S)
-    elif estimator == "rloo":
-        advantage_S = rloo(reward_S, group_S, valid_S=valid_S)
-    elif estimator == "opo":
-        advantage_S = opo(reward_S, length_S, group_S, valid_S=valid_S)
     else:
-        advantage_S = grpo(reward_S, group_S, valid_S=valid_S, normalize_std=normalize_std, eps=eps)
-    return advantage_S, valid_S, ~valid_S | lone_S
+        lone_S = Groups.of(reward_S, group_S, valid_S).alone_S & (torch.as_tensor(sizes) > 1)[group_S]
+        zero_S = zero_S | lone_S
+        if estimator == "reinforce_pp_baseline":
+            advantage_S = reinforce_pp_baseline(reward_S, length_S, group_S, valid_S=valid_S & ~lone_S)
+        elif estimator == "rloo":
+            advantage_S = rloo(reward_S, group_S, valid_S=valid_S)
+        elif estimator == "opo":
+            advantage_S = opo(reward_S, length_S, group_S, valid_S=valid_S)
+        else:
+            advantage_S = grpo(reward_S, group_S, valid_S=valid_S, normalize_std=normalize_std, eps=eps)
+    advantage_S = torch.where(zero_S, torch.zeros_like(advantage_S), advantage_S)
+    if drop_uniform_groups:
+        trains_S = trains_S & ~Groups.of(reward_S, group_S, valid_S).uniform_S
+    if drop_truncated:
+        trains_S = trains_S & finished_S
+    return [part.numpy() for part in advantage_S.split(sizes)], [part.numpy() for part in trains_S.split(sizes)]
 
 
 def _against_greedy(groups: Sequence[GroupRewards], reward_S: Tensor, valid_S: Tensor) -> tuple[Tensor, Tensor]:

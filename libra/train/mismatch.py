@@ -252,6 +252,6 @@ def raise_alarm(tally: Tally, settings: TrainSettings, step: int) -> None:
     if text is not None:
         name = text.split(":", 1)[0]
         raise MismatchAlarm(
-            f"{text}. The step was not taken, weights stay those of version {step}; libra diagnose RUN names the engines. To "
+            f"{text}. The step was not taken, weights remain at version {step}; libra diagnose RUN names the engines. To "
             f"continue: libra resume RUN with {name} above it, or trainer.mismatch_action=warn"
         )

@@ -55,7 +55,7 @@ from libra.types import Trajectory
 logger = logging.getLogger(__name__)
 
 Published = Callable[[int], Mapping[str, Tensor] | None]
-"""The weights of a version by name, whole; None if they are not there any more."""
+"""The whole weights of a version by name, if they still exist."""
 
 
 class Replica(ReplicaState):
@@ -66,13 +66,13 @@ class Replica(ReplicaState):
     model_dir : path
         Hugging Face layout: the initial weights.
     dtype : torch.dtype or str
-        Of weights and forward pass; log-probabilities are at least float32.
+        Type of weights and forward pass; log-probabilities are at least float32.
     master_dtype : torch.dtype or str, optional
-        Of the weights that the optimizer updates, if wider than ``dtype``; by default the model's own.
+        Type of the optimizer's weights, if wider than ``dtype``.
     threads : int, optional
         torch threads of this process.
     device : torch.device or str
-        Of model, optimizer and micro-batches.
+        Place of model, optimizer and micro-batches.
     seed : int
         Orders minibatches; nothing else is random (dropout is off).
     base_dir : path, optional
@@ -208,7 +208,7 @@ class Replica(ReplicaState):
     def _check_next(self, step: int) -> None:
         if step != self.steps_done:
             raise TrainError(
-                f"train step: got step {step}, but {self.steps_done} steps are done; allowed is {self.steps_done}"
+                f"train step: got step {step}, but {self.steps_done} steps are done; the next is {self.steps_done}"
             )
 
     def _set_lr(self, step: int) -> None:

@@ -202,7 +202,7 @@ class TrainGroup:
         if _is_loopback(host):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         backend = "nccl" if on_gpus else "gloo"
-        timeout = _seconds(timeout_s)
+        timeout = datetime.timedelta(seconds=timeout_s)
         with _lost(f"rank {rank} of {size} at {host}:{port}"):
             members = MemberStore(address, token, timeout_s)
             kept = _store_on_gpus(members, host, rank, size, timeout) if on_gpus else members
@@ -344,10 +344,6 @@ def lost_connection(error: RuntimeError) -> bool:
     """Whether an error within a pass over shards is a lost connection; gloo has no error type for
     that."""
     return isinstance(error, dist.DistError) or "gloo" in str(error)
-
-
-def _seconds(timeout_s: float) -> datetime.timedelta:
-    return datetime.timedelta(seconds=timeout_s)
 
 
 def _is_loopback(host: str) -> bool:

@@ -61,9 +61,9 @@ class TrainSettings(TrainerSection):
     """``rollout.temperature``: logits are divided by it, so that log-probabilities mean the same in engine and trainer. Greedy
     samples (0) have no log-probability to learn from."""
     distil: DistilTerm | None = None
-    """The term of a teacher; None: there is none."""
+    """The term of a teacher, if there is one."""
     rounding_nats: float | None = None
-    """Mean mismatch that rounding explains, where ``mismatch_alarm`` is None; None: any."""
+    """Mean mismatch that rounding explains, if known; replaces a missing ``mismatch_alarm``."""
     exact_logprobs: bool = False
     """``rollout.exact_logprobs``: measure the mismatch by scoring as the engine did, alone and turn by turn."""
 

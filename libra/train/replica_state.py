@@ -64,7 +64,7 @@ class ReplicaState:
     hybrids : HybridPool or None
         Set on rank 0 if hybrid replicas may join; see `admit_hybrids`.
     average : MovingAverage or None
-        Of the weights after each batch, with ``trainer.old_logp=ewma``.
+        Average weights after each batch, with ``trainer.old_logp=ewma``.
     content : str or None
         Digest of the current weights, if it was computed since they last changed.
     before_change : callable
@@ -234,7 +234,7 @@ class ReplicaState:
             bad = [n for n, p in parameters.items() if p.grad is not None and not bool(torch.isfinite(p.grad).all())]
             raise TrainError(
                 f"train step {step}: the gradient is not finite (norm {float(norm)}; {len(bad)} of {len(parameters)} "
-                f"parameters, first {bad[:3]}); weights stay those of version {step}"
+                f"parameters, first {bad[:3]}); weights remain at version {step}"
             )
         torch.nn.utils.clip_grads_with_norm_(parameters.values(), self.settings.max_grad_norm, norm)
         self.optimizer.step()

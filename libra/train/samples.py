@@ -112,7 +112,7 @@ def sample_of(trajectory: Trajectory, version: int) -> Sample:
     if trajectory.routes is not None and len(trajectory.routes) != len(trajectory.token_ids):
         raise TrainError(f"{name}: routes of {len(trajectory.routes)} tokens; it has {len(trajectory.token_ids)}")
     if not np.isfinite(trajectory.advantage):
-        raise TrainError(f"{name}: advantage is {trajectory.advantage}; allowed is one finite number")
+        raise TrainError(f"{name}: advantage is {trajectory.advantage}; it must be one finite number")
     behaviour_logp = trajectory.behaviour_logprob[where]
     if not np.isfinite(behaviour_logp).all():
         at = int(where[~np.isfinite(behaviour_logp)][0])

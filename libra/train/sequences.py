@@ -8,7 +8,7 @@ Invariants of `Aggregation`
 1. A mode is a weight per token and a denominator. The weight of a token depends on its own sequence alone, the
    denominator on counts of the whole minibatch alone: the sum over any split into whole sequences, divided by the
    minibatch's denominator, is the loss of one big batch, gradient included.
-2. Masked places are ignored, whatever their value; a minibatch without a token gives exactly 0.
+2. Masked places are ignored, even NaN; a minibatch without a token gives exactly 0.
 3. The sum of weights is additive: over any split of a minibatch into whole sequences the weights of the parts add
    up, without rounding, to the whole. The denominator is a function of the whole sum, so parts are merged undivided.
 
@@ -89,7 +89,7 @@ AGGREGATIONS: tuple[str, ...] = get_args(AggregationMode)
 
 @dataclass(frozen=True, slots=True)
 class Aggregation:
-    """How the losses of tokens become the loss of a minibatch.
+    """The rule by which token losses become the loss of a minibatch.
 
     Attributes
     ----------
@@ -105,9 +105,9 @@ class Aggregation:
         ``constant``                1                      ``divisor`` (TRL ``dapo``, ``cispo``: items in the batch)
         ==========================  =====================  =======================================================
     horizon_tokens : float, optional
-        Of ``seq-mean-token-sum-norm``: the generation budget, the same for every batch.
+        For ``seq-mean-token-sum-norm``: the generation budget, the same for every batch.
     divisor : float, optional
-        Of ``constant``.
+        For ``constant``.
     """
 
     mode: str = "token-mean"
@@ -118,9 +118,7 @@ class Aggregation:
         check_option("aggregation", self.mode, AGGREGATIONS)
         needed = {"seq-mean-token-sum-norm": "horizon_tokens", "constant": "divisor"}.get(self.mode)
         if needed is not None and not (getattr(self, needed) or 0) > 0:
-            raise TrainError(
-                f"aggregation {self.mode}: {needed} is {getattr(self, needed)}; allowed is a number above 0"
-            )
+            raise TrainError(f"aggregation {self.mode}: {needed} is {getattr(self, needed)}; give a number above 0")
 
     def weighted_sum(self, loss_N: Tensor, sequences: Sequences) -> Tensor:
         """Sum of weight x loss, a scalar with gradient."""

@@ -80,7 +80,7 @@ class SliceGradient:
                 part = tally if counts else Tally()
                 loss = self.micro_batch_loss(batch, part)
                 if not np.isfinite(value := part.sums["loss_sum"]):  # of all so far
-                    fault = TrainError(f"train step {step}: the loss is {value}; weights stay those of version {step}")
+                    fault = TrainError(f"train step {step}: the loss is {value}; weights remain at version {step}")
                     if not self._collective:  # otherwise the other replicas would wait for this one in their next pass
                         raise fault
                 (loss if counts else loss * 0).backward()  # type: ignore[no-untyped-call]

@@ -226,7 +226,7 @@ def resident_bytes(name: str = "VmRSS") -> int:
 class StepMemory:
     """Peak memory of this process in a step, above its memory at the creation of this object.
 
-    ``device`` is that of the model, which is loaded later.
+    ``device`` is the model's, which is loaded later.
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:

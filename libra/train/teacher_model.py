@@ -59,9 +59,9 @@ class TeacherModel:
 
     @torch.no_grad()
     def score(self, trajectory: Trajectory, rng: np.random.Generator) -> Taught | None:
-        """What it says of a trajectory's generated tokens; None where there are none, or where none were drawn that it needs.
+        """Log-probabilities of a trajectory's generated tokens; None if there are none, or no draws that it needs.
 
-        ``rng`` draws the teacher's own tokens. TrainError if what it says is not finite.
+        ``rng`` draws the teacher's own tokens. TrainError if a log-probability is not finite.
         """
         where = np.flatnonzero(trajectory.is_action)
         distil = self.scoring.distil

@@ -94,7 +94,7 @@ class LowRankWeights:
     """Adapters of a model, whose other parameters are frozen here; used as `MasterWeights` is.
 
     ``alpha / rank`` multiplies B A. ``targets`` are last parts of the names of linear layers, e.g.
-    "q_proj"; empty: every linear layer but the output head. ``dtype`` is that of A and B.
+    "q_proj"; empty: every linear layer but the output head. A and B have ``dtype``.
     ``tensors`` are ``NAME.lora_A`` (rank, in) and ``NAME.lora_B`` (out, rank) by the layer's
     weight; their ``grad`` is the sum over backward passes.
     """
@@ -114,7 +114,7 @@ class LowRankWeights:
             place = local(weight).device
             own_seed = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=7).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(own_seed))
-            bound = 1 / math.sqrt(weight.shape[1])  # that of `peft`: kaiming_uniform_(a=sqrt(5))
+            bound = 1 / math.sqrt(weight.shape[1])  # as `peft`: kaiming_uniform_(a=sqrt(5))
             first = (torch.rand(rank, weight.shape[1], generator=generator) * 2 - 1) * bound
             a = Parameter(first.to(place, dtype))
             b = Parameter(torch.zeros(weight.shape[0], rank, device=place, dtype=dtype))

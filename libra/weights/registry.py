@@ -4,15 +4,17 @@
 
     ROOT/00000012/model.safetensors   every storage once
     ROOT/00000012/version.json        a `Manifest`
-    ROOT/00000012/check.json          how an engine proves that it holds this version (`libra.weights.version_check`); may be absent
+    ROOT/00000012/check.json          a `libra.weights.version_check.VersionCheck`; may be absent
 
 Invariants
 ----------
-1. A version is whole or absent: it is filled under a temporary name, synced, and renamed as one directory. Killing the
-   publisher at any point leaves no version and a temporary directory that nothing reads.
-2. A number never changes content. Publishing it again with the same digest returns the version there is; with another
-   digest it is a WeightsError. Of two publishers racing for a number exactly one creates it.
-3. What `WeightStore.read` returns has the digest announced (unless ``verify=False``), or it raises naming the file.
+1. A version is whole or absent: it is filled under a temporary name, synced, and renamed as one
+   directory. A killed publisher leaves no version and a temporary directory that nothing reads.
+2. A number never changes content. Publishing it again with the same digest returns the existing
+   version, with another digest it is a WeightsError. Of two publishers racing for a number exactly
+   one creates it.
+3. The tensors of `WeightStore.read` have the announced digest (unless ``verify=False``), or it
+   raises.
 4. `publish` waits for no reader. A dropped version stays readable to processes that have it mapped.
 """
 
@@ -52,7 +54,8 @@ class TensorFacts(msgspec.Struct, frozen=True):
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """The content of ``version.json``: `WeightVersion` has the meaning of the fields; ``tied`` maps aliases to tensors."""
+    """The content of ``version.json``; fields as in `WeightVersion`, and ``tied`` from alias to
+    tensor."""
 
     schema: int
     number: int
@@ -73,7 +76,6 @@ class WeightVersion:
 
     @property
     def path(self) -> Path:
-        """The safetensors file."""
         return self.directory / TENSORS_FILE
 
 
@@ -94,17 +96,9 @@ class WeightStore:
     ) -> WeightVersion:
         """Publish ``tensors`` as version ``number``; tensors that share storage are written once.
 
-        Parameters
-        ----------
-        check : callable, optional
-            From the digest to the text of ``check.json``; called while the tensors go to the disk.
-        content : str, optional
-            Their digest, if the caller has computed it since they last changed.
-
-        Raises
-        ------
-        WeightsError
-            The number exists with other content or is negative, or the disk refuses.
+        ``check`` makes the text of ``check.json`` from the digest, while the tensors go to the
+        disk. ``content`` is their digest, if known. WeightsError if the number is negative or has
+        other content, or the disk refuses.
         """
         if number < 0:
             raise WeightsError(f"weights: version {number} under {self.root}; allowed are numbers from 0")
@@ -138,8 +132,8 @@ class WeightStore:
         return version
 
     def adopt(self, temporary: Path, number: int, content: str) -> WeightVersion:
-        """Rename a whole version of this content, filled in `temporary`; if another process was first, its version
-        stays."""
+        """Rename a whole version, filled in `temporary`; the version of a faster process is
+        kept."""
         try:
             # A directory never replaces one that is not empty: the rename is the exclusive create.
             temporary.rename(self.directory(number))
@@ -153,7 +147,7 @@ class WeightStore:
         return self.root / f".tmp.{socket.gethostname()}.{os.getpid()}.{uuid.uuid4().hex}"
 
     def numbers(self) -> list[int]:
-        """Every version there is, ascending."""
+        """Every version, ascending."""
         return sorted(int(path.name) for path in self.root.iterdir() if path.name.isdigit())
 
     def get(self, number: int) -> WeightVersion:
@@ -173,20 +167,12 @@ class WeightStore:
         except FileNotFoundError:
             return None
 
-    def tied(self, number: int) -> dict[str, str]:
-        """Aliases of tensors in the file: alias to name."""
-        return self.manifest(number).tied
-
     def read(self, version: int | WeightVersion, *, verify: bool = True) -> dict[str, Tensor]:
-        """The tensors of a version, under every name they were published with; tied names share one tensor.
+        """The tensors of a version, under every name they were published with; tied names share one
+        tensor.
 
-        Memory-mapped: nothing is copied, and without ``verify`` nothing is read before it is used. Treat them as
-        read-only. If ``version`` is a WeightVersion, its digest must be the one on disk.
-
-        Raises
-        ------
-        WeightsError
-            Absent, torn, altered, or not the content announced.
+        Memory-mapped and read-only: without ``verify`` nothing is read before it is used.
+        WeightsError if the version is absent, torn, altered, or not the announced content.
         """
         number = version if isinstance(version, int) else version.number
         manifest = self.manifest(number)
@@ -200,13 +186,14 @@ class WeightStore:
         return {**tensors, **{alias: tensors[name] for alias, name in manifest.tied.items()}}
 
     def drop(self, keep_last: int, pinned: Collection[int] = ()) -> list[int]:
-        """Remove all but the ``keep_last`` highest versions and those ``pinned``; returns the numbers removed.
+        """Remove all but the ``keep_last`` highest versions and those ``pinned``; returns the
+        numbers removed.
 
         Also removes half-written versions of processes of this machine that have ended.
         """
         if keep_last < 1:
             raise WeightsError(
-                f"weights: keep_last={keep_last}; allowed is 1 or more, so that there is always a version to load"
+                f"weights: keep_last={keep_last}; type 1 or more, so that there is always a version to load"
             )
         dropped = [number for number in self.numbers()[:-keep_last] if number not in pinned]
         for number in dropped:
@@ -238,7 +225,6 @@ class WeightStore:
             raise WeightsError(f"weights: {path} is not readable: {error}") from error
 
     def _same(self, number: int, content: str) -> WeightVersion:
-        """The existing version if its content is ``content``; else WeightsError."""
         existing = self.get(number)
         if existing.digest != content:
             raise WeightsError(
@@ -249,7 +235,8 @@ class WeightStore:
 
 
 def parse_manifest(text: bytes, number: int, where: object) -> Manifest:
-    """The manifest of version ``number``; WeightsError that names ``where`` if ``text`` is not a manifest."""
+    """The manifest of version ``number``; WeightsError that names ``where`` if ``text`` is not a
+    manifest."""
     try:
         manifest = msgspec.convert(unseal(text), Manifest)
     except (msgspec.ValidationError, ValueError) as error:
@@ -263,7 +250,7 @@ def parse_manifest(text: bytes, number: int, where: object) -> Manifest:
 
 
 def load_tensors(path: Path, announced: str, *, verify: bool = True) -> dict[str, Tensor]:
-    """The tensors of a file, memory-mapped; WeightsError if it is torn or has not the digest ``announced``."""
+    """The tensors of a file, memory-mapped; WeightsError if it is torn or has another digest."""
     try:
         tensors: dict[str, Tensor] = load_file(path)
     except (OSError, SafetensorError) as error:

@@ -104,7 +104,8 @@ class VersionCheck:
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """An engine's answers: one array (T - 1,) per probe, 8 numbers per layer, and the requested columns."""
+    """An engine's answers: one array (T - 1,) per probe, 8 numbers per layer, and the requested
+    columns."""
 
     logp: tuple[NDArray[np.float32], ...]
     projections: Mapping[str, tuple[float, ...]]
@@ -113,7 +114,7 @@ class Answers:
 
 @dataclass(frozen=True, slots=True)
 class ExpectedProbes:
-    """Columns of a version's file, and how many matrices had a changed one to request (None: unknown)."""
+    """Columns of a version's file, and the number of matrices with a changed one, if known."""
 
     columns: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
     num_changed: int | None = None
@@ -152,9 +153,10 @@ def uncalibrated(dtype: str) -> ProbeCalibration:
 def calibrate(check: VersionCheck, answers: Answers) -> ProbeCalibration:
     """Tolerances from an engine's answers under the version of ``check``.
 
-    Four times the difference at version 0, but at least what rounding can cause for other tokens: `PROBE_FLOOR_EPS` for a
-    log-probability; for a projection 4 units of the type and 4 sqrt(2048) of float32, in which a layer sums. At most the
-    caps, so that an engine with other weights does not count as a noisy one.
+    Four times the difference at version 0, but at least what rounding can cause for other tokens:
+    `PROBE_FLOOR_EPS` for a log-probability; for a projection 4 units of the type and 4 sqrt(2048)
+    of float32, in which a layer sums. The caps prevent that an engine with other weights counts as
+    a noisy one.
     """
     eps, single = _eps(check.dtype), _eps("float32")
     gap_nats = _probe_gap(check, answers.logp)
@@ -174,13 +176,13 @@ def _eps(dtype: str) -> float:
 
 
 def _least_nats(check: VersionCheck) -> float:
-    """What rounding alone may change of a log-probability of the probe, in nats; at most the cap."""
+    """Rounding's largest change of a log-probability of the probe, in nats; at most the cap."""
     size = 1.0 if check.dtype in NARROW or not check.logp else max(1.0, float(np.abs(_flat(check.logp)).max()))
     return min(PROBE_FLOOR_EPS * _eps(check.dtype) * size, uncalibrated(check.dtype).probe_nats)
 
 
 def as_first(check: VersionCheck) -> VersionCheck | None:
-    """The part of ``check`` about version 0, to calibrate an engine that still holds it; None if it has none."""
+    """The part of ``check`` about version 0, to calibrate an engine that still holds it, if any."""
     if check.first_logp is None:
         return None
     return VersionCheck(0, "", check.dtype, check.seed, {}, check.probe, check.first_logp)
@@ -189,7 +191,8 @@ def as_first(check: VersionCheck) -> VersionCheck | None:
 def judge(
     check: VersionCheck, expected: ExpectedProbes, answers: Answers, calibration: ProbeCalibration
 ) -> CheckVerdict:
-    """Whether an engine holds the version of ``check``, and what this comparison could have detected."""
+    """Whether an engine holds the version of ``check``, and what this comparison could have
+    detected."""
     columns, (layer, gap_frac) = _worst_column(expected, answers), _worst_projection(check, answers)
     gap_nats, moved = _probe_gap(check, answers.logp), check.moved_nats
     nats, frac = max(calibration.probe_nats, _least_nats(check)), calibration.projection_frac
@@ -205,10 +208,14 @@ def judge(
         detail = f"{columns[2]} tensors differ from the file's; {columns[0]} by {columns[1]:.3g}, and bits are compared"
         return verdict(False, "columns", columns[0], columns[1], detail)
     if not gap_frac <= frac:
-        detail = f"projections of {layer} are {gap_frac:.3g} of their size off the trainer's; allowed is {frac:.3g}"
+        detail = (
+            f"projections of {layer} are {gap_frac:.3g} of their size off the trainer's; the tolerance is {frac:.3g}"
+        )
         return verdict(False, "projections", layer, gap_frac, detail)
     if not gap_nats <= nats:
-        detail = f"log-probabilities of the probe are {gap_nats:.3g} nats off the trainer's; allowed is {nats:.3g}"
+        detail = (
+            f"log-probabilities of the probe are {gap_nats:.3g} nats off the trainer's; the tolerance is {nats:.3g}"
+        )
         return verdict(False, "probe", "(all)", gap_nats, detail)
     detail = (
         f"probe {gap_nats:.3g} of {nats:.3g} nats, moved {'unknown' if moved is None else f'{moved:.3g}'}; projections "
@@ -228,9 +235,8 @@ def _flat(rows: Logps | tuple[NDArray[np.float32], ...]) -> NDArray[np.float64]:
 def _probe_gap(check: VersionCheck, got: tuple[NDArray[np.float32], ...]) -> float:
     """Difference in nats; 0 without a probe, infinite where shapes or numbers are wrong.
 
-    In float32 and wider the largest one. In narrower types the mean: there a single unlikely token differs by one or two nats
-    between two sound passes, by another amount at every version (SmolLM2-135M in bfloat16: the largest 0.24 at version 0 and 1.67
-    at version 1, the median 0.08).
+    The largest one, in narrow types the mean: there a single unlikely token differs by one or two
+    nats between two sound passes.
     """
     if not check.logp:
         return 0.0
@@ -290,7 +296,8 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def changed_columns(before: Tensor, after: Tensor, *, rows: bool = False) -> list[int]:
-    """Columns (``rows``: rows) in which some element differs, from the first block that has any; empty if all is equal."""
+    """Columns (or ``rows``) with a difference, from the first block that has any; empty if all is
+    equal."""
     if before.shape != after.shape or before.dtype != after.dtype:
         return list(range(min(after.shape[0 if rows else 1], 64)))
     bits = _BITS[after.element_size()]
@@ -307,15 +314,12 @@ def changed_columns(before: Tensor, after: Tensor, *, rows: bool = False) -> lis
 def expected_columns(
     path: Path, before: list[Path], tied: Mapping[str, str], dtype: torch.dtype, seed: int
 ) -> tuple[dict[str, tuple[int, ...]], ExpectedProbes]:
-    """What to request from an engine that loads ``path`` and held one of ``before``, and the right answer, bit for bit.
+    """The columns to request from an engine that loads ``path`` and held one of ``before``, and the
+    right answer.
 
-    ``tied`` maps further names to those in the file. Every norm and bias is requested whole; of a matrix up to `COLUMNS`
-    places that differ from each of ``before`` and as many random ones. A file of ``before`` that was removed is skipped.
-
-    Raises
-    ------
-    WeightsError
-        ``path`` is not readable.
+    ``tied`` maps further names to those in the file. Every norm and bias is requested whole; of a
+    matrix up to `COLUMNS` places that differ from each of ``before`` and as many random ones. A
+    missing file of ``before`` is skipped. WeightsError if ``path`` is not readable.
     """
     rng = np.random.default_rng(seed)
     wanted: dict[str, tuple[int, ...]] = {}
@@ -346,7 +350,6 @@ def expected_columns(
 
 
 def _opened(path: Path) -> Any:
-    """An open safetensors file, None if there is none; safetensors has no types."""
     try:
         return safe_open(path, framework="pt")
     except (OSError, SafetensorError):

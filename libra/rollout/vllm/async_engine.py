@@ -3,13 +3,17 @@
 Callers are coroutines of any event loop; their requests run in the engine's loop, in one order.
 
 Invariants
-1. Every ``generate`` ends once: with its output, or with EngineError; a process that dies fails all its requests.
-2. A process that died is replaced before the next request is served, with the weights it had.
-3. Requests wait here, in order of priority and arrival, until one of ``slots`` is free: vLLM never has more. So no request
-   that has started is preempted, not even when an update makes vLLM compute it again.
-4. Between ``pause`` and ``resume``, and while weights are loaded, no request takes a step; probes do (`probe_scheduler`).
-5. A version is served completely or not at all: a file that does not fit is refused before anything changes; if loading
-   fails half way, the previous weights are loaded again, or the process is replaced.
+1. Every ``generate`` ends once: with its output, or with EngineError; a dead process fails all its
+   requests.
+2. A dead process is replaced before the next request is served, with the weights it had.
+3. Requests wait here, in order of priority and arrival, until one of ``slots`` is free. vLLM never
+   has more, so no started request is preempted, not even when an update makes vLLM compute it
+   again.
+4. Between ``pause`` and ``resume``, and while weights are loaded, only probes take a step
+   (`probe_scheduler`).
+5. A version is served completely or not at all: a file that does not fit is refused before anything
+   changes; if loading fails half way, the previous weights are loaded again, or the process is
+   replaced.
 """
 
 from __future__ import annotations
@@ -45,18 +49,11 @@ MIN_TEMPERATURE = 0.01
 
 
 class VLLMEngine:
-    """Continuous batching by vLLM, in a process of its own per engine (and one per tensor-parallel rank).
+    """Continuous batching by vLLM, in a process of its own per engine (and one per tensor-parallel
+    rank).
 
-    Parameters
-    ----------
-    model_dir : Path
-        Directory in Hugging Face layout, with safetensors.
-    slots, max_context_tokens, dtype, threads
-        As of `TransformersEngine`; ``threads`` per rank.
-    version : int
-        Number of the weights in ``model_dir``.
-    options
-        Further fields of `VLLMSettings`.
+    ``version`` is the number of the weights in ``model_dir``; ``options`` are fields of
+    `VLLMSettings`.
     """
 
     continues_turns = True
@@ -98,11 +95,11 @@ class VLLMEngine:
         return await self._loop.ask(self._generate(request))
 
     async def abort(self, trajectory_id: str) -> None:
-        """End the trajectory's request with StopReason.ABORT, if it has one."""
+        """See RolloutEngine."""
         await self._loop.ask(self._abort(trajectory_id))
 
     def forget(self, trajectory_id: str) -> None:
-        """Nothing: vLLM drops the KV of finished requests when others need the memory."""
+        """vLLM drops the KV of finished requests when others need the memory."""
         self._loop.check_open()
 
     async def pause(self) -> None:
@@ -114,28 +111,27 @@ class VLLMEngine:
         await self._loop.ask(self._resume())
 
     async def load_version(self, version: int, directory: Path) -> None:
-        """Serve ``directory/model.safetensors`` as ``version`` from the next token on; see RolloutEngine.
-
-        With ``keep_kv`` running requests continue from the KV they have, which their tokens record in ``kv_versions``.
-        """
+        """See RolloutEngine. With ``keep_kv`` running requests continue from the KV they have
+        (``kv_versions``)."""
         await self._loop.ask(self._load(version, Path(directory)))
 
     async def score(self, token_ids: NDArray[np.int32]) -> NDArray[np.float32]:
-        """Log-probabilities of tokens 1 to T - 1, prefilled by the engine without its prefix cache; see RolloutEngine."""
+        """See RolloutEngine. Prefilled without the prefix cache."""
         if not 2 <= len(token_ids) <= self._model.max_scored:
             raise EngineError(f"score: got {len(token_ids)} tokens; allowed: 2 to {self._model.max_scored}")
         return await self._loop.ask(self._probe("score", token_ids))
 
     async def project(self, seed: int) -> dict[str, tuple[float, ...]]:
-        """Random projections of every layer as used; see RolloutEngine."""
+        """See RolloutEngine."""
         return await self._loop.ask(self._probe("project", seed))
 
     async def columns(self, wanted: Mapping[str, tuple[int, ...]]) -> dict[str, NDArray[np.float32]]:
-        """Columns of layers as used; see ReadsColumns."""
+        """See ReadsColumns."""
         return await self._loop.ask(self._probe("columns", wanted))
 
     def stats(self) -> EngineStats:
-        """Counters; context tokens are counted when their request ends. ``retained`` is 0: vLLM does not report it."""
+        """Counters; context tokens count when their request ends. vLLM does not report
+        ``retained``."""
         self._loop.check_open()
         core, since_s, now = self._core, self._since_s, replace(self._counters)
         now.generated_tokens += core.generated_tokens if core else 0
@@ -147,7 +143,7 @@ class VLLMEngine:
         )  # fmt: skip
 
     def capacity(self) -> EngineCapacity:
-        """Its process's KV blocks, and the seconds of its last passes, those of an earlier process included."""
+        """See RolloutEngine. Passes of an earlier process count too."""
         self._loop.check_open()
         tokens, token_bytes, settings = self._model.kv_tokens, self._model.token_bytes, self.settings
         return EngineCapacity(
@@ -157,7 +153,7 @@ class VLLMEngine:
 
     @property
     def process_ids(self) -> list[int]:
-        """Ids of the engine's processes, the one that schedules first; empty while there is none."""
+        """Ids of the engine's processes, the scheduling one first; empty if none runs."""
         return self._core.process_ids if self._core is not None else []
 
     async def close(self) -> None:
@@ -200,7 +196,7 @@ class VLLMEngine:
             raise
 
     def _admit(self) -> None:
-        """Start the requests that have a slot, unless paused; start another process if it died."""
+        """Start the requests that have a slot, unless paused; replace a dead process."""
         core = self._core
         if self._queue.waiting and (core is None or core.dead):
             self._recover_soon()
@@ -228,7 +224,6 @@ class VLLMEngine:
         self._admit()
 
     def _leave(self, job: VLLMJob, outcome: TurnOutput | Exception) -> None:
-        """Answer a job and free its place."""
         self._queue.end(job)
         if not self._queue.running and self._since_s is not None:
             self._counters.busy_s += time.perf_counter() - self._since_s
@@ -307,7 +302,7 @@ class VLLMEngine:
         logger.info("weights announced: now serving version %d (%.3f s)", version, time.perf_counter() - begun_s)
 
     async def _back_to_old(self, core: Core, reason: EngineError) -> None:
-        """After loading failed half way: load the previous weights again, or else end the process."""
+        """After a failed load: load the previous weights again, or else end the process."""
         logger.error("loading new weights failed, the previous ones are loaded again: %s", reason)
         old = self._directory or self.settings.model_dir
         try:
@@ -332,7 +327,6 @@ class VLLMEngine:
     # -- a process that died -----------------------------------------------------------------------------------------
 
     def _died(self, core: Core, error: Exception) -> None:
-        """Fail all requests and start another process at once."""
         if self._core is not core or self._loop.closing:
             return
         logger.error("%s: %s; another one is started", self.settings.model_dir, error)
@@ -387,7 +381,7 @@ class VLLMEngine:
 
 @dataclass(slots=True)
 class _Model:
-    """Facts of a model directory: ``max_scored``: most tokens of `VLLMEngine.score`; ``kv_tokens``: of the process started last."""
+    """Facts of a model directory; ``max_scored``: maximum tokens of `VLLMEngine.score`."""
 
     vocab_size: int
     token_bytes: int
