@@ -125,8 +125,8 @@ WHOLE_FRAC = 0.75
 
 
 class SlotKV:
-    """Keys and values: per layer one tensor (2, slots, K, context_tokens, D), as long as the
-    longest context needs.
+    """Keys and values: per layer one tensor (2, slots, K, context_tokens, D), as long as the longest
+    context needs.
 
     Short rows are close together that way, which halves the time attention takes to read them.
     """
@@ -202,16 +202,14 @@ class SlotKV:
         return whole.view(torch.uint8).numpy().reshape(-1)
 
     def write(self, slot: int, num_tokens: int, data: NDArray[np.uint8], held_tokens: int) -> None:
-        """Fill the first positions of a slot from the `read` of at least as many,
-        ``held_tokens``."""
+        """Fill the first positions of a slot from the `read` of at least as many, ``held_tokens``."""
         self.reserve(num_tokens)
         shape = (len(self.data), 2, self.num_kv_heads, held_tokens, self.head_dim)
         for layer, held in zip(self.data, torch.from_numpy(data).view(self.dtype).view(shape), strict=True):
             layer[:, slot, :, :num_tokens] = held[:, :, :num_tokens].to(layer.device)
 
     def clear(self) -> None:
-        """Start from zeros: after a fault, stale NaN must not reach a masked position (0 * NaN is
-        NaN)."""
+        """Start from zeros: after a fault, stale NaN must not reach a masked position (0 * NaN is NaN)."""
         self._rebind([torch.zeros_like(layer) for layer in self.data])
 
 
@@ -221,8 +219,7 @@ def _round_up(num: int, step: int) -> int:
 
 @dataclass(slots=True)
 class Chunk:
-    """Tokens ``begin:end`` of a step, which are positions ``start:stop`` of one slot being
-    prefilled."""
+    """Tokens ``begin:end`` of a step, which are positions ``start:stop`` of one slot being prefilled."""
 
     begin: int
     end: int
@@ -300,8 +297,7 @@ def slot_attention(
     softcap: float | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """Attention as transformers calls it: (1, H, T, D) in, (1, T, H, D) out; writes the KV of its
-    Step.
+    """Attention as transformers calls it: (1, H, T, D) in, (1, T, H, D) out; writes the KV of its Step.
 
     `reads_of` has checked all further arguments.
     """
@@ -355,8 +351,8 @@ def _capped(
 def _decode(query_RHD: Tensor, step: Step, layer: int, scale: float, softcap: float | None) -> Tensor:
     """One token per row against its slot (R, H, D).
 
-    Batched products beat scaled_dot_product_attention here: its CPU kernel runs one tiny product
-    per head.
+    Batched products beat scaled_dot_product_attention here: its CPU kernel runs one tiny product per
+    head.
     """
     kv = step.kv
     mask_S1C = step.masks_S1C[kv.reads[layer]]

@@ -46,8 +46,8 @@ _USUAL_NAMES = {
 
 
 def with_usual_names(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A model's ``config.json`` with the sizes of older families (GPT-2's ``n_head``) under the
-    usual names too."""
+    """A model's ``config.json`` with the sizes of older families (GPT-2's ``n_head``) under the usual
+    names too."""
     return {usual: config[name] for name, usual in _USUAL_NAMES.items() if name in config} | dict(config)
 
 
@@ -65,8 +65,7 @@ def read_model_config(model_dir: Path) -> dict[str, Any]:
 
 
 def kv_token_bytes(config: Mapping[str, Any], dtype: str, tp: int = 1) -> int:
-    """Bytes of one token's keys and values, all layers and ranks together, by a model's
-    ``config.json``.
+    """Bytes of one token's keys and values, all layers and ranks together, by a model's ``config.json``.
 
     Key-value heads that ``tp`` does not divide are copied: every rank has at least one.
     """
@@ -78,8 +77,8 @@ def kv_token_bytes(config: Mapping[str, Any], dtype: str, tp: int = 1) -> int:
 
 
 def architecture_of(config: Mapping[str, Any]) -> str:
-    """The architecture's name, as ``qwen3-28x1024-h16kv8-v151936``; engines that serve the same can
-    be compared."""
+    """The architecture's name, as ``qwen3-28x1024-h16kv8-v151936``; engines that serve the same can be
+    compared."""
     heads = config["num_attention_heads"]
     return (
         f"{config.get('model_type', 'model')}-{config['num_hidden_layers']}x{config['hidden_size']}-h{heads}"
@@ -90,8 +89,7 @@ def architecture_of(config: Mapping[str, Any]) -> str:
 def tokens_within(
     budget_gib: float, token_bytes: int, max_context_tokens: int, setting: str = "rollout.kv_cache_gib"
 ) -> int:
-    """Tokens of KV that fit into a setting's budget; EngineError if not even one trajectory
-    does."""
+    """Tokens of KV that fit into a setting's budget; EngineError if not even one trajectory does."""
     tokens = int(budget_gib * GIB) // token_bytes
     if tokens < max_context_tokens:
         raise EngineError(
@@ -131,8 +129,8 @@ class PassMeter:
 
 
 def fit_steps(rows: Array) -> StepSeconds:
-    """`StepSeconds` of passes given as (n, 5): 1, sequences, context tokens, prefilled tokens,
-    seconds (> 0)."""
+    """`StepSeconds` of passes given as (n, 5): 1, sequences, context tokens, prefilled tokens, seconds (>
+    0)."""
     size = max(1, min(BLOCK, len(rows) // FEWEST_PASSES))
     blocks = np.add.reduceat(rows, np.arange(0, len(rows), size), axis=0)
     held_out = blocks[1::2]

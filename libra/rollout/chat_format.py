@@ -1,5 +1,5 @@
-"""Messages to token ids and back, by the model's own chat template; generated text is never
-tokenised again.
+"""Messages to token ids and back, by the model's own chat template; generated text is never tokenised
+again.
 
 A conversation grows by appending: prompt ids, generated ids, observation ids, generated ids, ...
 The observation ids are the text that the template puts after an assistant turn, found by rendering
@@ -79,10 +79,10 @@ _AWKWARD = " \"q\" 'a'\n{b}\\ <c> & \n"
 class ChatFormat:
     """A tokenizer, its chat template, and the tools that the template shows to the model.
 
-    ``tool_schemas`` are JSON-schema function descriptions, ``generation_stop_ids`` the stop ids of
-    the model's generation_config, and ``template_args`` further variables of the template, e.g.
-    ``{"enable_thinking": False}``. ``tool_format`` is how the environment reads calls; only
-    "hermes" can be explained to a model whose template omits tools.
+    ``tool_schemas`` are JSON-schema function descriptions, ``generation_stop_ids`` the stop ids of the
+    model's generation_config, and ``template_args`` further variables of the template, e.g.
+    ``{"enable_thinking": False}``. ``tool_format`` is how the environment reads calls; only "hermes"
+    can be explained to a model whose template omits tools.
     """
 
     def __init__(
@@ -117,8 +117,8 @@ class ChatFormat:
         """Ids that end a generation: the template's end of turn, the tokenizer's and the generation_config's eos."""
 
     def _ends_of_turns(self) -> dict[str, int]:
-        """The first marker after an assistant's turn by the next message's role; "tool" is optional
-        without tools."""
+        """The first marker after an assistant's turn by the next message's role; "tool" is optional without
+        tools."""
         found: dict[str, int] = {}
         fault: ModelError | None = None
         for role in ("user", "tool"):
@@ -147,13 +147,12 @@ class ChatFormat:
         return next((position for position, each in enumerate(ids) if int(each) in self._markers), len(ids))
 
     def ends(self, token_id: int, role: str) -> bool:
-        """Whether a turn with this last token has ended as the template ends it before a message of
-        ``role``."""
+        """Whether a turn with this last token has ended as the template ends it before a message of ``role``."""
         return token_id == self._ends.get(role)
 
     def rest(self, ids: NDArray[np.int32], last: int | None = None) -> NDArray[np.int32]:
-        """``ids`` after a turn, without their marker if it is the turn's ``last`` token (assumed if
-        not given)."""
+        """``ids`` after a turn, without their marker if it is the turn's ``last`` token (assumed if not
+        given)."""
         marked = self._marker(ids)
         return ids[marked + 1 :] if marked < len(ids) and last in (None, ids[marked]) else ids
 
@@ -176,8 +175,8 @@ class ChatFormat:
         return self._encode(self.render(given))
 
     def conversation_ids(self, messages: Sequence[Mapping[str, Any]]) -> NDArray[np.int32]:
-        """As `prompt_ids`, of messages by others; ModelError if the template cannot show them,
-        ContextOverflow by `most_bytes`."""
+        """As `prompt_ids`, of messages by others; ModelError if the template cannot show them, ContextOverflow
+        by `most_bytes`."""
         try:
             return self.prompt_ids(messages)
         except ContextOverflow:
@@ -188,8 +187,8 @@ class ChatFormat:
             ) from error
 
     def after_assistant_ids(self, messages: Sequence[Mapping[str, Any]]) -> NDArray[np.int32]:
-        """The ids of the end of an assistant's turn, these messages and the next generation prompt,
-        int32 (T,).
+        """The ids of the end of an assistant's turn, these messages and the next generation prompt, int32
+        (T,).
 
         ModelError if the template cannot show them.
         """
@@ -222,11 +221,11 @@ class ChatFormat:
         return explanation(self.tool_schemas)
 
     def observation_ids(self, contents: Sequence[str], *, ended: bool = True) -> NDArray[np.int32]:
-        """The ids of these tool messages and the next generation prompt, to append after an
-        assistant turn, int32 (T,).
+        """The ids of these tool messages and the next generation prompt, to append after an assistant turn,
+        int32 (T,).
 
-        ``ended``: the turn's last token `ends` it; otherwise the end-of-turn token comes first.
-        ValueError if a content yields a special token although its spelling was broken.
+        ``ended``: the turn's last token `ends` it; otherwise the end-of-turn token comes first. ValueError
+        if a content yields a special token although its spelling was broken.
         """
         if not contents:
             raise ValueError("observation_ids: got no contents; there must be at least one tool message")
@@ -247,8 +246,7 @@ class ChatFormat:
         return self.rest(ids) if ended else ids
 
     def decode(self, ids: Sequence[int] | NDArray[np.int32]) -> str:
-        """Text of generated ids, with special tokens such as ``<tool_call>``, without the stop ids
-        at the end."""
+        """Text of generated ids, with special tokens such as ``<tool_call>``, without the stop ids at the end."""
         ids = [int(i) for i in ids]
         while ids and ids[-1] in self.stop_ids:
             ids.pop()
@@ -300,8 +298,7 @@ class ChatFormat:
         return after
 
     def _after_assistant(self, contents: list[str], role: str = "tool") -> str:
-        """Text after an assistant turn. A plain template is rendered once: rendering is slower than
-        a token."""
+        """Text after an assistant turn. A plain template is rendered once: rendering is slower than a token."""
         kind = role, len(contents)
         if kind not in self._frames:
             self._frames[kind] = self._frame(len(contents), role)
@@ -311,8 +308,7 @@ class ChatFormat:
         return "".join(part for pair in zip(frame, [*contents, ""], strict=True) for part in pair)
 
     def _frame(self, count: int, role: str) -> list[str] | None:
-        """The text around ``count`` messages; None if the template does not insert them
-        verbatim."""
+        """The text around ``count`` messages; None if the template does not insert them verbatim."""
         marks = [f"{_STAND_IN}-{i}-" for i in range(count)]
         rest, frame = self._render_after(marks, role), []
         for mark in marks:
@@ -349,8 +345,7 @@ def load_chat_format(
     tool_format: str = "hermes",
     loader: str | None = None,
 ) -> ChatFormat:
-    """The chat format of a model directory, its tokenizer by ``model.loader``; may raise
-    ModelError."""
+    """The chat format of a model directory, its tokenizer by ``model.loader``; may raise ModelError."""
     directory = Path(model_dir)
     tokenizer = build_tokenizer(loader, directory)
     try:
@@ -373,8 +368,8 @@ def fitted(
 
     The context still holds ``left_tokens``; the next generation has at most ``max_new_tokens``;
     ``ended`` is as in `ChatFormat.observation_ids`. Role "user" has one message, the environment's
-    answer. If not even the notes fit, the ids are longer than ``left_tokens``: then the context is
-    full without any return.
+    answer. If not even the notes fit, the ids are longer than ``left_tokens``: then the context is full
+    without any return.
     """
 
     def rendered(texts: Sequence[str]) -> NDArray[np.int32]:

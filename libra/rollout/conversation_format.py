@@ -1,5 +1,5 @@
-"""Requests of agents as token ids: whole conversations, and tails after a generated turn, with
-their own tools.
+"""Requests of agents as token ids: whole conversations, and tails after a generated turn, with their
+own tools.
 
 The ids of a tail are the text that the template puts after a placeholder for the turn
 (`ChatFormat`): the turn itself is never rendered. All texts are the agent's, so none may yield a
@@ -28,8 +28,8 @@ _KEEP_ALL = {"Sequence", "ByteLevel", "Split", "Digits"}
 def most_bytes_of_a_token(tokenizer: Any) -> int | None:
     """Maximum bytes of UTF-8 text that one token stands for; None if no bound holds for every text.
 
-    It is known for BPE over bytes without a normalizer or with NFC, which has a token for every
-    byte (GPT-2, Qwen, Llama 3). Others may drop characters, or make one token of any unknown word.
+    It is known for BPE over bytes without a normalizer or with NFC, which has a token for every byte
+    (GPT-2, Qwen, Llama 3). Others may drop characters, or make one token of any unknown word.
     """
     from tokenizers import pre_tokenizers
     from tokenizers.models import BPE
@@ -96,11 +96,9 @@ class ConversationFormat:
     def tail_ids(
         self, messages: Messages, tools: Sequence[Mapping[str, Any]] = (), *, last: int, **args: Any
     ) -> NDArray[np.int32]:
-        """The ids after a generated turn, up to and including the next generation prompt, as
-        `prompt_ids`.
+        """The ids after a generated turn, up to and including the next generation prompt, as `prompt_ids`.
 
-        ``last`` is the turn's last token; unless it is the template's marker, the marker comes
-        first.
+        ``last`` is the turn's last token; unless it is the template's marker, the marker comes first.
         """
         return self.chat.rest(self._of(tools, args).tail_ids(messages), last)
 
@@ -149,8 +147,7 @@ class _Format:
         return ids
 
     def _checked(self, messages: Messages, ids_of: Any) -> NDArray[np.int32]:
-        """Ids of messages with broken spellings; they have as many special tokens as harmless texts
-        give."""
+        """Ids of messages with broken spellings; they have as many special tokens as harmless texts give."""
         ids: NDArray[np.int32] = ids_of([self._shown(self._broken(message)) for message in messages])
         structure = (ids_of.__name__, *(_structure(message) for message in messages))
         special = self._structures.get(structure)

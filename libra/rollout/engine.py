@@ -3,8 +3,8 @@
 Invariants
 1. Every ``generate`` ends exactly once: with a TurnOutput, or with an EngineError.
 2. Tokens in, tokens out: an engine never sees text, and returns the ids it sampled, unchanged.
-3. A token's weight version is the weights whose logits it was drawn from; its KV version is
-   the weights that computed every key and value it attended to.
+3. A token's weight version is the weights whose logits it was drawn from; its KV version is the
+   weights that computed every key and value it attended to.
 4. ``load_version`` takes effect between two tokens. It changes nothing if it raises.
 5. A trajectory has at most one request in the engine, which may keep its KV between turns. An
    engine never holds more than its ``capacity``, whose seconds were measured on its own passes.
@@ -100,35 +100,31 @@ class RolloutEngine(Protocol):
         """Continue after ``pause``."""
 
     async def load_version(self, version: int, directory: Path) -> None:
-        """Serve ``directory/model.safetensors`` (Hugging Face names) as ``version`` from the next
-        token on.
+        """Serve ``directory/model.safetensors`` (Hugging Face names) as ``version`` from the next token on.
 
-        Running requests are computed again under the new weights and retained KV is dropped.
-        WeightsError if tensors are missing, unknown, of another shape or unreadable; the old
-        version then remains in use.
+        Running requests are computed again under the new weights and retained KV is dropped. WeightsError
+        if tensors are missing, unknown, of another shape or unreadable; the old version then remains in
+        use.
         """
 
     async def score(self, token_ids: NDArray[np.int32]) -> NDArray[np.float32]:
-        """Log-probability in nats of each token but the first, given those before it (T - 1,), at
-        temperature 1.
+        """Log-probability in nats of each token but the first, given those before it (T - 1,), at temperature
+        1.
 
         By the weights and the pass that serve requests; may be called while requests run.
         """
 
     async def project(self, seed: int) -> dict[str, tuple[float, ...]]:
-        """Eight numbers for each linear layer and embedding, by the Hugging Face name of its
-        weight.
+        """Eight numbers for each linear layer and embedding, by the Hugging Face name of its weight.
 
-        Computed by the matrices as used (packed, tied, joined), by the convention of
-        `libra.projections`.
+        Computed by the matrices as used (packed, tied, joined), by the convention of `libra.projections`.
         """
 
     def stats(self) -> EngineStats:
         """Counters as of the last step."""
 
     def capacity(self) -> EngineCapacity:
-        """The capacity of a started engine, and the seconds of its last passes; any thread may call
-        it."""
+        """The capacity of a started engine, and the seconds of its last passes; any thread may call it."""
 
     async def close(self) -> None:
         """Fail pending requests with EngineError and release everything; may be called twice."""
@@ -143,11 +139,11 @@ class EngineFactory(Protocol):
        ``rollout.chunk_tokens`` needs.
 
     It gets the further options that it takes by name: ``tp`` (if it declares degrees), ``dtype``
-    ("float32" or "bfloat16"), ``threads`` (of torch, optional), ``kv_cache_gib`` (by default enough
-    for all slots), ``min_pass_s`` (minimum seconds of a pass), ``device`` (``cluster.device``),
-    ``loader`` (``model.loader``), and for a rebucketed engine ``cores`` and ``devices``
-    (`libra.worker.engine_factory.Share`). `libra.testing.engines.EngineContract` tests the engine;
-    a run verifies each version that it serves by `RolloutEngine.score` and `RolloutEngine.project`.
+    ("float32" or "bfloat16"), ``threads`` (of torch, optional), ``kv_cache_gib`` (by default enough for
+    all slots), ``min_pass_s`` (minimum seconds of a pass), ``device`` (``cluster.device``), ``loader``
+    (``model.loader``), and for a rebucketed engine ``cores`` and ``devices``
+    (`libra.worker.engine_factory.Share`). `libra.testing.engines.EngineContract` tests the engine; a
+    run verifies each version that it serves by `RolloutEngine.score` and `RolloutEngine.project`.
     """
 
     def __call__(
@@ -158,15 +154,14 @@ class EngineFactory(Protocol):
 
 @runtime_checkable
 class ReadsColumns(Protocol):
-    """An engine that can also return single columns of its layers: the version check then detects
-    one changed bit.
+    """An engine that can also return single columns of its layers: the version check then detects one
+    changed bit.
 
     Only for engines that multiply with the weights as published: no quantisation, no TF32.
     """
 
     async def columns(self, wanted: Mapping[str, tuple[int, ...]]) -> dict[str, NDArray[np.float32]]:
-        """The requested columns (K, outputs) of each named matrix: outputs of its layer for one-hot
-        inputs.
+        """The requested columns (K, outputs) of each named matrix: outputs of its layer for one-hot inputs.
 
         For an embedding the requested rows (K, width), for a norm or bias the whole vector (1, n).
         """
@@ -177,16 +172,13 @@ class MovesKV(Protocol):
     """An engine that exchanges the KV of trajectories with other engines."""
 
     async def export_kv(self, trajectory_id: str) -> KVObject | None:
-        """The KV of a trajectory between two turns, kept until `forget`; None if the engine has
-        none."""
+        """The KV of a trajectory between two turns, kept until `forget`; None if the engine has none."""
 
     async def park_kv(self) -> None:
-        """Bring all KV between two turns into host memory; `export_kv` then works on a closed
-        engine too."""
+        """Bring all KV between two turns into host memory; `export_kv` then works on a closed engine too."""
 
     async def import_kv(self, kv: KVObject) -> bool:
-        """Keep an object for the trajectory's next request, if `KVObject.check` allows it; False
-        without room."""
+        """Keep an object for the trajectory's next request, if `KVObject.check` allows it; False without room."""
 
 
 PRIORITY_BITS = (20, 10, 30)
@@ -194,8 +186,7 @@ PRIORITY_BITS = (20, 10, 30)
 
 
 def check_request(request: TurnRequest, *, max_context_tokens: int, vocab_size: int) -> None:
-    """Raise if a request cannot be served at all: ContextOverflow if it is too long, else
-    EngineError."""
+    """Raise if a request cannot be served at all: ContextOverflow if it is too long, else EngineError."""
     name, context, new = request.trajectory_id, len(request.context_ids), request.max_new_tokens
     if context < 1 or new < 1:
         raise EngineError(f"{name}: got {context} context tokens and max_new_tokens={new}; both must be at least 1")
@@ -222,8 +213,8 @@ def check_request(request: TurnRequest, *, max_context_tokens: int, vocab_size: 
 def packed_priority(priority: tuple[int, ...]) -> int:
     """One non-negative number below 2**60 in the order of the tuples.
 
-    EngineError for more entries than `PRIORITY_BITS`, or one below -1 (overdue) or too large for
-    its bits.
+    EngineError for more entries than `PRIORITY_BITS`, or one below -1 (overdue) or too large for its
+    bits.
     """
     if len(priority) > len(PRIORITY_BITS) or any(
         not -1 <= part <= 2**bits - 3 for part, bits in zip(priority, PRIORITY_BITS, strict=False)

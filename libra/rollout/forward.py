@@ -40,8 +40,7 @@ _STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn"})
 
 
 def can_fuse(model: Any) -> bool:
-    """Whether the fused pass computes the model: family, activation and rotary embedding of a known
-    kind."""
+    """Whether the fused pass computes the model: family, activation and rotary embedding of a known kind."""
     config = model.config
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     return config.model_type in FUSED_MODEL_TYPES and config.hidden_act == "silu" and rope in _STATIC_ROPE
@@ -154,8 +153,7 @@ Apply = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class UsedLayer:
-    """One layer: its number of inputs (rows of an embedding), and its map of (N, inputs), without
-    bias."""
+    """One layer: its number of inputs (rows of an embedding), and its map of (N, inputs), without bias."""
 
     inputs: int
     apply: Apply
@@ -164,8 +162,8 @@ class UsedLayer:
 class Forward:
     """From the token ids of a step to hidden states, and from hidden states to logits.
 
-    ``model`` is a transformers causal LM; ``fused=False`` keeps its own modules, with only
-    attention replaced.
+    ``model`` is a transformers causal LM; ``fused=False`` keeps its own modules, with only attention
+    replaced.
     """
 
     def __init__(self, model: Any, kv: SlotKV, *, fused: bool = True) -> None:
@@ -212,8 +210,8 @@ class Forward:
             self.fused.refresh()
 
     def score_alone(self, token_ids: NDArray[np.int64], first: int, temperature: float) -> NDArray[np.float32]:
-        """Log-probabilities from token ``first`` on by `libra.scoring.score_alone`: stock modules,
-        no slots, no batch."""
+        """Log-probabilities from token ``first`` on by `libra.scoring.score_alone`: stock modules, no slots,
+        no batch."""
         with self._stock():
             return score_alone(self.model, token_ids, first, temperature)
 
@@ -254,11 +252,9 @@ class Forward:
 
     @torch.inference_mode()
     def columns(self, wanted: Mapping[str, tuple[int, ...]]) -> dict[str, NDArray[np.float32]]:
-        """The requested columns of each matrix (K, outputs); rows of an embedding; a whole vector,
-        as (1, n).
+        """The requested columns of each matrix (K, outputs); rows of an embedding; a whole vector, as (1, n).
 
-        A column is the layer's output for an input that is 1 in one place and 0 elsewhere, which is
-        exact.
+        A column is the layer's output for an input that is 1 in one place and 0 elsewhere, which is exact.
         """
         layers, vectors = self._layers(), self._vectors()
         found: dict[str, NDArray[np.float32]] = {}
@@ -275,8 +271,7 @@ class Forward:
         return found
 
     def _layers(self) -> dict[str, UsedLayer]:
-        """Every linear layer and embedding by the name of its weight, in the form of the fused pass
-        if any."""
+        """Every linear layer and embedding by the name of its weight, in the form of the fused pass if any."""
         found: dict[str, UsedLayer] = {}
         model, fused, stock_head = self.model, self.fused, self.model.get_output_embeddings()
         for name, weight in model.named_parameters(remove_duplicate=False):
@@ -295,8 +290,7 @@ class Forward:
         return found
 
     def _vectors(self) -> dict[str, Tensor]:
-        """Every norm and bias by name; head norms as the fused pass has folded them into its
-        scale."""
+        """Every norm and bias by name; head norms as the fused pass has folded them into its scale."""
         model, fused = self.model, self.fused
         found = {name: tensor for name, tensor in model.named_parameters() if tensor.ndim == 1}
         if fused is not None:

@@ -39,8 +39,7 @@ def digest_of(token_ids: NDArray[Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class KVObject:
-    """Keys and values of a trajectory's first ``num_tokens`` tokens, all layers and all KV
-    heads."""
+    """Keys and values of a trajectory's first ``num_tokens`` tokens, all layers and all KV heads."""
 
     trajectory_id: str
     version: int  # of the weights that computed it; of several, the oldest
@@ -68,8 +67,7 @@ class KVObject:
 
     @classmethod
     def received(cls, header: Mapping[str, Any], data: NDArray[np.uint8]) -> KVObject:
-        """The object of a header and received bytes; KVRefused if they are not the exported
-        ones."""
+        """The object of a header and received bytes; KVRefused if they are not the exported ones."""
         try:
             found = cls(
                 str(header["trajectory_id"]), int(header["version"]), int(header["num_tokens"]), str(header["digest"]),
@@ -90,8 +88,7 @@ class KVObject:
         return found
 
     def check(self, version: int, layout: str, context_ids: NDArray[Any]) -> None:
-        """KVRefused unless an engine of this layout that serves ``version`` may continue this
-        context from it."""
+        """KVRefused unless an engine of this layout that serves ``version`` may continue this context from it."""
         for what, own, wanted in (("weights of version", self.version, version), ("layout", self.layout, layout)):
             if own != wanted:
                 raise KVRefused(f"KV of {self.trajectory_id}: it has {what} {own}, and the engine has {wanted}")
@@ -174,8 +171,7 @@ class ParkedKV:
             self.pool.put(self._read(slot, version), waiting)
 
     def export(self, trajectory_id: str, version: int, waiting: Container[str]) -> KVObject | None:
-        """The KV of a trajectory, now in the pool; None if it has none, the pool no room, or a
-        request runs."""
+        """The KV of a trajectory, now in the pool; None if it has none, the pool no room, or a request runs."""
         slot = self.table.slot_of.get(trajectory_id)
         if self.pool is None or slot is None:
             return None if self.pool is None else self.pool.get(trajectory_id)
@@ -185,8 +181,7 @@ class ParkedKV:
         return found if self.pool.put(found, waiting) else None
 
     def restore(self, job: Job, version: int) -> int:
-        """Fill a starting request's slot from the pool if that has more; returns the tokens whose
-        KV it has."""
+        """Fill a starting request's slot from the pool if that has more; returns the tokens whose KV it has."""
         slot, context = job.slot, job.request.context_ids
         reuse = int(self.table.cached[slot])
         kv = None if self.pool is None else self.pool.get(job.name)

@@ -1,5 +1,4 @@
-"""Sampling of the next tokens of a batch, with their log-probabilities. Randomness arrives as
-numbers.
+"""Sampling of the next tokens of a batch, with their log-probabilities. Randomness arrives as numbers.
 
 A token is drawn by inverse CDF from one uniform number, fixed by the request's seed before its
 first token. So the same seed, context and weights give the same tokens in any batch (up to floating
@@ -23,8 +22,7 @@ from torch import Tensor
 
 
 def draw_uniforms(seed: int, num_tokens: int, first: int = 0) -> NDArray[np.float32]:
-    """The uniform numbers in [0, 1) of tokens ``first``, ``first + 1``, ... of a turn
-    (num_tokens,)."""
+    """The uniform numbers in [0, 1) of tokens ``first``, ``first + 1``, ... of a turn (num_tokens,)."""
     return np.random.default_rng(seed).random(first + num_tokens, dtype=np.float32)[first:]
 
 
@@ -57,8 +55,7 @@ def sample(
 
 
 def _keep_top_p(logprobs_NV: Tensor, top_p_N: Tensor) -> Tensor:
-    """Log-probabilities renormalised over the fewest likeliest tokens that reach top_p; else
-    -inf."""
+    """Log-probabilities renormalised over the fewest likeliest tokens that reach top_p; else -inf."""
     sorted_NV, order_NV = logprobs_NV.sort(dim=-1, descending=True, stable=True)
     probs_NV = sorted_NV.exp()
     before_NV = probs_NV.cumsum(dim=-1) - probs_NV
@@ -73,8 +70,7 @@ def draw_further(logits_NV: Tensor, uniforms_NM: Tensor, temperature_N: Tensor |
     """M further tokens of each row (N, M) int64, by inverse CDF, and their log-probabilities (N, M)
     float32.
 
-    No request wants them at temperature 0 or with top_p below 1; such rows are drawn at 1 and
-    uncut.
+    No request wants them at temperature 0 or with top_p below 1; such rows are drawn at 1 and uncut.
     """
     logits_NV = logits_NV.float()
     if temperature_N is not None:

@@ -1,5 +1,5 @@
-"""Continuous batching over slots: the slot of each request, and one step for all of them. One
-thread, no asyncio.
+"""Continuous batching over slots: the slot of each request, and one step for all of them. One thread,
+no asyncio.
 
 A step feeds every running slot its tokens without cached KV: one if it decodes, a chunk if it
 prefills. A slot that then knows one token more than is cached gets its next token. An in-flight
@@ -102,8 +102,7 @@ class SlotBatch:
     # -- requests ----------------------------------------------------------------------------------------------------
 
     def check(self, request: TurnRequest) -> None:
-        """Raise if a request cannot be served at all; touches no state, so any thread may call
-        it."""
+        """Raise if a request cannot be served at all; touches no state, so any thread may call it."""
         vocab_size = self.model.config.vocab_size
         check_request(request, max_context_tokens=self.max_context_tokens, vocab_size=vocab_size)
 
@@ -148,8 +147,7 @@ class SlotBatch:
             self._evict(slot)
 
     def load(self, version: int, directory: Path) -> None:
-        """Copy new weights in, drop all KV they did not compute, and let running requests compute
-        it again."""
+        """Copy new weights in, drop all KV they did not compute, and let running requests compute it again."""
         table, running = self.table, self.table.of_state(RUNNING)
         for slot in running:
             self._rescore(slot)  # the tokens sampled so far can be scored under their weights only now
@@ -166,8 +164,8 @@ class SlotBatch:
 
     @torch.inference_mode()
     def score(self, token_ids: NDArray[np.int32]) -> NDArray[np.float32]:
-        """Log-probability of every token but the first given those before it (T - 1,), prefilled
-        through the served pass."""
+        """Log-probability of every token but the first given those before it (T - 1,), prefilled through the
+        served pass."""
         ids, slot = torch.from_numpy(np.asarray(token_ids, np.int64)), len(self.table.jobs)
         if not 2 <= len(ids) <= self.max_context_tokens:
             raise EngineError(f"score: got {len(ids)} tokens; allowed: 2 to {self.max_context_tokens}")
@@ -223,8 +221,7 @@ class SlotBatch:
 
     @torch.inference_mode()
     def step(self) -> list[tuple[Job, TurnOutput]]:
-        """Admit the requests that fit, run one forward pass, sample; returns the requests that
-        ended."""
+        """Admit the requests that fit, run one forward pass, sample; returns the requests that ended."""
         begun_s = time.perf_counter()
         self._admit(begun_s)
         if self.table.changed:
@@ -308,8 +305,7 @@ class SlotBatch:
         return table.tokens[slot_T, position_T], step, np.concatenate(level), torch.tensor(last_rows)
 
     def _take_over(self) -> None:
-        """Give followers the KV their leader has computed; one that lost its leader becomes a
-        leader."""
+        """Give followers the KV their leader has computed; one that lost its leader becomes a leader."""
         table, ready = self.table, dict[int, list[int]]()
         for name, leader in list(self.shared.following.items()):
             slot, source = table.slot_of[name], table.slot_of.get(leader)
@@ -371,8 +367,8 @@ class SlotBatch:
     def _verify(
         self, speculation: GroupSpeculation, drafted: DraftedStep, begun_s: float
     ) -> list[tuple[Job, TurnOutput]]:
-        """Feed every running slot its last token and drafts, sample after each, and keep the drafts
-        that agree."""
+        """Feed every running slot its last token and drafts, sample after each, and keep the drafts that
+        agree."""
         table, sampling, slots = self.table, self.table.sampling, drafted.slots
         self.kv.reserve(int(table.known[slots].max()) + drafted.longest)
         ids_T, step = drafted.step(self.kv, table.tokens, table.cached)
@@ -428,8 +424,7 @@ class SlotBatch:
         return slot
 
     def _make_room(self, need: int, own: int | None) -> bool:
-        """Whether ``need`` tokens of KV fit beside the running slots, in place of slot ``own``; may
-        evict."""
+        """Whether ``need`` tokens of KV fit beside the running slots, in place of slot ``own``; may evict."""
         reserved = self.table.reserved_tokens
         if reserved + need > self.kv_tokens:
             return False

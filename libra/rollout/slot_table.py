@@ -36,8 +36,7 @@ from libra.types import Drawn, TurnRequest
 
 @dataclass(slots=True)
 class QueuedJob:
-    """A request with its times. ``ticket`` is its arrival number; times are perf_counter
-    seconds."""
+    """A request with its times. ``ticket`` is its arrival number; times are perf_counter seconds."""
 
     ticket: int
     request: TurnRequest
@@ -189,8 +188,7 @@ class SlotTable:
         return job
 
     def place(self, job: Job, slot: int) -> int:
-        """Run a request in a free slot or its own; returns the tokens whose KV can be used
-        again."""
+        """Run a request in a free slot or its own; returns the tokens whose KV can be used again."""
         context, length = job.request.context_ids, len(job.request.context_ids)
         reuse = 0
         if self.state[slot] == RETAINED:
@@ -218,14 +216,12 @@ class SlotTable:
         self.changed = True
 
     def least_worth(self, waiting: Container[str], but: int | None = None) -> int | None:
-        """The retained slot to evict first: not of a waiting trajectory, least recently used; if
-        any."""
+        """The retained slot to evict first: not of a waiting trajectory, least recently used; if any."""
         retained = (slot for slot in self.of_state(RETAINED) if slot != but)
         return min(retained, key=lambda slot: (self.owner[slot] in waiting, self.used_at[slot]), default=None)
 
     def new_routes(self, slot: int) -> tuple[NDArray[np.int16] | None, int]:
-        """Experts of the slot's new tokens, and the first such token; None if they are not
-        recorded."""
+        """Experts of the slot's new tokens, and the first such token; None if they are not recorded."""
         if self.routes is None or slot < 0:
             return None, 0
         first, computed = int(self.routed[slot]), int(self.cached[slot])
@@ -311,8 +307,7 @@ def drawn_of(job: Job) -> Drawn | None:
 
 
 class SharedContexts:
-    """The trajectory that computes each context (leader), and those that wait for its KV
-    (followers)."""
+    """The trajectory that computes each context (leader), and those that wait for its KV (followers)."""
 
     def __init__(self) -> None:
         self.following: dict[str, str] = {}  # follower -> leader
@@ -325,8 +320,7 @@ class SharedContexts:
         return set(self._context_of)
 
     def begin(self, name: str, context: bytes, goes_on: bool) -> None:
-        """A trajectory starts a turn. If it ``goes_on`` with KV, it leads only the start of its
-        context."""
+        """A trajectory starts a turn. If it ``goes_on`` with KV, it leads only the start of its context."""
         if not goes_on:
             self.join(name, context)
         elif not context.startswith(self._context_of.get(name, b"")):

@@ -38,8 +38,8 @@ Tokens = Sequence[int] | NDArray[np.int64]
 
 
 class GroupDrafts:
-    """The tokens after each suffix in a group's sequences; counted when a draft is requested, which
-    is rare."""
+    """The tokens after each suffix in a group's sequences; counted when a draft is requested, which is
+    rare."""
 
     def __init__(self) -> None:
         self._next: dict[tuple[int, ...], dict[int, int]] = {}
@@ -52,8 +52,8 @@ class GroupDrafts:
         self._latest[name] = tokens
 
     def propose(self, tail: Sequence[int], count: int) -> list[int]:
-        """Up to ``count`` tokens that may follow ``tail``, each the most frequent after the longest
-        known suffix.
+        """Up to ``count`` tokens that may follow ``tail``, each the most frequent after the longest known
+        suffix.
 
         Of equally frequent ones the smallest id.
         """
@@ -140,8 +140,7 @@ FORGETTING = 0.1
 
 
 class Drafted(NamedTuple):
-    """Counters of one batch size; ``drafted`` to ``seconds`` are of steps with drafts, ``plain``
-    without."""
+    """Counters of one batch size; ``drafted`` to ``seconds`` are of steps with drafts, ``plain`` without."""
 
     steps: int = 0
     drafted: int = 0
@@ -177,8 +176,7 @@ def count(by_rows: DraftedByRows, num_rows: int, drafted: int, generated: int, s
 
 @dataclass(slots=True)
 class _Size:
-    """One batch size, by length: mean tokens and seconds of a step, its next try, and the wait for
-    that."""
+    """One batch size, by length: mean tokens and seconds of a step, its next try, and the wait for that."""
 
     tokens: dict[int, float] = field(default_factory=dict)
     seconds: dict[int, float] = field(default_factory=dict)
@@ -223,8 +221,7 @@ class DraftLength:
         return due[0]
 
     def measured(self, num_rows: int, length: int, drafted: int, generated: int, seconds: float) -> None:
-        """A step of so many sequences, for which ``length`` was chosen and ``drafted`` tokens were
-        found."""
+        """A step of so many sequences, for which ``length`` was chosen and ``drafted`` tokens were found."""
         if num_rows > MOST_ROWS:
             return
         rows = _size(num_rows)
@@ -243,8 +240,8 @@ class DraftedStep:
     """The slots of a step, ascending, and the drafts of each.
 
     ``drafts`` has the drafted tokens of each slot, ``length`` the number requested, ``rows`` and
-    ``begins`` (R,) the tokens fed to each slot and the place of the first, and ``offsets`` (T,)
-    each token's place in its slot.
+    ``begins`` (R,) the tokens fed to each slot and the place of the first, and ``offsets`` (T,) each
+    token's place in its slot.
     """
 
     def __init__(self, slots: NDArray[np.int64], drafts: list[list[int]], length: int) -> None:
@@ -259,8 +256,7 @@ class DraftedStep:
         return int(self.rows.max()) - 1
 
     def step(self, kv: SlotKV, tokens: NDArray[np.int64], cached: NDArray[np.int64]) -> tuple[NDArray[np.int64], Step]:
-        """The tokens to feed (T,) and their places; ``tokens`` and ``cached`` are columns of the
-        slot table."""
+        """The tokens to feed (T,) and their places; ``tokens`` and ``cached`` are columns of the slot table."""
         starts = cached[self.slots]
         position_T = np.repeat(starts, self.rows) + self.offsets
         ids_T = np.empty(len(position_T), np.int64)
@@ -281,8 +277,7 @@ class GroupSpeculation:
         self.drafts, self.length = Drafts(), DraftLength()
 
     def draft(self, table: SlotTable) -> tuple[int, DraftedStep | None]:
-        """The number of tokens to draft, and drafts if all running slots decode and drafts pay
-        off."""
+        """The number of tokens to draft, and drafts if all running slots decode and drafts pay off."""
         running = table.running
         if (table.known[running] - table.cached[running] > 1).any():
             return 0, None
@@ -309,8 +304,7 @@ class GroupSpeculation:
 
 
 def accepted(draft: Sequence[int], sampled: Sequence[int], stops: Collection[int]) -> int:
-    """Number of sampled tokens that count: up to the first that differs from its draft, or stops
-    the turn."""
+    """Number of sampled tokens that count: up to the first that differs from its draft, or stops the turn."""
     for place, token in enumerate(draft):
         if sampled[place] != token or sampled[place] in stops:
             return place + 1

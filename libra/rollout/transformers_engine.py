@@ -1,5 +1,5 @@
-"""The embedded engine: a stock transformers model, continuously batched over slots, on one thread
-of its own.
+"""The embedded engine: a stock transformers model, continuously batched over slots, on one thread of
+its own.
 
 Callers are coroutines of any event loop. Their requests go into one mailbox, which the thread
 empties between two steps, so one thread makes all changes to the batch. Answers return in one call
@@ -51,8 +51,8 @@ class TransformersSettings(EngineSettings):
     """Settings of a `TransformersEngine`.
 
     KV takes layers * 2 * slots * KV heads * longest context * head size numbers, and grows with
-    contexts. With ``kv_cache_gib``, requests wait until their context fits with all tokens that
-    they may generate, and contexts retained between turns are evicted for them.
+    contexts. With ``kv_cache_gib``, requests wait until their context fits with all tokens that they
+    may generate, and contexts retained between turns are evicted for them.
     """
 
     exact_logprobs: bool = False  # of turns scored alone and uncached (`libra.scoring`): one more pass per turn

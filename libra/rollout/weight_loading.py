@@ -34,8 +34,7 @@ HEAD = "lm_head.weight"
 
 @dataclass(frozen=True, slots=True)
 class ExpectedWeights:
-    """Names and shapes of a model's tensors: tied ones under every name, and ``tied`` from alias to
-    name."""
+    """Names and shapes of a model's tensors: tied ones under every name, and ``tied`` from alias to name."""
 
     shapes: Mapping[str, tuple[int, ...]]
     tied: Mapping[str, str]
@@ -48,8 +47,7 @@ class ExpectedWeights:
 
     @classmethod
     def of_directory(cls, model_dir: Path, *, tied: bool) -> ExpectedWeights:
-        """Those of a model directory, whose head is ``tied`` to its embedding; may raise
-        ModelError."""
+        """Those of a model directory, whose head is ``tied`` to its embedding; may raise ModelError."""
         shapes: dict[str, tuple[int, ...]] = {}
         try:
             for path in sorted(Path(model_dir).glob("*.safetensors")):
@@ -67,8 +65,7 @@ class ExpectedWeights:
         return cls(shapes | {HEAD: shapes[embedding]}, {HEAD: embedding})
 
     def check(self, directory: Path) -> Path:
-        """The weights file of a version; WeightsError if it is unreadable or does not fit this
-        model."""
+        """The weights file of a version; WeightsError if it is unreadable or does not fit this model."""
         path = Path(directory) / WEIGHTS_FILE
         with _opened(path) as file:
             self._check(file, path)
@@ -99,8 +96,7 @@ class ExpectedWeights:
 def copy_weights(model: nn.Module, directory: Path) -> None:
     """Copy ``directory/model.safetensors`` into the model, tensor by tensor, casting to its dtype.
 
-    WeightsError, and nothing was copied, if the file is unreadable, or its names or shapes do not
-    fit.
+    WeightsError, and nothing was copied, if the file is unreadable, or its names or shapes do not fit.
     """
     expected, own, path = ExpectedWeights.of_model(model), model.state_dict(), Path(directory) / WEIGHTS_FILE
     with _opened(path) as file, torch.no_grad():  # once: a version may be dropped at any time, an open file stays
@@ -127,8 +123,7 @@ def _first(items: list[str], count: int = 4) -> str:
 
 
 def check_served(directory: Path, max_context_tokens: int) -> None:
-    """ModelError or ConfigError if slots cannot hold the model of a directory, judged without
-    weights."""
+    """ModelError or ConfigError if slots cannot hold the model of a directory, judged without weights."""
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
@@ -144,8 +139,7 @@ def check_served(directory: Path, max_context_tokens: int) -> None:
 
 
 def load_causal_lm(model_dir: Path, dtype: str, attention: str, loader: str | None = None) -> Any:
-    """A Hugging Face causal LM in evaluation mode, with the named attention; may raise
-    ModelError."""
+    """A Hugging Face causal LM in evaluation mode, with the named attention; may raise ModelError."""
     from transformers.utils import logging as transformers_logging
 
     if dtype not in DTYPES:

@@ -62,8 +62,7 @@ class Groups:
 
     @property
     def uniform_S(self) -> Tensor:
-        """Whether all valid rewards of a sample's group are exactly equal (S,); True for one or
-        none."""
+        """Whether all valid rewards of a sample's group are exactly equal (S,); True for one or none."""
         zeros_K = torch.zeros_like(self.count_K)
         slot_V, reward_V = self.slot_S[self.valid_S], self.reward_S[self.valid_S]
         low_K = zeros_K.scatter_reduce(0, slot_V, reward_V, "amin", include_self=False)
@@ -71,8 +70,8 @@ class Groups:
         return (low_K == high_K)[self.slot_S]
 
     def lone(self, advantage_S: Tensor, singleton: str) -> Tensor:
-        """``advantage_S`` with the reward ("reward") or 0 ("zero") for a group's only valid sample,
-        0 if invalid."""
+        """``advantage_S`` with the reward ("reward") or 0 ("zero") for a group's only valid sample, 0 if
+        invalid."""
         alone_S = self.reward_S if singleton == "reward" else torch.zeros_like(self.reward_S)
         advantage_S = torch.where(self.alone_S, alone_S, advantage_S)
         return torch.where(self.valid_S, advantage_S, torch.zeros_like(advantage_S))
@@ -88,8 +87,7 @@ def grpo(
     eps: float = 1e-6,
     singleton: Literal["reward", "zero"] = "reward",
 ) -> Tensor:
-    """Reward minus the mean of its group, with ``normalize_std`` divided by the group's deviation
-    (S,).
+    """Reward minus the mean of its group, with ``normalize_std`` divided by the group's deviation (S,).
 
     GRPO (DeepSeekMath, arXiv:2402.03300) with verl's conventions as defaults; TRL has ``eps=1e-4``.
     ``normalize_std=False`` is the advantage of Dr.GRPO (arXiv:2503.20783). Samples with the same
@@ -113,8 +111,7 @@ def grpo(
 def rloo(
     reward_S: Tensor, group_S: Tensor, *, valid_S: Tensor | None = None, singleton: Literal["reward", "zero"] = "reward"
 ) -> Tensor:
-    """Reward minus the mean reward of the siblings (S,). RLOO, arXiv:2402.14740; agrees with verl
-    0.9.1.
+    """Reward minus the mean reward of the siblings (S,). RLOO, arXiv:2402.14740; agrees with verl 0.9.1.
 
     Parameters as in `grpo`: ``singleton`` is verl's ``rloo`` ("reward") or ``rloo_vectorized``
     ("zero"). Exactly 0 if all rewards of a group are equal.
@@ -134,8 +131,8 @@ def opo(
     valid_S: Tensor | None = None,
     singleton: Literal["reward", "zero"] = "reward",
 ) -> Tensor:
-    """Reward minus the length-weighted mean reward of the group (S,). OPO, arXiv:2505.23585, eq. 9;
-    verl 0.9.1.
+    """Reward minus the length-weighted mean reward of the group (S,). OPO, arXiv:2505.23585, eq. 9; verl
+    0.9.1.
 
     ``length_S`` are generated tokens; a group without any has baseline 0. The rest is as in `grpo`.
     """
@@ -149,12 +146,11 @@ def opo(
 
 
 def whiten(value_N: Tensor, weight_N: Tensor) -> Tensor:
-    """``(value - mean) / sqrt(variance + 1e-8)`` with Bessel's correction, as verl 0.9.1's
-    masked_whiten.
+    """``(value - mean) / sqrt(variance + 1e-8)`` with Bessel's correction, as verl 0.9.1's masked_whiten.
 
-    ``weight_N`` is how often a value counts; 1e-8 is added to the count in the means. If the
-    weights sum to 1 or less, or all counted values are equal, values are only centred: verl raises,
-    and dividing by sqrt(1e-8) would turn rounding into signal.
+    ``weight_N`` is how often a value counts; 1e-8 is added to the count in the means. If the weights
+    sum to 1 or less, or all counted values are equal, values are only centred: verl raises, and
+    dividing by sqrt(1e-8) would turn rounding into signal.
     """
     weight_N = weight_N.to(value_N.dtype)
     counted_N = torch.where(weight_N > 0, value_N, torch.zeros_like(value_N))
@@ -225,13 +221,12 @@ def batch_advantages(
     drop_uniform_groups: bool = False,
     drop_truncated: bool = False,
 ) -> tuple[list[NDArray[np.float64]], list[NDArray[np.bool_]]]:
-    """Advantage of every sample, and whether it takes part in the loss; one array (G,) each per
-    group.
+    """Advantage of every sample, and whether it takes part in the loss; one array (G,) each per group.
 
-    ``estimator`` is a `libra.config.algorithms.AdvantageName`, or a function of the groups that
-    returns one array (G,) for each. Invalid samples have advantage 0; so has the only valid sample
-    of a larger group, while a group configured with one sample keeps its reward. A sample outside
-    the loss counts in the baseline of its group, but in no denominator of the step.
+    ``estimator`` is a `libra.config.algorithms.AdvantageName`, or a function of the groups that returns
+    one array (G,) for each. Invalid samples have advantage 0; so has the only valid sample of a larger
+    group, while a group configured with one sample keeps its reward. A sample outside the loss counts
+    in the baseline of its group, but in no denominator of the step.
     """
     if not groups:
         return [], []

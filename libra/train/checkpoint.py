@@ -92,8 +92,7 @@ class ReplicaSnapshot:
 
     @classmethod
     def of(cls, replica: ReplicaState, *, copy: bool = True) -> ReplicaSnapshot:
-        """The present state, which no step may change meanwhile. A collective if the replica is
-        sharded."""
+        """The present state, which no step may change meanwhile. A collective if the replica is sharded."""
 
         def kept(tensor: Tensor) -> Tensor:
             tensor = whole(tensor)
@@ -184,8 +183,8 @@ def load_checkpoint(directory: Path, replica: ReplicaState) -> None:
 
 
 def load_optimizer(directory: Path, replica: ReplicaState) -> None:
-    """Load the optimizer's state into ``replica``, which has the weights of ``directory``; its step
-    count stays.
+    """Load the optimizer's state into ``replica``, which has the weights of ``directory``; its step count
+    stays.
 
     CheckpointError if the directory is torn, or the replica has other weights.
     """
@@ -226,8 +225,7 @@ def verify(directory: Path) -> dict[str, Any]:
 
 
 def complete(directory: str | Path) -> list[Path]:
-    """Checkpoints under ``directory`` by step, without leftovers of killed writers. Digests are not
-    read."""
+    """Checkpoints under ``directory`` by step, without leftovers of killed writers. Digests are not read."""
     directory = Path(directory)
     if not directory.is_dir():
         return []
@@ -236,8 +234,7 @@ def complete(directory: str | Path) -> list[Path]:
 
 
 def newest(directory: str | Path, up_to: int | None = None) -> Path | None:
-    """The last checkpoint (not above ``up_to``) whose digests agree; torn ones are skipped with a
-    warning."""
+    """The last checkpoint (not above ``up_to``) whose digests agree; torn ones are skipped with a warning."""
     for path in reversed([path for path in complete(directory) if up_to is None or step_of(path) <= up_to]):
         try:
             verify(path)

@@ -1,5 +1,4 @@
-"""The checkpoints of a run that are kept, the last m and the best, and the one a run may start
-from.
+"""The checkpoints of a run that are kept, the last m and the best, and the one a run may start from.
 
 The best has the highest score, the later one of equals. A run has one measure:
 
@@ -42,8 +41,8 @@ _REMOVED, _REPLACING = ".gone", ".new"
 class KeptCheckpoints:
     """The ``checkpoints`` directory of one run, which need not exist yet.
 
-    The last ``keep`` are kept, and with ``keep_best`` the best one, linked as ``best``. Scores
-    written by an earlier start of the run count.
+    The last ``keep`` are kept, and with ``keep_best`` the best one, linked as ``best``. Scores written
+    by an earlier start of the run count.
     """
 
     def __init__(self, directory: Path, *, keep: int, keep_best: bool) -> None:
@@ -67,8 +66,8 @@ class KeptCheckpoints:
         return max(scored, key=lambda path: (self._scores[path.name], step_of(path)), default=None)
 
     def tidy(self) -> list[Path]:
-        """Link the best one and remove those that are not kept; returns them. CheckpointError if
-        the disk refuses."""
+        """Link the best one and remove those that are not kept; returns them. CheckpointError if the disk
+        refuses."""
         there = complete(self.directory)
         if not there:
             return []
@@ -127,11 +126,10 @@ _HEAD = "lm_head.weight"
 
 
 def checked_start(given: Path, model_dir: str | Path, dtype: str) -> Path:
-    """The absolute directory ``given``, after checking that a run of ``model_dir`` can start from
-    it.
+    """The absolute directory ``given``, after checking that a run of ``model_dir`` can start from it.
 
-    It is a checkpoint of the same names, shapes and dtype, or a Hugging Face directory, whose
-    optimizer then starts from zero with a warning. CheckpointError for anything else.
+    It is a checkpoint of the same names, shapes and dtype, or a Hugging Face directory, whose optimizer
+    then starts from zero with a warning. CheckpointError for anything else.
     """
     directory = given.expanduser().resolve()
     if not directory.is_dir():

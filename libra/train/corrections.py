@@ -1,5 +1,4 @@
-"""Corrections for samples that another policy drew: weights, masks, and mismatch split from
-staleness.
+"""Corrections for samples that another policy drew: weights, masks, and mismatch split from staleness.
 
 The two factors of an importance ratio are engines that compute differently (mismatch), and weights
 that have changed (staleness)::
@@ -151,8 +150,7 @@ def rejection_mask(
 def binary_kl_mask(
     logp_N: Tensor, old_logp_N: Tensor, sequences: Sequences, *, high: float, eps: float = 1e-6
 ) -> Tensor:
-    """Kept where the KL of "this token or another" is at most ``high`` in both directions (verl,
-    AReaL)."""
+    """Kept where the KL of "this token or another" is at most ``high`` in both directions (verl, AReaL)."""
     now_N, old_N = logp_N.exp().clamp(eps, 1 - eps), old_logp_N.exp().clamp(eps, 1 - eps)
 
     def divergence(p: Tensor, q: Tensor) -> Tensor:
@@ -167,8 +165,8 @@ def off_policy_sequence_mask(
 ) -> Tensor:
     """Kept where A >= 0, or the sequence's mean of log p_old - log p is at most ``threshold``.
 
-    DeepSeek-V3.2, arXiv:2512.02556; TRL's ``off_policy_mask_threshold``, where rejected tokens
-    still count in the denominator.
+    DeepSeek-V3.2, arXiv:2512.02556; TRL's ``off_policy_mask_threshold``, where rejected tokens still
+    count in the denominator.
     """
     gap_N = torch.nan_to_num(old_logp_N - logp_N, nan=0.0)
     close_N = sequences.spread(sequence_mean(gap_N, sequences) <= threshold)
@@ -181,11 +179,11 @@ def m2po_mask(
 ) -> Tensor:
     """Whether a token is kept (N,) bool; False in masked places. M2PO, arXiv:2510.01161.
 
-    Tokens with the largest squared log ratio (log p_now - log p_behaviour) are masked first, until
-    the mean square of the rest is at most ``threshold`` (the paper's 0.04). With ``advantage_N``,
-    only tokens that the advantage pushes further away, as in the paper; without it any token
-    (AReaL). The choice depends on all tokens given, so call it on the whole minibatch, as
-    ``trainer.m2po_threshold`` does.
+    Tokens with the largest squared log ratio (log p_now - log p_behaviour) are masked first, until the
+    mean square of the rest is at most ``threshold`` (the paper's 0.04). With ``advantage_N``, only
+    tokens that the advantage pushes further away, as in the paper; without it any token (AReaL). The
+    choice depends on all tokens given, so call it on the whole minibatch, as ``trainer.m2po_threshold``
+    does.
     """
     mask_N = sequences.mask_N
     square_N = sequences.only(log_ratio_N).double().square()

@@ -1,5 +1,5 @@
-"""The gradient of an optimizer step: slices of core replicas and hybrids, merged as sums and
-divided once.
+"""The gradient of an optimizer step: slices of core replicas and hybrids, merged as sums and divided
+once.
 
 Every replica of the core calls `StepGradient.add` with the same samples, for the whole minibatch or
 wave by wave, and then `StepGradient.sum_over_core` once::
@@ -76,9 +76,8 @@ class StepGradient:
     def add(self, samples: Sequence[Sample]) -> None:
         """Add the undivided sum of weight x gradient of ``samples`` to the parameters' ``grad``.
 
-        Where each replica holds the whole model, ``grad`` is then its own part; rank 0's includes
-        the hybrids. TrainError if a replica's loss is not finite, GroupLost if a replica of the
-        core is lost.
+        Where each replica holds the whole model, ``grad`` is then its own part; rank 0's includes the
+        hybrids. TrainError if a replica's loss is not finite, GroupLost if a replica of the core is lost.
         """
         weight = self.state.gradient.weight_of(samples)
         self.expected += weight
@@ -98,8 +97,7 @@ class StepGradient:
         self.useful, self.connected, self.hybrids = True, self.connected or connected, hybrids
 
     def sum_over_core(self) -> None:
-        """Give every replica the sum of all parts; shards are summed in the backward pass
-        already."""
+        """Give every replica the sum of all parts; shards are summed in the backward pass already."""
         started = time.perf_counter()
         group, parameters = self.state.group, list(self.state.optimized().values())
         held = group.gather([parameter.grad is not None for parameter in parameters])
@@ -113,8 +111,8 @@ class StepGradient:
         self.tally.add(reduce_s=time.perf_counter() - started)
 
     def _planned(self) -> tuple[int, int, bool]:
-        """How many hybrids compute a slice, how many are joining, whether any is connected; equal
-        on all replicas.
+        """How many hybrids compute a slice, how many are joining, whether any is connected; equal on all
+        replicas.
 
         Hybrids without the present weights are offered them; no step waits for that.
         """

@@ -43,8 +43,7 @@ _TRAFFIC = ("hybrid_sent_bytes", "hybrid_received_bytes", "hybrid_copy_s", "hybr
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """A hybrid's part of a minibatch: undivided sums by parameter, the sum of weights, and a
-    tally's sums."""
+    """A hybrid's part of a minibatch: undivided sums by parameter, the sum of weights, and a tally's sums."""
 
     gradients: dict[str, Tensor]
     weight_sum: float
@@ -141,8 +140,7 @@ class HybridPool:
             yield
 
     def publish(self, weights: Mapping[str, Tensor], *, gives_way: bool = False) -> None:
-        """Copy stepped weights into host memory and announce them to every hybrid, which then pulls
-        them.
+        """Copy stepped weights into host memory and announce them to every hybrid, which then pulls them.
 
         ``gives_way``: publish nothing if a step is about to begin, which will publish its result.
         """
@@ -196,8 +194,7 @@ class HybridPool:
             return results
 
     def traffic(self) -> dict[str, float]:
-        """Bytes and seconds since the last call, by field of
-        `libra.train.step_report.StepReport`."""
+        """Bytes and seconds since the last call, by field of `libra.train.step_report.StepReport`."""
         with self._changed:
             found, self._traffic = self._traffic, dict.fromkeys(_TRAFFIC, 0.0)
             return found
@@ -279,8 +276,7 @@ class HybridPool:
                 self._drop(hybrid)
 
     def _offer_between_steps(self) -> None:
-        """Offer a joiner the weights, unless a step is in progress, which offers them at its
-        end."""
+        """Offer a joiner the weights, unless a step is in progress, which offers them at its end."""
         if self._source is not None and self.quiet.acquire(blocking=False):
             try:
                 if self.stale:

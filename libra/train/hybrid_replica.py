@@ -24,8 +24,8 @@ logger = logging.getLogger(__name__)
 class HybridReplica:
     """Computes slices for the core at ``address``, until it leaves or the core releases it.
 
-    ``replica`` has the core's model and settings; its weights are replaced. TransferError if no
-    core listens at ``address`` (`libra.train.hybrid_pool.HybridPool.address`), or it does not know
+    ``replica`` has the core's model and settings; its weights are replaced. TransferError if no core
+    listens at ``address`` (`libra.train.hybrid_pool.HybridPool.address`), or it does not know
     ``token``.
     """
 
@@ -71,8 +71,7 @@ class HybridReplica:
         return self.slices_done
 
     def leave(self) -> None:
-        """Request to leave, from any thread: a slice in progress counts, and no other one
-        follows."""
+        """Request to leave, from any thread: a slice in progress counts, and no other one follows."""
         self._leaving.set()
         self._wire.send("leave")
 
@@ -91,8 +90,7 @@ class HybridReplica:
         self._work()
 
     def _work(self) -> None:
-        """Compute the pending slice once its weights have arrived; newer weights make it
-        obsolete."""
+        """Compute the pending slice once its weights have arrived; newer weights make it obsolete."""
         if self._pending is None or self._pending.fields["version"] > self.version:
             return
         message, self._pending = self._pending, None

@@ -41,10 +41,10 @@ def kl_estimate(
 
     Schulman, "Approximating KL divergence" (2020). With d = log p - log p_reference: ``k1`` d (its
     gradient has mean 0), ``abs`` |d|, ``k2`` d^2/2 (biased, with the gradient of the divergence),
-    ``k3`` exp(-d) - 1 + d (unbiased, never negative). A trailing ``+`` keeps the value and takes
-    the gradient of k2, unbounded (straight-through, arXiv:2506.09477). The estimate is clamped to
-    [-bound, bound]: 10 for k3 in verl, slime's low_var_kl, and all of OpenRLHF's. For k3, d is
-    first clamped to twice that, as in verl. Beyond a bound the gradient is 0.
+    ``k3`` exp(-d) - 1 + d (unbiased, never negative). A trailing ``+`` keeps the value and takes the
+    gradient of k2, unbounded (straight-through, arXiv:2506.09477). The estimate is clamped to [-bound,
+    bound]: 10 for k3 in verl, slime's low_var_kl, and all of OpenRLHF's. For k3, d is first clamped to
+    twice that, as in verl. Beyond a bound the gradient is 0.
     """
     check_option("kl_estimate", estimator, KL_ESTIMATORS)
     difference_N = logp_N - reference_logp_N
@@ -73,16 +73,15 @@ class KLCoefficient:
     """The coefficient of a KL penalty, adapted after each batch (arXiv:1909.08593, sec. 2.2; verl's
     controller).
 
-    ``seen``: sum over trajectories of their mean KL per token in nats, and their number, in this
-    batch.
+    ``seen``: sum over trajectories of their mean KL per token in nats, and their number, in this batch.
     """
 
     value: float
     seen: tuple[float, int] = (0.0, 0)
 
     def adapt(self, target: float, horizon: float) -> None:
-        """Move the value by a share of at most 0.2 x trajectories / ``horizon``, towards a mean KL
-        of ``target`` nats."""
+        """Move the value by a share of at most 0.2 x trajectories / ``horizon``, towards a mean KL of
+        ``target`` nats."""
         total, count = self.seen
         if count:
             error = min(max(total / count / target - 1, -_MOST_CHANGE), _MOST_CHANGE)
@@ -94,8 +93,8 @@ def top_k_divergence(
 ) -> Tensor:
     """Divergence of K + 1 outcomes (N,) in nats, with gradient to ``logp_NK`` and ``rest_N``.
 
-    ``rest_N`` and ``teacher_rest_N`` are log-probabilities of all other tokens together, -inf if
-    none exist.
+    ``rest_N`` and ``teacher_rest_N`` are log-probabilities of all other tokens together, -inf if none
+    exist.
     """
     ours_NO = torch.cat([logp_NK, rest_N[:, None]], -1)
     theirs_NO = torch.cat([teacher_NK, teacher_rest_N[:, None]], -1)
@@ -110,8 +109,8 @@ def top_k_divergence(
 def sampled_divergence(logp_NK: Tensor, teacher_NK: Tensor, old_NK: Tensor | None) -> Tensor:
     """Estimate of the divergence (N,) in nats; its gradient estimates the divergence's.
 
-    ``old_NK`` are the log-probabilities with which the student drew the tokens (reverse); without
-    them the teacher drew them (forward).
+    ``old_NK`` are the log-probabilities with which the student drew the tokens (reverse); without them
+    the teacher drew them (forward).
     """
     if old_NK is None:
         return (teacher_NK - logp_NK).mean(-1)

@@ -29,8 +29,8 @@ CHUNK_TOKENS = 1024
 
 
 def load_model(model_dir: Path, dtype: torch.dtype, loader: str | None = None) -> Any:
-    """The causal model of a directory, dropout off, attention by torch's scaled dot product; may
-    raise ModelError."""
+    """The causal model of a directory, dropout off, attention by torch's scaled dot product; may raise
+    ModelError."""
     model = build_model(loader, model_dir, dtype=dtype, attention="sdpa")
     if (attention := plain_attention(model.config)) != "sdpa":
         model.set_attn_implementation(attention)
@@ -49,8 +49,7 @@ class _KeepDouble(TorchFunctionMode):
 
 
 def _keep_double(model: Any) -> None:
-    """Compute in float64 throughout: transformers has norms in float32, torch no grouped
-    product."""
+    """Compute in float64 throughout: transformers has norms in float32, torch no grouped product."""
     if getattr(model.config, "num_experts", 0):
         model.set_experts_implementation("eager")
     forward = model.forward
@@ -64,8 +63,7 @@ def _keep_double(model: Any) -> None:
 
 
 class Scorer:
-    """A causal language model that scores given tokens, with logits of at most ``chunk_tokens`` in
-    memory.
+    """A causal language model that scores given tokens, with logits of at most ``chunk_tokens`` in memory.
 
     It includes everything the architecture does after its head (caps, scales). The head, from
     ``get_output_embeddings()``, must be a linear map.
@@ -88,8 +86,8 @@ class Scorer:
         *,
         entropy_gradient: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """Log-probability of each target (N,), with gradient, and entropy (N,), with gradient on
-        request; nats.
+        """Log-probability of each target (N,), with gradient, and entropy (N,), with gradient on request;
+        nats.
 
         At least float32. ``mask_R1WW`` (bool, True: reads) replaces the separation by positions.
         """
@@ -109,8 +107,8 @@ class Scorer:
         rest: bool = False,
         entropy_gradient: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """As `logp`, of each target and its K further columns (N, 1 + K); the entropy (N,); and
-        with ``rest`` the log-probability of all tokens but those columns (N,)."""
+        """As `logp`, of each target and its K further columns (N, 1 + K); the entropy (N,); and with ``rest``
+        the log-probability of all tokens but those columns (N,)."""
         head, further = self._head, columns_NK is not None
         wanted_NK = target_N[:, None]
         if columns_NK is not None:
@@ -145,8 +143,7 @@ class Scorer:
 
 @torch.no_grad()
 def check_packing(scorer: Scorer, tolerance: float) -> None:
-    """TrainError if two sequences in one row do not score as they do alone: the model ignores
-    restarts."""
+    """TrainError if two sequences in one row do not score as they do alone: the model ignores restarts."""
     lengths, vocabulary = (5, 7), int(scorer.model.config.get_text_config().vocab_size)
     sequences = [torch.arange(length) * 7 % vocabulary for length in lengths]
     device = next(scorer.model.parameters()).device
@@ -270,8 +267,7 @@ class _ChunkedLogp(torch.autograd.Function):
 
 
 def _grad_of_logits(ctx: Any, here: slice, grad_NK: Tensor, grad_entropy_N: Tensor, grad_rest_N: Tensor) -> Tensor:
-    """Gradient of a chunk's logits as its head made them (C, V), in the dtype they are normalised
-    in."""
+    """Gradient of a chunk's logits as its head made them (C, V), in the dtype they are normalised in."""
     hidden_NH, weight_VH, bias_V, columns_NK, norm_N, entropy_N, rest_N = ctx.saved_tensors
     temperature, _, entropy_gradient, after_head, rest_from = ctx.options
     raw_CV = torch.nn.functional.linear(hidden_NH[here], weight_VH, bias_V)

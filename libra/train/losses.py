@@ -24,8 +24,7 @@ SEQUENCE_LOG_RATIO_BOUND = 10.0
 
 
 def token_ratio(logp_N: Tensor, old_logp_N: Tensor, *, bound: float | None = LOG_RATIO_BOUND) -> Tensor:
-    """p_now / p_old of each token; the logarithm is clamped to [-bound, bound] (no clamp in TRL,
-    AReaL)."""
+    """p_now / p_old of each token; the logarithm is clamped to [-bound, bound] (no clamp in TRL, AReaL)."""
     log_ratio_N = logp_N - old_logp_N
     return (log_ratio_N if bound is None else log_ratio_N.clamp(-bound, bound)).exp()
 
@@ -38,13 +37,13 @@ def sequence_ratio(
     gradient: str = "token",
     bound: float | None = SEQUENCE_LOG_RATIO_BOUND,
 ) -> Tensor:
-    """Geometric mean of a sequence's token ratios, at each of its tokens (N,). GSPO,
-    arXiv:2507.18071, eq. 7, 14.
+    """Geometric mean of a sequence's token ratios, at each of its tokens (N,). GSPO, arXiv:2507.18071, eq.
+    7, 14.
 
-    With ``gradient="token"`` each token's copy has the gradient of that token alone,
-    straight-through (verl); with "sequence" the gradient of the mean (TRL, AReaL). With one
-    advantage per sequence and equal token weights the gradient of the loss is the same. The
-    logarithm is at most ``bound`` (unbounded in TRL, AReaL).
+    With ``gradient="token"`` each token's copy has the gradient of that token alone, straight-through
+    (verl); with "sequence" the gradient of the mean (TRL, AReaL). With one advantage per sequence and
+    equal token weights the gradient of the loss is the same. The logarithm is at most ``bound``
+    (unbounded in TRL, AReaL).
     """
     check_option("sequence_ratio gradient", gradient, ("token", "sequence"))
     log_ratio_S = sequence_mean(logp_N - old_logp_N, sequences)
@@ -64,12 +63,12 @@ def clipped_surrogate(
     dual_clip: float | None = None,
     ratio_max: float | None = None,
 ) -> Tensor:
-    """``max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))`` for a ratio of any level, with
-    gradient through it.
+    """``max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))`` for a ratio of any level, with gradient
+    through it.
 
-    Ratios below ``1 - clip_low`` (A < 0) or above ``1 + clip_high`` (A > 0) get no gradient. For A
-    < 0 the loss is at most ``-A * dual_clip`` (> 1), arXiv:1912.09729. The unclipped ratio is at
-    most ``ratio_max``, for both signs (two-sided GRPO, INTELLECT-2 arXiv:2505.07291; TRL's delta).
+    Ratios below ``1 - clip_low`` (A < 0) or above ``1 + clip_high`` (A > 0) get no gradient. For A < 0
+    the loss is at most ``-A * dual_clip`` (> 1), arXiv:1912.09729. The unclipped ratio is at most
+    ``ratio_max``, for both signs (two-sided GRPO, INTELLECT-2 arXiv:2505.07291; TRL's delta).
     """
     clipped_N = ratio_N.clamp(1 - clip_low, 1 + clip_high)
     if ratio_max is not None:
@@ -110,8 +109,7 @@ def ppo_loss(
 def clip_sums(
     logp_N: Tensor, old_logp_N: Tensor, advantage_N: Tensor, *, clip_low: float, clip_high: float
 ) -> dict[str, Tensor]:
-    """Sums for a report (ratio, clipped tokens, k3 from the old policy), and the largest ratio;
-    scalars."""
+    """Sums for a report (ratio, clipped tokens, k3 from the old policy), and the largest ratio; scalars."""
     log_ratio_N = (logp_N - old_logp_N).double().clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     ratio_N = log_ratio_N.exp()
     return {
@@ -157,11 +155,11 @@ def cispo_loss(
     clip_high: float = 4.0,
     bound: float | None = LOG_RATIO_BOUND,
 ) -> Tensor:
-    """``-stop(clip(r, 1 - clip_low, 1 + clip_high)) A log p``. CISPO, MiniMax-M1, arXiv:2506.13585,
-    eq. 4 and 5.
+    """``-stop(clip(r, 1 - clip_low, 1 + clip_high)) A log p``. CISPO, MiniMax-M1, arXiv:2506.13585, eq. 4
+    and 5.
 
-    ``clip_low=1`` leaves the ratio unbounded below, as in the paper. The paper prints no upper
-    bound; TRL and AReaL recommend 5 (``epsilon_high=5.0``, ``eps_clip_higher=4.0``).
+    ``clip_low=1`` leaves the ratio unbounded below, as in the paper. The paper prints no upper bound;
+    TRL and AReaL recommend 5 (``epsilon_high=5.0``, ``eps_clip_higher=4.0``).
     """
     return weighted_logp_loss(
         token_ratio(logp_N, old_logp_N, bound=bound), logp_N, advantage_N, clip_low=clip_low, clip_high=clip_high
@@ -194,8 +192,8 @@ def sapo_loss(
     tau_negative: float = 1.05,
     bound: float | None = LOG_RATIO_BOUND,
 ) -> Tensor:
-    """Loss of each token; aggregate with ``seq-mean-token-mean``. SAPO, arXiv:2511.20347, the
-    paper's temperatures.
+    """Loss of each token; aggregate with ``seq-mean-token-mean``. SAPO, arXiv:2511.20347, the paper's
+    temperatures.
 
     The gradient at r = 1 is PPO's; it decays as r moves away from 1, faster for a higher ``tau``.
     """
@@ -215,14 +213,13 @@ def gmpo_loss(
     token_eps: float | None = None,
     bound: float | None = LOG_RATIO_BOUND,
 ) -> Tensor:
-    """``-mean(A) exp(mean(clipped log r))`` of a sequence, at each of its tokens. GMPO,
-    arXiv:2507.20673.
+    """``-mean(A) exp(mean(clipped log r))`` of a sequence, at each of its tokens. GMPO, arXiv:2507.20673.
 
     Aggregated with ``seq-mean-token-mean`` this is the mean over sequences. A token's log ratio is
-    clipped to [-clip_low, clip_high] if that makes the objective smaller, as in PPO; the paper's
-    range is (e^-0.4, e^0.4). ``token_eps`` is added to the token counts of the means (verl: 1e-8).
-    Log ratios are first clamped to [-bound, bound], because for A < 0 nothing else bounds a large
-    one (verl has no clamp).
+    clipped to [-clip_low, clip_high] if that makes the objective smaller, as in PPO; the paper's range
+    is (e^-0.4, e^0.4). ``token_eps`` is added to the token counts of the means (verl: 1e-8). Log ratios
+    are first clamped to [-bound, bound], because for A < 0 nothing else bounds a large one (verl has no
+    clamp).
     """
     sign_N = torch.sign(advantage_N)
     log_ratio_N = logp_N - old_logp_N
@@ -247,10 +244,9 @@ def dppo_keep(
 ) -> Tensor:
     """Whether a token keeps its gradient (N,) bool. DPPO, arXiv:2602.04879.
 
-    ``low`` bounds the divergence for A <= 0, ``high`` for A > 0. It belongs to the two outcomes
-    "this token or another": total variation |p_now - p_old| ("tv"; prime-rl, verl's ``dppo_tv``),
-    or KL(p_old | p_now) ("kl"), bounded only in the direction of the advantage (verl's
-    ``dppo_kl``).
+    ``low`` bounds the divergence for A <= 0, ``high`` for A > 0. It belongs to the two outcomes "this
+    token or another": total variation |p_now - p_old| ("tv"; prime-rl, verl's ``dppo_tv``), or KL(p_old
+    | p_now) ("kl"), bounded only in the direction of the advantage (verl's ``dppo_kl``).
     """
     check_option("dppo divergence", divergence, ("tv", "kl"))
     now_N, old_N = logp_N.exp(), old_logp_N.exp()
@@ -273,8 +269,7 @@ def dppo_loss(
     ratio_max: float | None = None,
     bound: float | None = LOG_RATIO_BOUND,
 ) -> Tensor:
-    """``-A r`` where `dppo_keep`, plus ``log_ratio_coef * (log r)^2`` at every token (prime-rl:
-    1e-3).
+    """``-A r`` where `dppo_keep`, plus ``log_ratio_coef * (log r)^2`` at every token (prime-rl: 1e-3).
 
     With ``ratio_max`` the ratio is truncated and the gradient goes through log p alone: ``-A
     stop(min(r, ratio_max)) log p`` (verl: 20). Without it the gradient goes through r (prime-rl).
@@ -311,12 +306,12 @@ def vespo_loss(
     lambda_negative: float = 2.0,
     weight_N: Tensor | None = None,
 ) -> Tensor:
-    """``-phi(w) A log p`` with ``phi(w) = e^lambda w^k e^(-lambda w)``, w the sequence's ratio.
-    VESPO, arXiv:2602.10693.
+    """``-phi(w) A log p`` with ``phi(w) = e^lambda w^k e^(-lambda w)``, w the sequence's ratio. VESPO,
+    arXiv:2602.10693.
 
-    As in TRL 1.16 (``loss_type="vespo"``), token log ratios are clamped to +-20 and the sequence's
-    to [log 1e-8, 20], A >= 0 counts as positive, and phi has no gradient. ``weight_N`` are
-    importance weights of engine against trainer, which enter w.
+    As in TRL 1.16 (``loss_type="vespo"``), token log ratios are clamped to +-20 and the sequence's to
+    [log 1e-8, 20], A >= 0 counts as positive, and phi has no gradient. ``weight_N`` are importance
+    weights of engine against trainer, which enter w.
     """
     floor = math.log(1e-8)
     with torch.no_grad():

@@ -156,8 +156,8 @@ def observe_batch(tally: Tally, batch: MicroBatch, logp_N: Tensor) -> None:
 
 
 def observe_alone(tally: Tally, model: Any, samples: Sequence[Sample], temperature: float) -> None:
-    """The same for whole samples: each run of tokens is scored as the engine scored it, alone and
-    at that length."""
+    """The same for whole samples: each run of tokens is scored as the engine scored it, alone and at that
+    length."""
     for sample in samples:
         for begin, end in stretches(sample):
             start = max((each for each in sample.starts if each <= sample.action_at[begin]), default=0)
@@ -177,8 +177,8 @@ def observe_versions(tally: Tally, samples: Sequence[Sample]) -> None:
 
 
 def stretches(sample: Sample) -> Iterator[tuple[int, int]]:
-    """Runs of actions of one generation by the trained version, as (first, last + 1) among the
-    sample's actions."""
+    """Runs of actions of one generation by the trained version, as (first, last + 1) among the sample's
+    actions."""
     cuts = np.flatnonzero(
         (np.diff(sample.action_at) != 1) | np.diff(sample.current) | np.isin(sample.action_at[1:], sample.turn_at)
     )
@@ -203,13 +203,12 @@ def alarm_text(
     k3_nats: float | None = None,
     rounding_nats: float | None = None,
 ) -> str | None:
-    """The alarm of a step's mismatch, None if it is within both thresholds, in all and in each
-    part.
+    """The alarm of a step's mismatch, None if it is within both thresholds, in all and in each part.
 
-    ``numbers`` are the report's fields ``mismatch_...``; ``mean_nats`` is
-    ``trainer.mismatch_alarm`` and ``k3_nats`` is ``trainer.mismatch_k3_alarm``. ``rounding_nats``
-    replaces a missing ``mean_nats``; in narrow types, where single tokens are far off, not for
-    fewer than `FEWEST_MISMATCH_TOKENS`.
+    ``numbers`` are the report's fields ``mismatch_...``; ``mean_nats`` is ``trainer.mismatch_alarm``
+    and ``k3_nats`` is ``trainer.mismatch_k3_alarm``. ``rounding_nats`` replaces a missing
+    ``mean_nats``; in narrow types, where single tokens are far off, not for fewer than
+    `FEWEST_MISMATCH_TOKENS`.
     """
     if not numbers["mismatch_tokens"]:
         return None

@@ -29,8 +29,8 @@ def is_sharded(settings: TrainSettings, group: TrainGroup) -> bool:
 
 
 def shard(model: Any, group: TrainGroup, *, offload: bool) -> None:
-    """Shard ``model`` over the group in place, by decoder layer; with ``offload`` shards are in
-    host memory.
+    """Shard ``model`` over the group in place, by decoder layer; with ``offload`` shards are in host
+    memory.
 
     TrainError if the architecture has no list of layers to shard by.
     """
@@ -55,8 +55,8 @@ def shard(model: Any, group: TrainGroup, *, offload: bool) -> None:
 
 
 def release(model: Any) -> None:
-    """Drop whole parameters that a forward pass of a sharded model has left, so that the next reads
-    the shards."""
+    """Drop whole parameters that a forward pass of a sharded model has left, so that the next reads the
+    shards."""
     module = sys.modules.get("torch.distributed.fsdp")
     if module is None:
         return
@@ -66,8 +66,7 @@ def release(model: Any) -> None:
 
 
 def checkpoint_activations(model: Any) -> None:
-    """Make every decoder layer keep only its input and recompute the rest; the result does not
-    change.
+    """Make every decoder layer keep only its input and recompute the rest; the result does not change.
 
     transformers reads the layer's own training flag. Only that one is set, so dropout below remains
     off.

@@ -206,8 +206,8 @@ class Objective:
 
     @torch.no_grad()
     def _old(self, batch: MicroBatch, logp_N: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor, Tensor]:
-        """Log p_old, the weight, and whether p_old is the trainer's own under the weights that
-        sampled the token."""
+        """Log p_old, the weight, and whether p_old is the trainer's own under the weights that sampled the
+        token."""
         settings, engine_N = self.settings, batch.behaviour_logp_N
         if settings.old_logp == "behaviour":
             return engine_N, torch.ones_like(engine_N), torch.zeros_like(batch.current_N)
@@ -298,6 +298,5 @@ class Objective:
 
 
 def _once(term_N: Tensor, batch: MicroBatch) -> Tensor:
-    """A term that each trajectory has in one step: 0 in corrections of those that were trained
-    before."""
+    """A term that each trajectory has in one step: 0 in corrections of those that were trained before."""
     return term_N if batch.counted_N is None else term_N * batch.counted_N

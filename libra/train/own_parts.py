@@ -33,8 +33,7 @@ SCHEDULE_CALL = "f(step, *, settings)"
 
 
 class TokenLoss(Protocol):
-    """``trainer.loss``: the loss of each action token, which is then weighted, aggregated and
-    minimised."""
+    """``trainer.loss``: the loss of each action token, which is then weighted, aggregated and minimised."""
 
     def __call__(
         self,
@@ -48,10 +47,10 @@ class TokenLoss(Protocol):
     ) -> Tensor:
         """One loss per token, floating (N,), with gradient to ``logp_N``.
 
-        ``logp_N`` are log-probabilities in nats under the weights in training, ``old_logp_N`` those
-        in the ratio's denominator (``trainer.old_logp``), and ``advantage_N`` the advantage of the
-        token's sequence. A micro-batch has several ``sequences``; their order and company must not
-        change the loss of any. ``settings`` is section ``trainer``.
+        ``logp_N`` are log-probabilities in nats under the weights in training, ``old_logp_N`` those in the
+        ratio's denominator (``trainer.old_logp``), and ``advantage_N`` the advantage of the token's
+        sequence. A micro-batch has several ``sequences``; their order and company must not change the loss
+        of any. ``settings`` is section ``trainer``.
         """
 
 
@@ -59,19 +58,19 @@ class AdvantageEstimator(Protocol):
     """``trainer.advantage``: how much better than expected each sample of a batch was."""
 
     def __call__(self, groups: Sequence[GroupRewards], /, *, settings: TrainerSection) -> Sequence[ArrayLike]:
-        """For each group one finite number per sample (G,), ignored for invalid samples. Called
-        once per batch."""
+        """For each group one finite number per sample (G,), ignored for invalid samples. Called once per
+        batch."""
 
 
 class LRSchedule(Protocol):
     """``trainer.lr_schedule``: the learning rate over the steps of a run."""
 
     def __call__(self, step: int, /, *, settings: TrainSettings) -> float:
-        """Factor, finite and at least 0, of ``trainer.lr`` at step ``step``, from 0; warm-up
-        multiplies it too.
+        """Factor, finite and at least 0, of ``trainer.lr`` at step ``step``, from 0; warm-up multiplies it
+        too.
 
-        A step trains on one batch, and all its minibatches have the same rate. A step must always
-        give the same number, on every replica and after a resume.
+        A step trains on one batch, and all its minibatches have the same rate. A step must always give the
+        same number, on every replica and after a resume.
         """
 
 
@@ -163,8 +162,8 @@ def check_loss(name: str, trainer: TrainerSection | None = None) -> None:
 
 
 def check_advantage(name: str, trainer: TrainerSection | None = None) -> None:
-    """ConfigError unless ``name`` is an `AdvantageEstimator`, by a trial on mixed, uniform and
-    failed groups."""
+    """ConfigError unless ``name`` is an `AdvantageEstimator`, by a trial on mixed, uniform and failed
+    groups."""
     settings, field = _settings(trainer, advantage=name), "trainer.advantage"
     groups = [group_of([1.0, 0.0, 0.5]), group_of([1.0, 1.0, 1.0]), group_of([1.0, 0.0, float("nan")])]
     named_function(field, name, ADVANTAGE_CALL, groups, settings=settings)

@@ -99,8 +99,8 @@ Row = list[Sample]
 
 
 def fill_rows(lengths: Sequence[int], max_row_tokens: int) -> list[list[int]]:
-    """Indices of ``lengths`` in rows of at most ``max_row_tokens``, first-fit decreasing; the
-    longest row first.
+    """Indices of ``lengths`` in rows of at most ``max_row_tokens``, first-fit decreasing; the longest row
+    first.
 
     A longer sequence has its own row. At most 11/9 OPT + 6/9 rows (Johnson 1973; Dosa 2007).
     """
@@ -117,8 +117,7 @@ def fill_rows(lengths: Sequence[int], max_row_tokens: int) -> list[list[int]]:
 
 
 def can_share(model: Any) -> bool:
-    """Whether every layer has full attention, so that our mask alone decides which tokens are
-    attended to."""
+    """Whether every layer has full attention, so that our mask alone decides which tokens are attended to."""
     config = model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     sliding = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
@@ -168,8 +167,7 @@ def row_tokens(row: Sequence[Sample]) -> int:
 
 
 def attention_mask(rows: Sequence[Sequence[Sample]], width: int) -> NDArray[np.bool_]:
-    """The attention mask (R, 1, W, W), True where a token of the third axis reads one of the
-    fourth."""
+    """The attention mask (R, 1, W, W), True where a token of the third axis reads one of the fourth."""
     part_RW = np.full((len(rows), width), -1, dtype=np.int64)  # prompts and rests of samples, counted; -1 padding
     prompt_RW = part_RW.copy()  # the part of the prompt
     for number, row in enumerate(rows):
@@ -193,11 +191,11 @@ def attention_mask(rows: Sequence[Sequence[Sample]], width: int) -> NDArray[np.b
 class MicroBatch:
     """Rows of one forward pass, and the action tokens scored in it.
 
-    ``action_at_N`` indexes the flattened (R * W) places; ``sequence_N`` indexes ``samples``, which
-    are in the order of the action tokens; ``num_tokens`` counts inputs without padding.
-    ``proximal_logp_N`` and ``kept_N`` are None if a sample has none, ``counted_N`` if all samples
-    are counted, ``mask_R1WW`` unless prompts are shared, ``routes_PLK`` (experts of each place, -1:
-    not recorded) and ``taught`` if no sample has any.
+    ``action_at_N`` indexes the flattened (R * W) places; ``sequence_N`` indexes ``samples``, which are
+    in the order of the action tokens; ``num_tokens`` counts inputs without padding. ``proximal_logp_N``
+    and ``kept_N`` are None if a sample has none, ``counted_N`` if all samples are counted,
+    ``mask_R1WW`` unless prompts are shared, ``routes_PLK`` (experts of each place, -1: not recorded)
+    and ``taught`` if no sample has any.
     """
 
     token_ids_RW: Tensor

@@ -1,5 +1,4 @@
-"""One training replica: a model, its optimizer, and the step that turns weights k into weights k +
-1.
+"""One training replica: a model, its optimizer, and the step that turns weights k into weights k + 1.
 
 A replica is alone, or one of a group that takes each step together (`libra.train.replica_group`).
 Each member receives the whole batch and computes its slice; hybrid replicas outside the group may
@@ -91,8 +90,8 @@ class Replica(ReplicaState):
     digests : bool
         Whether a step's report has the digest of its weights; otherwise the publisher computes it.
 
-    ModelError if ``model_dir`` holds no causal language model; TrainError if it does not support
-    the layout.
+    ModelError if ``model_dir`` holds no causal language model; TrainError if it does not support the
+    layout.
     """
 
     def __init__(
@@ -131,13 +130,11 @@ class Replica(ReplicaState):
         save_checkpoint(Path(directory), ReplicaSnapshot.of(self, copy=False))
 
     def snapshot(self) -> ReplicaSnapshot:
-        """A copy of the state in host memory, to be saved while this replica takes further
-        steps."""
+        """A copy of the state in host memory, to be saved while this replica takes further steps."""
         return ReplicaSnapshot.of(self)
 
     def load(self, directory: str | Path) -> None:
-        """Take weights, optimizer state, step count and last report from a directory written by
-        `save`."""
+        """Take weights, optimizer state, step count and last report from a directory written by `save`."""
         self.content = None
         self.abandon()
         load_checkpoint(Path(directory), self)
@@ -149,9 +146,9 @@ class Replica(ReplicaState):
     def step(self, trajectories: Sequence[Trajectory] | LazyBatch, step: int) -> StepReport:
         """Train weights ``step`` on a batch whose trajectories carry their advantages.
 
-        Without any gradient the report has loss 0 and optimizer_steps 0, weights and optimizer keep
-        their state, and the step counts as taken. TrainError for a step out of order, a trajectory
-        that cannot be trained on, or a loss or gradient that is not finite.
+        Without any gradient the report has loss 0 and optimizer_steps 0, weights and optimizer keep their
+        state, and the step counts as taken. TrainError for a step out of order, a trajectory that cannot be
+        trained on, or a loss or gradient that is not finite.
         """
         if (done := self._done(step)) is not None:
             return done
@@ -160,8 +157,8 @@ class Replica(ReplicaState):
             return self._step(trajectories, step)
 
     def accumulate(self, trajectories: Sequence[Trajectory] | LazyBatch, step: int) -> int:
-        """Add the next wave's gradient; returns the number of waves so far. A collective;
-        TrainError as in `step`.
+        """Add the next wave's gradient; returns the number of waves so far. A collective; TrainError as in
+        `step`.
 
         On failure the earlier waves are dropped too.
         """
@@ -248,13 +245,12 @@ class Replica(ReplicaState):
         return samples
 
     def under_versions(self, samples: Sequence[Sample], step: int) -> list[Sample]:
-        """``samples`` with the log-probability of each stale token under the weights that sampled
-        it.
+        """``samples`` with the log-probability of each stale token under the weights that sampled it.
 
-        Tokens of the trained weights keep theirs, NaN (the step's own) if it was not computed; NaN
-        too if a token's weights are gone. With ``rollout.exact_logprobs`` the engine's own is the
-        version's, without a pass. A token is exact only if its weights and KV cache are of one
-        version. TrainError for stale tokens without `published`.
+        Tokens of the trained weights keep theirs, NaN (the step's own) if it was not computed; NaN too if a
+        token's weights are gone. With ``rollout.exact_logprobs`` the engine's own is the version's, without
+        a pass. A token is exact only if its weights and KV cache are of one version. TrainError for stale
+        tokens without `published`.
         """
         useful = self.gradient.useful(samples)
         old: dict[int, NDArray[np.floating[Any]]] = {
@@ -284,8 +280,7 @@ class Replica(ReplicaState):
         published: Published,
         old: dict[int, NDArray[np.floating[Any]]],
     ) -> None:
-        """Score the tokens of each version under its weights, into ``old``; one replica scores each
-        sample."""
+        """Score the tokens of each version under its weights, into ``old``; one replica scores each sample."""
         with self.lending() as put:
             for version in versions:
                 weights = published(version)

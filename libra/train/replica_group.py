@@ -97,8 +97,7 @@ class MemberStore(dist.Store):
     """A member's end of a `Rendezvous`, for ``torch.distributed.init_process_group``."""
 
     def __init__(self, address: Address, token: str, timeout_s: float) -> None:
-        """TransportError if no server with the token listens at ``address`` within
-        ``timeout_s``."""
+        """TransportError if no server with the token listens at ``address`` within ``timeout_s``."""
         super().__init__()
         self._lock = threading.Lock()
         self._timeout_s = timeout_s
@@ -191,10 +190,10 @@ class TrainGroup:
     ) -> TrainGroup:
         """Become member ``rank`` of the group of ``epoch``; returns when all members have joined.
 
-        ``address`` is the `Rendezvous` of rank 0. Each member proves to all others that it knows
-        ``token``, over the connections that gradients will take. With ``on_gpus`` each member's
-        tensors are on a GPU of its own. A process first leaves the group of an older epoch.
-        GroupLost if a member did not join within ``timeout_s``, or did not prove itself.
+        ``address`` is the `Rendezvous` of rank 0. Each member proves to all others that it knows ``token``,
+        over the connections that gradients will take. With ``on_gpus`` each member's tensors are on a GPU
+        of its own. A process first leaves the group of an older epoch. GroupLost if a member did not join
+        within ``timeout_s``, or did not prove itself.
         """
         if dist.is_initialized():
             cls._destroy()
@@ -214,8 +213,7 @@ class TrainGroup:
         return group
 
     def _check_members(self, token: str, epoch: int) -> None:
-        """GroupLost unless every rank's sender knows the token: torch's connections themselves
-        prove nothing."""
+        """GroupLost unless every rank's sender knows the token: torch's connections themselves prove nothing."""
         said = f"libra group {epoch} {self.size} ".encode() + b"".join(self._gather_bytes(secrets.token_bytes(32)))
 
         def proof(rank: int) -> bytes:
@@ -242,8 +240,7 @@ class TrainGroup:
             logger.info("a broken process group was left: %s", fault)
 
     def sum_(self, tensors: Sequence[Tensor]) -> int:
-        """Replace each tensor by its sum over the members, bitwise equal on all, summed in at least
-        float32.
+        """Replace each tensor by its sum over the members, bitwise equal on all, summed in at least float32.
 
         Returns bytes reduced.
         """
@@ -341,8 +338,7 @@ def _lost(where: str) -> Iterator[None]:
 
 
 def lost_connection(error: RuntimeError) -> bool:
-    """Whether an error within a pass over shards is a lost connection; gloo has no error type for
-    that."""
+    """Whether an error within a pass over shards is a lost connection; gloo has no error type for that."""
     return isinstance(error, dist.DistError) or "gloo" in str(error)
 
 

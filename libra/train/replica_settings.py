@@ -1,6 +1,5 @@
-"""The settings of a replica: section ``trainer``, and the fields of ``rollout`` and ``distil`` that
-a step needs.
-"""
+"""The settings of a replica: section ``trainer``, and the fields of ``rollout`` and ``distil`` that a
+step needs."""
 
 from __future__ import annotations
 
@@ -35,8 +34,7 @@ _BEFORE_THE_STEP = {
 
 
 def rounding_nats(config: RunConfig) -> float:
-    """Mean mismatch of engine and trainer in nats that number format and ``rollout.top_p``
-    explain."""
+    """Mean mismatch of engine and trainer in nats that number format and ``rollout.top_p`` explain."""
     return ROUNDING_NATS[config.model.dtype] - math.log(config.rollout.top_p)
 
 
@@ -50,11 +48,10 @@ class DistilTerm(Section):
 
 
 class TrainSettings(TrainerSection):
-    """Settings of one replica, fixed for its lifetime; fields and defaults as in ``trainer:``,
-    presets included.
+    """Settings of one replica, fixed for its lifetime; fields and defaults as in ``trainer:``, presets
+    included.
 
-    ConfigError for a value outside its range or an unknown name; a configuration checks
-    combinations.
+    ConfigError for a value outside its range or an unknown name; a configuration checks combinations.
     """
 
     temperature: Annotated[float, Field(gt=0)] = 1.0
@@ -96,19 +93,16 @@ class TrainSettings(TrainerSection):
 
     @property
     def has_token_rewards(self) -> bool:
-        """Whether the trainer computes advantages: a KL penalty in the reward, or discounted
-        returns."""
+        """Whether the trainer computes advantages: a KL penalty in the reward, or discounted returns."""
         penalty = self.kl_in_reward and self.kl_coef > 0
         return penalty or (self.advantage == "reinforce_pp" and self.gamma < 1)
 
     def of_a_step(self) -> dict[str, Any]:
-        """The fields that a step depends on, for a checkpoint and for comparison with another
-        replica."""
+        """The fields that a step depends on, for a checkpoint and for comparison with another replica."""
         return self.model_dump(exclude=_BEFORE_THE_STEP)
 
     def lr_at(self, step: int) -> float:
-        """Learning rate of step ``step`` (0-based); with a warm-up the first is ``lr /
-        warmup_steps``.
+        """Learning rate of step ``step`` (0-based); with a warm-up the first is ``lr / warmup_steps``.
 
         TrainError if a user's schedule gives no finite factor of at least 0.
         """

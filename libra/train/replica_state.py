@@ -134,13 +134,11 @@ class ReplicaState:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether each replica holds a part of every tensor, so that passes and `weights` are
-        collectives."""
+        """Whether each replica holds a part of every tensor, so that passes and `weights` are collectives."""
         return is_sharded(self.settings, self.group)
 
     def description(self) -> dict[str, Any]:
-        """The facts that another replica must share to compute a slice of this one's minibatch;
-        JSON-able."""
+        """The facts that another replica must share to compute a slice of this one's minibatch; JSON-able."""
         settings = {name: value for name, value in self.settings.of_a_step().items() if name not in _SAME_RESULT}
         shapes = [f"{name} {list(parameter.shape)}" for name, parameter in self.parameters().items()]
         return {
@@ -162,8 +160,7 @@ class ReplicaState:
         return self.parameters() if self.master is None else self.master.tensors
 
     def weights(self) -> dict[str, Tensor]:
-        """The state dict to publish, tied tensors once. Views of storage that the next step
-        changes.
+        """The state dict to publish, tied tensors once. Views of storage that the next step changes.
 
         If the model is sharded: copies in host memory, and a collective of the group.
         """
@@ -183,8 +180,8 @@ class ReplicaState:
         return own | {alias: own[name] for alias, name in self._aliases.items()}
 
     def score(self, token_ids: NDArray[np.integer]) -> NDArray[np.float32]:
-        """Log-probability in nats of each token but the first under the present weights (T - 1,),
-        at temperature 1.
+        """Log-probability in nats of each token but the first under the present weights (T - 1,), at
+        temperature 1.
 
         Call it beside the passes of a step only after `score_beside`.
         """
@@ -197,11 +194,10 @@ class ReplicaState:
         return self.content
 
     def score_beside(self) -> bool:
-        """Let `score` be called beside the passes of later steps; False if this model cannot be
-        copied.
+        """Let `score` be called beside the passes of later steps; False if this model cannot be copied.
 
-        It then scores with a copy of the model's modules over the same weights, with hooks and
-        buffers of its own.
+        It then scores with a copy of the model's modules over the same weights, with hooks and buffers of
+        its own.
         """
         saved = self.model.state_dict().keys()
         buffers = (buffer for name, buffer in self.model.named_buffers() if name in saved)
@@ -215,8 +211,7 @@ class ReplicaState:
         return True
 
     def take_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Copy ``weights``, named as in `weights`, over its own; optimizer state and step count do
-        not change."""
+        """Copy ``weights``, named as in `weights`, over its own; optimizer state and step count do not change."""
         self.content = None
         with torch.no_grad(), self.undisturbed():
             for name, tensor in self.tensors().items():
@@ -226,8 +221,8 @@ class ReplicaState:
             self.weights_moved()
 
     def apply_gradient(self, step: int, tally: Tally) -> None:
-        """Clip the gradient and take one optimizer step; TrainError, and no change, if the gradient
-        is not finite."""
+        """Clip the gradient and take one optimizer step; TrainError, and no change, if the gradient is not
+        finite."""
         parameters = self.optimized()
         norm = whole(torch.nn.utils.get_total_norm([p.grad for p in parameters.values() if p.grad is not None]))
         if not bool(torch.isfinite(norm)):
@@ -300,8 +295,7 @@ class ReplicaState:
         release(self.model)
 
     def synchronise(self) -> int:
-        """Give every replica of a new group the state of the first with most steps; returns the
-        steps taken.
+        """Give every replica of a new group the state of the first with most steps; returns the steps taken.
 
         A collective, for replicas that hold the whole model. Nothing is sent if all are equal.
         """

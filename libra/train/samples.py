@@ -1,5 +1,4 @@
-"""The part of a trajectory that a training step computes with, and batches fetched from other
-workers.
+"""The part of a trajectory that a training step computes with, and batches fetched from other workers.
 
 A `LazyBatch` has lengths and advantages at once; tokens are fetched slice by slice.
 
@@ -94,8 +93,8 @@ class Sample:
 def sample_of(trajectory: Trajectory, version: int) -> Sample:
     """The sample of ``trajectory`` for the step that trains weights ``version``.
 
-    TrainError if the advantage or a behaviour log-probability is not finite, nothing was generated,
-    the first token is an action, or arrays differ in length.
+    TrainError if the advantage or a behaviour log-probability is not finite, nothing was generated, the
+    first token is an action, or arrays differ in length.
     """
     name = f"trajectory {trajectory.trajectory_id}"
     where = np.flatnonzero(trajectory.is_action)
@@ -155,8 +154,8 @@ def _taught(trajectory: Trajectory, num_actions: int) -> Taught | None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TaughtTokens:
-    """Columns int64 with their log-probabilities; ``known_N``: whether the teacher scored the
-    token's sequence.
+    """Columns int64 with their log-probabilities; ``known_N``: whether the teacher scored the token's
+    sequence.
 
     ``rest_N`` and ``old_NK`` are as in `libra.types.Taught`.
     """
@@ -279,8 +278,8 @@ class _Absent(Sample):
 
 
 def samples_of(batch: Sequence[Trajectory] | LazyBatch, step: int, *, whole: bool) -> list[Sample]:
-    """The samples of a batch for the step that trains weights ``step``; placeholders of a lazy one
-    unless ``whole``."""
+    """The samples of a batch for the step that trains weights ``step``; placeholders of a lazy one unless
+    ``whole``."""
     if isinstance(batch, LazyBatch):
         samples = batch.samples(step)
         return present(samples) if whole else samples

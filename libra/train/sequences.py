@@ -37,8 +37,8 @@ def check_option(where: str, got: str, allowed: Iterable[str]) -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sequences:
-    """The tokens of S sequences, without padding: ``sequence`` int64 (N,) is the number of each
-    token's sequence."""
+    """The tokens of S sequences, without padding: ``sequence`` int64 (N,) is the number of each token's
+    sequence."""
 
     sequence: Tensor
     num_sequences: int
@@ -75,8 +75,8 @@ class Sequences:
 def sequence_mean(value_N: Tensor, sequences: Sequences, *, eps: float | None = None) -> Tensor:
     """Mean over the tokens of each sequence (S,); 0 for an empty one.
 
-    Without ``eps`` it divides by max(tokens, 1) (TRL, AReaL, verl's GSPO), else by tokens + eps
-    (verl's GMPO).
+    Without ``eps`` it divides by max(tokens, 1) (TRL, AReaL, verl's GSPO), else by tokens + eps (verl's
+    GMPO).
     """
     total_S = sequences.sum(value_N)
     if eps is None:
@@ -128,11 +128,10 @@ class Aggregation:
         return total_S.sum()
 
     def weight_sum(self, *, num_tokens: float, num_sequences: float) -> float:
-        """Sum of the weights of sequences with these counts: tokens for ``token-mean``, else
-        sequences.
+        """Sum of the weights of sequences with these counts: tokens for ``token-mean``, else sequences.
 
-        A whole number, so that sums over slices are exact. Modes that divide by a constant still
-        count sequences, to detect a missing or repeated slice.
+        A whole number, so that sums over slices are exact. Modes that divide by a constant still count
+        sequences, to detect a missing or repeated slice.
         """
         return num_tokens if self.mode == "token-mean" else num_sequences
 

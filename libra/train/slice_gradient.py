@@ -43,8 +43,8 @@ _PACKING_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}  # nats; 0.1 for
 class SliceGradient:
     """Forward and backward passes of one replica.
 
-    ``model`` is on ``device`` and not sharded yet; ``reference`` is the frozen model of the KL
-    term; ``kl`` is the coefficient of the penalty of ``trainer.kl_in_reward``.
+    ``model`` is on ``device`` and not sharded yet; ``reference`` is the frozen model of the KL term;
+    ``kl`` is the coefficient of the penalty of ``trainer.kl_in_reward``.
     """
 
     def __init__(
@@ -89,8 +89,7 @@ class SliceGradient:
         return self.weight_of(samples)
 
     def useful(self, samples: Sequence[Sample]) -> list[Sample]:
-        """The samples with a gradient. The others need no forward pass, but count in the sum of
-        weights."""
+        """The samples with a gradient. The others need no forward pass, but count in the sum of weights."""
         every = self.objective.needs_every_sequence
         return [sample for sample in samples if sample.has_advantage or (every and sample.counted)]
 
@@ -102,8 +101,8 @@ class SliceGradient:
         )
 
     def micro_batch_loss(self, batch: MicroBatch, tally: Tally) -> Tensor:
-        """Sum of weight x loss over the action tokens of ``batch``, with gradient; statistics go
-        into ``tally``."""
+        """Sum of weight x loss over the action tokens of ``batch``, with gradient; statistics go into
+        ``tally``."""
         if self.routers is not None:
             self.routers.replay(batch.routes_PLK)
         taught = batch.taught if self.settings.distil is not None else None
@@ -149,8 +148,7 @@ class SliceGradient:
 
     @contextmanager
     def _own_routes_after(self) -> Iterator[None]:
-        """After passes that replay routes the routers choose again, as for the probe of a
-        version."""
+        """After passes that replay routes the routers choose again, as for the probe of a version."""
         try:
             yield
         finally:
@@ -170,8 +168,8 @@ class SliceGradient:
     def with_token_advantages(self, samples: Sequence[Sample], tally: Tally) -> list[Sample]:
         """``samples``, a batch or a wave of whole groups, with an advantage for each token.
 
-        A token's reward is ``-kl_coef x KL estimate`` (``trainer.kl_in_reward``); the last also has
-        its trajectory's.
+        A token's reward is ``-kl_coef x KL estimate`` (``trainer.kl_in_reward``); the last also has its
+        trajectory's.
         """
         settings = self.settings
         if not samples:
@@ -203,8 +201,8 @@ class SliceGradient:
         ]
 
     def with_kept(self, samples: Sequence[Sample], *, fresh: bool) -> list[Sample]:
-        """``samples``, a whole minibatch, with the tokens that M2PO keeps; the same on every
-        replica of the group.
+        """``samples``, a whole minibatch, with the tokens that M2PO keeps; the same on every replica of the
+        group.
 
         ``fresh``: the weights have moved since `with_proximal`, so the samples are scored again.
         """
@@ -228,8 +226,7 @@ class SliceGradient:
 
     @torch.no_grad()
     def scored(self, samples: Sequence[Sample], *, by_reference: bool = False) -> list[NDArray[np.floating[Any]]]:
-        """Log-probabilities of the actions of each sample (A,), by the present weights or the
-        reference model.
+        """Log-probabilities of the actions of each sample (A,), by the present weights or the reference model.
 
         One replica of the group scores each sample.
         """
@@ -254,8 +251,7 @@ class SliceGradient:
         return logp
 
     def _passes(self, batches: list[MicroBatch]) -> list[tuple[MicroBatch, bool]]:
-        """The micro-batches, each with True; collectives are filled up with empty ones, each with
-        False."""
+        """The micro-batches, each with True; collectives are filled up with empty ones, each with False."""
         passes = [(batch, True) for batch in batches]
         if self._collective:
             most = max(self.group.gather(len(passes)))
@@ -286,8 +282,8 @@ class SliceGradient:
 
 
 def load_ratio(routes_PLK: Tensor, num_experts: int) -> float:
-    """Busiest expert's tokens over the mean of all experts, averaged over layers; -1: not recorded;
-    1 without any."""
+    """Busiest expert's tokens over the mean of all experts, averaged over layers; -1: not recorded; 1
+    without any."""
     layers = routes_PLK.shape[1]
     flat_PLK = routes_PLK.long() + torch.arange(layers, device=routes_PLK.device)[None, :, None] * num_experts
     loads = torch.bincount(flat_PLK[routes_PLK >= 0], minlength=layers * num_experts).view(layers, num_experts).double()

@@ -107,8 +107,7 @@ class Tally:
         return Tally(stepped=self.stepped)
 
     def take(self, sums: Mapping[str, float], maxima: Mapping[str, float]) -> None:
-        """Add the tally of another replica, without seconds (names in ``_s``), because replicas run
-        at once."""
+        """Add the tally of another replica, without seconds (names in ``_s``), because replicas run at once."""
         for name, amount in sums.items():
             if not name.endswith("_s"):
                 self.add(**{name: amount})
@@ -189,11 +188,11 @@ _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 @cache
 def map_large_tensors() -> bool:
-    """Make glibc map large tensors separately, so that freeing one returns its memory; False
-    without glibc.
+    """Make glibc map large tensors separately, so that freeing one returns its memory; False without
+    glibc.
 
-    By default glibc keeps tensors of up to 32 MB in one heap, which their different lifetimes
-    fragment. The price is the system's time for fresh pages.
+    By default glibc keeps tensors of up to 32 MB in one heap, which their different lifetimes fragment.
+    The price is the system's time for fresh pages.
     """
     if not sys.platform.startswith("linux"):
         return False
@@ -214,8 +213,7 @@ def _trim() -> None:
 
 
 def resident_bytes(name: str = "VmRSS") -> int:
-    """Resident memory of this process, now or (``VmHWM``) at its peak; 0 if the system does not
-    report it."""
+    """Resident memory of this process, now or (``VmHWM``) at its peak; 0 if the system does not report it."""
     try:
         lines = _STATUS.read_text().splitlines()
     except OSError:

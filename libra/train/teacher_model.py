@@ -26,8 +26,7 @@ from libra.types import Taught, Trajectory
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """Section ``distil``, ``rollout.temperature``, and the student's vocabulary, whose tokens alone
-    count.
+    """Section ``distil``, ``rollout.temperature``, and the student's vocabulary, whose tokens alone count.
 
     ``chunk_tokens`` are scored at once.
     """
@@ -53,8 +52,7 @@ class TeacherModel:
         device: torch.device | str = "cpu",
         loader: str | None = None,
     ) -> TeacherModel:
-        """The model of ``directory`` in ``dtype`` on ``device``, by ``loader``
-        (``model.loader``)."""
+        """The model of ``directory`` in ``dtype`` on ``device``, by ``loader`` (``model.loader``)."""
         return cls(load_model(directory, dtype, loader).requires_grad_(False).to(device).eval(), scoring)
 
     @torch.no_grad()
@@ -126,8 +124,8 @@ class TeacherModel:
 def drawn_columns(
     trajectory: Trajectory, where: NDArray[np.integer[Any]]
 ) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-    """The student's tokens at each place: the generated one and those drawn beside it, (A, m), and
-    the engine's log-probabilities of them."""
+    """The student's tokens at each place: the generated one and those drawn beside it, (A, m), and the
+    engine's log-probabilities of them."""
     columns, logp = trajectory.token_ids[where][:, None], trajectory.behaviour_logprob[where][:, None]
     if trajectory.drawn is not None:
         columns = np.concatenate([columns, trajectory.drawn.token_ids], axis=1)

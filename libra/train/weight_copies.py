@@ -94,9 +94,9 @@ class LowRankWeights:
     """Adapters of a model, whose other parameters are frozen here; used as `MasterWeights` is.
 
     ``alpha / rank`` multiplies B A. ``targets`` are last parts of the names of linear layers, e.g.
-    "q_proj"; empty: every linear layer but the output head. A and B have ``dtype``.
-    ``tensors`` are ``NAME.lora_A`` (rank, in) and ``NAME.lora_B`` (out, rank) by the layer's
-    weight; their ``grad`` is the sum over backward passes.
+    "q_proj"; empty: every linear layer but the output head. A and B have ``dtype``. ``tensors`` are
+    ``NAME.lora_A`` (rank, in) and ``NAME.lora_B`` (out, rank) by the layer's weight; their ``grad`` is
+    the sum over backward passes.
     """
 
     def __init__(
@@ -197,8 +197,7 @@ def adapter_config(adapters: LowRankWeights, base: str) -> str:
 
 
 def write_adapter(directory: Path, config: str, tensors: Mapping[str, Tensor]) -> None:
-    """Write the new ``directory``: ``config`` and the adapters, by the names of
-    `LowRankWeights.tensors`."""
+    """Write the new ``directory``: ``config`` and the adapters, by the names of `LowRankWeights.tensors`."""
     directory.mkdir()
     (directory / "adapter_config.json").write_text(config, encoding="utf-8")
     renamed = {}
@@ -215,11 +214,11 @@ EWMA = "ewma"
 
 
 class MovingAverage:
-    """Exponentially weighted average of the weights after each batch, in at least float32.
-    PPO-EWMA, arXiv:2110.00641.
+    """Exponentially weighted average of the weights after each batch, in at least float32. PPO-EWMA,
+    arXiv:2110.00641.
 
-    It starts as the given weights by name, in their local layout; ``decay`` is the share that is
-    kept. Differs from the paper: it moves once per batch, not once per optimizer step.
+    It starts as the given weights by name, in their local layout; ``decay`` is the share that is kept.
+    Differs from the paper: it moves once per batch, not once per optimizer step.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], decay: float) -> None:
@@ -241,8 +240,7 @@ class MovingAverage:
             local(average).lerp_(local(tensors[name]).to(local(average)), 1 - self.decay)
 
     def load(self, stored: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
-        """Take the whole tensors of a checkpoint; without any, start again at its weights,
-        ``tensors``."""
+        """Take the whole tensors of a checkpoint; without any, start again at its weights, ``tensors``."""
         if any(f"{name}.{EWMA}" not in stored for name in self.tensors):
             logger.info("the checkpoint has no moving average of the weights; it begins at its weights")
             self.tensors = self._begin(tensors)

@@ -63,8 +63,8 @@ class Wire:
     def send(
         self, kind: str, fields: Mapping[str, Any] | None = None, tensors: Mapping[str, Tensor] | None = None
     ) -> int:
-        """Send one message; returns the bytes of its frame and elements. TransferError if the peer
-        has disconnected."""
+        """Send one message; returns the bytes of its frame and elements. TransferError if the peer has
+        disconnected."""
         plain = {name: tensor.detach().to("cpu").contiguous() for name, tensor in (tensors or {}).items()}
         described = [[name, _dtype_name(name, tensor), list(tensor.shape)] for name, tensor in plain.items()]
         views = [_bytes_of(tensor) for tensor in plain.values()]
@@ -75,8 +75,7 @@ class Wire:
             return self._channel.sent_bytes - before
 
     def receive(self) -> Message:
-        """The next message. TransferError if the connection ends, or its content is not a
-        message."""
+        """The next message. TransferError if the connection ends, or its content is not a message."""
         with _as_transfer_error("receiving failed"):
             before = self._channel.received_bytes
             frame = self._channel.recv_frame()
@@ -87,14 +86,12 @@ class Wire:
             return Message(frame["kind"], frame["fields"], tensors, self._channel.received_bytes - before)
 
     def close(self) -> None:
-        """End the connection; a thread that waits in `receive` at either end gets a
-        TransferError."""
+        """End the connection; a thread that waits in `receive` at either end gets a TransferError."""
         self._channel.close()
 
 
 def connect(address: Address, token: str) -> Wire:
-    """A wire to the server at ``address``; TransferError if none answers or it does not know
-    ``token``."""
+    """A wire to the server at ``address``; TransferError if none answers or it does not know ``token``."""
     with _as_transfer_error("no handshake with the core"):
         return Wire(connect_channel(address, token, purpose=PURPOSE, silence_s=None))
 
@@ -132,8 +129,8 @@ def _dtype_name(name: str, tensor: Tensor) -> str:
 
 
 def to_tensors(samples: Sequence[Sample]) -> dict[str, Tensor]:
-    """A slice as flat tensors: each array of all samples in order, and their shapes and other
-    fields as JSON."""
+    """A slice as flat tensors: each array of all samples in order, and their shapes and other fields as
+    JSON."""
     arrays: dict[str, list[NDArray[Any]]] = {}
     facts = []
     for sample in samples:

@@ -1,5 +1,4 @@
-"""A connection between two processes that both know a run's secret: short JSON frames, and raw
-bytes.
+"""A connection between two processes that both know a run's secret: short JSON frames, and raw bytes.
 
 ::
 
@@ -139,8 +138,8 @@ class Channel:
             raise TransportError(f"bytes with crc32 {crc} arrived, sent were {sent}")
 
     def recv_some(self, view: memoryview) -> int:
-        """Receive into ``view`` and return the number of bytes: fewer than its size only at the
-        connection's end."""
+        """Receive into ``view`` and return the number of bytes: fewer than its size only at the connection's
+        end."""
         if not (got := self._recv_all(view)):
             raise TransportError("the peer closed the connection during a transfer")
         return got
@@ -184,11 +183,10 @@ def connect(address: Address, secret: str, *, purpose: str, silence_s: float | N
 
 
 def accept(connection: socket.socket, secret: str, *, purpose: str, silence_s: float | None = SILENCE_S) -> Channel:
-    """The channel to a client, once it has proven that it knows ``secret``; TransportError if it
-    does not.
+    """The channel to a client, once it has proven that it knows ``secret``; TransportError if it does not.
 
-    Both ends must name the same ``purpose``. After ``silence_s`` without progress sending and
-    receiving fail.
+    Both ends must name the same ``purpose``. After ``silence_s`` without progress sending and receiving
+    fail.
     """
     return _handshake(connection, secret, purpose, time.monotonic() + HANDSHAKE_S, silence_s, is_server=True)
 
@@ -257,8 +255,7 @@ def _broken(what: str = "the connection broke") -> Iterator[None]:
 
 
 def _windows(views: Sequence[memoryview]) -> Iterator[list[memoryview]]:
-    """The bytes of ``views`` in order, in lists of at most `WINDOW_VIEWS` views and `WINDOW_BYTES`
-    bytes."""
+    """The bytes of ``views`` in order, in lists of at most `WINDOW_VIEWS` views and `WINDOW_BYTES` bytes."""
     window: list[memoryview] = []
     room = WINDOW_BYTES
     for view in views:

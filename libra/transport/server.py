@@ -29,12 +29,11 @@ BACKLOG = 128
 
 
 class Server:
-    """Listens from a thread of its own until `close`; clients connect to ``address``. Port 0 is any
-    free one.
+    """Listens from a thread of its own until `close`; clients connect to ``address``. Port 0 is any free
+    one.
 
-    ``handle`` serves one channel in that connection's thread, which ends when it returns; it also
-    gets the client's host and port. Its TransportError, ValueError, LookupError and TypeError are
-    logged.
+    ``handle`` serves one channel in that connection's thread, which ends when it returns; it also gets
+    the client's host and port. Its TransportError, ValueError, LookupError and TypeError are logged.
     """
 
     def __init__(

@@ -54,8 +54,7 @@ class TensorFacts(msgspec.Struct, frozen=True):
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """The content of ``version.json``; fields as in `WeightVersion`, and ``tied`` from alias to
-    tensor."""
+    """The content of ``version.json``; fields as in `WeightVersion`, and ``tied`` from alias to tensor."""
 
     schema: int
     number: int
@@ -96,9 +95,9 @@ class WeightStore:
     ) -> WeightVersion:
         """Publish ``tensors`` as version ``number``; tensors that share storage are written once.
 
-        ``check`` makes the text of ``check.json`` from the digest, while the tensors go to the
-        disk. ``content`` is their digest, if known. WeightsError if the number is negative or has
-        other content, or the disk refuses.
+        ``check`` makes the text of ``check.json`` from the digest, while the tensors go to the disk.
+        ``content`` is their digest, if known. WeightsError if the number is negative or has other content,
+        or the disk refuses.
         """
         if number < 0:
             raise WeightsError(f"weights: version {number} under {self.root}; allowed are numbers from 0")
@@ -132,8 +131,7 @@ class WeightStore:
         return version
 
     def adopt(self, temporary: Path, number: int, content: str) -> WeightVersion:
-        """Rename a whole version, filled in `temporary`; the version of a faster process is
-        kept."""
+        """Rename a whole version, filled in `temporary`; the version of a faster process is kept."""
         try:
             # A directory never replaces one that is not empty: the rename is the exclusive create.
             temporary.rename(self.directory(number))
@@ -168,11 +166,10 @@ class WeightStore:
             return None
 
     def read(self, version: int | WeightVersion, *, verify: bool = True) -> dict[str, Tensor]:
-        """The tensors of a version, under every name they were published with; tied names share one
-        tensor.
+        """The tensors of a version, under every name they were published with; tied names share one tensor.
 
-        Memory-mapped and read-only: without ``verify`` nothing is read before it is used.
-        WeightsError if the version is absent, torn, altered, or not the announced content.
+        Memory-mapped and read-only: without ``verify`` nothing is read before it is used. WeightsError if
+        the version is absent, torn, altered, or not the announced content.
         """
         number = version if isinstance(version, int) else version.number
         manifest = self.manifest(number)
@@ -186,8 +183,7 @@ class WeightStore:
         return {**tensors, **{alias: tensors[name] for alias, name in manifest.tied.items()}}
 
     def drop(self, keep_last: int, pinned: Collection[int] = ()) -> list[int]:
-        """Remove all but the ``keep_last`` highest versions and those ``pinned``; returns the
-        numbers removed.
+        """Remove all but the ``keep_last`` highest versions and those ``pinned``; returns the numbers removed.
 
         Also removes half-written versions of processes of this machine that have ended.
         """
@@ -235,8 +231,7 @@ class WeightStore:
 
 
 def parse_manifest(text: bytes, number: int, where: object) -> Manifest:
-    """The manifest of version ``number``; WeightsError that names ``where`` if ``text`` is not a
-    manifest."""
+    """The manifest of version ``number``; WeightsError that names ``where`` if ``text`` is not a manifest."""
     try:
         manifest = msgspec.convert(unseal(text), Manifest)
     except (msgspec.ValidationError, ValueError) as error:

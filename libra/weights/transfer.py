@@ -45,8 +45,7 @@ WINDOW_BYTES = 2**20
 
 
 class WeightServer:
-    """Offers the versions of a store to workers that know ``secret``; they connect to
-    ``address``."""
+    """Offers the versions of a store to workers that know ``secret``; they connect to ``address``."""
 
     def __init__(self, store: WeightStore, secret: str, host: str, port: int = 0) -> None:
         self._store = store
@@ -84,8 +83,7 @@ def fetch(
     """Get ``version`` from the first of ``servers`` (nearest first) that gives it whole, into
     ``directory``.
 
-    ``content`` is the announced digest. WeightsError if no server gave it whole, or the digest
-    differs.
+    ``content`` is the announced digest. WeightsError if no server gave it whole, or the digest differs.
     """
     store = WeightStore(directory)
     if version in store.numbers():
@@ -113,8 +111,7 @@ def fetch(
 
 
 def _fetch_version(channel: Channel, version: int, directory: Path, content: str | None) -> Manifest:
-    """Fill ``directory``, which may have part of the tensors; returns the manifest that they agree
-    with."""
+    """Fill ``directory``, which may have part of the tensors; returns the manifest that they agree with."""
     tensors, manifest_path = directory / TENSORS_FILE, directory / MANIFEST_FILE
     before = manifest_path.read_bytes() if manifest_path.exists() else None
     for name in SMALL_FILES:
@@ -162,8 +159,8 @@ def _fetch_file(channel: Channel, version: int, path: Path, max_bytes: int) -> N
 
 
 def _max_bytes(manifest: Manifest) -> int:
-    """Maximum bytes of a safetensors file of these tensors: elements, and a JSON entry for each in
-    its header."""
+    """Maximum bytes of a safetensors file of these tensors: elements, and a JSON entry for each in its
+    header."""
     num_bytes = entries = 0
     for name, facts in manifest.tensors.items():
         dtype = getattr(torch, facts.dtype, None)

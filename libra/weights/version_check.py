@@ -104,8 +104,7 @@ class VersionCheck:
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """An engine's answers: one array (T - 1,) per probe, 8 numbers per layer, and the requested
-    columns."""
+    """An engine's answers: one array (T - 1,) per probe, 8 numbers per layer, and the requested columns."""
 
     logp: tuple[NDArray[np.float32], ...]
     projections: Mapping[str, tuple[float, ...]]
@@ -154,9 +153,9 @@ def calibrate(check: VersionCheck, answers: Answers) -> ProbeCalibration:
     """Tolerances from an engine's answers under the version of ``check``.
 
     Four times the difference at version 0, but at least what rounding can cause for other tokens:
-    `PROBE_FLOOR_EPS` for a log-probability; for a projection 4 units of the type and 4 sqrt(2048)
-    of float32, in which a layer sums. The caps prevent that an engine with other weights counts as
-    a noisy one.
+    `PROBE_FLOOR_EPS` for a log-probability; for a projection 4 units of the type and 4 sqrt(2048) of
+    float32, in which a layer sums. The caps prevent that an engine with other weights counts as a noisy
+    one.
     """
     eps, single = _eps(check.dtype), _eps("float32")
     gap_nats = _probe_gap(check, answers.logp)
@@ -191,8 +190,7 @@ def as_first(check: VersionCheck) -> VersionCheck | None:
 def judge(
     check: VersionCheck, expected: ExpectedProbes, answers: Answers, calibration: ProbeCalibration
 ) -> CheckVerdict:
-    """Whether an engine holds the version of ``check``, and what this comparison could have
-    detected."""
+    """Whether an engine holds the version of ``check``, and what this comparison could have detected."""
     columns, (layer, gap_frac) = _worst_column(expected, answers), _worst_projection(check, answers)
     gap_nats, moved = _probe_gap(check, answers.logp), check.moved_nats
     nats, frac = max(calibration.probe_nats, _least_nats(check)), calibration.projection_frac
@@ -235,8 +233,8 @@ def _flat(rows: Logps | tuple[NDArray[np.float32], ...]) -> NDArray[np.float64]:
 def _probe_gap(check: VersionCheck, got: tuple[NDArray[np.float32], ...]) -> float:
     """Difference in nats; 0 without a probe, infinite where shapes or numbers are wrong.
 
-    The largest one, in narrow types the mean: there a single unlikely token differs by one or two
-    nats between two sound passes.
+    The largest one, in narrow types the mean: there a single unlikely token differs by one or two nats
+    between two sound passes.
     """
     if not check.logp:
         return 0.0
@@ -296,8 +294,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def changed_columns(before: Tensor, after: Tensor, *, rows: bool = False) -> list[int]:
-    """Columns (or ``rows``) with a difference, from the first block that has any; empty if all is
-    equal."""
+    """Columns (or ``rows``) with a difference, from the first block that has any; empty if all is equal."""
     if before.shape != after.shape or before.dtype != after.dtype:
         return list(range(min(after.shape[0 if rows else 1], 64)))
     bits = _BITS[after.element_size()]
@@ -314,12 +311,12 @@ def changed_columns(before: Tensor, after: Tensor, *, rows: bool = False) -> lis
 def expected_columns(
     path: Path, before: list[Path], tied: Mapping[str, str], dtype: torch.dtype, seed: int
 ) -> tuple[dict[str, tuple[int, ...]], ExpectedProbes]:
-    """The columns to request from an engine that loads ``path`` and held one of ``before``, and the
-    right answer.
+    """The columns to request from an engine that loads ``path`` and held one of ``before``, and the right
+    answer.
 
     ``tied`` maps further names to those in the file. Every norm and bias is requested whole; of a
-    matrix up to `COLUMNS` places that differ from each of ``before`` and as many random ones. A
-    missing file of ``before`` is skipped. WeightsError if ``path`` is not readable.
+    matrix up to `COLUMNS` places that differ from each of ``before`` and as many random ones. A missing
+    file of ``before`` is skipped. WeightsError if ``path`` is not readable.
     """
     rng = np.random.default_rng(seed)
     wanted: dict[str, tuple[int, ...]] = {}

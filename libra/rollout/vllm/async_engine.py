@@ -49,11 +49,9 @@ MIN_TEMPERATURE = 0.01
 
 
 class VLLMEngine:
-    """Continuous batching by vLLM, in a process of its own per engine (and one per tensor-parallel
-    rank).
+    """Continuous batching by vLLM, in a process of its own per engine (and one per tensor-parallel rank).
 
-    ``version`` is the number of the weights in ``model_dir``; ``options`` are fields of
-    `VLLMSettings`.
+    ``version`` is the number of the weights in ``model_dir``; ``options`` are fields of `VLLMSettings`.
     """
 
     continues_turns = True
@@ -130,8 +128,7 @@ class VLLMEngine:
         return await self._loop.ask(self._probe("columns", wanted))
 
     def stats(self) -> EngineStats:
-        """Counters; context tokens count when their request ends. vLLM does not report
-        ``retained``."""
+        """Counters; context tokens count when their request ends. vLLM does not report ``retained``."""
         self._loop.check_open()
         core, since_s, now = self._core, self._since_s, replace(self._counters)
         now.generated_tokens += core.generated_tokens if core else 0

@@ -1,6 +1,5 @@
 """The setup of a vLLM engine: arguments, environment, KV memory. vLLM is imported inside functions
-only.
-"""
+only."""
 
 from __future__ import annotations
 
@@ -57,24 +56,21 @@ class VLLMSettings(EngineSettings):
 
 
 def kv_bytes(config: Mapping[str, Any], settings: VLLMSettings) -> int:
-    """KV cache of one rank with room for every slot and one probe at full length, so nothing is
-    preempted."""
+    """KV cache of one rank with room for every slot and one probe at full length, so nothing is preempted."""
     per_token = kv_token_bytes(config, settings.dtype, settings.tp) // settings.tp
     blocks = (settings.slots + 1) * (math.ceil((settings.max_context_tokens + 1) / CPU_BLOCK_TOKENS) + 1) + 2
     return per_token * blocks * CPU_BLOCK_TOKENS
 
 
 def max_model_tokens(config: Mapping[str, Any], settings: VLLMSettings) -> int:
-    """vLLM's ``max_model_len``: one above the longest context, for scoring it, if the model allows
-    that."""
+    """vLLM's ``max_model_len``: one above the longest context, for scoring it, if the model allows that."""
     limit = config.get("max_position_embeddings")
     wanted = settings.max_context_tokens + 1
     return settings.max_context_tokens if limit is not None and wanted > int(limit) else wanted
 
 
 def engine_args(settings: VLLMSettings, *, on_cpu: bool) -> Any:
-    """``AsyncEngineArgs`` of an engine; ModelError if a KV connector or drafts would give wrong
-    tokens."""
+    """``AsyncEngineArgs`` of an engine; ModelError if a KV connector or drafts would give wrong tokens."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     config = read_model_config(settings.model_dir)
@@ -145,9 +141,9 @@ def _kv_transfer(given: Mapping[str, Any]) -> Any:
 def environment(settings: VLLMSettings, *, on_cpu: bool) -> Iterator[None]:
     """The environment in which an engine process starts; afterwards this process's is restored.
 
-    ``VLLM_CPU_OMP_THREADS_BIND`` (one list of cores per rank, "0-3|4-7") is kept unless the
-    settings have another one. By default threads are not bound: two engines of one machine would
-    share the cores.
+    ``VLLM_CPU_OMP_THREADS_BIND`` (one list of cores per rank, "0-3|4-7") is kept unless the settings
+    have another one. By default threads are not bound: two engines of one machine would share the
+    cores.
     """
     before = dict(os.environ)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

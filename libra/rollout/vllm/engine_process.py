@@ -1,5 +1,4 @@
-"""One vLLM engine process, from start to end, driven from one event loop: requests, weights,
-probes.
+"""One vLLM engine process, from start to end, driven from one event loop: requests, weights, probes.
 
 `VLLMEngine` creates another `Core` when one has died. Errors of vLLM become EngineError.
 
@@ -74,8 +73,7 @@ class Core:
 
     @classmethod
     async def start(cls, settings: VLLMSettings, version: int, meter: PassMeter | None = None) -> Core:
-        """Start the process, load the model, and warm it up. Takes 20 s or more and blocks this
-        event loop.
+        """Start the process, load the model, and warm it up. Takes 20 s or more and blocks this event loop.
 
         ``meter`` is the engine's, if its process was replaced.
         """
@@ -183,8 +181,8 @@ class Core:
             await self.llm.resume_generation()
 
     async def load(self, version: int, path: Path, tied_to: str | None) -> None:
-        """Load a weights file, drop KV unless `VLLMSettings.keep_kv`, and label later steps. The
-        engine is paused."""
+        """Load a weights file, drop KV unless `VLLMSettings.keep_kv`, and label later steps. The engine is
+        paused."""
         with _errors(f"loading {path}"):
             await self.llm.collective_rpc("libra_load", args=(str(path), tied_to))
             if not self.settings.keep_kv and not await self.llm.reset_prefix_cache(True, True):  # a connector's, too
@@ -194,8 +192,7 @@ class Core:
     # -- probes ------------------------------------------------------------------------------------------------------
 
     async def score(self, token_ids: NDArray[np.int32]) -> NDArray[np.float32]:
-        """Log-probability of every token but the first (T - 1,), without any KV of others; also
-        while paused."""
+        """Log-probability of every token but the first (T - 1,), without any KV of others; also while paused."""
         with _errors("score"):
             final = await self._generate([int(token) for token in token_ids], 1, prompt_logprobs=0)
         found = np.asarray(final.prompt_logprobs.logprobs, np.float32)
@@ -226,8 +223,7 @@ class Core:
     async def _outputs(
         self, seed: int | None, wanted: Mapping[str, Sequence[int]] | None
     ) -> dict[str, tuple[NDArray[np.float64], int]]:
-        """Whole outputs (N, outputs) float64 and number of inputs of each layer, summed over
-        ranks."""
+        """Whole outputs (N, outputs) float64 and number of inputs of each layer, summed over ranks."""
         with _errors("project"):
             ranks = await self.llm.collective_rpc("libra_outputs", args=(seed, wanted))
         found: dict[str, tuple[NDArray[np.float64], int]] = {}
@@ -241,8 +237,7 @@ class Core:
         return found
 
     async def _generate(self, ids: list[int], new: int, **sampling: Any) -> Any:
-        """A probe: before all requests, greedy by default, not counted, and without KV of
-        others."""
+        """A probe: before all requests, greedy by default, not counted, and without KV of others."""
         self._probes += 1
         steps, tokens = self.steps, self.generated_tokens
         final = None
@@ -324,12 +319,11 @@ def _mapped(process: str) -> set[Path]:
 
 
 class PassWatch:
-    """Seconds of forward passes, from the time stamps of an engine process's messages after each
-    pass.
+    """Seconds of forward passes, from the time stamps of an engine process's messages after each pass.
 
-    The process steps continuously while it has requests, so the time between two messages is one
-    pass with its scheduling, sampling and sending. A pass after idle time or a pause, and one with
-    a probe, does not count.
+    The process steps continuously while it has requests, so the time between two messages is one pass
+    with its scheduling, sampling and sending. A pass after idle time or a pause, and one with a probe,
+    does not count.
     """
 
     def __init__(self, meter: PassMeter) -> None:

@@ -1,5 +1,5 @@
-"""Libra's methods in vLLM's worker processes: loading a version, projections and columns of layers
-as used.
+"""Libra's methods in vLLM's worker processes: loading a version, projections and columns of layers as
+used.
 
 vLLM mixes `LibraWorker` into its worker class (``worker_extension_cls``) and calls it by name on
 every rank. vLLM is imported inside functions.
@@ -33,8 +33,7 @@ class Part(NamedTuple):
     """Rows of a layer's output that one rank computed; msgpack-able.
 
     ``data`` is float32 (num_rows, num_here) as bytes: entries ``offset`` onwards of outputs with
-    ``whole`` entries. ``inputs`` is the layer's total number of inputs, or of rows for an
-    embedding.
+    ``whole`` entries. ``inputs`` is the layer's total number of inputs, or of rows for an embedding.
     """
 
     num_rows: int
@@ -49,8 +48,8 @@ class LibraWorker:
     """Methods that ``AsyncLLM.collective_rpc`` can call; ``self`` is vLLM's worker."""
 
     def libra_load(self, path: str, tied_to: str | None) -> None:
-        """Load a safetensors file in place. ``tied_to`` names the embedding that the head shares
-        its weights with."""
+        """Load a safetensors file in place. ``tied_to`` names the embedding that the head shares its weights
+        with."""
         worker: Any = self
         worker.reload_weights(weights_iterator=_tensors(Path(path), tied_to), is_checkpoint_format=True)
         with torch.no_grad():
@@ -59,8 +58,8 @@ class LibraWorker:
     def libra_continue_turns(self) -> None:
         """Let a request that continues a turn continue its random numbers.
 
-        vLLM's model runner V1 draws from a generator per request: here it skips the numbers of
-        earlier tokens. Runner V2 draws by seed and position.
+        vLLM's model runner V1 draws from a generator per request: here it skips the numbers of earlier
+        tokens. Runner V2 draws by seed and position.
         """
         worker: Any = self
         runner = worker.model_runner
@@ -82,8 +81,8 @@ class LibraWorker:
     def libra_outputs(self, seed: int | None, wanted: Mapping[str, Sequence[int]] | None) -> dict[str, Part]:
         """This rank's parts of the outputs of layers, by the Hugging Face name of their weight.
 
-        With ``seed`` for the inputs of `libra.projections`, every layer. Else for one-hot inputs:
-        the ``wanted`` columns of each matrix, rows of an embedding, and norms and biases whole.
+        With ``seed`` for the inputs of `libra.projections`, every layer. Else for one-hot inputs: the
+        ``wanted`` columns of each matrix, rows of an embedding, and norms and biases whole.
         """
         worker: Any = self
         with torch.no_grad():
@@ -91,12 +90,10 @@ class LibraWorker:
 
 
 def skip_draws(generator: torch.Generator, tokens: int, runner: Any) -> None:
-    """Draw the numbers of ``tokens`` sampled tokens from a request's generator in vLLM's model
-    runner V1.
+    """Draw the numbers of ``tokens`` sampled tokens from a request's generator in vLLM's model runner V1.
 
-    On a CPU these are one number per token for its kernel, or an exponential number per entry of
-    the vocabulary; elsewhere always the latter, and each token moves the generator's offset
-    equally.
+    On a CPU these are one number per token for its kernel, or an exponential number per entry of the
+    vocabulary; elsewhere always the latter, and each token moves the generator's offset equally.
     """
     sampler, vocab = runner.sampler.topk_topp_sampler, runner.input_batch.vocab_size
     fp64 = bool(getattr(sampler, "use_fp64_gumbel", False))
@@ -181,8 +178,8 @@ def _linear(
 
 
 def _shares(module: Any) -> list[tuple[int, int, int, bool]]:
-    """(outputs here, first of them in the whole, outputs of the whole, whether this rank answers)
-    of each layer."""
+    """(outputs here, first of them in the whole, outputs of the whole, whether this rank answers) of each
+    layer."""
     from vllm.model_executor.layers.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 
     rank, ranks = module.tp_rank, module.tp_size
