@@ -74,8 +74,8 @@ _NAME = "libra_stands_in"
 class ConversationFormat:
     """The tokens of agents' messages; ``chat`` is the run's own format, whose tokenizer and stop ids it has.
 
-    A text that has more than ``most_tokens`` tokens by its size alone raises ContextOverflow before it is tokenised, where the
-    tokenizer has such a bound (`libra.rollout.conversation_format`). Several threads may ask at once.
+    A text with more than ``most_tokens`` tokens by its size alone raises ContextOverflow before it is
+    tokenised, if the tokenizer has such a bound. Several threads may call it at once.
     """
 
     def __init__(self, chat: ChatFormat, most_tokens: int | None = None) -> None:

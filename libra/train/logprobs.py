@@ -175,12 +175,14 @@ def chunked_columns(
     after_head: AfterHead | None = None,
     rest_from: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probabilities (N, K) in nats of ``columns_NK`` and entropy (N,), without an (N, V) array in either pass.
+    """Log-probabilities (N, K) in nats of ``columns_NK`` and entropy (N,), without an (N, V) array in
+    either pass.
 
-    They have a gradient to hidden states, weight and bias, the entropy only with ``entropy_gradient``. Logits are
-    computed in the dtype of ``hidden_NH``, go through ``after_head`` (`libra.heads`) and are normalised in at least
-    float32. ``rest_N`` (N,), with gradient, is the log-probability of all tokens but the columns from ``rest_from`` on,
-    which must differ; -inf if no other token exists, 0 if ``rest_from`` is None.
+    They have a gradient to hidden states, weight and bias, the entropy only with ``entropy_gradient``.
+    Logits are computed in the dtype of ``hidden_NH``, go through ``after_head`` (`libra.heads`) and are
+    normalised in at least float32. ``rest_N`` (N,), with gradient, is the log-probability of all tokens
+    but the columns from ``rest_from`` on, which must differ; -inf if no other token exists, 0 without
+    ``rest_from``.
     """
     if chunk_tokens < 1:
         raise TrainError(f"chunked_columns: chunk_tokens is {chunk_tokens}; allowed is 1 or more")

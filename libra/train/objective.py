@@ -134,7 +134,8 @@ class Objective:
     def _taught(
         self, taught: TaughtTokens, columns_NK: Tensor, rest_N: Tensor | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The divergence from the teacher (N,), 0 where it has not scored or rounding explains it, and sums for a report.
+        """The divergence from the teacher (N,), 0 where it has not scored or rounding explains it; sums for a
+        report.
 
         A difference that rounding explains has no gradient: AdamW would scale its noise up to a whole step.
         """

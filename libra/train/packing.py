@@ -47,10 +47,11 @@ _Part = tuple[int, int, tuple[int, ...]]  # (sum, number of items, items): compa
 
 
 def karmarkar_karp(weights: Sequence[int], num_parts: int) -> list[list[int]]:
-    """Indices of ``weights`` in ``num_parts`` parts of nearly equal sum, by the largest differencing method.
+    """Indices of ``weights`` in ``num_parts`` parts of nearly equal sum, by the largest differencing
+    method.
 
-    Karmarkar & Karp (1982), k-way: partial partitions wait in a heap by their spread, and the two widest are
-    merged, the heaviest part of one with the lightest of the other. Sums agree with
+    Karmarkar & Karp (1982), k-way: partial partitions wait in a heap by their spread, and the two
+    widest are merged, the heaviest part of one with the lightest of the other. Sums agree with
     ``get_seqlen_balanced_partitions`` of verl 0.9.1. TrainError if a part would be empty.
     """
     if not 1 <= num_parts <= len(weights):

@@ -1,4 +1,4 @@
-"""Weights: immutable versions, published whole, pulled by number, and checked in the engine before they are served."""
+"""Immutable weight versions, published whole, pulled by number, and checked before they are served."""
 
 from __future__ import annotations
 

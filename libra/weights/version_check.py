@@ -1,24 +1,24 @@
 """The comparisons by which an engine proves that it holds a published version.
 
-The trainer writes a `VersionCheck` beside the weights. A `ProbeCalibration` has the differences between trainer and engine
-when both hold the same weights (measured at version 0, before any training). Three things are compared:
+The trainer writes a `VersionCheck` beside the weights. A `ProbeCalibration` has the differences
+between trainer and engine when both hold the same weights, measured at version 0. Three things are
+compared:
 
-=============  ===============================================================  =====================================
-what           how                                                              smallest change it detects
-=============  ===============================================================  =====================================
-columns        bit for bit with the file, in places where the file differs      one bit of a column read
-               from what the engine held before, and in random ones
-projections    `libra.projections`, against the trainer's tensors               a change of a layer of `PROJECTION_POWER`
-                                                                                times the tolerance, in root mean square
-probe          log-probabilities of fixed tokens, against the trainer's         the tolerance, in nats
-=============  ===============================================================  =====================================
+- columns, bit for bit with the file, in places where it differs from the engine's earlier versions
+  and in random ones: detects one bit of a column read;
+- `libra.projections`, against the trainer's tensors: detects a change of a layer of
+  `PROJECTION_POWER` times the tolerance, in root mean square;
+- the probe, log-probabilities of fixed tokens, against the trainer's: detects the tolerance, in
+  nats.
 
 Invariants
-1. A version passes only if all comparisons that could be made agree; the verdict names the one that detects a stale layer.
+1. A version passes only if all comparisons that could be made agree; the verdict names the one that
+   detects a stale layer.
 2. An answer that is missing or not finite disagrees.
 3. Two engines with the same answers get the same verdict.
-4. A matrix of which any bit differs yields at least one changed column (a changed row for an embedding). Reading stops at the
-   first block of rows that differs, so versions a step apart cost a small part of their bytes.
+4. A matrix of which any bit differs yields at least one changed column (a changed row for an
+   embedding). Reading stops at the first block of rows that differs, so versions a step apart cost
+   a small part of their bytes.
 """
 
 from __future__ import annotations

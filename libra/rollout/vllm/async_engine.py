@@ -400,8 +400,9 @@ class _Model:
 class EngineLoop:
     """An event loop on a thread of its own, in which coroutines of other loops run.
 
-    Every coroutine handed to `ask` ends: with its result, its error, or EngineError once the loop is closed. After `close`
-    nothing runs on the thread. ``at_end`` runs in the loop when it closes, before its tasks are cancelled.
+    Every coroutine given to `ask` ends: with its result, its error, or EngineError once the loop is
+    closed. After `close` nothing runs on the thread. ``at_end`` runs in the loop when it closes, before
+    tasks are cancelled.
     """
 
     def __init__(self, name: str, at_end: Callable[[], None]) -> None:
