@@ -129,7 +129,7 @@ class Job(QueuedJob):
 
 
 class SamplingColumns:
-    """How each slot samples."""
+    """The sampling settings of each slot."""
 
     def __init__(self, slots: int, max_context_tokens: int) -> None:
         self.uniforms = np.zeros((slots, max_context_tokens), np.float32)
@@ -235,7 +235,7 @@ class SlotTable:
         return int((self.known[running] - self.generated[running] + self.sampling.limit[running]).sum())
 
     def retained_tokens(self, but: int | None) -> int:
-        """Context tokens kept between turns, without those of one slot."""
+        """Context tokens kept between turns, without one slot's."""
         return int(self.known[self.state == RETAINED].sum()) - (int(self.known[but]) if but is not None else 0)
 
     def settle(self, kv: SlotKV) -> None:

@@ -55,7 +55,7 @@ class GroupDrafts:
         """Up to ``count`` tokens that may follow ``tail``, each the most frequent after the longest known
         suffix.
 
-        Of equally frequent ones the smallest id.
+        The smallest id wins a tie.
         """
         for name, tokens in self._latest.items():
             self._count(name, tokens)

@@ -8,7 +8,7 @@ wave by wave, and then `StepGradient.sum_over_core` once::
     own slice  sum of weight x gradient, undivided, and sum of weights
     hybrids    their sums added; the core computes the slice of a lost one
     reduce     both summed over the core (all-reduce at the end; shards: reduce-scatter in each pass)
-    check      the sum of weights equals that of the samples, else no step is taken
+    check      the sum of weights equals the samples', else no step is taken
 
 Invariants
 ----------
@@ -111,7 +111,7 @@ class StepGradient:
         self.tally.add(reduce_s=time.perf_counter() - started)
 
     def _planned(self) -> tuple[int, int, bool]:
-        """How many hybrids compute a slice, how many are joining, whether any is connected; equal on all
+        """Hybrids that compute a slice, hybrids that are joining, and whether any is connected; equal on all
         replicas.
 
         Hybrids without the present weights are offered them; no step waits for that.
@@ -176,7 +176,7 @@ class StepGradient:
         return weight_sum
 
     def _add_sums(self, names: Sequence[str], arrived: Sequence[Contribution]) -> None:
-        """Of a tensor in shards each replica adds the part that it holds."""
+        """Each replica adds its own part of a tensor in shards."""
         parameters = self.state.optimized()
         for name in names:
             parameter = parameters[name]

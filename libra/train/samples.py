@@ -56,7 +56,7 @@ class Sample:
 
     @property
     def advantages(self) -> NDArray[np.float64]:
-        """Of each action (A,)."""
+        """Advantage of each action (A,)."""
         return np.full(self.num_actions, self.advantage) if self.token_advantage is None else self.token_advantage
 
     @property

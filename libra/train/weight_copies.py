@@ -18,7 +18,7 @@ Invariants
 1. After every `round_into_model` the model's parameter is its master copy, or W0 + (alpha / rank) B
    A, rounded to nearest once; other parameters of a model with adapters never change.
 2. Masters and adapters change by the optimizer, `load` and `take_from_model` only.
-3. A parameter's own gradient moves into its copy's, or becomes those of A and B, as soon as a
+3. A parameter's own gradient moves into its copy's, or into A's and B's, as soon as a
    backward pass has made it: it is neither kept nor summed in the narrow format.
 4. The same seed gives the same A on every replica; B is 0 at first, so version 0 is the model
    itself.

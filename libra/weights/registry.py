@@ -141,7 +141,7 @@ class WeightStore:
         return self._same(number, content)
 
     def temporary(self) -> Path:
-        """A new name for a directory to fill; `drop` removes those of processes that have ended."""
+        """A new name for a directory to fill; `drop` removes leftovers of ended processes."""
         return self.root / f".tmp.{socket.gethostname()}.{os.getpid()}.{uuid.uuid4().hex}"
 
     def numbers(self) -> list[int]:
