@@ -22,7 +22,7 @@ old_logp       p_old                                       weight (where ``corre
                weights being trained, else the engine's    tokens, whose ratio holds everything (two factors)
 ``version``    the trainer's under the weights that        p_old / p_engine: mismatch alone, for stale tokens too
                sampled the token (`old_policies`)          (1 where those weights are gone)
-``ewma``       under a moving average of the weights      p_old / p_engine: mismatch and staleness
+``ewma``       under a moving average of the weights       p_old / p_engine: mismatch and staleness
 =============  ==========================================  =======================================================
 
 A late correction (`Sample.counted` False) has the policy loss alone: its trajectory had the other terms when it was trained.
