@@ -1,19 +1,24 @@
-"""The KV cache as slots, the attention by which stock Hugging Face models write and read it, and what each of their layers reads.
+"""The KV cache as slots, the attention by which stock Hugging Face models use it, and what their
+layers read.
 
-A step is one forward pass over a flat list of T tokens: one for every row that decodes, a chunk for every row that
-prefills. Linear layers see them as one sequence; only attention knows that they belong to different slots.
+A step is one forward pass over a flat list of T tokens: one for every row that decodes, a chunk for
+every row that prefills. Linear layers see one sequence; only attention separates slots.
 
-transformers builds the mask of each layer from a function of two positions: all before, a sliding window, a chunk. A pass over a
-few tokens with an attention that only takes notes collects these functions, so no list of families or settings is needed. Any
-argument of the attention that slots do not implement refuses the model before it serves anything.
+transformers builds the mask of each layer from a function of two positions: all before, a sliding
+window, a chunk. A pass over a few tokens with an attention that only takes notes collects these
+functions, so no list of families is needed. Any argument of the attention that slots do not
+implement refuses the model.
 
 Invariants
-1. Position p of slot s holds the key and value of token p of one trajectory, or something finite that no token attends to.
-2. A token attends to its own slot and nothing else, and there to the positions that its layer reads.
-3. Decoding reads the slots as one strided view (no gather); slots between the first and last row that do not decode cost
-   attention over a span, and the batch keeps that span short by swapping slots.
+1. Position p of slot s holds the key and value of token p of one trajectory, or something finite
+   that no token attends to.
+2. A token attends to the positions of its own slot that its layer reads.
+3. Decoding reads the slots as one strided view (no gather); slots between the first and last row
+   that do not decode cost attention over a span, and the batch keeps that span short by swapping
+   slots.
 
-Shapes: T tokens, R decoding rows, S slots in their span, H heads, K KV heads, G = H / K, C context read, D head size.
+Shapes: T tokens, R decoding rows, S slots in their span, H heads, K KV heads, G = H / K, C context
+read, D head size.
 """
 
 from __future__ import annotations
@@ -47,10 +52,10 @@ def reads_before(batch: int, head: int, query: Tensor, key: Tensor) -> Tensor:
 
 
 def reads_of(model: Any, max_context_tokens: int, heads: tuple[int, int]) -> list[Reads]:
-    """What each layer reads; ModelError if slots cannot hold the model.
+    """The positions that each layer reads; ModelError if slots cannot hold the model.
 
-    ``heads``: key-value heads and their size, the same in every layer. Of a model without weights (on "meta") nothing, if its code
-    depends on them.
+    ``heads``: key-value heads and their size, the same in every layer. Empty for a model without
+    weights (on "meta") if its code depends on them.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import causal_mask_function
@@ -120,9 +125,10 @@ WHOLE_FRAC = 0.75
 
 
 class SlotKV:
-    """Keys and values: per layer one tensor (2, slots, K, context_tokens, D), as long as the longest context needs.
+    """Keys and values: per layer one tensor (2, slots, K, context_tokens, D), as long as the longest
+    context needs.
 
-    Short rows lie close together that way, which halves the time attention takes to read them.
+    Short rows are close together that way, which halves the time attention takes to read them.
     """
 
     def __init__(
@@ -147,7 +153,6 @@ class SlotKV:
 
     @property
     def device(self) -> torch.device:
-        """Of its tensors."""
         return self.positions.device
 
     def reserve(self, num_tokens: int) -> None:
@@ -187,7 +192,7 @@ class SlotKV:
 
     @property
     def layout(self) -> str:
-        """What two caches must have in common to take each other's `read`."""
+        """The properties that two caches must share to take each other's `read`."""
         dtype = str(self.dtype).removeprefix("torch.")
         return f"slots-{len(self.data)}x2x{self.num_kv_heads}x{self.head_dim}-{dtype}"
 
@@ -197,7 +202,7 @@ class SlotKV:
         return whole.view(torch.uint8).numpy().reshape(-1)
 
     def write(self, slot: int, num_tokens: int, data: NDArray[np.uint8], held_tokens: int) -> None:
-        """Fill the first positions of a slot from what `read` gave of ``held_tokens``, at least as many."""
+        """Fill the first positions of a slot from the `read` of at least as many, ``held_tokens``."""
         self.reserve(num_tokens)
         shape = (len(self.data), 2, self.num_kv_heads, held_tokens, self.head_dim)
         for layer, held in zip(self.data, torch.from_numpy(data).view(self.dtype).view(shape), strict=True):
@@ -224,7 +229,7 @@ class Chunk:
     _masks: dict[Reads, Tensor | None] = field(default_factory=dict)
 
     def mask(self, reads: Reads, positions: Tensor) -> Tensor | None:
-        """What each of its tokens reads, of a layer with these ``reads``; None: what a causal pass reads from position 0 on."""
+        """The mask of a layer with these ``reads``; without one causal from position 0 on."""
         if reads not in self._masks:
             tokens = positions[: self.stop]
             mask = None
@@ -262,7 +267,7 @@ class Step:
         self.slot_T, self.position_T = self.slot_T.to(device), self.position_T.to(device)
 
     def view_span(self, slots_R: NDArray[np.int64], positions_R: NDArray[np.int64]) -> None:
-        """Prepare the input of decoding: the span of slots, the context of its longest row, and the mask."""
+        """Prepare decoding: the span of slots, the context of its longest row, and the mask."""
         kv, first = self.kv, int(slots_R[0])
         span = int(slots_R[-1]) - first + 1
         longest = int(positions_R.max()) + 1
@@ -292,9 +297,9 @@ def slot_attention(
     softcap: float | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """Attention in the form transformers calls it: (1, H, T, D) in, (1, T, H, D) out; writes the KV of its Step.
+    """Attention as transformers calls it: (1, H, T, D) in, (1, T, H, D) out; writes the KV of its Step.
 
-    What else a model gives its attention, `libra.rollout.attention` has looked at.
+    `reads_of` has checked all further arguments.
     """
     if step is None:
         raise TypeError("its layers do not hand keywords on to their attention")
@@ -307,7 +312,8 @@ def slot_attention(
 
 
 def attend(query_THD: Tensor, step: Step, layer: int, scale: float, softcap: float | None = None) -> Tensor:
-    """What each token of a step reads from its slot (T, H, D); the step's own keys and values are written already."""
+    """Attention of each token of a step over its slot (T, H, D), whose keys and values are written
+    already."""
     kv = step.kv
     parts = [_decode(query_THD[: step.num_rows], step, layer, scale, softcap)] if step.num_rows else []
     keys, values = kv.layers[layer]
@@ -335,7 +341,7 @@ def attend(query_THD: Tensor, step: Step, layer: int, scale: float, softcap: flo
 def _capped(
     query_HQD: Tensor, key_KCD: Tensor, value_KCD: Tensor, read_QC: Tensor, scale: float, softcap: float
 ) -> Tensor:
-    """Attention of a chunk with capped scores (H, Q, D), which torch's own does not have."""
+    """Attention of a chunk with capped scores (H, Q, D)."""
     grouped = query_HQD.unflatten(0, (key_KCD.shape[0], -1))
     scores = softcap * torch.tanh(grouped @ key_KCD[:, None].transpose(2, 3) * scale / softcap)
     weights = scores.masked_fill(~read_QC, -torch.inf).softmax(-1)
@@ -345,7 +351,8 @@ def _capped(
 def _decode(query_RHD: Tensor, step: Step, layer: int, scale: float, softcap: float | None) -> Tensor:
     """One token per row against its slot (R, H, D).
 
-    Batched products beat scaled_dot_product_attention here: its CPU kernel runs one tiny product per head.
+    Batched products beat scaled_dot_product_attention here: its CPU kernel runs one tiny product per
+    head.
     """
     kv = step.kv
     mask_S1C = step.masks_S1C[kv.reads[layer]]

@@ -1,11 +1,11 @@
-"""The declared capacity of an engine: its KV memory, from the model's configuration, and the measured seconds of its
-passes.
+"""The declared capacity of an engine: its KV memory, and the measured seconds of its passes.
 
-`PassMeter` fits `libra.types.StepSeconds` to an engine's own forward passes, by non-negative least squares.
+`PassMeter` fits `libra.types.StepSeconds` to an engine's own forward passes by non-negative least
+squares.
 
 Invariants
-1. No coefficient is negative, and none is guessed: before `FEWEST_PASSES` there are no seconds at all.
-2. The reported error is of passes that were not fitted: every second block of up to `BLOCK` passes is left out, and predicted.
+1. No coefficient is negative, and none is guessed: before `FEWEST_PASSES` there are no seconds.
+2. The reported error is of passes that were not fitted: every second block of up to `BLOCK` passes.
 3. Only the last `KEPT_PASSES` count, so an engine that became slower reports it.
 """
 
@@ -46,12 +46,13 @@ _USUAL_NAMES = {
 
 
 def with_usual_names(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A model's ``config.json`` with the sizes of older families (GPT-2's ``n_head``) under the usual names too."""
+    """A model's ``config.json`` with the sizes of older families (GPT-2's ``n_head``) under the usual
+    names too."""
     return {usual: config[name] for name, usual in _USUAL_NAMES.items() if name in config} | dict(config)
 
 
 def read_model_config(model_dir: Path) -> dict[str, Any]:
-    """``config.json`` of a model directory, text part only; ModelError if there is none."""
+    """``config.json`` of a model directory, text part only; ModelError if it is missing."""
     path = Path(model_dir) / "config.json"
     try:
         config = parsed_json(path.read_text(encoding="utf-8"))
@@ -64,7 +65,7 @@ def read_model_config(model_dir: Path) -> dict[str, Any]:
 
 
 def kv_token_bytes(config: Mapping[str, Any], dtype: str, tp: int = 1) -> int:
-    """Bytes of one token's keys and values, all layers and all ranks together, by a model's ``config.json``.
+    """Bytes of one token's keys and values, all layers and ranks together, by a model's ``config.json``.
 
     Key-value heads that ``tp`` does not divide are copied: every rank has at least one.
     """
@@ -76,7 +77,8 @@ def kv_token_bytes(config: Mapping[str, Any], dtype: str, tp: int = 1) -> int:
 
 
 def architecture_of(config: Mapping[str, Any]) -> str:
-    """The architecture's name as ``qwen3-28x1024-h16kv8-v151936``: engines that serve the same one can be compared."""
+    """The architecture's name, as ``qwen3-28x1024-h16kv8-v151936``; engines that serve the same can be
+    compared."""
     heads = config["num_attention_heads"]
     return (
         f"{config.get('model_type', 'model')}-{config['num_hidden_layers']}x{config['hidden_size']}-h{heads}"
@@ -87,7 +89,7 @@ def architecture_of(config: Mapping[str, Any]) -> str:
 def tokens_within(
     budget_gib: float, token_bytes: int, max_context_tokens: int, setting: str = "rollout.kv_cache_gib"
 ) -> int:
-    """Tokens of KV that fit into the budget of a setting; EngineError if not even one trajectory does."""
+    """Tokens of KV that fit into a setting's budget; EngineError if not even one trajectory does."""
     tokens = int(budget_gib * GIB) // token_bytes
     if tokens < max_context_tokens:
         raise EngineError(
@@ -99,7 +101,7 @@ def tokens_within(
 
 
 class PassMeter:
-    """Seconds of an engine's last forward passes, and the `StepSeconds` fitted to them. One thread adds, any may read."""
+    """Seconds of an engine's last forward passes, and their fit. One thread adds, any may read."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -114,8 +116,7 @@ class PassMeter:
             self.count += 1
 
     def seconds(self) -> StepSeconds | None:
-        """The fit; None before there are enough passes. Repeated when there are an eighth more passes than at the last
-        fit."""
+        """The fit, repeated after an eighth more passes; None before there are enough."""
         count, (fitted_at, found) = self.count, self._fitted
         if count < FEWEST_PASSES:
             return None
@@ -128,7 +129,8 @@ class PassMeter:
 
 
 def fit_steps(rows: Array) -> StepSeconds:
-    """`StepSeconds` of passes given as (n, 5): 1, sequences, context tokens, prefilled tokens, seconds (above 0); n above 1."""
+    """`StepSeconds` of passes given as (n, 5): 1, sequences, context tokens, prefilled tokens, seconds (>
+    0)."""
     size = max(1, min(BLOCK, len(rows) // FEWEST_PASSES))
     blocks = np.add.reduceat(rows, np.arange(0, len(rows), size), axis=0)
     held_out = blocks[1::2]
@@ -138,7 +140,7 @@ def fit_steps(rows: Array) -> StepSeconds:
 
 
 def _fitted(rows: Array) -> Array:
-    """Four coefficients, none negative, by relative least squares; outliers have less weight."""
+    """Four non-negative coefficients by relative least squares; outliers have less weight."""
     from scipy.optimize import nnls  # here: importing it takes 0.2 s, and an engine is measured long after it started
 
     relative = rows[:, :4] / rows[:, 4:]

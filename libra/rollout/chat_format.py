@@ -1,21 +1,25 @@
-"""Messages to token ids and back, by the model's own chat template; generated text is never tokenised again.
+"""Messages to token ids and back, by the model's own chat template; generated text is never tokenised
+again.
 
-A conversation grows by appending: prompt ids, generated ids, observation ids, generated ids, ... The observation ids are the
-text that the template puts after an assistant turn: a conversation with a placeholder turn is rendered, and the text after
-it is used. So they follow the template's treatment of tool messages (Qwen joins several in one user block).
+A conversation grows by appending: prompt ids, generated ids, observation ids, generated ids, ...
+The observation ids are the text that the template puts after an assistant turn, found by rendering
+a placeholder turn. So they follow the template's treatment of tool messages (Qwen joins several in
+one user block).
 
 If the template omits tools (SmolLM2's), the system message explains them to the model.
 
-A tokenizer reads ``<|im_end|>`` as the token that ends a turn, whoever wrote it, so a tool could write the next speaker's turn.
-The first character of such a spelling becomes U+FFFD where the text of a tool or of an environment's turn enters a conversation.
+A tokenizer reads ``<|im_end|>`` as the token that ends a turn, so a tool could forge the next
+speaker's turn. The first character of such a spelling in the text of a tool or an environment
+becomes U+FFFD.
 
 Invariants
-1. No special token comes from the text of a tool or of an environment's turn. Prompts are the user's, and stay as they are.
-2. `SpecialTokens.broken` text spells no guarded token, and is as long as before. Applied twice it changes nothing. Guarded are the
-   tokenizer's special tokens, and other added tokens that the template writes (``<tool_response>``); runs of spaces or HTML
-   tags are ordinary text.
-3. Tool returns that fit into the context are unchanged. Others lose their end, long ones first, and end with a note of their
-   tokens: ``[cut: 812 of 5,000 tokens kept]``. Room for the next generation is left, so a tool does not end the trajectory.
+1. No special token comes from the text of a tool or of an environment's turn. Prompts are
+   unchanged.
+2. `SpecialTokens.broken` text spells no guarded token, has the same length, and is its own
+   `broken`. Guarded are the tokenizer's special tokens, and added tokens that the template writes
+   (``<tool_response>``); runs of spaces or HTML tags are ordinary text.
+3. Tool returns that fit into the context are unchanged. Others lose their end, long ones first, and
+   end with a note: ``[cut: 812 of 5,000 tokens kept]``. Room for the next generation remains.
 """
 
 from __future__ import annotations
@@ -61,7 +65,7 @@ class SpecialTokens:
         return text if self._first is None else self._first.sub(REPLACEMENT, text)
 
     def count(self, ids: NDArray[np.int32]) -> int:
-        """How many of ``ids`` are guarded tokens."""
+        """Number of guarded tokens in ``ids``."""
         return int(np.count_nonzero(self._guarded.take(ids, mode="clip")))
 
 
@@ -75,16 +79,10 @@ _AWKWARD = " \"q\" 'a'\n{b}\\ <c> & \n"
 class ChatFormat:
     """A tokenizer, its chat template, and the tools that the template shows to the model.
 
-    Parameters
-    ----------
-    tokenizer : transformers tokenizer with a chat template
-    tool_schemas : sequence of JSON-schema function descriptions, may be empty
-    generation_stop_ids : sequence of int
-        Stop ids of the model's generation_config.
-    template_args : mapping
-        Further variables of the template, e.g. ``{"enable_thinking": False}``.
-    tool_format : str
-        How the environment reads calls. Only "hermes" can be explained to a model whose template leaves tools out.
+    ``tool_schemas`` are JSON-schema function descriptions, ``generation_stop_ids`` the stop ids of the
+    model's generation_config, and ``template_args`` further variables of the template, e.g.
+    ``{"enable_thinking": False}``. ``tool_format`` is how the environment reads calls; only "hermes"
+    can be explained to a model whose template omits tools.
     """
 
     def __init__(
@@ -119,7 +117,8 @@ class ChatFormat:
         """Ids that end a generation: the template's end of turn, the tokenizer's and the generation_config's eos."""
 
     def _ends_of_turns(self) -> dict[str, int]:
-        """The first marker after an assistant's turn by the role of the next message; a run without tools needs no tool's."""
+        """The first marker after an assistant's turn by the next message's role; "tool" is optional without
+        tools."""
         found: dict[str, int] = {}
         fault: ModelError | None = None
         for role in ("user", "tool"):
@@ -148,11 +147,12 @@ class ChatFormat:
         return next((position for position, each in enumerate(ids) if int(each) in self._markers), len(ids))
 
     def ends(self, token_id: int, role: str) -> bool:
-        """Whether a turn whose last token is this one has ended as the template writes it before a message of ``role``."""
+        """Whether a turn with this last token has ended as the template ends it before a message of ``role``."""
         return token_id == self._ends.get(role)
 
     def rest(self, ids: NDArray[np.int32], last: int | None = None) -> NDArray[np.int32]:
-        """``ids`` of what follows a turn, after the marker if that is the turn's ``last`` token, else all; None: it is."""
+        """``ids`` after a turn, without their marker if it is the turn's ``last`` token (assumed if not
+        given)."""
         marked = self._marker(ids)
         return ids[marked + 1 :] if marked < len(ids) and last in (None, ids[marked]) else ids
 
@@ -175,8 +175,8 @@ class ChatFormat:
         return self._encode(self.render(given))
 
     def conversation_ids(self, messages: Sequence[Mapping[str, Any]]) -> NDArray[np.int32]:
-        """As `prompt_ids`, of messages that are not the user's; ModelError if the template cannot show them, ContextOverflow as of
-        `most_bytes`."""
+        """As `prompt_ids`, of messages by others; ModelError if the template cannot show them, ContextOverflow
+        by `most_bytes`."""
         try:
             return self.prompt_ids(messages)
         except ContextOverflow:
@@ -187,20 +187,21 @@ class ChatFormat:
             ) from error
 
     def after_assistant_ids(self, messages: Sequence[Mapping[str, Any]]) -> NDArray[np.int32]:
-        """The ids of the end of an assistant's turn, these messages and the next generation prompt, int32 (T,); ModelError if
-        the template cannot show them."""
+        """The ids of the end of an assistant's turn, these messages and the next generation prompt, int32
+        (T,).
+
+        ModelError if the template cannot show them.
+        """
         return self._encode(self._render_messages_after(messages))
 
     def broken(self, text: str) -> str:
-        """``text`` with the first character of every special token in it replaced."""
         return self._special.broken(text)
 
     def special_count(self, ids: NDArray[np.int32]) -> int:
-        """How many of ``ids`` are special tokens."""
         return self._special.count(ids)
 
     def _missing_explanation(self, tool_format: str) -> str:
-        """The explanation of the tools for the system message; empty if there are none, or the template shows them."""
+        """The tools for the system message; empty if there are none, or the template shows them."""
         if not self.tool_schemas:
             return ""
         messages = [{"role": "user", "content": "?"}]
@@ -220,10 +221,11 @@ class ChatFormat:
         return explanation(self.tool_schemas)
 
     def observation_ids(self, contents: Sequence[str], *, ended: bool = True) -> NDArray[np.int32]:
-        """The ids of these tool messages and the next generation prompt, to append after an assistant turn, int32 (T,).
+        """The ids of these tool messages and the next generation prompt, to append after an assistant turn,
+        int32 (T,).
 
-        ``ended``: the turn's last token `ends` it; otherwise the end-of-turn token comes first. The first character of a
-        special token that a content spells is replaced. ValueError where a content yields one all the same.
+        ``ended``: the turn's last token `ends` it; otherwise the end-of-turn token comes first. ValueError
+        if a content yields a special token although its spelling was broken.
         """
         if not contents:
             raise ValueError("observation_ids: got no contents; there must be at least one tool message")
@@ -233,27 +235,27 @@ class ChatFormat:
         return self.rest(ids) if ended else ids
 
     def text_ids(self, text: str) -> NDArray[np.int32]:
-        """Token ids of a piece of text alone, int32 (T,)."""
+        """Token ids of text alone, int32 (T,)."""
         return self._encode(text)
 
     def user_ids(self, content: str, *, ended: bool = True) -> NDArray[np.int32]:
-        """The ids of a user's message and the next generation prompt, to append after an assistant turn, as `observation_ids`."""
+        """As `observation_ids`, of a user's message."""
         text = self._special.broken(content)
         ids = self._encode(self._after_assistant([text], role="user"))
         self._check_special(ids, [text], role="user")
         return self.rest(ids) if ended else ids
 
     def decode(self, ids: Sequence[int] | NDArray[np.int32]) -> str:
-        """Text of generated ids, with special tokens such as ``<tool_call>``, without the stop id at the end."""
+        """Text of generated ids, with special tokens such as ``<tool_call>``, without the stop ids at the end."""
         ids = [int(i) for i in ids]
         while ids and ids[-1] in self.stop_ids:
             ids.pop()
         return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def _check_special(self, ids: NDArray[np.int32], texts: list[str], role: str = "tool") -> None:
-        """ValueError if a tokenizer that rewrites text before it looks for special tokens has found one in these."""
+        """ValueError if a tokenizer that rewrites text has found a special token in these."""
         kind = role, len(texts)
-        if self._frames[kind] is None:  # what the template makes of other texts says nothing of these
+        if self._frames[kind] is None:  # the template changes texts, so its output for others proves nothing
             forged = any(self._special.count(self._encode(text)) for text in texts)
         else:
             if kind not in self._special_counts:
@@ -296,8 +298,7 @@ class ChatFormat:
         return after
 
     def _after_assistant(self, contents: list[str], role: str = "tool") -> str:
-        """Text after an assistant turn. Rendering is slower than generating a token, so a plain template is rendered
-        once."""
+        """Text after an assistant turn. A plain template is rendered once: rendering is slower than a token."""
         kind = role, len(contents)
         if kind not in self._frames:
             self._frames[kind] = self._frame(len(contents), role)
@@ -307,7 +308,7 @@ class ChatFormat:
         return "".join(part for pair in zip(frame, [*contents, ""], strict=True) for part in pair)
 
     def _frame(self, count: int, role: str) -> list[str] | None:
-        """The text around ``count`` messages of ``role``; None if the template does not insert them verbatim."""
+        """The text around ``count`` messages; None if the template does not insert them verbatim."""
         marks = [f"{_STAND_IN}-{i}-" for i in range(count)]
         rest, frame = self._render_after(marks, role), []
         for mark in marks:
@@ -322,7 +323,7 @@ class ChatFormat:
 
 
 def explanation(tool_schemas: Sequence[Mapping[str, Any]]) -> str:
-    """Tools and the shape of a call, in as few words as a small model needs."""
+    """Tools and the form of a call, in as few words as a small model needs."""
     lines = []
     for schema in tool_schemas:
         function = schema["function"]
@@ -344,7 +345,7 @@ def load_chat_format(
     tool_format: str = "hermes",
     loader: str | None = None,
 ) -> ChatFormat:
-    """The chat format of a model directory, its tokenizer by ``model.loader``; ModelError if there is none."""
+    """The chat format of a model directory, its tokenizer by ``model.loader``; may raise ModelError."""
     directory = Path(model_dir)
     tokenizer = build_tokenizer(loader, directory)
     try:
@@ -361,33 +362,14 @@ _ANSWER_SHARE = 4
 
 
 def fitted(
-    chat: ChatFormat,
-    contents: Sequence[str],
-    left_tokens: int,
-    max_new_tokens: int,
-    *,
-    ended: bool,
-    role: str = "tool",
+    chat: ChatFormat, contents: Sequence[str], left_tokens: int, max_new_tokens: int, *, ended: bool, role: str = "tool"
 ) -> tuple[list[str], NDArray[np.int32]]:
     """The returns of a turn's calls as the model reads them, and their token ids.
 
-    Parameters
-    ----------
-    chat : ChatFormat
-    contents : sequence of str
-    left_tokens : int
-        Tokens that the context still holds.
-    max_new_tokens : int
-        Most tokens of the next generation.
-    ended : bool
-        As of `ChatFormat.observation_ids`.
-    role : "tool" or "user"
-        Of the messages; "user" has one, the environment's own answer.
-
-    Returns
-    -------
-    list of str, array
-        If not even the notes fit, the ids are longer than ``left_tokens``: then the context is full without any return.
+    The context still holds ``left_tokens``; the next generation has at most ``max_new_tokens``;
+    ``ended`` is as in `ChatFormat.observation_ids`. Role "user" has one message, the environment's
+    answer. If not even the notes fit, the ids are longer than ``left_tokens``: then the context is full
+    without any return.
     """
 
     def rendered(texts: Sequence[str]) -> NDArray[np.int32]:
@@ -421,7 +403,7 @@ def _cut(chat: ChatFormat, ids: NDArray[np.int32], kept: int) -> str:
 
 
 def _shares(lengths: Sequence[int], total: int) -> list[int]:
-    """Tokens of each return, ``total`` together: the shortest whole, the others as many each."""
+    """Tokens of each return, ``total`` together: the shortest whole, the others equally many."""
     shares, left = [0] * len(lengths), total
     for rank, index in enumerate(sorted(range(len(lengths)), key=lambda each: lengths[each])):
         shares[index] = min(lengths[index], left // (len(lengths) - rank))

@@ -1,7 +1,9 @@
-"""Requests of agents as token ids: whole conversations, and what follows a generated turn, each with the request's own tools.
+"""Requests of agents as token ids: whole conversations, and tails after a generated turn, with their
+own tools.
 
-The ids of a tail are the text that the template puts after a stand-in for the turn, as for observations (`ChatFormat`): the turn
-itself is never rendered. All texts are the agent's, so none yields a special token (`libra.rollout.chat_format`).
+The ids of a tail are the text that the template puts after a placeholder for the turn
+(`ChatFormat`): the turn itself is never rendered. All texts are the agent's, so none may yield a
+special token.
 """
 
 from __future__ import annotations
@@ -24,10 +26,10 @@ _KEEP_ALL = {"Sequence", "ByteLevel", "Split", "Digits"}
 
 
 def most_bytes_of_a_token(tokenizer: Any) -> int | None:
-    """Most bytes of a text, as UTF-8, that one token stands for; None where there is no such bound that holds for every text.
+    """Maximum bytes of UTF-8 text that one token stands for; None if no bound holds for every text.
 
-    It is known of BPE over bytes without a normalizer or with NFC, which has a token for every byte: GPT-2's, Qwen's, Llama 3's and
-    their like. Others may drop characters, or make one token of any unknown word.
+    It is known for BPE over bytes without a normalizer or with NFC, which has a token for every byte
+    (GPT-2, Qwen, Llama 3). Others may drop characters, or make one token of any unknown word.
     """
     from tokenizers import pre_tokenizers
     from tokenizers.models import BPE
@@ -52,7 +54,6 @@ def most_bytes_of_a_token(tokenizer: Any) -> int | None:
 
 
 def _steps(pre_tokenizer: Any) -> list[dict[str, Any]]:
-    """The parts of a pre-tokenizer, as its file has them."""
     if pre_tokenizer is None:
         return []
     steps, pending = [], [json.loads(pre_tokenizer.__getstate__())]
@@ -73,8 +74,8 @@ _NAME = "libra_stands_in"
 class ConversationFormat:
     """The tokens of agents' messages; ``chat`` is the run's own format, whose tokenizer and stop ids it has.
 
-    A text that has more than ``most_tokens`` tokens by its size alone raises ContextOverflow before it is tokenised, where the
-    tokenizer has such a bound (`libra.rollout.conversation_format`). Several threads may ask at once.
+    A text with more than ``most_tokens`` tokens by its size alone raises ContextOverflow before it is
+    tokenised, if the tokenizer has such a bound. Several threads may call it at once.
     """
 
     def __init__(self, chat: ChatFormat, most_tokens: int | None = None) -> None:
@@ -87,17 +88,17 @@ class ConversationFormat:
     def prompt_ids(self, messages: Messages, tools: Sequence[Mapping[str, Any]] = (), **args: Any) -> NDArray[np.int32]:
         """A whole conversation up to and including the generation prompt, int32 (T,).
 
-        ``args`` are further variables of the template. ModelError if it cannot show the messages, ValueError where a text yields a
-        special token all the same.
+        ``args`` are further variables of the template. ModelError if it cannot show the messages,
+        ValueError if a text yields a special token although its spelling was broken.
         """
         return self._of(tools, args).prompt_ids(messages)
 
     def tail_ids(
         self, messages: Messages, tools: Sequence[Mapping[str, Any]] = (), *, last: int, **args: Any
     ) -> NDArray[np.int32]:
-        """What follows a generated turn, up to and including the next generation prompt, as `prompt_ids`.
+        """The ids after a generated turn, up to and including the next generation prompt, as `prompt_ids`.
 
-        ``last`` is the turn's last token; unless it is the marker with which the template goes on, that comes first.
+        ``last`` is the turn's last token; unless it is the template's marker, the marker comes first.
         """
         return self.chat.rest(self._of(tools, args).tail_ids(messages), last)
 
@@ -116,8 +117,6 @@ class ConversationFormat:
 
 
 class _Format:
-    """For one set of tools and template arguments."""
-
     def __init__(
         self, chat: ChatFormat, tools: Sequence[Mapping[str, Any]], args: Mapping[str, Any], most_bytes: int | None
     ) -> None:
@@ -148,7 +147,7 @@ class _Format:
         return ids
 
     def _checked(self, messages: Messages, ids_of: Any) -> NDArray[np.int32]:
-        """The ids of messages whose texts are broken where they spell special tokens; as many of those as harmless texts give."""
+        """Ids of messages with broken spellings; they have as many special tokens as harmless texts give."""
         ids: NDArray[np.int32] = ids_of([self._shown(self._broken(message)) for message in messages])
         structure = (ids_of.__name__, *(_structure(message) for message in messages))
         special = self._structures.get(structure)
@@ -169,7 +168,7 @@ class _Format:
         return [self._broken(each) for each in given] if isinstance(given, list) else given
 
     def _shown(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """A message as the template shows all of it: calls are in the text where it has no form for them."""
+        """A message with calls in its text if the template has no form for them."""
         calls = message.get("tool_calls")
         if not calls or self._shows_calls:
             return dict(message)
@@ -189,7 +188,6 @@ def _structure(message: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _harmless(message: Mapping[str, Any]) -> dict[str, Any]:
-    """The same message with texts that spell nothing."""
     made = {**message, "content": "x" if message["content"].strip() else ""}
     if "reasoning_content" in made:
         made["reasoning_content"] = "x"

@@ -3,18 +3,18 @@
 Invariants
 1. Every ``generate`` ends exactly once: with a TurnOutput, or with an EngineError.
 2. Tokens in, tokens out: an engine never sees text, and returns the ids it sampled, unchanged.
-3. A token's weight version is that of the weights whose logits it was drawn from; its KV version is that of the weights
-   that computed every key and value it attended to.
+3. A token's weight version is the weights whose logits it was drawn from; its KV version is the
+   weights that computed every key and value it attended to.
 4. ``load_version`` takes effect between two tokens. It changes nothing if it raises.
-5. A trajectory has at most one request in the engine. Between its turns the engine may keep its KV, but need not.
+5. A trajectory has at most one request in the engine, which may keep its KV between turns. An
+   engine never holds more than its ``capacity``, whose seconds were measured on its own passes.
 6. Smaller ``priority`` is served first, then earlier arrival; a running request is never preempted.
-7. It never holds more than its ``capacity``, whose seconds were measured on its own passes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -29,27 +29,14 @@ from libra.types import EngineCapacity, TurnOutput, TurnRequest
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """The settings that engines of every kind have.
+    """The settings that engines of every kind have."""
 
-    Attributes
-    ----------
-    model_dir : Path
-        Directory in Hugging Face layout.
-    slots, max_context_tokens : int
-        Maximum requests that generate at once, and maximum context plus generated tokens of each.
-    dtype : {"float32", "bfloat16"}
-    threads : int or None
-        torch threads; None leaves the engine's own choice.
-    kv_cache_gib : float or None
-        Maximum KV cache, in GiB.
-    """
-
-    model_dir: Path
-    slots: int
-    max_context_tokens: int
-    dtype: str = "float32"
-    threads: int | None = None
-    kv_cache_gib: float | None = None
+    model_dir: Path  # in Hugging Face layout
+    slots: int  # maximum requests that generate at once
+    max_context_tokens: int  # maximum context plus generated tokens of each
+    dtype: str = "float32"  # or "bfloat16"
+    threads: int | None = None  # of torch; by default the engine's own choice
+    kv_cache_gib: float | None = None  # maximum KV cache
 
     def __post_init__(self) -> None:
         if self.slots < 1 or self.max_context_tokens < 2:
@@ -58,71 +45,34 @@ class EngineSettings:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    """Counters of an engine: its present state (first five) and its work since it started (the rest).
-
-    Attributes
-    ----------
-    running, waiting, retained : int
-        Requests generating, requests queued, and trajectories whose KV is kept between turns.
-    slots : int
-        Requests that can run at once; ``running + retained <= slots``.
-    version : int
-        Weight version in use.
-    generated_tokens, prefilled_tokens, cached_tokens : int
-        Tokens sampled, context tokens computed, and context tokens whose KV was cached.
-    busy_s : float
-        Wall seconds spent inside steps.
-    steps : int
-        Forward passes.
-    drafted_tokens, accepted_tokens : int
-        Tokens that were drafted (`rollout.speculate`), and those of them that were the ones sampled.
-    drafted_by_rows : dict
-        The same by batch size, with the seconds of steps with and without drafts (`libra.rollout.speculation.Drafted`).
-    """
-
-    running: int
-    waiting: int
-    retained: int
-    slots: int
-    version: int
-    generated_tokens: int
-    prefilled_tokens: int
-    cached_tokens: int
-    busy_s: float
-    steps: int
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0
-    drafted_by_rows: DraftedByRows = field(default_factory=dict)
-
-
 @dataclass(slots=True)
 class EngineCounters:
-    """An engine's work since it started; fields of `EngineStats`."""
+    """An engine's work since it started."""
 
-    generated_tokens: int = 0
-    prefilled_tokens: int = 0
-    cached_tokens: int = 0
-    busy_s: float = 0.0
-    steps: int = 0
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0
+    generated_tokens: int = 0  # sampled
+    prefilled_tokens: int = 0  # of contexts, computed
+    cached_tokens: int = 0  # of contexts, whose KV was cached
+    busy_s: float = 0.0  # wall seconds inside steps
+    steps: int = 0  # forward passes
+    drafted_tokens: int = 0  # `rollout.speculate`
+    accepted_tokens: int = 0  # drafted, and equal to the sampled ones
 
-    def stats(
-        self,
-        *,
-        running: int,
-        waiting: int,
-        retained: int,
-        slots: int,
-        version: int,
-        by_rows: DraftedByRows | None = None,
-    ) -> EngineStats:
-        """Add the engine's present state, and the counters of its drafts."""
-        done = (getattr(self, each.name) for each in fields(self))  # in the order of `EngineStats`; `asdict` copies
-        found = EngineStats(running, waiting, retained, slots, version, *done)
-        return found if not by_rows else replace(found, drafted_by_rows=dict(by_rows))
+    def stats(self, **state: Any) -> EngineStats:
+        """These counters with the engine's present state."""
+        done = {each.name: getattr(self, each.name) for each in fields(EngineCounters)}  # `asdict` copies deeply
+        return EngineStats(**done, **state)
+
+
+@dataclass(slots=True, kw_only=True)
+class EngineStats(EngineCounters):
+    """An engine's counters and present state."""
+
+    running: int  # requests generating
+    waiting: int  # requests queued
+    retained: int  # trajectories whose KV is kept between turns
+    slots: int  # requests that can run at once; ``running + retained <= slots``
+    version: int  # of the weights in use
+    drafted_by_rows: DraftedByRows = field(default_factory=dict)  # by batch size
 
 
 @runtime_checkable
@@ -141,7 +91,7 @@ class RolloutEngine(Protocol):
         """End the trajectory's request with StopReason.ABORT, if it has one, and free its KV."""
 
     def forget(self, trajectory_id: str) -> None:
-        """Free the KV kept for a trajectory that has ended; at once, or when its request ends."""
+        """Free the KV of a trajectory that has ended; at once, or when its request ends."""
 
     async def pause(self) -> None:
         """Stop between two steps; running requests keep their place."""
@@ -152,14 +102,16 @@ class RolloutEngine(Protocol):
     async def load_version(self, version: int, directory: Path) -> None:
         """Serve ``directory/model.safetensors`` (Hugging Face names) as ``version`` from the next token on.
 
-        Running requests are computed again under the new weights and retained KV is dropped. WeightsError if tensors are
-        missing, unknown, of another shape or unreadable; the old version then stays in use.
+        Running requests are computed again under the new weights and retained KV is dropped. WeightsError
+        if tensors are missing, unknown, of another shape or unreadable; the old version then remains in
+        use.
         """
 
     async def score(self, token_ids: NDArray[np.int32]) -> NDArray[np.float32]:
-        """Log-probability in nats of each token but the first, given those before it (T - 1,), at temperature 1.
+        """Log-probability in nats of each token but the first, given those before it (T - 1,), at temperature
+        1.
 
-        Under the weights as served, by the pass that serves requests; may be called while requests run.
+        By the weights and the pass that serve requests; may be called while requests run.
         """
 
     async def project(self, seed: int) -> dict[str, tuple[float, ...]]:
@@ -172,26 +124,26 @@ class RolloutEngine(Protocol):
         """Counters as of the last step."""
 
     def capacity(self) -> EngineCapacity:
-        """What a started engine can hold, and the seconds of its last passes; any thread may call it at any time."""
+        """The capacity of a started engine, and the seconds of its last passes; any thread may call it."""
 
     async def close(self) -> None:
-        """Fail what is pending with EngineError and release everything; may be called twice."""
+        """Fail pending requests with EngineError and release everything; may be called twice."""
 
 
 class EngineFactory(Protocol):
-    """``rollout.engine`` of one's own: a class or function that makes an engine, not started.
+    """A user's ``rollout.engine``: a class or function that makes an engine, not started.
 
-    Its attribute ``tp_degrees``, e.g. ``(1, 2, 4)``, has the tensor-parallel degrees that its engines can have; without it: 1.
-    Its attribute ``continues_turns``, if true, says that its engines heed `TurnRequest.generated`, as ``rollout.chunk_tokens``
-    needs.
+    Its attribute ``tp_degrees``, e.g. ``(1, 2, 4)``, has the tensor-parallel degrees of its
+    engines; by default
+    1. If its attribute ``continues_turns`` is true, its engines heed `TurnRequest.generated`, as
+       ``rollout.chunk_tokens`` needs.
 
-    Of further options it gets those that it takes by name: ``tp``, one of its degrees, if it declares others than 1
-    (``rollout.tp``, ``cluster.engines``, a role change), ``dtype`` ("float32" or "bfloat16"), ``threads`` (of torch, None: its own
-    choice), ``kv_cache_gib`` (None: enough for all slots), ``min_pass_s`` (minimum seconds of a pass), ``device``
-    (``cluster.device``), ``loader`` (``model.loader``), and of a rebucketed engine ``cores`` and ``devices``, as
-    `libra.worker.engine_factory.Share` has them.
-    `libra.testing.engines.EngineContract` tests what it makes; a run verifies each version that it serves by
-    `RolloutEngine.score` and `RolloutEngine.project`.
+    It gets the further options that it takes by name: ``tp`` (if it declares degrees), ``dtype``
+    ("float32" or "bfloat16"), ``threads`` (of torch, optional), ``kv_cache_gib`` (by default enough for
+    all slots), ``min_pass_s`` (minimum seconds of a pass), ``device`` (``cluster.device``), ``loader``
+    (``model.loader``), and for a rebucketed engine ``cores`` and ``devices``
+    (`libra.worker.engine_factory.Share`). `libra.testing.engines.EngineContract` tests the engine; a
+    run verifies each version that it serves by `RolloutEngine.score` and `RolloutEngine.project`.
     """
 
     def __call__(
@@ -202,8 +154,8 @@ class EngineFactory(Protocol):
 
 @runtime_checkable
 class ReadsColumns(Protocol):
-    """An engine that can also return single columns of its layers exactly: the version check then detects a change of one
-    bit.
+    """An engine that can also return single columns of its layers: the version check then detects one
+    changed bit.
 
     Only for engines that multiply with the weights as published: no quantisation, no TF32.
     """
@@ -217,17 +169,16 @@ class ReadsColumns(Protocol):
 
 @runtime_checkable
 class MovesKV(Protocol):
-    """An engine that gives the KV of a trajectory to other engines, and takes it from them."""
+    """An engine that exchanges the KV of trajectories with other engines."""
 
     async def export_kv(self, trajectory_id: str) -> KVObject | None:
-        """The KV of a trajectory that is between two turns, kept until `forget`; None if the engine has none."""
+        """The KV of a trajectory between two turns, kept until `forget`; None if the engine has none."""
 
     async def park_kv(self) -> None:
-        """Bring the KV of all trajectories between two turns into host memory; `export_kv` gives it also from a closed engine."""
+        """Bring all KV between two turns into host memory; `export_kv` then works on a closed engine too."""
 
     async def import_kv(self, kv: KVObject) -> bool:
-        """Keep an object for the trajectory's next request, which uses it if `KVObject.check` allows that; False if there is
-        no room."""
+        """Keep an object for the trajectory's next request, if `KVObject.check` allows it; False without room."""
 
 
 PRIORITY_BITS = (20, 10, 30)
@@ -260,12 +211,10 @@ def check_request(request: TurnRequest, *, max_context_tokens: int, vocab_size: 
 
 
 def packed_priority(priority: tuple[int, ...]) -> int:
-    """One non-negative number below 2**60 in the order of the tuples: ``a < b`` if and only if it holds for their tuples.
+    """One non-negative number below 2**60 in the order of the tuples.
 
-    Raises
-    ------
-    EngineError
-        More entries than `PRIORITY_BITS` has, or one below -1 (a level of those that are overdue) or too large for its bits.
+    EngineError for more entries than `PRIORITY_BITS`, or one below -1 (overdue) or too large for its
+    bits.
     """
     if len(priority) > len(PRIORITY_BITS) or any(
         not -1 <= part <= 2**bits - 3 for part, bits in zip(priority, PRIORITY_BITS, strict=False)

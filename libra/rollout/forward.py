@@ -1,16 +1,16 @@
 """The forward pass of a step, and its answers to the version check.
 
-The pass is fused for Llama-shaped decoders, else the model's own modules with another attention. On a CPU the time of a small
-model depends on the number of operations, not on their size, and the event loop waits for every Python instruction of the
-engine's thread. So the fused pass has fewer, larger operations. It computes what the stock modules compute, from the same storage:
-their projections become views into one joint matrix per layer, so weights can be loaded in place.
+The pass is fused for Llama-shaped decoders; other models run their own modules with another
+attention. On a CPU the time of a small model depends on the number of operations, so the fused pass
+has fewer, larger ones. It computes what the stock modules compute, from the same storage: their
+projections become views into one joint matrix per layer, so weights can be loaded in place.
 
-The answers (`libra.weights.version_check`) go through the matrices that a step multiplies with, joined or transposed.
+The answers (`libra.weights.version_check`) use the matrices of a step, joined or transposed.
 
 Invariants
-1. The stock modules stay whole, and no weight is stored twice.
-2. Before the first request, the log-probabilities of a short probe, prefilled and decoded through the slots, were compared
-   with those of the model as transformers runs it.
+1. The stock modules remain whole, and no weight is stored twice.
+2. Before the first request, the log-probabilities of a short probe, prefilled and decoded through
+   the slots, were compared with transformers' own.
 
 Shapes: T tokens, E hidden size, H heads, K KV heads, D head size, C positions.
 """
@@ -40,14 +40,14 @@ _STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn"})
 
 
 def can_fuse(model: Any) -> bool:
-    """Whether this pass computes what the model's own does: family, activation and rotary embedding of a known kind."""
+    """Whether the fused pass computes the model: family, activation and rotary embedding of a known kind."""
     config = model.config
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     return config.model_type in FUSED_MODEL_TYPES and config.hidden_act == "silu" and rope in _STATIC_ROPE
 
 
 def _join(linears: list[nn.Linear]) -> tuple[Tensor, Tensor | None]:
-    """One matrix (and bias) whose row blocks are those of the given layers, which become views of it."""
+    """One matrix (and bias) of the row blocks of the given layers, which become views of it."""
     weight = torch.cat([linear.weight.data for linear in linears])
     bias = None if linears[0].bias is None else torch.cat([linear.bias.data for linear in linears])
     begin = 0
@@ -78,7 +78,7 @@ class FusedLayer:
         self.refresh()
 
     def refresh(self) -> None:
-        """Recompute what is derived from the weights: the scale of queries and keys, head norms included (H + K, D)."""
+        """Recompute the scale of queries and keys, head norms included (H + K, D)."""
         like = self.qkv
         q, k = (
             like.new_full((self.heads, self.head_dim), self.head_dim**-0.5),
@@ -153,7 +153,7 @@ Apply = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class UsedLayer:
-    """One layer: its number of inputs (rows of an embedding), and what it does to (N, inputs), without bias."""
+    """One layer: its number of inputs (rows of an embedding), and its map of (N, inputs), without bias."""
 
     inputs: int
     apply: Apply
@@ -162,7 +162,8 @@ class UsedLayer:
 class Forward:
     """From the token ids of a step to hidden states, and from hidden states to logits.
 
-    ``model`` is a transformers causal LM; ``fused`` False keeps to its own modules, with only their attention replaced.
+    ``model`` is a transformers causal LM; ``fused=False`` keeps its own modules, with only attention
+    replaced.
     """
 
     def __init__(self, model: Any, kv: SlotKV, *, fused: bool = True) -> None:
@@ -209,13 +210,13 @@ class Forward:
             self.fused.refresh()
 
     def score_alone(self, token_ids: NDArray[np.int64], first: int, temperature: float) -> NDArray[np.float32]:
-        """Log-probabilities from token ``first`` on by `libra.scoring.score_alone`: stock modules, no slots, no batch."""
+        """Log-probabilities from token ``first`` on by `libra.scoring.score_alone`: stock modules, no slots,
+        no batch."""
         with self._stock():
             return score_alone(self.model, token_ids, first, temperature)
 
     @contextmanager
     def _stock(self) -> Iterator[None]:
-        """The model as transformers runs it."""
         self.model.set_attn_implementation(plain_attention(self.model.config))
         try:
             yield
@@ -224,7 +225,7 @@ class Forward:
 
     @torch.inference_mode()
     def _gap_to_stock(self) -> float:
-        """Nats by which a short probe differs from the model as transformers runs it."""
+        """Nats by which a short probe differs from transformers' own pass."""
         vocabulary = int(
             self.model.config.vocab_size
         )  # not its first ids, which are special tokens that do not occur in text
@@ -251,9 +252,9 @@ class Forward:
 
     @torch.inference_mode()
     def columns(self, wanted: Mapping[str, tuple[int, ...]]) -> dict[str, NDArray[np.float32]]:
-        """The requested columns of each matrix (K, outputs); rows of an embedding; a vector whole, as (1, n).
+        """The requested columns of each matrix (K, outputs); rows of an embedding; a whole vector, as (1, n).
 
-        A column is the layer's output for an input that is 1 in one place and 0 elsewhere, which rounding cannot change.
+        A column is the layer's output for an input that is 1 in one place and 0 elsewhere, which is exact.
         """
         layers, vectors = self._layers(), self._vectors()
         found: dict[str, NDArray[np.float32]] = {}
@@ -270,7 +271,7 @@ class Forward:
         return found
 
     def _layers(self) -> dict[str, UsedLayer]:
-        """Every linear layer and embedding by the name of its weight, in the form of the fused pass if it has one."""
+        """Every linear layer and embedding by the name of its weight, in the form of the fused pass if any."""
         found: dict[str, UsedLayer] = {}
         model, fused, stock_head = self.model, self.fused, self.model.get_output_embeddings()
         for name, weight in model.named_parameters(remove_duplicate=False):
@@ -289,7 +290,7 @@ class Forward:
         return found
 
     def _vectors(self) -> dict[str, Tensor]:
-        """Every norm and bias by name; head norms that a fused pass has folded into its scale, in that form."""
+        """Every norm and bias by name; head norms as the fused pass has folded them into its scale."""
         model, fused = self.model, self.fused
         found = {name: tensor for name, tensor in model.named_parameters() if tensor.ndim == 1}
         if fused is not None:
@@ -311,7 +312,7 @@ class Forward:
 
 
 def _joined(layer: Any, stock: Any) -> dict[str, Tensor]:
-    """Row blocks of the joined matrices, by the layer whose weights they are."""
+    """Row blocks of the joined matrices, by layer."""
     blocks, begin = {}, 0
     for name in ("q_proj", "k_proj", "v_proj"):
         end = begin + int(getattr(stock.self_attn, name).out_features)

@@ -1,12 +1,16 @@
-"""The KV of trajectories between two turns: as objects, in the host memory of an engine, and back in its slots.
+"""The KV of trajectories between two turns: as objects, in an engine's host memory, and back in its
+slots.
 
 Invariants
-1. An object names the trajectory, the weights that computed it, and the tokens it belongs to, by number and digest.
-2. `KVObject.check` allows its use by an engine with the same weights and layout, for a context that begins with these tokens.
+1. An object names the trajectory, its weights, and its tokens by number and digest.
+2. `KVObject.check` allows its use by an engine with the same weights and layout, for a context that
+   starts with these tokens.
 3. `KVObject.received` accepts only the bytes that were exported: size and checksum must be right.
-4. A pool never holds more than ``limit_bytes``, and at most one object per trajectory. It evicts the least valuable first: of
-   older weights, then of a trajectory that waits for nothing here, then the least recently used one.
-5. Only slots without a running request are read. A slot is filled only beyond what it has, and its object leaves the pool then.
+4. A pool never holds more than ``limit_bytes``, and at most one object per trajectory. It evicts
+   objects of older weights first, then of trajectories without a request here, then the least
+   recently used one.
+5. Only slots without a running request are read. A slot is filled only beyond its own tokens, and
+   the object then leaves the pool.
 """
 
 from __future__ import annotations
@@ -35,31 +39,15 @@ def digest_of(token_ids: NDArray[Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class KVObject:
-    """Keys and values of a trajectory's first ``num_tokens`` tokens, all layers and all KV heads.
-
-    Attributes
-    ----------
-    trajectory_id : str
-    version : int
-        Weights that computed all of it; of several, the oldest.
-    num_tokens : int
-    digest : str
-        `digest_of` these tokens.
-    layout : str
-        Engines of the same layout store the same numbers in the same order, whatever their TP degree.
-    crc32 : int
-        Of ``data``.
-    data : numpy.ndarray
-        The bytes (n,), uint8.
-    """
+    """Keys and values of a trajectory's first ``num_tokens`` tokens, all layers and all KV heads."""
 
     trajectory_id: str
-    version: int
+    version: int  # of the weights that computed it; of several, the oldest
     num_tokens: int
-    digest: str
-    layout: str
-    crc32: int
-    data: NDArray[np.uint8]
+    digest: str  # `digest_of` its tokens
+    layout: str  # equal layouts store the same numbers in the same order at any TP degree
+    crc32: int  # of ``data``
+    data: NDArray[np.uint8]  # (n,) bytes
 
     @classmethod
     def of(
@@ -70,17 +58,16 @@ class KVObject:
 
     @property
     def num_bytes(self) -> int:
-        """Size of ``data``."""
         return self.data.nbytes
 
     def header(self) -> dict[str, Any]:
-        """All but the data, as JSON-able fields; `received` reads them."""
+        """All but the data, as JSON-able fields for `received`."""
         own = {name: getattr(self, name) for name in ("trajectory_id", "version", "num_tokens", "digest", "layout")}
         return own | {"crc32": self.crc32, "num_bytes": self.num_bytes}
 
     @classmethod
     def received(cls, header: Mapping[str, Any], data: NDArray[np.uint8]) -> KVObject:
-        """The object of a header and of bytes that arrived; KVRefused if they are not the ones it was exported with."""
+        """The object of a header and received bytes; KVRefused if they are not the exported ones."""
         try:
             found = cls(
                 str(header["trajectory_id"]), int(header["version"]), int(header["num_tokens"]), str(header["digest"]),
@@ -113,7 +100,7 @@ class KVObject:
 
 
 class HostKV:
-    """The pool of one engine; ``evicted`` counts the objects that gave way to others."""
+    """The pool of one engine; ``evicted`` counts objects replaced by others."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
@@ -125,8 +112,10 @@ class HostKV:
         return len(self._objects)
 
     def put(self, kv: KVObject, waiting: Container[str] = ()) -> bool:
-        """Keep an object, in place of the less valuable ones; False if it is larger than the pool. ``waiting``:
-        trajectories that have requests here."""
+        """Keep an object, replacing less valuable ones; False if it is larger than the pool.
+
+        ``waiting``: trajectories that have requests here.
+        """
         with self._lock:
             self._drop(kv.trajectory_id)
             if kv.num_bytes > self.limit_bytes:
@@ -152,12 +141,11 @@ class HostKV:
             return found
 
     def drop(self, trajectory_id: str) -> None:
-        """Forget the object of a trajectory, if there is one."""
         with self._lock:
             self._drop(trajectory_id)
 
     def drop_before(self, version: int) -> None:
-        """Forget what older weights computed."""
+        """Drop objects of older weights."""
         with self._lock:
             for name in [name for name, kv in self._objects.items() if kv.version < version]:
                 self._drop(name)
@@ -172,18 +160,18 @@ logger = logging.getLogger(__name__)
 
 
 class ParkedKV:
-    """Of one engine; on its thread. Without a ``pool`` nothing is kept, and every method does nothing."""
+    """One engine's KV moves; on its thread. Without a ``pool`` every method does nothing."""
 
     def __init__(self, kv: SlotKV, table: SlotTable, pool: HostKV | None) -> None:
         self.kv, self.table, self.pool = kv, table, pool
 
     def evicted(self, slot: int, version: int, waiting: Container[str]) -> None:
-        """A retained slot, computed by weights ``version``, is about to be freed; ``waiting``: trajectories with requests."""
+        """A retained slot, computed by weights ``version``, is about to be freed."""
         if self.pool is not None and self.table.cached[slot]:
             self.pool.put(self._read(slot, version), waiting)
 
     def export(self, trajectory_id: str, version: int, waiting: Container[str]) -> KVObject | None:
-        """The KV of a trajectory, which the pool has from now on; None if there is none, no room for it, or a request runs."""
+        """The KV of a trajectory, now in the pool; None if it has none, the pool no room, or a request runs."""
         slot = self.table.slot_of.get(trajectory_id)
         if self.pool is None or slot is None:
             return None if self.pool is None else self.pool.get(trajectory_id)
@@ -193,8 +181,7 @@ class ParkedKV:
         return found if self.pool.put(found, waiting) else None
 
     def restore(self, job: Job, version: int) -> int:
-        """A request starts: fill its slot from the pool, if that has more of its context than the slot; returns the tokens
-        whose KV the slot has now."""
+        """Fill a starting request's slot from the pool if that has more; returns the tokens whose KV it has."""
         slot, context = job.slot, job.request.context_ids
         reuse = int(self.table.cached[slot])
         kv = None if self.pool is None else self.pool.get(job.name)

@@ -1,13 +1,14 @@
 """Sampling of the next tokens of a batch, with their log-probabilities. Randomness arrives as numbers.
 
-A token is drawn by inverse CDF from one uniform number per token, fixed by the request's seed before its first token. So
-the same seed, context and weights give the same tokens independent of the rest of the batch (up to floating point).
+A token is drawn by inverse CDF from one uniform number, fixed by the request's seed before its
+first token. So the same seed, context and weights give the same tokens in any batch (up to floating
+point).
 
-The log-probability is that of the distribution sampled from: after temperature and top_p. A greedy token (temperature 0)
-has probability 1 there; its log-probability is the one at temperature 1, the model's own.
+The log-probability belongs to the distribution sampled from, after temperature and top_p. A greedy
+token (temperature 0) has its log-probability at temperature 1, the model's own.
 
-Requests may want further tokens drawn at each place (``TurnRequest.draws``). These have uniform numbers of their own, so a
-request generates the same tokens with and without them.
+Further tokens at each place (``TurnRequest.draws``) have uniform numbers of their own, so they do
+not change the generated ones.
 
 Shapes: N rows, M draws, V vocabulary.
 """
@@ -21,7 +22,7 @@ from torch import Tensor
 
 
 def draw_uniforms(seed: int, num_tokens: int, first: int = 0) -> NDArray[np.float32]:
-    """The uniform numbers in [0, 1) that decide tokens ``first``, ``first + 1``, ... of a turn, one each (num_tokens,)."""
+    """The uniform numbers in [0, 1) of tokens ``first``, ``first + 1``, ... of a turn (num_tokens,)."""
     return np.random.default_rng(seed).random(first + num_tokens, dtype=np.float32)[first:]
 
 
@@ -30,7 +31,7 @@ def sample(
 ) -> tuple[Tensor, Tensor]:
     """Next token ids (N,) int64 and their log-probabilities (N,) float32.
 
-    ``temperature_N`` None means 1 everywhere, ``top_p_N`` None means no row is cut; both are shortcuts, not defaults.
+    Shortcuts: no ``temperature_N`` is 1 everywhere, and no ``top_p_N`` cuts no row.
     """
     logits_NV = logits_NV.float()
     greedy_N = None
@@ -54,7 +55,7 @@ def sample(
 
 
 def _keep_top_p(logprobs_NV: Tensor, top_p_N: Tensor) -> Tensor:
-    """Log-probabilities renormalised over the fewest likeliest tokens that reach top_p; -inf elsewhere."""
+    """Log-probabilities renormalised over the fewest likeliest tokens that reach top_p; else -inf."""
     sorted_NV, order_NV = logprobs_NV.sort(dim=-1, descending=True, stable=True)
     probs_NV = sorted_NV.exp()
     before_NV = probs_NV.cumsum(dim=-1) - probs_NV
@@ -66,9 +67,10 @@ def _keep_top_p(logprobs_NV: Tensor, top_p_N: Tensor) -> Tensor:
 
 
 def draw_further(logits_NV: Tensor, uniforms_NM: Tensor, temperature_N: Tensor | None) -> tuple[Tensor, Tensor]:
-    """M further tokens of each row's distribution (N, M) int64, by inverse CDF, and their log-probabilities (N, M) float32.
+    """M further tokens of each row (N, M) int64, by inverse CDF, and their log-probabilities (N, M)
+    float32.
 
-    Rows of temperature 0 or a top_p below 1 are drawn at temperature 1 and uncut, or uncut: nobody asks for them there.
+    No request wants them at temperature 0 or with top_p below 1; such rows are drawn at 1 and uncut.
     """
     logits_NV = logits_NV.float()
     if temperature_N is not None:
@@ -82,5 +84,5 @@ def draw_further(logits_NV: Tensor, uniforms_NM: Tensor, temperature_N: Tensor |
 
 
 def further_uniforms(seed: int, place: int, draws: int) -> NDArray[np.float32]:
-    """The uniform numbers in [0, 1) of a turn's further tokens at a place (draws,), which do not depend on those of its tokens."""
+    """The uniform numbers in [0, 1) of a turn's further tokens at a place (draws,)."""
     return np.random.default_rng((seed, place, 1)).random(draws, dtype=np.float32)

@@ -1,23 +1,25 @@
-"""Continuous batching over slots: the slot of each request, and one step for all of them. One thread, no asyncio.
+"""Continuous batching over slots: the slot of each request, and one step for all of them. One thread,
+no asyncio.
 
-A step feeds every running slot its tokens without cached KV: one if it decodes, a chunk if it prefills.
-A slot that then knows one token more than is cached gets its next token. An in-flight weight update is one line: ``cached = 0``.
+A step feeds every running slot its tokens without cached KV: one if it decodes, a chunk if it
+prefills. A slot that then knows one token more than is cached gets its next token. An in-flight
+weight update sets ``cached = 0``.
 
 Invariants
-1. Every running slot advances unless the step's prefill budget is spent on slots ahead of it, or another slot is computing the
-   same context (samples of a group): then it copies that KV once it is computed (`libra.rollout.slot_table`).
-2. A trajectory has at most one slot and one request.
-3. Requests start in order of (priority, arrival). If no slot is free, the least recently used retained one is evicted,
-   those of waiting trajectories last. A running one is never evicted.
-4. All cached KV was computed by the weights in use: ``load`` drops it. So a token's KV version equals its weight version.
-5. Cached KV is reused only as far as its tokens equal the new context, compared one by one.
-6. With ``speculate`` a slot may be fed drafted tokens after its last one, in batches of few rows; it keeps those that equal the
-   tokens sampled at their places, whose uniform numbers were fixed before. So drafts change no token, and no KV that is used.
-7. Contexts of running requests with all tokens that they may still generate, plus retained contexts, never exceed
-   ``kv_tokens``. That counts tokens; memory is allocated for the longest context in every slot (`libra.rollout.attention`).
-8. With ``record_routes`` (a mixture of experts) a turn gives out the experts of every token whose KV it computed, or of all if its
-   weights changed: the last choice for each token counts.
-9. With ``host_kv`` an evicted context goes there, and comes back when its trajectory's next request starts; ``load`` drops it.
+1. Every running slot advances unless the step's prefill budget is spent on slots ahead of it, or
+   another slot is computing the same context: then it copies that KV (`libra.rollout.slot_table`).
+2. A trajectory has at most one slot and one request. Requests start in order of (priority,
+   arrival). If no slot is free, the least recently used retained one is evicted (to ``host_kv`` if
+   there is one), waiting trajectories last. A running one is never evicted.
+3. All cached KV was computed by the weights in use, because ``load`` drops it: KV and weight
+   version of a token are equal. It is reused only as far as its tokens equal the new context,
+   compared one by one.
+4. With ``speculate`` a slot keeps the drafted tokens that equal those sampled at their places,
+   whose uniform numbers were fixed before. So drafts change no token, and no KV that is used.
+5. Contexts of running requests with all tokens that they may still generate, plus retained
+   contexts, never exceed ``kv_tokens``. Memory is allocated for the longest context in every slot.
+6. With ``record_routes`` (a mixture of experts) a turn returns the experts of every token whose KV
+   it computed, or of all if its weights changed: the last choice for each token counts.
 """
 
 from __future__ import annotations
@@ -79,7 +81,7 @@ class SlotBatch:
         self.model, self.version, self.exact_logprobs = model, version, exact_logprobs
         self.kv_tokens = slots * max_context_tokens if kv_tokens is None else kv_tokens
         self.min_pass_s, self.meter, self.counters = min_pass_s, PassMeter(), EngineCounters()
-        # One slot more than requests can have: that of `score`.
+        # One slot more than requests can have, for `score`.
         head = model.get_output_embeddings().weight
         self.kv = SlotKV(model.config, slots + 1, max_context_tokens, head.dtype, head.device)
         self.forward = Forward(model, self.kv, fused=fused)
@@ -136,16 +138,16 @@ class SlotBatch:
             self._free(slot)
 
     def export_kv(self, trajectory_id: str) -> KVObject | None:
-        """The KV of a trajectory between two turns; see MovesKV."""
+        """See MovesKV."""
         return self.parked.export(trajectory_id, self.version, self.queue.waiting)
 
     def park_kv(self) -> None:
-        """All KV between two turns goes to host memory; see MovesKV."""
+        """See MovesKV."""
         for slot in self.table.of_state(RETAINED):
             self._evict(slot)
 
     def load(self, version: int, directory: Path) -> None:
-        """Copy new weights in, drop all KV they did not compute, and let running requests compute theirs again."""
+        """Copy new weights in, drop all KV they did not compute, and let running requests compute it again."""
         table, running = self.table, self.table.of_state(RUNNING)
         for slot in running:
             self._rescore(slot)  # the tokens sampled so far can be scored under their weights only now
@@ -162,7 +164,8 @@ class SlotBatch:
 
     @torch.inference_mode()
     def score(self, token_ids: NDArray[np.int32]) -> NDArray[np.float32]:
-        """Log-probability of every token but the first given those before it (T - 1,), prefilled through the served pass."""
+        """Log-probability of every token but the first given those before it (T - 1,), prefilled through the
+        served pass."""
         ids, slot = torch.from_numpy(np.asarray(token_ids, np.int64)), len(self.table.jobs)
         if not 2 <= len(ids) <= self.max_context_tokens:
             raise EngineError(f"score: got {len(ids)} tokens; allowed: 2 to {self.max_context_tokens}")
@@ -175,15 +178,15 @@ class SlotBatch:
         return found
 
     def project(self, seed: int) -> dict[str, tuple[float, ...]]:
-        """Random projections of every layer as the served pass uses it; see `libra.projections`."""
+        """See `libra.projections`."""
         return self.forward.project(seed)
 
     def columns(self, wanted: Mapping[str, tuple[int, ...]]) -> dict[str, NDArray[np.float32]]:
-        """Columns of layers as the served pass uses them; see `libra.rollout.forward.columns`."""
+        """See `libra.rollout.forward.Forward.columns`."""
         return self.forward.columns(wanted)
 
     def _rescore(self, slot: int) -> None:
-        """With `exact_logprobs`: replace the log-probabilities of the tokens sampled under the weights in use."""
+        """With `exact_logprobs`, score the tokens sampled under the weights in use."""
         table = self.table
         known, generated, rescored = int(table.known[slot]), int(table.generated[slot]), int(table.rescored[slot])
         if not self.exact_logprobs or rescored == generated:
@@ -194,7 +197,7 @@ class SlotBatch:
         table.rescored[slot] = generated
 
     def drop_all(self) -> list[Job]:
-        """Drop every request and all KV after a fault; returns the requests, none of which was answered."""
+        """Drop every request and all KV after a fault; returns the unanswered requests."""
         jobs = self.queue.jobs()
         for job in jobs:
             self.queue.end(job)
@@ -205,15 +208,13 @@ class SlotBatch:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step has work."""
         return bool(self.queue.waiting) or self.table.changed or len(self.table.running) > 0
 
     def stats(self) -> EngineStats:
-        """Current counters."""
         return self.counters.stats(
             running=int(np.count_nonzero(self.table.state == RUNNING)), waiting=len(self.queue.waiting),
             retained=int(np.count_nonzero(self.table.state == RETAINED)), slots=len(self.table.jobs), version=self.version,
-            by_rows=None if self.speculation is None else self.speculation.length.by_rows,
+            drafted_by_rows={} if self.speculation is None else dict(self.speculation.length.by_rows),
         )  # fmt: skip
 
     # -- one step ----------------------------------------------------------------------------------------------------
@@ -248,13 +249,12 @@ class SlotBatch:
         return ended
 
     def _keep_routes(self, step: Step) -> None:
-        """Record the experts that the pass chose for each of its tokens."""
         if self.routers is not None and self.table.routes is not None:
             places = step.slot_T.cpu().numpy(), step.position_T.cpu().numpy()
             self.table.routes[places] = self.routers.take().to(torch.int16).cpu().numpy()
 
     def _end_pass(self, begun_s: float) -> float:
-        """Seconds of the pass, after waiting until it took ``min_pass_s``."""
+        """Seconds of the pass, at least ``min_pass_s``."""
         spent_s = time.perf_counter() - begun_s
         if spent_s < self.min_pass_s:
             time.sleep(self.min_pass_s - spent_s)
@@ -264,7 +264,7 @@ class SlotBatch:
         return spent_s
 
     def _plan(self) -> tuple[NDArray[np.int64], Step, NDArray[np.int64], torch.Tensor | None]:
-        """Tokens to feed, where they go, the slots that then know no more than is cached, and their rows (None: all)."""
+        """Tokens to feed, their places, the slots that then get a token, and their rows if not all."""
         table, following = self.table, self.shared.following
         running, cached = table.running, table.cached[table.running]
         known = table.known[running]
@@ -305,7 +305,7 @@ class SlotBatch:
         return table.tokens[slot_T, position_T], step, np.concatenate(level), torch.tensor(last_rows)
 
     def _take_over(self) -> None:
-        """Give followers the KV of their leader where it is there by now; one that lost its leader becomes a leader."""
+        """Give followers the KV their leader has computed; one that lost its leader becomes a leader."""
         table, ready = self.table, dict[int, list[int]]()
         for name, leader in list(self.shared.following.items()):
             slot, source = table.slot_of[name], table.slot_of.get(leader)
@@ -326,7 +326,7 @@ class SlotBatch:
                 table.running_job(slot).cached_tokens = shared
 
     def _sample(self, hidden: torch.Tensor, slots: NDArray[np.int64]) -> list[tuple[Job, TurnOutput]]:
-        """Give each of these slots its next token; returns the requests that this ended."""
+        """Give each of these slots its next token; returns the requests that ended."""
         table, sampling = self.table, self.table.sampling
         index = table.generated[slots]
         ids, nats = self._drawn(hidden, slots, index)
@@ -347,7 +347,7 @@ class SlotBatch:
     def _drawn(
         self, hidden: torch.Tensor, slots: NDArray[np.int64], index: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """The token after each row, drawn for a slot as its ``index``-th one, and its log-probability."""
+        """The token after each row, a slot's ``index``-th, and its log-probability."""
         sampling, device = self.table.sampling, self.kv.device
         logits = self.forward.logits(hidden)
         self.further.draw(logits, self.table, slots, index)
@@ -367,7 +367,8 @@ class SlotBatch:
     def _verify(
         self, speculation: GroupSpeculation, drafted: DraftedStep, begun_s: float
     ) -> list[tuple[Job, TurnOutput]]:
-        """Feed every running slot its last token and its drafts, sample after each of them, and keep what is as sampled."""
+        """Feed every running slot its last token and drafts, sample after each, and keep the drafts that
+        agree."""
         table, sampling, slots = self.table, self.table.sampling, drafted.slots
         self.kv.reserve(int(table.known[slots].max()) + drafted.longest)
         ids_T, step = drafted.step(self.kv, table.tokens, table.cached)
@@ -413,7 +414,7 @@ class SlotBatch:
             self.counters.cached_tokens += reuse
 
     def _room(self) -> int | None:
-        """A slot for a trajectory that has none: the lowest free one, else the retained one to evict first."""
+        """The lowest free slot, else the retained one to evict first."""
         free = self.table.of_state(FREE)
         if free:
             return free[0]
@@ -423,8 +424,7 @@ class SlotBatch:
         return slot
 
     def _make_room(self, need: int, own: int | None) -> bool:
-        """Whether ``need`` tokens of KV fit beside the running slots, in place of slot ``own``, after evicting retained
-        ones."""
+        """Whether ``need`` tokens of KV fit beside the running slots, in place of slot ``own``; may evict."""
         reserved = self.table.reserved_tokens
         if reserved + need > self.kv_tokens:
             return False
@@ -435,7 +435,6 @@ class SlotBatch:
         return True
 
     def _evict(self, slot: int) -> None:
-        """Free a retained slot; its KV goes to host memory, if there is a pool."""
         self.parked.evicted(slot, self.version, self.queue.waiting)
         self._free(slot)
 

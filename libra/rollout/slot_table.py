@@ -1,14 +1,19 @@
-"""The queue of requests before an engine's slots, and the slots in columns: trajectory, tokens and sampling settings of each.
+"""The queue of requests before an engine's slots, and the slots in columns: tokens and sampling of
+each.
 
-A slot *knows* its tokens (context, then generated ones) and has the first ``cached`` of them in the KV cache.
+A slot *knows* its tokens (context, then generated ones) and has the first ``cached`` of them in the
+KV cache.
 
 Invariants
-1. A trajectory has at most one job, waiting or running. Jobs start in order of (priority, arrival), at most ``slots`` at once,
-   and leave by ``end`` only.
-2. A slot is free, retained (a trajectory between two turns) or running; a trajectory has at most one slot.
+1. A trajectory has at most one job, waiting or running. Jobs start in order of (priority, arrival),
+   at most ``slots`` at once, and leave by ``end`` only.
+2. A slot is free, retained (a trajectory between two turns) or running; a trajectory has at most
+   one slot.
 3. ``cached < known`` for every slot that is not free.
-4. Running slots lie close together after `SlotTable.settle`, which moves their KV along with their columns.
-5. Of the trajectories with one context, one leads and the others follow: they run with nothing cached until its KV is computed.
+4. Running slots are close together after `SlotTable.settle`, which moves their KV along with their
+   columns.
+5. Of the trajectories with one context, one leads; the others have nothing cached until its KV is
+   computed.
 """
 
 from __future__ import annotations
@@ -40,7 +45,6 @@ class QueuedJob:
 
     @property
     def name(self) -> str:
-        """Its trajectory."""
         return self.request.trajectory_id
 
 
@@ -92,7 +96,6 @@ class RequestQueue(Generic[J]):
             self._order.clear()
 
     def find(self, trajectory_id: str) -> J | None:
-        """The job of a trajectory, None if it has none."""
         return self.running.get(trajectory_id) or self.waiting.get(trajectory_id)
 
     def jobs(self) -> list[J]:
@@ -109,8 +112,7 @@ Slots = NDArray[np.int64]
 
 @dataclass(slots=True)
 class Job(QueuedJob):
-    """A request in a batch over slots. ``versions``: (first token generated under it, version). ``first_s``: time of its
-    first token, on the performance counter. ``drawn``: ids and log-probabilities of the further draws at each of its tokens."""
+    """A request in a batch over slots."""
 
     slot: int = -1
     cached_tokens: int = 0
@@ -127,7 +129,7 @@ class Job(QueuedJob):
 
 
 class SamplingColumns:
-    """How each slot samples."""
+    """The sampling settings of each slot."""
 
     def __init__(self, slots: int, max_context_tokens: int) -> None:
         self.uniforms = np.zeros((slots, max_context_tokens), np.float32)
@@ -157,7 +159,7 @@ class SamplingColumns:
 
 
 class SlotTable:
-    """Columns of all slots; one thread. ``routes``: layers and experts per token, of which the engine records the choice."""
+    """Columns of all slots; one thread. ``routes``: layers and experts per token, if recorded."""
 
     def __init__(self, slots: int, max_context_tokens: int, routes: tuple[int, ...] = ()) -> None:
         self.state = np.zeros(slots, np.int8)
@@ -178,17 +180,15 @@ class SlotTable:
         self.changed = True  # whether the set of running slots changed since the last `settle`
 
     def of_state(self, state: int) -> list[int]:
-        """The slots that are free, retained or running."""
         return [int(slot) for slot in np.flatnonzero(self.state == state)]
 
     def running_job(self, slot: int) -> Job:
-        """The request that runs in a slot."""
         job = self.jobs[slot]
         assert job is not None, f"slot {slot} runs without a request"
         return job
 
     def place(self, job: Job, slot: int) -> int:
-        """Run a request in a slot, free or retained by its trajectory; returns the tokens whose KV can be used again."""
+        """Run a request in a free slot or its own; returns the tokens whose KV can be used again."""
         context, length = job.request.context_ids, len(job.request.context_ids)
         reuse = 0
         if self.state[slot] == RETAINED:
@@ -210,19 +210,18 @@ class SlotTable:
         self.changed = True
 
     def free(self, slot: int) -> None:
-        """Empty a slot."""
         self.slot_of.pop(self.owner[slot], None)
         self.owner[slot], self.jobs[slot], self.state[slot] = "", None, FREE
         self.known[slot] = self.cached[slot] = self.routed[slot] = 0
         self.changed = True
 
     def least_worth(self, waiting: Container[str], but: int | None = None) -> int | None:
-        """The retained slot to evict first: those of waiting trajectories last, then the least recently used; or None."""
+        """The retained slot to evict first: not of a waiting trajectory, least recently used; if any."""
         retained = (slot for slot in self.of_state(RETAINED) if slot != but)
         return min(retained, key=lambda slot: (self.owner[slot] in waiting, self.used_at[slot]), default=None)
 
     def new_routes(self, slot: int) -> tuple[NDArray[np.int16] | None, int]:
-        """Experts of the slot's tokens since they were last asked for, and the first such token; None if they are not recorded."""
+        """Experts of the slot's new tokens, and the first such token; None if they are not recorded."""
         if self.routes is None or slot < 0:
             return None, 0
         first, computed = int(self.routed[slot]), int(self.cached[slot])
@@ -236,7 +235,7 @@ class SlotTable:
         return int((self.known[running] - self.generated[running] + self.sampling.limit[running]).sum())
 
     def retained_tokens(self, but: int | None) -> int:
-        """Context tokens kept between turns, without those of one slot."""
+        """Context tokens kept between turns, without one slot's."""
         return int(self.known[self.state == RETAINED].sum()) - (int(self.known[but]) if but is not None else 0)
 
     def settle(self, kv: SlotKV) -> None:
@@ -274,7 +273,7 @@ class FurtherDraws:
         self._last: tuple[NDArray[np.int64], NDArray[np.float32]] | None = None
 
     def draw(self, logits_NV: Tensor, table: SlotTable, slots: NDArray[np.int64], index: NDArray[np.int64]) -> None:
-        """Draw after each row, which gives a slot its ``index``-th token, where a request wants it."""
+        """Draw after each row, a slot's ``index``-th token, where a request wants it."""
         self._last = None
         requests = [table.running_job(slot).request for slot in slots]
         draws = max(request.draws for request in requests)
@@ -289,7 +288,7 @@ class FurtherDraws:
         self._last = ids_NM.cpu().numpy(), nats_NM.cpu().numpy()
 
     def keep(self, table: SlotTable, slots: NDArray[np.int64], first: int = 0) -> None:
-        """Note them, from row ``first`` on, for the requests in ``slots`` that want them."""
+        """Keep them, from row ``first`` on, for the requests in ``slots`` that want them."""
         if self._last is None:
             return
         ids, nats = self._last
@@ -300,7 +299,7 @@ class FurtherDraws:
 
 
 def drawn_of(job: Job) -> Drawn | None:
-    """The further draws of a request (tokens, draws); None if it wants none."""
+    """The further draws of a request (tokens, draws), if it wants any."""
     if not (draws := job.request.draws):
         return None
     ids = np.array([ids for ids, _ in job.drawn], np.int32).reshape(-1, draws)
@@ -308,8 +307,7 @@ def drawn_of(job: Job) -> Drawn | None:
 
 
 class SharedContexts:
-    """The trajectory that computes each context (leader), and those that wait for its KV (followers). Contexts are keyed by
-    their bytes."""
+    """The trajectory that computes each context (leader), and those that wait for its KV (followers)."""
 
     def __init__(self) -> None:
         self.following: dict[str, str] = {}  # follower -> leader
@@ -322,14 +320,14 @@ class SharedContexts:
         return set(self._context_of)
 
     def begin(self, name: str, context: bytes, goes_on: bool) -> None:
-        """A trajectory starts a turn with this context. Where it goes on, it leads only what the context begins with."""
+        """A trajectory starts a turn. If it ``goes_on`` with KV, it leads only the start of its context."""
         if not goes_on:
             self.join(name, context)
         elif not context.startswith(self._context_of.get(name, b"")):
             self.leave(name)
 
     def join(self, name: str, context: bytes) -> None:
-        """Lead the trajectories with this context, or follow the one that leads them."""
+        """Lead the trajectories with this context, or follow their leader."""
         self.leave(name)
         leader = self._leader_of.setdefault(context, name)
         if leader == name:
@@ -338,7 +336,6 @@ class SharedContexts:
             self.following[name] = leader
 
     def leave(self, name: str) -> None:
-        """Stop leading and following."""
         self.following.pop(name, None)
         context = self._context_of.pop(name, None)
         if context is not None:

@@ -1,15 +1,15 @@
-"""Group speculation: drafts of the next tokens from the other samples of a group, and how many of them pay off.
+"""Group speculation: drafts from the other samples of a group, and how many of them pay off.
 
-Samples of one prompt repeat each other's phrases, and their own (Seer, arXiv:2511.14617 v3, drafts from a tree of a group's
-suffixes). Here that tree is a table of the 2, 4 and 8 tokens before each token: what followed the last times?
+Samples of one prompt repeat each other's phrases, and their own. Seer (arXiv:2511.14617 v3) drafts
+from a tree of a group's suffixes; here it is a table of the tokens after each 2, 4 and 8 tokens.
 
 Invariants
-1. A draft never changes the tokens: the engine keeps a drafted token only where it equals the one that it samples itself.
+1. A draft never changes the tokens: the engine keeps a drafted token only if it samples the same.
 2. Each token of each sequence is counted once, and a prompt that sequences share once for all.
 3. Lengths are 0 or one of `LENGTHS`, and 0 for batches of more than `MOST_ROWS`.
-4. Every length is tried, first after `FIRST_TRIED_AFTER` steps each, and again, but half as often after each time that it was
-   not the best; all other steps use the best of those measured. Drafts are the best only where they give `MARGIN` more tokens
-   per second than steps without.
+4. Every length is tried, first after `FIRST_TRIED_AFTER` steps each, then half as often after each
+   time that it was not the best; all other steps use the best one. Drafts are the best only if they
+   give `MARGIN` times the tokens per second of steps without.
 
 Shapes: T tokens, R slots.
 """
@@ -38,7 +38,8 @@ Tokens = Sequence[int] | NDArray[np.int64]
 
 
 class GroupDrafts:
-    """What followed each suffix in the sequences of one group; counted when a draft is asked for, which most groups never are."""
+    """The tokens after each suffix in a group's sequences; counted when a draft is requested, which is
+    rare."""
 
     def __init__(self) -> None:
         self._next: dict[tuple[int, ...], dict[int, int]] = {}
@@ -47,12 +48,15 @@ class GroupDrafts:
         self._first: tuple[int, ...] = ()  # the sequence that was counted first, with the prompt of all
 
     def extend(self, name: str, tokens: Tokens) -> None:
-        """The tokens of a trajectory so far, all of it, prompt included; those that were counted are not counted again."""
+        """The tokens of a trajectory so far, prompt included."""
         self._latest[name] = tokens
 
     def propose(self, tail: Sequence[int], count: int) -> list[int]:
-        """Up to ``count`` tokens that may follow ``tail``, each the most frequent one after the longest known suffix; among equally
-        frequent ones the smallest id."""
+        """Up to ``count`` tokens that may follow ``tail``, each the most frequent after the longest known
+        suffix.
+
+        The smallest id wins a tie.
+        """
         for name, tokens in self._latest.items():
             self._count(name, tokens)
         self._latest.clear()
@@ -88,7 +92,7 @@ class GroupDrafts:
                         seen[token] = seen.get(token, 0) + 1
 
     def _num_shared(self, tokens: Tokens) -> int:
-        """How many of the first tokens of a new sequence are those of the group's first one, and so were counted."""
+        """Number of first tokens that a new sequence shares with the group's first one."""
         if not self._counted:
             self._first = tuple(tokens.tolist() if isinstance(tokens, np.ndarray) else tokens)
             return 0
@@ -115,7 +119,6 @@ class Drafts:
         self._groups: OrderedDict[str, GroupDrafts] = OrderedDict()
 
     def of(self, group: str) -> GroupDrafts:
-        """The drafts of a group."""
         found = self._groups.setdefault(group, GroupDrafts())
         self._groups.move_to_end(group)
         if len(self._groups) > MAX_GROUPS:
@@ -137,8 +140,7 @@ FORGETTING = 0.1
 
 
 class Drafted(NamedTuple):
-    """Counters of one batch size: steps with drafts, tokens drafted, accepted, and generated in these steps, and their seconds;
-    tokens and seconds of steps without drafts."""
+    """Counters of one batch size; ``drafted`` to ``seconds`` are of steps with drafts, ``plain`` without."""
 
     steps: int = 0
     drafted: int = 0
@@ -150,7 +152,7 @@ class Drafted(NamedTuple):
 
     @property
     def gain(self) -> float | None:
-        """Tokens per second of steps with drafts over those of steps without; None before there are both."""
+        """Tokens per second of steps with drafts over those without; None before both exist."""
         if not (self.steps and self.plain_generated):
             return None
         return (self.generated / self.seconds) / (self.plain_generated / self.plain_s)
@@ -161,7 +163,7 @@ DraftedByRows = dict[int, Drafted]
 
 
 def count(by_rows: DraftedByRows, num_rows: int, drafted: int, generated: int, seconds: float) -> None:
-    """Count a step of so many sequences, for which ``drafted`` tokens were drafted, in which every sequence decoded."""
+    """Count a decoding step of so many sequences."""
     seconds = max(seconds, 1e-9)
     steps, all_drafted, accepted, all_generated, spent_s, plain, plain_s = by_rows.get(_size(num_rows), Drafted())
     if drafted:
@@ -174,7 +176,7 @@ def count(by_rows: DraftedByRows, num_rows: int, drafted: int, generated: int, s
 
 @dataclass(slots=True)
 class _Size:
-    """One batch size, by length: mean tokens and seconds of a step, the step of the next try, and how long it waits for that."""
+    """One batch size, by length: mean tokens and seconds of a step, its next try, and the wait for that."""
 
     tokens: dict[int, float] = field(default_factory=dict)
     seconds: dict[int, float] = field(default_factory=dict)
@@ -184,7 +186,7 @@ class _Size:
 
     @property
     def best(self) -> int:
-        """The length with most tokens per second of those that were tried, 0 among them."""
+        """The tried length with most tokens per second, possibly 0."""
         rates = {
             length: self.tokens[length] / self.seconds[length] / (MARGIN if length else 1) for length in self.seconds
         }
@@ -237,17 +239,9 @@ def _size(num_rows: int) -> int:
 class DraftedStep:
     """The slots of a step, ascending, and the drafts of each.
 
-    Attributes
-    ----------
-    slots : int64 array (R,)
-    drafts : list of lists of int
-        Drafted tokens of each slot; empty: none.
-    length : int
-        How many were asked for.
-    rows, begins : int64 array (R,)
-        Tokens that each slot is fed, one more than its drafts; and the place of the first one.
-    offsets : int64 array (T,)
-        Place of each token among those of its slot.
+    ``drafts`` has the drafted tokens of each slot, ``length`` the number requested, ``rows`` and
+    ``begins`` (R,) the tokens fed to each slot and the place of the first, and ``offsets`` (T,) each
+    token's place in its slot.
     """
 
     def __init__(self, slots: NDArray[np.int64], drafts: list[list[int]], length: int) -> None:
@@ -262,7 +256,7 @@ class DraftedStep:
         return int(self.rows.max()) - 1
 
     def step(self, kv: SlotKV, tokens: NDArray[np.int64], cached: NDArray[np.int64]) -> tuple[NDArray[np.int64], Step]:
-        """The tokens to feed (T,), and where they go; ``tokens`` and ``cached`` are the columns of the slot table."""
+        """The tokens to feed (T,) and their places; ``tokens`` and ``cached`` are columns of the slot table."""
         starts = cached[self.slots]
         position_T = np.repeat(starts, self.rows) + self.offsets
         ids_T = np.empty(len(position_T), np.int64)
@@ -277,14 +271,13 @@ class DraftedStep:
 
 
 class GroupSpeculation:
-    """Of one engine: its drafts, and their length."""
+    """The drafts of one engine, and their length."""
 
     def __init__(self) -> None:
         self.drafts, self.length = Drafts(), DraftLength()
 
     def draft(self, table: SlotTable) -> tuple[int, DraftedStep | None]:
-        """The number of tokens to draft, and drafts for the running slots, if all of them decode and drafts pay off; None: an
-        ordinary step."""
+        """The number of tokens to draft, and drafts if all running slots decode and drafts pay off."""
         running = table.running
         if (table.known[running] - table.cached[running] > 1).any():
             return 0, None
@@ -304,14 +297,14 @@ class GroupSpeculation:
         return length, DraftedStep(running, found, length) if any(found) else None
 
     def finished(self, job: Job, table: SlotTable) -> None:
-        """A request has ended; its group knows its tokens from now on."""
+        """Let the group of an ended request use its tokens."""
         if job.request.group:
             tokens = table.tokens[job.slot, : table.known[job.slot]]
             self.drafts.of(job.request.group).extend(job.name, tokens.copy())
 
 
 def accepted(draft: Sequence[int], sampled: Sequence[int], stops: Collection[int]) -> int:
-    """How many of the sampled tokens count: up to the first one that differs from its draft, or stops the turn; at least one."""
+    """Number of sampled tokens that count: up to the first that differs from its draft, or stops the turn."""
     for place, token in enumerate(draft):
         if sampled[place] != token or sampled[place] in stops:
             return place + 1

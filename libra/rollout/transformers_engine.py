@@ -1,11 +1,14 @@
-"""The embedded engine: a stock transformers model, continuously batched over slots, on one thread of its own.
+"""The embedded engine: a stock transformers model, continuously batched over slots, on one thread of
+its own.
 
-Callers are coroutines of any event loop. Their requests go into one mailbox, which the thread empties between two steps, so
-that one thread makes all changes to the batch, in one order. Answers go back in one call per loop and step.
+Callers are coroutines of any event loop. Their requests go into one mailbox, which the thread
+empties between two steps, so one thread makes all changes to the batch. Answers return in one call
+per loop and step.
 
 Invariants
-1. Only the engine's thread touches model and batch. Others put into the mailbox and read ``version`` and ``stats``.
-2. Every future handed out is resolved exactly once: with a result, or an error; on ``close`` with EngineError.
+1. Only the engine's thread touches model and batch. Others use the mailbox and read ``version`` and
+   ``stats``.
+2. Every future is resolved exactly once: with a result, or an error; on ``close`` with EngineError.
 3. A fault inside a step fails the requests in the engine and drops all KV; the thread continues.
 """
 
@@ -47,48 +50,25 @@ Reply = tuple[asyncio.AbstractEventLoop, "asyncio.Future[Any]"]
 class TransformersSettings(EngineSettings):
     """Settings of a `TransformersEngine`.
 
-    KV takes layers * 2 * slots * KV heads * longest context * head size numbers, grown as contexts grow. With
-    ``kv_cache_gib``, requests wait until their context fits with all tokens that they may generate, and contexts retained
-    between turns are evicted for them.
-
-    Attributes
-    ----------
-    exact_logprobs : bool
-        Record log-probabilities of each turn scored alone and uncached (`libra.scoring`), instead of those of the batch
-        that it was sampled in: one more forward pass per turn.
-    min_pass_s : float
-        Minimum seconds of a forward pass, for measurements that need engines of different speeds on one machine.
-    device : {"auto", "cpu", "cuda"}
-        `libra.tensors.compute_device`. On a GPU ``close`` gives its memory back to the driver.
-    loader : str or None
-        ``model.loader``.
-    speculate : bool
-        Draft tokens from the other samples of a request's group where that pays off (`libra.rollout.speculation`).
-    host_kv_gib : float or None
-        Host memory for KV that was evicted or comes from another engine (`libra.rollout.kv_objects`); None: there is none.
-    record_routes : bool
-        Record the experts of each token, of a mixture of experts (`libra.experts`). Not with ``host_kv_gib``.
+    KV takes layers * 2 * slots * KV heads * longest context * head size numbers, and grows with
+    contexts. With ``kv_cache_gib``, requests wait until their context fits with all tokens that they
+    may generate, and contexts retained between turns are evicted for them.
     """
 
-    exact_logprobs: bool = False
-    min_pass_s: float = 0.0
-    device: str = "cpu"
-    loader: str | None = None
-    speculate: bool = False
-    host_kv_gib: float | None = None
-    record_routes: bool = False
+    exact_logprobs: bool = False  # of turns scored alone and uncached (`libra.scoring`): one more pass per turn
+    min_pass_s: float = 0.0  # for measurements that need engines of different speeds
+    device: str = "cpu"  # "auto", "cpu", "cuda": `libra.tensors.compute_device`
+    loader: str | None = None  # ``model.loader``
+    speculate: bool = False  # `libra.rollout.speculation`
+    host_kv_gib: float | None = None  # host memory for evicted or imported KV (`libra.rollout.kv_objects`)
+    record_routes: bool = False  # experts of each token (`libra.experts`); not with ``host_kv_gib``
 
 
 class TransformersEngine:
-    """Continuous batching of a Hugging Face causal LM (Llama, Qwen2, Qwen3 and their like) on this process's CPU or GPU.
+    """Continuous batching of a Hugging Face causal LM on this process's CPU or GPU.
 
-    Parameters
-    ----------
-    model_dir : Path
-    version : int
-        Number of the weights in ``model_dir``.
-    options
-        Further fields of `TransformersSettings`.
+    ``version`` is the number of the weights in ``model_dir``; ``options`` are fields of
+    `TransformersSettings`.
     """
 
     continues_turns = True
@@ -129,11 +109,11 @@ class TransformersEngine:
             raise
 
     async def abort(self, trajectory_id: str) -> None:
-        """End the trajectory's request with StopReason.ABORT, if it has one, and free its KV."""
+        """See RolloutEngine."""
         await self._ask(self._abort, trajectory_id, None)
 
     def forget(self, trajectory_id: str) -> None:
-        """Free the KV kept for a trajectory; if it has a running request, when that ends."""
+        """See RolloutEngine."""
         self._mailbox.put((self._open().forget, (trajectory_id,), None))
 
     async def pause(self) -> None:
@@ -145,41 +125,41 @@ class TransformersEngine:
         await self._ask(self._set_paused, False)
 
     async def load_version(self, version: int, directory: Path) -> None:
-        """Serve ``directory/model.safetensors`` as ``version`` from the next token on; see RolloutEngine."""
+        """See RolloutEngine."""
         await self._ask(self._load, version, Path(directory))
 
     async def score(self, token_ids: NDArray[np.int32]) -> NDArray[np.float32]:
-        """Log-probabilities of tokens 1 to T - 1, prefilled through the pass that serves; see RolloutEngine."""
+        """See RolloutEngine."""
         return cast("NDArray[np.float32]", await self._ask(self._open().score, token_ids))
 
     async def project(self, seed: int) -> dict[str, tuple[float, ...]]:
-        """Random projections of every layer as used, beside the engine's thread; see RolloutEngine. Not during a load."""
+        """See RolloutEngine. Runs beside the engine's thread, but not during a load."""
         return await asyncio.to_thread(self._open().project, seed)
 
     async def columns(self, wanted: Mapping[str, tuple[int, ...]]) -> dict[str, NDArray[np.float32]]:
-        """Columns of layers as used, beside the engine's thread; see ReadsColumns. Not during a load."""
+        """See ReadsColumns. Runs beside the engine's thread, but not during a load."""
         return await asyncio.to_thread(self._open().columns, wanted)
 
     async def export_kv(self, trajectory_id: str) -> KVObject | None:
-        """The KV of a trajectory that is between two turns; see MovesKV."""
+        """See MovesKV."""
         if self._closing and self._host_kv is not None:
             return self._host_kv.get(trajectory_id)
         return cast("KVObject | None", await self._ask(self._open().export_kv, trajectory_id))
 
     async def park_kv(self) -> None:
-        """Bring all KV between two turns into host memory; see MovesKV."""
+        """See MovesKV."""
         await self._ask(self._open().park_kv)
 
     async def import_kv(self, kv: KVObject) -> bool:
-        """Keep an object for the trajectory's next request; see MovesKV."""
+        """See MovesKV."""
         return self._host_kv is not None and await self._ask(self._host_kv.put, kv)
 
     def stats(self) -> EngineStats:
-        """Approximate current counters (the engine's thread may be in the middle of a step)."""
+        """Approximate counters (the engine's thread may be in the middle of a step)."""
         return self._open().stats()
 
     def capacity(self) -> EngineCapacity:
-        """Its declared capacity, and the seconds of its last passes."""
+        """See RolloutEngine."""
         batch = self._open()
         token_bytes = self._token_bytes
         return EngineCapacity(
@@ -218,7 +198,7 @@ class TransformersEngine:
         return await reply[1]
 
     def _post(self, action: Callable[..., Any], arguments: tuple[Any, ...], reply: Reply) -> None:
-        """Put an action into the mailbox; EngineError if the thread has ended and no longer empties it."""
+        """EngineError if the thread has ended and no longer empties the mailbox."""
         self._mailbox.put((action, arguments, reply))
         if self._ended:
             raise EngineError(f"{self.settings.model_dir}: the engine is closed")
@@ -329,7 +309,7 @@ class TransformersEngine:
 
 
 def _resolve(answers: list[tuple[asyncio.Future[Any], Any]]) -> None:
-    """Runs in the callers' loop; a future may have been cancelled meanwhile."""
+    """In the callers' loop; a future may have been cancelled meanwhile."""
     for future, result in answers:
         if future.done():
             continue

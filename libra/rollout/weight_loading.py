@@ -1,9 +1,12 @@
-"""Weights on disk and the model they belong to: loading a model, checking a version's file, and copying it into place.
+"""Weights on disk and their model: loading a model, checking a version's file, and copying it into
+place.
 
 Invariants
-1. `ExpectedWeights.check` reads names, shapes and tied tensors only: a file that does not fit is refused before anything changes.
-   vLLM changes its modules tensor by tensor as it reads, and ignores tensors that it does not know.
-2. Of tensors that are tied (a head to the embedding) a file needs one; if it has several they are equal.
+1. `ExpectedWeights.check` reads names, shapes and tied tensors only: a file that does not fit is
+   refused before anything changes. vLLM changes its modules tensor by tensor, and ignores tensors
+   it does not know.
+2. Of tensors that are tied (a head to the embedding) a file needs one; if it has several they are
+   equal.
 """
 
 from __future__ import annotations
@@ -31,28 +34,20 @@ HEAD = "lm_head.weight"
 
 @dataclass(frozen=True, slots=True)
 class ExpectedWeights:
-    """Names and shapes of a model's tensors.
-
-    Attributes
-    ----------
-    shapes : mapping of str to tuple of int
-        Tied tensors under every name they have.
-    tied : mapping of str to str
-        Aliases of tied tensors: alias to name.
-    """
+    """Names and shapes of a model's tensors: tied ones under every name, and ``tied`` from alias to name."""
 
     shapes: Mapping[str, tuple[int, ...]]
     tied: Mapping[str, str]
 
     @classmethod
     def of_model(cls, model: nn.Module) -> ExpectedWeights:
-        """Those of a loaded model: every parameter and saved buffer."""
+        """Every parameter and saved buffer of a loaded model."""
         state = model.state_dict()
         return cls({name: tuple(tensor.shape) for name, tensor in state.items()}, untied(state)[1])
 
     @classmethod
     def of_directory(cls, model_dir: Path, *, tied: bool) -> ExpectedWeights:
-        """Those of a model directory, whose head is ``tied`` to its embedding; ModelError if it has no readable safetensors."""
+        """Those of a model directory, whose head is ``tied`` to its embedding; may raise ModelError."""
         shapes: dict[str, tuple[int, ...]] = {}
         try:
             for path in sorted(Path(model_dir).glob("*.safetensors")):
@@ -70,7 +65,7 @@ class ExpectedWeights:
         return cls(shapes | {HEAD: shapes[embedding]}, {HEAD: embedding})
 
     def check(self, directory: Path) -> Path:
-        """The weights file of a version; WeightsError if it is unreadable or not this model's."""
+        """The weights file of a version; WeightsError if it is unreadable or does not fit this model."""
         path = Path(directory) / WEIGHTS_FILE
         with _opened(path) as file:
             self._check(file, path)
@@ -101,10 +96,7 @@ class ExpectedWeights:
 def copy_weights(model: nn.Module, directory: Path) -> None:
     """Copy ``directory/model.safetensors`` into the model, tensor by tensor, casting to its dtype.
 
-    Raises
-    ------
-    WeightsError
-        The file is missing or unreadable, or its names or shapes are not the model's; then nothing was copied.
+    WeightsError, and nothing was copied, if the file is unreadable, or its names or shapes do not fit.
     """
     expected, own, path = ExpectedWeights.of_model(model), model.state_dict(), Path(directory) / WEIGHTS_FILE
     with _opened(path) as file, torch.no_grad():  # once: a version may be dropped at any time, an open file stays
@@ -115,7 +107,6 @@ def copy_weights(model: nn.Module, directory: Path) -> None:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    """A file of safetensors; WeightsError if it cannot be read."""
     try:
         with safe_open(path, framework="pt") as file:
             yield file
@@ -132,7 +123,7 @@ def _first(items: list[str], count: int = 4) -> str:
 
 
 def check_served(directory: Path, max_context_tokens: int) -> None:
-    """ModelError or ConfigError if slots cannot hold the model of a directory, as far as its code shows it without weights."""
+    """ModelError or ConfigError if slots cannot hold the model of a directory, judged without weights."""
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
@@ -148,7 +139,7 @@ def check_served(directory: Path, max_context_tokens: int) -> None:
 
 
 def load_causal_lm(model_dir: Path, dtype: str, attention: str, loader: str | None = None) -> Any:
-    """A Hugging Face causal LM in evaluation mode, with the named attention; ModelError if it cannot be served."""
+    """A Hugging Face causal LM in evaluation mode, with the named attention; may raise ModelError."""
     from transformers.utils import logging as transformers_logging
 
     if dtype not in DTYPES:

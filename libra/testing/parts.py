@@ -50,7 +50,7 @@ from libra.train.own_parts import (
     group_of,
     own_losses,
 )
-from libra.train.sequences import Packed
+from libra.train.sequences import Sequences
 from libra.types import EndReason, Episode, Late, Prompt, ToolReturn, ToolStatus, Turn
 
 TOLERANCE = 1e-6
@@ -68,7 +68,7 @@ class LossContract:
         logp_N, old_N, advantage_N = tokens[0].clone().requires_grad_(), tokens[1], tokens[2]
         sequence_N = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
         settings = TrainSettings(loss=self.name)
-        loss_N = own_losses(settings, logp_N, old_N, advantage_N, Packed(sequence_N, len(lengths)))
+        loss_N = own_losses(settings, logp_N, old_N, advantage_N, Sequences(sequence_N, len(lengths)))
         (gradient_N,) = torch.autograd.grad(loss_N.sum(), logp_N)
         return loss_N.detach(), gradient_N
 

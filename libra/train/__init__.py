@@ -8,15 +8,13 @@ from libra.train.packing import MicroBatch, fill_rows, karmarkar_karp, pack
 from libra.train.replica import Replica
 from libra.train.replica_settings import TrainSettings
 from libra.train.samples import Sample, sample_of
-from libra.train.sequences import Aggregation, Packed, Padded, Sequences
+from libra.train.sequences import Aggregation, Sequences
 from libra.train.step_report import StepReport
 
 __all__ = [
     "Aggregation",
     "GroupRewards",
     "MicroBatch",
-    "Packed",
-    "Padded",
     "Replica",
     "Sample",
     "Sequences",

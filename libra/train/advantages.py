@@ -1,17 +1,17 @@
 """Advantages: how much better than expected a sample, or a token, was.
 
-Estimators on one reward per sample (S,) take group numbers and may leave failed samples out; those with
-a reward per token take padded rows (B, T).
+Estimators of one reward per sample (S,) take group numbers and may leave failed samples out. Those
+of a reward per token take padded rows (B, T).
 
-Shape legend: S samples of the batch, K groups, G samples of one group, B rows, T places of a row,
-N values in any arrangement.
+Shape legend: S samples of the batch, K groups, G samples of one group, B rows, T places of a row, N
+values in any arrangement.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 import torch
@@ -62,7 +62,7 @@ class Groups:
 
     @property
     def uniform_S(self) -> Tensor:
-        """Whether all valid rewards of a sample's group are equal, exactly (S,); also in groups of one or none."""
+        """Whether all valid rewards of a sample's group are exactly equal (S,); True for one or none."""
         zeros_K = torch.zeros_like(self.count_K)
         slot_V, reward_V = self.slot_S[self.valid_S], self.reward_S[self.valid_S]
         low_K = zeros_K.scatter_reduce(0, slot_V, reward_V, "amin", include_self=False)
@@ -70,7 +70,8 @@ class Groups:
         return (low_K == high_K)[self.slot_S]
 
     def lone(self, advantage_S: Tensor, singleton: str) -> Tensor:
-        """``advantage_S`` with the reward ("reward") or 0 ("zero") for samples that are alone, and 0 if not valid."""
+        """``advantage_S`` with the reward ("reward") or 0 ("zero") for a group's only valid sample, 0 if
+        invalid."""
         alone_S = self.reward_S if singleton == "reward" else torch.zeros_like(self.reward_S)
         advantage_S = torch.where(self.alone_S, alone_S, advantage_S)
         return torch.where(self.valid_S, advantage_S, torch.zeros_like(advantage_S))
@@ -86,28 +87,15 @@ def grpo(
     eps: float = 1e-6,
     singleton: Literal["reward", "zero"] = "reward",
 ) -> Tensor:
-    """Reward minus the mean of its group, with ``normalize_std`` divided by the group's standard deviation.
+    """Reward minus the mean of its group, with ``normalize_std`` divided by the group's deviation (S,).
 
-    GRPO (DeepSeekMath, arXiv:2402.03300) with verl's conventions as defaults; ``normalize_std=False`` is the
-    advantage of Dr.GRPO (arXiv:2503.20783). TRL: ``eps=1e-4``.
-
-    Parameters
-    ----------
-    reward_S : floating tensor (S,)
-        Ignored (may be NaN) where ``valid_S`` is False. TrainError if a valid one is not finite.
-    group_S : integer tensor (S,)
-        Samples with the same number are siblings, in any order.
-    valid_S : bool tensor (S,), optional
-        False excludes a sample from mean and deviation, and gives it advantage 0.
-    normalize_std, ddof, eps
-        Divide by (standard deviation + eps); ``ddof`` 1: unbiased (verl, TRL), 0: of the population.
-    singleton : {"reward", "zero"}
-        Advantage of the only valid sample of its group: its reward, i.e. mean 0 and deviation 1 (verl), or 0.
-
-    Returns
-    -------
-    Tensor (S,)
-        Exactly 0 if all valid rewards of a group are equal: rounding in the mean leaves no gradient.
+    GRPO (DeepSeekMath, arXiv:2402.03300) with verl's conventions as defaults; TRL has ``eps=1e-4``.
+    ``normalize_std=False`` is the advantage of Dr.GRPO (arXiv:2503.20783). Samples with the same
+    number in ``group_S`` (int) are siblings, in any order. A sample outside ``valid_S`` (bool) has
+    no part in mean and deviation and gets 0; its reward may be NaN. TrainError if a valid reward is
+    not finite. The deviation plus ``eps`` divides; ``ddof`` 1 is unbiased (verl, TRL), 0 the
+    population's. The only valid sample of a group gets its reward (``singleton="reward"``, verl) or
+    0. If all valid rewards of a group are equal, the result is exactly 0.
     """
     groups = Groups.of(reward_S, group_S, valid_S)
     deviation_S = torch.where(groups.valid_S, groups.reward_S - groups.mean_S, torch.zeros_like(reward_S))
@@ -121,17 +109,12 @@ def grpo(
 
 
 def rloo(
-    reward_S: Tensor,
-    group_S: Tensor,
-    *,
-    valid_S: Tensor | None = None,
-    singleton: Literal["reward", "zero"] = "reward",
+    reward_S: Tensor, group_S: Tensor, *, valid_S: Tensor | None = None, singleton: Literal["reward", "zero"] = "reward"
 ) -> Tensor:
     """Reward minus the mean reward of the siblings (S,). RLOO, arXiv:2402.14740; agrees with verl 0.9.1.
 
-    Equal to n / (n - 1) times the deviation from the mean of all n. Parameters are those of
-    `grpo`; the only valid sample of a group keeps its reward (verl ``rloo``) or gets 0 (verl
-    ``rloo_vectorized``). Exactly 0 if all rewards of a group are equal.
+    Parameters as in `grpo`: ``singleton`` is verl's ``rloo`` ("reward") or ``rloo_vectorized``
+    ("zero"). Exactly 0 if all rewards of a group are equal.
     """
     groups = Groups.of(reward_S, group_S, valid_S)
     factor_S = (groups.count_K / (groups.count_K - 1).clamp(min=1))[groups.slot_S]
@@ -148,10 +131,10 @@ def opo(
     valid_S: Tensor | None = None,
     singleton: Literal["reward", "zero"] = "reward",
 ) -> Tensor:
-    """Reward minus the length-weighted mean reward of the group (S,). OPO, arXiv:2505.23585, eq. 9; verl 0.9.1's ``opo``.
+    """Reward minus the length-weighted mean reward of the group (S,). OPO, arXiv:2505.23585, eq. 9; verl
+    0.9.1.
 
-    ``length_S`` are the generated tokens of each sample; a group without any has baseline 0. The other parameters are those of
-    `grpo`. Exactly 0 if all rewards of a group are equal.
+    ``length_S`` are generated tokens; a group without any has baseline 0. The rest is as in `grpo`.
     """
     groups = Groups.of(reward_S, group_S, valid_S)
     weight_S = length_S.to(reward_S.dtype)
@@ -163,12 +146,11 @@ def opo(
 
 
 def whiten(value_N: Tensor, weight_N: Tensor) -> Tensor:
-    """``(value - mean) / sqrt(variance + 1e-8)``, with Bessel's correction. Agrees with verl 0.9.1's masked_whiten.
+    """``(value - mean) / sqrt(variance + 1e-8)`` with Bessel's correction, as verl 0.9.1's masked_whiten.
 
-    ``weight_N`` is how often a value counts: a mask, or e.g. the tokens of a sequence that share it; 1e-8 is added to the
-    count in the means. Values of weight 0 are shifted and scaled like the others. If the weights sum to 1 or less, or all
-    values that count are equal, the values are centred and not scaled (verl raises; dividing by sqrt(1e-8) would turn
-    rounding into signal).
+    ``weight_N`` is how often a value counts; 1e-8 is added to the count in the means. If the weights
+    sum to 1 or less, or all counted values are equal, values are only centred: verl raises, and
+    dividing by sqrt(1e-8) would turn rounding into signal.
     """
     weight_N = weight_N.to(value_N.dtype)
     counted_N = torch.where(weight_N > 0, value_N, torch.zeros_like(value_N))
@@ -182,10 +164,9 @@ def whiten(value_N: Tensor, weight_N: Tensor) -> Tensor:
 
 
 def reinforce_pp(reward_BT: Tensor, mask_BT: Tensor, *, gamma: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Advantages and returns (B, T) of REINFORCE++, arXiv:2501.03262, with dense or outcome rewards; agrees with verl 0.9.1.
+    """Advantages and returns (B, T) of REINFORCE++, arXiv:2501.03262, as in verl 0.9.1.
 
-    Masked places (observations, padding) are skipped: they have return 0, their rewards are ignored, and the discount does
-    not apply to them.
+    Masked places have return 0, their rewards are ignored, and no discount applies to them.
     """
     mask_BT = mask_BT.to(reward_BT.dtype)
     return_BT = torch.zeros_like(reward_BT)
@@ -200,9 +181,9 @@ def reinforce_pp(reward_BT: Tensor, mask_BT: Tensor, *, gamma: float = 1.0) -> t
 def reinforce_pp_baseline(
     reward_S: Tensor, length_S: Tensor, group_S: Tensor, *, valid_S: Tensor | None = None
 ) -> Tensor:
-    """Reward minus the mean of its group, whitened over the tokens of the batch (S,). REINFORCE++-baseline; as in verl 0.9.1.
+    """Reward minus its group's mean, whitened over the batch's tokens (S,); as in verl 0.9.1.
 
-    ``length_S`` are the tokens of each sample. The only sample of a group keeps its reward before whitening.
+    ``length_S`` are the tokens of each sample. A lone sample keeps its reward before whitening.
     """
     centred_S = grpo(reward_S, group_S, valid_S=valid_S, normalize_std=False)
     weight_S = length_S if valid_S is None else torch.where(valid_S, length_S, torch.zeros_like(length_S))
@@ -211,11 +192,10 @@ def reinforce_pp_baseline(
 
 
 def remax(reward_BT: Tensor, baseline_B: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor]:
-    """Advantages and returns (B, T). ReMax, arXiv:2310.10505; agrees with verl 0.9.1.
+    """Advantages and returns (B, T) of ReMax, arXiv:2310.10505; agrees with verl 0.9.1.
 
-    ``reward_BT`` is the reward of each token (an outcome reward is on the last one), ``baseline_B`` that of the greedy answer;
-    ``mask_BT`` is 1 for generated tokens, 0 for padding and observations. ``trainer.advantage=remax``: the first sample of each
-    group is the greedy answer.
+    ``reward_BT`` is the reward of each token (an outcome reward is on the last), ``baseline_B`` the
+    reward of the greedy answer, and ``mask_BT`` is 1 for generated tokens.
     """
     return_BT = (reward_BT * mask_BT).flip(-1).cumsum(-1).flip(-1)
     return return_BT - baseline_B[:, None] * mask_BT, return_BT
@@ -243,93 +223,51 @@ def batch_advantages(
 ) -> tuple[list[NDArray[np.float64]], list[NDArray[np.bool_]]]:
     """Advantage of every sample, and whether it takes part in the loss; one array (G,) each per group.
 
-    Samples that are not valid have advantage 0. So has the only valid sample of a larger group; a group configured with one
-    sample keeps its reward as its deviation. A sample outside the loss counts in no denominator of the step, but counts in
-    the baseline of its group.
-
-    Parameters
-    ----------
-    estimator : str or callable
-        A name of `libra.config.algorithms.AdvantageName`, or a function of the groups with one array (G,) for each.
+    ``estimator`` is a `libra.config.algorithms.AdvantageName`, or a function of the groups that returns
+    one array (G,) for each. Invalid samples have advantage 0; so has the only valid sample of a larger
+    group, while a group configured with one sample keeps its reward. A sample outside the loss counts
+    in the baseline of its group, but in no denominator of the step.
     """
-    _check_lengths(groups)
     if not groups:
         return [], []
     sizes = [len(group.reward) for group in groups]
-    rows = _stacked(groups, sizes)
-    advantage_S, valid_S, idle_S = _estimated(groups, rows, estimator, normalize_std, eps)
-    advantage_S = torch.where(idle_S, torch.zeros_like(advantage_S), advantage_S)
-    trains_S = valid_S
+
+    def column(name: str, dtype: type) -> Tensor:
+        return torch.as_tensor(np.concatenate([getattr(group, name) for group in groups]).astype(dtype))
+
+    reward_S, length_S = column("reward", np.float64), column("num_tokens", np.int64)
+    valid_S, finished_S = column("valid", np.bool_), column("finished", np.bool_)
+    group_S = torch.repeat_interleave(torch.arange(len(groups)), torch.as_tensor(sizes))
+    trains_S, zero_S = valid_S, ~valid_S
+    if callable(estimator):
+        advantage_S = torch.as_tensor(np.concatenate(estimator(groups)))
+    elif estimator == "remax":
+        advantage_S, trains_S = _against_greedy(groups, reward_S, valid_S)
+        zero_S = ~trains_S
+    elif estimator == "reinforce_pp":
+        weight_S = torch.where(valid_S, length_S, torch.zeros_like(length_S))
+        advantage_S = whiten(torch.where(valid_S, reward_S, torch.zeros_like(reward_S)), weight_S)
+    else:
+        lone_S = Groups.of(reward_S, group_S, valid_S).alone_S & (torch.as_tensor(sizes) > 1)[group_S]
+        zero_S = zero_S | lone_S
+        if estimator == "reinforce_pp_baseline":
+            advantage_S = reinforce_pp_baseline(reward_S, length_S, group_S, valid_S=valid_S & ~lone_S)
+        elif estimator == "rloo":
+            advantage_S = rloo(reward_S, group_S, valid_S=valid_S)
+        elif estimator == "opo":
+            advantage_S = opo(reward_S, length_S, group_S, valid_S=valid_S)
+        else:
+            advantage_S = grpo(reward_S, group_S, valid_S=valid_S, normalize_std=normalize_std, eps=eps)
+    advantage_S = torch.where(zero_S, torch.zeros_like(advantage_S), advantage_S)
     if drop_uniform_groups:
-        trains_S = trains_S & ~Groups.of(rows.reward_S, rows.group_S, rows.valid_S).uniform_S
+        trains_S = trains_S & ~Groups.of(reward_S, group_S, valid_S).uniform_S
     if drop_truncated:
-        trains_S = trains_S & rows.finished_S
+        trains_S = trains_S & finished_S
     return [part.numpy() for part in advantage_S.split(sizes)], [part.numpy() for part in trains_S.split(sizes)]
 
 
-def _check_lengths(groups: Sequence[GroupRewards]) -> None:
-    for index, group in enumerate(groups):
-        sizes = {len(group.reward), len(group.valid), len(group.num_tokens), len(group.finished)}
-        if len(sizes) != 1:
-            raise TrainError(
-                f"batch_advantages: the arrays of group {index} have lengths {sorted(sizes)}; allowed is one"
-            )
-
-
-class _Rows(NamedTuple):
-    """The samples of all groups, one after the other. ``lone_S``: the only valid one of a larger group."""
-
-    reward_S: Tensor
-    valid_S: Tensor
-    length_S: Tensor
-    finished_S: Tensor
-    group_S: Tensor
-    lone_S: Tensor
-
-
-def _stacked(groups: Sequence[GroupRewards], sizes: Sequence[int]) -> _Rows:
-    reward_S = torch.as_tensor(np.concatenate([group.reward for group in groups]).astype(np.float64))
-    valid_S = torch.as_tensor(np.concatenate([group.valid for group in groups]).astype(np.bool_))
-    length_S = torch.as_tensor(np.concatenate([group.num_tokens for group in groups]).astype(np.int64))
-    finished_S = torch.as_tensor(np.concatenate([group.finished for group in groups]).astype(np.bool_))
-    group_S = torch.repeat_interleave(torch.arange(len(groups)), torch.as_tensor(sizes))
-    configured_alone_S = torch.as_tensor(np.repeat([size == 1 for size in sizes], sizes))
-    siblings_S = torch.zeros(len(groups), dtype=torch.int64).index_add(0, group_S, valid_S.to(torch.int64))[group_S]
-    lone_S = valid_S & (siblings_S == 1) & ~configured_alone_S
-    return _Rows(reward_S, valid_S, length_S, finished_S, group_S, lone_S)
-
-
-def _estimated(
-    groups: Sequence[GroupRewards],
-    rows: _Rows,
-    estimator: str | Callable[[Sequence[GroupRewards]], Sequence[NDArray[np.float64]]],
-    normalize_std: bool,
-    eps: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Advantages, which samples are valid by the estimator, and whose advantage is 0 whatever it says."""
-    reward_S, valid_S, length_S, _, group_S, lone_S = rows
-    if callable(estimator):  # lone ones are its own decision
-        return torch.as_tensor(np.concatenate(estimator(groups))), valid_S, ~valid_S
-    if estimator == "remax":
-        advantage_S, valid_S = _against_greedy(groups, reward_S, valid_S)
-        return advantage_S, valid_S, ~valid_S
-    if estimator == "reinforce_pp":
-        weight_S = torch.where(valid_S, length_S, torch.zeros_like(length_S))
-        advantage_S = whiten(torch.where(valid_S, reward_S, torch.zeros_like(reward_S)), weight_S)
-        return advantage_S, valid_S, ~valid_S
-    if estimator == "reinforce_pp_baseline":
-        advantage_S = reinforce_pp_baseline(reward_S, length_S, group_S, valid_S=valid_S & ~lone_S)
-    elif estimator == "rloo":
-        advantage_S = rloo(reward_S, group_S, valid_S=valid_S)
-    elif estimator == "opo":
-        advantage_S = opo(reward_S, length_S, group_S, valid_S=valid_S)
-    else:
-        advantage_S = grpo(reward_S, group_S, valid_S=valid_S, normalize_std=normalize_std, eps=eps)
-    return advantage_S, valid_S, ~valid_S | lone_S
-
-
 def _against_greedy(groups: Sequence[GroupRewards], reward_S: Tensor, valid_S: Tensor) -> tuple[Tensor, Tensor]:
-    """Advantages over the greedy sample of the group, and who may train: not that sample, and nobody where it failed."""
+    """Advantages over the greedy sample, which does not train; no sibling does if it failed."""
     baseline_S, takes_part_S = torch.zeros_like(reward_S), valid_S.clone()
     start = 0
     for group in groups:

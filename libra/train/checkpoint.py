@@ -1,21 +1,21 @@
-"""One checkpoint: a Hugging Face model directory with the optimizer's state beside it, and the directory that holds them.
+"""One checkpoint: a Hugging Face model directory with the optimizer's state beside it.
 
 ::
 
     checkpoints/step-000012/
         config.json, model.safetensors, tokenizer*   as transformers and vLLM read them
-        optimizer.safetensors                        <parameter>.exp_avg, <parameter>.exp_avg_sq, <parameter>.step,
-                                                     <parameter>.master where the optimizer's weights are wider,
-                                                     and <tensor>.ewma with ``trainer.old_logp=ewma``
-        trainer.json                                 schema, steps_done, settings, seed, dtype, digests, last_report; sealed
+        optimizer.safetensors   <parameter>.exp_avg, .exp_avg_sq, .step, .master (wider copies), .ewma
+        trainer.json            schema, steps_done, settings, seed, dtype, digests, last_report; sealed
     checkpoints/best -> step-000012                  see `libra.train.checkpoint_directory`
 
 Invariants
 ----------
-1. A checkpoint directory is whole or absent: it is filled under a temporary name, synced and renamed. Killing the writer
-   leaves a name that begins with ".", which no reader opens and the next writer removes.
-2. A whole checkpoint is never overwritten, a torn one is replaced. Writing the same state again has no effect.
-3. The written state is a `ReplicaSnapshot`: the replica may take further steps while it is written.
+1. A checkpoint directory is whole or absent: it is filled under a temporary name, synced and
+   renamed. A killed writer leaves a name that begins with ".", which no reader opens and the next
+   writer removes.
+2. A whole checkpoint is never overwritten, a torn one is replaced. Writing the same state again has
+   no effect.
+3. The replica may take further steps while a `ReplicaSnapshot` is written.
 4. Loading changes nothing in the replica before everything was read and every digest agrees.
 5. One process writes into a directory of checkpoints.
 """
@@ -23,7 +23,6 @@ Invariants
 from __future__ import annotations
 
 import logging
-import os
 import re
 import shutil
 import uuid
@@ -37,7 +36,7 @@ from torch import Tensor
 
 from libra.errors import CheckpointError, disk_refusal
 from libra.seals import sealed_text, unseal
-from libra.tensor_files import FACTS_FILE, OPTIMIZER_FILE, WEIGHTS_PATTERN, altered_files, small_files
+from libra.tensor_files import FACTS_FILE, OPTIMIZER_FILE, WEIGHTS_PATTERN, altered_files, small_files, sync
 from libra.tensors import digest
 from libra.train.model_layout import laid_out, whole
 from libra.train.replica_state import ReplicaState
@@ -79,18 +78,9 @@ def step_of(directory: Path) -> int:
 class ReplicaSnapshot:
     """A replica's state at one step, to be written.
 
-    Attributes
-    ----------
-    model : transformers model
-        Only its configuration is read.
-    weights, optimizer : dict of tensors
-        Copies in host memory, so the replica may change its own; views where it was taken with ``copy=False``.
-    facts : dict
-        The content of ``trainer.json`` but for the digests.
-    tokenizer_dir : Path
-        Directory whose tokenizer files are copied.
-    adapter : str
-        Configuration of the adapters among ``optimizer``, as JSON; empty: there are none.
+    ``weights`` and ``optimizer`` are copies in host memory (views if taken with ``copy=False``),
+    ``facts`` is ``trainer.json`` without the digests, and ``adapter`` the JSON configuration of
+    adapters, if any.
     """
 
     model: Any
@@ -102,10 +92,7 @@ class ReplicaSnapshot:
 
     @classmethod
     def of(cls, replica: ReplicaState, *, copy: bool = True) -> ReplicaSnapshot:
-        """The state of ``replica`` now, which no step may change while it is taken.
-
-        A collective if the replica is sharded.
-        """
+        """The present state, which no step may change meanwhile. A collective if the replica is sharded."""
 
         def kept(tensor: Tensor) -> Tensor:
             tensor = whole(tensor)
@@ -137,17 +124,13 @@ class ReplicaSnapshot:
 
     @property
     def steps_done(self) -> int:
-        """Steps the replica had taken."""
         return int(self.facts["steps_done"])
 
 
 def save_checkpoint(directory: Path, snapshot: ReplicaSnapshot) -> None:
-    """Write ``snapshot`` as ``directory``, whole or not at all; nothing is written if it exists already.
+    """Write ``snapshot`` as ``directory``, whole or not at all; nothing if it exists already.
 
-    Raises
-    ------
-    CheckpointError
-        ``directory`` holds something else, or the disk refuses; a full disk is named as such.
+    CheckpointError if ``directory`` holds something else, or the disk refuses.
     """
     content = {"digest": digest(snapshot.weights), "optimizer_digest": digest(snapshot.optimizer)}
     if _is_there(directory, content):
@@ -172,10 +155,10 @@ def save_checkpoint(directory: Path, snapshot: ReplicaSnapshot) -> None:
         facts = snapshot.facts | content | {"files": small_files(temporary)}
         (temporary / FACTS_FILE).write_text(sealed_text(facts, indent=2) + "\n", encoding="utf-8")
         for path in temporary.iterdir():
-            _sync(path)
-        _sync(temporary)
+            sync(path)
+        sync(temporary)
         temporary.rename(directory)
-        _sync(directory.parent)
+        sync(directory.parent)
     except (OSError, SafetensorError) as fault:
         raise _write_failure(directory, fault) from fault
     finally:
@@ -183,7 +166,7 @@ def save_checkpoint(directory: Path, snapshot: ReplicaSnapshot) -> None:
 
 
 def load_checkpoint(directory: Path, replica: ReplicaState) -> None:
-    """Bring ``replica`` to the state saved in ``directory``; CheckpointError if it is torn or of another model."""
+    """Bring ``replica`` to the saved state; CheckpointError if it is torn or of another model."""
     facts, weights, optimizer = _read(directory)
     own = replica.tensors()
     differing = sorted(name for name in own.keys() | weights.keys() if _form(own.get(name)) != _form(weights.get(name)))
@@ -200,9 +183,10 @@ def load_checkpoint(directory: Path, replica: ReplicaState) -> None:
 
 
 def load_optimizer(directory: Path, replica: ReplicaState) -> None:
-    """Load the optimizer's state into ``replica``, which has the weights of ``directory``; its step count stays.
+    """Load the optimizer's state into ``replica``, which has the weights of ``directory``; its step count
+    stays.
 
-    Raises CheckpointError if the directory is torn, or the replica has other weights.
+    CheckpointError if the directory is torn, or the replica has other weights.
     """
     facts, _, optimizer = _read(directory)
     own = digest(replica.weights(), like=facts["digest"])
@@ -236,12 +220,12 @@ def has_optimizer(directory: Path) -> bool:
 
 
 def verify(directory: Path) -> dict[str, Any]:
-    """Read all of a checkpoint and compare it with its digests; the facts, or CheckpointError."""
+    """Compare a whole checkpoint with its digests; returns the facts, or raises CheckpointError."""
     return _read(directory)[0]
 
 
 def complete(directory: str | Path) -> list[Path]:
-    """Every checkpoint under ``directory``, by step, without those that a killed writer left. Digests are not read."""
+    """Checkpoints under ``directory`` by step, without leftovers of killed writers. Digests are not read."""
     directory = Path(directory)
     if not directory.is_dir():
         return []
@@ -250,10 +234,7 @@ def complete(directory: str | Path) -> list[Path]:
 
 
 def newest(directory: str | Path, up_to: int | None = None) -> Path | None:
-    """The checkpoint of the highest step (not above ``up_to``) whose digests agree, None if there is none.
-
-    One that is torn (lost writes, an altered file) is skipped with a warning.
-    """
+    """The last checkpoint (not above ``up_to``) whose digests agree; torn ones are skipped with a warning."""
     for path in reversed([path for path in complete(directory) if up_to is None or step_of(path) <= up_to]):
         try:
             verify(path)
@@ -265,7 +246,6 @@ def newest(directory: str | Path, up_to: int | None = None) -> Path | None:
 
 
 def _read(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Tensor]]:
-    """Facts, weights and optimizer state, compared with their digests."""
     facts = read_facts(directory)
     if altered := altered_files(directory, facts):
         raise CheckpointError(f"checkpoint: {directory / altered[0]} was altered or is gone; take another checkpoint")
@@ -287,12 +267,11 @@ def _read(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor], dict[str,
 
 
 def _hidden(directory: Path) -> Path:
-    """A new name beside ``directory`` that no reader opens and the next writer removes."""
     return directory.with_name(f".{directory.name}.{uuid.uuid4().hex}{TEMPORARY}")
 
 
 def _is_there(directory: Path, content: dict[str, str]) -> bool:
-    """Whether ``directory`` is a checkpoint of this content. A torn one is moved away; another one is an error."""
+    """Whether this content is there. A torn checkpoint is moved away; another one is an error."""
     if not directory.exists():
         return False
     try:
@@ -312,7 +291,7 @@ def _is_there(directory: Path, content: dict[str, str]) -> bool:
 
 
 def _take_optimizer(replica: ReplicaState, state: dict[str, Tensor]) -> None:
-    """Load moments, cast to the dtype of their weights: a run that starts from another's may have changed it."""
+    """Load moments, cast to the dtype of their weights, which a new run may have changed."""
     replica.optimizer.state.clear()
     for name, parameter in replica.optimized().items():
         entry = {key: state[f"{name}.{key}"] for key in ("step", "exp_avg", "exp_avg_sq") if f"{name}.{key}" in state}
@@ -331,7 +310,6 @@ def _take_optimizer(replica: ReplicaState, state: dict[str, Tensor]) -> None:
 
 
 def _write_failure(directory: Path, fault: OSError | SafetensorError) -> CheckpointError:
-    """The error for a checkpoint that the disk refused, with what to do."""
     text = disk_refusal(directory, fault)
     if "Make space" in text:
         text += ". Or keep fewer checkpoints (checkpoint.keep=1), or set run.dir to another disk"
@@ -340,11 +318,3 @@ def _write_failure(directory: Path, fault: OSError | SafetensorError) -> Checkpo
 
 def _form(tensor: Tensor | None) -> tuple[object, ...] | None:
     return None if tensor is None else (tuple(tensor.shape), tensor.dtype)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -1,21 +1,18 @@
-"""The checkpoints of a run that stay, the last m and the best, and the one that a run may start from.
+"""The checkpoints of a run that are kept, the last m and the best, and the one a run may start from.
 
-The best is the one with the highest score. A run has one measure, so that scores can be compared:
+The best has the highest score, the later one of equals. A run has one measure:
 
-- ``evaluation``, with ``evaluation.every`` > 0: the mean reward of the held-out questions at that version. A checkpoint
-  whose version was not evaluated is never the best.
-- ``training``, otherwise: the mean reward of the batch whose step made that version (``run.eta`` = 0: answers of the
-  weights one step older). Noisy: of two checkpoints whose scores are close, either may be the better model.
-
-Of equal scores the later one wins.
+- ``evaluation``, with ``evaluation.every`` > 0: the mean reward of held-out questions at that
+  version.
+- ``training``, otherwise: the mean reward of the batch whose step made that version, which is
+  noisy.
 
 Invariants
 ----------
-1. Never removed: the best, the newest, the last ``keep``, and one that is being written (its name is hidden).
-2. ``best`` is a relative link replaced in one rename, before anything is removed: it never dangles, and goes along with
-   the directory when that is moved.
-3. A removed checkpoint loses its name first, so no reader sees a part of it; files left by a killed process are removed
-   the next time.
+1. Never removed: the best, the newest, the last ``keep``, and one that is being written.
+2. ``best`` is a relative link replaced in one rename before anything is removed: it never dangles.
+3. A removed checkpoint loses its name first, so no reader sees a part of it. The next `tidy`
+   removes files of a killed process.
 4. One process, the driver, calls `KeptCheckpoints`.
 """
 
@@ -44,8 +41,8 @@ _REMOVED, _REPLACING = ".gone", ".new"
 class KeptCheckpoints:
     """The ``checkpoints`` directory of one run, which need not exist yet.
 
-    The last ``keep`` stay, and with ``keep_best`` the one with the best score, which is linked as ``best``. Scores written by an
-    earlier start of the run count.
+    The last ``keep`` are kept, and with ``keep_best`` the best one, linked as ``best``. Scores written
+    by an earlier start of the run count.
     """
 
     def __init__(self, directory: Path, *, keep: int, keep_best: bool) -> None:
@@ -54,7 +51,7 @@ class KeptCheckpoints:
         self._scores = self._read_scores()
 
     def score(self, step: int, reward: float) -> None:
-        """Record the mean reward of the weights of a step; NaN (nothing was graded) is ignored."""
+        """Record the mean reward of a step's weights; NaN (nothing was graded) is ignored."""
         if math.isfinite(reward):
             self._scores[checkpoint_name(step)] = reward
             try:
@@ -69,7 +66,8 @@ class KeptCheckpoints:
         return max(scored, key=lambda path: (self._scores[path.name], step_of(path)), default=None)
 
     def tidy(self) -> list[Path]:
-        """Link the best one and remove those that are not kept; returns them. CheckpointError if the disk refuses."""
+        """Link the best one and remove those that are not kept; returns them. CheckpointError if the disk
+        refuses."""
         there = complete(self.directory)
         if not there:
             return []
@@ -128,10 +126,10 @@ _HEAD = "lm_head.weight"
 
 
 def checked_start(given: Path, model_dir: str | Path, dtype: str) -> Path:
-    """The directory ``given``, absolute and without links, after checking that a run of ``model_dir`` can start from it.
+    """The absolute directory ``given``, after checking that a run of ``model_dir`` can start from it.
 
-    It is a checkpoint of the same names, shapes and dtype, or a Hugging Face directory without ``trainer.json``: then the
-    optimizer starts from zero, with a warning. CheckpointError for anything else.
+    It is a checkpoint of the same names, shapes and dtype, or a Hugging Face directory, whose optimizer
+    then starts from zero with a warning. CheckpointError for anything else.
     """
     directory = given.expanduser().resolve()
     if not directory.is_dir():
@@ -173,7 +171,7 @@ def _needed(directory: Path) -> dict[str, bool]:
 
 
 def _check_shapes(directory: Path, model_dir: Path) -> None:
-    """CheckpointError if the two hold tensors of other names or shapes. A head tied to the embedding is left out."""
+    """A head tied to the embedding is left out."""
     if not all(_needed(model_dir).values()):
         return  # a Hugging Face id, or weights in another format: the workers compare
     got, wanted = _shapes(directory), _shapes(model_dir)

@@ -1,13 +1,13 @@
-"""Corrections for samples that another policy drew: weights, masks, and the split of mismatch from staleness.
+"""Corrections for samples that another policy drew: weights, masks, and mismatch split from staleness.
 
-The two factors of an importance ratio are engines that compute differently (mismatch), and weights that have
-changed (staleness)::
+The two factors of an importance ratio are engines that compute differently (mismatch), and weights
+that have changed (staleness)::
 
     log p_now - log p_engine = (log p_now - log p_old) + (log p_old - log p_engine)
                              =  staleness              +  mismatch
 
-``p_old`` is the trainer's own probability under the weights that generated the token. The split is exact only
-where the trainer has computed it; elsewhere it is unknown, and everything counts as staleness.
+``p_old`` is the trainer's own probability under the weights that generated the token. Where the
+trainer has not computed it, everything counts as staleness.
 
 Shape legend: N tokens, S sequences.
 """
@@ -43,17 +43,17 @@ def importance_weights(
     Parameters
     ----------
     log_ratio_N : Tensor
-        log p_trainer - log p_engine of each token; its dtype is that of the weights (AReaL: float32).
+        log p_trainer - log p_engine of each token; its dtype is the weights' (AReaL: float32).
     level : {"token", "sequence", "geometric"}
-        Ratio of the token, product over its sequence (verl, TRL ``sequence_*``), or geometric mean over it (AReaL).
+        The token's ratio, the product over its sequence (verl, TRL ``sequence_*``), or the geometric mean (AReaL).
     action : {"truncate", "mask", "none"}
-        Ratios outside [low, high] become the bound (TIS), 0 (IcePop, arXiv:2510.18855), or stay.
+        Ratios outside [low, high] become the bound (TIS), 0 (IcePop, arXiv:2510.18855), or are kept.
     low, high : float, optional
-        None: no bound on that side.
+        Without a number that side has no bound.
     normalize : bool
-        Divide by the mean weight: of the tokens, or of the sequences that have any (verl's ``batch_normalize``).
+        Divide by the mean weight of tokens, or of non-empty sequences (verl's ``batch_normalize``).
     bound : float, optional
-        The logarithm is clamped to [-bound, bound] first (verl: 20). None: no clamp (TRL, AReaL).
+        The logarithm is first clamped to [-bound, bound] (verl: 20; TRL and AReaL have no clamp).
     """
     check_option("importance_weights level", level, LEVELS)
     check_option("importance_weights action", action, ACTIONS)
@@ -77,7 +77,6 @@ def importance_weights(
 
 
 def _mean_weight(weight_N: Tensor, sequences: Sequences, *, per_sequence: bool) -> Tensor:
-    """Mean over tokens, or over the sequences that have any; 1 if it is 0."""
     count_S = sequences.count_S
     if per_sequence:
         mean = sequence_mean(weight_N, sequences, eps=1e-8).sum() / (count_S > 0).sum().clamp(min=1)
@@ -102,22 +101,22 @@ def rejection_mask(
     high: float | None = None,
     bound: float | None = LOG_RATIO_BOUND,
 ) -> Tensor:
-    """Whether a token is kept (N,) bool; False in masked places. Use it as ``sequences.where(mask)``.
+    """Whether a token is kept (N,) bool; False in masked places.
 
     Parameters
     ----------
     log_ratio_N : Tensor
-        log p_trainer - log p_engine, called d below; a value that is not finite counts as 0.
+        d = log p_trainer - log p_engine; a value that is not finite counts as 0.
     metric : str
         ``ratio`` e^d; ``k1`` d; ``k2`` d^2/2; ``k3`` e^d - 1 - d (verl); ``k3-reverse`` e^-d - 1 + d (AReaL's ``kl_k3``).
     level : {"token", "sequence"}
-        What is kept or rejected.
+        Whether tokens or whole sequences are rejected.
     reduce : {"mean", "sum", "max"}
-        From tokens to a sequence; of the logarithm for ``ratio``: geometric mean, product, or largest.
+        From tokens to a sequence; for ``ratio`` of the logarithm.
     low, high : float, optional
-        Kept where low <= metric <= high. None: no bound on that side.
+        Kept where low <= metric <= high.
     bound : float, optional
-        d is clamped to [-bound, bound] (verl: 20). None: no clamp (AReaL).
+        d is clamped to [-bound, bound] (verl: 20; AReaL has no clamp).
     """
     check_option("rejection_mask metric", metric, METRICS)
     check_option("rejection_mask level", level, ("token", "sequence"))
@@ -151,7 +150,7 @@ def rejection_mask(
 def binary_kl_mask(
     logp_N: Tensor, old_logp_N: Tensor, sequences: Sequences, *, high: float, eps: float = 1e-6
 ) -> Tensor:
-    """Kept where the KL of "this token or another" is at most ``high`` in both directions (verl's and AReaL's ``binary_kl``)."""
+    """Kept where the KL of "this token or another" is at most ``high`` in both directions (verl, AReaL)."""
     now_N, old_N = logp_N.exp().clamp(eps, 1 - eps), old_logp_N.exp().clamp(eps, 1 - eps)
 
     def divergence(p: Tensor, q: Tensor) -> Tensor:
@@ -164,10 +163,10 @@ def binary_kl_mask(
 def off_policy_sequence_mask(
     logp_N: Tensor, old_logp_N: Tensor, advantage_N: Tensor, sequences: Sequences, *, threshold: float
 ) -> Tensor:
-    """Kept where A >= 0, or the mean of log p_old - log p over the sequence is at most ``threshold``.
+    """Kept where A >= 0, or the sequence's mean of log p_old - log p is at most ``threshold``.
 
-    DeepSeek-V3.2, arXiv:2512.02556, off-policy sequence masking; TRL's ``off_policy_mask_threshold``, where rejected tokens
-    still count in the denominator.
+    DeepSeek-V3.2, arXiv:2512.02556; TRL's ``off_policy_mask_threshold``, where rejected tokens still
+    count in the denominator.
     """
     gap_N = torch.nan_to_num(old_logp_N - logp_N, nan=0.0)
     close_N = sequences.spread(sequence_mean(gap_N, sequences) <= threshold)
@@ -176,19 +175,15 @@ def off_policy_sequence_mask(
 
 @torch.no_grad()
 def m2po_mask(
-    log_ratio_N: Tensor,
-    sequences: Sequences,
-    *,
-    threshold: float = 0.04,
-    advantage_N: Tensor | None = None,
+    log_ratio_N: Tensor, sequences: Sequences, *, threshold: float = 0.04, advantage_N: Tensor | None = None
 ) -> Tensor:
     """Whether a token is kept (N,) bool; False in masked places. M2PO, arXiv:2510.01161.
 
-    The tokens with the largest squared log ratio (log p_now - log p_behaviour) are masked first, until the mean square of the
-    rest is at most ``threshold`` (the paper's 0.04). With ``advantage_N`` only tokens that the advantage would push further away
-    (A > 0 and ratio > 1, or A < 0 and ratio < 1), as in the paper; None: any token (AReaL). The choice is over all tokens given,
-    so it differs between a minibatch and its parts: call it on the whole minibatch, as
-    ``trainer.m2po_threshold`` does.
+    Tokens with the largest squared log ratio (log p_now - log p_behaviour) are masked first, until the
+    mean square of the rest is at most ``threshold`` (the paper's 0.04). With ``advantage_N``, only
+    tokens that the advantage pushes further away, as in the paper; without it any token (AReaL). The
+    choice depends on all tokens given, so call it on the whole minibatch, as ``trainer.m2po_threshold``
+    does.
     """
     mask_N = sequences.mask_N
     square_N = sequences.only(log_ratio_N).double().square()
@@ -217,7 +212,7 @@ class TwoFactors:
 
 @torch.no_grad()
 def two_factors(old_logp_N: Tensor, engine_logp_N: Tensor, exact_N: Tensor) -> TwoFactors:
-    """The split, from the trainer's and the engine's log-probabilities under the weights that generated each token.
+    """The split, from log-probabilities under the weights that generated each token.
 
     ``old_logp_N`` is read only where ``exact_N`` is True; elsewhere it may be NaN.
     """

@@ -1,20 +1,24 @@
-"""The gradient of an optimizer step: slices computed by core replicas and hybrids, merged as sums, checked, divided once.
+"""The gradient of an optimizer step: slices of core replicas and hybrids, merged as sums and divided
+once.
 
-Every replica of the core calls `StepGradient.add` with the same samples, for the whole minibatch or for one wave of it after
-the other, and then `StepGradient.sum_over_core` once::
+Every replica of the core calls `StepGradient.add` with the same samples, for the whole minibatch or
+wave by wave, and then `StepGradient.sum_over_core` once::
 
     plan       rank 0 announces how many hybrids take part; all cut the same slices
     own slice  sum of weight x gradient, undivided, and sum of weights
-    hybrids    their sums added; the slice of one that was lost is cut again and computed by the core
-    reduce     both summed over the core (all-reduce at the end; shards: reduce-scatter, in each backward pass)
-    check      the sum of weights is that of the samples, else no step is taken
+    hybrids    their sums added; the core computes the slice of a lost one
+    reduce     both summed over the core (all-reduce at the end; shards: reduce-scatter in each pass)
+    check      the sum of weights equals the samples', else no step is taken
 
 Invariants
 ----------
-1. The result does not depend on how many replicas or waves there are, except for the rounding of sums.
-2. A slice counts once or the step fails: a hybrid's sums are added whole, after all of them arrived, or not at all.
+1. The result does not depend on how many replicas or waves there are, except for the rounding of
+   sums.
+2. A slice counts once or the step fails: a hybrid's sums are added whole, after all arrived, or not
+   at all.
 3. A fault on one replica (NaN, a bad sequence) is raised by all, before anything is stepped.
-4. No replica waits for a hybrid that it did not plan with: one that joins contributes zeros until it has its state.
+4. No replica waits for a hybrid that it did not plan with; a joiner contributes zeros until it has
+   its state.
 """
 
 from __future__ import annotations
@@ -38,41 +42,23 @@ from libra.train.step_report import Tally
 
 @dataclass(slots=True)
 class StepGradient:
-    """The gradient of an optimizer step while it is added up; the tensors themselves are the parameters' ``grad``.
-
-    Attributes
-    ----------
-    tally : Tally
-        The numbers for the report.
-    merged, expected : float
-        Sums of weights of the slices that were added, and of the samples that were to be.
-    useful : bool
-        Whether any sample had a gradient.
-    connected : bool
-        Whether a hybrid was connected.
-    hybrids : int
-        Those that were given a slice of the last samples added.
-    waves : int
-        Waves added, of a step that is taken in waves.
-    began_s : float
-        Present, on the performance counter, less the seconds worked on the step; true within `working` only.
-    """
+    """The gradient of a step while it is added up; the tensors are the parameters' ``grad``."""
 
     state: ReplicaState
     step: int
     tally: Tally = field(default_factory=Tally)
-    merged: float = 0.0
-    expected: float = 0.0
-    useful: bool = False
-    connected: bool = False
-    hybrids: int = 0
-    waves: int = 0
-    began_s: float = 0.0
+    merged: float = 0.0  # sum of weights of the slices added
+    expected: float = 0.0  # sum of weights of the samples due
+    useful: bool = False  # whether any sample had a gradient
+    connected: bool = False  # whether a hybrid was connected
+    hybrids: int = 0  # hybrids that were given a slice of the last samples added
+    waves: int = 0  # waves added, of a step that is taken in waves
+    began_s: float = 0.0  # within `working`: present less the seconds worked on the step, on the performance counter
     _worked_s: float = 0.0
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Around work on a step in waves, whose seconds are added up."""
+        """Add up the seconds of work on a step in waves."""
         self.began_s = time.perf_counter() - self._worked_s
         try:
             yield
@@ -90,15 +76,8 @@ class StepGradient:
     def add(self, samples: Sequence[Sample]) -> None:
         """Add the undivided sum of weight x gradient of ``samples`` to the parameters' ``grad``.
 
-        Where each replica holds the whole model, its ``grad`` is then its own part of the sum, rank 0's with those of the
-        hybrids.
-
-        Raises
-        ------
-        TrainError
-            A replica's loss is not finite.
-        GroupLost
-            A replica of the core is lost.
+        Where each replica holds the whole model, ``grad`` is then its own part; rank 0's includes the
+        hybrids. TrainError if a replica's loss is not finite, GroupLost if a replica of the core is lost.
         """
         weight = self.state.gradient.weight_of(samples)
         self.expected += weight
@@ -118,7 +97,7 @@ class StepGradient:
         self.useful, self.connected, self.hybrids = True, self.connected or connected, hybrids
 
     def sum_over_core(self) -> None:
-        """Add up the parts of all replicas, whose sum each then has; not of shards, which every backward pass adds up."""
+        """Give every replica the sum of all parts; shards are summed in the backward pass already."""
         started = time.perf_counter()
         group, parameters = self.state.group, list(self.state.optimized().values())
         held = group.gather([parameter.grad is not None for parameter in parameters])
@@ -132,7 +111,8 @@ class StepGradient:
         self.tally.add(reduce_s=time.perf_counter() - started)
 
     def _planned(self) -> tuple[int, int, bool]:
-        """How many hybrids compute a slice, how many are joining, and whether any is connected; the same on every replica.
+        """Hybrids that compute a slice, hybrids that are joining, and whether any is connected; equal on all
+        replicas.
 
         Hybrids without the present weights are offered them; no step waits for that.
         """
@@ -144,7 +124,6 @@ class StepGradient:
         return hybrids, joining, connected
 
     def _core_slices(self, slices: Sequence[Sequence[Sample]]) -> float:
-        """Compute one slice per replica of the core, each into its own gradients; returns the sum of weights."""
         group = self.state.group
         part, fault, weight = self.tally.part(), None, 0.0
         try:
@@ -175,7 +154,6 @@ class StepGradient:
         return float(sum(fact["weight"] for fact in facts))
 
     def _add_hybrids(self, given: Sequence[Sequence[Sample]]) -> float:
-        """Add the hybrids' slices, and compute the missing ones; returns the sum of weights of both."""
         group, pool = self.state.group, self.state.hybrids
         results: list[Contribution | None] = []
         if pool is not None:
@@ -198,7 +176,7 @@ class StepGradient:
         return weight_sum
 
     def _add_sums(self, names: Sequence[str], arrived: Sequence[Contribution]) -> None:
-        """Add the hybrids' gradients to rank 0's; of a tensor in shards each replica adds the part that it holds."""
+        """Each replica adds its own part of a tensor in shards."""
         parameters = self.state.optimized()
         for name in names:
             parameter = parameters[name]

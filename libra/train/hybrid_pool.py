@@ -1,17 +1,16 @@
-"""The core's side of hybrid replicas: rank 0 listens, sends them slices and receives their sums; they join and leave at any
-time.
+"""The core's side of hybrid replicas: rank 0 sends them slices and receives their sums.
 
 Invariants
 ----------
-1. The training thread never waits for a joiner or for a send: each hybrid has a thread that reads and one that writes. It
-   waits in `collect`, for slices it gave, and only until a hybrid answers, is lost, or is silent for ``timeout_s``; and to
-   begin a step, until a copy of the weights for a joiner has yielded (`undisturbed`), at most one tensor later.
-2. A hybrid is given a slice only once it has reported that a state arrived; until then it contributes zeros.
-3. Every assignment has a number that is never used again. Answers to other numbers are dropped: a repeated step, or a
-   hybrid that was given up, adds nothing late.
+1. The training thread waits for hybrids only in `collect`, until each answers, is lost, or is
+   silent for ``timeout_s``; and before a step, at most one tensor long, for a copy for a joiner to
+   yield (`undisturbed`).
+2. A hybrid gets a slice only after it has reported that a state arrived; until then it contributes
+   zeros.
+3. Every assignment has a number that is never used again; answers to other numbers are dropped.
 4. A contribution is whole (all tensors arrived) or None, and returned once.
-5. Weights are sent as a copy made while nothing changes them (`quiet`), under a number that only grows: no state is torn,
-   and a hybrid computes a slice only with weights of the number that came with it.
+5. Weights are copied while nothing changes them (`quiet`), under a number that only grows: no state
+   is torn, and a hybrid computes a slice only with weights of the number that came with it.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ _TRAFFIC = ("hybrid_sent_bytes", "hybrid_received_bytes", "hybrid_copy_s", "hybr
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """A hybrid's part of a minibatch: undivided sums of weight x gradient by parameter, the sum of weights, and a tally's."""
+    """A hybrid's part of a minibatch: undivided sums by parameter, the sum of weights, and a tally's sums."""
 
     gradients: dict[str, Tensor]
     weight_sum: float
@@ -74,17 +73,12 @@ class HybridPool:
     token : str
         The secret that a hybrid must have; a new one in each epoch of the group.
     description : dict
-        Compared with a hybrid's own (`libra.train.replica_state.ReplicaState.description`): settings, dtype, names and shapes.
-        A hybrid that differs is refused with the reason.
+        Compared with a hybrid's own (`libra.train.replica_state.ReplicaState.description`). A hybrid that
+        differs is refused with the reason.
     source : callable, optional
-        Returns the weights, for a hybrid that joins between steps. None: it waits for the next step.
-    host, port
-        Where to listen; port 0 takes any.
+        Returns the weights for a hybrid that joins between steps; without it the hybrid waits for a step.
 
-    Attributes
-    ----------
-    stale : bool
-        Whether the weights have changed since they were last published.
+    ``stale`` is True if the weights have changed since they were last published.
     """
 
     def __init__(
@@ -114,14 +108,12 @@ class HybridPool:
 
     @property
     def address(self) -> tuple[str, int]:
-        """Where hybrids connect."""
         return self._server.address
 
     # ---------------------------------------------------------------- of the training thread
 
     @property
     def connected(self) -> bool:
-        """Whether any hybrid is connected, with its state or without."""
         with self._changed:
             return bool(self._hybrids)
 
@@ -133,13 +125,13 @@ class HybridPool:
 
     @property
     def num_joining(self) -> int:
-        """Hybrids that have no state yet; they contribute zeros."""
+        """Hybrids that have no state yet."""
         with self._changed:
             return sum(not hybrid.has_state for hybrid in self._hybrids)
 
     @contextlib.contextmanager
     def undisturbed(self) -> Iterator[None]:
-        """For the training thread, around a step: no weights are copied, and a copy in progress stops."""
+        """Around a step: no weights are copied, and a copy in progress stops."""
         started = time.perf_counter()
         self._hurry.set()
         with self.quiet:
@@ -166,7 +158,7 @@ class HybridPool:
                 hybrid.outgoing.put(("stepped", {"version": self._version}, {}))
 
     def assign(self, slices: Sequence[Sequence[Sample]], step: int, *, stepped: bool) -> None:
-        """Give each hybrid a slice, in the order they joined; with fewer hybrids than planned, the other slices are lost."""
+        """Give each hybrid a slice, in the order they joined; slices without a hybrid are lost."""
         with self._changed:
             for hybrid in self._hybrids:  # slices of a failed step were not collected
                 hybrid.ticket = hybrid.result = None
@@ -202,13 +194,14 @@ class HybridPool:
             return results
 
     def traffic(self) -> dict[str, float]:
-        """Bytes and seconds since the last call, under the names of `libra.train.step_report.StepReport`."""
+        """Bytes and seconds since the last call, by field of `libra.train.step_report.StepReport`."""
         with self._changed:
             found, self._traffic = self._traffic, dict.fromkeys(_TRAFFIC, 0.0)
             return found
 
     def wait_for(self, num_hybrids: int, timeout_s: float | None = None, *, joining: bool = False) -> bool:
-        """Wait until this many can be given a slice, or with ``joining`` are connected; False after ``timeout_s``."""
+        """Wait until this many can be given a slice, or with ``joining`` are connected; False after
+        ``timeout_s``."""
         with self._changed:
             return self._changed.wait_for(
                 lambda: len(self._hybrids if joining else self._members()) >= num_hybrids, timeout_s
@@ -249,7 +242,6 @@ class HybridPool:
     # ---------------------------------------------------------------- threads
 
     def _serve(self, channel: Channel, name: str) -> None:
-        """Receive the messages of one hybrid until it disconnects."""
         wire = Wire(channel)
         try:
             hello = wire.receive()
@@ -284,7 +276,7 @@ class HybridPool:
                 self._drop(hybrid)
 
     def _offer_between_steps(self) -> None:
-        """Offer a joiner the weights at once, unless a step is in progress, which offers them at its end."""
+        """Offer a joiner the weights, unless a step is in progress, which offers them at its end."""
         if self._source is not None and self.quiet.acquire(blocking=False):
             try:
                 if self.stale:
@@ -317,7 +309,6 @@ class HybridPool:
             self._changed.notify_all()
 
     def _write(self, hybrid: _Hybrid) -> None:
-        """Send what is queued for one hybrid."""
         while (message := hybrid.outgoing.get()) is not None:
             try:
                 num_bytes = hybrid.wire.send(*message)
@@ -332,7 +323,6 @@ class HybridPool:
 
 
 def _difference(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str | None:
-    """The first field in which two descriptions differ, None if they agree."""
     for name in sorted(ours.keys() | theirs.keys()):
         if ours.get(name) != theirs.get(name):
             return f"{name} is {str(theirs.get(name))[:200]} there and {str(ours.get(name))[:200]} in the core"

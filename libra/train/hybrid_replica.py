@@ -1,8 +1,8 @@
-"""A hybrid replica: outside the core's process group, it pulls the weights of each step, computes slices, and sends
-gradient sums.
+"""A hybrid replica: outside the core's process group, it computes slices with the weights of each
+step.
 
-It has no optimizer and takes no step. It may join and leave between any two steps, or die during one: the core then computes
-its slice (`libra.train.hybrid_pool`).
+It has no optimizer. It may join and leave between any two steps, or die during one: the core then
+computes its slice (`libra.train.hybrid_pool`).
 """
 
 from __future__ import annotations
@@ -22,22 +22,11 @@ logger = logging.getLogger(__name__)
 
 
 class HybridReplica:
-    """A replica that computes slices for a core, until it leaves or the core releases it.
+    """Computes slices for the core at ``address``, until it leaves or the core releases it.
 
-    Parameters
-    ----------
-    replica : Replica
-        Of the same model and settings as the core's; its weights are replaced.
-    address : (str, int)
-        `libra.train.hybrid_pool.HybridPool.address` of the core's rank 0.
-    token : str
-    name : str
-        For logs and errors.
-
-    Raises
-    ------
-    TransferError
-        No core listens there, or it does not know the token.
+    ``replica`` has the core's model and settings; its weights are replaced. TransferError if no core
+    listens at ``address`` (`libra.train.hybrid_pool.HybridPool.address`), or it does not know
+    ``token``.
     """
 
     def __init__(self, replica: Replica, address: tuple[str, int], token: str, *, name: str = "hybrid") -> None:
@@ -54,12 +43,9 @@ class HybridReplica:
         self._wire.send("hello", {"name": name, "description": replica.description()})
 
     def run(self) -> int:
-        """Serve until it has left, or the core has ended; returns how many slices it computed.
+        """Serve until it has left or the core has ended; returns the number of slices computed.
 
-        Raises
-        ------
-        TrainError
-            The core has another model or other settings.
+        TrainError if the core has another model or other settings.
         """
         try:
             while True:
@@ -85,7 +71,7 @@ class HybridReplica:
         return self.slices_done
 
     def leave(self) -> None:
-        """Request to leave, from any thread: a slice in progress is finished and counts, and no other one follows."""
+        """Request to leave, from any thread: a slice in progress counts, and no other one follows."""
         self._leaving.set()
         self._wire.send("leave")
 
@@ -104,8 +90,7 @@ class HybridReplica:
         self._work()
 
     def _work(self) -> None:
-        """Compute the pending slice once its weights have arrived; if newer weights arrived, drop it, because no step waits
-        for it."""
+        """Compute the pending slice once its weights have arrived; newer weights make it obsolete."""
         if self._pending is None or self._pending.fields["version"] > self.version:
             return
         message, self._pending = self._pending, None

@@ -1,22 +1,21 @@
-"""Divergences token by token: from a reference policy by estimators, and from a teacher as a loss of the student.
+"""Divergences of each token: from a reference policy by estimators, and from a teacher as a loss.
 
-Teacher q and student p at each place, from part of the vocabulary: AsyncOPD (arXiv:2606.24143), after GKD
-(arXiv:2306.13649).
+Teacher q and student p at each place, from part of the vocabulary: AsyncOPD (arXiv:2606.24143),
+after GKD (arXiv:2306.13649).
 
-``top_k``: the K tokens that the teacher finds likeliest, and all others together as one more outcome. The
-divergence of these K + 1 outcomes is at most that of the vocabulary, and equal to it where K is all of it.
+``top_k``: the teacher's K likeliest tokens, and all others together as one more outcome. The
+divergence of these K + 1 outcomes is at most that over the vocabulary. The paper sums over the K
+tokens alone, which can be negative and, in reverse, is smallest where the student leaves the K
+tokens.
 
 ``sampled``, forward, a_i drawn by the teacher: ``1/m sum_i (log q(a_i) - log p(a_i))``.
 
-``sampled``, reverse, a_i drawn by the student as it was, p_old: ``-1/m sum_i rho(a_i) sg[A(a_i)]``, with
-``A = log q - log p`` of the student as it is now (fresh; "sg": no gradient) and ``rho = p / p_old``,
-unclipped. The gradient's mean is that of KL(p || q), however old p_old is, because sum_a p grad log p = 0:
-no bias in value and gradient, and 1 / m of the variance of one.
+``sampled``, reverse, a_i drawn by the student as it was, p_old: ``-1/m sum_i rho(a_i) sg[A(a_i)]``,
+with ``A = log q - log p`` of the present student ("sg": no gradient) and ``rho = p / p_old``,
+unclipped. Its mean gradient is the gradient of KL(p || q), however old p_old is, because sum_a p
+grad log p = 0.
 
-Differs from the paper: its top-k sums over the K tokens alone, which is not a divergence: it can be
-negative, and in reverse it is smallest where the student leaves the K tokens. Here the rest is an outcome.
-
-Shape legend: N action tokens in any arrangement, K columns (tokens of the vocabulary) of each, O = K + 1.
+Shape legend: N action tokens, K columns (tokens of the vocabulary) of each, O = K + 1.
 """
 
 from __future__ import annotations
@@ -36,27 +35,16 @@ KL_ESTIMATORS: tuple[str, ...] = get_args(KLEstimator)
 
 
 def kl_estimate(
-    logp_N: Tensor,
-    reference_logp_N: Tensor,
-    estimator: str = "k3",
-    *,
-    bound: float | None = None,
+    logp_N: Tensor, reference_logp_N: Tensor, estimator: str = "k3", *, bound: float | None = None
 ) -> Tensor:
     """Estimate of KL(p | reference) at tokens drawn from p, in nats.
 
-    Schulman, "Approximating KL divergence" (2020). With d = log p - log p_reference: ``k1`` d (unbiased, but its gradient
-    has mean 0: useless in a loss), ``abs`` |d|, ``k2`` d^2/2 (biased, with the gradient of the divergence), ``k3``
-    exp(-d) - 1 + d (unbiased, never negative). A trailing ``+`` keeps the value and takes the gradient of k2, unbounded
-    (straight-through, arXiv:2506.09477).
-
-    Parameters
-    ----------
-    logp_N, reference_logp_N : Tensor
-    estimator : str
-        One of `KL_ESTIMATORS`.
-    bound : float, optional
-        The estimate is clamped to [-bound, bound]: 10 for k3 in verl, slime's low_var_kl, and all of OpenRLHF's. For k3,
-        d is clamped to twice that before, as in verl. Beyond a bound the gradient is 0.
+    Schulman, "Approximating KL divergence" (2020). With d = log p - log p_reference: ``k1`` d (its
+    gradient has mean 0), ``abs`` |d|, ``k2`` d^2/2 (biased, with the gradient of the divergence),
+    ``k3`` exp(-d) - 1 + d (unbiased, never negative). A trailing ``+`` keeps the value and takes the
+    gradient of k2, unbounded (straight-through, arXiv:2506.09477). The estimate is clamped to [-bound,
+    bound]: 10 for k3 in verl, slime's low_var_kl, and all of OpenRLHF's. For k3, d is first clamped to
+    twice that, as in verl. Beyond a bound the gradient is 0.
     """
     check_option("kl_estimate", estimator, KL_ESTIMATORS)
     difference_N = logp_N - reference_logp_N
@@ -82,20 +70,18 @@ def kl_estimate(
 
 @dataclass(slots=True)
 class KLCoefficient:
-    """The coefficient of a KL penalty, adapted after each batch (Ziegler et al., arXiv:1909.08593, sec. 2.2; as verl's controller).
+    """The coefficient of a KL penalty, adapted after each batch (arXiv:1909.08593, sec. 2.2; verl's
+    controller).
 
-    Attributes
-    ----------
-    value : float
-    seen : (float, int)
-        Sum over trajectories of their mean KL per token in nats, and how many, of the batch in progress.
+    ``seen``: sum over trajectories of their mean KL per token in nats, and their number, in this batch.
     """
 
     value: float
     seen: tuple[float, int] = (0.0, 0)
 
     def adapt(self, target: float, horizon: float) -> None:
-        """Change the value by a share of at most 0.2 x trajectories / ``horizon``, towards a mean KL of ``target`` nats."""
+        """Move the value by a share of at most 0.2 x trajectories / ``horizon``, towards a mean KL of
+        ``target`` nats."""
         total, count = self.seen
         if count:
             error = min(max(total / count / target - 1, -_MOST_CHANGE), _MOST_CHANGE)
@@ -107,7 +93,8 @@ def top_k_divergence(
 ) -> Tensor:
     """Divergence of K + 1 outcomes (N,) in nats, with gradient to ``logp_NK`` and ``rest_N``.
 
-    ``rest_N`` and ``teacher_rest_N`` are log-probabilities of all other tokens together, -inf where there is none.
+    ``rest_N`` and ``teacher_rest_N`` are log-probabilities of all other tokens together, -inf if none
+    exist.
     """
     ours_NO = torch.cat([logp_NK, rest_N[:, None]], -1)
     theirs_NO = torch.cat([teacher_NK, teacher_rest_N[:, None]], -1)
@@ -120,12 +107,10 @@ def top_k_divergence(
 
 
 def sampled_divergence(logp_NK: Tensor, teacher_NK: Tensor, old_NK: Tensor | None) -> Tensor:
-    """Estimate of the divergence (N,) in nats, with a gradient to ``logp_NK`` that is one of its gradient.
+    """Estimate of the divergence (N,) in nats; its gradient estimates the divergence's.
 
-    Parameters
-    ----------
-    old_NK : tensor or None
-        Log-probabilities with which the student drew the tokens: reverse. None: the teacher drew them, forward.
+    ``old_NK`` are the log-probabilities with which the student drew the tokens (reverse); without them
+    the teacher drew them (forward).
     """
     if old_NK is None:
         return (teacher_NK - logp_NK).mean(-1)

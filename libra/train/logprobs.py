@@ -1,11 +1,13 @@
-"""Log-probabilities of action tokens under a transformers model, for packed rows, without the (R, W, V) logits.
+"""Log-probabilities of action tokens under a transformers model, for packed rows, without (R, W, V)
+logits.
 
-Hidden states in front of the output head become log-probabilities chunk by chunk, recomputed in the backward pass.
-Memory grows with ``chunk_tokens`` x V instead of N x V; the price is one more product with the output matrix. Two arrays
-of ``chunk_tokens`` x V exist at once, in at least float32, and a third one in the model's dtype if that is narrower.
+Hidden states before the output head become log-probabilities chunk by chunk, recomputed in the
+backward pass. Memory grows with ``chunk_tokens`` x V instead of N x V, at the price of one more
+product with the output matrix. Two arrays of ``chunk_tokens`` x V exist at once, in at least
+float32, and a third one in the model's dtype if that is narrower.
 
-Shape legend: R rows, W width in tokens, N action tokens, C tokens of a chunk, H hidden size, V vocabulary, K columns
-(tokens of the vocabulary) asked of each token.
+Shape legend: R rows, W width in tokens, N action tokens, C tokens of a chunk, H hidden size, V
+vocabulary, K columns (tokens of the vocabulary) of each token.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ CHUNK_TOKENS = 1024
 
 
 def load_model(model_dir: Path, dtype: torch.dtype, loader: str | None = None) -> Any:
-    """The causal model of a directory, dropout off, attention by torch's scaled dot product; ModelError as `build_model`."""
+    """The causal model of a directory, dropout off, attention by torch's scaled dot product; may raise
+    ModelError."""
     model = build_model(loader, model_dir, dtype=dtype, attention="sdpa")
     if (attention := plain_attention(model.config)) != "sdpa":
         model.set_attn_implementation(attention)
@@ -37,7 +40,7 @@ def load_model(model_dir: Path, dtype: torch.dtype, loader: str | None = None) -
 
 
 class _KeepDouble(TorchFunctionMode):
-    """A mode in which casts of float64 tensors to float32 have no effect."""
+    """Casts of float64 tensors to float32 have no effect."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = dict(kwargs or {})
@@ -46,10 +49,7 @@ class _KeepDouble(TorchFunctionMode):
 
 
 def _keep_double(model: Any) -> None:
-    """Let a float64 model compute in float64 throughout: transformers has norms in float32, torch no grouped product.
-
-    Otherwise gradients of the same tokens differ by 1e-8 between two layouts, and nothing finer can be tested.
-    """
+    """Compute in float64 throughout: transformers has norms in float32, torch no grouped product."""
     if getattr(model.config, "num_experts", 0):
         model.set_experts_implementation("eager")
     forward = model.forward
@@ -63,10 +63,10 @@ def _keep_double(model: Any) -> None:
 
 
 class Scorer:
-    """A causal language model that scores given tokens only, and holds logits of at most ``chunk_tokens`` of them.
+    """A causal language model that scores given tokens, with logits of at most ``chunk_tokens`` in memory.
 
-    It includes everything the architecture does after its head (caps, scales). Works with any transformers causal model
-    whose ``get_output_embeddings()`` is its head, a linear map.
+    It includes everything the architecture does after its head (caps, scales). The head, from
+    ``get_output_embeddings()``, must be a linear map.
     """
 
     def __init__(self, model: Any, temperature: float = 1.0, chunk_tokens: int = CHUNK_TOKENS) -> None:
@@ -86,9 +86,10 @@ class Scorer:
         *,
         entropy_gradient: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """Log-probability of each target (N,), with gradient, and entropy (N,), with gradient on request; nats.
+        """Log-probability of each target (N,), with gradient, and entropy (N,), with gradient on request;
+        nats.
 
-        At least float32 whatever the model's dtype. ``mask_R1WW`` (bool, True: reads) replaces the separation by positions.
+        At least float32. ``mask_R1WW`` (bool, True: reads) replaces the separation by positions.
         """
         inputs = (token_ids_RW, position_ids_RW, action_at_N, target_N, mask_R1WW)
         logp_NK, entropy_N, _ = self.columns(*inputs, entropy_gradient=entropy_gradient)
@@ -106,8 +107,8 @@ class Scorer:
         rest: bool = False,
         entropy_gradient: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """As `logp`: log-probabilities of each target and of its K further columns (N, 1 + K), entropy (N,), and with ``rest`` the
-        log-probability of all tokens but those columns (N,)."""
+        """As `logp`, of each target and its K further columns (N, 1 + K); the entropy (N,); and with ``rest``
+        the log-probability of all tokens but those columns (N,)."""
         head, further = self._head, columns_NK is not None
         wanted_NK = target_N[:, None]
         if columns_NK is not None:
@@ -142,7 +143,7 @@ class Scorer:
 
 @torch.no_grad()
 def check_packing(scorer: Scorer, tolerance: float) -> None:
-    """TrainError if two sequences in one row do not score as they do alone: a model that ignores restarts."""
+    """TrainError if two sequences in one row do not score as they do alone: the model ignores restarts."""
     lengths, vocabulary = (5, 7), int(scorer.model.config.get_text_config().vocab_size)
     sequences = [torch.arange(length) * 7 % vocabulary for length in lengths]
     device = next(scorer.model.parameters()).device
@@ -162,35 +163,6 @@ def check_packing(scorer: Scorer, tolerance: float) -> None:
         )
 
 
-def chunked_logp(
-    hidden_NH: Tensor,
-    weight_VH: Tensor,
-    target_N: Tensor,
-    *,
-    bias_V: Tensor | None = None,
-    temperature: float = 1.0,
-    chunk_tokens: int = CHUNK_TOKENS,
-    entropy_gradient: bool = False,
-    after_head: AfterHead | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Log-probability of each target (N,), with gradient to hidden states, weight and bias; entropy (N,); nats.
-
-    The entropy has a gradient with ``entropy_gradient``. Logits are computed in the dtype of ``hidden_NH``, go through
-    ``after_head`` (`libra.heads`; None: the head is the end of the model) and are normalised in at least float32.
-    """
-    logp_N1, entropy_N, _ = chunked_columns(
-        hidden_NH,
-        weight_VH,
-        target_N[:, None],
-        bias_V=bias_V,
-        temperature=temperature,
-        chunk_tokens=chunk_tokens,
-        entropy_gradient=entropy_gradient,
-        after_head=after_head,
-    )
-    return logp_N1[:, 0], entropy_N
-
-
 def chunked_columns(
     hidden_NH: Tensor,
     weight_VH: Tensor,
@@ -203,12 +175,17 @@ def chunked_columns(
     after_head: AfterHead | None = None,
     rest_from: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `chunked_logp`, of several tokens at each place: log-probabilities (N, K), entropy (N,), and with gradient the
-    log-probability of all tokens but those of the columns from ``rest_from`` on, which differ: ``rest_N`` (N,), -inf where they are
-    all there are; 0 if ``rest_from`` is None. No (N, V) array exists, in either pass.
+    """Log-probabilities (N, K) in nats of ``columns_NK`` and entropy (N,), without an (N, V) array in
+    either pass.
+
+    They have a gradient to hidden states, weight and bias, the entropy only with ``entropy_gradient``.
+    Logits are computed in the dtype of ``hidden_NH``, go through ``after_head`` (`libra.heads`) and are
+    normalised in at least float32. ``rest_N`` (N,), with gradient, is the log-probability of all tokens
+    but the columns from ``rest_from`` on, which must differ; -inf if no other token exists, 0 without
+    ``rest_from``.
     """
     if chunk_tokens < 1:
-        raise TrainError(f"chunked_logp: chunk_tokens is {chunk_tokens}; allowed is 1 or more")
+        raise TrainError(f"chunked_columns: chunk_tokens is {chunk_tokens}; allowed is 1 or more")
     return _ChunkedLogp.apply(  # type: ignore[no-any-return]
         hidden_NH, weight_VH, bias_V, columns_NK, temperature, chunk_tokens, entropy_gradient, after_head, rest_from
     )
@@ -220,7 +197,6 @@ def _own_logits(hidden_CH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, aft
 
 
 def _normal(logits_CV: Tensor, temperature: float) -> Tensor:
-    """Logits in the dtype that they are normalised in, at this temperature; may be the same storage."""
     logits_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
     return logits_CV if temperature == 1.0 else logits_CV.div_(temperature)
 
@@ -293,7 +269,7 @@ class _ChunkedLogp(torch.autograd.Function):
 
 
 def _grad_of_logits(ctx: Any, here: slice, grad_NK: Tensor, grad_entropy_N: Tensor, grad_rest_N: Tensor) -> Tensor:
-    """Gradient of a chunk's logits as its head made them (C, V), in the dtype that they are normalised in."""
+    """Gradient of a chunk's logits as its head made them (C, V), in the dtype they are normalised in."""
     hidden_NH, weight_VH, bias_V, columns_NK, norm_N, entropy_N, rest_N = ctx.saved_tensors
     temperature, _, entropy_gradient, after_head, rest_from = ctx.options
     raw_CV = torch.nn.functional.linear(hidden_NH[here], weight_VH, bias_V)

@@ -1,7 +1,9 @@
-"""Policy losses, each one number per token; `libra.train.sequences.Aggregation` makes them the loss of a minibatch.
+"""Policy losses, each one number per token; `libra.train.sequences.Aggregation` makes them a
+minibatch's loss.
 
-All take log-probabilities in nats, of which only ``logp_N`` carries a gradient. Losses on whole sequences
-also take a `libra.train.sequences.Sequences`; the others work in any arrangement.
+All take log-probabilities in nats, of which only ``logp_N`` carries a gradient; ``old_logp_N`` is
+in the denominator of the ratio. Losses on whole sequences also take a
+`libra.train.sequences.Sequences`.
 
 Shape legend: N action tokens, S sequences.
 """
@@ -22,7 +24,7 @@ SEQUENCE_LOG_RATIO_BOUND = 10.0
 
 
 def token_ratio(logp_N: Tensor, old_logp_N: Tensor, *, bound: float | None = LOG_RATIO_BOUND) -> Tensor:
-    """p_now / p_old of each token; the logarithm is clamped to [-bound, bound], None: no clamp (TRL, AReaL)."""
+    """p_now / p_old of each token; the logarithm is clamped to [-bound, bound] (no clamp in TRL, AReaL)."""
     log_ratio_N = logp_N - old_logp_N
     return (log_ratio_N if bound is None else log_ratio_N.clamp(-bound, bound)).exp()
 
@@ -35,16 +37,13 @@ def sequence_ratio(
     gradient: str = "token",
     bound: float | None = SEQUENCE_LOG_RATIO_BOUND,
 ) -> Tensor:
-    """Geometric mean of a sequence's token ratios, at each of its tokens (N,). GSPO, arXiv:2507.18071, eq. 7 and 14.
+    """Geometric mean of a sequence's token ratios, at each of its tokens (N,). GSPO, arXiv:2507.18071, eq.
+    7, 14.
 
-    Parameters
-    ----------
-    gradient : {"token", "sequence"}
-        Path of the gradient. "token": each token's copy has the gradient of that token alone, straight-through (verl).
-        "sequence": each copy has the gradient of the mean (TRL, AReaL). With one advantage per sequence and equal token
-        weights, both give the same gradient of the loss.
-    bound : float, optional
-        The logarithm is at most this. None: not bounded (TRL, AReaL).
+    With ``gradient="token"`` each token's copy has the gradient of that token alone, straight-through
+    (verl); with "sequence" the gradient of the mean (TRL, AReaL). With one advantage per sequence and
+    equal token weights the gradient of the loss is the same. The logarithm is at most ``bound``
+    (unbounded in TRL, AReaL).
     """
     check_option("sequence_ratio gradient", gradient, ("token", "sequence"))
     log_ratio_S = sequence_mean(logp_N - old_logp_N, sequences)
@@ -64,16 +63,12 @@ def clipped_surrogate(
     dual_clip: float | None = None,
     ratio_max: float | None = None,
 ) -> Tensor:
-    """``max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))`` for a ratio of any level, with gradient through the ratio.
+    """``max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))`` for a ratio of any level, with gradient
+    through it.
 
-    Parameters
-    ----------
-    clip_low, clip_high : float
-        Ratios below ``1 - clip_low`` (for A < 0) or above ``1 + clip_high`` (for A > 0) get no gradient.
-    dual_clip : float, optional
-        For A < 0 the loss is at most ``-A * dual_clip`` (> 1), arXiv:1912.09729. None: not bounded.
-    ratio_max : float, optional
-        The unclipped ratio is at most this, for both signs (two-sided GRPO, INTELLECT-2 arXiv:2505.07291; TRL's delta).
+    Ratios below ``1 - clip_low`` (A < 0) or above ``1 + clip_high`` (A > 0) get no gradient. For A < 0
+    the loss is at most ``-A * dual_clip`` (> 1), arXiv:1912.09729. The unclipped ratio is at most
+    ``ratio_max``, for both signs (two-sided GRPO, INTELLECT-2 arXiv:2505.07291; TRL's delta).
     """
     clipped_N = ratio_N.clamp(1 - clip_low, 1 + clip_high)
     if ratio_max is not None:
@@ -95,10 +90,10 @@ def ppo_loss(
     ratio_max: float | None = None,
     bound: float | None = LOG_RATIO_BOUND,
 ) -> Tensor:
-    """PPO's pessimistic surrogate with separate bounds: PPO (arXiv:1707.06347), clip-higher from DAPO (arXiv:2503.14476).
+    """PPO's pessimistic surrogate (arXiv:1707.06347) with separate bounds, clip-higher from DAPO
+    (arXiv:2503.14476).
 
-    ``old_logp_N`` is the log-probability in the denominator of the ratio. See `clipped_surrogate` for the clips and
-    `token_ratio` for ``bound``.
+    See `clipped_surrogate` for the clips and `token_ratio` for ``bound``.
     """
     return clipped_surrogate(
         token_ratio(logp_N, old_logp_N, bound=bound),
@@ -114,7 +109,7 @@ def ppo_loss(
 def clip_sums(
     logp_N: Tensor, old_logp_N: Tensor, advantage_N: Tensor, *, clip_low: float, clip_high: float
 ) -> dict[str, Tensor]:
-    """Sums that become the means of a report (ratio, clipped tokens, k3 from the old policy), and the largest ratio; scalars."""
+    """Sums for a report (ratio, clipped tokens, k3 from the old policy), and the largest ratio; scalars."""
     log_ratio_N = (logp_N - old_logp_N).double().clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     ratio_N = log_ratio_N.exp()
     return {
@@ -139,14 +134,11 @@ def gspo_loss(
     gradient: str = "token",
     bound: float | None = SEQUENCE_LOG_RATIO_BOUND,
 ) -> Tensor:
-    """Loss of each token under its sequence's ratio; aggregate with ``seq-mean-token-mean``. GSPO, arXiv:2507.18071.
+    """Loss of each token under its sequence's ratio; aggregate with ``seq-mean-token-mean``. GSPO,
+    arXiv:2507.18071.
 
-    Parameters
-    ----------
-    clip_low, clip_high, dual_clip, ratio_max
-        See `clipped_surrogate`; the clip values are the paper's (sec. 5.1).
-    gradient, bound
-        See `sequence_ratio`.
+    Clips as in `clipped_surrogate`, with the paper's values (sec. 5.1); the rest as in
+    `sequence_ratio`.
     """
     ratio_N = sequence_ratio(logp_N, old_logp_N, sequences, gradient=gradient, bound=bound)
     return clipped_surrogate(
@@ -163,10 +155,11 @@ def cispo_loss(
     clip_high: float = 4.0,
     bound: float | None = LOG_RATIO_BOUND,
 ) -> Tensor:
-    """``-stop(clip(r, 1 - clip_low, 1 + clip_high)) A log p``. CISPO, MiniMax-M1, arXiv:2506.13585, eq. 4 and 5.
+    """``-stop(clip(r, 1 - clip_low, 1 + clip_high)) A log p``. CISPO, MiniMax-M1, arXiv:2506.13585, eq. 4
+    and 5.
 
-    ``clip_low=1`` leaves the ratio unbounded below, as the paper runs it. The paper does not print its upper bound; 5 is
-    the weight that TRL and AReaL recommend (their ``epsilon_high=5.0``, ``eps_clip_higher=4.0``).
+    ``clip_low=1`` leaves the ratio unbounded below, as in the paper. The paper prints no upper bound;
+    TRL and AReaL recommend 5 (``epsilon_high=5.0``, ``eps_clip_higher=4.0``).
     """
     return weighted_logp_loss(
         token_ratio(logp_N, old_logp_N, bound=bound), logp_N, advantage_N, clip_low=clip_low, clip_high=clip_high
@@ -183,7 +176,8 @@ def weighted_logp_loss(
 def gated_surrogate(
     ratio_N: Tensor, advantage_N: Tensor, *, tau_positive: float = 1.0, tau_negative: float = 1.05
 ) -> Tensor:
-    """``-A (4 / tau) sigmoid(tau (r - 1))`` with tau by the sign of A (A = 0 counts as negative), for any level of ratio."""
+    """``-A (4 / tau) sigmoid(tau (r - 1))`` for a ratio of any level, tau by the sign of A (0 is
+    negative)."""
     positive, negative = (torch.as_tensor(tau, dtype=ratio_N.dtype) for tau in (tau_positive, tau_negative))
     tau_N = torch.where(advantage_N > 0, positive, negative)
     return -(torch.sigmoid(tau_N * (ratio_N - 1)) * 4 / tau_N) * advantage_N
@@ -198,15 +192,13 @@ def sapo_loss(
     tau_negative: float = 1.05,
     bound: float | None = LOG_RATIO_BOUND,
 ) -> Tensor:
-    """Loss of each token; aggregate with ``seq-mean-token-mean``. SAPO, arXiv:2511.20347, with the paper's temperatures.
+    """Loss of each token; aggregate with ``seq-mean-token-mean``. SAPO, arXiv:2511.20347, the paper's
+    temperatures.
 
-    The gradient at r = 1 is PPO's; it decays as r moves away from 1, faster for a higher temperature ``tau``.
+    The gradient at r = 1 is PPO's; it decays as r moves away from 1, faster for a higher ``tau``.
     """
     return gated_surrogate(
-        token_ratio(logp_N, old_logp_N, bound=bound),
-        advantage_N,
-        tau_positive=tau_positive,
-        tau_negative=tau_negative,
+        token_ratio(logp_N, old_logp_N, bound=bound), advantage_N, tau_positive=tau_positive, tau_negative=tau_negative
     )
 
 
@@ -223,15 +215,11 @@ def gmpo_loss(
 ) -> Tensor:
     """``-mean(A) exp(mean(clipped log r))`` of a sequence, at each of its tokens. GMPO, arXiv:2507.20673.
 
-    Aggregated with ``seq-mean-token-mean`` this is the mean over sequences. A token's log ratio is clipped to
-    [-clip_low, clip_high] if that makes the objective smaller, as in PPO; the paper's range is (e^-0.4, e^0.4).
-
-    Parameters
-    ----------
-    token_eps : float, optional
-        Added to the token counts of the means (verl: 1e-8); None adds nothing.
-    bound : float, optional
-        Log ratios are clamped to [-bound, bound] first: for A < 0 nothing else bounds a large one. None: no clamp (verl).
+    Aggregated with ``seq-mean-token-mean`` this is the mean over sequences. A token's log ratio is
+    clipped to [-clip_low, clip_high] if that makes the objective smaller, as in PPO; the paper's range
+    is (e^-0.4, e^0.4). ``token_eps`` is added to the token counts of the means (verl: 1e-8). Log ratios
+    are first clamped to [-bound, bound], because for A < 0 nothing else bounds a large one (verl has no
+    clamp).
     """
     sign_N = torch.sign(advantage_N)
     log_ratio_N = logp_N - old_logp_N
@@ -256,13 +244,9 @@ def dppo_keep(
 ) -> Tensor:
     """Whether a token keeps its gradient (N,) bool. DPPO, arXiv:2602.04879.
 
-    Parameters
-    ----------
-    low, high : float
-        Bound of the divergence downwards (for A <= 0) and upwards (for A > 0).
-    divergence : {"tv", "kl"}
-        Of the two-outcome distribution "this token or another": total variation |p_now - p_old| (prime-rl, verl's
-        ``dppo_tv``), or KL(p_old | p_now), which is bounded only in the direction of the advantage (verl's ``dppo_kl``).
+    ``low`` bounds the divergence for A <= 0, ``high`` for A > 0. It belongs to the two outcomes "this
+    token or another": total variation |p_now - p_old| ("tv"; prime-rl, verl's ``dppo_tv``), or KL(p_old
+    | p_now) ("kl"), bounded only in the direction of the advantage (verl's ``dppo_kl``).
     """
     check_option("dppo divergence", divergence, ("tv", "kl"))
     now_N, old_N = logp_N.exp(), old_logp_N.exp()
@@ -287,11 +271,8 @@ def dppo_loss(
 ) -> Tensor:
     """``-A r`` where `dppo_keep`, plus ``log_ratio_coef * (log r)^2`` at every token (prime-rl: 1e-3).
 
-    Parameters
-    ----------
-    ratio_max : float, optional
-        Truncate the ratio and take the gradient through log p alone, ``-A stop(min(r, ratio_max)) log p`` (verl: 20).
-        None: the gradient goes through r (prime-rl).
+    With ``ratio_max`` the ratio is truncated and the gradient goes through log p alone: ``-A
+    stop(min(r, ratio_max)) log p`` (verl: 20). Without it the gradient goes through r (prime-rl).
     """
     keep_N = dppo_keep(logp_N, old_logp_N, advantage_N, low=clip_low, high=clip_high, divergence=divergence)
     ratio_N = token_ratio(logp_N, old_logp_N, bound=bound)
@@ -304,7 +285,8 @@ def dppo_loss(
 
 
 def reinforce_loss(logp_N: Tensor, advantage_N: Tensor, *, weight_N: Tensor | None = None) -> Tensor:
-    """``-A log p``, times a weight without gradient if one is given (Williams 1992; verl's ``gpg`` and ``reinforce``).
+    """``-A log p``, times a weight without gradient if one is given (Williams 1992; verl's ``gpg``,
+    ``reinforce``).
 
     Unbiased only on samples of the current policy, or with importance weights.
     """
@@ -324,15 +306,12 @@ def vespo_loss(
     lambda_negative: float = 2.0,
     weight_N: Tensor | None = None,
 ) -> Tensor:
-    """``-phi(w) A log p`` with ``phi(w) = e^lambda w^k e^(-lambda w)``, w the whole sequence's ratio. VESPO, arXiv:2602.10693.
+    """``-phi(w) A log p`` with ``phi(w) = e^lambda w^k e^(-lambda w)``, w the sequence's ratio. VESPO,
+    arXiv:2602.10693.
 
-    Conventions of TRL 1.16 (``loss_type="vespo"``): token log ratios clamped to +-20, the sequence's logarithm to
-    [log 1e-8, 20], A >= 0 counts as positive, phi without gradient.
-
-    Parameters
-    ----------
-    weight_N : Tensor, optional
-        Importance weights of engine against trainer; they enter w (TRL sums their logarithms over every place of a row).
+    As in TRL 1.16 (``loss_type="vespo"``), token log ratios are clamped to +-20 and the sequence's to
+    [log 1e-8, 20], A >= 0 counts as positive, and phi has no gradient. ``weight_N`` are importance
+    weights of engine against trainer, which enter w.
     """
     floor = math.log(1e-8)
     with torch.no_grad():

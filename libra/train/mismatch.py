@@ -1,22 +1,23 @@
-"""The mismatch of one step, rollout against trainer on the same tokens under the same weights, and its alarm.
+"""The mismatch of one step, rollout against trainer on the same tokens and weights, and its alarm.
 
-With g = log p(trainer) - log p(rollout) of a token and w = e^g: largest and mean |g|; k3 = mean of w - 1 - g (never
-negative, an estimate of KL(rollout | trainer)); and the effective sample size (sum w)^2 / (n sum w^2), 1 if the two agree.
+With g = log p(trainer) - log p(rollout) of a token and w = e^g: largest and mean |g|; k3 = mean of
+w - 1 - g (never negative, an estimate of KL(rollout | trainer)); and the effective sample size (sum
+w)^2 / (n sum w^2), 1 if the two agree.
 
-Mean |g| and k3 are kept per engine and per length class too: one engine of many that goes wrong hardly moves the mean.
-A *cell* is an engine and a length class; sums of cells are added up over micro-batches and replicas. A *part* is an
-engine, or a length class: the sum of its cells. Parts of fewer than `FEWEST_MISMATCH_TOKENS` tokens raise no alarm.
-Tokens of a slice that a hybrid replica computes count in the cells, not in the list of largest gaps.
+Mean |g| and k3 are also kept per engine and length class: one wrong engine of many hardly moves the
+mean. A *cell* is an engine and a length class, and cells are summed over micro-batches and
+replicas. A *part* is an engine, or a length class: the sum of its cells. Parts of fewer than
+`FEWEST_MISMATCH_TOKENS` tokens raise no alarm. Tokens of a hybrid's slice count in the cells, not
+in the list of largest gaps.
 
 Invariants
 ----------
-1. Only tokens whose weights and KV cache are both of the version being trained count: staleness is not mismatch. With
-   ``trainer.old_logp=version`` those of one older version count too, against the trainer under that version. Tokens that
-   an engine generated with KV kept from older weights are left out.
-2. Only tokens scored before the first optimizer step of a batch count, so that the trainer's weights are of that version
-   too. Without any such token nothing was measured: the figures are None, not 0.
-3. Exactly 0 means bit for bit equal: with ``rollout.exact_logprobs`` both sides run `libra.scoring.score_alone` on the
-   same prefixes, one at a time.
+1. Only tokens whose weights and KV cache are both of the version being trained count. With
+   ``trainer.old_logp=version`` tokens of one older version count too, against the trainer under it.
+2. Only tokens scored before the first optimizer step of a batch count. Without any, the figures are
+   None.
+3. Exactly 0 means bit for bit equal: with ``rollout.exact_logprobs`` both sides run
+   `libra.scoring.score_alone` on the same prefixes, one at a time.
 
 Shape legend: N tokens.
 """
@@ -49,12 +50,12 @@ Part = dict[str, float]
 
 
 def length_class(num_tokens: int) -> int:
-    """Half an octave of trajectory lengths: class c begins at 2^(c/2) - 1 tokens."""
+    """Half an octave of trajectory lengths: class c starts at 2^(c/2) - 1 tokens."""
     return math.floor(2 * math.log2(num_tokens + 1))
 
 
 def observe(tally: Tally, sample: Sample, actions: NDArray[np.integer[Any]], gaps: NDArray[np.float64]) -> None:
-    """Add actions of a sample (indices) with their log p(trainer) - log p(rollout), in all, in their cells and the largest."""
+    """Add actions of a sample (indices) with their log p(trainer) - log p(rollout)."""
     if not len(actions):
         return
     weights = np.exp(gaps)
@@ -101,7 +102,7 @@ def observe(tally: Tally, sample: Sample, actions: NDArray[np.integer[Any]], gap
 
 
 def largest(tokens: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The `NUM_WORST` tokens with the largest gaps, the largest first; ties as they came."""
+    """The `NUM_WORST` tokens with the largest gaps, the largest first."""
     return sorted(tokens, key=lambda token: -abs(token["trainer"] - token["rollout"]))[:NUM_WORST]
 
 
@@ -126,7 +127,7 @@ def parts_of(tally: Tally) -> dict[str, Part]:
 
 
 def worst_part(parts: Mapping[str, Mapping[str, float]], figure: str) -> tuple[str, float, int] | None:
-    """Name, figure and tokens of the part of enough tokens with the largest ``figure``; None without such a part."""
+    """Name, figure and tokens of the part of enough tokens with the largest ``figure``, if any."""
     enough = [(part[figure], name) for name, part in parts.items() if part["tokens"] >= FEWEST_MISMATCH_TOKENS]
     if not enough:
         return None
@@ -135,7 +136,7 @@ def worst_part(parts: Mapping[str, Mapping[str, float]], figure: str) -> tuple[s
 
 
 def metrics_of(parts: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """Metrics of the parts: mean gap and k3 of each engine and each length class."""
+    """Metrics of the parts: mean gap and k3 of each engine and length class."""
     found = {}
     for name, part in parts.items():
         kind, _, which = name.rpartition(" ")
@@ -146,7 +147,7 @@ def metrics_of(parts: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
 
 
 def observe_batch(tally: Tally, batch: MicroBatch, logp_N: Tensor) -> None:
-    """The current tokens of a micro-batch; ``logp_N``: the trainer's of all its actions."""
+    """Add the current tokens of a micro-batch; ``logp_N`` is the trainer's of all its actions."""
     gaps, first = (logp_N - batch.behaviour_logp_N).double().cpu().numpy(), 0
     for sample in batch.samples:
         actions = np.flatnonzero(sample.current)
@@ -155,7 +156,8 @@ def observe_batch(tally: Tally, batch: MicroBatch, logp_N: Tensor) -> None:
 
 
 def observe_alone(tally: Tally, model: Any, samples: Sequence[Sample], temperature: float) -> None:
-    """The same for whole samples: each run of tokens is scored as the engine scored it, alone and at that length."""
+    """The same for whole samples: each run of tokens is scored as the engine scored it, alone and at that
+    length."""
     for sample in samples:
         for begin, end in stretches(sample):
             start = max((each for each in sample.starts if each <= sample.action_at[begin]), default=0)
@@ -166,7 +168,7 @@ def observe_alone(tally: Tally, model: Any, samples: Sequence[Sample], temperatu
 
 
 def observe_versions(tally: Tally, samples: Sequence[Sample]) -> None:
-    """The stale tokens that were scored under the weights of their own version."""
+    """Add the stale tokens that were scored under the weights of their own version."""
     for sample in samples:
         if sample.proximal_logp is not None:
             actions = np.flatnonzero(~sample.current & (sample.version >= 0) & np.isfinite(sample.proximal_logp))
@@ -175,7 +177,8 @@ def observe_versions(tally: Tally, samples: Sequence[Sample]) -> None:
 
 
 def stretches(sample: Sample) -> Iterator[tuple[int, int]]:
-    """Runs of actions of one generation by the version being trained, as (first, last + 1) among the sample's actions."""
+    """Runs of actions of one generation by the trained version, as (first, last + 1) among the sample's
+    actions."""
     cuts = np.flatnonzero(
         (np.diff(sample.action_at) != 1) | np.diff(sample.current) | np.isin(sample.action_at[1:], sample.turn_at)
     )
@@ -185,7 +188,7 @@ def stretches(sample: Sample) -> Iterator[tuple[int, int]]:
 
 
 def numbers_of(tally: Tally) -> dict[str, Any]:
-    """The fields of the report of a step that `alarm_text` reads, of a step that is not taken yet."""
+    """The report fields that `alarm_text` reads, before the step is taken."""
     return tally.mismatch() | {
         "mismatch_tokens": int(tally.sums.get("mismatch_tokens", 0)),
         "mismatch_parts": parts_of(tally),
@@ -200,11 +203,12 @@ def alarm_text(
     k3_nats: float | None = None,
     rounding_nats: float | None = None,
 ) -> str | None:
-    """The alarm of a step's mismatch, None if it is within both thresholds, in all and in each part of enough tokens.
+    """The alarm of a step's mismatch, None if it is within both thresholds, in all and in each part.
 
-    ``numbers`` has the fields ``mismatch_...`` of a step's report; ``mean_nats`` is ``trainer.mismatch_alarm``, ``k3_nats``
-    ``trainer.mismatch_k3_alarm``; None: no threshold. ``rounding_nats`` takes the place of ``mean_nats``; in narrow types, where
-    single tokens are far off, not for fewer than `FEWEST_MISMATCH_TOKENS`.
+    ``numbers`` are the report's fields ``mismatch_...``; ``mean_nats`` is ``trainer.mismatch_alarm``
+    and ``k3_nats`` is ``trainer.mismatch_k3_alarm``. ``rounding_nats`` replaces a missing
+    ``mean_nats``; in narrow types, where single tokens are far off, not for fewer than
+    `FEWEST_MISMATCH_TOKENS`.
     """
     if not numbers["mismatch_tokens"]:
         return None
@@ -233,7 +237,8 @@ def alarm_text(
 
 
 def raise_alarm(tally: Tally, settings: TrainSettings, step: int) -> None:
-    """Before the first optimizer step: MismatchAlarm if ``trainer.mismatch_action`` is "stop" and a threshold is passed."""
+    """Before the first optimizer step: MismatchAlarm if ``trainer.mismatch_action`` is "stop" and a
+    threshold is passed."""
     if settings.mismatch_action != "stop":
         return
     text = alarm_text(
@@ -246,6 +251,6 @@ def raise_alarm(tally: Tally, settings: TrainSettings, step: int) -> None:
     if text is not None:
         name = text.split(":", 1)[0]
         raise MismatchAlarm(
-            f"{text}. The step was not taken, weights stay those of version {step}; libra diagnose RUN names the engines. To "
+            f"{text}. The step was not taken, weights remain at version {step}; libra diagnose RUN names the engines. To "
             f"continue: libra resume RUN with {name} above it, or trainer.mismatch_action=warn"
         )

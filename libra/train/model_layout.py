@@ -1,9 +1,10 @@
-"""The layout of a model on the replicas of its group, whole on each (``ddp``) or in shards (``fsdp2``), and its checkpointing.
+"""The layout of a model on the replicas of its group: whole on each (``ddp``) or in shards
+(``fsdp2``).
 
-``ddp``: each replica holds everything and gradients are reduced once per optimizer step, after the last micro-batch. torch's
-DistributedDataParallel is not used: it averages over ranks in the backward pass, but the sums must stay undivided.
-``fsdp2``: torch's `fully_shard`, layer by layer; gradients are sums here too, reduced and scattered in the backward pass. Its
-forward and backward passes are collectives: every replica runs equally many (`libra.train.slice_gradient`).
+``ddp``: gradients are reduced once per optimizer step, after the last micro-batch. torch's
+DistributedDataParallel averages over ranks in the backward pass, where sums must remain undivided.
+``fsdp2``: torch's `fully_shard`, layer by layer; gradients are sums too, scattered in the backward
+pass. Its passes are collectives: every replica runs equally many (`libra.train.slice_gradient`).
 """
 
 from __future__ import annotations
@@ -23,17 +24,15 @@ if TYPE_CHECKING:
 
 
 def is_sharded(settings: TrainSettings, group: TrainGroup) -> bool:
-    """Whether each replica of the group holds a part of every tensor, so that its passes are collectives."""
+    """Whether each replica holds a part of every tensor, so that its passes are collectives."""
     return settings.layout == "fsdp2" and group.size > 1
 
 
 def shard(model: Any, group: TrainGroup, *, offload: bool) -> None:
-    """Shard ``model`` over the group in place, by decoder layer; with ``offload`` shards lie in host memory.
+    """Shard ``model`` over the group in place, by decoder layer; with ``offload`` shards are in host
+    memory.
 
-    Raises
-    ------
-    TrainError
-        The architecture has no list of layers to shard by.
+    TrainError if the architecture has no list of layers to shard by.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -56,7 +55,8 @@ def shard(model: Any, group: TrainGroup, *, offload: bool) -> None:
 
 
 def release(model: Any) -> None:
-    """Drop whole parameters that a forward pass of a sharded model has left, so that the next pass reads the shards."""
+    """Drop whole parameters that a forward pass of a sharded model has left, so that the next reads the
+    shards."""
     module = sys.modules.get("torch.distributed.fsdp")
     if module is None:
         return
@@ -66,9 +66,10 @@ def release(model: Any) -> None:
 
 
 def checkpoint_activations(model: Any) -> None:
-    """Make every decoder layer keep only its input and recompute the rest in the backward pass; the result does not change.
+    """Make every decoder layer keep only its input and recompute the rest; the result does not change.
 
-    transformers reads the layer's own training flag. Only that one is set, so dropout in the modules below stays off.
+    transformers reads the layer's own training flag. Only that one is set, so dropout below remains
+    off.
     """
     if not getattr(model, "supports_gradient_checkpointing", False):
         raise TrainError(
@@ -87,12 +88,12 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The part of a tensor that is on this replica, as a view."""
+    """The part of a tensor on this replica, as a view."""
     return tensor.to_local() if in_shards(tensor) else tensor  # type: ignore[no-untyped-call,no-any-return]
 
 
 def part_of(full: Tensor, like: Tensor) -> Tensor:
-    """The part of ``full`` that is on this replica under the layout of ``like``."""
+    """The part of ``full`` on this replica under the layout of ``like``."""
     if not in_shards(like):
         return full
     mesh = like.device_mesh
@@ -121,12 +122,12 @@ def add_(target: torch.nn.Parameter, full: Tensor) -> None:
 
 
 def in_shards(tensor: Tensor) -> TypeGuard[DTensor]:
-    """Whether a tensor is sharded. The module of the class takes half a second to import: before that nothing is."""
+    """Whether a tensor is sharded. Importing its class takes half a second; before that nothing is
+    sharded."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def _layers(model: Any) -> list[Any]:
-    """The longest list of modules in the model: its decoder layers."""
     lists = [list(module) for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
     return max(lists, key=len, default=[])

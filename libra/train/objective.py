@@ -22,7 +22,7 @@ old_logp       p_old                                       weight (where ``corre
                weights being trained, else the engine's    tokens, whose ratio holds everything (two factors)
 ``version``    the trainer's under the weights that        p_old / p_engine: mismatch alone, for stale tokens too
                sampled the token (`old_policies`)          (1 where those weights are gone)
-``ewma``       that of a moving average of the weights     p_old / p_engine: mismatch and staleness
+``ewma``       under a moving average of the weights       p_old / p_engine: mismatch and staleness
 =============  ==========================================  =======================================================
 
 A late correction (`Sample.counted` False) has the policy loss alone: its trajectory had the other terms when it was trained.
@@ -134,18 +134,26 @@ class Objective:
     def _taught(
         self, taught: TaughtTokens, columns_NK: Tensor, rest_N: Tensor | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The divergence from the teacher (N,), 0 where it has not scored, and sums for a report."""
+        """The divergence from the teacher (N,), 0 where it has not scored or rounding explains it; sums for a
+        report.
+
+        A difference that rounding explains has no gradient: AdamW would scale its noise up to a whole step.
+        """
         assert self.settings.distil is not None
         known_N, sums = taught.known_N, {"taught": taught.known_N.sum()}
+        gap_NK = (taught.logp_NK - columns_NK.detach()).abs()
         if taught.rest_N is not None and rest_N is not None:
+            gap_N = (taught.logp_NK.softmax(-1) * gap_NK).sum(-1)
             direction = self.settings.distil.divergence
             found_N = top_k_divergence(columns_NK, rest_N, taught.logp_NK, taught.rest_N, direction)
             teacher_N, student_N = (1 - each.detach().exp() for each in (taught.rest_N, rest_N))
             sums["top_k_teacher"] = (teacher_N * known_N).sum()
             sums["top_k_student"] = (student_N * known_N).sum()
         else:
+            gap_N = gap_NK.mean(-1)
             found_N = sampled_divergence(columns_NK, taught.logp_NK, taught.old_NK)
-        found_N = torch.where(known_N, found_N, torch.zeros_like(found_N))
+        differs_N = known_N & ~(gap_N <= self.settings.distil.rounding_nats)
+        found_N = torch.where(differs_N, found_N, torch.zeros_like(found_N))
         sums["kl_teacher"] = found_N.detach().sum()
         return found_N, sums
 
@@ -199,7 +207,8 @@ class Objective:
 
     @torch.no_grad()
     def _old(self, batch: MicroBatch, logp_N: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor, Tensor]:
-        """Log p_old, the weight, and whether p_old is the trainer's own under the weights that sampled the token."""
+        """Log p_old, the weight, and whether p_old is the trainer's own under the weights that sampled the
+        token."""
         settings, engine_N = self.settings, batch.behaviour_logp_N
         if settings.old_logp == "behaviour":
             return engine_N, torch.ones_like(engine_N), torch.zeros_like(batch.current_N)

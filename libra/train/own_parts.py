@@ -1,6 +1,8 @@
-"""The parts of training that a user may bring by ``package.module:attribute``: loss, advantage and learning rate schedule.
+"""The parts of training that a user may name as ``package.module:attribute``: loss, advantage,
+learning rate.
 
-Each has a protocol, and a check that the driver makes before anything starts. `libra.testing.parts` has contract tests of them.
+Each has a protocol, and a check before the run starts. `libra.testing.parts` has their contract
+tests.
 
 Shape legend: N action tokens of a micro-batch, G samples of one group.
 """
@@ -23,7 +25,7 @@ from libra.errors import ConfigError, TrainError
 from libra.named_parts import is_named, named_function, named_part
 from libra.train.advantages import GroupRewards
 from libra.train.replica_settings import TrainSettings
-from libra.train.sequences import Packed, Sequences
+from libra.train.sequences import Sequences
 
 LOSS_CALL = "f(logp, old_logp, advantage, *, sequences, settings)"
 ADVANTAGE_CALL = "f(groups, *, settings)"
@@ -45,19 +47,10 @@ class TokenLoss(Protocol):
     ) -> Tensor:
         """One loss per token, floating (N,), with gradient to ``logp_N``.
 
-        Parameters
-        ----------
-        logp_N : Tensor (N,)
-            Log-probability in nats of each generated token under the weights in training; the only one with a gradient.
-        old_logp_N : Tensor (N,)
-            That in the denominator of the ratio; see ``trainer.old_logp``.
-        advantage_N : Tensor (N,)
-            Advantage of the token's sequence.
-        sequences : Sequences
-            Which tokens belong together; several sequences are in one micro-batch, and how they are put together must not
-            change the loss of any.
-        settings : TrainSettings
-            Section ``trainer``, e.g. ``settings.clip_low``.
+        ``logp_N`` are log-probabilities in nats under the weights in training, ``old_logp_N`` those in the
+        ratio's denominator (``trainer.old_logp``), and ``advantage_N`` the advantage of the token's
+        sequence. A micro-batch has several ``sequences``; their order and company must not change the loss
+        of any. ``settings`` is section ``trainer``.
         """
 
 
@@ -65,21 +58,19 @@ class AdvantageEstimator(Protocol):
     """``trainer.advantage``: how much better than expected each sample of a batch was."""
 
     def __call__(self, groups: Sequence[GroupRewards], /, *, settings: TrainerSection) -> Sequence[ArrayLike]:
-        """For each group one number per sample (G,), finite. Those of samples that are not ``valid`` are ignored.
-
-        A group has ``reward`` float64 (G,), NaN where not ``valid`` bool (G,), ``num_tokens`` int64 (G,) generated, and
-        ``finished`` bool (G,), False where the answer was cut off. Called once per batch, with all of its groups.
-        """
+        """For each group one finite number per sample (G,), ignored for invalid samples. Called once per
+        batch."""
 
 
 class LRSchedule(Protocol):
     """``trainer.lr_schedule``: the learning rate over the steps of a run."""
 
     def __call__(self, step: int, /, *, settings: TrainSettings) -> float:
-        """Factor, finite and at least 0, of ``trainer.lr`` at step ``step``, from 0; warm-up multiplies it too.
+        """Factor, finite and at least 0, of ``trainer.lr`` at step ``step``, from 0; warm-up multiplies it
+        too.
 
-        A step trains on one batch; ``trainer.epochs`` and ``trainer.minibatches`` have the same rate. The same number for the
-        same step, on every replica and after a resume.
+        A step trains on one batch, and all its minibatches have the same rate. A step must always give the
+        same number, on every replica and after a resume.
         """
 
 
@@ -89,7 +80,7 @@ class LRSchedule(Protocol):
 def own_losses(
     settings: TrainSettings, logp_N: Tensor, old_N: Tensor, advantage_N: Tensor, sequences: Sequences
 ) -> Tensor:
-    """The token losses of a user's function; TrainError if they are no floating tensor (N,)."""
+    """The token losses of a user's function; TrainError unless they are a floating tensor (N,)."""
     loss_N = named_part("trainer.loss", settings.loss)(
         logp_N, old_N, advantage_N, sequences=sequences, settings=settings
     )
@@ -102,8 +93,8 @@ def own_losses(
 
 
 def estimator_of(trainer: TrainerSection) -> str | Callable[[Sequence[GroupRewards]], list[NDArray[np.float64]]]:
-    """What `batch_advantages` takes for ``trainer.advantage``: a name that ships, or the user's function, checked at each
-    call."""
+    """The argument of `batch_advantages` for ``trainer.advantage``: a name, or the user's checked
+    function."""
     if not is_named(trainer.advantage):
         return trainer.advantage
     function = named_part("trainer.advantage", trainer.advantage)
@@ -115,7 +106,6 @@ def estimator_of(trainer: TrainerSection) -> str | Callable[[Sequence[GroupRewar
 
 
 def _advantages(name: str, given: Any, groups: Sequence[GroupRewards]) -> list[NDArray[np.float64]]:
-    """``given`` as arrays, 0 where not valid; TrainError if it has another shape, or a valid one is not finite."""
     try:
         found = [np.asarray(each, dtype=np.float64) for each in given]
     except (TypeError, ValueError) as error:
@@ -139,7 +129,7 @@ def _advantages(name: str, given: Any, groups: Sequence[GroupRewards]) -> list[N
 
 
 def check_own_parts(trainer: TrainerSection) -> None:
-    """ConfigError, one line, if a part of the user's own cannot be imported, or does not do what its protocol says."""
+    """ConfigError if a user's part cannot be imported or breaks its protocol."""
     if is_named(trainer.loss):
         check_loss(trainer.loss, trainer)
     if is_named(trainer.advantage):
@@ -149,12 +139,12 @@ def check_own_parts(trainer: TrainerSection) -> None:
 
 
 def check_loss(name: str, trainer: TrainerSection | None = None) -> None:
-    """ConfigError unless ``name`` is a `TokenLoss`: tried on five tokens of two sequences."""
+    """ConfigError unless ``name`` is a `TokenLoss`, by a trial on five tokens of two sequences."""
     settings, field = _settings(trainer, loss=name), "trainer.loss"
     old_N = torch.tensor([-1.0, -2.0, -0.5, -3.0, -1.5])
     logp_N = (old_N + torch.tensor([0.1, -0.1, 0.05, 0.3, 0.0])).requires_grad_()
     advantage_N = torch.tensor([1.0, 1.0, 1.0, -0.5, -0.5])
-    sequences = Packed(torch.tensor([0, 0, 0, 1, 1]), 2)
+    sequences = Sequences(torch.tensor([0, 0, 0, 1, 1]), 2)
     named_function(field, name, LOSS_CALL, logp_N, old_N, advantage_N, sequences=sequences, settings=settings)
     with _tried(field, name, "5 tokens", LOSS_CALL):
         loss_N = own_losses(settings, logp_N, old_N, advantage_N, sequences)
@@ -172,7 +162,8 @@ def check_loss(name: str, trainer: TrainerSection | None = None) -> None:
 
 
 def check_advantage(name: str, trainer: TrainerSection | None = None) -> None:
-    """ConfigError unless ``name`` is an `AdvantageEstimator`: tried on a mixed group, a uniform one, and one with failures."""
+    """ConfigError unless ``name`` is an `AdvantageEstimator`, by a trial on mixed, uniform and failed
+    groups."""
     settings, field = _settings(trainer, advantage=name), "trainer.advantage"
     groups = [group_of([1.0, 0.0, 0.5]), group_of([1.0, 1.0, 1.0]), group_of([1.0, 0.0, float("nan")])]
     named_function(field, name, ADVANTAGE_CALL, groups, settings=settings)
@@ -183,7 +174,7 @@ def check_advantage(name: str, trainer: TrainerSection | None = None) -> None:
 
 
 def check_schedule(name: str, trainer: TrainerSection | None = None) -> None:
-    """ConfigError unless ``name`` is an `LRSchedule`: tried for steps 0, 1 and 1000."""
+    """ConfigError unless ``name`` is an `LRSchedule`, by a trial of steps 0, 1 and 1000."""
     settings, field = _settings(trainer, lr_schedule=name), "trainer.lr_schedule"
     named_function(field, name, SCHEDULE_CALL, 0, settings=settings)
     for step in (0, 1, 1000):
@@ -193,7 +184,7 @@ def check_schedule(name: str, trainer: TrainerSection | None = None) -> None:
 
 @contextmanager
 def _tried(field: str, name: str, what: str, call: str) -> Iterator[None]:
-    """The boundary to a user's function: ConfigError for whatever it raises."""
+    """The boundary to a user's function, which may raise anything."""
     try:
         yield
     except TrainError as error:

@@ -1,22 +1,24 @@
-"""A minibatch over replicas and micro-batches: balanced slices, rows of similar length, prompts shared within rows.
+"""A minibatch over replicas and micro-batches: balanced slices, rows of similar length, shared
+prompts.
 
-Shape legend: R rows, W width of a micro-batch in tokens, N action tokens of a micro-batch. A shared row is ``prompt,
-rest of sample 1, rest of sample 2, ...``, and may go on with another prompt and its samples; the rest of a sample is
-what follows the prompt, up to its last action token.
+Shape legend: R rows, W width of a micro-batch in tokens, N action tokens of a micro-batch. A shared
+row is ``prompt, rest of sample 1, rest of sample 2, ...``, and may continue with another prompt and
+its samples; the rest of a sample is its tokens after the prompt, up to its last action token.
 
 Invariants
 ----------
-1. Every sequence is in exactly one slice and one row, in order, and whole except for a prompt that it shares with
-   another of that row; every action token is scored exactly once. No slice is empty while there are enough samples.
-2. Positions restart at 0 with every sequence, also with those of one sample (`Sample.starts`); transformers reads
-   restarts as borders that attention never crosses. Rows of shared prompts have a mask instead, and micro-batches of
-   their own.
-3. In a shared row a token sees its prompt and its own sample up to itself, and nothing else: its hidden state equals
-   that in a row of its own, up to rounding. Samples share a prompt only if their tokens before the first action are
-   equal, compared one by one, and each is one sequence.
+1. Every sequence is in exactly one slice and one row, in order, and whole except for a prompt that
+   it shares in that row; every action token is scored exactly once. No slice is empty while there
+   are enough samples.
+2. Positions restart at 0 with every sequence, also within one sample (`Sample.starts`);
+   transformers reads restarts as borders that attention never crosses. Rows of shared prompts have
+   a mask instead.
+3. In a shared row a token sees its prompt and its own sample up to itself: its hidden state equals
+   that in a row of its own, up to rounding. Samples share a prompt only if all tokens before the
+   first action agree.
 4. A micro-batch has at most ``micro_batch_tokens`` places (rows times width, padding included).
-5. Padding lies at the end of a row and continues the positions of its last sequence: causal attention keeps it out of
-   every real token, and a row that holds one sequence needs no mask at all.
+5. Padding is at the end of a row and continues the positions of its last sequence: causal attention
+   keeps it out of every real token, and a row of one sequence needs no mask.
 6. Deterministic: the same samples in the same order give the same slices and rows.
 """
 
@@ -37,33 +39,31 @@ from torch import Tensor
 from libra.errors import TrainError
 from libra.model_loader import plain_attention
 from libra.train.samples import Sample, TaughtTokens, taught_tokens
-from libra.train.sequences import Packed
+from libra.train.sequences import Sequences
 
 logger = logging.getLogger(__name__)
 
 _Part = tuple[int, int, tuple[int, ...]]  # (sum, number of items, items): compared in that order
 
 
-def karmarkar_karp(weights: Sequence[int], num_parts: int, *, equal_size: bool = False) -> list[list[int]]:
-    """Indices of ``weights`` in ``num_parts`` parts of nearly equal sum, by the largest differencing method.
+def karmarkar_karp(weights: Sequence[int], num_parts: int) -> list[list[int]]:
+    """Indices of ``weights`` in ``num_parts`` parts of nearly equal sum, by the largest differencing
+    method.
 
-    Karmarkar & Karp (1982), k-way: partial partitions wait in a heap by their spread, and the two widest are
-    merged, the heaviest part of one with the lightest of the other. With ``equal_size`` the first partial partitions
-    hold one item per part instead of one item in all. Sums agree with ``get_seqlen_balanced_partitions`` of verl 0.9.1.
-
-    Raises
-    ------
-    TrainError
-        If ``num_parts`` is below 1 or above the number of weights, or does not divide it with ``equal_size``.
+    Karmarkar & Karp (1982), k-way: partial partitions wait in a heap by their spread, and the two
+    widest are merged, the heaviest part of one with the lightest of the other. Sums agree with
+    ``get_seqlen_balanced_partitions`` of verl 0.9.1. TrainError if a part would be empty.
     """
-    _check(len(weights), num_parts, equal_size)
+    if not 1 <= num_parts <= len(weights):
+        raise TrainError(
+            f"balanced partition: got {num_parts} parts of {len(weights)} sequences; "
+            f"allowed are 1 to {len(weights)}, so that no part is empty"
+        )
     # Each entry: (-spread, order key, parts from heaviest to lightest). The order key breaks ties by the heaviest part.
     heap: list[tuple[int, tuple[int, int, tuple[int, ...]], list[_Part]]] = []
     lightest_first: list[_Part] = sorted((int(weight), 1, (index,)) for index, weight in enumerate(weights))
-    step = num_parts if equal_size else 1
-    for start in range(0, len(lightest_first), step):
-        parts = lightest_first[start : start + step][::-1]
-        heapq.heappush(heap, _entry(parts + [(0, 0, ())] * (num_parts - step)))
+    for part in lightest_first:
+        heapq.heappush(heap, _entry([part] + [(0, 0, ())] * (num_parts - 1)))
     while len(heap) > 1:
         widest, other = heapq.heappop(heap)[2], heapq.heappop(heap)[2]
         merged = [
@@ -74,26 +74,13 @@ def karmarkar_karp(weights: Sequence[int], num_parts: int, *, equal_size: bool =
     return _without_empty([list(items) for _, _, items in heap[0][2]], weights)
 
 
-def _check(num_items: int, num_parts: int, equal_size: bool) -> None:
-    if not 1 <= num_parts <= num_items:
-        raise TrainError(
-            f"balanced partition: got {num_parts} parts of {num_items} sequences; "
-            f"allowed are 1 to {num_items}, so that no part is empty"
-        )
-    if equal_size and num_items % num_parts:
-        raise TrainError(
-            f"balanced partition: {num_items} sequences do not make {num_parts} parts of equal size; "
-            f"give a multiple of {num_parts}, or equal_size=False"
-        )
-
-
 def _entry(parts: list[_Part]) -> tuple[int, _Part, list[_Part]]:
     total, count, items = parts[0]
     return parts[-1][0] - total, (-total, -count, tuple(-item for item in items)), parts
 
 
 def _without_empty(parts: list[list[int]], weights: Sequence[int]) -> list[list[int]]:
-    """Give an empty part (possible only where weights are 0 or parts many) the lightest item of the longest part."""
+    """Give an empty part (weights of 0, or many parts) the lightest item of the longest part."""
     for part in parts:
         if not part:
             donor = max(parts, key=len)
@@ -102,8 +89,7 @@ def _without_empty(parts: list[list[int]], weights: Sequence[int]) -> list[list[
 
 
 def split(samples: Sequence[Sample], num_slices: int) -> list[list[Sample]]:
-    """``samples`` in ``num_slices`` slices of nearly equal tokens, in their order; some are empty if there are fewer
-    samples than slices."""
+    """``samples`` in slices of nearly equal tokens, in their order; surplus slices are empty."""
     filled = min(num_slices, len(samples))
     parts = karmarkar_karp([sample.num_tokens for sample in samples], filled) if filled else []
     parts += [[] for _ in range(num_slices - filled)]
@@ -114,9 +100,10 @@ Row = list[Sample]
 
 
 def fill_rows(lengths: Sequence[int], max_row_tokens: int) -> list[list[int]]:
-    """Indices of ``lengths`` in rows of at most ``max_row_tokens``, first-fit decreasing; the longest row first.
+    """Indices of ``lengths`` in rows of at most ``max_row_tokens``, first-fit decreasing; the longest row
+    first.
 
-    A sequence longer than that has a row of its own. At most 11/9 OPT + 6/9 rows (Johnson 1973; Dosa 2007).
+    A longer sequence has its own row. At most 11/9 OPT + 6/9 rows (Johnson 1973; Dosa 2007).
     """
     rows: list[list[int]] = []
     used: list[int] = []
@@ -131,8 +118,7 @@ def fill_rows(lengths: Sequence[int], max_row_tokens: int) -> list[list[int]]:
 
 
 def can_share(model: Any) -> bool:
-    """Whether every layer of a transformers model has full attention, so that our mask alone decides what a token attends
-    to."""
+    """Whether every layer has full attention, so that our mask alone decides which tokens are attended to."""
     config = model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     sliding = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
@@ -165,7 +151,7 @@ def share_rows(samples: Sequence[Sample], max_row_tokens: int) -> tuple[list[Row
 
 
 def shared_tokens(row: Sequence[Sample]) -> list[int]:
-    """Tokens of each sample of a shared row that are those of the prompt before it, and not repeated."""
+    """Prompt tokens of each sample that the sample before it in a shared row has already."""
     found = [0]
     for before, sample in pairwise(row):
         prompt = sample.num_prompt_tokens
@@ -182,7 +168,7 @@ def row_tokens(row: Sequence[Sample]) -> int:
 
 
 def attention_mask(rows: Sequence[Sequence[Sample]], width: int) -> NDArray[np.bool_]:
-    """The attention mask (R, 1, W, W), True where a token of the third axis reads one of the fourth; padding reads padding."""
+    """The attention mask (R, 1, W, W), True where a token of the third axis reads one of the fourth."""
     part_RW = np.full((len(rows), width), -1, dtype=np.int64)  # prompts and rests of samples, counted; -1 padding
     prompt_RW = part_RW.copy()  # the part of the prompt
     for number, row in enumerate(rows):
@@ -206,11 +192,11 @@ def attention_mask(rows: Sequence[Sequence[Sample]], width: int) -> NDArray[np.b
 class MicroBatch:
     """Rows of one forward pass, and the action tokens scored in it.
 
-    ``action_at_N`` indexes the flattened (R * W) places; ``sequence_N`` indexes ``samples``, which are in the order of the
-    action tokens; ``num_tokens`` counts inputs without padding. ``proximal_logp_N`` and ``kept_N`` are None if a sample has
-    none; ``counted_N`` is None if all samples are counted. ``mask_R1WW`` is the attention mask if prompts are shared; None:
-    positions separate sequences. ``routes_PLK`` has the experts of each place, -1 where not recorded; None if no sample has
-    any. ``taught`` has the teacher's log-probabilities; None if it scored none of the samples.
+    ``action_at_N`` indexes the flattened (R * W) places; ``sequence_N`` indexes ``samples``, which are
+    in the order of the action tokens; ``num_tokens`` counts inputs without padding. ``proximal_logp_N``
+    and ``kept_N`` are None if a sample has none, ``counted_N`` if all samples are counted,
+    ``mask_R1WW`` unless prompts are shared, ``routes_PLK`` (experts of each place, -1: not recorded)
+    and ``taught`` if no sample has any.
     """
 
     token_ids_RW: Tensor
@@ -232,7 +218,6 @@ class MicroBatch:
 
     @property
     def num_sequences(self) -> int:
-        """Whole sequences in the rows."""
         return len(self.samples)
 
     @property
@@ -243,13 +228,11 @@ class MicroBatch:
 
     @property
     def inputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-        """Arguments of `libra.train.logprobs.Scorer.logp`."""
         return self.token_ids_RW, self.position_ids_RW, self.action_at_N, self.target_N, self.mask_R1WW
 
     @property
-    def sequences(self) -> Packed:
-        """The sequences of the action tokens."""
-        return Packed(self.sequence_N, len(self.samples))
+    def sequences(self) -> Sequences:
+        return Sequences(self.sequence_N, len(self.samples))
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same on ``device``."""
@@ -275,8 +258,8 @@ def pack(
 ) -> list[MicroBatch]:
     """``samples`` as micro-batches of rows of similar length, widest first.
 
-    ``share_prompts`` puts samples with the same prompt into rows that hold it once, for models that `can_share`; the
-    result does not change. TrainError if one sequence is longer than ``micro_batch_tokens``.
+    ``share_prompts`` puts samples with the same prompt into rows that hold it once, for models that
+    `can_share`. TrainError if one sequence is longer than ``micro_batch_tokens``.
     """
     lengths = [sample.num_tokens for sample in samples]
     if lengths and max(lengths) > micro_batch_tokens:
@@ -300,7 +283,7 @@ def _tokens(row: Row) -> int:
 
 
 def _cut(rows: list[Row], width: Callable[[Row], int], micro_batch_tokens: int) -> list[list[Row]]:
-    """Rows, widest first, as micro-batches; each is as wide as its first row."""
+    """Rows, widest first, as micro-batches as wide as their first row."""
     cuts: list[list[Row]] = []
     first = 0
     for number in range(1, len(rows) + 1):
@@ -369,13 +352,12 @@ def _micro_batch(rows: list[list[Sample]], width: int, logp_dtype: torch.dtype, 
 
 
 def _counted(samples: Sequence[Sample]) -> Tensor | None:
-    """Whether each action's sample is counted; None if all are."""
     if all(sample.counted for sample in samples):
         return None
     return torch.from_numpy(np.repeat([sample.counted for sample in samples], [s.num_actions for s in samples]))
 
 
 def _known(arrays: Sequence[NDArray[Any] | None]) -> Tensor | None:
-    """The arrays one after the other; None if one is missing."""
+    """The arrays joined; None if one is missing."""
     known = [array for array in arrays if array is not None]
     return torch.from_numpy(np.concatenate(known)) if len(known) == len(arrays) else None

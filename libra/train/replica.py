@@ -1,22 +1,24 @@
 """One training replica: a model, its optimizer, and the step that turns weights k into weights k + 1.
 
-A replica may be alone, or one of a group that takes each step together (`libra.train.replica_group`). Each member of a group
-receives the whole batch and computes its slice of it; hybrid replicas outside the group may compute slices too.
+A replica is alone, or one of a group that takes each step together (`libra.train.replica_group`).
+Each member receives the whole batch and computes its slice; hybrid replicas outside the group may
+do so too.
 
 Invariants
 ----------
-1. Steps are taken in order, once: `Replica.step` accepts step ``steps_done``; the step just done returns its report
-   again (a relaunched task changes nothing); every other number is a TrainError.
-2. A step that fails (NaN, bad trajectory) leaves weights, optimizer state and step count as they were.
-3. A gradient is the sum over the minibatch's action tokens of weight x gradient. It is divided once, when the sum is
-   complete, by the denominator of the sum of weights (`libra.train.sequences`), independent of the layout in
-   micro-batches and over replicas.
-4. ``behaviour_logprob`` is read and never written; trajectories of a failure class that does not train have no part in
-   numerator or denominator.
-5. Same weights, trajectories, settings, seed and thread count: same weights after the step.
-6. The replicas of a group have the same weights, bit for bit, after every step, and report the same digest.
-7. A step in waves (`Replica.accumulate` of each, then `Replica.close`) is the step on their trajectories, except for the rounding
-   of sums; the same waves in the same order give the same bits. A wave that fails leaves no gradient: all are added again.
+1. Steps are taken in order, once: `Replica.step` accepts step ``steps_done``; the step just done
+   returns its report again, so a relaunched task changes nothing; every other number is a
+   TrainError.
+2. A step that fails (NaN, bad trajectory) leaves weights, optimizer state and step count as they
+   were. A failed wave leaves no gradient: all waves are added again.
+3. A gradient is the sum over the minibatch's action tokens of weight x gradient, divided once, when
+   it is complete (`libra.train.sequences`): independent of micro-batches, replicas and waves
+   (`Replica.accumulate`, then `Replica.close`), except for the rounding of sums.
+4. ``behaviour_logprob`` is read and never written; trajectories of a failure class that does not
+   train have no part in numerator or denominator.
+5. Same weights, trajectories, waves, settings, seed and thread count: same weights after the step.
+6. The replicas of a group have the same weights, bit for bit, after every step, and report the same
+   digest.
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ from libra.types import Trajectory
 logger = logging.getLogger(__name__)
 
 Published = Callable[[int], Mapping[str, Tensor] | None]
-"""The weights of a version by name, whole; None if they are not there any more."""
+"""The whole weights of a version by name, if they still exist."""
 
 
 class Replica(ReplicaState):
@@ -61,23 +63,21 @@ class Replica(ReplicaState):
     Parameters
     ----------
     model_dir : path
-        Hugging Face layout: the weights to begin with.
-    settings : TrainSettings
+        Hugging Face layout: the initial weights.
     dtype : torch.dtype or str
-        Of weights and forward pass; log-probabilities are at least float32.
+        Type of weights and forward pass; log-probabilities are at least float32.
     master_dtype : torch.dtype or str, optional
-        Of the weights that the optimizer updates, if wider than ``dtype``. None: the model's own.
+        Type of the optimizer's weights, if wider than ``dtype``.
     threads : int, optional
-        torch threads of this process; None leaves them as they are.
+        torch threads of this process.
     device : torch.device or str
-        Where model, optimizer and micro-batches are.
+        Place of model, optimizer and micro-batches.
     seed : int
         Orders minibatches; nothing else is random (dropout is off).
     base_dir : path, optional
-        The model that ``model_dir`` came from: reference of the KL term, and the tokenizer files that travel with every
-        checkpoint. None: ``model_dir`` itself.
+        The model before training: reference of the KL term, and source of tokenizer files. By default ``model_dir``.
     group : TrainGroup, optional
-        The replicas that take each step together. None: this one alone.
+        The replicas that take each step together.
     loader : str, optional
         ``model.loader``.
 
@@ -88,14 +88,10 @@ class Replica(ReplicaState):
     published : callable or None
         The weights of an earlier version, for ``trainer.old_logp=version``.
     digests : bool
-        Whether the report of a step has the digest of its weights. False: it is empty, and who publishes them computes it.
+        Whether a step's report has the digest of its weights; otherwise the publisher computes it.
 
-    Raises
-    ------
-    ModelError
-        If ``model_dir`` does not hold a causal language model.
-    TrainError
-        If the model does not support the layout in the settings.
+    ModelError if ``model_dir`` holds no causal language model; TrainError if it does not support the
+    layout.
     """
 
     def __init__(
@@ -130,11 +126,11 @@ class Replica(ReplicaState):
         super().__init__(model, gradient, master_dtype=wide, seed=seed, base_dir=base)
 
     def save(self, directory: str | Path) -> None:
-        """Write model (Hugging Face layout), tokenizer and optimizer state as a new directory, whole or not at all."""
+        """Write model (Hugging Face layout), tokenizer and optimizer state, whole or not at all."""
         save_checkpoint(Path(directory), ReplicaSnapshot.of(self, copy=False))
 
     def snapshot(self) -> ReplicaSnapshot:
-        """A copy of weights and optimizer state in host memory, to be saved while this replica takes further steps."""
+        """A copy of the state in host memory, to be saved while this replica takes further steps."""
         return ReplicaSnapshot.of(self)
 
     def load(self, directory: str | Path) -> None:
@@ -144,19 +140,15 @@ class Replica(ReplicaState):
         load_checkpoint(Path(directory), self)
 
     def continue_optimizer(self, directory: str | Path) -> None:
-        """Take the optimizer's state, not the step count, from the checkpoint that ``model_dir`` is."""
+        """Take the optimizer's state, not the step count, from the checkpoint ``model_dir``."""
         load_optimizer(Path(directory), self)
 
     def step(self, trajectories: Sequence[Trajectory] | LazyBatch, step: int) -> StepReport:
         """Train weights ``step`` on a batch whose trajectories carry their advantages.
 
-        If no trajectory has an advantage (and no other term has a gradient), no optimizer step is taken: the report has
-        loss 0 and optimizer_steps 0, weights and optimizer state stay, and the step counts as taken.
-
-        Raises
-        ------
-        TrainError
-            Step out of order; a trajectory that cannot be trained on; a loss or gradient that is not finite.
+        Without any gradient the report has loss 0 and optimizer_steps 0, weights and optimizer keep their
+        state, and the step counts as taken. TrainError for a step out of order, a trajectory that cannot be
+        trained on, or a loss or gradient that is not finite.
         """
         if (done := self._done(step)) is not None:
             return done
@@ -165,12 +157,10 @@ class Replica(ReplicaState):
             return self._step(trajectories, step)
 
     def accumulate(self, trajectories: Sequence[Trajectory] | LazyBatch, step: int) -> int:
-        """Add the gradient of the next wave of step ``step``; returns how many waves it has. In a group, a collective.
+        """Add the next wave's gradient; returns the number of waves so far. A collective; TrainError as in
+        `step`.
 
-        Raises
-        ------
-        TrainError
-            As `step`; the waves added before are dropped too.
+        On failure the earlier waves are dropped too.
         """
         self._check_next(step)
         opened = self.open_step = self.open_step or StepGradient(self, step)
@@ -186,7 +176,7 @@ class Replica(ReplicaState):
         return opened.waves
 
     def close(self, step: int) -> StepReport:
-        """Divide, clip and apply what the waves of step ``step`` have added; as the end of `step`."""
+        """Divide, clip and apply the sum of all waves; as the end of `step`."""
         if (done := self._done(step)) is not None:
             return done
         opened = self.open_step
@@ -206,7 +196,7 @@ class Replica(ReplicaState):
         self.optimizer.zero_grad(set_to_none=True)
 
     def _done(self, step: int) -> StepReport | None:
-        """The report of a step that was the last to be taken; None for the next step, TrainError for others."""
+        """The report of the step taken last; None for the next step, TrainError for others."""
         if self.last_report is not None and step == self.last_report.step == self.steps_done - 1:
             return self.last_report
         self._check_next(step)
@@ -215,7 +205,7 @@ class Replica(ReplicaState):
     def _check_next(self, step: int) -> None:
         if step != self.steps_done:
             raise TrainError(
-                f"train step: got step {step}, but {self.steps_done} steps are done; allowed is {self.steps_done}"
+                f"train step: got step {step}, but {self.steps_done} steps are done; the next is {self.steps_done}"
             )
 
     def _set_lr(self, step: int) -> None:
@@ -224,7 +214,6 @@ class Replica(ReplicaState):
             group["lr"] = lr
 
     def _samples(self, trajectories: Sequence[Trajectory] | LazyBatch, step: int, tally: Tally) -> list[Sample]:
-        """The samples of a batch or wave, counted, and scored as the engine did where that is configured."""
         started = time.perf_counter()
         old_logp = self.settings.old_logp
         proximal = old_logp not in ("behaviour", "ewma") and self.settings.epochs * self.settings.minibatches > 1
@@ -256,12 +245,12 @@ class Replica(ReplicaState):
         return samples
 
     def under_versions(self, samples: Sequence[Sample], step: int) -> list[Sample]:
-        """``samples`` for step ``step`` with the log-probability of each stale token under the weights that sampled it.
+        """``samples`` with the log-probability of each stale token under the weights that sampled it.
 
-        Tokens of the weights being trained keep theirs, NaN if it was not computed: then it is the step's own. NaN too where
-        the weights of the token's version are gone. Where engines score alone what they generate
-        (``rollout.exact_logprobs``), theirs is the version's already, without a pass. A token counts as exact only if its
-        weights and KV cache are of one version. TrainError if there are stale tokens and `published` is None.
+        Tokens of the trained weights keep theirs, NaN (the step's own) if it was not computed; NaN too if a
+        token's weights are gone. With ``rollout.exact_logprobs`` the engine's own is the version's, without
+        a pass. A token is exact only if its weights and KV cache are of one version. TrainError for stale
+        tokens without `published`.
         """
         useful = self.gradient.useful(samples)
         old: dict[int, NDArray[np.floating[Any]]] = {
@@ -291,7 +280,7 @@ class Replica(ReplicaState):
         published: Published,
         old: dict[int, NDArray[np.floating[Any]]],
     ) -> None:
-        """Score the tokens of each version under its weights, into ``old``; each sample by one replica of the group."""
+        """Score the tokens of each version under its weights, into ``old``; one replica scores each sample."""
         with self.lending() as put:
             for version in versions:
                 weights = published(version)
@@ -330,7 +319,7 @@ class Replica(ReplicaState):
         return self._report(step, tally, started)
 
     def _minibatches(self, samples: list[Sample], step: int) -> list[list[Sample]]:
-        """All minibatches of all epochs, balanced by tokens; never an empty one, so fewer if samples are few."""
+        """All minibatches of all epochs, balanced by tokens; none is empty."""
         settings, passes = self.settings, []
         for epoch in range(settings.epochs if samples else 0):
             if settings.minibatches == 1:
@@ -343,7 +332,6 @@ class Replica(ReplicaState):
         return passes
 
     def _add(self, samples: list[Sample], partial: StepGradient) -> None:
-        """Add the gradient of a minibatch or wave."""
         began = time.perf_counter()
         partial.add(samples)
         packed_s = partial.tally.sums.pop("slice_pack_s", 0.0)
@@ -372,7 +360,6 @@ class Replica(ReplicaState):
         tally.add(forward_backward_s=summed - began, optimizer_s=optimizer_s, publish_wait_s=waited_s)
 
     def _report(self, step: int, tally: Tally, began_s: float) -> StepReport:
-        """Count the step as taken; its report, with the seconds since ``began_s``."""
         tally.add(publish_wait_s=self.before_change(step))  # without a gradient too
         if self.average is not None:
             self.average.move(self.tensors())

@@ -1,15 +1,15 @@
-"""The core: training replicas of one epoch in one torch.distributed group of fixed membership, and where they meet.
+"""The core: training replicas of one epoch in one torch.distributed group of fixed membership.
 
-Losing a member ends the epoch: collectives of the others fail or time out as GroupLost, and a new group of the next
-epoch continues from the last step that all of its members had taken.
+Losing a member ends the epoch: collectives of the others fail or time out as GroupLost, and a new
+group of the next epoch continues from the last step that all of its members had taken.
 
-Members meet at a key-value store that only they can read and write. torch's own store listens on every network of a
-machine and believes whoever connects, e.g. about where the members are. Here rank 0 keeps the values, and members reach
-them by `libra.transport`, with the group's token.
+Members meet at a key-value store that only they can read and write: rank 0 keeps the values, and
+members reach them by `libra.transport` with the group's token. torch's own store listens on every
+network and trusts all clients, e.g. about the addresses of members.
 
 Invariants of the store
 -----------------------
-1. A value is set whole; who waits for a key gets it as soon as it is set.
+1. A value is set whole, and whoever waits for its key gets it at once.
 2. A request without its key raises RuntimeError after the store's timeout, as torch's stores do.
 """
 
@@ -43,7 +43,7 @@ RETRY_S = 0.05
 
 
 class Rendezvous:
-    """The values, on rank 0; ``address`` is where members connect. Port 0 is any free one."""
+    """The values, on rank 0; members connect to ``address``. Port 0 is any free one."""
 
     def __init__(self, token: str, host: str, port: int = 0) -> None:
         self._values: dict[str, bytes] = {}
@@ -97,7 +97,7 @@ class MemberStore(dist.Store):
     """A member's end of a `Rendezvous`, for ``torch.distributed.init_process_group``."""
 
     def __init__(self, address: Address, token: str, timeout_s: float) -> None:
-        """TransportError where nobody with the token listens at ``address`` within ``timeout_s``."""
+        """TransportError if no server with the token listens at ``address`` within ``timeout_s``."""
         super().__init__()
         self._lock = threading.Lock()
         self._timeout_s = timeout_s
@@ -117,7 +117,6 @@ class MemberStore(dist.Store):
             self._channel.close()
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Give a key its value."""
         content = value.encode() if isinstance(value, str) else bytes(value)
         self._ask("set", [key], value=base64.b64encode(content).decode())
 
@@ -126,27 +125,23 @@ class MemberStore(dist.Store):
         return base64.b64decode(self._wait([key], self._timeout_s)["values"][0])
 
     def add(self, key: str, number: int) -> int:
-        """Add to a number, which is 0 at first; the sum."""
+        """Add to a number, which starts at 0; the sum."""
         return int(self._ask("add", [key], number=number)["number"])
 
     def wait(self, keys: Sequence[str], timeout: datetime.timedelta | None = None) -> None:
-        """Return when all keys have values."""
         self._wait(list(keys), self._timeout_s if timeout is None else timeout.total_seconds())
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all keys have values."""
         return bool(self._ask("check", list(keys))["number"])
 
     def delete_key(self, key: str) -> bool:
-        """Forget a key; whether it had a value."""
+        """Whether the key had a value."""
         return bool(self._ask("delete", [key])["number"])
 
     def num_keys(self) -> int:
-        """Number of keys with a value."""
         return int(self._ask("count", [])["number"])
 
     def set_timeout(self, timeout: datetime.timedelta) -> None:
-        """Change how long `get` waits."""
         self._timeout_s = timeout.total_seconds()
 
     deleteKey, getNumKeys = delete_key, num_keys
@@ -175,12 +170,7 @@ TIMEOUT_S = 60.0
 
 
 class TrainGroup:
-    """A member's view of its group; a group of one needs no torch.distributed.
-
-    Attributes
-    ----------
-    rank, size : int
-    """
+    """A member's view of its group; a group of one needs no torch.distributed."""
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         self.rank, self.size = rank, size
@@ -200,21 +190,10 @@ class TrainGroup:
     ) -> TrainGroup:
         """Become member ``rank`` of the group of ``epoch``; returns when all members have joined.
 
-        A process is in one group: it leaves one of an older epoch first.
-
-        Parameters
-        ----------
-        address : (str, int)
-            Of the `Rendezvous` that rank 0 keeps.
-        token : str
-            The secret of the members. Each proves to all others, over the connections that gradients will take, that it knows it.
-        on_gpus : bool
-            The tensors of each member are on a GPU of its own.
-
-        Raises
-        ------
-        GroupLost
-            A member did not join within ``timeout_s``, or did not prove itself.
+        ``address`` is the `Rendezvous` of rank 0. Each member proves to all others that it knows ``token``,
+        over the connections that gradients will take. With ``on_gpus`` each member's tensors are on a GPU
+        of its own. A process first leaves the group of an older epoch. GroupLost if a member did not join
+        within ``timeout_s``, or did not prove itself.
         """
         if dist.is_initialized():
             cls._destroy()
@@ -222,7 +201,7 @@ class TrainGroup:
         if _is_loopback(host):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         backend = "nccl" if on_gpus else "gloo"
-        timeout = _seconds(timeout_s)
+        timeout = datetime.timedelta(seconds=timeout_s)
         with _lost(f"rank {rank} of {size} at {host}:{port}"):
             members = MemberStore(address, token, timeout_s)
             kept = _store_on_gpus(members, host, rank, size, timeout) if on_gpus else members
@@ -234,7 +213,7 @@ class TrainGroup:
         return group
 
     def _check_members(self, token: str, epoch: int) -> None:
-        """GroupLost unless whoever sends as each rank knows the token: torch's connections themselves prove nothing."""
+        """GroupLost unless every rank's sender knows the token: torch's connections themselves prove nothing."""
         said = f"libra group {epoch} {self.size} ".encode() + b"".join(self._gather_bytes(secrets.token_bytes(32)))
 
         def proof(rank: int) -> bytes:
@@ -261,12 +240,14 @@ class TrainGroup:
             logger.info("a broken process group was left: %s", fault)
 
     def sum_(self, tensors: Sequence[Tensor]) -> int:
-        """Replace each tensor by its sum over the members, bitwise equal on all, summed in float32 or wider; returns bytes
-        reduced."""
+        """Replace each tensor by its sum over the members, bitwise equal on all, summed in at least float32.
+
+        Returns bytes reduced.
+        """
         return self._in_buckets(tensors, lambda flat: dist.all_reduce(flat))
 
     def send_(self, tensors: Sequence[Tensor], source: int = 0) -> int:
-        """Replace each tensor by that of rank ``source``; returns bytes sent."""
+        """Replace each tensor by the one of rank ``source``; returns bytes sent."""
         return self._in_buckets(tensors, lambda flat: dist.broadcast(flat, source))
 
     def _in_buckets(self, tensors: Sequence[Tensor], collective: Callable[[Tensor], Any]) -> int:
@@ -301,7 +282,7 @@ class TrainGroup:
         return [json.loads(bytes(part[: int(length)].tolist())) for part, length in zip(parts, lengths, strict=True)]
 
     def _gather_bytes(self, value: bytes) -> list[bytes]:
-        """The values of all members, by rank; as many bytes from each, whoever sends them."""
+        """The values of all members by rank, each of the same length."""
         device = "cuda" if dist.get_backend() == "nccl" else "cpu"
         data = torch.tensor(list(value), dtype=torch.uint8, device=device)
         parts = [torch.zeros_like(data) for _ in range(self.size)]
@@ -310,14 +291,14 @@ class TrainGroup:
         return [bytes(part.tolist()) for part in parts]
 
     def from_first(self, value: Any) -> Any:
-        """The value of rank 0; those of the others are ignored."""
+        """The value of rank 0."""
         return self.gather(value if self.rank == 0 else None)[0]
 
 
 def _store_on_gpus(members: MemberStore, host: str, rank: int, size: int, timeout: datetime.timedelta) -> dist.TCPStore:
-    """torch's own store, which NCCL uses from threads without Python: on one address only, which members learn from ``members``.
+    """torch's own store, which NCCL uses from threads without Python, on one address only.
 
-    It believes whoever connects, so what it says is proven afterwards (`TrainGroup._check_members`).
+    It trusts all clients, so `TrainGroup._check_members` verifies the members afterwards.
     """
     if rank:
         port = int(members.get("port"))
@@ -332,7 +313,6 @@ def _store_on_gpus(members: MemberStore, host: str, rank: int, size: int, timeou
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Buckets of consecutive tensors of one dtype, each at most `BUCKET_BYTES` or one tensor."""
     bucket: list[Tensor] = []
     size = 0
     for tensor in tensors:
@@ -358,12 +338,8 @@ def _lost(where: str) -> Iterator[None]:
 
 
 def lost_connection(error: RuntimeError) -> bool:
-    """Whether an error within a pass over shards is a lost connection's; gloo's have no type of their own."""
+    """Whether an error within a pass over shards is a lost connection; gloo has no error type for that."""
     return isinstance(error, dist.DistError) or "gloo" in str(error)
-
-
-def _seconds(timeout_s: float) -> datetime.timedelta:
-    return datetime.timedelta(seconds=timeout_s)
 
 
 def _is_loopback(host: str) -> bool:

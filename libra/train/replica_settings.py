@@ -1,4 +1,5 @@
-"""The settings of a replica: the ``trainer:`` section of a configuration and the two fields of ``rollout:`` that scoring needs."""
+"""The settings of a replica: section ``trainer``, and the fields of ``rollout`` and ``distil`` that a
+step needs."""
 
 from __future__ import annotations
 
@@ -33,33 +34,33 @@ _BEFORE_THE_STEP = {
 
 
 def rounding_nats(config: RunConfig) -> float:
-    """Mean mismatch of engine and trainer in nats that a run's number format and ``rollout.top_p`` explain."""
+    """Mean mismatch of engine and trainer in nats that number format and ``rollout.top_p`` explain."""
     return ROUNDING_NATS[config.model.dtype] - math.log(config.rollout.top_p)
 
 
 class DistilTerm(Section):
-    """What a step needs of ``distil``; which tokens the teacher scored says the rest."""
+    """The fields of ``distil`` that a step needs."""
 
     divergence: KLDirection = "forward"
     reward_coef: float = 0.0
+    rounding_nats: float = 0.0
+    """Mean |log q - log p| of a token that rounding explains: up to it the divergence has no gradient."""
 
 
 class TrainSettings(TrainerSection):
-    """Settings of one replica, fixed for its lifetime; fields and defaults are those of ``trainer:``, presets included.
+    """Settings of one replica, fixed for its lifetime; fields and defaults as in ``trainer:``, presets
+    included.
 
-    Raises
-    ------
-    ConfigError
-        A value outside its range, or an unknown name. A configuration checks which go together.
+    ConfigError for a value outside its range or an unknown name; a configuration checks combinations.
     """
 
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """``rollout.temperature``: logits are divided by it, so that log-probabilities mean the same in engine and trainer. Greedy
     samples (0) have no log-probability to learn from."""
     distil: DistilTerm | None = None
-    """The term of a teacher; None: there is none."""
+    """The term of a teacher, if there is one."""
     rounding_nats: float | None = None
-    """Mean mismatch that rounding explains, where ``mismatch_alarm`` is None; None: any."""
+    """Mean mismatch that rounding explains, if known; replaces a missing ``mismatch_alarm``."""
     exact_logprobs: bool = False
     """``rollout.exact_logprobs``: measure the mismatch by scoring as the engine did, alone and turn by turn."""
 
@@ -78,9 +79,10 @@ class TrainSettings(TrainerSection):
         if config.trainer.aggregation == "seq-mean-token-sum-norm" and given["loss_divisor"] is None:
             given["loss_divisor"] = float(rollout.max_context_tokens)
         distil = config.distil
-        term = (
-            None if distil.teacher is None else DistilTerm(divergence=distil.divergence, reward_coef=distil.reward_coef)
-        )
+        term = None
+        if distil.teacher is not None:
+            rounding = ROUNDING_NATS[config.model.dtype]
+            term = DistilTerm(divergence=distil.divergence, reward_coef=distil.reward_coef, rounding_nats=rounding)
         return cls(
             **given,
             temperature=rollout.temperature,
@@ -91,18 +93,18 @@ class TrainSettings(TrainerSection):
 
     @property
     def has_token_rewards(self) -> bool:
-        """Whether the trainer computes advantages itself: a KL penalty in the reward, or discounted returns."""
+        """Whether the trainer computes advantages: a KL penalty in the reward, or discounted returns."""
         penalty = self.kl_in_reward and self.kl_coef > 0
         return penalty or (self.advantage == "reinforce_pp" and self.gamma < 1)
 
     def of_a_step(self) -> dict[str, Any]:
-        """The fields that a step depends on, for a checkpoint and for comparison with another replica's."""
+        """The fields that a step depends on, for a checkpoint and for comparison with another replica."""
         return self.model_dump(exclude=_BEFORE_THE_STEP)
 
     def lr_at(self, step: int) -> float:
         """Learning rate of step ``step`` (0-based); with a warm-up the first is ``lr / warmup_steps``.
 
-        TrainError if a schedule of the user's own gives no finite factor of at least 0.
+        TrainError if a user's schedule gives no finite factor of at least 0.
         """
         risen = self.lr if step >= self.warmup_steps else self.lr * (step + 1) / self.warmup_steps
         if not is_named(self.lr_schedule):

@@ -1,11 +1,12 @@
-"""The state of a replica: its model, the optimizer over it, and the steps taken; read, replaced, updated and undone here.
+"""The state of a replica: its model, the optimizer over it, and the steps taken.
 
 Invariants
 ----------
-1. With a ``master_dtype`` the optimizer's weights are `libra.train.weight_copies.MasterWeights`; the model's are those, rounded.
-   With ``lora_rank`` they are `libra.train.weight_copies.LowRankWeights`; the model's are the merged ones.
-2. Weights change only in `ReplicaState.apply_gradient`, `take_weights`, `restore` and `libra.train.checkpoint`; each of
-   them marks the hybrids' weights as outdated.
+1. With a ``master_dtype`` the optimizer's weights are `libra.train.weight_copies.MasterWeights`,
+   and the model's are the same, rounded. With ``lora_rank`` they are `LowRankWeights`; the model's
+   are merged.
+2. Weights change only in `ReplicaState.apply_gradient`, `take_weights`, `restore` and
+   `libra.train.checkpoint`, which all mark the hybrids' weights as outdated.
 """
 
 from __future__ import annotations
@@ -49,33 +50,26 @@ _SAME_RESULT = {
 
 
 def _at_once(step: int) -> float:
-    """No other thread uses the weights."""
     return 0.0
 
 
 class ReplicaState:
     """A model in training, its optimizer, and the steps that it has taken.
 
-    Parameters
-    ----------
-    model : transformers model
-        On its device, whole; it is sharded here if the settings require it.
-    gradient : SliceGradient
-        Of that model.
-    seed, base_dir, master_dtype
-        Those of `libra.train.replica.Replica`.
+    ``model`` is on its device, whole; it is sharded here if the settings require it. The other
+    parameters are as in `libra.train.replica.Replica`.
 
     Attributes
     ----------
     hybrids : HybridPool or None
         Set on rank 0 if hybrid replicas may join; see `admit_hybrids`.
     average : MovingAverage or None
-        Of the weights after each batch, with ``trainer.old_logp=ewma``.
+        Average weights after each batch, with ``trainer.old_logp=ewma``.
     content : str or None
         Digest of the current weights, if it was computed since they last changed.
     before_change : callable
-        Called with the number of the step that is about to change the weights, whose present ones may still be in use by
-        another thread; returns the seconds for which it waited for that.
+        Called with the number of the step that is about to change the weights; returns the seconds for which
+        it waited for another thread to finish with the present ones.
     """
 
     def __init__(
@@ -119,7 +113,6 @@ class ReplicaState:
 
     @property
     def settings(self) -> TrainSettings:
-        """Fixed for its lifetime."""
         return self.gradient.settings
 
     @property
@@ -133,17 +126,15 @@ class ReplicaState:
 
     @property
     def device(self) -> torch.device:
-        """Where model, optimizer and micro-batches are."""
         return self.gradient.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of weights and forward pass."""
         return self.gradient.dtype
 
     @property
     def is_sharded(self) -> bool:
-        """Whether each replica of the group holds a part of every tensor, so that passes and `weights` are collectives."""
+        """Whether each replica holds a part of every tensor, so that passes and `weights` are collectives."""
         return is_sharded(self.settings, self.group)
 
     def description(self) -> dict[str, Any]:
@@ -165,8 +156,7 @@ class ReplicaState:
         return {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
 
     def optimized(self) -> dict[str, torch.nn.Parameter]:
-        """The tensors that the optimizer updates, by the names of `parameters`: those themselves, or their copies in
-        ``master_dtype``."""
+        """The tensors that the optimizer updates, by the names of `parameters`."""
         return self.parameters() if self.master is None else self.master.tensors
 
     def weights(self) -> dict[str, Tensor]:
@@ -190,22 +180,24 @@ class ReplicaState:
         return own | {alias: own[name] for alias, name in self._aliases.items()}
 
     def score(self, token_ids: NDArray[np.integer]) -> NDArray[np.float32]:
-        """Log-probability in nats of each token but the first under the present weights (T - 1,), at temperature 1.
+        """Log-probability in nats of each token but the first under the present weights (T - 1,), at
+        temperature 1.
 
-        Beside the passes of a step only after `score_beside`.
+        Call it beside the passes of a step only after `score_beside`.
         """
         return score_alone(self._scored or self.model, token_ids)
 
     def hashed(self) -> str:
-        """`content`, computed now if it is not known."""
+        """`content`, computed now if unknown."""
         if self.content is None:
             self.content = digest(self.weights())
         return self.content
 
     def score_beside(self) -> bool:
-        """From now on `score` may be called beside the passes of a step; call it between steps. False: this model cannot be copied.
+        """Let `score` be called beside the passes of later steps; False if this model cannot be copied.
 
-        It scores with the model's modules once more, over the same weights: hooks and other buffers of its passes are its own.
+        It then scores with a copy of the model's modules over the same weights, with hooks and buffers of
+        its own.
         """
         saved = self.model.state_dict().keys()
         buffers = (buffer for name, buffer in self.model.named_buffers() if name in saved)
@@ -219,7 +211,7 @@ class ReplicaState:
         return True
 
     def take_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Copy ``weights``, named as in `weights`, over its own; optimizer state and step count stay."""
+        """Copy ``weights``, named as in `weights`, over its own; optimizer state and step count do not change."""
         self.content = None
         with torch.no_grad(), self.undisturbed():
             for name, tensor in self.tensors().items():
@@ -229,14 +221,15 @@ class ReplicaState:
             self.weights_moved()
 
     def apply_gradient(self, step: int, tally: Tally) -> None:
-        """Clip the gradient and take one optimizer step; TrainError, and no change, if the gradient is not finite."""
+        """Clip the gradient and take one optimizer step; TrainError, and no change, if the gradient is not
+        finite."""
         parameters = self.optimized()
         norm = whole(torch.nn.utils.get_total_norm([p.grad for p in parameters.values() if p.grad is not None]))
         if not bool(torch.isfinite(norm)):
             bad = [n for n, p in parameters.items() if p.grad is not None and not bool(torch.isfinite(p.grad).all())]
             raise TrainError(
                 f"train step {step}: the gradient is not finite (norm {float(norm)}; {len(bad)} of {len(parameters)} "
-                f"parameters, first {bad[:3]}); weights stay those of version {step}"
+                f"parameters, first {bad[:3]}); weights remain at version {step}"
             )
         torch.nn.utils.clip_grads_with_norm_(parameters.values(), self.settings.max_grad_norm, norm)
         self.optimizer.step()
@@ -253,7 +246,6 @@ class ReplicaState:
         return weights, copy.deepcopy(self.optimizer.state_dict())
 
     def restore(self, weights: Mapping[str, Tensor], optimizer_state: dict[str, Any]) -> None:
-        """Restore a `backup`."""
         with torch.no_grad():
             for name, parameter in self.optimized().items():
                 parameter.copy_(weights[name])
@@ -263,17 +255,16 @@ class ReplicaState:
         self.optimizer.load_state_dict(optimizer_state)
 
     def admit_hybrids(self, token: str, *, host: str = "127.0.0.1", timeout_s: float = TIMEOUT_S) -> HybridPool:
-        """From now on hybrid replicas that know ``token`` may join; on rank 0 of the group, between steps."""
+        """Let hybrid replicas that know ``token`` join; on rank 0 of the group, between steps."""
         source = None if self.is_sharded else self.weights
         self.hybrids = HybridPool(token, self.description(), source=source, host=host, timeout_s=timeout_s)
         return self.hybrids
 
     def undisturbed(self) -> AbstractContextManager[Any]:
-        """Context manager: no thread copies the weights for a hybrid meanwhile."""
+        """No thread copies the weights for a hybrid in this context."""
         return nullcontext() if self.hybrids is None else self.hybrids.undisturbed()
 
     def weights_moved(self) -> None:
-        """Mark the hybrids' weights as outdated."""
         if self.hybrids is not None:
             self.hybrids.stale = True
 
@@ -285,7 +276,7 @@ class ReplicaState:
 
     @contextmanager
     def lending(self) -> Iterator[Callable[[Mapping[str, Tensor]], None]]:
-        """A function that gives the model other weights, each in its local part, as often as it is called.
+        """Yields a function that gives the model other weights, each in its local part.
 
         Afterwards the model has its own, bit for bit. Takes a second copy of them.
         """
@@ -304,9 +295,9 @@ class ReplicaState:
         release(self.model)
 
     def synchronise(self) -> int:
-        """Give every replica of a new group the state (weights, optimizer, report) of the first with most steps.
+        """Give every replica of a new group the state of the first with most steps; returns the steps taken.
 
-        A collective, for replicas that hold the whole model. Nothing is sent where all are equal. Returns the steps taken.
+        A collective, for replicas that hold the whole model. Nothing is sent if all are equal.
         """
         assert not self.is_sharded, "no other rank has a shard that was lost"
         group, parameters = self.group, self.optimized()

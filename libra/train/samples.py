@@ -1,15 +1,15 @@
-"""The part of a trajectory that a training step computes with, and batches whose trajectories are on other workers.
+"""The part of a trajectory that a training step computes with, and batches fetched from other workers.
 
-Of a `LazyBatch`, lengths and advantages are here, and tokens are fetched slice by slice.
+A `LazyBatch` has lengths and advantages at once; tokens are fetched slice by slice.
 
 Invariants
 ----------
-1. A step on a lazy batch is the step on its trajectories, bit for bit: slices are computed from the announced lengths;
-   a sample that arrives with another length is a TrainError.
+1. A step on a lazy batch is the step on its trajectories, bit for bit: slices are computed from the
+   announced lengths; a sample that arrives with another length is a TrainError.
 2. A row is fetched once at most, and only for a slice of this replica or of a hybrid that it feeds.
 
-Shape legend: T tokens of a trajectory, A actions of it, L layers, K columns (tokens of the vocabulary) or experts of
-each token, N action tokens of a micro-batch.
+Shape legend: T tokens of a trajectory, A actions of it, L layers, K columns (tokens of the
+vocabulary) or experts of each token, N action tokens of a micro-batch.
 """
 
 from __future__ import annotations
@@ -28,95 +28,49 @@ from libra.types import Taught, Trajectory, start_of
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:
-    """The tokens before a trajectory's last action token, and the actions to score.
+    """The tokens before a trajectory's last action token, and the actions to score."""
 
-    Tokens after the last action token (a final observation) do not influence the loss and are left out.
-
-    Attributes
-    ----------
-    token_ids : int64 array (T,)
-        Inputs.
-    action_at : int64 array (A,)
-        Positions of inputs whose *next* token is an action.
-    target : int64 array (A,)
-        That next token.
-    behaviour_logp : float32 array (A,)
-        As the engine recorded it; read, never written.
-    current : bool array (A,)
-        Whether token and KV cache both come from the version now being trained.
-    advantage : float
-    proximal_logp : float array (A,), optional
-        Under the weights at the start of the step, if the loss needs it and it has been computed.
-    kept : bool array (A,), optional
-        False where a choice over the whole minibatch leaves the token out of the loss.
-    version : int array (A,)
-        Weights that sampled the token; -1 where its KV cache is of others. Empty in a slice of another replica.
-    reward : float
-    group : (int, int)
-        Iteration and group of the trajectory: samples of one prompt have the same.
-    token_advantage : float array (A,), optional
-        In place of ``advantage``, where tokens have rewards of their own.
-    turn_at : int64 array
-        Positions of inputs whose next token is the first of a generation.
-    engines : tuple of str
-        The worker that ended each of these generations.
-    name : str
-        Of the trajectory.
-    routes : int16 array (T, L, K), optional
-        Experts that the engine chose for each input, by layer; -1: not recorded.
-    starts : tuple of int
-        Positions at which further sequences of the trajectory begin, none for one sequence: an agent's conversation may have
-        branches. Attention does not cross them; together they count as one trajectory.
-    counted : bool
-        False for a late correction of a trajectory that was trained before: it adds to the gradient of the policy loss alone,
-        and counts in no denominator.
-    taught : Taught, optional
-        What a teacher says of the actions. None: it has not scored them.
-    """
-
-    token_ids: NDArray[np.int64]
-    action_at: NDArray[np.int64]
-    target: NDArray[np.int64]
-    behaviour_logp: NDArray[np.float32]
-    current: NDArray[np.bool_]
+    token_ids: NDArray[np.int64]  # (T,) inputs; later tokens do not influence the loss
+    action_at: NDArray[np.int64]  # (A,) positions of inputs whose *next* token is an action
+    target: NDArray[np.int64]  # (A,) that next token
+    behaviour_logp: NDArray[np.float32]  # (A,) as the engine recorded it; never written
+    current: NDArray[np.bool_]  # (A,) whether token and KV cache are of the version now being trained
     advantage: float
-    proximal_logp: NDArray[np.floating] | None = None
-    kept: NDArray[np.bool_] | None = None
-    turn_at: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
-    version: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
+    proximal_logp: NDArray[np.floating] | None = None  # (A,) under the weights at the start of the step, if computed
+    kept: NDArray[np.bool_] | None = None  # (A,) False where a choice over the whole minibatch leaves the token out
+    turn_at: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))  # before a generation
+    version: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))  # (A,); -1: KV of others
     reward: float = 0.0
-    group: tuple[int, int] = (0, 0)
-    token_advantage: NDArray[np.float64] | None = None
-    counted: bool = True
-    engines: tuple[str, ...] = ()
+    group: tuple[int, int] = (0, 0)  # iteration and group of the trajectory
+    token_advantage: NDArray[np.float64] | None = None  # (A,) replaces ``advantage`` where tokens have rewards
+    counted: bool = True  # False for a late correction: it adds to the policy gradient, and counts in no denominator
+    engines: tuple[str, ...] = ()  # the worker that ended each generation
     name: str = ""
-    routes: NDArray[np.int16] | None = None
-    taught: Taught | None = None
-    starts: tuple[int, ...] = ()
+    routes: NDArray[np.int16] | None = None  # (T, L, K) experts chosen by the engine; -1: not recorded
+    taught: Taught | None = None  # a teacher's log-probabilities of the actions
+    starts: tuple[int, ...] = ()  # of further sequences: attention ends there; together they count once
 
     @property
     def num_tokens(self) -> int:
-        """Inputs."""
         return len(self.token_ids)
 
     @property
     def advantages(self) -> NDArray[np.float64]:
-        """Of each action (A,)."""
+        """Advantage of each action (A,)."""
         return np.full(self.num_actions, self.advantage) if self.token_advantage is None else self.token_advantage
 
     @property
     def has_advantage(self) -> bool:
-        """Whether any action has one that is not 0."""
+        """Whether any action has one other than 0."""
         return self.advantage != 0 if self.token_advantage is None else bool(self.token_advantage.any())
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Inputs before the first action: the part that samples of a group have in common."""
+        """Inputs before the first action: the part that samples of a group share."""
         return int(self.action_at[0]) + 1
 
     @property
     def num_actions(self) -> int:
-        """Tokens scored."""
         return len(self.target)
 
     def only(self, at: NDArray[np.intp]) -> Sample:
@@ -139,11 +93,8 @@ class Sample:
 def sample_of(trajectory: Trajectory, version: int) -> Sample:
     """The sample of ``trajectory`` for the step that trains weights ``version``.
 
-    Raises
-    ------
-    TrainError
-        If the advantage or a behaviour log-probability is not finite, nothing was generated, the first token is an
-        action (nothing predicts it), or arrays differ in length.
+    TrainError if the advantage or a behaviour log-probability is not finite, nothing was generated, the
+    first token is an action, or arrays differ in length.
     """
     name = f"trajectory {trajectory.trajectory_id}"
     where = np.flatnonzero(trajectory.is_action)
@@ -160,7 +111,7 @@ def sample_of(trajectory: Trajectory, version: int) -> Sample:
     if trajectory.routes is not None and len(trajectory.routes) != len(trajectory.token_ids):
         raise TrainError(f"{name}: routes of {len(trajectory.routes)} tokens; it has {len(trajectory.token_ids)}")
     if not np.isfinite(trajectory.advantage):
-        raise TrainError(f"{name}: advantage is {trajectory.advantage}; allowed is one finite number")
+        raise TrainError(f"{name}: advantage is {trajectory.advantage}; it must be one finite number")
     behaviour_logp = trajectory.behaviour_logprob[where]
     if not np.isfinite(behaviour_logp).all():
         at = int(where[~np.isfinite(behaviour_logp)][0])
@@ -190,7 +141,6 @@ def sample_of(trajectory: Trajectory, version: int) -> Sample:
 
 
 def _taught(trajectory: Trajectory, num_actions: int) -> Taught | None:
-    """What the teacher says of a trajectory that is not a late correction; TrainError if it is of another one."""
     taught = trajectory.taught
     if taught is None or not trajectory.counted:
         return None
@@ -204,8 +154,11 @@ def _taught(trajectory: Trajectory, num_actions: int) -> Taught | None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TaughtTokens:
-    """Columns int64 with their log-probabilities, and ``known_N``: whether the teacher scored the token's sequence; elsewhere the
-    others mean nothing. ``rest_N`` and ``old_NK`` as in `libra.types.Taught`."""
+    """Columns int64 with their log-probabilities; ``known_N``: whether the teacher scored the token's
+    sequence.
+
+    ``rest_N`` and ``old_NK`` are as in `libra.types.Taught`.
+    """
 
     columns_NK: Tensor
     logp_NK: Tensor
@@ -220,7 +173,7 @@ class TaughtTokens:
 
 
 def taught_tokens(samples: Sequence[Sample], dtype: torch.dtype) -> TaughtTokens | None:
-    """Of the actions of ``samples``, one after the other; None if a teacher scored none of them.
+    """Teacher log-probabilities of all actions of ``samples``; None if it scored none.
 
     TrainError if samples differ in the number of columns.
     """
@@ -258,7 +211,7 @@ _NO_LOGP, _NO_FLAGS = np.zeros(0, np.float32), np.zeros(0, np.bool_)
 
 @dataclass(frozen=True, slots=True)
 class RowFacts:
-    """The row of a trajectory that trains, the lengths and advantage of its `Sample`, and whether it is counted."""
+    """The row of a trajectory that trains, with lengths and advantage of its `Sample`."""
 
     row: str
     num_tokens: int
@@ -270,13 +223,8 @@ class RowFacts:
 class LazyBatch:
     """A batch's trajectories for `Replica.step`, fetched on demand.
 
-    Parameters
-    ----------
-    facts : sequence of RowFacts
-        Of trajectories that train, in the order of the batch.
-    num_trajectories : int
-        Including those that do not train.
-    fetch : callable
+    ``facts`` are of trajectories that train, in batch order; ``num_trajectories`` counts the others
+    too.
     """
 
     def __init__(self, facts: Sequence[RowFacts], num_trajectories: int, fetch: Fetch) -> None:
@@ -289,11 +237,11 @@ class LazyBatch:
         return self.num_trajectories
 
     def samples(self, step: int) -> list[Sample]:
-        """One placeholder for each sample; `present` has the samples themselves."""
+        """One placeholder for each sample, which `present` replaces."""
         return [_Absent.of(fact, self, step) for fact in self.facts]
 
     def get(self, absent: Sequence[_Absent]) -> None:
-        """Fetch the samples of those rows that are not in `fetched` yet."""
+        """Fetch the samples of rows that are not in `fetched` yet."""
         missing = [sample for sample in absent if sample.fact.row not in self.fetched]
         for sample, trajectory in zip(missing, self._fetch([sample.fact.row for sample in missing]), strict=True):
             fact = sample.fact
@@ -317,23 +265,21 @@ class _Absent(Sample):
 
     @classmethod
     def of(cls, fact: RowFacts, batch: LazyBatch, step: int) -> _Absent:
-        """For one row of ``batch``."""
         arrays = (_NONE, _NONE, _NONE, _NO_LOGP, _NO_FLAGS)
         return cls(*arrays, fact.advantage, counted=fact.counted, fact=fact, batch=batch, step=step)
 
     @property
     def num_tokens(self) -> int:
-        """Inputs."""
         return self.fact.num_tokens
 
     @property
     def num_actions(self) -> int:
-        """Tokens scored."""
         return self.fact.num_actions
 
 
 def samples_of(batch: Sequence[Trajectory] | LazyBatch, step: int, *, whole: bool) -> list[Sample]:
-    """The samples of a batch for the step that trains weights ``step``; for a lazy batch placeholders, unless ``whole``."""
+    """The samples of a batch for the step that trains weights ``step``; placeholders of a lazy one unless
+    ``whole``."""
     if isinstance(batch, LazyBatch):
         samples = batch.samples(step)
         return present(samples) if whole else samples

@@ -1,10 +1,11 @@
-"""The gradient of a slice of a minibatch: its samples packed, scored and differentiated on one replica, undivided.
+"""The gradient of a slice of a minibatch: samples packed, scored and differentiated on one replica,
+undivided.
 
-If the model is sharded, forward and backward passes are collectives: every replica runs equally many, with empty
-micro-batches if it has fewer of its own.
+If the model is sharded, passes are collectives: every replica runs equally many, some with empty
+micro-batches.
 
-Shape legend: N action tokens of a micro-batch, S samples, T actions of the longest, A actions of one, P places, L layers,
-K experts of a token.
+Shape legend: N action tokens of a micro-batch, S samples, T actions of the longest, A actions of
+one, P places, L layers, K experts of a token.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from libra.train.packing import MicroBatch, can_share, pack, split
 from libra.train.replica_group import TrainGroup
 from libra.train.replica_settings import TrainSettings
 from libra.train.samples import Sample
-from libra.train.sequences import Packed
+from libra.train.sequences import Sequences
 from libra.train.step_report import Tally
 
 _PACKING_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}  # nats; 0.1 for narrower dtypes
@@ -42,17 +43,8 @@ _PACKING_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}  # nats; 0.1 for
 class SliceGradient:
     """Forward and backward passes of one replica.
 
-    Parameters
-    ----------
-    model : transformers model
-        On ``device``, and not sharded yet.
-    reference : transformers model, optional
-        The frozen model of the KL term.
-
-    Attributes
-    ----------
-    kl : KLCoefficient
-        Of the penalty of ``trainer.kl_in_reward``.
+    ``model`` is on ``device`` and not sharded yet; ``reference`` is the frozen model of the KL term;
+    ``kl`` is the coefficient of the penalty of ``trainer.kl_in_reward``.
     """
 
     def __init__(
@@ -75,9 +67,9 @@ class SliceGradient:
             self._check_packing()  # later it would be a collective that only some replicas enter
 
     def accumulate(self, samples: Sequence[Sample], step: int, tally: Tally) -> float:
-        """Add the slice's sum of weight x gradient, undivided, to the gradients; returns its sum of weights.
+        """Add the slice's undivided sum of weight x gradient; returns its sum of weights.
 
-        Raises TrainError if its loss is not finite.
+        TrainError if its loss is not finite.
         """
         began = time.perf_counter()
         batches = self._pack(self.useful(samples))
@@ -88,7 +80,7 @@ class SliceGradient:
                 part = tally if counts else Tally()
                 loss = self.micro_batch_loss(batch, part)
                 if not np.isfinite(value := part.sums["loss_sum"]):  # of all so far
-                    fault = TrainError(f"train step {step}: the loss is {value}; weights stay those of version {step}")
+                    fault = TrainError(f"train step {step}: the loss is {value}; weights remain at version {step}")
                     if not self._collective:  # otherwise the other replicas would wait for this one in their next pass
                         raise fault
                 (loss if counts else loss * 0).backward()  # type: ignore[no-untyped-call]
@@ -102,14 +94,15 @@ class SliceGradient:
         return [sample for sample in samples if sample.has_advantage or (every and sample.counted)]
 
     def weight_of(self, samples: Sequence[Sample]) -> float:
-        """Sum of the weights of ``samples``, as the aggregation mode has it."""
+        """Sum of the weights of ``samples`` under the aggregation mode."""
         counted = [sample for sample in samples if sample.counted]
         return self.objective.aggregation.weight_sum(
             num_tokens=sum(sample.num_actions for sample in counted), num_sequences=len(counted)
         )
 
     def micro_batch_loss(self, batch: MicroBatch, tally: Tally) -> Tensor:
-        """Sum of weight x loss over the action tokens of ``batch``, with gradient; its statistics go into ``tally``."""
+        """Sum of weight x loss over the action tokens of ``batch``, with gradient; statistics go into
+        ``tally``."""
         if self.routers is not None:
             self.routers.replay(batch.routes_PLK)
         taught = batch.taught if self.settings.distil is not None else None
@@ -155,7 +148,7 @@ class SliceGradient:
 
     @contextmanager
     def _own_routes_after(self) -> Iterator[None]:
-        """Passes may replay routes; after them the routers choose again, as for the probe of a version."""
+        """After passes that replay routes the routers choose again, as for the probe of a version."""
         try:
             yield
         finally:
@@ -163,7 +156,6 @@ class SliceGradient:
                 self.routers.replay(None)
 
     def _count_routes(self, batch: MicroBatch, routers: Routers, tally: Tally) -> None:
-        """How even the experts' load is, how many places were replayed, and for how many the trainer would have chosen the same."""
         replayed, equal = routers.compared()
         tally.add(routed_places=replayed, equal_places=equal, layer_places=batch.num_tokens * routers.shape[0])
         if batch.routes_PLK is not None:
@@ -174,9 +166,10 @@ class SliceGradient:
         return [replace(sample, proximal_logp=one) for sample, one in zip(samples, self.scored(samples), strict=True)]
 
     def with_token_advantages(self, samples: Sequence[Sample], tally: Tally) -> list[Sample]:
-        """``samples``, a batch or a wave of whole groups that train, with an advantage for each token.
+        """``samples``, a batch or a wave of whole groups, with an advantage for each token.
 
-        A token's reward is ``-kl_coef x KL estimate`` (``trainer.kl_in_reward``); the last token has its trajectory's too.
+        A token's reward is ``-kl_coef x KL estimate`` (``trainer.kl_in_reward``); the last also has its
+        trajectory's.
         """
         settings = self.settings
         if not samples:
@@ -208,7 +201,8 @@ class SliceGradient:
         ]
 
     def with_kept(self, samples: Sequence[Sample], *, fresh: bool) -> list[Sample]:
-        """``samples``, a whole minibatch, with the tokens that M2PO keeps; the same on every replica of the group.
+        """``samples``, a whole minibatch, with the tokens that M2PO keeps; the same on every replica of the
+        group.
 
         ``fresh``: the weights have moved since `with_proximal`, so the samples are scored again.
         """
@@ -223,7 +217,7 @@ class SliceGradient:
         engine_N = np.concatenate([sample.behaviour_logp for sample in samples])
         keep_N = m2po_mask(
             torch.from_numpy(np.concatenate(logp).astype(np.float64) - engine_N),
-            Packed(sequence_N, len(samples)),
+            Sequences(sequence_N, len(samples)),
             threshold=threshold,
             advantage_N=torch.from_numpy(np.concatenate([sample.advantages for sample in samples])),
         )
@@ -232,8 +226,10 @@ class SliceGradient:
 
     @torch.no_grad()
     def scored(self, samples: Sequence[Sample], *, by_reference: bool = False) -> list[NDArray[np.floating[Any]]]:
-        """Log-probabilities of the actions of each sample (A,) under the present weights, or by the reference model; each is scored
-        by one replica of the group."""
+        """Log-probabilities of the actions of each sample (A,), by the present weights or the reference model.
+
+        One replica of the group scores each sample.
+        """
         scorer = self._reference if by_reference else self.scorer
         assert scorer is not None, "there is a reference where trainer.kl_coef is above 0"
         numbered = {id(sample): index for index, sample in enumerate(samples)}
@@ -255,8 +251,7 @@ class SliceGradient:
         return logp
 
     def _passes(self, batches: list[MicroBatch]) -> list[tuple[MicroBatch, bool]]:
-        """The micro-batches, each with True; if passes are collectives, empty ones with False fill up to the largest number
-        of any replica."""
+        """The micro-batches, each with True; collectives are filled up with empty ones, each with False."""
         passes = [(batch, True) for batch in batches]
         if self._collective:
             most = max(self.group.gather(len(passes)))
@@ -269,7 +264,7 @@ class SliceGradient:
         return passes
 
     def _check_packing(self) -> None:
-        """Check once, before the first row with two sequences: TrainError if the architecture does not separate them."""
+        """Once, before the first row with two sequences."""
         if self.routers is not None:
             self.routers.replay(None)
         check_packing(self.scorer, _PACKING_TOLERANCE.get(self.dtype, 0.1))
@@ -287,7 +282,8 @@ class SliceGradient:
 
 
 def load_ratio(routes_PLK: Tensor, num_experts: int) -> float:
-    """Mean over layers of the busiest expert's tokens over the mean of all experts; -1: not recorded; 1 without any."""
+    """Busiest expert's tokens over the mean of all experts, averaged over layers; -1: not recorded; 1
+    without any."""
     layers = routes_PLK.shape[1]
     flat_PLK = routes_PLK.long() + torch.arange(layers, device=routes_PLK.device)[None, :, None] * num_experts
     loads = torch.bincount(flat_PLK[routes_PLK >= 0], minlength=layers * num_experts).view(layers, num_experts).double()

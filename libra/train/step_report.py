@@ -1,7 +1,8 @@
-"""The report of a training step as flat numbers, the sums it is computed from, and the peak memory of a step.
+"""The report of a training step as flat numbers, the sums it is computed from, and the step's peak
+memory.
 
-On a GPU the peak is torch's own (``max_memory_allocated``). On a CPU it is the process's resident memory (Linux:
-``VmHWM``, set back before the step) less what was resident before the model was loaded.
+On a GPU the peak is torch's ``max_memory_allocated``. On a CPU it is the process's resident memory
+(Linux: ``VmHWM``, reset before the step) less the resident memory before the model was loaded.
 """
 
 from __future__ import annotations
@@ -20,138 +21,69 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """One training step. Every field is JSON; means are over the action tokens forwarded.
+    """One training step. Every field is JSON; means are over the action tokens forwarded."""
 
-    Attributes
-    ----------
-    step : int
-        0-based; the step turned weights ``step`` into weights ``step + 1``.
-    digest : str
-        Content hash of the weights after the step (`libra.tensors.digest`); empty if it is computed as they are published.
-    loss, grad_norm, lr
-        Loss with KL term and entropy bonus, aggregated as configured; 2-norm of the gradient before clipping; means over
-        optimizer steps.
-    optimizer_steps : int
-        0 if nothing had an advantage: then the weights stay as they are.
-    sequences, action_tokens : int
-        Trajectories that may train, and their generated tokens: the denominators of the loss.
-    excluded_sequences : int
-        Trajectories of a failure class that does not train.
-    forwarded_sequences, forwarded_tokens, rows, micro_batches : int
-        Input of the model over all passes; sequences without advantage need no forward pass if kl_coef=0.
-    packing_efficiency_frac : float
-        Real tokens over places computed (1: no padding).
-    ratio_mean, ratio_max, clip_low_frac, clip_high_frac, kl_behaviour, kl_reference, entropy
-        Statistics of p_now / p_old as the loss uses it, the two clipped shares, divergences and entropy in nats.
-    mismatch_tokens, mismatch_mean_abs, mismatch_max_abs, mismatch_k3, mismatch_effective_frac
-        For tokens whose weights and KV cache are of the version being trained, before the first optimizer step
-        (`libra.train.mismatch`): |log p_rollout - log p_trainer|, k3 of rollout against trainer in nats, and the effective
-        sample size of p_trainer / p_rollout over the number of tokens; None where there are none.
-    mismatch_parts : dict
-        tokens, mean_abs, k3 and max_abs of the same by engine and by length class (`libra.train.mismatch`).
-    mismatch_worst : list of dict
-        The tokens with the largest gaps: trajectory, token (position), token_id, engine, and both log-probabilities (rollout,
-        trainer).
-    pack_s, forward_backward_s, optimizer_s, total_s, tokens_per_s
-        Wall seconds, the total with what is not in the others; forwarded tokens over total_s.
-    expert_load_ratio : float
-        Mean over micro-batches and layers of the busiest expert's tokens over the mean of all experts, by recorded routes; 0: none.
-    routes_replayed_frac, routes_equal_frac : float
-        Share of tokens and layers whose experts were replayed; share of those for which the trainer's router had chosen the same.
-    kl_coef : float
-        Coefficient of the KL term or penalty in this step. With ``trainer.kl_in_reward``, ``kl_reference`` is of the engine's
-        log-probabilities and the mean over all generated tokens.
-    correction_frac, rejected_frac, effective_sample_frac, exact_old_frac : float
-        Share of tokens whose importance weight was truncated or masked; share that a mask left out of the loss
-        (``trainer.reject``, ``off_policy_threshold``, ``m2po_threshold``); effective sample size of the weights, masks
-        included, over the number of tokens (1: all weigh the same); share of tokens whose old log-probability is the
-        trainer's own, under the weights that generated them.
-    kl_teacher, taught_frac : float
-        Divergence from the teacher (`distil.divergence`; with a top-k of K + 1 outcomes), a mean over tokens that it scored; their
-        share.
-    top_k_teacher_frac, top_k_student_frac : float
-        Probability that teacher and student give to the teacher's top-k, means over those tokens; 0 without a top-k.
-    old_logp_s : float
-        Seconds of the passes before the step for old log-probabilities (``trainer.old_logp``).
-    publish_wait_s : float
-        Seconds for which the step waited, its gradient complete, until the weights before it were published.
-    replicas, hybrids, hybrids_joining, hybrids_lost : int
-        Core replicas; hybrid replicas that computed a slice, had not received their state yet, or were lost or failed with
-        a slice that the core then computed. Maxima over the optimizer steps; lost ones in total.
-    reduce_s, reduce_bytes
-        Seconds in the reduction over the core, and bytes reduced on each of its replicas.
-    hybrid_wait_s, hybrid_copy_s, hybrid_blocked_s : float
-        Seconds the core waited for hybrids after its own slices; seconds in which stepped weights were copied for hybrids to
-        pull; seconds the step waited before it began for a copy of the weights that a joiner had requested.
-    hybrid_sent_bytes, hybrid_received_bytes : int
-        Weights and slices to hybrids, gradients from them, in this step.
-    peak_bytes : int
-        Peak memory of the first core replica's process in the step (`libra.train.step_report`); 0 if the system does not
-        report it.
-    """
-
-    step: int
-    digest: str
-    loss: float = 0.0
-    grad_norm: float = 0.0
+    step: int  # 0-based; the step turned weights ``step`` into ``step + 1``
+    digest: str  # of the new weights (`libra.tensors.digest`); empty if computed as they are published
+    loss: float = 0.0  # as aggregated, with KL term and entropy bonus; mean over optimizer steps
+    grad_norm: float = 0.0  # 2-norm before clipping; mean over optimizer steps
     lr: float = 0.0
-    optimizer_steps: int = 0
-    sequences: int = 0
-    excluded_sequences: int = 0
-    action_tokens: int = 0
-    forwarded_sequences: int = 0
-    forwarded_tokens: int = 0
+    optimizer_steps: int = 0  # 0 if nothing had an advantage: then the weights do not change
+    sequences: int = 0  # trajectories that may train; with ``action_tokens`` the denominators of the loss
+    excluded_sequences: int = 0  # trajectories of a failure class that does not train
+    action_tokens: int = 0  # generated tokens of ``sequences``
+    forwarded_sequences: int = 0  # over all passes; no advantage needs no pass if kl_coef=0
+    forwarded_tokens: int = 0  # inputs of the model over all passes
     rows: int = 0
     micro_batches: int = 0
-    packing_efficiency_frac: float = 0.0
-    ratio_mean: float = 0.0
+    packing_efficiency_frac: float = 0.0  # real tokens over places computed
+    ratio_mean: float = 0.0  # p_now / p_old, over the tokens forwarded
     ratio_max: float = 0.0
-    clip_low_frac: float = 0.0
-    clip_high_frac: float = 0.0
-    kl_behaviour: float = 0.0
-    kl_reference: float = 0.0
-    entropy: float = 0.0
-    mismatch_tokens: int = 0
-    mismatch_mean_abs: float | None = None
-    mismatch_max_abs: float | None = None
+    clip_low_frac: float = 0.0  # tokens clipped below, with a negative advantage
+    clip_high_frac: float = 0.0  # tokens clipped above, with a positive one
+    kl_behaviour: float = 0.0  # from the old policy, nats
+    kl_reference: float = 0.0  # nats; with ``trainer.kl_in_reward`` of the engine's log-probabilities
+    entropy: float = 0.0  # nats
+    mismatch_tokens: int = 0  # `libra.train.mismatch`; without any token the figures are None
+    mismatch_mean_abs: float | None = None  # nats
+    mismatch_max_abs: float | None = None  # nats
     pack_s: float = 0.0
     forward_backward_s: float = 0.0
     optimizer_s: float = 0.0
-    total_s: float = 0.0
-    tokens_per_s: float = 0.0
-    correction_frac: float = 0.0
-    effective_sample_frac: float = 1.0
-    exact_old_frac: float = 0.0
-    mismatch_k3: float | None = None
-    mismatch_effective_frac: float | None = None
-    replicas: int = 1
-    hybrids: int = 0
-    hybrids_joining: int = 0
-    hybrids_lost: int = 0
-    reduce_s: float = 0.0
-    reduce_bytes: int = 0
-    hybrid_wait_s: float = 0.0
-    hybrid_copy_s: float = 0.0
-    hybrid_blocked_s: float = 0.0
-    hybrid_sent_bytes: int = 0
-    hybrid_received_bytes: int = 0
-    peak_bytes: int = 0
-    rejected_frac: float = 0.0
-    old_logp_s: float = 0.0
-    kl_coef: float = 0.0
-    expert_load_ratio: float = 0.0
-    routes_replayed_frac: float = 0.0
-    routes_equal_frac: float = 0.0
-    mismatch_parts: dict[str, dict[str, float]] = field(default_factory=dict)
-    mismatch_worst: list[dict[str, Any]] = field(default_factory=list)
-    kl_teacher: float = 0.0
-    taught_frac: float = 0.0
-    top_k_teacher_frac: float = 0.0
-    top_k_student_frac: float = 0.0
-    publish_wait_s: float = 0.0
+    total_s: float = 0.0  # wall seconds, with all that the others leave out
+    tokens_per_s: float = 0.0  # forwarded tokens over total_s
+    correction_frac: float = 0.0  # tokens whose importance weight was truncated or masked
+    effective_sample_frac: float = 1.0  # effective sample size of the weights, masks included, over tokens
+    exact_old_frac: float = 0.0  # tokens with the trainer's own old log-probability, under their weights
+    mismatch_k3: float | None = None  # nats
+    mismatch_effective_frac: float | None = None  # effective sample size over tokens
+    replicas: int = 1  # of the core; this and the next two are maxima over optimizer steps
+    hybrids: int = 0  # that computed a slice
+    hybrids_joining: int = 0  # that had no state yet
+    hybrids_lost: int = 0  # whose slice the core computed
+    reduce_s: float = 0.0  # in the reduction over the core
+    reduce_bytes: int = 0  # on each replica of the core
+    hybrid_wait_s: float = 0.0  # of the core, after its own slices
+    hybrid_copy_s: float = 0.0  # copying stepped weights for hybrids
+    hybrid_blocked_s: float = 0.0  # before the step, until a copy for a joiner yielded
+    hybrid_sent_bytes: int = 0  # weights and slices
+    hybrid_received_bytes: int = 0  # gradients
+    peak_bytes: int = 0  # of the first core replica's process; 0 if the system does not report it
+    rejected_frac: float = 0.0  # tokens that a mask left out of the loss
+    old_logp_s: float = 0.0  # passes for old log-probabilities
+    kl_coef: float = 0.0  # of the KL term or penalty
+    expert_load_ratio: float = 0.0  # busiest expert's tokens over the mean of all; 0: no routes
+    routes_replayed_frac: float = 0.0  # of tokens and layers
+    routes_equal_frac: float = 0.0  # of these, as the trainer would have chosen
+    mismatch_parts: dict[str, dict[str, float]] = field(default_factory=dict)  # by engine and length class
+    mismatch_worst: list[dict[str, Any]] = field(default_factory=list)  # tokens with the largest gaps
+    kl_teacher: float = 0.0  # divergence over the tokens it scored, nats
+    taught_frac: float = 0.0  # share of these
+    top_k_teacher_frac: float = 0.0  # the teacher's probability of its top-k; 0 without one
+    top_k_student_frac: float = 0.0  # the student's
+    publish_wait_s: float = 0.0  # until earlier weights were published
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-able."""
         return asdict(self)
 
 
@@ -175,20 +107,17 @@ class Tally:
         return Tally(stepped=self.stepped)
 
     def take(self, sums: Mapping[str, float], maxima: Mapping[str, float]) -> None:
-        """Add the tally of another replica. Of seconds (names in ``_s``) the maximum counts, because replicas run at
-        once."""
+        """Add the tally of another replica, without seconds (names in ``_s``), because replicas run at once."""
         for name, amount in sums.items():
             if not name.endswith("_s"):
                 self.add(**{name: amount})
         self.at_least(**maxima)
 
     def add(self, **amounts: float) -> None:
-        """Add to the named sums."""
         for name, amount in amounts.items():
             self.sums[name] = self.sums.get(name, 0.0) + amount
 
     def at_least(self, **values: float) -> None:
-        """Raise the named maxima."""
         for name, value in values.items():
             self.maxima[name] = max(self.maxima.get(name, value), value)
 
@@ -198,12 +127,11 @@ class Tally:
         return self.sums.get(name, 0.0) / total if total else 0.0
 
     def _effective_frac(self, total: str, square: str, count: str) -> float:
-        """Effective sample size over the number of tokens; 1 if there are none."""
         squares = self.sums.get(square, 0.0) * self.sums.get(count, 0.0)
         return self.sums[total] ** 2 / squares if squares else 1.0
 
     def mismatch(self) -> dict[str, float | None]:
-        """The figures of `libra.train.mismatch`; None where no token was compared."""
+        """The figures of `libra.train.mismatch`; None if no token was compared."""
         found = {
             "mismatch_mean_abs": self.mean("mismatch_sum", "mismatch_tokens"),
             "mismatch_max_abs": self.maxima.get("mismatch"),
@@ -260,10 +188,11 @@ _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 @cache
 def map_large_tensors() -> bool:
-    """Make glibc map large tensors separately, so that freeing one returns its memory; False with another C library.
+    """Make glibc map large tensors separately, so that freeing one returns its memory; False without
+    glibc.
 
-    By default glibc keeps tensors of up to 32 MB in one heap, which their different lifetimes fragment: a step of 1.6 GB
-    of tensors was resident with 2.4 GB, and 2.3 GB of that stayed after it. The price is the system's time for fresh pages.
+    By default glibc keeps tensors of up to 32 MB in one heap, which their different lifetimes fragment.
+    The price is the system's time for fresh pages.
     """
     if not sys.platform.startswith("linux"):
         return False
@@ -293,9 +222,9 @@ def resident_bytes(name: str = "VmRSS") -> int:
 
 
 class StepMemory:
-    """Peak memory of this process in a step, above the memory at the creation of this object.
+    """Peak memory of this process in a step, above its memory at the creation of this object.
 
-    ``device`` is that of the model, which is loaded later.
+    ``device`` is the model's, which is loaded later.
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
@@ -305,12 +234,12 @@ class StepMemory:
         self._watching = self._maps = False
 
     def model_loaded(self, num_bytes: int) -> None:
-        """The weights were loaded; with a large model on a CPU, freed memory goes back to the system from now on."""
+        """With a large model on a CPU, return freed memory to the system from now on."""
         if self.device.type == "cpu" and num_bytes >= LARGE_MODEL_BYTES:
             self._maps = map_large_tensors()
 
     def start(self) -> None:
-        """A step begins: the peak is set back."""
+        """Reset the peak."""
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
             self._watching = True

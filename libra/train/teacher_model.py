@@ -1,9 +1,9 @@
 """A teacher: a frozen model that scores the tokens which a student generated.
 
-It is loaded once, on a worker of its own, or is the model of a service. No (T, V) array exists: log-probabilities are reduced chunk
-by chunk.
+Log-probabilities are reduced chunk by chunk, so no (T, V) array exists.
 
-Shape legend: T tokens of a trajectory, A of them generated, C tokens of a chunk, H hidden size, V vocabulary, K columns.
+Shape legend: T tokens of a trajectory, A of them generated, C tokens of a chunk, H hidden size, V
+vocabulary, K columns.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ from libra.types import Taught, Trajectory
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """What a teacher keeps of its distributions: section ``distil``, at ``rollout.temperature``; ``vocabulary`` is the student's,
-    whose tokens alone count; ``chunk_tokens`` are scored at once."""
+    """Section ``distil``, ``rollout.temperature``, and the student's vocabulary, whose tokens alone count.
+
+    ``chunk_tokens`` are scored at once.
+    """
 
     distil: DistilSection
     temperature: float
@@ -36,8 +38,6 @@ class Scoring:
 
 
 class TeacherModel:
-    """A causal ``model`` that is not trained."""
-
     def __init__(self, model: Any, scoring: Scoring) -> None:
         self.model: Any = model
         self.scoring, self._head, self._after = scoring, head_of(self.model), after_head(self.model)
@@ -57,9 +57,9 @@ class TeacherModel:
 
     @torch.no_grad()
     def score(self, trajectory: Trajectory, rng: np.random.Generator) -> Taught | None:
-        """What it says of a trajectory's generated tokens; None where there are none, or where none were drawn that it needs.
+        """Log-probabilities of a trajectory's generated tokens; None if there are none, or no draws that it needs.
 
-        ``rng`` draws the teacher's own tokens. TrainError if what it says is not finite.
+        ``rng`` draws the teacher's own tokens. TrainError if a log-probability is not finite.
         """
         where = np.flatnonzero(trajectory.is_action)
         distil = self.scoring.distil
@@ -110,7 +110,7 @@ class TeacherModel:
         return torch.log_softmax(logits_CV, -1)
 
     def _columns(self, logp_CV: Tensor, given_CK: Tensor | None, rng: np.random.Generator) -> Tensor:
-        """The tokens to keep at each place: those given, the likeliest, or as many that are drawn."""
+        """The given tokens at each place, or the likeliest, or drawn ones."""
         if given_CK is not None:
             return given_CK.to(logp_CV.device)
         distil = self.scoring.distil
@@ -124,8 +124,8 @@ class TeacherModel:
 def drawn_columns(
     trajectory: Trajectory, where: NDArray[np.integer[Any]]
 ) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-    """The student's tokens at each place ``where`` it generated: the one generated and those drawn beside it, (A, m), and their
-    log-probabilities by the engine."""
+    """The student's tokens at each place: the generated one and those drawn beside it, (A, m), and the
+    engine's log-probabilities of them."""
     columns, logp = trajectory.token_ids[where][:, None], trajectory.behaviour_logprob[where][:, None]
     if trajectory.drawn is not None:
         columns = np.concatenate([columns, trajectory.drawn.token_ids], axis=1)

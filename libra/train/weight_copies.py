@@ -1,26 +1,27 @@
-"""Weights that the optimizer updates in place of the model's own, and the moving average of the model's.
+"""Weights that the optimizer updates in place of the model's own, and the moving average of the
+model's.
 
-`MasterWeights` are wider copies. bfloat16 has 8 bits of mantissa: an update below 1/512 of a weight rounds to nothing,
-and AdamW at a learning rate of 1e-6 makes only such. So the optimizer updates float32 copies, gradients are summed in
-float32, and the model gets the rounded copies.
+`MasterWeights` are wider copies. bfloat16 has 8 bits of mantissa: an update below 1/512 of a weight
+rounds to nothing, and AdamW at a learning rate of 1e-6 makes only such. So the optimizer updates
+float32 copies, gradients are summed in float32, and the model gets the rounded copies.
 
-`LowRankWeights` are adapters: LoRA, arXiv:2106.09685. A linear layer has the weight W = W0 + (alpha / rank) B A, with
-A (rank, in) and B (out, rank). The model always holds W itself, so its passes, log-probabilities, versions and their
-check are those of a model without adapters, and every engine serves it as any other. Only A and B have optimizer state,
-are reduced over replicas, and change. Under fsdp2 the weights are in shards of rows, and every replica has the whole
-adapters, which are small: a shard's gradient gives its part of the sums for A and B, and the replicas add those up.
-Differs from `peft`, which keeps the three apart in the forward pass: the gradient of W is computed and dropped layer by
-layer, in place of those of A and B alone. A checkpoint has the merged model, and in ``adapter/`` the adapters in peft's
-format, for use with the model that the run began with.
+`LowRankWeights` are adapters: LoRA, arXiv:2106.09685. A linear layer has the weight W = W0 + (alpha
+/ rank) B A, with A (rank, in) and B (out, rank). The model always holds W, so its passes, versions
+and their check are unchanged, and every engine serves it. Only A and B have optimizer state, are
+reduced over replicas, and change. Under fsdp2 every replica has the whole adapters, and a shard's
+gradient gives its part of their sums. `peft` keeps the three apart in the forward pass; here the
+gradient of W is computed and dropped layer by layer. A checkpoint has the merged model, and in
+``adapter/`` the adapters in peft's format.
 
 Invariants
 ----------
-1. After every `round_into_model` the model's parameter is its master copy, or W0 + (alpha / rank) B A, rounded to nearest
-   once; other parameters of a model with adapters never change.
+1. After every `round_into_model` the model's parameter is its master copy, or W0 + (alpha / rank) B
+   A, rounded to nearest once; other parameters of a model with adapters never change.
 2. Masters and adapters change by the optimizer, `load` and `take_from_model` only.
-3. A parameter's own gradient is moved into its copy's, or turned into those of A and B, as soon as a backward pass has
-   made it: it is neither kept nor summed in the narrow format.
-4. The same seed gives the same A on every replica; B begins at 0, so version 0 is the model itself.
+3. A parameter's own gradient moves into its copy's, or into A's and B's, as soon as a
+   backward pass has made it: it is neither kept nor summed in the narrow format.
+4. The same seed gives the same A on every replica; B is 0 at first, so version 0 is the model
+   itself.
 """
 
 from __future__ import annotations
@@ -45,10 +46,7 @@ from libra.train.model_layout import laid_out, local, part_of
 class MasterWeights:
     """Copies of ``parameters`` in ``dtype``, which the optimizer updates in their place.
 
-    Attributes
-    ----------
-    tensors : dict of Parameter
-        By the parameter's name; their ``grad`` is the sum over backward passes.
+    ``tensors`` are by the parameter's name; their ``grad`` is the sum over backward passes.
     """
 
     def __init__(self, parameters: Mapping[str, Parameter], dtype: torch.dtype) -> None:
@@ -65,7 +63,7 @@ class MasterWeights:
 
     @torch.no_grad()
     def take_from_model(self) -> None:
-        """Copy the model's own weights again, which have changed."""
+        """Copy the model's changed weights."""
         for name, own in self._parameters.items():
             self.tensors[name].copy_(own)
 
@@ -95,23 +93,10 @@ LORA_A, LORA_B = "lora_A", "lora_B"
 class LowRankWeights:
     """Adapters of a model, whose other parameters are frozen here; used as `MasterWeights` is.
 
-    Parameters
-    ----------
-    model : transformers model
-    rank : int
-    alpha : float
-        Scale: ``alpha / rank`` multiplies B A.
-    targets : sequence of str
-        Last parts of the names of linear layers, e.g. "q_proj"; empty: every linear layer but the output head.
-    dtype : torch.dtype
-        Of A and B.
-    seed : int
-
-    Attributes
-    ----------
-    tensors : dict of Parameter
-        ``NAME.lora_A`` (rank, in) and ``NAME.lora_B`` (out, rank) by the name of the layer's weight; ``grad`` as the sum over
-        backward passes.
+    ``alpha / rank`` multiplies B A. ``targets`` are last parts of the names of linear layers, e.g.
+    "q_proj"; empty: every linear layer but the output head. A and B have ``dtype``. ``tensors`` are
+    ``NAME.lora_A`` (rank, in) and ``NAME.lora_B`` (out, rank) by the layer's weight; their ``grad`` is
+    the sum over backward passes.
     """
 
     def __init__(
@@ -129,7 +114,7 @@ class LowRankWeights:
             place = local(weight).device
             own_seed = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=7).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(own_seed))
-            bound = 1 / math.sqrt(weight.shape[1])  # that of `peft`: kaiming_uniform_(a=sqrt(5))
+            bound = 1 / math.sqrt(weight.shape[1])  # as `peft`: kaiming_uniform_(a=sqrt(5))
             first = (torch.rand(rank, weight.shape[1], generator=generator) * 2 - 1) * bound
             a = Parameter(first.to(place, dtype))
             b = Parameter(torch.zeros(weight.shape[0], rank, device=place, dtype=dtype))
@@ -144,7 +129,7 @@ class LowRankWeights:
             local(weight).copy_(base.to(a.dtype) + self.scale * (part_of(b, weight) @ a))
 
     def take_from_model(self) -> None:
-        """Nothing: weights that were put into the model belong to adapters that `load` gets next."""
+        """Nothing: new weights of the model belong to adapters that `load` gets next."""
 
     @torch.no_grad()
     def load(self, saved: Mapping[str, Tensor]) -> None:
@@ -159,7 +144,7 @@ class LowRankWeights:
 
 
 def adapted_layers(model: Any, targets: Sequence[str]) -> dict[str, nn.Linear]:
-    """The linear layers that get adapters, by name; TrainError if a target is none of them."""
+    """The linear layers that get adapters, by name; TrainError if a target matches none."""
     head = model.get_output_embeddings()
     linear = {
         name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear) and layer is not head
@@ -194,7 +179,7 @@ ADAPTER_DIR = "adapter"
 
 
 def adapter_config(adapters: LowRankWeights, base: str) -> str:
-    """The content of ``adapter_config.json``; ``base`` is the model that the adapters belong to."""
+    """The content of ``adapter_config.json``; the adapters belong to the model ``base``."""
     layers = sorted({name.removesuffix(f".weight.{LORA_A}") for name in adapters.tensors if name.endswith(LORA_A)})
     values = {
         "peft_type": "LORA",
@@ -212,7 +197,7 @@ def adapter_config(adapters: LowRankWeights, base: str) -> str:
 
 
 def write_adapter(directory: Path, config: str, tensors: Mapping[str, Tensor]) -> None:
-    """Write ``directory``, which is made: ``config`` and the adapters, by the names of `LowRankWeights.tensors`."""
+    """Write the new ``directory``: ``config`` and the adapters, by the names of `LowRankWeights.tensors`."""
     directory.mkdir()
     (directory / "adapter_config.json").write_text(config, encoding="utf-8")
     renamed = {}
@@ -229,16 +214,11 @@ EWMA = "ewma"
 
 
 class MovingAverage:
-    """Exponentially weighted average of the weights after each batch, in float32 or wider. PPO-EWMA, arXiv:2110.00641.
+    """Exponentially weighted average of the weights after each batch, in at least float32. PPO-EWMA,
+    arXiv:2110.00641.
 
-    It begins as the weights there are. Differs from the paper: it moves once per batch, not once per optimizer step.
-
-    Parameters
-    ----------
-    tensors : mapping
-        The weights by name, in their local layout.
-    decay : float
-        Share of the average that stays.
+    It starts as the given weights by name, in their local layout; ``decay`` is the share that is kept.
+    Differs from the paper: it moves once per batch, not once per optimizer step.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], decay: float) -> None:
@@ -260,7 +240,7 @@ class MovingAverage:
             local(average).lerp_(local(tensors[name]).to(local(average)), 1 - self.decay)
 
     def load(self, stored: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
-        """Take the whole tensors of a checkpoint; if it has none, begin again at its weights, ``tensors``."""
+        """Take the whole tensors of a checkpoint; without any, start again at its weights, ``tensors``."""
         if any(f"{name}.{EWMA}" not in stored for name in self.tensors):
             logger.info("the checkpoint has no moving average of the weights; it begins at its weights")
             self.tensors = self._begin(tensors)

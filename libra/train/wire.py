@@ -1,14 +1,16 @@
-"""A connection between two replicas: messages of a few JSON fields and raw tensors, over a `libra.transport.Channel`.
+"""A connection between two replicas: messages of a few JSON fields and raw tensors over
+`libra.transport`.
 
-Each message is a frame ``{"kind": ..., "tensors": [[name, dtype, shape], ...], "fields": {...}}`` and the bytes of
-those tensors. A slice of a minibatch goes as flat tensors.
+Each message is a frame ``{"kind": ..., "tensors": [[name, dtype, shape], ...], "fields": {...}}``
+and the bytes of those tensors. A slice of a minibatch is sent as flat tensors.
 
 Invariants
 ----------
-1. A tensor is the bytes of its elements, of one of `DTYPES`, sent from and received into its own memory. The frame is
-   authenticated; elements are not, as torch.distributed's are not. Encrypt an untrusted network.
-2. A message is received whole or not at all; a broken connection is a TransferError, never a short tensor.
-3. `from_tensors` returns the slice that `to_tensors` was given, bit for bit.
+1. A tensor is the bytes of its elements, of one of `DTYPES`, sent from and received into its own
+   memory. The frame is authenticated; elements are not, as in torch.distributed. Encrypt an
+   untrusted network.
+2. A message is received whole or not at all; a broken connection is a TransferError.
+3. `from_tensors` returns the slice given to `to_tensors`, bit for bit.
 """
 
 from __future__ import annotations
@@ -51,7 +53,8 @@ class Message:
 
 
 class Wire:
-    """One end of a connection between replicas. Several threads may send, each a whole message; one receives."""
+    """One end of a connection between replicas. Several threads may send, each a whole message; one
+    receives."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -60,7 +63,7 @@ class Wire:
     def send(
         self, kind: str, fields: Mapping[str, Any] | None = None, tensors: Mapping[str, Tensor] | None = None
     ) -> int:
-        """Send one message; returns the bytes of its frame and elements. TransferError if the other end has
+        """Send one message; returns the bytes of its frame and elements. TransferError if the peer has
         disconnected."""
         plain = {name: tensor.detach().to("cpu").contiguous() for name, tensor in (tensors or {}).items()}
         described = [[name, _dtype_name(name, tensor), list(tensor.shape)] for name, tensor in plain.items()]
@@ -72,7 +75,7 @@ class Wire:
             return self._channel.sent_bytes - before
 
     def receive(self) -> Message:
-        """The next message, waiting for it. TransferError if the connection ends, or its content is not a message."""
+        """The next message. TransferError if the connection ends, or its content is not a message."""
         with _as_transfer_error("receiving failed"):
             before = self._channel.received_bytes
             frame = self._channel.recv_frame()
@@ -113,7 +116,6 @@ def _empty(name: str, dtype: str, shape: list[int]) -> Tensor:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU, whatever its dtype."""
     if not math.prod(tensor.shape):
         return memoryview(b"")
     return tensor.reshape(-1).view(torch.uint8).numpy().data
@@ -127,7 +129,8 @@ def _dtype_name(name: str, tensor: Tensor) -> str:
 
 
 def to_tensors(samples: Sequence[Sample]) -> dict[str, Tensor]:
-    """A slice as flat tensors: each array of all samples one after the other, and their shapes and other fields as JSON."""
+    """A slice as flat tensors: each array of all samples in order, and their shapes and other fields as
+    JSON."""
     arrays: dict[str, list[NDArray[Any]]] = {}
     facts = []
     for sample in samples:
@@ -144,7 +147,7 @@ def to_tensors(samples: Sequence[Sample]) -> dict[str, Tensor]:
 
 
 def from_tensors(tensors: Mapping[str, Tensor]) -> list[Sample]:
-    """The slice that `to_tensors` made."""
+    """The slice given to `to_tensors`."""
     arrays, at = {name: tensor.numpy() for name, tensor in tensors.items()}, dict.fromkeys(tensors, 0)
     samples = []
     for shapes, others in json.loads(arrays[_FACTS].tobytes()):

@@ -1,4 +1,4 @@
-"""Authenticated connections between the processes of a run: batch rows, weights and gradients all use them."""
+"""Authenticated connections between the processes of a run, for batch rows, weights and gradients."""
 
 from libra.transport.channel import SILENCE_S, Address, Channel, accept, connect, new_secret
 from libra.transport.server import Server

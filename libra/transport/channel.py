@@ -1,4 +1,4 @@
-"""A connection between two processes that both know a run's secret: short JSON frames, and runs of raw bytes.
+"""A connection between two processes that both know a run's secret: short JSON frames, and raw bytes.
 
 ::
 
@@ -9,13 +9,14 @@
 
 Invariants
 ----------
-1. Nothing is unpickled. The secret does not cross the connection. A proof names its side and the purpose of the server, so it
-   can be neither reflected nor passed on to a server of another kind.
-2. The handshake as a whole has `HANDSHAKE_S`. Before it ends, at most 64 bytes are read and nothing is allocated for the peer.
-3. A frame has at most `MAX_FRAME_BYTES`. Its HMAC counts the frames of its direction: one that was changed, repeated, left
-   out or inserted is a TransportError.
-4. Bytes are sent from their own memory and received directly into their destination, as many as the receiver has room for.
-   The crc32 of ``checked`` bytes follows in a frame: it detects faults, not forgery. Nothing is encrypted.
+1. Nothing is unpickled. The secret does not cross the connection. A proof names its side and the
+   server's purpose, so it can be neither reflected nor passed on to a server of another kind.
+2. The whole handshake has `HANDSHAKE_S`. Before it ends, at most 64 bytes are read and nothing is
+   allocated.
+3. A frame has at most `MAX_FRAME_BYTES`. Its HMAC counts the frames of its direction: one that was
+   changed, repeated, left out or inserted is a TransportError.
+4. Bytes are sent from their own memory and received directly into their destination. The crc32 of
+   ``checked`` bytes follows in a frame: it detects faults, not forgery. Nothing is encrypted.
 """
 
 from __future__ import annotations
@@ -61,10 +62,7 @@ def new_secret() -> str:
 class Channel:
     """One end of an authenticated connection; one thread sends and one receives.
 
-    Attributes
-    ----------
-    sent_bytes, received_bytes : int
-        Frames and runs of bytes so far; files are not counted.
+    ``sent_bytes`` and ``received_bytes`` count frames and runs of bytes, not files.
     """
 
     def __init__(self, connection: socket.socket, key: bytes, *, is_server: bool) -> None:
@@ -140,7 +138,8 @@ class Channel:
             raise TransportError(f"bytes with crc32 {crc} arrived, sent were {sent}")
 
     def recv_some(self, view: memoryview) -> int:
-        """Receive into ``view`` and return the number of bytes: fewer than it has room for only where the connection ends."""
+        """Receive into ``view`` and return the number of bytes: fewer than its size only at the connection's
+        end."""
         if not (got := self._recv_all(view)):
             raise TransportError("the peer closed the connection during a transfer")
         return got
@@ -173,10 +172,8 @@ class Channel:
 
 
 def connect(address: Address, secret: str, *, purpose: str, silence_s: float | None = SILENCE_S) -> Channel:
-    """A channel to the server at ``address``; TransportError if none answers, or it does not know ``secret``.
-
-    ``silence_s``: see `accept`.
-    """
+    """A channel to the server at ``address``; TransportError if none answers, or it does not know
+    ``secret``."""
     deadline_s = time.monotonic() + HANDSHAKE_S
     try:
         connection = socket.create_connection(address, timeout=HANDSHAKE_S)
@@ -188,24 +185,14 @@ def connect(address: Address, secret: str, *, purpose: str, silence_s: float | N
 def accept(connection: socket.socket, secret: str, *, purpose: str, silence_s: float | None = SILENCE_S) -> Channel:
     """The channel to a client, once it has proven that it knows ``secret``; TransportError if it does not.
 
-    Parameters
-    ----------
-    purpose : str
-        Kind of the server; both ends have to name the same.
-    silence_s : float, optional
-        Time without progress after which sending and receiving fail. None: they wait.
+    Both ends must name the same ``purpose``. After ``silence_s`` without progress sending and receiving
+    fail.
     """
     return _handshake(connection, secret, purpose, time.monotonic() + HANDSHAKE_S, silence_s, is_server=True)
 
 
 def _handshake(
-    connection: socket.socket,
-    secret: str,
-    purpose: str,
-    deadline_s: float,
-    silence_s: float | None,
-    *,
-    is_server: bool,
+    connection: socket.socket, secret: str, purpose: str, deadline_s: float, silence_s: float | None, *, is_server: bool
 ) -> Channel:
     def digest_of(role: str) -> bytes:
         return hmac.digest(secret.encode(), f"libra {purpose} {role} ".encode() + both, "sha256")
@@ -241,8 +228,7 @@ def _handshake(
 
 
 def _recv_until(deadline_s: float, connection: socket.socket, num_bytes: int) -> bytes:
-    """Exactly this many bytes, in however many parts they arrive; TimeoutError at the deadline, which also applies to the
-    next send."""
+    """TimeoutError at the deadline, which also applies to the next send."""
     found = b""
     while len(found) < num_bytes:
         left_s = deadline_s - time.monotonic()
@@ -258,7 +244,6 @@ def _recv_until(deadline_s: float, connection: socket.socket, num_bytes: int) ->
 
 @contextlib.contextmanager
 def _broken(what: str = "the connection broke") -> Iterator[None]:
-    """Errors of the socket as TransportError."""
     try:
         yield
     except TransportError:
@@ -288,7 +273,6 @@ def _windows(views: Sequence[memoryview]) -> Iterator[list[memoryview]]:
 
 
 def _after(views: list[memoryview], num_bytes: int) -> list[memoryview]:
-    """The rest of ``views`` after this many bytes."""
     for index, view in enumerate(views):
         if num_bytes < len(view):
             return [view[num_bytes:], *views[index + 1 :]]

@@ -2,10 +2,10 @@
 
 Invariants
 ----------
-1. At most `MAX_UNPROVEN` connections have not proven that they know the secret. One more closes the oldest of them: clients
-   prove themselves in one round trip, so silent connections cannot keep them out.
-2. Accepting survives every error: without file descriptors (EMFILE, ENFILE) or threads it closes an unproven connection,
-   waits `RETRY_S` and continues.
+1. At most `MAX_UNPROVEN` connections have not proven that they know the secret. One more closes the
+   oldest: proving takes one round trip, so silent connections cannot keep clients out.
+2. Accepting survives every error: without file descriptors (EMFILE, ENFILE) or threads it closes an
+   unproven connection, waits `RETRY_S` and continues.
 3. A handler's failure ends its own connection and no other.
 4. A flood of unproven connections leaves one warning, not one for each.
 """
@@ -29,22 +29,11 @@ BACKLOG = 128
 
 
 class Server:
-    """Listens from a thread of its own until `close`.
+    """Listens from a thread of its own until `close`; clients connect to ``address``. Port 0 is any free
+    one.
 
-    Parameters
-    ----------
-    handle : callable
-        Serves one channel, in that connection's thread; the connection ends when it returns. The second argument is the
-        client's host and port. TransportError, ValueError, LookupError and TypeError (requests that make no sense) are logged.
-    secret, purpose, silence_s
-        As in `libra.transport.channel.accept`.
-    host, port
-        Where to listen; port 0 is any free one.
-
-    Attributes
-    ----------
-    address : (str, int)
-        Where clients connect.
+    ``handle`` serves one channel in that connection's thread, which ends when it returns; it also gets
+    the client's host and port. Its TransportError, ValueError, LookupError and TypeError are logged.
     """
 
     def __init__(

@@ -1,8 +1,7 @@
-"""Weights: immutable versions, published whole, pulled by number, and checked in the engine before they are served."""
+"""Immutable weight versions, published whole, pulled by number, and checked before they are served."""
 
 from __future__ import annotations
 
-from libra.weights.column_changes import expected_columns
 from libra.weights.registry import WeightStore, WeightVersion
 from libra.weights.version_check import (
     Answers,
@@ -12,6 +11,7 @@ from libra.weights.version_check import (
     VersionCheck,
     as_first,
     calibrate,
+    expected_columns,
     judge,
     uncalibrated,
 )

@@ -4,15 +4,17 @@
 
     ROOT/00000012/model.safetensors   every storage once
     ROOT/00000012/version.json        a `Manifest`
-    ROOT/00000012/check.json          how an engine proves that it holds this version (`libra.weights.version_check`); may be absent
+    ROOT/00000012/check.json          a `libra.weights.version_check.VersionCheck`; may be absent
 
 Invariants
 ----------
-1. A version is whole or absent: it is filled under a temporary name, synced, and renamed as one directory. Killing the
-   publisher at any point leaves no version and a temporary directory that nothing reads.
-2. A number never changes content. Publishing it again with the same digest returns the version there is; with another
-   digest it is a WeightsError. Of two publishers racing for a number exactly one creates it.
-3. What `WeightStore.read` returns has the digest announced (unless ``verify=False``), or it raises naming the file.
+1. A version is whole or absent: it is filled under a temporary name, synced, and renamed as one
+   directory. A killed publisher leaves no version and a temporary directory that nothing reads.
+2. A number never changes content. Publishing it again with the same digest returns the existing
+   version, with another digest it is a WeightsError. Of two publishers racing for a number exactly
+   one creates it.
+3. The tensors of `WeightStore.read` have the announced digest (unless ``verify=False``), or it
+   raises.
 4. `publish` waits for no reader. A dropped version stays readable to processes that have it mapped.
 """
 
@@ -36,7 +38,7 @@ from torch import Tensor
 
 from libra.errors import WeightsError, disk_refusal
 from libra.seals import sealed_text, unseal
-from libra.tensor_files import CHECK_FILE, MANIFEST_FILE, TENSORS_FILE
+from libra.tensor_files import CHECK_FILE, MANIFEST_FILE, TENSORS_FILE, sync
 from libra.tensors import digest, untied
 
 logger = logging.getLogger(__name__)
@@ -52,7 +54,7 @@ class TensorFacts(msgspec.Struct, frozen=True):
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """The content of ``version.json``: `WeightVersion` has the meaning of the fields; ``tied`` maps aliases to tensors."""
+    """The content of ``version.json``; fields as in `WeightVersion`, and ``tied`` from alias to tensor."""
 
     schema: int
     number: int
@@ -64,27 +66,15 @@ class Manifest(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class WeightVersion:
-    """A published version: what a future carries in place of tensors.
+    """A published version, as a future carries it instead of tensors."""
 
-    Attributes
-    ----------
-    number : int
-        0 for the weights a run starts from.
-    digest : str
-        `libra.tensors.digest` of its tensors.
-    directory : Path
-    num_bytes : int
-        Of all elements, tied ones once.
-    """
-
-    number: int
-    digest: str
+    number: int  # 0 for the initial weights
+    digest: str  # `libra.tensors.digest`
     directory: Path
-    num_bytes: int
+    num_bytes: int  # of all elements, tied ones once
 
     @property
     def path(self) -> Path:
-        """The safetensors file."""
         return self.directory / TENSORS_FILE
 
 
@@ -105,17 +95,9 @@ class WeightStore:
     ) -> WeightVersion:
         """Publish ``tensors`` as version ``number``; tensors that share storage are written once.
 
-        Parameters
-        ----------
-        check : callable, optional
-            From the digest to the text of ``check.json``; called while the tensors go to the disk.
-        content : str, optional
-            Their digest, if the caller has computed it since they last changed.
-
-        Raises
-        ------
-        WeightsError
-            The number exists with other content or is negative, or the disk refuses.
+        ``check`` makes the text of ``check.json`` from the digest, while the tensors go to the disk.
+        ``content`` is their digest, if known. WeightsError if the number is negative or has other content,
+        or the disk refuses.
         """
         if number < 0:
             raise WeightsError(f"weights: version {number} under {self.root}; allowed are numbers from 0")
@@ -138,9 +120,9 @@ class WeightStore:
                     written.append(disk.submit(_write, temporary / CHECK_FILE, check(content)))
                 for each in written:
                     each.result()
-            _sync(temporary)
+            sync(temporary)
             version = self.adopt(temporary, number, content)
-            _sync(self.root)
+            sync(self.root)
         except (OSError, SafetensorError) as error:
             raise WeightsError(f"weights: version {number}: {disk_refusal(self.root / str(number), error)}") from error
         finally:
@@ -149,8 +131,7 @@ class WeightStore:
         return version
 
     def adopt(self, temporary: Path, number: int, content: str) -> WeightVersion:
-        """Rename a whole version of this content, filled in `temporary`; if another process was first, its version
-        stays."""
+        """Rename a whole version, filled in `temporary`; the version of a faster process is kept."""
         try:
             # A directory never replaces one that is not empty: the rename is the exclusive create.
             temporary.rename(self.directory(number))
@@ -160,11 +141,11 @@ class WeightStore:
         return self._same(number, content)
 
     def temporary(self) -> Path:
-        """A new name for a directory to fill; `drop` removes those of processes that have ended."""
+        """A new name for a directory to fill; `drop` removes leftovers of ended processes."""
         return self.root / f".tmp.{socket.gethostname()}.{os.getpid()}.{uuid.uuid4().hex}"
 
     def numbers(self) -> list[int]:
-        """Every version there is, ascending."""
+        """Every version, ascending."""
         return sorted(int(path.name) for path in self.root.iterdir() if path.name.isdigit())
 
     def get(self, number: int) -> WeightVersion:
@@ -184,20 +165,11 @@ class WeightStore:
         except FileNotFoundError:
             return None
 
-    def tied(self, number: int) -> dict[str, str]:
-        """Aliases of tensors in the file: alias to name."""
-        return self.manifest(number).tied
-
     def read(self, version: int | WeightVersion, *, verify: bool = True) -> dict[str, Tensor]:
         """The tensors of a version, under every name they were published with; tied names share one tensor.
 
-        Memory-mapped: nothing is copied, and without ``verify`` nothing is read before it is used. Treat them as
-        read-only. If ``version`` is a WeightVersion, its digest must be the one on disk.
-
-        Raises
-        ------
-        WeightsError
-            Absent, torn, altered, or not the content announced.
+        Memory-mapped and read-only: without ``verify`` nothing is read before it is used. WeightsError if
+        the version is absent, torn, altered, or not the announced content.
         """
         number = version if isinstance(version, int) else version.number
         manifest = self.manifest(number)
@@ -217,7 +189,7 @@ class WeightStore:
         """
         if keep_last < 1:
             raise WeightsError(
-                f"weights: keep_last={keep_last}; allowed is 1 or more, so that there is always a version to load"
+                f"weights: keep_last={keep_last}; type 1 or more, so that there is always a version to load"
             )
         dropped = [number for number in self.numbers()[:-keep_last] if number not in pinned]
         for number in dropped:
@@ -249,7 +221,6 @@ class WeightStore:
             raise WeightsError(f"weights: {path} is not readable: {error}") from error
 
     def _same(self, number: int, content: str) -> WeightVersion:
-        """The existing version if its content is ``content``; else WeightsError."""
         existing = self.get(number)
         if existing.digest != content:
             raise WeightsError(
@@ -274,7 +245,7 @@ def parse_manifest(text: bytes, number: int, where: object) -> Manifest:
 
 
 def load_tensors(path: Path, announced: str, *, verify: bool = True) -> dict[str, Tensor]:
-    """The tensors of a file, memory-mapped; WeightsError if it is torn or has not the digest ``announced``."""
+    """The tensors of a file, memory-mapped; WeightsError if it is torn or has another digest."""
     try:
         tensors: dict[str, Tensor] = load_file(path)
     except (OSError, SafetensorError) as error:
@@ -298,17 +269,9 @@ def _is_alive(process: int) -> bool:
 
 def _save(tensors: dict[str, Tensor], path: Path) -> None:
     save_file(tensors, path, metadata={"format": "pt"})
-    _sync(path)
+    sync(path)
 
 
 def _write(path: Path, text: str) -> None:
     path.write_text(text + "\n", encoding="utf-8")
-    _sync(path)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync(path)

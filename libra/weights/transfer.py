@@ -1,19 +1,19 @@
 """Weights from one worker to another without a shared disk: the files of a version, as raw bytes.
 
-`WeightServer` offers the versions of a `WeightStore`; `fetch` takes one from the first server that has it and puts it into a
-store of its own. One connection (`libra.transport`) serves any number of requests::
+`WeightServer` offers the versions of a `WeightStore`; `fetch` takes one from the first server that
+has it. One connection (`libra.transport`) serves any number of requests::
 
     client -> {"version", "file", "offset"}
     server -> {"size": bytes of the whole file, "sha256": of a small file} or {"error"}, and the file from ``offset`` on
 
 Invariants
 ----------
-1. A version is whole or absent in the store fetched to: files are filled under a temporary name and renamed as one directory
-   once the tensors have the manifest's digest, which is the announced one. A failed fetch is deleted.
-2. No size that a server names is trusted: ``version.json`` and ``check.json`` have at most `MAX_SMALL_BYTES`, the tensors
+1. A fetched version is whole or absent: it is filled under a temporary name and renamed once the
+   tensors have the manifest's digest, which is the announced one. A failed fetch is deleted.
+2. No size that a server names is trusted: small files have at most `MAX_SMALL_BYTES`, the tensors
    at most the sum of the manifest's shapes and a header.
-3. A server that fails, also during a file, is replaced by the next one, which continues the tensors if its manifest is the
-   same. When none remains, WeightsError has the error of each.
+3. A failing server is replaced by the next one, also during a file; it continues the tensors if its
+   manifest is the same. When none remains, WeightsError has the error of each.
 4. Only files of a version are served.
 """
 
@@ -45,10 +45,7 @@ WINDOW_BYTES = 2**20
 
 
 class WeightServer:
-    """Offers the versions of a store to workers that know ``secret``; ``address`` is where they connect.
-
-    Port 0 is any free one.
-    """
+    """Offers the versions of a store to workers that know ``secret``; they connect to ``address``."""
 
     def __init__(self, store: WeightStore, secret: str, host: str, port: int = 0) -> None:
         self._store = store
@@ -83,19 +80,10 @@ class WeightServer:
 def fetch(
     version: int, servers: Sequence[Address], directory: str | Path, *, secret: str, content: str | None = None
 ) -> WeightVersion:
-    """Get ``version`` from the first of ``servers`` that gives it whole, into the store at ``directory``.
+    """Get ``version`` from the first of ``servers`` (nearest first) that gives it whole, into
+    ``directory``.
 
-    Parameters
-    ----------
-    servers : sequence of Address
-        Nearest first.
-    content : str, optional
-        Digest that the version was announced with.
-
-    Raises
-    ------
-    WeightsError
-        No server gave it whole, or what is in the store is not the content announced.
+    ``content`` is the announced digest. WeightsError if no server gave it whole, or the digest differs.
     """
     store = WeightStore(directory)
     if version in store.numbers():
@@ -148,7 +136,7 @@ def _fetch_version(channel: Channel, version: int, directory: Path, content: str
 
 
 def _fetch_file(channel: Channel, version: int, path: Path, max_bytes: int) -> None:
-    """Get one file, continuing after what ``path`` has of it already; a version may have no check."""
+    """Get one file, continuing after the bytes of ``path``; a version may have no check."""
     name, offset = path.name, path.stat().st_size if path.exists() else 0
     channel.send_frame(version=version, file=name, offset=offset)
     answer = channel.recv_frame() or {"error": "the server closed the connection"}
@@ -171,7 +159,8 @@ def _fetch_file(channel: Channel, version: int, path: Path, max_bytes: int) -> N
 
 
 def _max_bytes(manifest: Manifest) -> int:
-    """Maximum bytes of a safetensors file of these tensors: elements, and a JSON entry for each in its header."""
+    """Maximum bytes of a safetensors file of these tensors: elements, and a JSON entry for each in its
+    header."""
     num_bytes = entries = 0
     for name, facts in manifest.tensors.items():
         dtype = getattr(torch, facts.dtype, None)

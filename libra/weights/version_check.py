@@ -1,22 +1,24 @@
-"""The comparisons by which an engine proves that it holds a published version. Pure: no I/O, no clock.
+"""The comparisons by which an engine proves that it holds a published version.
 
-The trainer writes a `VersionCheck` beside the weights. A `ProbeCalibration` has the differences between trainer and engine
-when both hold the same weights (measured at version 0, before any training). Three things are compared:
+The trainer writes a `VersionCheck` beside the weights. A `ProbeCalibration` has the differences
+between trainer and engine when both hold the same weights, measured at version 0. Three things are
+compared:
 
-=============  ===============================================================  =====================================
-what           how                                                              smallest change it detects
-=============  ===============================================================  =====================================
-columns        bit for bit with the file, in places where the file differs      one bit of a column read
-               from what the engine held before, and in random ones
-projections    `libra.projections`, against the trainer's tensors               a change of a layer of `PROJECTION_POWER`
-                                                                                times the tolerance, in root mean square
-probe          log-probabilities of fixed tokens, against the trainer's         the tolerance, in nats
-=============  ===============================================================  =====================================
+- columns, bit for bit with the file, in places where it differs from the engine's earlier versions
+  and in random ones: detects one bit of a column read;
+- `libra.projections`, against the trainer's tensors: detects a change of a layer of
+  `PROJECTION_POWER` times the tolerance, in root mean square;
+- the probe, log-probabilities of fixed tokens, against the trainer's: detects the tolerance, in
+  nats.
 
 Invariants
-1. A version passes only if all comparisons that could be made agree; the verdict names the one that detects a stale layer.
+1. A version passes only if all comparisons that could be made agree; the verdict names the one that
+   detects a stale layer.
 2. An answer that is missing or not finite disagrees.
 3. Two engines with the same answers get the same verdict.
+4. A matrix of which any bit differs yields at least one changed column (a changed row for an
+   embedding). Reading stops at the first block of rows that differs, so versions a step apart cost
+   a small part of their bytes.
 """
 
 from __future__ import annotations
@@ -24,12 +26,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from libra.errors import WeightsError
+from libra.projections import is_embedding
 from libra.seals import sealed_text, unseal
 
 SCHEMA = 1
@@ -54,36 +61,17 @@ Logps = tuple[tuple[float, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class VersionCheck:
-    """The trainer's numbers of a version.
-
-    Attributes
-    ----------
-    version : int
-    digest : str
-        Of its tensors, as in the registry.
-    dtype : str
-        Of its matrices: "float32", "bfloat16".
-    seed : int
-        Of the projections.
-    projections : mapping of str to 8 floats
-        By the name of the weight, tied ones under each of their names.
-    probe : tuple of tuples of int
-        Token ids of each probe.
-    logp : tuple of tuples of float
-        Their log-probabilities from the second token on, in nats, by the trainer's forward pass.
-    previous_logp, first_logp : the same, or None
-        Under the version published before, and under version 0; None: unknown.
-    """
+    """The trainer's numbers of a version."""
 
     version: int
-    digest: str
-    dtype: str
-    seed: int
-    projections: Mapping[str, tuple[float, ...]]
-    probe: tuple[tuple[int, ...], ...] = ()
-    logp: Logps = ()
-    previous_logp: Logps | None = None
-    first_logp: Logps | None = None
+    digest: str  # of its tensors, as in the registry
+    dtype: str  # of its matrices: "float32", "bfloat16"
+    seed: int  # of the projections
+    projections: Mapping[str, tuple[float, ...]]  # by weight, tied ones under each of their names
+    probe: tuple[tuple[int, ...], ...] = ()  # token ids of each probe
+    logp: Logps = ()  # from each second token on, in nats, by the trainer
+    previous_logp: Logps | None = None  # under the version published before, if known
+    first_logp: Logps | None = None  # under version 0, if known
 
     @property
     def moved_nats(self) -> float | None:
@@ -125,7 +113,7 @@ class Answers:
 
 @dataclass(frozen=True, slots=True)
 class ExpectedProbes:
-    """Columns of a version's file, and how many matrices had a changed one to request (None: unknown)."""
+    """Columns of a version's file, and the number of matrices with a changed one, if known."""
 
     columns: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
     num_changed: int | None = None
@@ -133,57 +121,26 @@ class ExpectedProbes:
 
 @dataclass(frozen=True, slots=True)
 class ProbeCalibration:
-    """Differences allowed between trainer and engine under the same weights.
+    """Differences allowed between trainer and engine under the same weights."""
 
-    Attributes
-    ----------
-    probe_nats : float
-        |log p| difference allowed: of each token, in bfloat16 of their mean.
-    projection_frac : float
-        Largest difference of a layer's numbers allowed, relative to their root mean square.
-    measured : bool
-        Whether version 0 was compared; else both are the caps, which detect little.
-    """
-
-    probe_nats: float
-    projection_frac: float
-    measured: bool
+    probe_nats: float  # |log p| difference of each token, in bfloat16 of their mean
+    projection_frac: float  # largest difference of a layer's numbers, relative to their root mean square
+    measured: bool  # whether version 0 was compared; else both are the caps, which detect little
 
 
 @dataclass(frozen=True, slots=True)
 class CheckVerdict:
-    """The outcome of a check, and what it could have detected.
-
-    Attributes
-    ----------
-    passed : bool
-    method : str
-        The comparison that distinguishes this version from the one before ("columns", "probe", "projections"); of a failed
-        check, the one that failed.
-    layer : str
-        Name of the weight that disagrees; "(all)" if only log-probabilities do; empty if all agree.
-    gap, tolerance : float
-        Of the comparison named by ``method``, in its unit: nats, or a fraction of a layer's root mean square.
-    moved_nats : float or None
-        `VersionCheck.moved_nats`.
-    num_layers, num_changed : int
-        Layers compared, and those of which a changed column was read (None: unknown).
-    smallest_change : float
-        Smallest change of one layer that is detected: 0 for columns (one bit), else the root mean square of the change
-        relative to that of the layer; of a probe, nats.
-    detail : str
-        The numbers in words.
-    """
+    """The outcome of a check, and what it could have detected."""
 
     passed: bool
-    method: str
-    layer: str
-    gap: float
-    tolerance: float
-    moved_nats: float | None
-    num_layers: int
-    num_changed: int | None
-    smallest_change: float
+    method: str  # comparison that tells this version from the one before, or the one that failed
+    layer: str  # weight that disagrees; "(all)" if only log-probabilities do; empty if none
+    gap: float  # of ``method``, in nats or as a fraction of a layer's root mean square
+    tolerance: float  # in the same unit
+    moved_nats: float | None  # `VersionCheck.moved_nats`
+    num_layers: int  # compared
+    num_changed: int | None  # layers of which a changed column was read, if known
+    smallest_change: float  # of one layer, that is detected: 0 for columns (one bit), else relative or nats
     detail: str
 
 
@@ -195,9 +152,10 @@ def uncalibrated(dtype: str) -> ProbeCalibration:
 def calibrate(check: VersionCheck, answers: Answers) -> ProbeCalibration:
     """Tolerances from an engine's answers under the version of ``check``.
 
-    Four times the difference at version 0, but at least what rounding can cause for other tokens: `PROBE_FLOOR_EPS` for a
-    log-probability; for a projection 4 units of the type and 4 sqrt(2048) of float32, in which a layer sums. At most the
-    caps, so that an engine with other weights does not count as a noisy one.
+    Four times the difference at version 0, but at least what rounding can cause for other tokens:
+    `PROBE_FLOOR_EPS` for a log-probability; for a projection 4 units of the type and 4 sqrt(2048) of
+    float32, in which a layer sums. The caps prevent that an engine with other weights counts as a noisy
+    one.
     """
     eps, single = _eps(check.dtype), _eps("float32")
     gap_nats = _probe_gap(check, answers.logp)
@@ -217,13 +175,13 @@ def _eps(dtype: str) -> float:
 
 
 def _least_nats(check: VersionCheck) -> float:
-    """What rounding alone may change of a log-probability of the probe, in nats; at most the cap."""
+    """Rounding's largest change of a log-probability of the probe, in nats; at most the cap."""
     size = 1.0 if check.dtype in NARROW or not check.logp else max(1.0, float(np.abs(_flat(check.logp)).max()))
     return min(PROBE_FLOOR_EPS * _eps(check.dtype) * size, uncalibrated(check.dtype).probe_nats)
 
 
 def as_first(check: VersionCheck) -> VersionCheck | None:
-    """The part of ``check`` about version 0, to calibrate an engine that still holds it; None if it has none."""
+    """The part of ``check`` about version 0, to calibrate an engine that still holds it, if any."""
     if check.first_logp is None:
         return None
     return VersionCheck(0, "", check.dtype, check.seed, {}, check.probe, check.first_logp)
@@ -248,10 +206,14 @@ def judge(
         detail = f"{columns[2]} tensors differ from the file's; {columns[0]} by {columns[1]:.3g}, and bits are compared"
         return verdict(False, "columns", columns[0], columns[1], detail)
     if not gap_frac <= frac:
-        detail = f"projections of {layer} are {gap_frac:.3g} of their size off the trainer's; allowed is {frac:.3g}"
+        detail = (
+            f"projections of {layer} are {gap_frac:.3g} of their size off the trainer's; the tolerance is {frac:.3g}"
+        )
         return verdict(False, "projections", layer, gap_frac, detail)
     if not gap_nats <= nats:
-        detail = f"log-probabilities of the probe are {gap_nats:.3g} nats off the trainer's; allowed is {nats:.3g}"
+        detail = (
+            f"log-probabilities of the probe are {gap_nats:.3g} nats off the trainer's; the tolerance is {nats:.3g}"
+        )
         return verdict(False, "probe", "(all)", gap_nats, detail)
     detail = (
         f"probe {gap_nats:.3g} of {nats:.3g} nats, moved {'unknown' if moved is None else f'{moved:.3g}'}; projections "
@@ -271,9 +233,8 @@ def _flat(rows: Logps | tuple[NDArray[np.float32], ...]) -> NDArray[np.float64]:
 def _probe_gap(check: VersionCheck, got: tuple[NDArray[np.float32], ...]) -> float:
     """Difference in nats; 0 without a probe, infinite where shapes or numbers are wrong.
 
-    In float32 and wider the largest one. In narrower types the mean: there a single unlikely token differs by one or two nats
-    between two sound passes, by another amount at every version (SmolLM2-135M in bfloat16: the largest 0.24 at version 0 and 1.67
-    at version 1, the median 0.08).
+    The largest one, in narrow types the mean: there a single unlikely token differs by one or two nats
+    between two sound passes.
     """
     if not check.logp:
         return 0.0
@@ -321,3 +282,72 @@ def _worst_column(expected: ExpectedProbes, answers: Answers) -> tuple[str, floa
         if gap > worst[1]:
             worst = (name, gap)
     return (*worst, many)
+
+
+# -- columns in which two versions differ --------------------------------------------------------
+
+FIRST_ELEMENTS, BLOCK_ELEMENTS = 2**12, 2**18
+"""Elements compared first, in most versions enough, and at most at once."""
+COLUMNS = 2
+"""Number of changed columns requested of a matrix, and of random ones."""
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def changed_columns(before: Tensor, after: Tensor, *, rows: bool = False) -> list[int]:
+    """Columns (or ``rows``) with a difference, from the first block that has any; empty if all is equal."""
+    if before.shape != after.shape or before.dtype != after.dtype:
+        return list(range(min(after.shape[0 if rows else 1], 64)))
+    bits = _BITS[after.element_size()]
+    begin, size = 0, FIRST_ELEMENTS
+    while begin < after.shape[0]:
+        end = begin + max(1, size // after.shape[1])
+        differs = (before[begin:end].view(bits) != after[begin:end].view(bits)).any(1 if rows else 0)
+        if bool(differs.any()):
+            return (torch.nonzero(differs)[:, 0] + (begin if rows else 0)).tolist()
+        begin, size = end, min(4 * size, BLOCK_ELEMENTS)
+    return []
+
+
+def expected_columns(
+    path: Path, before: list[Path], tied: Mapping[str, str], dtype: torch.dtype, seed: int
+) -> tuple[dict[str, tuple[int, ...]], ExpectedProbes]:
+    """The columns to request from an engine that loads ``path`` and held one of ``before``, and the right
+    answer.
+
+    ``tied`` maps further names to those in the file. Every norm and bias is requested whole; of a
+    matrix up to `COLUMNS` places that differ from each of ``before`` and as many random ones. A missing
+    file of ``before`` is skipped. WeightsError if ``path`` is not readable.
+    """
+    rng = np.random.default_rng(seed)
+    wanted: dict[str, tuple[int, ...]] = {}
+    columns: dict[str, np.ndarray[tuple[int, ...], np.dtype[np.float32]]] = {}
+    num_changed = 0
+    try:
+        with safe_open(path, framework="pt") as file:
+            older = [held for held in map(_opened, before) if held is not None]
+            names = {name: name for name in file.keys()} | dict(tied)  # noqa: SIM118  a safe_open has no __iter__
+            for name, stored in names.items():
+                tensor = file.get_tensor(stored)
+                if tensor.ndim == 1:
+                    wanted[name], columns[name] = (), tensor.to(dtype).float().numpy()[None]
+                elif tensor.ndim == 2 and name.endswith(".weight"):
+                    rows = is_embedding(name)
+                    places = [int(place) for place in rng.integers(0, tensor.shape[0 if rows else 1], COLUMNS)]
+                    changed = False
+                    for held in older:
+                        differing = changed_columns(held.get_tensor(stored), tensor, rows=rows)
+                        changed |= bool(differing)
+                        places += rng.permutation(differing)[:COLUMNS].tolist() if differing else []
+                    num_changed += changed
+                    wanted[name] = tuple(places)
+                    columns[name] = (tensor[places] if rows else tensor[:, places].T).to(dtype).float().numpy()
+    except (OSError, SafetensorError) as fault:
+        raise WeightsError(f"weights: {path} is torn or not readable ({fault})") from fault
+    return wanted, ExpectedProbes(columns, num_changed if older else None)
+
+
+def _opened(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except (OSError, SafetensorError):
+        return None

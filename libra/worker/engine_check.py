@@ -76,7 +76,7 @@ class EngineCheck:
         if not isinstance(engine, ReadsColumns):
             return Questions(version, check, {}, ExpectedProbes())
         held = [version.path.parent.parent / f"{number:08d}" / version.path.name for number in before if number >= 0]
-        tied, dtype = self.store.tied(version.number), getattr(torch, check.dtype)
+        tied, dtype = self.store.manifest(version.number).tied, getattr(torch, check.dtype)
         return Questions(version, check, *expected_columns(version.path, held, tied, dtype, seed=version.number))
 
     async def calibrate(self, engine: RolloutEngine, check: VersionCheck) -> None:

@@ -4,7 +4,10 @@ Each takes its peer's arguments under the peer's names, in rows (B, T). verl: ``
 TRL: ``GRPOTrainer._compute_loss``, one accumulation step on one process; AReaL: ``functional.py``.
 """
 
+from dataclasses import dataclass
+
 import torch
+from torch import Tensor
 
 from libra.train.advantages import grpo, opo, reinforce_pp, reinforce_pp_baseline, remax, rloo
 from libra.train.corrections import binary_kl_mask, importance_weights, off_policy_sequence_mask, rejection_mask
@@ -24,7 +27,50 @@ from libra.train.losses import (
     vespo_loss,
     weighted_logp_loss,
 )
-from libra.train.sequences import Aggregation, Padded, sequence_mean
+from libra.train.sequences import Aggregation, sequence_mean
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Padded:
+    """`libra.train.Sequences` of padded rows: ``mask`` (B, T) is True or 1 where there is a token."""
+
+    mask: Tensor
+
+    @property
+    def mask_N(self) -> Tensor:
+        return self.mask if self.mask.dtype == torch.bool else self.mask > 0
+
+    @property
+    def count_S(self) -> Tensor:
+        return self.mask_N.sum(-1)
+
+    def only(self, value_N: Tensor) -> Tensor:
+        return torch.where(self.mask_N, value_N, torch.zeros_like(value_N))
+
+    def sum(self, value_N: Tensor) -> Tensor:
+        return self.only(value_N).sum(-1)
+
+    def largest(self, value_N: Tensor) -> Tensor:
+        if not value_N.shape[-1]:
+            return value_N.new_zeros(len(value_N))
+        top_S = value_N.masked_fill(~self.mask_N, -torch.inf).amax(-1)
+        return torch.where(self.count_S > 0, top_S, torch.zeros_like(top_S))
+
+    def spread(self, value_S: Tensor) -> Tensor:
+        return value_S[:, None].expand(self.mask.shape)
+
+
+def aggregated(rule, loss_N, rows, *, num_tokens=None, num_sequences=None, count_empty=False, token_eps=0.0):
+    """The loss of a minibatch. TRL counts rows without a token, verl adds 1e-8 to the count in a row's mean."""
+    count_S = rows.count_S
+    if token_eps and rule.mode == "seq-mean-token-mean":
+        share_S = count_S / (count_S.to(loss_N.dtype) + token_eps)
+        loss_N = loss_N * rows.spread(share_S)
+    if num_sequences is None:
+        num_sequences = len(count_S) if count_empty else int((count_S > 0).sum())
+    num_tokens = int(count_S.sum()) if num_tokens is None else num_tokens
+    weight = rule.weight_sum(num_tokens=num_tokens, num_sequences=num_sequences)
+    return rule.weighted_sum(loss_N, rows) / rule.divisor_of(weight)
 
 
 def verl_advantages(
@@ -58,8 +104,9 @@ def verl_agg_loss(
     elif loss_agg_mode == "seq-mean-token-sum-norm":
         aggregation = Aggregation(loss_agg_mode, horizon_tokens=float(loss_scale_factor or loss_mask.shape[-1]))
     else:
-        aggregation = Aggregation(loss_agg_mode, token_eps=1e-8)
-    loss = aggregation(loss_mat, Padded(loss_mask), num_tokens=batch_num_tokens, num_sequences=global_batch_size)
+        aggregation = Aggregation(loss_agg_mode)
+    counts = {"num_tokens": batch_num_tokens, "num_sequences": global_batch_size}
+    loss = aggregated(aggregation, loss_mat, Padded(loss_mask), token_eps=1e-8, **counts)
     return loss * dp_size
 
 
@@ -75,7 +122,7 @@ def verl_policy_loss(
         if rollout_is_weights is not None:
             log_weight_B = sequence_mean((rollout_is_weights + 1e-10).log(), rows, eps=1e-8)
             loss_BT = loss_BT * rows.spread(log_weight_B.exp())
-        return Aggregation("seq-mean-token-mean", count_empty=True)(loss_BT, rows)
+        return aggregated(Aggregation("seq-mean-token-mean"), loss_BT, rows, count_empty=True)
     loss_BT = {
         "vanilla": lambda: ppo_loss(*tokens, **clip, dual_clip=clip_ratio_c),
         "gspo": lambda: gspo_loss(*tokens, rows, **clip),
@@ -179,14 +226,14 @@ def trl_grpo_loss(
     if beta:
         kl_BT = kl_estimate(logps[0], rows.only(ref_per_token_logps), "k3")
         loss_BT = loss_BT + beta * (kl_BT * ratio_BT if use_bias_correction_kl else kl_BT)
-    loss = Aggregation(
+    rule = Aggregation(
         TRL_AGGREGATIONS[loss_type],
         horizon_tokens=None if max_completion_length is None else float(max_completion_length),
         divisor=None if num_items_in_batch is None else max(1.0, float(num_items_in_batch)),
-        count_empty=True,
-    )(loss_BT, rows)
+    )
+    loss = aggregated(rule, loss_BT, rows, count_empty=True)
     if entropies is not None and entropy_coef:
-        loss = loss - entropy_coef * Aggregation("token-mean")(entropies, rows)
+        loss = loss - entropy_coef * aggregated(Aggregation("token-mean"), entropies, rows)
     return loss
 
 
@@ -238,7 +285,7 @@ def areal_ppo_actor_loss(
     loss_BT = clipped_surrogate(ratio_BT, advantages, clip_low=eps_clip, clip_high=high, dual_clip=c_clip)
     if weight_BT is not None:
         loss_BT = loss_BT * weight_BT
-    return Aggregation("token-mean")(loss_BT, rows, num_tokens=num_tokens), weight_BT
+    return aggregated(Aggregation("token-mean"), loss_BT, rows, num_tokens=num_tokens), weight_BT
 
 
 def _areal_ratio(logprobs, old_logprobs, advantages, rows, level):

@@ -146,7 +146,7 @@ def dask_setup(worker: Any) -> None:
     plan.around(rollout_nodes, "write_group", "group")
     plan.around(batch_nodes, "commit_batch", "batch")
     plan.around(Replica, "step", "step")
-    plan.around(checkpoint, "_sync", "checkpoint")  # a checkpoint is half written then
+    plan.around(checkpoint, "sync", "checkpoint")  # a checkpoint is half written then
     plan.around(WeightStore, "publish", "publish")
     plan.around(RoleMember, "_drain", lambda member, number: "leaving" if member.training.in_pool else "draining")
     plan.around(RoleMember, "_take_up", lambda _, to, *more: "turning" if to.role is Role.TRAIN else "returning")

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libra.errors import TrainError
-from libra.train import Aggregation, Padded
+from libra.train import Aggregation
 from libra.train.samples import sample_of
 from libra.train.sequences import AGGREGATIONS
 from libra.train.step_report import Tally
@@ -45,14 +45,6 @@ def test_weights_of_slices_add_up_exactly_to_those_of_the_minibatch(mode, counts
 
     whole = weight(counts)
     assert weight(counts[:cut]) + weight(counts[cut:]) == whole
-    assert rule.divisor_of(whole) == rule.denominator(num_tokens=sum(counts), num_sequences=len(counts))
-
-
-def test_empty_rows_count_only_where_asked():
-    rows = Padded(torch.tensor([[1, 1], [0, 0]]))
-    loss = torch.tensor([[2.0, 4.0], [float("nan"), float("inf")]])
-    assert float(Aggregation("seq-mean-token-mean")(loss, rows)) == 3
-    assert float(Aggregation("seq-mean-token-mean", count_empty=True)(loss, rows)) == 1.5
 
 
 @pytest.mark.parametrize("mode", ["mean", "seq-mean-token-sum-norm"])

@@ -5,9 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from golden.peers import Padded, aggregated
 
 from libra.config.algorithms import ALGORITHMS
-from libra.train import Aggregation, Padded, TrainSettings, corrections, kl_estimate, losses, pack, sample_of
+from libra.train import Aggregation, TrainSettings, corrections, kl_estimate, losses, pack, sample_of
 from libra.train.step_report import Tally
 
 OTHERS = {"remax", "reinforce_pp_baseline", "opd"}
@@ -57,8 +58,7 @@ def near(model, batch, score, rng):
 
 def gradient(model, samples):
     """Loss and gradient accumulated over micro-batches."""
-    sizes = {"num_tokens": sum(sample.num_actions for sample in samples), "num_sequences": len(samples)}
-    denominator = model.gradient.objective.aggregation.denominator(**sizes)
+    denominator = model.gradient.objective.aggregation.divisor_of(model.gradient.weight_of(samples))
     model.optimizer.zero_grad()
     total, batches = 0.0, pack(samples, max_row_tokens=64, micro_batch_tokens=90, logp_dtype=torch.float64)
     assert len(batches) > 1
@@ -106,7 +106,8 @@ def written_out(settings, tokens, rows):
         loss = loss + settings.kl_coef * kl
     loss = loss - settings.entropy_coef * tokens["entropy"]
     name = {"constant": "divisor", "seq-mean-token-sum-norm": "horizon_tokens"}.get(settings.aggregation)
-    return Aggregation(settings.aggregation, **({name: settings.loss_divisor} if name else {}))(loss, rows)
+    rule = Aggregation(settings.aggregation, **({name: settings.loss_divisor} if name else {}))
+    return aggregated(rule, loss, rows)
 
 
 def kept(settings, tokens, rows, old):

@@ -138,7 +138,7 @@ def die_after(name, real):
         return result
     return call
 
-checkpoint._sync = die_after("sync", checkpoint._sync)
+checkpoint.sync = die_after("sync", checkpoint.sync)
 type(model.model).save_pretrained = die_after("weights", type(model.model).save_pretrained)
 model.save(Path(sys.argv[2]) / "step-000002")
 """

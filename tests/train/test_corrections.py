@@ -3,16 +3,17 @@ import math
 import numpy as np
 import pytest
 import torch
+from golden.peers import Padded
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libra.train import Packed, Padded, corrections
+from libra.train import Sequences, corrections
 
 log_ratios = st.lists(st.floats(-4, 4), min_size=1, max_size=12)
 
 
 def one_sequence(values):
-    return torch.tensor(values, dtype=torch.float64), Packed(torch.zeros(len(values), dtype=torch.int64), 1)
+    return torch.tensor(values, dtype=torch.float64), Sequences(torch.zeros(len(values), dtype=torch.int64), 1)
 
 
 @given(log_ratios, st.floats(1.01, 9), st.sampled_from(["token", "sequence", "geometric"]))
@@ -88,7 +89,7 @@ def test_rejection_metrics_by_hand():
 
 def test_off_policy_sequences_are_dropped_only_where_the_advantage_is_negative():
     logp = torch.tensor([-1.0, -1.0, -3.0, -3.0])
-    sequences = Packed(torch.tensor([0, 0, 1, 1]), 2)
+    sequences = Sequences(torch.tensor([0, 0, 1, 1]), 2)
     old = torch.tensor([-1.1, -1.1, -1.0, -1.0])
     for advantage, kept in ((-1.0, [True, True, False, False]), (1.0, [True] * 4)):
         got = corrections.off_policy_sequence_mask(logp, old, torch.full((4,), advantage), sequences, threshold=0.5)

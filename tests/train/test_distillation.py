@@ -11,6 +11,7 @@ from libra.train.teacher_model import Scoring, TeacherModel
 from libra.types import Drawn, Taught
 
 N, H, V, K = 23, 6, 17, 5
+VOCABULARY = 48
 DOUBLE = torch.float64
 
 
@@ -83,9 +84,9 @@ def test_the_mean_over_all_draws_is_the_gradient_of_the_divergence(logits, case)
         torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
 
 
-def teacher_of(model_dir, vocabulary=48, **distil):
+def teacher_of(model_dir, dtype=DOUBLE, **distil):
     section = DistilSection(teacher="t", **distil)
-    return TeacherModel.load(model_dir, Scoring(section, 0.7, vocabulary, chunk_tokens=3), dtype=DOUBLE)
+    return TeacherModel.load(model_dir, Scoring(section, 0.7, VOCABULARY, chunk_tokens=3), dtype=dtype)
 
 
 def whole_logp(teacher, one):
@@ -168,6 +169,20 @@ def test_a_step_is_that_of_one_sequence_at_a_time_however_it_is_packed(case, mod
     assert packed.taught_frac == pytest.approx(1 - left_out)
     has_top = "top_k" in distil
     assert (0 < packed.top_k_student_frac < 1 and 0 < packed.top_k_teacher_frac < 1) == has_top
+
+
+@pytest.mark.parametrize("case", ["forward", *DISTIL])
+def test_a_model_distilled_from_itself_stays_as_it_is(case, model_dir, replica, batch, score):
+    distil, _ = DISTIL.get(case, ({"top_k": 6}, {}))
+    teacher, term = teacher_of(model_dir, torch.float32, **distil), {"divergence": distil.get("divergence", "forward")}
+    one = replica(distil=term | {"rounding_nats": 1e-3}, temperature=0.7)
+    before = [weight.clone() for weight in one.weights().values()]
+    for each, logp in zip(batch, score(teacher, [sample_of(each, 0) for each in batch]), strict=True):
+        each.behaviour_logprob[each.is_action] = logp.numpy()
+        each.taught = teacher.score(each, np.random.default_rng(0))
+    for step in range(2):
+        assert one.step(batch, step).taught_frac == 1
+    assert all(map(torch.equal, before, one.weights().values()))
 
 
 def test_scores_of_another_trajectory_or_kind_are_refused(trajectory):

@@ -6,7 +6,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from libra.errors import ModelError, TrainError
 from libra.heads import after_head, head_of
 from libra.scoring import score_alone
-from libra.train.logprobs import Scorer, chunked_logp
+from libra.train.logprobs import Scorer, chunked_columns
 
 SIZES = {
     "vocab_size": 31, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -104,18 +104,18 @@ def test_heads_that_cannot_be_taken_apart_are_refused():
 def test_a_frozen_head_gets_no_gradient_and_no_tokens_are_no_error():
     hidden = torch.randn(4, 3, requires_grad=True)
     weight = torch.randn(6, 3)
-    logp, _ = chunked_logp(hidden, weight, torch.zeros(4, dtype=torch.int64), chunk_tokens=2)
+    logp, *_ = chunked_columns(hidden, weight, torch.zeros(4, 1, dtype=torch.int64), chunk_tokens=2)
     logp.sum().backward()
     assert hidden.grad is not None
     assert weight.grad is None
-    none, entropy = chunked_logp(hidden[:0], weight, torch.zeros(0, dtype=torch.int64))
-    assert none.shape == entropy.shape == (0,)
+    none, entropy, _ = chunked_columns(hidden[:0], weight, torch.zeros(0, 1, dtype=torch.int64))
+    assert none.shape == (0, 1) and entropy.shape == (0,)
     with pytest.raises(TrainError):
-        chunked_logp(hidden, weight, torch.zeros(4, dtype=torch.int64), chunk_tokens=0)
+        chunked_columns(hidden, weight, torch.zeros(4, 1, dtype=torch.int64), chunk_tokens=0)
 
 
 def test_a_token_of_probability_zero_leaves_the_entropy_finite():
     bias = torch.tensor([0.0, 0.0, -torch.inf])
-    logp, entropy = chunked_logp(torch.zeros(2, 1), torch.zeros(3, 1), torch.tensor([0, 1]), bias_V=bias)
+    logp, entropy, _ = chunked_columns(torch.zeros(2, 1), torch.zeros(3, 1), torch.tensor([[0], [1]]), bias_V=bias)
     torch.testing.assert_close(entropy, torch.full((2,), 2.0).log())
-    torch.testing.assert_close(logp, -torch.full((2,), 2.0).log())
+    torch.testing.assert_close(logp[:, 0], -torch.full((2,), 2.0).log())

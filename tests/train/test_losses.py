@@ -1,10 +1,11 @@
 import numpy as np
 import pytest
 import torch
+from golden.peers import Padded, aggregated
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from libra.train import Aggregation, Packed, Padded, kl_estimate, losses
+from libra.train import Aggregation, Sequences, kl_estimate, losses
 from libra.train.kl import KL_ESTIMATORS
 
 LOSSES = {
@@ -39,7 +40,7 @@ def draw(lengths, seed):
     old = torch.as_tensor(logp.numpy() + rng.normal(0, 0.3, count))
     advantage = torch.as_tensor(np.repeat(rng.normal(size=len(lengths)), lengths))
     sequence = torch.repeat_interleave(torch.arange(len(lengths)), torch.as_tensor(lengths))
-    return [logp, old, advantage], Packed(sequence, len(lengths))
+    return [logp, old, advantage], Sequences(sequence, len(lengths))
 
 
 def as_rows(columns, lengths, extra, filler):
@@ -56,7 +57,7 @@ def as_rows(columns, lengths, extra, filler):
 
 def total(name, columns, sequences, aggregation):
     logp = columns[0].clone().requires_grad_()
-    loss = aggregation(LOSSES[name](logp, *columns[1:], sequences), sequences)
+    loss = aggregated(aggregation, LOSSES[name](logp, *columns[1:], sequences), sequences)
     loss.backward()
     return float(loss.detach()), logp.grad
 
@@ -70,7 +71,7 @@ def test_padding_order_and_cuts_into_whole_sequences_change_nothing(name, length
     order = random.sample(range(len(lengths)), len(lengths))
     places = torch.cat([torch.nonzero(packed.sequence == number)[:, 0] for number in order])
     sizes = torch.as_tensor([lengths[n] for n in order])
-    moved = Packed(torch.repeat_interleave(torch.arange(len(order)), sizes), len(order))
+    moved = Sequences(torch.repeat_interleave(torch.arange(len(order)), sizes), len(order))
     for aggregation in MODES.values():
         loss, grad = total(name, columns, packed, aggregation)
         row_loss, row_grad = total(name, rows, padded, aggregation)
@@ -80,13 +81,13 @@ def test_padding_order_and_cuts_into_whole_sequences_change_nothing(name, length
         moved_loss, moved_grad = total(name, [column[places] for column in columns], moved, aggregation)
         assert moved_loss == pytest.approx(loss, rel=1e-9, abs=1e-9)
         torch.testing.assert_close(moved_grad, grad[places], rtol=1e-9, atol=1e-9)
-        denominator = aggregation.denominator(num_tokens=sum(lengths), num_sequences=len(lengths))
+        weight = aggregation.weight_sum(num_tokens=sum(lengths), num_sequences=len(lengths))
         parts = 0.0
         for start in range(0, len(lengths), cut):
             inside = (packed.sequence >= start) & (packed.sequence < start + cut)
-            sequences = Packed(packed.sequence[inside] - start, min(cut, len(lengths) - start))
+            sequences = Sequences(packed.sequence[inside] - start, min(cut, len(lengths) - start))
             part = LOSSES[name](*(column[inside] for column in columns), sequences)
-            parts += float(aggregation.weighted_sum(part, sequences)) / denominator
+            parts += float(aggregation.weighted_sum(part, sequences)) / aggregation.divisor_of(weight)
         assert parts == pytest.approx(loss, rel=1e-9, abs=1e-12)
 
 
@@ -107,9 +108,9 @@ def test_gradients_are_those_of_finite_differences(name, lengths, seed):
         for sign in (1, -1):
             moved = columns[0].clone()
             moved[place] += sign * step
-            values.append(float(aggregation(LOSSES[name](moved, *columns[1:], packed), packed)))
+            values.append(float(aggregated(aggregation, LOSSES[name](moved, *columns[1:], packed), packed)))
         slopes = (values[0] - values[1]) / (2 * step)
-        middle = float(aggregation(LOSSES[name](*columns, packed), packed))
+        middle = float(aggregated(aggregation, LOSSES[name](*columns, packed), packed))
         bend = abs(values[0] + values[1] - 2 * middle) / step
         if bend < 1e-4:  # not within a step of a clip's edge, where the gradient is a choice
             assert float(grad[place]) == pytest.approx(slopes, rel=1e-4, abs=1e-6)
@@ -133,8 +134,8 @@ def test_where_nothing_has_moved_all_gradients_are_the_plain_policy_gradient(nam
 def test_extreme_log_ratios_stay_finite_in_float32(name, log_ratio, advantage):
     logp = torch.full((3,), min(0.0, log_ratio), requires_grad=True)
     old = torch.full((3,), min(0.0, -log_ratio))
-    sequences = Packed(torch.zeros(3, dtype=torch.int64), 1)
-    loss = Aggregation()(LOSSES[name](logp, old, torch.full((3,), advantage), sequences), sequences)
+    sequences = Sequences(torch.zeros(3, dtype=torch.int64), 1)
+    loss = aggregated(Aggregation(), LOSSES[name](logp, old, torch.full((3,), advantage), sequences), sequences)
     loss.backward()
     assert torch.isfinite(loss)
     assert torch.isfinite(logp.grad).all()
@@ -142,10 +143,14 @@ def test_extreme_log_ratios_stay_finite_in_float32(name, log_ratio, advantage):
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_no_tokens_and_empty_masks_give_zero_and_no_nan(name):
-    for sequences, shape in ((Packed(torch.zeros(0, dtype=torch.int64), 0), (0,)), (Padded(torch.zeros(2, 3)), (2, 3))):
+    for sequences, shape in (
+        (Sequences(torch.zeros(0, dtype=torch.int64), 0), (0,)),
+        (Padded(torch.zeros(2, 3)), (2, 3)),
+    ):
         for aggregation in MODES.values():
             logp = torch.full(shape, -1.0, requires_grad=True)
-            loss = aggregation(LOSSES[name](logp, logp.detach(), torch.ones(shape), sequences), sequences)
+            tokens = LOSSES[name](logp, logp.detach(), torch.ones(shape), sequences)
+            loss = aggregated(aggregation, tokens, sequences)
             loss.backward()
             assert float(loss.detach()) == 0
             assert (logp.grad == 0).all()

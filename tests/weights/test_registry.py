@@ -110,14 +110,14 @@ import os, signal, sys, torch
 import libra.weights.registry as registry
 
 calls = 0
-def dying(path, sync=registry._sync):
+def dying(path, sync=registry.sync):
     global calls
     calls += 1
     if calls > int(sys.argv[2]):
         os.kill(os.getpid(), signal.SIGKILL)
     sync(path)
 
-registry._sync = dying
+registry.sync = dying
 registry.WeightStore(sys.argv[1]).publish(7, {"w": torch.arange(1000.0)})
 """
 
@@ -186,7 +186,7 @@ def test_a_full_disk_is_reported_and_leaves_nothing(tmp_path, monkeypatch):
     def full(path):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("libra.weights.registry._sync", full)
+    monkeypatch.setattr("libra.weights.registry.sync", full)
     with pytest.raises(WeightsError, match="disk full"):
         store.publish(0, tensors())
     assert list(tmp_path.iterdir()) == []

@@ -3,13 +3,17 @@
 Callers are coroutines of any event loop; their requests run in the engine's loop, in one order.
 
 Invariants
-1. Every ``generate`` ends once: with its output, or with EngineError; a process that dies fails all its requests.
-2. A process that died is replaced before the next request is served, with the weights it had.
-3. Requests wait here, in order of priority and arrival, until one of ``slots`` is free: vLLM never has more. So no request
-   that has started is preempted, not even when an update makes vLLM compute it again.
-4. Between ``pause`` and ``resume``, and while weights are loaded, no request takes a step; probes do (`probe_scheduler`).
-5. A version is served completely or not at all: a file that does not fit is refused before anything changes; if loading
-   fails half way, the previous weights are loaded again, or the process is replaced.
+1. Every ``generate`` ends once: with its output, or with EngineError; a dead process fails all its
+   requests.
+2. A dead process is replaced before the next request is served, with the weights it had.
+3. Requests wait here, in order of priority and arrival, until one of ``slots`` is free. vLLM never
+   has more, so no started request is preempted, not even when an update makes vLLM compute it
+   again.
+4. Between ``pause`` and ``resume``, and while weights are loaded, only probes take a step
+   (`probe_scheduler`).
+5. A version is served completely or not at all: a file that does not fit is refused before anything
+   changes; if loading fails half way, the previous weights are loaded again, or the process is
+   replaced.
 """
 
 from __future__ import annotations
@@ -17,11 +21,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,12 +37,12 @@ from libra.rollout.capacity import PassMeter, kv_token_bytes, read_model_config
 from libra.rollout.engine import EngineCounters, EngineStats, check_request, packed_priority
 from libra.rollout.slot_table import RequestQueue
 from libra.rollout.vllm.engine_args import VLLMSettings, max_model_tokens
-from libra.rollout.vllm.engine_loop import EngineLoop
 from libra.rollout.vllm.engine_process import Core, EngineGone, VLLMJob
 from libra.rollout.weight_loading import HEAD, ExpectedWeights
 from libra.types import EngineCapacity, StopReason, TurnOutput, TurnRequest
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 MIN_TEMPERATURE = 0.01
 """vLLM raises lower temperatures to this one."""
@@ -46,16 +51,7 @@ MIN_TEMPERATURE = 0.01
 class VLLMEngine:
     """Continuous batching by vLLM, in a process of its own per engine (and one per tensor-parallel rank).
 
-    Parameters
-    ----------
-    model_dir : Path
-        Directory in Hugging Face layout, with safetensors.
-    slots, max_context_tokens, dtype, threads
-        As of `TransformersEngine`; ``threads`` per rank.
-    version : int
-        Number of the weights in ``model_dir``.
-    options
-        Further fields of `VLLMSettings`.
+    ``version`` is the number of the weights in ``model_dir``; ``options`` are fields of `VLLMSettings`.
     """
 
     continues_turns = True
@@ -97,11 +93,11 @@ class VLLMEngine:
         return await self._loop.ask(self._generate(request))
 
     async def abort(self, trajectory_id: str) -> None:
-        """End the trajectory's request with StopReason.ABORT, if it has one."""
+        """See RolloutEngine."""
         await self._loop.ask(self._abort(trajectory_id))
 
     def forget(self, trajectory_id: str) -> None:
-        """Nothing: vLLM drops the KV of finished requests when others need the memory."""
+        """vLLM drops the KV of finished requests when others need the memory."""
         self._loop.check_open()
 
     async def pause(self) -> None:
@@ -113,28 +109,26 @@ class VLLMEngine:
         await self._loop.ask(self._resume())
 
     async def load_version(self, version: int, directory: Path) -> None:
-        """Serve ``directory/model.safetensors`` as ``version`` from the next token on; see RolloutEngine.
-
-        With ``keep_kv`` running requests continue from the KV they have, which their tokens record in ``kv_versions``.
-        """
+        """See RolloutEngine. With ``keep_kv`` running requests continue from the KV they have
+        (``kv_versions``)."""
         await self._loop.ask(self._load(version, Path(directory)))
 
     async def score(self, token_ids: NDArray[np.int32]) -> NDArray[np.float32]:
-        """Log-probabilities of tokens 1 to T - 1, prefilled by the engine without its prefix cache; see RolloutEngine."""
+        """See RolloutEngine. Prefilled without the prefix cache."""
         if not 2 <= len(token_ids) <= self._model.max_scored:
             raise EngineError(f"score: got {len(token_ids)} tokens; allowed: 2 to {self._model.max_scored}")
         return await self._loop.ask(self._probe("score", token_ids))
 
     async def project(self, seed: int) -> dict[str, tuple[float, ...]]:
-        """Random projections of every layer as used; see RolloutEngine."""
+        """See RolloutEngine."""
         return await self._loop.ask(self._probe("project", seed))
 
     async def columns(self, wanted: Mapping[str, tuple[int, ...]]) -> dict[str, NDArray[np.float32]]:
-        """Columns of layers as used; see ReadsColumns."""
+        """See ReadsColumns."""
         return await self._loop.ask(self._probe("columns", wanted))
 
     def stats(self) -> EngineStats:
-        """Counters; context tokens are counted when their request ends. ``retained`` is 0: vLLM does not report it."""
+        """Counters; context tokens count when their request ends. vLLM does not report ``retained``."""
         self._loop.check_open()
         core, since_s, now = self._core, self._since_s, replace(self._counters)
         now.generated_tokens += core.generated_tokens if core else 0
@@ -146,7 +140,7 @@ class VLLMEngine:
         )  # fmt: skip
 
     def capacity(self) -> EngineCapacity:
-        """Its process's KV blocks, and the seconds of its last passes, those of an earlier process included."""
+        """See RolloutEngine. Passes of an earlier process count too."""
         self._loop.check_open()
         tokens, token_bytes, settings = self._model.kv_tokens, self._model.token_bytes, self.settings
         return EngineCapacity(
@@ -156,7 +150,7 @@ class VLLMEngine:
 
     @property
     def process_ids(self) -> list[int]:
-        """Ids of the engine's processes, the one that schedules first; empty while there is none."""
+        """Ids of the engine's processes, the scheduling one first; empty if none runs."""
         return self._core.process_ids if self._core is not None else []
 
     async def close(self) -> None:
@@ -199,7 +193,7 @@ class VLLMEngine:
             raise
 
     def _admit(self) -> None:
-        """Start the requests that have a slot, unless paused; start another process if it died."""
+        """Start the requests that have a slot, unless paused; replace a dead process."""
         core = self._core
         if self._queue.waiting and (core is None or core.dead):
             self._recover_soon()
@@ -227,7 +221,6 @@ class VLLMEngine:
         self._admit()
 
     def _leave(self, job: VLLMJob, outcome: TurnOutput | Exception) -> None:
-        """Answer a job and free its place."""
         self._queue.end(job)
         if not self._queue.running and self._since_s is not None:
             self._counters.busy_s += time.perf_counter() - self._since_s
@@ -306,7 +299,7 @@ class VLLMEngine:
         logger.info("weights announced: now serving version %d (%.3f s)", version, time.perf_counter() - begun_s)
 
     async def _back_to_old(self, core: Core, reason: EngineError) -> None:
-        """After loading failed half way: load the previous weights again, or else end the process."""
+        """After a failed load: load the previous weights again, or else end the process."""
         logger.error("loading new weights failed, the previous ones are loaded again: %s", reason)
         old = self._directory or self.settings.model_dir
         try:
@@ -331,7 +324,6 @@ class VLLMEngine:
     # -- a process that died -----------------------------------------------------------------------------------------
 
     def _died(self, core: Core, error: Exception) -> None:
-        """Fail all requests and start another process at once."""
         if self._core is not core or self._loop.closing:
             return
         logger.error("%s: %s; another one is started", self.settings.model_dir, error)
@@ -386,7 +378,7 @@ class VLLMEngine:
 
 @dataclass(slots=True)
 class _Model:
-    """Facts of a model directory: ``max_scored``: most tokens of `VLLMEngine.score`; ``kv_tokens``: of the process started last."""
+    """Facts of a model directory; ``max_scored``: maximum tokens of `VLLMEngine.score`."""
 
     vocab_size: int
     token_bytes: int
@@ -403,3 +395,85 @@ class _Model:
             max_model_tokens(config, settings) - 1,
             ExpectedWeights.of_directory(settings.model_dir, tied=bool(config["tie_word_embeddings"])),
         )
+
+
+class EngineLoop:
+    """An event loop on a thread of its own, in which coroutines of other loops run.
+
+    Every coroutine given to `ask` ends: with its result, its error, or EngineError once the loop is
+    closed. After `close` nothing runs on the thread. ``at_end`` runs in the loop when it closes, before
+    tasks are cancelled.
+    """
+
+    def __init__(self, name: str, at_end: Callable[[], None]) -> None:
+        self._name, self._at_end = name, at_end
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=self._run, name="libra-vllm", daemon=True)
+        self._entry = threading.Lock()  # between callers and the end of the loop
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self.closing = self._ended = False
+
+    def start(self) -> None:
+        """Start the thread; EngineError if it was started before."""
+        if self._loop is not None:
+            raise EngineError(f"{self._name}: this engine was started before; create a new one")
+        self._loop = asyncio.new_event_loop()
+        self._thread.start()
+
+    def check_open(self) -> asyncio.AbstractEventLoop:
+        """The loop; EngineError before `start` and after `close`."""
+        if self._loop is None or self.closing or self._ended:
+            raise EngineError(f"{self._name}: the engine is {'not started' if self._loop is None else 'closed'}")
+        return self._loop
+
+    async def ask(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine in this loop and await it in the caller's."""
+        with self._entry:
+            try:
+                answer = asyncio.run_coroutine_threadsafe(work, self.check_open())
+            except EngineError:
+                work.close()
+                raise
+        try:
+            return await asyncio.wrap_future(answer)
+        except asyncio.CancelledError:
+            caller = asyncio.current_task()
+            if self.closing and answer.cancelled() and not (caller and caller.cancelling()):
+                raise EngineError(f"{self._name}: the engine was closed") from None
+            raise
+
+    def begin(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """Start a task; called in this loop."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def close(self) -> None:
+        """End all tasks and join the thread; may be called twice."""
+        if self._loop is None:
+            return
+        with self._entry:
+            first, self.closing = not self.closing, True
+            if first and not self._ended:  # a second stop would interrupt `_end`
+                self._loop.call_soon_threadsafe(self._loop.stop)
+        await asyncio.to_thread(self._thread.join)
+
+    def _run(self) -> None:
+        assert self._loop is not None, "the thread starts after the loop"
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_forever()
+            with self._entry:
+                self._ended = True
+            self._loop.run_until_complete(self._end())
+        finally:
+            self._loop.close()
+
+    async def _end(self) -> None:
+        self._at_end()
+        for _ in range(3):  # the latest requests start, are cancelled, and answer
+            left = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+            for task in left:
+                task.cancel()
+            await asyncio.gather(*left, return_exceptions=True)

@@ -1,7 +1,5 @@
-"""The setup of a vLLM engine: arguments, environment, KV memory, and the error if vLLM is missing.
-
-vLLM is imported inside functions only: Libra works without it.
-"""
+"""The setup of a vLLM engine: arguments, environment, KV memory. vLLM is imported inside functions
+only."""
 
 from __future__ import annotations
 
@@ -35,34 +33,19 @@ BIND, DEVICES = "VLLM_CPU_OMP_THREADS_BIND", "CUDA_VISIBLE_DEVICES"
 class VLLMSettings(EngineSettings):
     """Settings of a `VLLMEngine`.
 
-    ``threads`` and ``kv_cache_gib`` are per tensor-parallel rank; None: the cores this process may use, divided among the ranks;
-    and what all slots need at full length on a CPU, what `gpu_memory_frac` leaves on a GPU.
-
-    Attributes
-    ----------
-    tp : int
-        Tensor-parallel degree: one process and one GPU, or ``threads`` cores, per rank.
-    keep_kv : bool
-        Whether an update in flight keeps the KV that older weights computed.
-    gpu_memory_frac : float
-        Share of a GPU's memory that the engine may take.
-    eager : bool or None
-        Whether the model runs as written, without compilation. None: on a CPU, where compiling takes minutes.
-    cores, devices : str or None
-        Cores and GPUs of its processes: a list of cores per rank, as "0-3|4-7", and GPUs, as "0,1". None: as in the
-        environment (``VLLM_CPU_OMP_THREADS_BIND``, ``CUDA_VISIBLE_DEVICES``).
-    kv_transfer_config, speculative_config : mapping
-        vLLM's arguments of these names; empty: none.
+    ``threads`` and ``kv_cache_gib`` are per rank. By default the ranks divide the cores of this
+    process, and the KV cache has room for all slots at full length (CPU) or what `gpu_memory_frac`
+    leaves (GPU).
     """
 
-    tp: int = 1
-    keep_kv: bool = False
-    gpu_memory_frac: float = 0.9
-    eager: bool | None = None
-    cores: str | None = None
-    devices: str | None = None
-    kv_transfer_config: Mapping[str, Any] = field(default_factory=dict)
-    speculative_config: Mapping[str, Any] = field(default_factory=dict)
+    tp: int = 1  # tensor-parallel degree: one process and one GPU, or ``threads`` cores, per rank
+    keep_kv: bool = False  # whether an update in flight keeps the KV that older weights computed
+    gpu_memory_frac: float = 0.9  # share of a GPU's memory
+    eager: bool | None = None  # no compilation; by default on a CPU, where compiling takes minutes
+    cores: str | None = None  # a list per rank, "0-3|4-7"; by default as in the environment
+    devices: str | None = None  # GPUs, "0,1"; by default as in the environment
+    kv_transfer_config: Mapping[str, Any] = field(default_factory=dict)  # vLLM's argument
+    speculative_config: Mapping[str, Any] = field(default_factory=dict)  # vLLM's argument
 
     def __post_init__(self) -> None:
         EngineSettings.__post_init__(self)
@@ -73,15 +56,14 @@ class VLLMSettings(EngineSettings):
 
 
 def kv_bytes(config: Mapping[str, Any], settings: VLLMSettings) -> int:
-    """KV cache of one rank with room for every slot and one probe at full length, so that no request is ever preempted."""
+    """KV cache of one rank with room for every slot and one probe at full length, so nothing is preempted."""
     per_token = kv_token_bytes(config, settings.dtype, settings.tp) // settings.tp
     blocks = (settings.slots + 1) * (math.ceil((settings.max_context_tokens + 1) / CPU_BLOCK_TOKENS) + 1) + 2
     return per_token * blocks * CPU_BLOCK_TOKENS
 
 
 def max_model_tokens(config: Mapping[str, Any], settings: VLLMSettings) -> int:
-    """vLLM's ``max_model_len``: one above the longest context, because scoring one takes one more token, if the model
-    allows it."""
+    """vLLM's ``max_model_len``: one above the longest context, for scoring it, if the model allows that."""
     limit = config.get("max_position_embeddings")
     wanted = settings.max_context_tokens + 1
     return settings.max_context_tokens if limit is not None and wanted > int(limit) else wanted
@@ -140,7 +122,7 @@ def engine_args(settings: VLLMSettings, *, on_cpu: bool) -> Any:
 
 
 def _kv_transfer(given: Mapping[str, Any]) -> Any:
-    """``KVTransferConfig``; ModelError unless its connector can drop the KV of older weights."""
+    """ModelError unless the connector can drop the KV of older weights."""
     from vllm.config import KVTransferConfig
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
@@ -157,10 +139,11 @@ def _kv_transfer(given: Mapping[str, Any]) -> Any:
 
 @contextmanager
 def environment(settings: VLLMSettings, *, on_cpu: bool) -> Iterator[None]:
-    """The environment in which an engine process starts; afterwards that of this process is as before.
+    """The environment in which an engine process starts; afterwards this process's is restored.
 
-    A binding of threads to cores in the environment (``VLLM_CPU_OMP_THREADS_BIND``, one list per rank, as "0-3|4-7") is kept,
-    unless the settings have another one. Without one threads are not bound: two engines of one machine would share the cores.
+    ``VLLM_CPU_OMP_THREADS_BIND`` (one list of cores per rank, "0-3|4-7") is kept unless the settings
+    have another one. By default threads are not bound: two engines of one machine would share the
+    cores.
     """
     before = dict(os.environ)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,11 +1,10 @@
 """One vLLM engine process, from start to end, driven from one event loop: requests, weights, probes.
 
-`VLLMEngine` creates another `Core` when one has died. All code here runs in one event loop; errors of vLLM become
-EngineError.
+`VLLMEngine` creates another `Core` when one has died. Errors of vLLM become EngineError.
 
 Invariants
 1. A token's version is the label that the engine process gave the step that drew it.
-2. After `load` no KV of older weights is ever read by a request that starts later: it is dropped, or, with ``keep_kv``,
+2. After `load` no later request reads KV of older weights: it is dropped, or, with ``keep_kv``,
    filed under the version that the request started with.
 """
 
@@ -76,7 +75,7 @@ class Core:
     async def start(cls, settings: VLLMSettings, version: int, meter: PassMeter | None = None) -> Core:
         """Start the process, load the model, and warm it up. Takes 20 s or more and blocks this event loop.
 
-        ``meter``: the engine's, kept when a process was replaced; None: a new one.
+        ``meter`` is the engine's, if its process was replaced.
         """
         check_installed()
         from vllm.platforms import current_platform
@@ -182,8 +181,8 @@ class Core:
             await self.llm.resume_generation()
 
     async def load(self, version: int, path: Path, tied_to: str | None) -> None:
-        """Load a weights file, drop KV unless `VLLMSettings.keep_kv`, and label steps from now on. The caller has paused
-        the engine."""
+        """Load a weights file, drop KV unless `VLLMSettings.keep_kv`, and label later steps. The engine is
+        paused."""
         with _errors(f"loading {path}"):
             await self.llm.collective_rpc("libra_load", args=(str(path), tied_to))
             if not self.settings.keep_kv and not await self.llm.reset_prefix_cache(True, True):  # a connector's, too
@@ -193,7 +192,7 @@ class Core:
     # -- probes ------------------------------------------------------------------------------------------------------
 
     async def score(self, token_ids: NDArray[np.int32]) -> NDArray[np.float32]:
-        """Log-probability of every token but the first (T - 1,), computed without any KV of others; also while paused."""
+        """Log-probability of every token but the first (T - 1,), without any KV of others; also while paused."""
         with _errors("score"):
             final = await self._generate([int(token) for token in token_ids], 1, prompt_logprobs=0)
         found = np.asarray(final.prompt_logprobs.logprobs, np.float32)
@@ -214,7 +213,7 @@ class Core:
         return found
 
     async def columns(self, wanted: Mapping[str, tuple[int, ...]]) -> dict[str, NDArray[np.float32]]:
-        """Wanted columns of matrices, rows of embeddings, norms and biases whole; see ReadsColumns."""
+        """See ReadsColumns."""
         found = await self._outputs(None, {name: [int(i) for i in places] for name, places in wanted.items()})
         unknown = sorted(set(wanted) - set(found))
         if unknown:
@@ -224,7 +223,7 @@ class Core:
     async def _outputs(
         self, seed: int | None, wanted: Mapping[str, Sequence[int]] | None
     ) -> dict[str, tuple[NDArray[np.float64], int]]:
-        """Whole outputs (N, outputs) float64 and number of inputs of each layer, added up over ranks."""
+        """Whole outputs (N, outputs) float64 and number of inputs of each layer, summed over ranks."""
         with _errors("project"):
             ranks = await self.llm.collective_rpc("libra_outputs", args=(seed, wanted))
         found: dict[str, tuple[NDArray[np.float64], int]] = {}
@@ -265,7 +264,7 @@ class Core:
 
     @property
     def process_ids(self) -> list[int]:
-        """Processes of the engine on this machine, the one that schedules first."""
+        """Processes of the engine on this machine, the scheduling one first."""
         manager = self.llm.engine_core.resources.engine_manager
         return [process.pid for process in manager.processes] if manager is not None else []
 
@@ -280,7 +279,7 @@ class Core:
             file.unlink(missing_ok=True)
 
     def _count_steps(self) -> None:
-        """Count steps and tokens as the process sends them: vLLM's own statistics have a cost per token."""
+        """From the process's messages: vLLM's own statistics have a cost per token."""
         client = self.llm.engine_core
         receive = client.get_output_async
 
@@ -296,8 +295,10 @@ class Core:
 
 
 def _shared_memory(process_ids: Iterable[int]) -> set[Path]:
-    """Files of shared memory that these processes and their descendants have mapped and this one has not. They have names in
-    ``/dev/shm`` and so outlive processes that are killed. Linux only."""
+    """Files in ``/dev/shm`` that only these processes and their descendants have mapped (Linux).
+
+    They outlive processes that are killed.
+    """
     found, left = set[Path](), list(process_ids)
     while left:
         process = left.pop()
@@ -318,11 +319,11 @@ def _mapped(process: str) -> set[Path]:
 
 
 class PassWatch:
-    """Seconds of forward passes, from the time stamps of the messages that one engine process sends after each pass.
+    """Seconds of forward passes, from the time stamps of an engine process's messages after each pass.
 
-    The process steps continuously while it has requests, so the time between two messages is one pass with its scheduling,
-    sampling and sending. A pass that began while nothing ran, one after a pause, and one with a probe do not count.
-    ``meter`` may be that of a process before it.
+    The process steps continuously while it has requests, so the time between two messages is one pass
+    with its scheduling, sampling and sending. A pass after idle time or a pause, and one with a probe,
+    does not count.
     """
 
     def __init__(self, meter: PassMeter) -> None:
@@ -356,7 +357,7 @@ class PassWatch:
 
 
 def _sampling(**given: Any) -> Any:
-    """Sampling parameters: token ids in and out, one output at the end, and no stop tokens but the request's."""
+    """Token ids in and out, one output at the end, and no stop tokens but the request's."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     return SamplingParams(
@@ -371,7 +372,7 @@ def _sampling(**given: Any) -> Any:
 
 @contextlib.contextmanager
 def _errors(what: str) -> Iterator[None]:
-    """Turn what vLLM raises into EngineError; EngineGone if the process has died."""
+    """Turn vLLM's errors into EngineError; EngineGone if the process has died."""
     from vllm.v1.engine.exceptions import EngineDeadError
 
     try:

@@ -1,12 +1,11 @@
-"""vLLM's scheduler with one addition: while it is paused, probes run, and nothing else.
+"""vLLM's scheduler with one addition: while it is paused, only probes run.
 
-Only vLLM's engine process imports it (``scheduler_cls``), because it needs vLLM. The version check runs between the
-loading of weights and the first token drawn from them, so its probes must run while all requests are paused. vLLM's own pause
-stops probes too.
+vLLM's engine process imports it (``scheduler_cls``). The version check runs between the loading of
+weights and the first token drawn from them, so its probes must run while all requests are paused.
 
 Invariants
-1. While paused, a step schedules requests of priority `PROBE` only; every other request keeps its place, its KV and its
-   state.
+1. While paused, a step schedules requests of priority `PROBE` only; every other request keeps its
+   place, its KV and its state.
 2. When not paused, it behaves as vLLM's scheduler.
 3. The engine process does not outlive the process that started it.
 """
@@ -29,8 +28,6 @@ _PR_SET_PDEATHSIG = 1
 
 
 class _Probing:
-    """The additions of `ProbeScheduler` to a scheduler of vLLM, which has these attributes."""
-
     running: list[Any]
     waiting: Any
     policy: Any

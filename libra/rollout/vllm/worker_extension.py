@@ -1,12 +1,15 @@
-"""Libra's methods in vLLM's worker processes: loading a version, and projections and columns of the layers as used.
+"""Libra's methods in vLLM's worker processes: loading a version, projections and columns of layers as
+used.
 
-vLLM mixes `LibraWorker` into its worker class (``worker_extension_cls``) and calls it by name on every rank. vLLM is imported
-inside functions; importing this module needs torch only.
+vLLM mixes `LibraWorker` into its worker class (``worker_extension_cls``) and calls it by name on
+every rank. vLLM is imported inside functions.
 
 Invariants
-1. After `libra_load` every module computes with the file's weights: those that keep a packed copy have packed it again.
-   vLLM 0.32 on a CPU does not do that for an output head tied to the embedding, and silently serves the old head.
-2. `libra_outputs` goes through the modules' own ``apply``, packed or not, and never reads a matrix from a parameter.
+1. After `libra_load` every module computes with the file's weights; packed copies are packed again.
+   vLLM 0.32 on a CPU does not do that for an output head tied to the embedding, and silently serves
+   the old head.
+2. `libra_outputs` goes through the modules' own ``apply``, and never reads a matrix from a
+   parameter.
 3. The parts that all ranks return add up to the output of the whole layer.
 """
 
@@ -29,8 +32,8 @@ from libra.rollout.weight_loading import HEAD
 class Part(NamedTuple):
     """Rows of a layer's output that one rank computed; msgpack-able.
 
-    ``data`` is float32 (num_rows, num_here) as bytes: entries ``offset`` onwards of outputs with ``whole`` entries. ``inputs`` is
-    the layer's total number of inputs, or of rows for an embedding.
+    ``data`` is float32 (num_rows, num_here) as bytes: entries ``offset`` onwards of outputs with
+    ``whole`` entries. ``inputs`` is the layer's total number of inputs, or of rows for an embedding.
     """
 
     num_rows: int
@@ -45,20 +48,18 @@ class LibraWorker:
     """Methods that ``AsyncLLM.collective_rpc`` can call; ``self`` is vLLM's worker."""
 
     def libra_load(self, path: str, tied_to: str | None) -> None:
-        """Load a safetensors file in place.
-
-        ``tied_to`` is the name of the embedding that the head shares its weights with; the file may hold either name.
-        """
+        """Load a safetensors file in place. ``tied_to`` names the embedding that the head shares its weights
+        with."""
         worker: Any = self
         worker.reload_weights(weights_iterator=_tensors(Path(path), tied_to), is_checkpoint_format=True)
         with torch.no_grad():
             _pack_embeddings_again(worker.model_runner.get_model())
 
     def libra_continue_turns(self) -> None:
-        """Let a request that continues a turn draw on where the earlier ones of the turn stopped.
+        """Let a request that continues a turn continue its random numbers.
 
-        vLLM's model runner V1 draws from a generator per request, seeded when the request begins: here it skips what the tokens
-        that the turn has already took from it. Runner V2 draws by seed and position, as one request does and as several do.
+        vLLM's model runner V1 draws from a generator per request: here it skips the numbers of earlier
+        tokens. Runner V2 draws by seed and position.
         """
         worker: Any = self
         runner = worker.model_runner
@@ -80,8 +81,8 @@ class LibraWorker:
     def libra_outputs(self, seed: int | None, wanted: Mapping[str, Sequence[int]] | None) -> dict[str, Part]:
         """This rank's parts of the outputs of layers, by the Hugging Face name of their weight.
 
-        With ``seed`` for the inputs of `libra.projections`, every layer. Else for one-hot inputs: the ``wanted`` columns of each
-        named matrix, rows of an embedding, and norms and biases whole.
+        With ``seed`` for the inputs of `libra.projections`, every layer. Else for one-hot inputs: the
+        ``wanted`` columns of each matrix, rows of an embedding, and norms and biases whole.
         """
         worker: Any = self
         with torch.no_grad():
@@ -89,10 +90,10 @@ class LibraWorker:
 
 
 def skip_draws(generator: torch.Generator, tokens: int, runner: Any) -> None:
-    """Draw what ``tokens`` sampled tokens of vLLM's model runner V1 draw from a request's generator.
+    """Draw the numbers of ``tokens`` sampled tokens from a request's generator in vLLM's model runner V1.
 
-    On a CPU that is one number per token, from which its kernel makes the noise, or an exponential number per entry of the
-    vocabulary; elsewhere always the latter, and the offset of the generator grows by the same for each token.
+    On a CPU these are one number per token for its kernel, or an exponential number per entry of the
+    vocabulary; elsewhere always the latter, and each token moves the generator's offset equally.
     """
     sampler, vocab = runner.sampler.topk_topp_sampler, runner.input_batch.vocab_size
     fp64 = bool(getattr(sampler, "use_fp64_gumbel", False))
@@ -124,7 +125,6 @@ def _tensors(path: Path, tied_to: str | None) -> Iterator[tuple[str, Tensor]]:
 
 
 def _pack_embeddings_again(model: torch.nn.Module) -> None:
-    """Pack the embeddings and heads again, a tied head included."""
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 
     for module in model.modules():
@@ -163,7 +163,7 @@ def _outputs(model: Any, seed: int | None, wanted: Mapping[str, Sequence[int]]) 
 def _linear(
     module: Any, names: list[str], seed: int | None, wanted: Mapping[str, Sequence[int]]
 ) -> Iterator[tuple[str, Part]]:
-    """For each layer that a module holds (one, or several packed together): its name and its rows."""
+    """Name and rows of each layer that a module holds."""
     begin = 0
     for name, (count, offset, whole, mine) in zip(names, _shares(module), strict=True):
         x = _inputs(f"{name}.weight", seed, wanted, module.input_size)
@@ -178,7 +178,8 @@ def _linear(
 
 
 def _shares(module: Any) -> list[tuple[int, int, int, bool]]:
-    """(outputs here, first of them in the whole, outputs of the whole, whether this rank answers for them) of each layer."""
+    """(outputs here, first of them in the whole, outputs of the whole, whether this rank answers) of each
+    layer."""
     from vllm.model_executor.layers.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 
     rank, ranks = module.tp_rank, module.tp_size
@@ -207,7 +208,6 @@ def _own_columns(module: Any, x: Tensor) -> Tensor:
 
 
 def _inputs(name: str, seed: int | None, wanted: Mapping[str, Sequence[int]], width: int) -> Tensor | None:
-    """The inputs of a matrix (N, width), None if there are none."""
     if seed is not None:
         return torch.from_numpy(draw_input(generator_of(seed, name), width))[None]
     if name in wanted:
@@ -222,7 +222,7 @@ def _ids(name: str, seed: int | None, wanted: Mapping[str, Sequence[int]], rows:
 
 
 def _apply(module: Any, x: Tensor) -> Tensor:
-    """Rows multiplied by a matrix as in serving, without bias; (N, outputs here) float32."""
+    """(N, outputs here) float32, by the matrix as in serving, without bias."""
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
     given = x.to(device=device, dtype=module.params_dtype).contiguous()
     result: Tensor = module.quant_method.apply(module, given, None).float().cpu()
