@@ -35,8 +35,8 @@ from libra.rollout.weight_loading import load_causal_lm
 from libra.train import Replica, TrainSettings
 from libra.types import Phase, Prompt, Trajectory, TrajectoryId, TurnOutput, TurnRequest
 from libra.weights import WeightStore
-from libra.worker.batch_rows import without_stale
-from libra.worker.trajectory_state import TrajectoryState, action_record, generation_record
+from libra.worker.training.batch_rows import without_stale
+from libra.worker.trajectory.trajectory_state import TrajectoryState, action_record, generation_record
 
 ENGINES = ("engine-0", "engine-1")
 Key = tuple[str, int, int, int]

@@ -37,10 +37,10 @@ from libra.store.run_records import (
 from libra.store.trajectory_journal import Journal
 from libra.store.trajectory_store import TrajectoryStore
 from libra.types import Trajectory, TrajectoryId
-from libra.worker.grading import grade
 from libra.worker.model_files import local_model
 from libra.worker.run_spec import RunSpec
-from libra.worker.trajectory_state import TrajectoryState
+from libra.worker.trajectory.graded_members import grade
+from libra.worker.trajectory.trajectory_state import TrajectoryState
 
 if TYPE_CHECKING:
     from libra.config import RunConfig
@@ -315,7 +315,7 @@ def _stored_scores(check: RunCheck, stem: str) -> list[Taught | None] | None:
 
 def _ask(check: RunCheck, repairs: Repairs, names: Sequence[str]) -> None:
     """Let the teacher score the groups again: the same tokens and draws, and the same numbers where the machine is the same."""
-    from libra.worker.teacher_service import load_teacher, scores_of  # brings torch
+    from libra.worker.services.service_models import load_teacher, scores_of  # brings torch
 
     config = config_of(check)
     try:

@@ -36,8 +36,8 @@ from libra.store.run_records import (
     scores_path,
 )
 from libra.store.trajectory_journal import Journal
-from libra.worker.late_waiting import waiting_after
 from libra.worker.run_spec import RunSpec
+from libra.worker.training.batch_numbers import waiting_after
 
 if TYPE_CHECKING:
     from libra.envs import Environment

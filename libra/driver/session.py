@@ -43,9 +43,9 @@ from libra.observe.token_text import load_decode
 from libra.observe.trackers import EVERY, Trackers, sample_texts
 from libra.store.run_records import read_batch_facts, run_here
 from libra.types import FailureClass
-from libra.worker.batch_rows import members_of
-from libra.worker.grading import NOT_YET
-from libra.worker.step_records import step_numbers
+from libra.worker.training.batch_rows import members_of
+from libra.worker.training.step_records import step_numbers
+from libra.worker.trajectory.graded_members import NOT_YET
 
 if TYPE_CHECKING:
     from distributed import SpecCluster

@@ -189,7 +189,7 @@ class EngineFactory(Protocol):
     (``rollout.tp``, ``cluster.engines``, a role change), ``dtype`` ("float32" or "bfloat16"), ``threads`` (of torch, None: its own
     choice), ``kv_cache_gib`` (None: enough for all slots), ``min_pass_s`` (minimum seconds of a pass), ``device``
     (``cluster.device``), ``loader`` (``model.loader``), and of a rebucketed engine ``cores`` and ``devices``, as
-    `libra.worker.engine_factory.Share` has them.
+    `libra.worker.engine.engine_factory.Share` has them.
     `libra.testing.engines.EngineContract` tests what it makes; a run verifies each version that it serves by
     `RolloutEngine.score` and `RolloutEngine.project`.
     """

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from libra import keys
+from libra.cluster.connection import write_private
 from libra.config import RunConfig
 from libra.envs import Environment, check_state, make_environment
 from libra.envs.mcp_tools import with_mcp_tools
 from libra.envs.retries import BackOff
+from libra.errors import ClusterError
 from libra.types import TrajectoryId
 
 
@@ -153,3 +155,43 @@ class RunSpec(RunFiles):
         if draw:
             text += f"/{draw}"
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1
+
+
+SECRET_FILE = "secret"
+ENCRYPTED = ("tls://", "inproc://")
+"""Schemes of scheduler addresses whose traffic cannot be read by others."""
+
+
+def sendable_spec(spec: RunSpec, scheduler: str) -> tuple[RunSpec, Path | None]:
+    """``spec`` as it may be sent by the scheduler at that address, and the file with the secret that it then lacks, if any.
+
+    A run without connections between its workers needs no secret, and leaves no file.
+    """
+    if scheduler.startswith(ENCRYPTED):
+        return spec, None
+    config = spec.config
+    path = None
+    cluster, peers = config.cluster, (config.trainer.dispatch, config.weights.transfer)
+    exchanges_kv = config.rollout.kv_host_gib is not None
+    if "peer" in peers or exchanges_kv or cluster.hybrid_workers or cluster.train_workers > 1:
+        path = spec.directory / SECRET_FILE
+        write_private(path, spec.secret)
+    return replace(spec, secret=""), path
+
+
+def with_secret(spec: RunSpec, path: Path | None) -> RunSpec:
+    """The spec with its secret again, on a worker; ClusterError if the file cannot be read there."""
+    if path is None:
+        return spec
+    try:
+        return replace(spec, secret=path.read_text())
+    except OSError as error:
+        raise ClusterError(
+            f"{path}: this worker cannot read the run's secret ({error.strerror}), which an open scheduler must not send; start "
+            "scheduler and workers with a key: libra cluster tls DIR"
+        ) from error
+
+
+def forget_secret(directory: Path) -> None:
+    """Remove the file from the run directory, if there is one."""
+    (directory / SECRET_FILE).unlink(missing_ok=True)

@@ -21,7 +21,7 @@ from libra.errors import BatchFailed, ConfigError, LibraError, NothingToLearn
 from libra.store.trajectory_journal import Journal
 from libra.testing import FixedTurns
 from libra.types import Boundary, Episode, FailureClass, Prompt, ToolCall
-from libra.worker.failure_classes import FAULTS, failure_of
+from libra.worker.trajectory.graded_members import FAULTS, failure_of
 
 ONE_ITERATION = {"run": {"iterations": 1}, "trainer": {"prompts": 2, "group_size": 4}}
 

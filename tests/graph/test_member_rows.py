@@ -17,8 +17,8 @@ from libra.policy import StalenessPolicy, Verdict
 from libra.train import TrainSettings
 from libra.train.samples import sample_of
 from libra.types import EndReason, FailureClass, TrajectoryId
-from libra.worker import batch_rows
-from libra.worker.batch_rows import SliceFetcher, lazy_batch, lengths, without_stale
+from libra.worker.training import batch_rows
+from libra.worker.training.batch_rows import SliceFetcher, lazy_batch, lengths, without_stale
 
 BATCH, ETA = 6, 2
 VERSIONS = st.lists(st.integers(0, BATCH), max_size=6).map(sorted)

@@ -39,7 +39,7 @@ from libra.store.trajectory_store import TrajectoryStore
 from libra.testing import FixedTurns
 from libra.types import EndReason, Episode, FailureClass, ToolCall, ToolReturn, ToolStatus, TrajectoryId, Turn
 from libra.untrusted import MAX_CALLS, MAX_DEPTH, storable, storable_call, storable_calls
-from libra.worker.trajectory_state import TrajectoryState, action_record, failure_record, generation_record
+from libra.worker.trajectory.trajectory_state import TrajectoryState, action_record, failure_record, generation_record
 
 pytestmark = pytest.mark.timeout(60)
 

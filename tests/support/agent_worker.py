@@ -14,8 +14,8 @@ from libra.errors import EngineAsleep
 from libra.store.trajectory_journal import Journal
 from libra.testing import FixedTurns
 from libra.types import StopReason, TrajectoryId, TurnOutput, TurnRequest
-from libra.worker.agent_quanta import Agents
-from libra.worker.quanta import QuantumRunner
+from libra.worker.trajectory.agent_quanta import Agents
+from libra.worker.trajectory.quanta import QuantumRunner
 
 TID = TrajectoryId(0, 0, 0)
 Script = Callable[[str, TurnRequest], str]
