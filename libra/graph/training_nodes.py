@@ -39,7 +39,7 @@ def step(run: str, batch: dict[str, Any], rank: int) -> dict[str, Any]:
             return {**read_step_record(host.spec, batch["batch"]), "rank": rank}
         fetcher = None
         if host.spec.config.trainer.dispatch == "peer":
-            fetcher = SliceFetcher(batch, host.context.address, host.spec)
+            fetcher = SliceFetcher(batch, host.spec)
             result = trainer.checkpoints.step(lazy_batch(batch, fetcher), batch["batch"])
         else:
             result = trainer.checkpoints.step(members_of(batch, host.spec.groups_dir, of_the_step=True), batch["batch"])

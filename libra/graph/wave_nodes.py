@@ -78,7 +78,7 @@ def accumulate(run: str, wave: dict[str, Any], rank: int) -> dict[str, Any]:
             return numbers
         started_s, fetcher, last = time.time(), None, None
         if host.spec.config.trainer.dispatch == "peer":
-            fetcher = SliceFetcher(wave, host.context.address, host.spec)
+            fetcher = SliceFetcher(wave, host.spec)
             last = lazy_batch(wave, fetcher)
         trainer.add_waves(batch, number + 1, last=last)
         numbers |= {"train_s": time.time() - started_s} | (fetcher.numbers if fetcher is not None else {})

@@ -28,9 +28,10 @@ import numpy as np
 
 from libra import keys
 from libra.config import RunConfig
-from libra.dispatch import Block, DispatchServer, fetch, orders, rows_of
-from libra.errors import DispatchError, LayoutError, StoreError, TransferError
+from libra.errors import StoreError, TransferError
 from libra.store.run_records import pack_trajectory, read_group, read_scores, scores_path, unpack_trajectory
+from libra.transport import Address
+from libra.transport.rows import RowServer, fetch_rows
 from libra.types import Taught, Trajectory
 from libra.worker.run_spec import RunSpec
 
@@ -109,30 +110,20 @@ class RowKeeper:
     """The trajectories that one worker graded, for training ranks to fetch."""
 
     def __init__(self, worker: Worker, spec: RunSpec) -> None:
-        host = urlsplit(worker.address).hostname or "127.0.0.1"
-        self.server = DispatchServer(worker.address, spec.secret, host)
-        self._kept: OrderedDict[str, None] = OrderedDict()
+        self.server = RowServer(spec.secret, urlsplit(worker.address).hostname or "127.0.0.1")
+        self._kept: OrderedDict[tuple[int, int], list[str]] = OrderedDict()
         self._num_kept = num_kept(spec.config)
 
     def keep(self, iteration: int, group: int, members: Sequence[Trajectory]) -> dict[str, Any]:
-        """Offer a recorded group; returns the block of the group's report."""
-        name = f"{iteration}-{group}"
-        self.server.withdraw(name)  # the group's task ran before
-        rows = [str(member.trajectory_id) for member in members]
-        block = self.server.offer(name, rows, [pack_trajectory(member) for member in members])
-        self._kept[name] = None
-        self._kept.move_to_end(name)
+        """Offer a recorded group; returns the block of the group's report: where its rows are."""
+        rows = {str(member.trajectory_id): pack_trajectory(member) for member in members}
+        self.server.offer(rows)
+        self._kept[iteration, group] = list(rows)
+        self._kept.move_to_end((iteration, group))
         while len(self._kept) > self._num_kept:
-            self.server.withdraw(self._kept.popitem(last=False)[0])
+            self.server.withdraw(self._kept.popitem(last=False)[1])
         host, port = self.server.address
-        return {
-            "worker": block.worker,
-            "host": host,
-            "port": port,
-            "name": name,
-            "rows": rows,
-            "num_bytes": list(block.num_bytes),
-        }
+        return {"host": host, "port": port}
 
     def close(self) -> None:
         """Stop offering rows."""
@@ -158,58 +149,50 @@ def lengths(members: Sequence[Trajectory]) -> list[list[int]]:
 class SliceFetcher:
     """Rows of one batch for one rank, with counts by source."""
 
-    def __init__(self, batch: Mapping[str, Any], me: str, spec: RunSpec) -> None:
-        self._me, self._spec = me, spec
-        self._blocks: list[Block] = []
-        self._addresses: dict[str, tuple[str, int]] = {}
-        self._paths: dict[str, tuple[Path, int]] = {}
-        self._row_of = {name: row for row in (*batch["members"], *batch.get("late", ())) for name in row["rows"]}
+    def __init__(self, batch: Mapping[str, Any], spec: RunSpec) -> None:
+        self._spec = spec
+        self._group_of: dict[str, tuple[dict[str, Any], int]] = {}  # the row of its group, and its place in the group
         self.numbers = dict.fromkeys(FETCHED, 0)
         for row in (*batch["members"], *batch.get("late", ())):
-            path = spec.groups_dir / Path(row["path"]).name
-            self._paths |= {name: (path, index) for index, name in enumerate(row["rows"])}
-            if (held := row["block"]) is not None:
-                self._blocks.append(Block(held["worker"], held["name"], tuple(held["rows"]), tuple(held["num_bytes"])))
-                self._addresses[held["worker"]] = (held["host"], held["port"])
+            self._group_of |= {name: (row, index) for index, name in enumerate(row["rows"])}
 
     def __call__(self, rows: Sequence[str]) -> list[Trajectory]:
-        """The requested trajectories: all from their holders, or else all from the run directory."""
-        held = {row for block in self._blocks for row in block.rows}
-        requested = [row for row in rows if row in held]
-        arrived: dict[str, Trajectory] = {}
-        try:
-            order = orders(self._blocks, {self._me: requested}, self._addresses)[self._me]
-            fetched = fetch(order, self._me, secret=self._spec.secret)
-            arrived = {
-                str(row): unpack_trajectory(bytes(view), source=str(row))
-                for row, view in rows_of(fetched, order).items()
-            }
-            self.numbers["fetched_rows"] += len(arrived)
-            self.numbers["fetched_bytes"] += fetched.received_bytes
-        except (DispatchError, LayoutError, StoreError) as error:
-            logger.warning("run %s: %s; the run directory has them", self._spec.run, error)
-        whole = [arrived[row] if row in arrived else self._stored(row) for row in rows]
+        """The requested trajectories, from their holders or else from the run directory."""
+        wanted: dict[Address, list[str]] = {}
+        for name in rows:
+            if (block := self._group_of[name][0]["block"]) is not None:
+                wanted.setdefault((block["host"], block["port"]), []).append(name)
+        fetched = fetch_rows(wanted, self._spec.secret)
+        for address, error in fetched.failed.items():
+            logger.warning("run %s: %s:%d: %s; the run directory has its rows", self._spec.run, *address, error)
+        arrived = {name: unpack_trajectory(bytes(view), source=name) for name, view in fetched.rows.items()}
+        self.numbers["fetched_rows"] += len(arrived)
+        self.numbers["fetched_bytes"] += fetched.num_bytes
+        whole = [arrived[name] if name in arrived else self._stored(name) for name in rows]
         self._take_scores(whole)
-        return [without_stale(member, self._row_of[str(member.trajectory_id)]) for member in whole]
+        return [without_stale(member, self._group_of[str(member.trajectory_id)][0]) for member in whole]
 
     def _take_scores(self, members: Sequence[Trajectory]) -> None:
-        """What the teacher says of ``members``: it is in the run directory."""
+        """The teacher's scores of ``members``, from the run directory."""
         read: dict[Path, list[Taught | None]] = {}
         for member in members:
-            name = str(member.trajectory_id)
-            path, index = self._paths[name]
-            if self._row_of[name].get("taught"):
+            row, index = self._group_of[str(member.trajectory_id)]
+            if row.get("taught"):
+                path = self._path(row)
                 if path not in read:
                     read[path] = read_scores(scores_path(path))
                 member.taught = read[path][index]
 
-    def _stored(self, row: str) -> Trajectory:
-        path, index = self._paths[row]
+    def _path(self, row: Mapping[str, Any]) -> Path:
+        return self._spec.groups_dir / Path(row["path"]).name
+
+    def _stored(self, name: str) -> Trajectory:
+        row, index = self._group_of[name]
         self.numbers["stored_rows"] += 1
         try:
-            return read_group(path)[index]
+            return read_group(self._path(row))[index]
         except StoreError as error:
-            raise TransferError(f"trajectory {row} could neither be fetched nor read: {error}") from error
+            raise TransferError(f"trajectory {name} could neither be fetched nor read: {error}") from error
 
 
 def lazy_batch(batch: Mapping[str, Any], fetcher: SliceFetcher) -> LazyBatch:

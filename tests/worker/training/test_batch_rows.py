@@ -8,7 +8,7 @@ import pytest
 from factories import trajectory
 from libra.driver.session import Session
 from libra.errors import TransferError
-from libra.store.run_records import group_path, write_group
+from libra.store.run_records import group_path, pack_trajectory, write_group
 from libra.types import FailureClass, TrajectoryId
 from libra.worker.run_spec import RunSpec
 from libra.worker.training.batch_rows import FETCHED, RowKeeper, SliceFetcher, lazy_batch, lengths, num_kept
@@ -61,15 +61,15 @@ def test_what_a_lost_holder_had_is_read_from_the_run_directory(spec):
     for number, members in enumerate((first, second)):
         write_group(spec.groups_dir, 0, number, members)
         rows.append(facts_of(members, group_path(spec.groups_dir, 0, number), kept.keep(0, number, members)))
-    fetcher = SliceFetcher({"members": rows}, "me", spec)
+    fetcher = SliceFetcher({"members": rows}, spec)
     names = [*rows[0]["rows"], *rows[1]["rows"]]
     assert [str(t.trajectory_id) for t in fetcher(names)] == names
-    assert [fetcher.numbers[name] for name in FETCHED] == [6, sum(map(sum, (r["block"]["num_bytes"] for r in rows))), 0]
+    assert [fetcher.numbers[name] for name in FETCHED] == [6, sum(map(len, map(pack_trajectory, (*first, *second)))), 0]
     kept.close()
     again = fetcher(names[:4])
     assert [t.token_ids.tolist() for t in again] == [t.token_ids.tolist() for t in (*first, *second)][:4]
     assert fetcher.numbers["stored_rows"] == 4
-    stored = SliceFetcher({"members": [rows[0] | {"block": None}]}, "me", spec)  # a group that nobody offers
+    stored = SliceFetcher({"members": [rows[0] | {"block": None}]}, spec)  # a group that nobody offers
     assert len(stored(names[1:3])) == 2 and stored.numbers == {"fetched_rows": 0, "fetched_bytes": 0, "stored_rows": 2}
     group_path(spec.groups_dir, 0, 1).unlink()
     with pytest.raises(TransferError):
@@ -81,9 +81,9 @@ def test_old_groups_are_let_go(spec):
     for group in range(num_kept(spec.config) + 1):
         kept.keep(0, group, group_of(0, group))
     kept.keep(0, 1, group_of(0, 1))  # graded again: offered again
-    held = [name for name in (f"0-{group}" for group in range(num_kept(spec.config) + 1)) if name in kept.server]
+    held = [group for group in range(num_kept(spec.config) + 1) if f"train-0-{group}-0" in kept.server]
     kept.close()
-    assert held == [f"0-{group}" for group in range(1, num_kept(spec.config) + 1)]
+    assert held == [*range(1, num_kept(spec.config) + 1)]
 
 
 def test_failures_and_what_a_filter_took_out_are_not_fetched():

@@ -1,13 +1,13 @@
-"""Memory of another process of this machine, read in one copy.
+"""Bytes for another process: read from this one's memory where both are on one machine, else sent over the connection.
 
-Linux's ``process_vm_readv``, as MPI libraries use it between ranks of a node. The kernel decides which processes may (the same
-user, restricted further by containers and Yama); a probe finds out, and where it fails the bytes go over the connection.
+Linux's ``process_vm_readv``, as MPI libraries use it between ranks of a node. The kernel decides which
+processes may read (the same user, restricted further by containers and Yama).
 
 Invariants
 ----------
-1. Nothing is read before the probe: random bytes of the server, read at the address that it named, are those that it sent. A
-   process id that is another process here (another machine, another namespace) does not pass.
-2. All bytes are read or OSError is raised.
+1. Nothing is read before a probe: random bytes of the server, read at the address that it named, equal
+   those that it sent. A process id of another machine or namespace does not pass.
+2. All bytes arrive or OSError is raised.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ import functools
 import os
 import secrets
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from libra.transport.channel import Channel
 
 RUNS_A_CALL = 512
 BYTES_A_CALL = 64 * 2**20
@@ -56,25 +58,40 @@ def machine() -> str:
     if _READ is None:
         return ""
     try:
-        return (
-            f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}/{Path('/proc/self/ns/pid').stat().st_ino}"
-        )
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{Path('/proc/self/ns/pid').stat().st_ino}"
     except OSError:
         return ""
 
 
-def run_of(view: memoryview) -> Run:
-    """Address and length of a view in this process."""
-    return np.frombuffer(view, np.uint8).ctypes.data, len(view)
+def send_views(channel: Channel, views: Sequence[memoryview], request: Mapping[str, Any], **fields: Any) -> None:
+    """Answer ``request`` with ``fields`` and the bytes of ``views``, for `recv_views`.
+
+    A client whose request names this machine reads them in this process's memory, if it can.
+    """
+    views = [view for view in views if len(view)]
+    num_bytes = sum(map(len, views))
+    if request.get("machine") == machine():
+        channel.send_frame(num_bytes=num_bytes, memory=_offered(views), **fields)
+        answer = channel.recv_frame()  # until it comes, ``views`` keep the memory
+        if answer is None or answer["read"]:
+            return
+    else:
+        channel.send_frame(num_bytes=num_bytes, **fields)
+    channel.send_bytes(views, checked=True)
 
 
-def offered(views: Sequence[memoryview]) -> dict[str, Any]:
-    """What another process needs to read ``views``; JSON-able. The memory has to stay until it has done so."""
-    return {
-        "pid": os.getpid(),
-        "probe": [_PROBE.ctypes.data, _PROBE.tobytes().hex()],
-        "runs": [run_of(view) for view in views],
-    }
+def recv_views(channel: Channel, answer: Mapping[str, Any], views: Sequence[memoryview]) -> None:
+    """Fill ``views`` with the bytes that `send_views` announced in ``answer``; OSError if they do not come."""
+    views = [view for view in views if len(view)]
+    if "memory" in answer:
+        is_readable = can_read(answer["memory"])
+        if is_readable:
+            _read_all(answer["memory"]["pid"], answer["memory"]["runs"], views)
+        channel.send_frame(read=is_readable)
+        if is_readable:
+            return
+    channel.recv_bytes(views, checked=True)
 
 
 def can_read(offer: dict[str, Any]) -> bool:
@@ -84,17 +101,26 @@ def can_read(offer: dict[str, Any]) -> bool:
     address, expected = offer["probe"]
     found = np.zeros(_PROBE_BYTES, np.uint8)
     try:
-        read(int(offer["pid"]), [(int(address), _PROBE_BYTES)], [found.data])
+        _read_all(int(offer["pid"]), [(int(address), _PROBE_BYTES)], [found.data])
     except OSError:
         return False
     return found.tobytes().hex() == str(expected)
 
 
-def read(pid: int, runs: Sequence[Run], views: Sequence[memoryview]) -> None:
-    """Fill ``views`` with the bytes of ``runs``, which are as many, of process ``pid``; OSError if it cannot."""
+def _offered(views: Sequence[memoryview]) -> dict[str, Any]:
+    probe = [_PROBE.ctypes.data, _PROBE.tobytes().hex()]
+    return {"pid": os.getpid(), "probe": probe, "runs": list(map(_run_of, views))}
+
+
+def _run_of(view: memoryview) -> Run:
+    return np.frombuffer(view, np.uint8).ctypes.data, len(view)
+
+
+def _read_all(pid: int, runs: Sequence[Run], views: Sequence[memoryview]) -> None:
+    """Fill ``views`` with the bytes of ``runs``, which are as many, of process ``pid``."""
     batch: list[tuple[int, int, int]] = []
     size = 0
-    for pair in _paired(runs, [run_of(view) for view in views]):
+    for pair in _paired(runs, [_run_of(view) for view in views]):
         batch.append(pair)
         size += pair[2]
         if len(batch) == RUNS_A_CALL or size >= BYTES_A_CALL:
@@ -111,9 +137,8 @@ def _read(pid: int, batch: Sequence[tuple[int, int, int]], size: int) -> None:
     got = _READ(pid, ours, len(batch), theirs, len(batch), 0)
     if got != size:
         code = ctypes.get_errno() if got < 0 else 0
-        raise OSError(
-            code, f"reading {size} bytes of process {pid}: {os.strerror(code) if code else f'{got} were there'}"
-        )
+        why = os.strerror(code) if code else f"{got} were there"
+        raise OSError(code, f"reading {size} bytes of process {pid}: {why}")
 
 
 def _paired(runs: Sequence[Run], targets: Sequence[Run]) -> Iterator[tuple[int, int, int]]:

@@ -1,6 +1,6 @@
-"""A process that offers blocks of a batch: ``python server_process.py NAME SECRET SEED FAULT ROW...``.
+"""A process that offers rows: ``python row_sender.py SECRET FAULT ROW...``.
 
-Prints its port and waits to be killed. Row r is 1 MiB + r bytes that follow from SEED and r. FAULT of a move that it sends:
+Prints its port and waits to be killed. Row r is 1 MiB + r bytes that follow from r. FAULT of an answer that it sends:
 "none", "dies" (SIGKILL to itself after the first window of bytes), "garbles" (one byte is wrong).
 """
 
@@ -12,13 +12,13 @@ import zlib
 
 import numpy as np
 
-from libra.dispatch import DispatchServer
 from libra.transport import Channel
 from libra.transport.channel import WINDOW_BYTES
+from libra.transport.rows import RowServer
 
 
-def row(seed, number):
-    return np.random.default_rng((seed, number)).integers(0, 256, 2**20 + number, dtype=np.uint8)
+def row(number):
+    return np.random.default_rng(number).integers(0, 256, 2**20 + number, dtype=np.uint8)
 
 
 def dies(channel, views, *, checked):
@@ -35,11 +35,10 @@ def garbles(channel, views, *, checked):
 whole = Channel.send_bytes
 
 if __name__ == "__main__":
-    name, secret, seed, fault, *rows = sys.argv[1:]
+    secret, fault, *rows = sys.argv[1:]
     if fault != "none":
         Channel.send_bytes = {"dies": dies, "garbles": garbles}[fault]
-    server = DispatchServer(name, secret, "127.0.0.1")
-    numbers = [int(number) for number in rows]
-    server.offer("part", numbers, [row(int(seed), number) for number in numbers])
+    server = RowServer(secret, "127.0.0.1")
+    server.offer({number: row(int(number)) for number in rows})
     print(server.address[1], flush=True)  # noqa: T201 - the test reads the port
     threading.Event().wait()
