@@ -113,8 +113,7 @@ def graded(check: RunCheck, config: RunConfig, key: TrajectoryId, size: int) -> 
         states.append(state)
     decode = partial(decode_state, environment)
     pairs = [
-        (state.trajectory(max(int(record["epoch"]) for record in state.records)), state.episode(decode))
-        for state in states
+        (state.trajectory(max(record.epoch for record in state.records)), state.episode(decode)) for state in states
     ]
 
     async def grade_all() -> None:

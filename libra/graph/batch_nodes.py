@@ -16,10 +16,8 @@ from libra.policy import Verdict, staleness_of
 from libra.store.run_records import commit_batch, group_path, read_batch, read_batch_facts, read_group, read_waves
 from libra.types import EndReason, FailureClass, Prompt, Trajectory
 from libra.worker.runtime import WorkerRuntime, runtime_here
-from libra.worker.training.batch_numbers import signal_numbers
+from libra.worker.training.batch_numbers import agent_numbers, failure_counts, signal_numbers
 from libra.worker.training.batch_rows import late_rows, lengths, members_of, take_late, without_stale
-from libra.worker.trajectory.agent_turns import agent_numbers
-from libra.worker.trajectory.graded_members import failure_counts
 
 Lengths = tuple[int, int, int, int, float]
 """Tokens of prompt, generated and observed; turns; seconds with tools."""

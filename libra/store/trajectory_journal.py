@@ -21,18 +21,18 @@ import re
 import struct
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from libra.errors import StoreError
 from libra.store.exclusive_files import already_written, sync_directory, write_all, write_failure
-from libra.store.record_codec import joined, pack, unpack_all
+from libra.store.quantum_records import QuantumRecord
+from libra.store.record_codec import joined, pack, struct_decoder, unpack_all
 
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.\-]{0,127}")
 _FRAME = struct.Struct("<HI")  # bytes of the record's name, bytes of the record
 _IDENTITY_BYTES = 16
+_DECODER = struct_decoder(QuantumRecord)
 LOG_PREFIX = ".log-"
 MOST_RECORDS = 4096
 """Records in one log; file systems limit the links of a file (ext4: 65,000), and readers index a log from its beginning."""
@@ -92,14 +92,14 @@ class Journal:
         self._lookups = 0
         self._lock = threading.Lock()
 
-    def pack(self, trajectory_id: str, quantum: int, record: Mapping[str, Any]) -> bytes:
+    def pack(self, trajectory_id: str, quantum: int, record: QuantumRecord) -> bytes:
         """A record as `append` takes it, to be appended later; Unstorable if it holds a value of another kind."""
         return pack(record, source=self._path(trajectory_id, quantum))
 
-    def append(self, trajectory_id: str, quantum: int, *records: Mapping[str, Any] | bytes) -> None:
+    def append(self, trajectory_id: str, quantum: int, *records: QuantumRecord | bytes) -> None:
         """Create the record of one quantum (0-based), or of some that follow each other, all or none of them.
 
-        Values are None, bool, int, float, str, bytes, lists, dicts and numeric numpy arrays; bytes are a record from `pack`.
+        Bytes are a record from `pack`.
 
         Raises
         ------
@@ -180,17 +180,17 @@ class Journal:
                 os.close(log.descriptor)
             Path(log.path).unlink(missing_ok=True)
 
-    def read(self, trajectory_id: str, start: int = 0, until: int = 0) -> list[dict[str, Any]]:
+    def read(self, trajectory_id: str, start: int = 0, until: int = 0) -> list[QuantumRecord]:
         """Records of quanta ``start``, ``start + 1``, ... up to the first that does not exist.
 
         ``until``: the caller knows that there are none from this number on, so that it is not looked for; 0: it does not.
 
         Raises StoreError, naming the file, if one is torn or corrupt.
         """
-        records: list[dict[str, Any]] = []
+        records: list[QuantumRecord] = []
         path, stem = self._path(trajectory_id, start), f"{self.root}/{trajectory_id}"
         while (data := self._load(path)) is not None:
-            records += unpack_all(data, source=path)
+            records += unpack_all(data, _DECODER, source=path)
             if 0 < until <= start + len(records):
                 break
             path = f"{stem}.{start + len(records):04d}.rec"
@@ -198,13 +198,13 @@ class Journal:
                 break
         return records
 
-    def read_at(self, trajectory_id: str, quantum: int) -> list[dict[str, Any]]:
+    def read_at(self, trajectory_id: str, quantum: int) -> list[QuantumRecord]:
         """The records that were appended together from one quantum on; StoreError, naming the file, where they do not exist, or
         are torn or corrupt."""
         data = self._load(path := self._path(trajectory_id, quantum))
         if data is None:
             raise StoreError(f"{path}: there is no such record")
-        return unpack_all(data, source=path)
+        return unpack_all(data, _DECODER, source=path)
 
     def trajectories(self) -> set[str]:
         """Trajectories that have a record."""

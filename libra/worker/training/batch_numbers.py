@@ -1,15 +1,17 @@
-"""The learning signal of a batch: the spread of rewards within groups, and the cause if there is none."""
+"""Numbers of a batch: the spread of its rewards, its failures, its agents' sequences, and its late rewards."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from libra.config import RunConfig
 from libra.policy.late import GuessWorth, WaitingGroup
 from libra.store.run_records import read_batch_facts
-from libra.types import EndReason, ToolStatus, Trajectory
+from libra.types import EndReason, FailureClass, ToolStatus, Trajectory
 from libra.untrusted import shown
 from libra.worker.run_spec import RunFiles
 from libra.worker.trajectory.trajectory_state import CONTEXT_FULL
@@ -136,3 +138,30 @@ def _late_facts(files: RunFiles, batch: int) -> dict[str, Any]:
     facts = read_batch_facts(files.batches_dir, batch) if batch >= 0 else {}
     late: dict[str, Any] = facts.get("late", {})
     return late
+
+
+def agent_numbers(config: RunConfig, trajectories: Iterable[Trajectory]) -> dict[str, int]:
+    """``agent_sequences`` of a batch, all sequences of its trajectories; nothing without an agent.
+
+    It equals the number of trajectories where no conversation was edited, compacted or branched, and
+    there were no sub-agents.
+    """
+    if not config.agent.given:
+        return {}
+    return {"agent_sequences": sum(1 + len(each.starts) for each in trajectories if each.turns)}
+
+
+def failure_counts(trajectories: Sequence[Trajectory]) -> dict[str, int]:
+    """The failures of a batch; every count is present in every iteration.
+
+    ``failures/<class>``: members that ended so. ``resampled/<class>``: failed attempts that were followed by another one;
+    ``resampled`` is their sum.
+    """
+    ended = Counter(member.failure for member in trajectories)
+    again = Counter(name for member in trajectories if member.retried for name in member.retried.split(","))
+    failed = [failure for failure in FailureClass if failure is not FailureClass.NONE]
+    return {
+        **{f"failures/{failure}": ended[failure] for failure in failed},
+        **{f"resampled/{failure}": again[str(failure)] for failure in failed if not failure.trains},
+        "resampled": again.total(),
+    }

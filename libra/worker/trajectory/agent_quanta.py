@@ -1,15 +1,15 @@
 """Action quanta of trajectories that an agent runs: the agent gets the model's answer, works, and asks again, or ends.
 
-The agent is a process of this worker, and asks this worker's gateway. Its request ends an action quantum; a generation quantum, on
-whatever worker has a slot, writes the answer; the next action quantum gives it to the agent. All of it is in the journal.
+The agent is a process of this worker, and asks this worker's gateway. Its request ends an action quantum; a
+generation quantum, on any worker, writes the answer; the next action quantum gives it to the agent. All of it
+is in the journal.
 
 Invariants
 ----------
 1. An agent that waits for the model has no slot.
-2. A request that was recorded has its answer's tokens: an agent that is started again, after a lost worker, gets the recorded
-   answers as long as it asks the same, in whatever order its sub-agents do. If it then asks something else and not what was
-   recorded, or ends before, a fresh draw begins.
-3. A worker has at most ``agent.concurrency`` agents. A trajectory that finds no place gives its quantum back.
+2. An agent that is started again, after a lost worker, gets the recorded answers while it asks the same, in
+   any order of its sub-agents. If it asks something else, or ends sooner, a fresh draw begins.
+3. A worker has at most ``agent.concurrency`` agents. A trajectory that finds no place returns its quantum.
 4. A prompt that does not fit is refused, and never cut.
 """
 
@@ -35,12 +35,19 @@ from libra.agents.processes import AgentProcesses
 from libra.agents.requests import ModelRequest, Reply, forms, reply
 from libra.agents.session import Ended, Pending, Session, as_float, by_size
 from libra.errors import EngineAsleep, RequestRefused, ToolFault, ToolTimeout
+from libra.store.quantum_records import (
+    AgentEndRecord,
+    GenerationRecord,
+    QuantumRecord,
+    RequestRecord,
+    RestartRecord,
+)
 from libra.store.run_records import group_path
 from libra.types import EndReason, FailureClass, StopReason, ToolCall, ToolReturn, ToolStatus, TrajectoryId
 from libra.untrusted import storable
 from libra.worker.context import WorkerContext
 from libra.worker.trajectory.agent_turns import AgentTurns, agent_calls
-from libra.worker.trajectory.trajectory_state import TrajectoryState, agent_end_record, request_record, unlike_record
+from libra.worker.trajectory.trajectory_state import TrajectoryState, agent_end_record
 
 if TYPE_CHECKING:
     from libra.rollout.chat_format import ChatFormat
@@ -50,17 +57,16 @@ logger = logging.getLogger(__name__)
 task_logger = logging.getLogger(__name__ + ".tasks")
 
 SWEEP_S = 30.0
-"""Seconds between two looks for agents whose trajectory has ended without them."""
+"""Seconds between sweeps for agents whose trajectory has ended without them."""
 REPLAY_S = 5.0
-"""Seconds in which an agent that was started again, and asks something else, may still ask what was recorded: its sub-agents may
-have another order."""
+"""Seconds in which a restarted agent that asks something else may still send a recorded request: sub-agents change their order."""
 NO_ROOM_S = 0.5
-"""Seconds that a quantum waits for the end of another agent before it is given back."""
+"""Seconds that a quantum waits for another agent's end before it is returned."""
 
 
 @dataclass(slots=True, eq=False)
 class _Live:
-    """An agent's process and what it has been answered."""
+    """An agent's process and the answers that it got."""
 
     draw: int
     token: str
@@ -111,7 +117,7 @@ class Agents:
 
     # ---------------------------------------------------------------- one quantum
 
-    async def act(self, state: TrajectoryState) -> dict[str, Any]:
+    async def act(self, state: TrajectoryState) -> QuantumRecord:
         """Let the agent work until it asks the model or ends; the record of that.
 
         Raises
@@ -137,7 +143,7 @@ class Agents:
             self.gateway.drop(live.token, why)
             self._left.set()
 
-    async def _act(self, state: TrajectoryState) -> dict[str, Any]:
+    async def _act(self, state: TrajectoryState) -> QuantumRecord:
         live = self._live.get(state.tid)
         if live is not None and (live.draw != state.draw or not live.answered <= state.turns <= live.answered + 1):
             self.drop(state.tid, "it began again")
@@ -168,7 +174,7 @@ class Agents:
                 event.refuse(refused)
 
     async def _next(self, live: _Live, state: TrajectoryState) -> Pending | Ended | None:
-        """What the agent does next; None: of what was recorded it asks no more. ToolTimeout."""
+        """The agent's next event; None if it asks no more of what was recorded. ToolTimeout."""
         agent = self._agent
         while live.early and not live.replay:
             if (pending := live.early.popleft()).waiting > 0:
@@ -203,8 +209,8 @@ class Agents:
         live = _Live(state.draw, token, session, Conversation(self._format), time.monotonic())
         self._live[state.tid] = live
         self._take_answers(live, state)
-        requests = [r for r in state.records[state.first :] if r["kind"] == "action" and "parent" in r]
-        live.replay = {turn: bytes(requests[turn]["asked"]["fingerprint"]) for turn in range(state.turns)}
+        requests = [record for record in state.draw_records if isinstance(record, RequestRecord)]
+        live.replay = {turn: requests[turn].fingerprint for turn in range(state.turns)}
         task = {
             "trajectory": str(state.tid), "prompt_id": state.prompt.prompt_id,
             "messages": [dict(message) for message in state.prompt.messages], "facts": dict(state.prompt.facts),
@@ -213,21 +219,19 @@ class Agents:
         return live
 
     def _take_answers(self, live: _Live, state: TrajectoryState) -> None:
-        """Read the turns that were generated since, and give those that the agent waits for to it."""
+        """Read the turns that were generated since, and answer the agent's requests for them."""
         if live.answered == state.turns:
             return
-        records = state.records[state.first :]
-        requests = [r for r in records if r["kind"] == "action" and "parent" in r]
-        turns = AgentTurns.of(records)
+        turns = AgentTurns.of(state.draw_records)
         for turn in range(live.answered, state.turns):
-            asked, parts = requests[turn]["asked"], turns.generated[turn]
+            asked, parts = turns.requests[turn], turns.generated[turn]
             made = self._reply(state, turn, asked, parts)
-            tail = [Message.from_plain(plain) for plain in asked["messages"]]
+            tail = [Message.from_plain(plain) for plain in asked.messages]
             if live.taken == turn:  # the process is new here
                 live.taken += 1
-                live.conversation.ask(-1 if asked["by_ids"] else requests[turn]["parent"], tail, asked["tools"])
+                live.conversation.ask(-1 if asked.by_ids else asked.parent, tail, asked.tools)
             last = int(made.token_ids[-1]) if len(made.token_ids) else -1
-            said = () if asked["by_ids"] else forms(made.message, made.stop)
+            said = () if asked.by_ids else forms(made.message, made.stop)
             live.conversation.answer(turn, *said, last=last)
             live.replies.append(made)
             live.answered = turn + 1
@@ -235,25 +239,26 @@ class Agents:
                 live.session.answered(pending, made)
                 live.given_s[turn] = time.monotonic()
 
-    def _reply(self, state: TrajectoryState, turn: int, asked: Mapping[str, Any], parts: list[Any]) -> Reply:
+    def _reply(self, state: TrajectoryState, turn: int, asked: RequestRecord, parts: list[GenerationRecord]) -> Reply:
         """The answer of a generated turn; the same on every worker."""
         name = f"{state.tid}-{state.draw}-{turn}"
-        stop = parts[-1].get("stopped")
-        parse = self._parse if offers_tools(asked["tools"]) else lambda text: ()  # who has no tools reads text
-        message = reply(parts[-1]["text"], parse, lambda i: f"call_{digest(f'{name}/{i}'.encode()).hex()[:16]}", stop)
-        cut = parts[-1]["stop_reason"] == StopReason.LENGTH
-        context = len(np.concatenate(state.paths[turn])) - sum(len(part["token_ids"]) for part in parts)
+        stop = parts[-1].stopped
+        parse = self._parse if offers_tools(asked.tools) else lambda text: ()  # who has no tools reads text
+        message = reply(parts[-1].text, parse, lambda i: f"call_{digest(f'{name}/{i}'.encode()).hex()[:16]}", stop)
+        cut = parts[-1].stop_reason is StopReason.LENGTH
+        context = len(np.concatenate(state.paths[turn])) - sum(len(part.token_ids) for part in parts)
         ids, logprobs, versions = (
-            np.concatenate([part[column] for part in parts]) for column in ("token_ids", "logprobs", "weight_versions")
+            np.concatenate([getattr(part, column) for part in parts])
+            for column in ("token_ids", "logprobs", "weight_versions")
         )
         finish = "tool_calls" if message.calls else "length" if cut else "stop"
         return Reply(message, finish, context, ids, logprobs, versions, name, stop)
 
     def _parse(self, text: str) -> tuple[ToolCall, ...]:
-        return agent_calls(self._context, text)
+        return agent_calls(self._context.environment, text)
 
     def _replayed(self, live: _Live, pending: Pending) -> bool:
-        """Answer a request from the journal; False if none there is the same."""
+        """Answer a request from the journal; False if it has none that is equal."""
         fingerprint = pending.request.fingerprint
         turn = next((turn for turn, known in live.replay.items() if known == fingerprint), None)
         if turn is None:
@@ -263,13 +268,13 @@ class Agents:
         live.given_s[turn] = time.monotonic()
         return True
 
-    def _unlike(self, state: TrajectoryState, what: str) -> dict[str, Any]:
+    def _unlike(self, state: TrajectoryState, what: str) -> RestartRecord:
         detail = f"its agent, started again, {what}; a fresh draw begins"
         logger.info("%s: %s", state.tid, detail)
         self.drop(state.tid, "it began again")
-        return unlike_record(detail)
+        return RestartRecord(detail=storable(detail))
 
-    async def _asked(self, live: _Live, state: TrajectoryState, pending: Pending) -> dict[str, Any]:
+    async def _asked(self, live: _Live, state: TrajectoryState, pending: Pending) -> RequestRecord:
         """The record of a new request; RequestRefused if it is not answered."""
         request = pending.request
         rollout = self._context.spec.config.rollout
@@ -285,17 +290,16 @@ class Agents:
         assert turn == state.turns, f"{state.tid}: request {turn} of a trajectory with {state.turns} turns"
         if asked.reason not in ("first", "continued"):
             task_logger.info("%s: turn %d begins a branch: %s", state.tid, turn, asked.reason)
-        kept = {
-            "messages": [message.to_plain() for message in asked.tail], "tools": tools, "reason": asked.reason,
-            "fingerprint": request.fingerprint, "stop": list(request.stop), "max_tokens": request.max_tokens,
-            "by_ids": request.token_ids is not None,
-        }  # fmt: skip
-        record = request_record(turn, asked.parent, asked.ids, self._returns(live, asked), kept)
         live.pending[turn], live.taken = pending, turn + 1
-        return record
+        return RequestRecord(
+            turn=turn, parent=asked.parent, returns=self._returns(live, asked), observation_ids=asked.ids,
+            messages=[message.to_plain() for message in asked.tail], tools=tools, reason=asked.reason,
+            fingerprint=request.fingerprint, stop=list(request.stop), max_tokens=request.max_tokens,
+            by_ids=request.token_ids is not None,
+        )  # fmt: skip
 
     def _read(self, live: _Live, state: TrajectoryState, request: ModelRequest) -> Asked:
-        """A request as the model will read it; RequestRefused as of `_check_room` where its size alone says that it is too long."""
+        """A request as the model will read it; RequestRefused if its size alone shows that it is too long."""
         limit = self._context.spec.config.rollout.max_context_tokens
         try:
             if request.token_ids is None:
@@ -303,10 +307,10 @@ class Agents:
                     request.messages, request.tools, request.template_args, request.tools_text
                 )
             if len(request.token_ids) >= limit:
-                told = (
+                text = (
                     f"this model's maximum context length is {limit} tokens, and token_ids has {len(request.token_ids)}"
                 )
-                raise RequestRefused(told, "token_ids", code=TOO_LONG)
+                raise RequestRefused(text, "token_ids", code=TOO_LONG)
             return _by_ids(state, request, len(self._chat().tokenizer))
         except RequestRefused as refused:
             if refused.code == TOO_LONG:
@@ -321,7 +325,7 @@ class Agents:
         if tokens >= limit:
             detail = f"this model's maximum context length is {limit} tokens, and the messages have {tokens}"
         elif asked.reason not in ("first", "continued"):
-            parts, _ = AgentTurns.of(state.records[state.first :]).parts()
+            parts, _ = AgentTurns.of(state.draw_records).parts()
             total, most = sum(len(ids) for ids, _ in parts) + tokens, config.trainer.micro_batch_tokens
             if total + config.rollout.max_new_tokens > most:
                 detail = (
@@ -332,24 +336,24 @@ class Agents:
             live.refused = (EndReason.LENGTH, detail)
             raise RequestRefused(detail, "messages", code=TOO_LONG)
 
-    def _returns(self, live: _Live, asked: Asked) -> list[ToolReturn]:
-        """What the tools returned to the turn that a request continues."""
+    def _returns(self, live: _Live, asked: Asked) -> tuple[ToolReturn, ...]:
+        """The tools' returns to the turn that a request continues."""
         if asked.parent < 0:
-            return []
+            return ()
         calls = {call.id: call.name for call in live.replies[asked.parent].message.calls}
         took_s = time.monotonic() - live.given_s.get(asked.parent, time.monotonic())
         results = [message for message in asked.tail if message.role == "tool"]
         names = list(calls.values())
-        return [
+        return tuple(
             ToolReturn(
                 storable(calls.get(message.call_id, names[index] if index < len(names) else ""))[:256],
                 ToolStatus.OK, storable(message.text), took_s, len(message.text),
             )
             for index, message in enumerate(results)
-        ]  # fmt: skip
+        )  # fmt: skip
 
-    def _ended(self, live: _Live, state: TrajectoryState, ended: Ended) -> dict[str, Any]:
-        """The record of an agent's end. ToolFault if it failed, but not for what was refused or after an answer that was cut."""
+    def _ended(self, live: _Live, state: TrajectoryState, ended: Ended) -> AgentEndRecord | RestartRecord:
+        """The record of an agent's end. ToolFault if it failed, unless a request was refused or an answer was cut."""
         if live.replay and ended.error is None:
             return self._unlike(state, "ended sooner than before")
         turn, reward = max(0, state.turns - 1), _reward(live.session.reward, ended.result)
@@ -369,7 +373,7 @@ class Agents:
         return record
 
     async def _sweep(self) -> None:
-        """Kill agents whose trajectory has ended elsewhere, or whose time is over, again and again."""
+        """Kill agents whose trajectory has ended elsewhere, or whose time is over, every `SWEEP_S`."""
         while True:
             await asyncio.sleep(SWEEP_S)
             now_s = time.monotonic()
@@ -381,7 +385,7 @@ class Agents:
 
 
 def _by_ids(state: TrajectoryState, request: ModelRequest, vocab_size: int) -> Asked:
-    """A request of token ids: it continues the longest turn that it begins with. RequestRefused for an id that is none."""
+    """A request of token ids: it continues the longest turn that it begins with. RequestRefused for an unknown id."""
     assert request.token_ids is not None
     ids = np.array(request.token_ids, np.int32)
     if ids.max() >= vocab_size:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -130,19 +129,3 @@ FAULTS = (EngineError, EnvironmentFault)
 def failure_of(error: EngineError | EnvironmentFault) -> FailureClass:
     """The class of an error of `FAULTS`."""
     return next(failure for kind, failure in _CLASSES if isinstance(error, kind))
-
-
-def failure_counts(trajectories: Sequence[Trajectory]) -> dict[str, int]:
-    """The failures of a batch; every count is present in every iteration.
-
-    ``failures/<class>``: members that ended so. ``resampled/<class>``: failed attempts that were followed by another one;
-    ``resampled`` is their sum.
-    """
-    ended = Counter(member.failure for member in trajectories)
-    again = Counter(name for member in trajectories if member.retried for name in member.retried.split(","))
-    failed = [failure for failure in FailureClass if failure is not FailureClass.NONE]
-    return {
-        **{f"failures/{failure}": ended[failure] for failure in failed},
-        **{f"resampled/{failure}": again[str(failure)] for failure in failed if not failure.trains},
-        "resampled": again.total(),
-    }

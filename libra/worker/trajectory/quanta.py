@@ -2,18 +2,17 @@
 
 Invariants
 ----------
-1. An engine loads the newest published version before each generation, and never generates for iteration ``k`` with weights
-   older than version ``k - eta``; served versions have passed their check (`libra.worker.engine.verified_engine`).
-2. A record is appended before it is reported, so a lost worker costs at most the quantum in flight: a generation with the
-   actions that run inline after it is one. A state that is ahead of the journal when its quantum fails is dropped.
+1. An engine loads the newest published version before each generation, and never generates for iteration
+   ``k`` with weights older than version ``k - eta``.
+2. A record is appended before it is reported, so a lost worker costs at most the quantum in flight: one
+   generation with its inline actions. A state that is ahead of the journal when its quantum fails is dropped.
 3. One generation or action of a trajectory runs at a time here, and only with the records of all before it.
-4. What the model writes and what its tools do ends at most its own trajectory. It is made storable before it goes into a record
-   (`libra.untrusted`); a record that cannot be stored all the same becomes a failure record, which a resume finds.
-5. A trajectory keeps its slot from one generation to the next unless one of an earlier iteration or a better level waits.
-6. A trajectory whose group has its record runs no quantum, on any worker: its journal is removed when the store has it, and its
-   result may be lost with a worker after that.
-7. In a run with ``staleness.versions=one`` all tokens of a trajectory have one version, whichever engine it is sent to: it begins
-   again from its prompt where that needs it.
+4. Bad model or tool output can fail only its own trajectory. It is made storable before it goes into a
+   record; a record that cannot be stored all the same becomes a failure record, which a resume finds.
+5. A trajectory whose group has its record runs no quantum, on any worker: its journal is removed when the
+   store has it.
+6. In a run with ``staleness.versions=one`` all tokens of a trajectory have one version: it begins again
+   from its prompt where that needs it.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,9 +33,17 @@ from libra.envs import StateCopy, begin_state, has_steps, run_step
 from libra.envs.action_process import ActionProcesses
 from libra.envs.environment import turn_by_script
 from libra.errors import ActionRevoked, EngineAsleep, EngineError, EnvironmentFault, FencedOff, ToolFault, Unstorable
-from libra.facts import GivenBack, TrajectoryFoundEnded
+from libra.facts import FailureClassified, GivenBack, QuantumFinished, TrajectoryFoundEnded
 from libra.named_parts import raised_at
 from libra.policy import keeps_version
+from libra.store.quantum_records import (
+    ActionRecord,
+    FailureRecord,
+    GenerationRecord,
+    QuantumRecord,
+    RequestRecord,
+    RestartRecord,
+)
 from libra.store.run_records import group_path, read_group
 from libra.types import (
     FailureClass,
@@ -49,22 +56,19 @@ from libra.types import (
     TrajectoryId,
     TurnRequest,
 )
-from libra.untrusted import error_text, storable, storable_calls
+from libra.untrusted import MAX_ERROR_CHARS, error_text, storable, storable_calls
 from libra.worker.context import WorkerContext
 from libra.worker.dask_worker import priority_here, still_wanted
 from libra.worker.engine.worker_engine import WorkerEngine
 from libra.worker.trajectory.agent_turns import agent_calls, cut_at_stop
 from libra.worker.trajectory.graded_members import FAULTS, failure_of
-from libra.worker.trajectory.quantum_reports import quantum_facts
 from libra.worker.trajectory.session_leases import SessionLeases
 from libra.worker.trajectory.trajectory_state import (
     TrajectoryState,
-    action_record,
     end_record,
     failure_record,
     generation_record,
-    restart_record,
-    without_text,
+    returned,
 )
 from libra.worker.trajectory.turn_calls import StoppableActions, TurnCalls, recorded
 
@@ -77,11 +81,11 @@ STEP = "step"
 KEPT_PROMPTS = 1024
 """Tokenised prompts kept in memory per worker."""
 KEPT_STATES = 4096
-"""Trajectory states kept in memory per worker; a missing one is read from the journal. Of as many that have ended, it
-is kept that they have."""
+"""States kept per worker, and ends of trajectories; a missing one is read from the journal."""
 KEPT_BYTES, RECORD_BYTES, TOKEN_BYTES = 64 << 20, 2048, 20
-"""Memory for the records of trajectories that have ended, whose group may be built here: they need not be read from the journal.
-What a record takes about, and each of its tokens."""
+"""Memory for the records of ended trajectories, whose group may be built here; about that much per record and token."""
+KILLED = "killed: it took more than"
+"""In the detail of a failure: the action took more than its memory."""
 
 
 class QuantumRunner:
@@ -107,14 +111,12 @@ class QuantumRunner:
         self.context, self.engine, self._leaving = context, engine, leaving
         self.states: OrderedDict[TrajectoryId, TrajectoryState] = OrderedDict()
         self._ended: OrderedDict[TrajectoryId, TrajectoryState] = OrderedDict()  # without records and context
-        self._whole: OrderedDict[TrajectoryId, int] = (
-            OrderedDict()
-        )  # bytes of those that have ended, and are in `states`
+        self._whole: OrderedDict[TrajectoryId, int] = OrderedDict()  # bytes of ended ones in `states`
         self._whole_bytes = 0
         self.closing = False
         self.sessions = None if context.environment.session is None else SessionLeases(context)
         self.agents: Agents | None = None
-        """Of a worker that runs them."""
+        """Only on a worker that runs them."""
         self.calls = TurnCalls(context, self.sessions, processes)
         self.stoppable = StoppableActions()
         self._prompts: OrderedDict[str, NDArray[np.int32]] = OrderedDict()
@@ -163,11 +165,8 @@ class QuantumRunner:
     async def run(self, key: str, tid: TrajectoryId, prompt: Prompt, quantum: int = 0) -> TrajectoryState:
         """Run the next quantum of a trajectory here, write its record, report it; returns the state after it.
 
-        ``quantum`` is its number, where the scheduler knows that: its group has no record then, and the journal has none but the
-        records before it. 0: both are looked up.
-
-        If the next one is also a generation (its tools ran inline) and no better trajectory waits for the slot, it follows at
-        once: each quantum has its record and its report, without a decision in between.
+        ``quantum`` is its number, where the scheduler knows it: then its group has no record, and the journal has exactly the
+        records before it. With 0 both are looked up. A next generation follows at once while nothing better waits for the slot.
         """
         state = self._ended.get(tid) or self.state(tid, prompt, quantum)
         if state.phase is not None and not quantum:
@@ -194,7 +193,7 @@ class QuantumRunner:
             goes_on = (
                 phase is Phase.ROLLOUT
                 and state.phase is Phase.ROLLOUT
-                and state.records[-1]["kind"] != "failure"  # another attempt may succeed on another worker
+                and not isinstance(state.records[-1], FailureRecord)  # another attempt may succeed on another worker
                 and (self.engine is None or self.engine.keeps_slot(key))
                 and not self._leaving()
                 and still_wanted(self.context.worker, key)
@@ -205,7 +204,7 @@ class QuantumRunner:
         return state
 
     def _end_leases(self, state: TrajectoryState, lease: tuple[str, str] | None) -> None:
-        """Release the session of a trajectory that has ended, or has begun again since it had ``lease``."""
+        """Release the session of a trajectory that has ended, or begun again since it had ``lease``."""
         if self.sessions is None:
             return
         for each in {lease, state.lease} - {None}:
@@ -213,7 +212,7 @@ class QuantumRunner:
                 self.sessions.release(each)
 
     def _end_with_group(self, state: TrajectoryState) -> None:
-        """End a trajectory whose group has its record; the records of its own may be gone, all or the last."""
+        """End a trajectory whose group has its record; its own records may be gone."""
         tid = state.tid
         path = group_path(self.context.spec.groups_dir, tid.iteration, tid.group, tid.split)
         if not os.access(path, os.F_OK):
@@ -223,8 +222,7 @@ class QuantumRunner:
         state.quanta = max(state.quanta, len(member.turns))
 
     def _release(self, state: TrajectoryState) -> None:
-        """Keep that a trajectory has ended, also when its result is lost and its journal is gone; and keep its records for its
-        group, the newest `KEPT_BYTES`."""
+        """Remember that a trajectory has ended, and keep the newest `KEPT_BYTES` of records for their groups."""
         self._ended[state.tid] = replace(state, records=[], context=[], prompt=Prompt(state.prompt.prompt_id, ()))
         if len(self._ended) > KEPT_STATES:
             self._ended.popitem(last=False)
@@ -237,7 +235,7 @@ class QuantumRunner:
             self.drop(next(iter(self._whole)))
 
     def drop(self, tid: TrajectoryId) -> None:
-        """Keep no records of a trajectory; where they are wanted again, they are read from the journal."""
+        """Keep no records of a trajectory; the journal has them."""
         self.states.pop(tid, None)
         self._whole_bytes -= self._whole.pop(tid, 0)
 
@@ -287,8 +285,8 @@ class QuantumRunner:
         script = turn_by_script(context.environment, state.tid, state.prompt, state.turns)
         done = sum(map(len, state.unfinished))
         wanted = rollout.max_new_tokens if script is None else script.new_tokens
-        if state.agent and state.request["max_tokens"] is not None:
-            wanted = min(wanted, state.request["max_tokens"])
+        if state.request is not None and state.request.max_tokens is not None:
+            wanted = min(wanted, state.request.max_tokens)
         room = rollout.max_context_tokens - len(context_ids)
         left = max(1, min(wanted - done, room))
         part = min(left, rollout.chunk_tokens or left)
@@ -313,34 +311,32 @@ class QuantumRunner:
         if self._keeps_version and self._ends_version(state, set(output.weight_versions.tolist()), started_s):
             return
         text, calls, stopped = "", tuple[ToolCall, ...](), None
-        if state.agent:
-            output, stopped = cut_at_stop(output, state.unfinished, state.request["stop"], self.chat.decode)
+        if state.request is not None:
+            output, stopped = cut_at_stop(output, state.unfinished, state.request.stop, self.chat.decode)
         if stopped is None and output.stop_reason is StopReason.LENGTH and part < left:
             output = replace(output, stop_reason=StopReason.PARKED)
         else:
             text = storable(self.chat.decode(np.concatenate([*state.unfinished, output.token_ids])))
             calls = self._parse(text) if script is None else script.calls
         record = generation_record(state.turns, prompt_ids, output, text, calls, begun)
-        if stopped is not None:
-            record["stopped"] = stopped
-        record = self._hold(state, record, started_s)
+        record.stopped = stopped
+        self._hold(state, record, started_s)
         state.apply(record)
         if not ((state.calls or state.answered) and self._inline(state)):  # else both are appended together
             self._append(state)
         if state.phase is None:
             self._forget(state)
 
-    def _hold(self, state: TrajectoryState, record: dict[str, Any], started_s: float) -> dict[str, Any]:
-        """Keep a record to be appended, without its text if that cannot be stored; returns it as it is kept."""
+    def _hold(self, state: TrajectoryState, record: GenerationRecord, started_s: float) -> None:
+        """Pack a record for a later append, without its text if that cannot be stored; its tokens are kept, and train."""
         try:
             state.held = self._packed(state, record, started_s)
         except Unstorable as error:
+            record.text, record.calls, record.unstorable = "", (), storable(str(error)[:MAX_ERROR_CHARS])
             try:
-                record = without_text(record, str(error))
                 state.held = self._packed(state, record, started_s)
-            except Unstorable as second:  # not the text: what the engine gave
-                raise EngineError(f"{state.tid}: what the engine gave cannot be stored: {second}") from second
-        return record
+            except Unstorable as second:
+                raise EngineError(f"{state.tid}: the engine's output cannot be stored: {second}") from second
 
     def _temperature(self, tid: TrajectoryId) -> float:
         config = self.context.spec.config
@@ -351,13 +347,10 @@ class QuantumRunner:
         return config.rollout.temperature
 
     def _ends_version(self, state: TrajectoryState, versions: set[int], started_s: float) -> bool:
-        """Begin a trajectory that is to have one version again if tokens of ``versions`` would give it more.
-
-        The scheduler sends it to engines of its version (`libra.policy.one_version`); none may be left.
-        """
+        """Begin a trajectory again if tokens of ``versions`` would give it more than one version (`libra.policy.one_version`)."""
         if len(had := state.versions | versions) < 2:
             return False
-        self._commit(state, restart_record(min(had), max(had)), started_s)
+        self._commit(state, RestartRecord(began=min(had), serves=max(had)), started_s)
         self._forget(state)
         return True
 
@@ -369,7 +362,7 @@ class QuantumRunner:
     def _parse(self, text: str) -> tuple[ToolCall, ...]:
         environment = self.context.environment
         if self.context.spec.config.agent.given:
-            return agent_calls(self.context, text)
+            return agent_calls(self.context.environment, text)
         try:
             return storable_calls(environment.parse(text))
         except Exception as error:  # the boundary to the user's environment
@@ -378,7 +371,6 @@ class QuantumRunner:
             ) from error
 
     def _prompt_ids(self, prompt: Prompt) -> NDArray[np.int32]:
-        """Token ids of a prompt, which the samples of a group share."""
         ids = self._prompts.get(prompt.prompt_id)
         if ids is None:
             ids = self._prompts[prompt.prompt_id] = self.chat.prompt_ids(list(prompt.messages))
@@ -387,7 +379,7 @@ class QuantumRunner:
         return ids
 
     def _inline(self, state: TrajectoryState) -> bool:
-        """Whether the environment's answer, or every call that is not malformed, is cheap enough for the generation quantum."""
+        """Whether the environment's answer, or every call that is not malformed, runs in the generation's quantum."""
         if state.answered:
             return self.context.environment.inline_steps
         calls = state.calls
@@ -402,8 +394,9 @@ class QuantumRunner:
             return
         copy = StateCopy(self.context.environment, state.state, str(state.tid))
         last = state.records[-1]
+        assert isinstance(last, GenerationRecord), f"{state.tid}: an action follows a generation"
         if state.answered:
-            reply = await run_step(self.context.environment, last["text"], copy, str(state.tid))
+            reply = await run_step(self.context.environment, last.text, copy, str(state.tid))
             if reply is None:
                 self._commit(state, end_record(turn, copy.data), started_s)
                 return
@@ -417,15 +410,16 @@ class QuantumRunner:
                 if self.sessions is not None and lease is not None and lease != state.lease:
                     self.sessions.release(lease)  # no record has it
                 raise
-        ended = bool(len(last["token_ids"])) and self.chat.ends(int(last["token_ids"][-1]), role)
+        ended = bool(len(last.token_ids)) and self.chat.ends(int(last.token_ids[-1]), role)
         shown, observation = self._fitted(state, [r.content for r in returns], role, ended)
-        returns = [recorded(each, content) for each, content in zip(returns, shown, strict=True)]
-        self._commit(state, action_record(turn, returns, observation, copy.data, lease), started_s)
+        kept = tuple(recorded(each, content) for each, content in zip(returns, shown, strict=True))
+        record = ActionRecord(turn=turn, returns=kept, observation_ids=observation, state=copy.data, lease=lease)
+        self._commit(state, record, started_s)
 
     def _fitted(
         self, state: TrajectoryState, contents: list[str], role: str, ended: bool
     ) -> tuple[list[str], NDArray[np.int32]]:
-        """Answers to a turn as the model reads them, cut to what the context still holds, and their token ids."""
+        """Answers to a turn as the model reads them, cut to the room in the context, and their token ids."""
         from libra.rollout.chat_format import fitted  # here: it imports torch, as the chat format does
 
         rollout = self.context.spec.config.rollout
@@ -435,24 +429,19 @@ class QuantumRunner:
         except Exception as error:  # the boundary to the model's own template and tokenizer
             raise ToolFault(f"the chat template cannot show what the tools returned: {error_text(error)}") from error
 
-    def _commit(self, state: TrajectoryState, record: dict[str, Any], started_s: float) -> None:
+    def _commit(self, state: TrajectoryState, record: QuantumRecord, started_s: float) -> None:
         """Append the record, after one that is held, then apply it."""
         self._append(state, self._packed(state, record, started_s))
         state.apply(record)
 
-    def _packed(self, state: TrajectoryState, record: dict[str, Any], started_s: float) -> bytes:
-        """The record, completed, as the journal takes it; Unstorable."""
-        record |= {
-            "worker": self.context.name,
-            "start_s": started_s,
-            "stop_s": time.time(),
-            "epoch": self.context.spec.epoch,
-        }
+    def _packed(self, state: TrajectoryState, record: QuantumRecord, started_s: float) -> bytes:
+        """The record, stamped, as the journal takes it; Unstorable."""
+        record.worker, record.epoch = self.context.name, self.context.spec.epoch
+        record.start_s, record.stop_s = started_s, time.time()
         return self.context.journal.pack(str(state.tid), state.quanta, record)
 
     def _append(self, state: TrajectoryState, *packed: bytes) -> None:
-        """Append the record that is held, which is applied already, and another one. RecordExists or FencedOff: another worker was
-        first, and this one stops."""
+        """Append the held record, which is applied already, and another one; RecordExists or FencedOff stop this worker."""
         self.context.epoch.check()
         if self.closing:  # requests of a closed engine are not failures
             raise FencedOff(f"{state.tid}: worker {self.context.name} leaves the run, and writes no more records")
@@ -463,13 +452,40 @@ class QuantumRunner:
     def _report(
         self, key: str, state: TrajectoryState, first: int, started_s: float, phase: Phase, *, goes_on: bool
     ) -> None:
-        """Report the quantum of this ``phase``; ``first`` is the index of the first record it wrote.
-
-        ``goes_on``: the next quantum of the trajectory begins in the same slot.
-        """
-        calls = self.calls.with_resources(state)
-        self.context.report(
-            *quantum_facts(
-                key, state, first, started_s, phase=phase, worker=self.context.name, goes_on=goes_on, calls=calls
-            )
+        """Report a quantum of this ``phase`` by the records from index ``first`` on; ``goes_on``: the next one keeps the slot."""
+        new = state.records[first:]
+        generated = [record for record in new if isinstance(record, GenerationRecord)]
+        answers = [record for record in new if isinstance(record, ActionRecord | RequestRecord)]
+        tool, status = returned(new)
+        failed = next((record for record in new if isinstance(record, FailureRecord)), None)
+        failure = failed.failure if failed else state.failure if new else FailureClass.NONE
+        detail = failed.detail if failed else state.detail
+        ran_s = max((each.latency_s for record in answers for each in record.returns), default=0.0)
+        stop_s = time.time()
+        latency_s = round(stop_s - started_s, 6)
+        finished = QuantumFinished(
+            key=key,
+            phase=phase,
+            tokens=sum(len(record.token_ids) for record in generated),
+            tool=tool,
+            status=str(status),
+            latency_s=latency_s,
+            payload_tokens=sum(len(record.observation_ids) for record in answers),
+            tools_s=round(min(ran_s, latency_s), 6) if phase is Phase.ROLLOUT else 0.0,
+            quantum=state.quanta - 1,
+            worker=self.context.name,
+            version=min((int(r.weight_versions.min()) for r in generated if len(r.token_ids)), default=-1),
+            end=str(state.end) if state.end is not None else "",
+            unfinished=bool(new and state.unfinished),
+            next=str(state.phase) if state.phase is not None else "",
+            goes_on=goes_on,
+            context_tokens=state.num_context_tokens,
+            stop_s=stop_s,
+            calls=self.calls.with_resources(state),
+            ran_s=ran_s,
+            killed=failure is FailureClass.TOOL and KILLED in detail,
         )
+        if failure is FailureClass.NONE:
+            self.context.report(finished)
+        else:
+            self.context.report(finished, FailureClassified(key, str(failure), detail))

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
+from factories import kinds_of
 from libra.config import config_from_dict
 from libra.config.effects import ignored_settings
 from libra.envs.retries import NEVER
@@ -20,6 +21,7 @@ from libra.errors import ConfigError, EngineError, FencedOff, StoreError, ToolFa
 from libra.facts import QuantumFinished, TrajectoryFoundEnded
 from libra.rollout import TransformersEngine
 from libra.rollout.chat_format import load_chat_format
+from libra.store.quantum_records import GenerationRecord, RestartRecord
 from libra.store.run_records import take_epoch, write_group
 from libra.store.trajectory_journal import Journal
 from libra.testing import FixedTurns
@@ -160,16 +162,19 @@ def test_parts_add_up_to_the_turn(chat, chunk, max_new, room, first, answer):
     for request in parts.serving.requests:
         assert request.max_new_tokens <= chunk
         assert request.seed == next(r.seed for r in whole.serving.requests if r.turn == request.turn)
-    lengths = [len(r["token_ids"]) for r in parts.state.records if r["kind"] == "generation"]
+    lengths = [len(r.token_ids) for r in parts.state.records if isinstance(r, GenerationRecord)]
     assert sum(lengths) == parts.trajectory.num_action_tokens and max(lengths) <= chunk
-    parked = [record.get("stop_reason") == "parked" for record in parts.state.records]
+    parked = [isinstance(r, GenerationRecord) and r.is_unfinished for r in parts.state.records]
     assert [report.unfinished for report in parts.reports] == parked
     event(f"{len(parts.state.records)} records, {whole.state.end}")
 
 
 def test_a_call_over_three_parts_is_one_call(chat):
     made = played(chat, CALL, "3", chunk_tokens=len(CALL) // 2 - 3, max_new_tokens=200)
-    kinds = [(r["kind"], r["turn"], r.get("stop_reason"), len(r.get("calls", ()))) for r in made.state.records]
+    kinds = [
+        (kind, r.turn, getattr(r, "stop_reason", None), len(getattr(r, "calls", ())))
+        for kind, r in zip(kinds_of(made.state.records), made.state.records, strict=True)
+    ]
     assert kinds == [
         ("generation", 0, "parked", 0), ("generation", 0, "parked", 0), ("generation", 0, "stop", 1),
         ("action", 0, None, 0), ("generation", 1, "stop", 0),
@@ -225,7 +230,7 @@ def test_a_trajectory_of_one_version_begins_again_where_its_engine_serves_anothe
     assert set(t.weight_version[t.is_action].tolist()) == kept
     assert [turn.text for turn in made.state.episode().turns] == [chat.decode(np.array(x)) for x in made.serving.turns]
     assert len(t.turns) == 2 and t.failure is FailureClass.NONE and not t.retried
-    assert sum(record["kind"] == "restart" for record in made.state.records) == restarts == made.state.draw
+    assert sum(isinstance(record, RestartRecord) for record in made.state.records) == restarts == made.state.draw
     seeds = [request.seed for request in requests]
     assert len(set(seeds)) == len(seeds) and seeds[-1] == 100 * restarts + 1
 
@@ -248,14 +253,14 @@ def run(runner, tid=TID):
 
 
 def kinds(runner):
-    return [record["kind"] for record in runner.context.journal.read(str(TID))]
+    return kinds_of(runner.context.journal.read(str(TID)))
 
 
 def test_text_without_a_form_ends_its_trajectory_as_the_models_failure(make_runner, monkeypatch):
-    monkeypatch.setattr(quanta, "storable_calls", lambda calls: (ToolCall({"no", "text"}, {}),))
+    monkeypatch.setattr(quanta, "storable_calls", lambda calls: (ToolCall("echo", {"no": 1j}),))
     for found in (run(make_runner()), run(make_runner())):  # the second is what a resume reads
         assert (found.end, found.failure, found.retried) == (EndReason.FAILURE, FailureClass.POLICY, [])
-        assert "set" in found.detail and found.quanta == 1
+        assert "complex" in found.detail and found.quanta == 1
         trajectory = found.trajectory(epoch=0)
         assert trajectory.num_action_tokens == 3 and trajectory.failure.trains, "its tokens are kept, and train"
         assert found.episode().answer == ""

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from libra.store.quantum_records import ActionRecord
 from libra.types import (
     EndReason,
     FailureClass,
@@ -17,7 +18,6 @@ from libra.types import (
 )
 from libra.worker.trajectory.trajectory_state import (
     TrajectoryState,
-    action_record,
     end_record,
     failure_record,
     generation_record,
@@ -25,7 +25,6 @@ from libra.worker.trajectory.trajectory_state import (
 
 PROMPT = Prompt("train-0", ({"role": "user", "content": "?"},), {"answer": 3})
 CALL = ToolCall("calculator", {"expression": "1 + 2"})
-STAMP = {"worker": "w", "start_s": 1.0, "stop_s": 1.5, "epoch": 0}
 
 
 def fresh(**limits):
@@ -42,11 +41,12 @@ def output(ids, version=0, stop=StopReason.STOP):
 
 def generated(turn, ids, calls=(), first=None, **kw):
     prompt_ids = None if first is None else np.array(first, np.int32)
-    return generation_record(turn, prompt_ids, output(ids, **kw), f"text {turn}", calls) | STAMP
+    return generation_record(turn, prompt_ids, output(ids, **kw), f"text {turn}", calls)
 
 
 def acted(turn, ids, status=ToolStatus.OK):
-    return action_record(turn, [ToolReturn("calculator", status, "3", 0.25, 1)], np.array(ids, np.int32)) | STAMP
+    returns = (ToolReturn("calculator", status, "3", 0.25, 1),)
+    return ActionRecord(turn=turn, returns=returns, observation_ids=np.array(ids, np.int32))
 
 
 def test_phases_alternate_until_a_turn_without_a_call_and_arrays_line_up_with_tokens():
@@ -81,7 +81,7 @@ def test_phases_alternate_until_a_turn_without_a_call_and_arrays_line_up_with_to
         ([generated(0, [9], (CALL,), first=[1])], {"max_turns": 1}, EndReason.MAX_TURNS, FailureClass.POLICY),
         ([generated(0, [9], (CALL,), first=[1]), acted(0, [7, 7])], {"max_context_tokens": 4}, EndReason.LENGTH,
          FailureClass.POLICY),
-        ([failure_record(FailureClass.ENGINE, "boom") | STAMP], {}, EndReason.FAILURE, FailureClass.ENGINE),
+        ([failure_record(FailureClass.ENGINE, "boom")], {}, EndReason.FAILURE, FailureClass.ENGINE),
     ],
 )  # fmt: skip
 def test_how_a_trajectory_ends(records, limits, end, failure):
@@ -93,7 +93,7 @@ def test_how_a_trajectory_ends(records, limits, end, failure):
 
 
 def failed(failure):
-    return failure_record(failure, "boom") | STAMP
+    return failure_record(failure, "boom")
 
 
 @pytest.mark.parametrize("failure", ["tool", "timeout", "worker", "environment"])
@@ -121,12 +121,12 @@ def test_the_last_failure_ends_it():
 
 
 def stepped(turn, ids, state):
-    returns = [ToolReturn("step", ToolStatus.OK, "higher", 0.25, 6)]
-    return action_record(turn, returns, np.array(ids, np.int32), state) | STAMP
+    returns = (ToolReturn("step", ToolStatus.OK, "higher", 0.25, 6),)
+    return ActionRecord(turn=turn, returns=returns, observation_ids=np.array(ids, np.int32), state=state)
 
 
 def begun(state, first):
-    return generation_record(0, np.array(first, np.int32), output([10]), "5", (), state) | STAMP
+    return generation_record(0, np.array(first, np.int32), output([10]), "5", (), state)
 
 
 def test_a_turn_without_a_call_waits_for_the_environment_which_may_end_it():
@@ -136,7 +136,7 @@ def test_a_turn_without_a_call_waits_for_the_environment_which_may_end_it():
     state.apply(stepped(0, [20], b"1"))
     assert (state.phase, state.state, state.context_ids.tolist()) == (Phase.ROLLOUT, b"1", [1, 10, 20])
     state.apply(generated(1, [11]))
-    state.apply(end_record(1, b"2") | STAMP)
+    state.apply(end_record(1, b"2"))
     assert (state.phase, state.end, state.failure, state.state) == (None, EndReason.ANSWERED, FailureClass.NONE, b"2")
     episode = state.episode(lambda data: f"decoded {data!r}")
     assert episode.state == "decoded b'2'"
@@ -150,7 +150,7 @@ def test_the_last_turn_is_answered_before_the_limit_of_turns_ends_it():
     for state in (won, lost):
         state.apply(begun(b"0", [1]))
         assert state.phase is Phase.TOOL
-    won.apply(end_record(0, b"1") | STAMP)
+    won.apply(end_record(0, b"1"))
     lost.apply(stepped(0, [20], b"1"))
     assert (won.end, lost.end, lost.failure) == (EndReason.ANSWERED, EndReason.MAX_TURNS, FailureClass.POLICY)
 
@@ -158,6 +158,6 @@ def test_the_last_turn_is_answered_before_the_limit_of_turns_ends_it():
 def test_a_fresh_draw_begins_without_the_state_of_the_failed_one_and_a_repeated_turn_keeps_it():
     for failure, kept in ((FailureClass.ENVIRONMENT, None), (FailureClass.ENGINE, b"1")):
         state = fresh(steps=True, resample=1)
-        for record in (begun(b"0", [1]), stepped(0, [20], b"1"), failure_record(failure, "x") | STAMP):
+        for record in (begun(b"0", [1]), stepped(0, [20], b"1"), failure_record(failure, "x")):
             state.apply(record)
         assert (state.state, state.phase, state.answered) == (kept, Phase.ROLLOUT, False)
