@@ -11,6 +11,7 @@ import numpy as np
 
 from libra.errors import MismatchAlarm, TrainError, shell_path
 from libra.facts import IterationFinished, MismatchFound, StepFinished
+from libra.store.run_records import read_step, write_step
 from libra.train.mismatch import alarm_text, metrics_of
 from libra.train.replica_settings import rounding_nats
 from libra.worker.run_spec import RunSpec
@@ -18,7 +19,6 @@ from libra.worker.runtime import WorkerRuntime, runtime_here
 from libra.worker.training.batch_rows import FETCHED, SliceFetcher, lazy_batch, members_of
 from libra.worker.training.gang_member import turn
 from libra.worker.training.publications import assist
-from libra.worker.training.step_records import read_step_record, write_step_record
 
 if TYPE_CHECKING:
     from libra.train import StepReport as TrainReport
@@ -36,7 +36,7 @@ def step(run: str, batch: dict[str, Any], rank: int) -> dict[str, Any]:
             raise MismatchAlarm(trainer.paused[1])
         trainer.recover(batch["batch"], or_next=True)  # a restarted worker has lost its replica
         if trainer.replica.steps_done > batch["batch"] + 1:
-            return {**read_step_record(host.spec, batch["batch"]), "rank": rank}
+            return {**read_step(host.spec.steps_dir, batch["batch"]), "rank": rank}
         fetcher = None
         if host.spec.config.trainer.dispatch == "peer":
             fetcher = SliceFetcher(batch, host.spec)
@@ -58,7 +58,7 @@ def finished_step(
     numbers["mismatch_alarm"] = alarm_of(host.spec, result.as_dict()) or ""
     numbers["train_on_gpu"] = int(trainer.replica.device.type == "cuda")
     if rank == 0:
-        write_step_record(host.spec, result.step, numbers)
+        write_step(host.spec.steps_dir, result.step, numbers)
     if trainer.publications.alone:  # no other rank has to agree: the next step and the publication may begin
         host.context.report(StepFinished(result.step, result.loss, train_s, trainer.publications.beside))
         trainer.publications.begin(result.step + 1)

@@ -23,11 +23,10 @@ from libra.graph.member_rows import member_rows
 from libra.graph.teacher_nodes import with_scores
 from libra.graph.training_nodes import finished_step
 from libra.policy import StalenessPolicy
-from libra.store.run_records import commit_wave, group_path, groups_of, in_waves, read_group, read_waves
+from libra.store.run_records import commit_wave, group_path, groups_of, in_waves, read_group, read_step, read_waves
 from libra.worker.runtime import runtime_here
 from libra.worker.training.batch_rows import FETCHED, SliceFetcher, lazy_batch
 from libra.worker.training.gang_member import turn
-from libra.worker.training.step_records import read_step_record
 
 
 async def wave(run: str, batch: int, number: int) -> dict[str, Any]:
@@ -99,7 +98,7 @@ def close(run: str, batch: dict[str, Any], waves: list[dict[str, Any]], rank: in
             raise MismatchAlarm(trainer.paused[1])
         trainer.recover(number, or_next=True)
         if trainer.replica.steps_done > number + 1:
-            return {**read_step_record(host.spec, number), "rank": rank}
+            return {**read_step(host.spec.steps_dir, number), "rank": rank}
         if trainer.replica.steps_done == number:
             added, whole = trainer.add_waves(number, len(in_waves(rows))), len(in_waves(rows))
             if added != whole:

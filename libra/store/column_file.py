@@ -102,7 +102,6 @@ class ColumnFile:
             os.close(descriptor)
 
     def _make_length_field(self, length: int) -> None:
-        """Rewrite ``zarr.json`` so that its length is a field of fixed width."""
         text = json.dumps({**self._metadata, "shape": []}, indent=2)
         before, after = text.split('"shape": []')
         self._length_at = len(before.encode()) + len('"shape": [')

@@ -65,7 +65,6 @@ class CommitterLock:
 
 
 def _take(descriptor: int) -> None:
-    """Lock a file; BlockingIOError if another process has it for longer than a look."""
     for wait_s in LOOKS_S:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

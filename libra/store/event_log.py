@@ -210,7 +210,6 @@ class EventLog(LineLog):
             self._compressor.join()
 
     def _close_segment(self) -> Segment | None:
-        """Give the lines of the file to a new segment; None where that is impossible, and the log goes on as it was."""
         directory, empty = (
             segments_directory(self.path),
             self.path.with_name(f".{self.path.name}.{os.urandom(6).hex()}.tmp"),
@@ -237,7 +236,6 @@ class EventLog(LineLog):
         return segment
 
     def _compress(self, segments: list[Segment]) -> None:
-        """Compress in a thread, after what it compresses already."""
         if not segments:
             return
         path = self.path.absolute()
@@ -259,7 +257,6 @@ class EventLog(LineLog):
 
 
 def _finite(text: str) -> float:
-    """A number in JSON; ValueError if it is none, or too large."""
     value = float(text)
     if not math.isfinite(value):
         raise ValueError(f"{text} is not a finite number")
@@ -365,7 +362,6 @@ def _last_snapshot(lines: Iterator[tuple[int, bytes]]) -> int | None:
 
 
 def _opened(path: Path) -> tuple[list[Segment], BinaryIO]:
-    """The segments of a log, and its open file with the lines that follow them."""
     for _ in range(_LOOKS):
         try:
             file: BinaryIO = path.open("rb")

@@ -170,7 +170,6 @@ class LineReader:
         return value
 
     def _value(self, line: bytes) -> Any:
-        """The value of a line; ValueError if it is not JSON."""
         return parsed_json(line)
 
     def warn_if_torn(self) -> None:

@@ -36,7 +36,6 @@ _dtype = lru_cache(maxsize=64)(np.dtype)
 
 
 def _plain(value: Any) -> Any:
-    """A numpy scalar as a number, an array as its parts."""
     if isinstance(value, np.ndarray):
         if value.dtype.hasobject:
             raise TypeError(f"an array of dtype {value.dtype} (only fixed-size numbers can be stored)")
@@ -140,7 +139,6 @@ def unpack(data: bytes, *, source: str | Path) -> dict[str, Any]:
 
 
 def _checked(data: bytes, source: str | Path) -> memoryview:
-    """The body of the one record in ``data``."""
     if len(data) < _HEADER.size or data[:4] != _MAGIC:
         raise StoreError(
             f"{source}: not a Libra record ({len(data)} bytes); it was cut, or is another file. "

@@ -31,7 +31,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from libra.errors import FencedOff, RecordExists, StoreError, shell_path
+from libra.errors import FencedOff, RecordExists, StoreError, TrainError, disk_refusal, shell_path
 from libra.seals import parsed_json, sealed_text, unseal
 from libra.store.exclusive_files import create_exclusive
 from libra.store.record_codec import pack, unpack
@@ -232,6 +232,41 @@ def in_waves(rows: Rows) -> list[Rows]:
 def groups_of(rows: Rows) -> tuple[tuple[int, int], ...]:
     """Groups of a wave, as (iteration, group)."""
     return tuple((row["iteration"], row["group"]) for row in rows)
+
+
+# ------------------------------------------------------------------------------------------------ steps
+
+
+def write_step(root: Path, step: int, numbers: Mapping[str, Any]) -> None:
+    """Write the numbers of a step, which a replica that is asked to repeat an earlier step returns; replaces older ones."""
+    path = root / f"step-{step:06d}.json"
+    unfinished = path.with_name(f".{path.name}")
+    try:
+        root.mkdir(exist_ok=True)
+        unfinished.write_text(sealed_text(numbers) + "\n")
+        unfinished.replace(path)
+    except OSError as fault:
+        raise TrainError(f"step {step}: {disk_refusal(path, fault)}") from fault
+
+
+def read_step(root: Path, step: int) -> dict[str, Any]:
+    """The numbers of a step; TrainError if there are none."""
+    path = root / f"step-{step:06d}.json"
+    try:
+        return unseal(path.read_bytes())
+    except (OSError, ValueError) as fault:
+        raise TrainError(
+            f"step {step}: training has passed it and {path} cannot be read: {fault}; resume the run"
+        ) from fault
+
+
+def step_numbers(root: Path, step: int) -> dict[str, int | float]:
+    """Metrics of a step, from its record; empty if it has none."""
+    try:
+        record = read_step(root, step)
+    except TrainError:
+        return {}
+    return {k: v for k, v in record.items() if isinstance(v, int | float) and k not in ("rank", "step")}
 
 
 # ------------------------------------------------------------------------------------------------ late rewards

@@ -49,8 +49,6 @@ trajectories of a log end at about the same time, and it is not read again."""
 
 @dataclass(slots=True)
 class _Log:
-    """The log a writer appends to."""
-
     path: str
     end: int
     descriptor: int | None = None
@@ -126,7 +124,6 @@ class Journal:
                 raise write_failure(error, path) from error
 
     def _commit(self, path: str, name: bytes, frame: bytes) -> None:
-        """Append a frame to the log and link it; one that is not linked is overwritten by the next."""
         log = self._log
         if log is None or len(log.names) >= MOST_RECORDS:
             log = self._new_log()
@@ -155,7 +152,6 @@ class Journal:
             sync_directory(self.root)
 
     def _new_log(self) -> _Log:
-        """A log for the next records; the previous one stays under the names of its records."""
         identity = os.urandom(_IDENTITY_BYTES)
         path = f"{self.root}/{LOG_PREFIX}{identity.hex()}"
         os.makedirs(self.root, exist_ok=True)
@@ -173,7 +169,6 @@ class Journal:
         return self._log
 
     def _close_log(self) -> None:
-        """Remove the log's own name; its records keep the file."""
         log, self._log = self._log, None
         if log is not None:
             if log.descriptor is not None:
@@ -303,7 +298,6 @@ class Journal:
 
 
 def _record(descriptor: int, name: str, index: _Index) -> bytes:
-    """A record in the log behind ``descriptor``; empty if the log does not hold it."""
     if (place := index.places.get(name)) is not None:
         return os.pread(descriptor, place[1], place[0])
     step = _READ_BYTES

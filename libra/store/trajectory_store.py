@@ -394,7 +394,6 @@ class TrajectoryStore:
         return dict(zip(arrays, _run(_get(array, start, start + length) for array in arrays.values()), strict=True))
 
     def _columns_of(self, level: Level, names: Sequence[str]) -> list[NDArray[Any]]:
-        """Some columns of one level, committed rows only, not cached."""
         return _run(_get(self._arrays[level][name], 0, self._committed[level]) for name in names)
 
     def _commit(self, committed: Mapping[Level, int]) -> None:
@@ -444,8 +443,6 @@ async def _get(array: AsyncArray[Any], start: int, stop: int) -> NDArray[Any]:
 
 
 def _run(calls: Iterable[Awaitable[_T]]) -> list[_T]:
-    """All calls at once, on an event loop in another thread: the caller may be on one."""
-
     async def gather() -> list[_T]:
         return await asyncio.gather(*calls)
 

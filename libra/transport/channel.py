@@ -258,7 +258,6 @@ def _recv_until(deadline_s: float, connection: socket.socket, num_bytes: int) ->
 
 @contextlib.contextmanager
 def _broken(what: str = "the connection broke") -> Iterator[None]:
-    """Errors of the socket as TransportError."""
     try:
         yield
     except TransportError:
@@ -270,7 +269,6 @@ def _broken(what: str = "the connection broke") -> Iterator[None]:
 
 
 def _windows(views: Sequence[memoryview]) -> Iterator[list[memoryview]]:
-    """The bytes of ``views`` in order, in lists of at most `WINDOW_VIEWS` views and `WINDOW_BYTES` bytes."""
     window: list[memoryview] = []
     room = WINDOW_BYTES
     for view in views:
@@ -288,7 +286,6 @@ def _windows(views: Sequence[memoryview]) -> Iterator[list[memoryview]]:
 
 
 def _after(views: list[memoryview], num_bytes: int) -> list[memoryview]:
-    """The rest of ``views`` after this many bytes."""
     for index, view in enumerate(views):
         if num_bytes < len(view):
             return [view[num_bytes:], *views[index + 1 :]]

@@ -117,7 +117,6 @@ def _run_of(view: memoryview) -> Run:
 
 
 def _read_all(pid: int, runs: Sequence[Run], views: Sequence[memoryview]) -> None:
-    """Fill ``views`` with the bytes of ``runs``, which are as many, of process ``pid``."""
     batch: list[tuple[int, int, int]] = []
     size = 0
     for pair in _paired(runs, [_run_of(view) for view in views]):

@@ -147,7 +147,6 @@ class RoleMember:
             await self._idle(number, until_s)
 
     async def _idle(self, number: int, until_s: float | None = None) -> None:
-        """Wait until no generation runs on this worker."""
         while takes(self.context.worker, keys.ROLLOUT) and number == self.number:
             if until_s is not None and time.monotonic() > until_s:
                 await self.engine.serving.sleep(abort=True)  # turns under way are returned to the scheduler

@@ -216,7 +216,6 @@ class WorkerRuntime(WorkerPlugin):
         await self.engine.start(asleep=asleep)
 
     async def _build_trainer(self) -> None:
-        """A replica of its own, or a place in a group; a sharded one is built when the group has formed."""
         in_group = self.spec.config.cluster.train_workers > 1
         self.trainer = Trainer(self.context)
         self._parts.callback(self.trainer.close)
@@ -267,7 +266,6 @@ def runtime_of(run: str) -> WorkerRuntime:
 
 
 async def _cleared(worker: Worker) -> None:
-    """Wait until ended runs are cleared from a worker: their memory, GPU and process groups are needed."""
     until_s = time.monotonic() + CLEAR_WAIT_S
     while waiting := list(_CLEARING.get(worker, ())):
         try:

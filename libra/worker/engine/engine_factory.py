@@ -161,7 +161,6 @@ def check_engine(config: RunConfig) -> None:
 
 
 def _check_served(config: RunConfig) -> None:
-    """ModelError or ConfigError if slots cannot hold a model that is on this machine."""
     try:
         model = resolve_model(config.model.path)
         kind = json.loads((Path(model) / "config.json").read_text(encoding="utf-8")).get("model_type")
@@ -198,7 +197,6 @@ def _check_budgets(config: RunConfig) -> None:
 
 
 def _check_host_memory(each_gib: float | None, engines: int = 1) -> None:
-    """ConfigError if engines on this machine may keep more KV than it has memory; None: they keep none."""
     has_gib = memory_bytes() / 2**30
     if each_gib is not None and each_gib * engines > has_gib:
         whose = f"for each of {engines} engines" if engines > 1 else "for an engine"
@@ -223,7 +221,6 @@ def check_own_engine(name: str) -> None:
 
 
 def _check_degrees(config: RunConfig) -> None:
-    """ConfigError if an engine of one's own is to have a degree that it does not declare."""
     name, degrees = config.rollout.engine, own_degrees(config.rollout.engine)
     listed = [("cluster.engines", group.tp) for group in config.cluster.engines] or [("rollout.tp", config.rollout.tp)]
     for field, tp in listed:

@@ -183,7 +183,6 @@ class KVTransfers:
                 raise
 
     def _serve(self, channel: Channel, client: str) -> None:
-        """Answer one request, in the thread of its connection."""
         request = channel.recv_frame()
         if request is None:
             return

@@ -1,26 +1,22 @@
 """The engine of one worker and one run, which serves a version only once it has shown that it holds it.
 
-``pull`` loads the newest version and checks it (`libra.worker.engine.engine_check`). An engine that disagrees is
-quarantined: closed, restarted from the version's own file, and checked again. If it disagrees a second time it stays out of service, and every
-quantum sent here fails with an EngineError.
-
-``sleep`` closes the engine, so that its memory is free for something else; ``wake`` builds one from the newest version's own
-files, of the same kind or another one, and has it checked.
+``pull`` loads the newest version and checks it (`engine_check`). An engine that disagrees is quarantined:
+closed, restarted from the version's own file, and checked again. If it disagrees a second time it stays out
+of service, and every quantum sent here fails with an EngineError. ``sleep`` closes the engine to free its
+memory; ``wake`` builds one from the newest version's own files, and has it checked.
 
 Invariants
-1. No token of a version that has not passed leaves `Serving.generate`: a turn that got such tokens waits for the verdict,
-   and is generated again if the engine is quarantined.
-2. One load, check or restart at a time.
-3. An engine whose process died and was replaced (its ``restarts`` grew) is checked again before any token counts.
-4. A check is made of version 0 too; tolerances are measured there and kept, until an engine of another kind is woken: its
-   own are measured at the version it was started from, once it has passed the check of that version.
-5. With ``recheck`` an engine answers the check of its version once more before it loads the next one: a layer that changed after
-   the check is reported. The next load replaces all weights, so nothing else follows.
-6. A version whose file is not the one announced (WeightsError) changes nothing: the engine keeps its version.
-7. Between the call of ``sleep`` and the end of ``wake`` no generation starts, and each request ends with EngineAsleep.
-   A generation under way ends as usual, or is aborted with EngineAsleep, and its tokens are dropped.
-8. A failure or cancellation leaves one of two states. ``sleep`` that still waits for turns returns to serving; a later one,
-   and ``wake`` at any point, leave the engine asleep with nothing in memory, to be woken as its previous kind.
+----------
+1. No token of a version that has not passed leaves `Serving.generate`: a turn with such tokens waits for the
+   verdict, and is generated again if the engine is quarantined.
+2. One load, check or restart at a time. A version whose file is not the announced one changes nothing.
+3. An engine whose process was replaced (its ``restarts`` grew) is checked again before any token counts.
+4. Tolerances are measured at version 0 and kept. An engine of another kind measures its own at the version
+   that it was woken with, once it has passed the check of that version.
+5. Between the call of ``sleep`` and the end of ``wake`` no generation starts, and each request ends with
+   EngineAsleep. A generation under way ends as usual, or is aborted and its tokens are dropped.
+6. A failure or cancellation leaves one of two states. ``sleep`` that still waits for turns returns to
+   serving; a later one, and ``wake`` at any point, leave the engine asleep with nothing in memory.
 """
 
 from __future__ import annotations
@@ -51,9 +47,9 @@ logger = logging.getLogger(__name__)
 Build = Callable[[Path, int], RolloutEngine]
 """Makes an engine, not started, that serves a directory in Hugging Face layout as a version."""
 Newest = Callable[[], Awaitable[WeightVersion | None]]
-"""The newest version, on this machine; None if nothing is published yet."""
+"""The newest version, on this machine; None before the first."""
 SendFact = Callable[[facts.Fact], None]
-"""Sends a fact of the engine to the scheduler; the name of the worker is filled in."""
+"""Sends a fact of the engine to the scheduler, which fills in the worker's name."""
 
 TRIES = 4
 """Attempts at one turn if its engine is quarantined during it."""
@@ -70,7 +66,7 @@ class _LoadTimes:
 
 @dataclass(slots=True)
 class EngineStarter:
-    """Builds engines, and links to their files; ``scratch``: directory for those links, None: the system's."""
+    """Builds engines, and links to their files in ``scratch``."""
 
     model_dir: Path
     build: Build
@@ -79,7 +75,7 @@ class EngineStarter:
     _links: list[tempfile.TemporaryDirectory[str]] = field(default_factory=list)
 
     def make(self, version: WeightVersion | None) -> RolloutEngine:
-        """An engine, not started, of a version's own files; None: of version 0, as the model's directory has it."""
+        """An engine, not started, of a version's own files; None for version 0 in the model's directory."""
         if version is None:
             return self.build(self.model_dir, 0)
         self._links.append(tempfile.TemporaryDirectory(prefix="libra-engine-", dir=self.scratch))
@@ -94,8 +90,6 @@ class EngineStarter:
 
 
 class _Turns:
-    """Turns under way, by trajectory."""
-
     def __init__(self) -> None:
         self.running: Counter[str] = Counter()
         self.idle = asyncio.Event()
@@ -103,7 +97,7 @@ class _Turns:
 
     @contextmanager
     def one(self, trajectory_id: str) -> Iterator[None]:
-        """One more turn of the trajectory is under way."""
+        """Count a turn of the trajectory as under way."""
         self.running[trajectory_id] += 1
         self.idle.clear()
         try:
@@ -115,14 +109,12 @@ class _Turns:
 
 
 class Serving:
-    """An engine with the version that it has passed the check of, and the update to the next version.
+    """An engine with its verified version, and the update to the next version.
 
     Parameters
     ----------
     model_dir : Path
         Directory of version 0; a restarted engine takes everything but the weights from there.
-    build, newest, report : callable
-        See `Build`, `Newest`, `SendFact`.
     store : WeightStore
         The store of the versions that ``newest`` returns.
     scratch : Path
@@ -130,7 +122,7 @@ class Serving:
     one_model : asyncio.Lock
         Held while an engine starts again.
     recheck : bool
-        Check a version again before leaving it.
+        Check a version again before leaving it, and report a layer that changed.
     """
 
     def __init__(
@@ -165,21 +157,15 @@ class Serving:
         await self.engine.start()
 
     async def close(self) -> None:
-        """Close the engine permanently; pending requests fail, and so does a load under way, without a verdict on its
-        version."""
+        """Close the engine permanently; pending requests and a load under way fail."""
         self._closed = True
         await self.engine.close()
         self.starter.unlink()
 
     async def generate(self, request: TurnRequest) -> TurnOutput:
-        """One turn by the newest version, all of whose tokens come from versions that passed their check.
+        """One turn by the newest version, with tokens of checked versions only.
 
-        Raises
-        ------
-        EngineAsleep
-            The engine sleeps, or was put to sleep during this turn.
-        EngineError
-            The engine failed, or is out of service.
+        EngineAsleep if the engine sleeps or is put to sleep meanwhile; EngineError if it failed or is out of service.
         """
         with self._turns.one(request.trajectory_id):
             return await self._generate(request)
@@ -222,15 +208,9 @@ class Serving:
         return self.verified is None or int(newest) > self.verified
 
     async def pull(self) -> None:
-        """Update the engine to the newest version, unless it has passed that version's check. No effect on a sleeping
-        engine.
+        """Update an engine that is awake to the newest version, unless it has passed that version's check.
 
-        Raises
-        ------
-        EngineError
-            The engine is out of service.
-        WeightsError
-            The version cannot be read.
+        EngineError if the engine is out of service, WeightsError if the version cannot be read.
         """
         self._check_open()
         self._notice_restart()
@@ -246,18 +226,14 @@ class Serving:
                 await self._load(newest)
 
     def _notice_restart(self) -> None:
-        """An engine that replaced its process must be checked again."""
         restarts = int(getattr(self.engine, "restarts", 0))
         if restarts != self._restarts:
             self._restarts, self.verified = restarts, None
 
     async def sleep(self, *, abort: bool = False) -> None:
-        """Stop new generations, wait for those under way, and free the engine's memory. No effect if it sleeps.
+        """Stop new generations, wait for running ones, and free the engine's memory. No effect if it sleeps.
 
-        Parameters
-        ----------
-        abort : bool
-            Do not wait: turns under way end with EngineAsleep, and their tokens so far are lost.
+        With ``abort`` running turns end at once with EngineAsleep, and their tokens are lost.
         """
         if self.asleep:
             return
@@ -285,15 +261,7 @@ class Serving:
     async def wake(self, build: Build | None = None) -> None:
         """Serve again, with an engine from the newest version's own files, once it has passed its check.
 
-        Parameters
-        ----------
-        build : callable, optional
-            Builds the engine from now on. None: the previous one.
-
-        Raises
-        ------
-        EngineError, ModelError, WeightsError
-            There is no such engine, or it does not hold the version; it stays asleep, and can be woken as another kind.
+        ``build`` builds the engine from now on. After an EngineError, ModelError or WeightsError the engine stays asleep.
         """
         async with self._loading:
             if not self.asleep:
@@ -313,7 +281,6 @@ class Serving:
             self._report(facts.EngineWoke(""))
 
     async def _start_verified(self, version: WeightVersion | None) -> None:
-        """Start an engine at a version and have it checked."""
         started_s = time.perf_counter()
         if version is None:
             await self._start(None)
@@ -332,7 +299,7 @@ class Serving:
         await self._finish_load(questions, verdict, times)
 
     async def _park_and_shutdown(self) -> None:
-        """Close the engine; what it can keep of its KV, other engines can still get from this worker."""
+        """Close the engine; KV that it can keep stays available to other engines."""
         if self.out is None:
             try:
                 if self.engine.capacity().exchanges_kv:
@@ -342,7 +309,6 @@ class Serving:
         await self._shutdown()
 
     async def _shutdown(self) -> None:
-        """Close the engine and free all that it held."""
         await self.engine.close()
         self.verified = None
         self.starter.unlink()
@@ -416,7 +382,7 @@ class Serving:
         self._report(checked)
 
     async def _leave_version(self) -> None:
-        """Report whether the engine still holds the version that it has passed the check of."""
+        """Report whether the engine still holds its verified version."""
         held, engine = self._held, self.engine
         if not self._recheck or held is None or not held.version.number == self.verified == engine.version:
             return
@@ -429,21 +395,9 @@ class Serving:
                 "engine no longer holds version %d, of which it has passed the check: %s: %s",
                 self.verified, verdict.layer, verdict.detail,
             )  # fmt: skip
-        self._report(
-            facts.VersionRechecked(
-                worker="",
-                version=held.version.number,
-                passed=verdict.passed,
-                layer=verdict.layer,
-                method=verdict.method,
-                gap=verdict.gap if math.isfinite(verdict.gap) else None,
-                tolerance=verdict.tolerance,
-                detail=verdict.detail,
-            )
-        )
+        self._report(facts.VersionRechecked(passed=verdict.passed, **_verdict_fields(held.version, verdict)))
 
     async def _restart(self, questions: Questions) -> CheckVerdict:
-        """Start an engine from only the version's own files, and check it."""
         await self.engine.close()
         self.starter.unlink()
         try:
@@ -453,14 +407,13 @@ class Serving:
             return no_answer(questions.check, error)
 
     async def _start(self, version: WeightVersion | None) -> None:
-        """Start an engine that never served another version."""
         self.engine, self._restarts = self.starter.make(version), 0
         async with self.starter.one_model:
             self._check_open()
             await self.engine.start()
 
     def _check_open(self) -> None:
-        """EngineError if the engine was closed permanently: its answers do not count, and no other may be started."""
+        """EngineError if the engine was closed permanently."""
         if self._closed:
             raise EngineError(f"{self.starter.model_dir}: the engine is closed")
 
@@ -470,18 +423,15 @@ class Serving:
             "engine disagrees with version %d: %s: %s; %s", version.number, verdict.layer, verdict.detail,
             "it stays out" if out else "it is closed and started from that version's file",
         )  # fmt: skip
-        self._report(
-            facts.EngineQuarantined(
-                worker="",
-                version=version.number,
-                layer=verdict.layer,
-                method=verdict.method,
-                gap=verdict.gap if math.isfinite(verdict.gap) else None,
-                tolerance=verdict.tolerance,
-                detail=verdict.detail,
-                out=out,
-            )
-        )
+        self._report(facts.EngineQuarantined(out=out, **_verdict_fields(version, verdict)))
+
+
+def _verdict_fields(version: WeightVersion, verdict: CheckVerdict) -> dict[str, Any]:
+    gap = verdict.gap if math.isfinite(verdict.gap) else None
+    return {
+        "worker": "", "version": version.number, "layer": verdict.layer, "method": verdict.method, "gap": gap,
+        "tolerance": verdict.tolerance, "detail": verdict.detail,
+    }  # fmt: skip
 
 
 async def _to_the_end(work: Coroutine[Any, Any, None]) -> None:

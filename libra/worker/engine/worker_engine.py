@@ -156,7 +156,6 @@ class WorkerEngine:
         self.context.report(EngineDeclared(self.context.name, kind.engine, kind.bucket, self._model, **declared))
 
     def _report(self, fact: Fact) -> None:
-        """Report a fact of this worker's engine, after the declaration of a new one."""
         if isinstance(fact, EngineJoined | EngineWoke | VersionServed) and not self.serving.asleep:
             self._declare(always=not isinstance(fact, VersionServed))
         if isinstance(fact, VersionServed):

@@ -109,7 +109,6 @@ class ServiceHost:
         self._bound()
 
     def _shared_words(self) -> str:
-        """Who else has room on the device, for the message that there is too little."""
         if self._sharers == 1:
             return ""
         return (
@@ -186,7 +185,6 @@ class ServiceHost:
         self._timer = None if next_s is None else loop.call_at(next_s, self._look)
 
     async def _run(self, fire: Fire) -> None:
-        """One batch, from the eviction of others to the answers."""
         loop, loaded, threads = asyncio.get_running_loop(), self._loaded[fire.service], BatchThreads()
         requests = [self._requests[number] for number in fire.requests if number in self._requests]
         restore_s, failed, asked_s = 0.0, fire.restores, loop.time()
@@ -228,7 +226,6 @@ class ServiceHost:
                 self._loaded[other].copies.pop(fire.device, None)
 
     def _ended(self, fire: Fire, restore_s: float, device_s: float, failed: bool, turn: Turn | None) -> None:
-        """The lane of a batch is free."""
         if turn is not None:
             self._shared = self._shared or turn.others_came
             if self._shared:
@@ -239,7 +236,6 @@ class ServiceHost:
         self._look()
 
     async def _restored(self, fire: Fire, loaded: Loaded, threads: BatchThreads) -> tuple[Any, float]:
-        """A verified copy of a service's model on the device, and the seconds that it took."""
         name, limit_s = f"service {fire.service}", loaded.entry.timeout_s
         outcome = await threads.run(loaded.model.restored, limit_s, name, device=self._device)
         if outcome is None:
@@ -393,7 +389,6 @@ async def open_services(context: WorkerContext) -> RunServices:
 
 
 def _lock_here() -> DeviceLock | None:
-    """The lock of this process's first GPU, which is where services are; None: its number is not known."""
     seen = gpus_here()
     return DeviceLock(seen[0].name) if seen else None
 
@@ -411,7 +406,6 @@ def _room(device: Any, gib: float | None, taken: int, sharers: int = 1) -> int |
 
 
 def _give_memory_back(device: Any) -> None:
-    """What is free of this process's memory on the device, for other processes."""
     if device.type == "cuda":
         import torch
 
@@ -425,7 +419,6 @@ def _give(requests: Sequence[Request], answers: Sequence[Any]) -> None:
 
 
 def _identity(entry: ServiceEntry) -> str:
-    """A name that descriptions of the same service have in common."""
     said = json.dumps(entry.model_dump(mode="json"), sort_keys=True, default=str)
     return f"{entry.function}-{hashlib.blake2b(said.encode(), digest_size=6).hexdigest()}"
 

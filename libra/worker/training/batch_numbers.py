@@ -65,7 +65,6 @@ def signal_numbers(trajectories: Sequence[Trajectory], rows: Sequence[Mapping[st
 
 
 def _cause(trajectories: Sequence[Trajectory], rows: Sequence[Mapping[str, Any]], num_compared: int) -> str:
-    """Why no member of a batch has an advantage, with ``num_compared`` groups of two valid members; empty if one has."""
     if any(
         trains and abs(advantage) > ZERO_ADVANTAGE
         for row in rows
@@ -87,7 +86,6 @@ def _cause(trajectories: Sequence[Trajectory], rows: Sequence[Mapping[str, Any]]
 
 
 def _cut(members: Sequence[Trajectory]) -> str:
-    """How many of these were cut at a limit, and what to type; empty if none was."""
     cut = [member for member in members if member.end_reason is EndReason.LENGTH and member.turns]
     if not cut:
         return ""
@@ -99,7 +97,6 @@ def _cut(members: Sequence[Trajectory]) -> str:
 
 
 def _refused(members: Sequence[Trajectory]) -> str:
-    """How many turns called no tool of the environment, or not as it can be read; empty if none did."""
     named = [
         str(turn.get("tool", "")) for m in members for turn in m.turns if turn.get("status") == ToolStatus.MALFORMED
     ]

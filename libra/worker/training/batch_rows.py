@@ -173,7 +173,6 @@ class SliceFetcher:
         return [without_stale(member, self._group_of[str(member.trajectory_id)][0]) for member in whole]
 
     def _take_scores(self, members: Sequence[Trajectory]) -> None:
-        """The teacher's scores of ``members``, from the run directory."""
         read: dict[Path, list[Taught | None]] = {}
         for member in members:
             row, index = self._group_of[str(member.trajectory_id)]

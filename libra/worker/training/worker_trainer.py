@@ -198,7 +198,6 @@ def committed_waves(spec: RunSpec, batch: int) -> list[Rows]:
 
 
 def _retaken(checkpoints: CheckpointWriter, spec: RunSpec, facts: Mapping[str, Any], batch: int) -> StepReport:
-    """The step on a committed batch, taken again as it was: whole, or in the same waves."""
     rows: Rows = facts["groups"]
     waves = in_waves(rows)
     if not waves:

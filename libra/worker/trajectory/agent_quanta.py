@@ -66,8 +66,6 @@ NO_ROOM_S = 0.5
 
 @dataclass(slots=True, eq=False)
 class _Live:
-    """An agent's process and the answers that it got."""
-
     draw: int
     token: str
     session: Session
@@ -192,7 +190,6 @@ class Agents:
             raise ToolTimeout(f"the agent of {state.tid} was killed: {passed} passed") from None
 
     async def _begin(self, state: TrajectoryState) -> _Live:
-        """Start the agent of a trajectory, and read its conversations from the records."""
         concurrency = self._context.spec.config.agent.concurrency
         if len(self._live) >= concurrency:
             self._left.clear()
@@ -219,7 +216,6 @@ class Agents:
         return live
 
     def _take_answers(self, live: _Live, state: TrajectoryState) -> None:
-        """Read the turns that were generated since, and answer the agent's requests for them."""
         if live.answered == state.turns:
             return
         turns = AgentTurns.of(state.draw_records)
@@ -258,7 +254,6 @@ class Agents:
         return agent_calls(self._context.environment, text)
 
     def _replayed(self, live: _Live, pending: Pending) -> bool:
-        """Answer a request from the journal; False if it has none that is equal."""
         fingerprint = pending.request.fingerprint
         turn = next((turn for turn, known in live.replay.items() if known == fingerprint), None)
         if turn is None:
@@ -275,7 +270,6 @@ class Agents:
         return RestartRecord(detail=storable(detail))
 
     async def _asked(self, live: _Live, state: TrajectoryState, pending: Pending) -> RequestRecord:
-        """The record of a new request; RequestRefused if it is not answered."""
         request = pending.request
         rollout = self._context.spec.config.rollout
         if state.turns >= rollout.max_turns:
@@ -318,7 +312,6 @@ class Agents:
             raise
 
     def _check_room(self, live: _Live, state: TrajectoryState, asked: Asked, before: int) -> None:
-        """RequestRefused if a request does not fit the context, or its trajectory a micro-batch."""
         config = self._context.spec.config
         limit, tokens = config.rollout.max_context_tokens, before + len(asked.ids)
         detail = ""
@@ -337,7 +330,6 @@ class Agents:
             raise RequestRefused(detail, "messages", code=TOO_LONG)
 
     def _returns(self, live: _Live, asked: Asked) -> tuple[ToolReturn, ...]:
-        """The tools' returns to the turn that a request continues."""
         if asked.parent < 0:
             return ()
         calls = {call.id: call.name for call in live.replies[asked.parent].message.calls}
@@ -373,7 +365,6 @@ class Agents:
         return record
 
     async def _sweep(self) -> None:
-        """Kill agents whose trajectory has ended elsewhere, or whose time is over, every `SWEEP_S`."""
         while True:
             await asyncio.sleep(SWEEP_S)
             now_s = time.monotonic()
@@ -385,7 +376,6 @@ class Agents:
 
 
 def _by_ids(state: TrajectoryState, request: ModelRequest, vocab_size: int) -> Asked:
-    """A request of token ids: it continues the longest turn that it begins with. RequestRefused for an unknown id."""
     assert request.token_ids is not None
     ids = np.array(request.token_ids, np.int32)
     if ids.max() >= vocab_size:

@@ -78,7 +78,6 @@ NOT_YET = "its reward is late, without a provisional value (libra.Late(fast=None
 
 
 def _take_provisional(reward: Late, member: Trajectory, late: str) -> None:
-    """RewardFault where a late reward is not taken."""
     provisional = reward.provisional
     if member.trajectory_id.split == "eval":
         if provisional is None:

@@ -204,7 +204,6 @@ class QuantumRunner:
         return state
 
     def _end_leases(self, state: TrajectoryState, lease: tuple[str, str] | None) -> None:
-        """Release the session of a trajectory that has ended, or begun again since it had ``lease``."""
         if self.sessions is None:
             return
         for each in {lease, state.lease} - {None}:
@@ -212,7 +211,6 @@ class QuantumRunner:
                 self.sessions.release(each)
 
     def _end_with_group(self, state: TrajectoryState) -> None:
-        """End a trajectory whose group has its record; its own records may be gone."""
         tid = state.tid
         path = group_path(self.context.spec.groups_dir, tid.iteration, tid.group, tid.split)
         if not os.access(path, os.F_OK):
@@ -355,7 +353,6 @@ class QuantumRunner:
         return True
 
     def _forget(self, state: TrajectoryState) -> None:
-        """Free the engine's KV of a trajectory that continues on another worker, or has ended."""
         if self.engine is not None:
             self.engine.serving.forget(str(state.tid))
 
@@ -419,7 +416,6 @@ class QuantumRunner:
     def _fitted(
         self, state: TrajectoryState, contents: list[str], role: str, ended: bool
     ) -> tuple[list[str], NDArray[np.int32]]:
-        """Answers to a turn as the model reads them, cut to the room in the context, and their token ids."""
         from libra.rollout.chat_format import fitted  # here: it imports torch, as the chat format does
 
         rollout = self.context.spec.config.rollout
@@ -430,7 +426,6 @@ class QuantumRunner:
             raise ToolFault(f"the chat template cannot show what the tools returned: {error_text(error)}") from error
 
     def _commit(self, state: TrajectoryState, record: QuantumRecord, started_s: float) -> None:
-        """Append the record, after one that is held, then apply it."""
         self._append(state, self._packed(state, record, started_s))
         state.apply(record)
 

@@ -122,7 +122,6 @@ class SessionLeases:
             logger.info("sessions: %s was not released: its worker %s does not answer (%r)", lease[1], lease[0], error)
 
     async def _requested(self, what: str, asked: Mapping[str, Any], comm: Any = None) -> dict[str, Any]:
-        """Answer another worker, or this one."""
         if what == "release":
             await self.pool.release(asked["lease"])
             self._report()
@@ -157,7 +156,6 @@ class SessionLeases:
             return {"fault": type(error).__name__, "text": str(error)}
 
     def _report(self) -> None:
-        """Report what the pool has done since the last report, for the metrics of the run."""
         now = replace(self.pool.counts)
         new = {name: count - getattr(self._reported, name) for name, count in asdict(now).items()}
         if any(new.values()):

@@ -347,7 +347,6 @@ class TrajectoryState:
         return found
 
     def _turn_rows(self) -> list[dict[str, Any]]:
-        """One row per turn for the store's per-turn columns."""
         rows: list[dict[str, Any]] = []
         context = 0
         places = AgentTurns.of(self.draw_records).parts()[1] if self.agent else []
@@ -402,5 +401,4 @@ def _drawn(generations: Sequence[GenerationRecord]) -> Drawn | None:
 
 
 def _joined(parts: list[NDArray[Any]], dtype: type[np.generic]) -> NDArray[Any]:
-    """The parts concatenated; an empty array without parts."""
     return np.concatenate(parts, dtype=dtype, casting="unsafe") if parts else np.zeros(0, dtype)
