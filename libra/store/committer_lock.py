@@ -20,13 +20,13 @@ from libra.seals import parsed_json
 from libra.store.exclusive_files import write_failure
 
 LOOKS_S = (0.01, 0.1)
-"""Waits before further attempts: who only looks whether there is a holder (`lock_holder`) has the lock for a moment, too."""
+"""Waits before further attempts: `lock_holder` takes the lock for a moment, too."""
 
 
 class CommitterLock:
     """An advisory lock on ``<store>.lock``, held from creation to `release`.
 
-    Raises StoreError if another process holds it (the message says which), or the file system has no locks.
+    Raises StoreError if another process holds it (the message names the process), or the file system has no locks.
     """
 
     def __init__(self, store: Path) -> None:
@@ -76,14 +76,14 @@ def _take(descriptor: int) -> None:
 
 
 class Holder(NamedTuple):
-    """The process that holds a lock, as far as its file says: ``pid`` 0 and an empty ``host`` where it does not."""
+    """The process that holds a lock; ``pid`` 0 and an empty ``host`` if the file does not name it."""
 
     pid: int
     host: str
 
 
 def lock_holder(store: Path) -> Holder | None:
-    """The process that holds a store's lock; None if no process does, or that cannot be found out. The lock is not taken."""
+    """The process that holds a store's lock; None if none does, or that cannot be found out. The lock is not taken."""
     try:
         descriptor = os.open(store.with_name(f"{store.name}.lock"), os.O_RDONLY | os.O_CLOEXEC)
     except OSError:

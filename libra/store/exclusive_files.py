@@ -19,7 +19,7 @@ from libra.errors import RecordExists, StoreError, disk_refusal
 
 
 def write_failure(error: OSError, path: str | Path) -> StoreError:
-    """``error`` met while writing ``path`` as a StoreError that says what to do."""
+    """``error`` met while writing ``path`` as a StoreError with the remedy."""
     return StoreError(disk_refusal(path, error))
 
 
@@ -34,8 +34,8 @@ def create_exclusive(path: str | Path, data: bytes, *, fsync: bool = False) -> N
     Parameters
     ----------
     fsync : bool
-        Also survive a power failure: the file and its directory are flushed to the device (milliseconds). Without it
-        the file survives the death of any process, not that of the machine.
+        Flush the file and its directory to the device (milliseconds), to survive a power failure. Without it the file
+        survives the death of any process.
 
     Raises
     ------
@@ -94,7 +94,7 @@ def _remove(temporary: str) -> None:
     try:
         os.unlink(temporary)
     except (FileNotFoundError, NotADirectoryError):
-        pass  # it was never made; the first error says why
+        pass  # it was never made; the first error names the cause
     except OSError as error:
         raise write_failure(error, temporary) from error
 

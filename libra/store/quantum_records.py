@@ -1,4 +1,4 @@
-"""The records of a journal, one for each quantum of a trajectory: what resume, repair and the checks of a run read back.
+"""The records of a journal, one for each quantum of a trajectory; resume, repair and the checks of a run read them back.
 
 A state (``state``) is the environment's own, as bytes, after the record; it is absent where the environment
 has none, or it did not change.
@@ -33,7 +33,7 @@ class GenerationRecord(QuantumStamp, kw_only=True, tag="generation"):
     prompt_ids : int32 array, optional
         Only in the first record of an attempt.
     token_ids, logprobs, weight_versions, kv_versions : arrays of one length
-        Of the generated tokens; log-probabilities in nats.
+        One entry per generated token; log-probabilities in nats.
     drawn : list of arrays, optional
         The fields of `libra.types.Drawn`.
     routes : int16 array, optional
@@ -91,9 +91,9 @@ class RequestRecord(QuantumStamp, kw_only=True, tag="request"):
     parent : int
         The turn that the request continues; -1 for none.
     returns : tuple of ToolReturn
-        What tools returned to that turn.
+        Returns of the tools of that turn.
     observation_ids : int32 array
-        Tokens after those of the parent.
+        Tokens that follow the parent.
     messages, tools : list of dicts, str
         The request as `libra.agents` reads it again after a restart.
     reason : str

@@ -4,7 +4,7 @@
    is kept, lone surrogates included; a struct with one is `Unstorable`.
 2. Bytes that were cut, extended or changed never decode: `unpack` raises StoreError with the source's name.
 3. An unknown schema number is refused.
-4. `joined` records are written and read as one; a header says how many follow its own.
+4. `joined` records are written and read as one; a header has the number of records that follow.
 """
 
 from __future__ import annotations

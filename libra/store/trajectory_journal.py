@@ -43,8 +43,7 @@ _READ_BYTES = 1 << 13
 KEPT_INDEXES = 256
 """Logs whose record positions a reader keeps, and which it keeps open on one machine."""
 KEPT_LOOKUPS = 32_768
-"""Records that a reader may look up in other logs before it forgets the positions in one, a quarter of a kilobyte each: all
-trajectories of a log end at about the same time, and it is not read again."""
+"""Lookups in other logs after which a reader forgets a log: its trajectories end at about the same time."""
 
 
 @dataclass(slots=True)
@@ -58,8 +57,7 @@ class _Log:
 
 @dataclass(slots=True)
 class _Index:
-    """Positions of the records of a log, up to ``end``; ``used`` is the number of the last lookup. ``descriptor`` is open for
-    reading, where it stays open."""
+    """Positions of the records of a log, up to ``end``; ``used`` is the number of the last lookup."""
 
     descriptor: int | None = None
     end: int = _IDENTITY_BYTES
@@ -176,11 +174,9 @@ class Journal:
             Path(log.path).unlink(missing_ok=True)
 
     def read(self, trajectory_id: str, start: int = 0, until: int = 0) -> list[QuantumRecord]:
-        """Records of quanta ``start``, ``start + 1``, ... up to the first that does not exist.
+        """Records of quanta ``start``, ``start + 1``, ... up to the first that does not exist; StoreError names a torn one.
 
-        ``until``: the caller knows that there are none from this number on, so that it is not looked for; 0: it does not.
-
-        Raises StoreError, naming the file, if one is torn or corrupt.
+        ``until``: number from which on the caller knows that there are none; 0 if it does not know.
         """
         records: list[QuantumRecord] = []
         path, stem = self._path(trajectory_id, start), f"{self.root}/{trajectory_id}"
@@ -194,8 +190,7 @@ class Journal:
         return records
 
     def read_at(self, trajectory_id: str, quantum: int) -> list[QuantumRecord]:
-        """The records that were appended together from one quantum on; StoreError, naming the file, where they do not exist, or
-        are torn or corrupt."""
+        """The records that were appended together from one quantum on; StoreError if they are missing or torn."""
         data = self._load(path := self._path(trajectory_id, quantum))
         if data is None:
             raise StoreError(f"{path}: there is no such record")
@@ -275,7 +270,7 @@ class Journal:
             return _record(index.descriptor, name, index)
 
     def _index(self, log: bytes | tuple[int, int]) -> _Index:
-        """Of a log, by its identity or by its inode; those that have not been used for long are forgotten."""
+        """The index of a log, by its identity or inode; unused ones are forgotten."""
         index = self._indexes.pop(log, None) or _Index()
         self._indexes[log] = index
         self._lookups = index.used = self._lookups + 1
@@ -287,8 +282,7 @@ class Journal:
         return index
 
     def close(self) -> None:
-        """Remove the log's own name; its records keep the file. The next `append` makes another log, the next `read` opens what it
-        needs."""
+        """Remove the log's own name, and close all files; the journal can still be used."""
         with self._lock:
             self._close_log()
             for index in self._indexes.values():
@@ -311,7 +305,7 @@ def _record(descriptor: int, name: str, index: _Index) -> bytes:
 
 
 def _found(data: bytes, name: str, index: _Index) -> tuple[int, int] | None:
-    """The place of a record among the frames in ``data``, which is the log from ``index.end`` on; None: not there.
+    """The place of a record among the frames in ``data``, the log from ``index.end`` on; None if it is not there.
 
     It is linked, so it and all before it are committed, and indexed. The bytes behind it may still be overwritten.
     """
@@ -333,6 +327,6 @@ def _found(data: bytes, name: str, index: _Index) -> tuple[int, int] | None:
 
 
 def sweep_logs(root: Path) -> None:
-    """Remove the own names of all logs, whose writers have ended; their records keep the files. Call it before a run is resumed."""
+    """Remove the own names of all logs, before a run is resumed; their records keep the files."""
     for path in root.glob(f"{LOG_PREFIX}*"):
         path.unlink(missing_ok=True)

@@ -164,10 +164,7 @@ class TrajectoryStore:
     def open(cls, path: str | Path, mode: Literal["r", "a"] = "r") -> Self:
         """An existing store, for reading (``"r"``) or as its one committer (``"a"``).
 
-        Raises
-        ------
-        StoreError
-            There is no store at ``path``, it has a schema this Libra does not read, or another committer has it open.
+        Raises StoreError without a store at ``path``, for another schema, or if another committer has it open.
         """
         path = Path(path)
         if mode not in ("r", "a"):
@@ -186,18 +183,10 @@ class TrajectoryStore:
             raise
 
     def append(self, trajectories: Sequence[Trajectory], *, batch: int | None = None) -> range:
-        """Commit trajectories, all or none, and return their indices.
+        """Commit trajectories, all or none, and return their indices; ``batch`` is the one whose step consumed them.
 
-        Parameters
-        ----------
-        batch : int or None
-            The batch whose step consumed them; None: no step.
-
-        Raises
-        ------
-        StoreError
-            The store is not open for appending, a trajectory is there already or malformed, or the disk is full.
-            Nothing was committed then; the same append may be repeated.
+        Raises StoreError if the store is not open for appending, a trajectory is stored already or malformed, or the disk
+        is full. Nothing was committed then; the same append may be repeated.
         """
         ids = [trajectory.trajectory_id for trajectory in trajectories]
         if self._lock is not None:
@@ -235,10 +224,9 @@ class TrajectoryStore:
         return range(start, start + len(ids))
 
     def note_isolation(self, level: str) -> None:
-        """Add ``level``, of the sandbox in which the model's programs run, to the attribute ``isolation`` unless it is there.
+        """Add the level of the sandbox for the model's programs to the attribute ``isolation``, if it is new.
 
-        That attribute is the list of levels that starts of the run had on the committer's machine. StoreError where it cannot be
-        written.
+        StoreError if the attribute cannot be written.
         """
         if self._lock is None:
             raise StoreError(f"{self.path}: open for reading only; type TrajectoryStore.open(path, mode='a')")
@@ -284,7 +272,7 @@ class TrajectoryStore:
         )
 
     def _further(self, row: Mapping[str, Any], num_actions: int) -> tuple[Taught | None, NDArray[np.int16] | None]:
-        """What a teacher said of the trajectory of a row, and its experts (T, layers, experts per token)."""
+        """The teacher's scores of a row's trajectory, and its experts (T, layers, experts per token)."""
         taught = routes = None
         if width := row["scores_per_token"]:
             taught = taught_of(self._slice("score", row["score_offset"], width * num_actions), width)

@@ -86,7 +86,7 @@ def num_further(trajectory: Trajectory, level: Further) -> int:
 
 
 def score_rows(trajectories: Sequence[Trajectory]) -> dict[str, NDArray[Any]]:
-    """The level ``score`` of trajectories; StoreError if scores are not those of a trajectory's generated tokens."""
+    """The level ``score`` of trajectories; StoreError if there is not a score for each generated token."""
     parts = [_scores(each) for each in trajectories if per_token(each, "score")]
     return {
         column.name: np.concatenate([np.zeros(0, column.numpy_dtype()), *(part[column.name] for part in parts)])
@@ -120,7 +120,7 @@ def _scores(trajectory: Trajectory) -> dict[str, NDArray[Any]]:
 
 
 def taught_of(rows: Mapping[str, NDArray[Any]], scores_per_token: int) -> Taught:
-    """What a teacher says of a trajectory, from its rows of the level ``score``; the inverse of `score_rows`."""
+    """A teacher's scores of a trajectory, from its rows of the level ``score``; the inverse of `score_rows`."""
     token_ids, logp, student = (rows[column.name].reshape(-1, scores_per_token) for column in SCORE)
     with_rest = bool((token_ids[:, -1] == OTHERS).all())
     scored = slice(1, -1) if with_rest else slice(1, None)
@@ -135,7 +135,7 @@ def taught_of(rows: Mapping[str, NDArray[Any]], scores_per_token: int) -> Taught
 
 
 def route_rows(trajectories: Sequence[Trajectory]) -> dict[str, NDArray[Any]]:
-    """The level ``route`` of trajectories; StoreError if experts are not those of a trajectory's tokens."""
+    """The level ``route`` of trajectories; StoreError if a trajectory has not experts for each token."""
     parts = [np.zeros(0, np.int16)]
     for each in trajectories:
         if each.routes is None:
@@ -150,7 +150,7 @@ def route_rows(trajectories: Sequence[Trajectory]) -> dict[str, NDArray[Any]]:
 
 
 SCHEMA = 4
-"""Layout of a store; a change that old code cannot read takes the next number, and a store of another one is refused by number."""
+"""Layout of a store; another number is refused."""
 
 Level = Literal["token", "turn", "trajectory", "score", "route"]
 LEVELS: tuple[Level, ...] = ("token", "turn", "trajectory", "score", "route")

@@ -193,19 +193,13 @@ def accept(connection: socket.socket, secret: str, *, purpose: str, silence_s: f
     purpose : str
         Kind of the server; both ends have to name the same.
     silence_s : float, optional
-        Time without progress after which sending and receiving fail. None: they wait.
+        Time without progress after which sending and receiving fail; None to wait.
     """
     return _handshake(connection, secret, purpose, time.monotonic() + HANDSHAKE_S, silence_s, is_server=True)
 
 
 def _handshake(
-    connection: socket.socket,
-    secret: str,
-    purpose: str,
-    deadline_s: float,
-    silence_s: float | None,
-    *,
-    is_server: bool,
+    connection: socket.socket, secret: str, purpose: str, deadline_s: float, silence_s: float | None, *, is_server: bool
 ) -> Channel:
     def digest_of(role: str) -> bytes:
         return hmac.digest(secret.encode(), f"libra {purpose} {role} ".encode() + both, "sha256")

@@ -3,7 +3,7 @@
 ``tests/worker/test_dask_worker.py`` is its contract: it fails if Dask changes, and then only this file has to change.
 
 * A task that raises ``Reschedule`` has its exception and traceback pickled, unpickled and pickled again before the worker
-  checks its type and discards it: 450 us on the worker's event loop (2 cores, 3 GHz), for every quantum.
+  checks its type and discards it.
 * A task's priority arrives as the scheduler's, with the number of the worker's generation appended.
 * `distributed.system.MEMORY_LIMIT` is the least of what the machine has, its control group may use, and ``ulimit`` allows.
 * A worker's supply is two dicts of its state, ``total_resources`` and ``available_resources``.
@@ -44,7 +44,7 @@ def _error_message(e: BaseException, status: str = "error") -> Any:
 
 
 PEER_ERRORS = (OSError, CommClosedError, AttributeError, KeyError)
-"""What `ask_worker` raises if the other worker is gone, or does not know the request."""
+"""Errors of `ask_worker` if the other worker is gone, or does not know the request."""
 
 
 def serve_worker(worker: Worker, op: str, handler: Callable[..., Any]) -> None:
@@ -66,7 +66,7 @@ async def ask_worker(worker: Worker, address: str, op: str, **fields: Any) -> An
 
 
 def memory_bytes() -> int:
-    """Memory that processes of this machine may use, as far as its operating system and container say."""
+    """Memory that processes of this machine may use, by its operating system and container."""
     return int(MEMORY_LIMIT)
 
 
@@ -117,7 +117,7 @@ def takes(worker: Worker, resource: str) -> bool:
 
 
 def resources_here(worker: Worker, key: str) -> dict[str, float]:
-    """What a running task takes of this worker's resources."""
+    """The resources that a running task takes here."""
     ts = worker.state.tasks.get(key)
     return dict(ts.resource_restrictions or {}) if ts is not None else {}
 

@@ -1,17 +1,18 @@
 """A worker that can change roles: carries out each stage that the scheduler sends, and reports its end and its seconds.
 
-`libra.scheduler.worker_roles` sends the stages (`libra.policy.role_changes`). Here ``rollout`` is an engine that serves,
-``train`` a replica in the service of the core's pool (`libra.train.hybrid_pool`), ``lent`` nothing.
+`libra.scheduler.worker_roles` sends the stages (`libra.policy.role_changes`). Here ``rollout`` is an engine that
+serves, ``train`` a replica that computes slices for the core's pool (`libra.train.hybrid_pool`), ``lent`` nothing.
+A replica that loses the core reconnects: to the same pool if it was only dropped, or to the next one.
 
 Invariants
 ----------
-1. One stage at a time, in the order they came. A stage of a change older than the newest one known is not begun, and a drain
-   under way ends; any other stage is finished first.
+1. One stage at a time, in order of arrival. A stage of an outdated change is not begun, and a drain under way
+   ends; any other stage is finished first.
 2. Every error is reported as a failure of the stage; a handler of the stream never raises.
 3. Engine and replica are never in memory together: one is released before the other starts.
-4. A worker that returns during the run starts no role without a message.
-5. The scheduler withdraws slots before a drain; here they are zeroed when no task that takes one is left, and restored before
-   the worker reports that it has its new role.
+4. A reconnecting worker starts no role without a message.
+5. The scheduler withdraws slots before a drain; here they are zeroed when no task that takes one is left, and
+   restored before the worker reports its new role.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class RoleMember:
             context, lambda *stage: self._stage_done(self.number, *stage), self._training_failed
         )
         self.has: Assignment | None = Assignment(Role.ROLLOUT, self.base.tp)
-        """Its present role, or the last one; None: nothing is in memory."""
+        """Its present or last role; None if nothing is in memory."""
         self.number = -1
         """Generation of the newest change that a message named."""
         self.leaving = False
@@ -299,7 +300,7 @@ class HybridTraining:
                 self._failed(f"{type(error).__name__}: {error}")
 
     async def _reconnect(self, used: Pool | None) -> HybridReplica | None:
-        """The replica in the same pool or the next one; None: it must leave first."""
+        """The replica in the same pool or the next one; None if it must leave first."""
         while not self._leaving:
             pool = self._pool
             self._pool_changed.clear()

@@ -1,9 +1,9 @@
-"""WorkerRuntime: the lifecycle of a run's objects on a worker between tasks (engine, replica, environment, trajectory states).
+"""The lifecycle of a run's objects on a worker between tasks: engine, replica, environment, trajectory states.
 
-A WorkerPlugin, because a nanny that restarts a worker installs it again. What is built depends on the resources the worker
-supplies: ROLLOUT an engine, TRAIN a replica, COMMIT the zarr store, GRADE the rows of graded groups, TEACHER the teacher. Dask logs
-an error of the setup on the worker only, and still reports the worker as running; the host reports the error
-(`libra.scheduler.worker_watch`).
+A WorkerPlugin, because a nanny that restarts a worker installs it again. The worker's resources decide what is
+built: ROLLOUT an engine, TRAIN a replica, COMMIT the zarr store, GRADE the rows of graded groups, TEACHER the
+teacher. Dask logs an error of the setup on the worker only, and still reports the worker as running; the runtime
+reports the error (`libra.scheduler.worker_watch`).
 """
 
 from __future__ import annotations
@@ -91,8 +91,7 @@ class WorkerRuntime(WorkerPlugin):
         return self.trainer
 
     async def setup(self, worker: Worker) -> None:
-        """Build what this worker's resources require. An error is reported to the scheduler, and raised in the driver of a
-        run that starts."""
+        """Build for this worker's resources. An error is reported to the scheduler, and raised in a starting driver."""
         self._parts = AsyncExitStack()
         with heartbeat_during_setup(worker):
             await _cleared(worker)
@@ -168,7 +167,7 @@ class WorkerRuntime(WorkerPlugin):
         gc.freeze()
 
     async def _tool_processes(self, worker: Worker) -> ActionProcesses | None:
-        """On a worker with TOOL, where tools declare resources: supply them, and make what runs calls in processes of their own."""
+        """On a worker with TOOL whose tools declare resources: supply these, and run calls in processes of their own."""
         environment = self.context.environment
         if not worker.state.total_resources.get(keys.TOOL) or not any(tool.declares for tool in environment.tools):
             return None
@@ -239,19 +238,16 @@ class WorkerRuntime(WorkerPlugin):
 
 
 def runtime_here(run: str) -> WorkerRuntime:
-    """The host of a run on this task's worker, of a start of the run that is not fenced off: as `runtime_of`, or FencedOff."""
+    """As `runtime_of`; FencedOff after a newer start of the run."""
     host = runtime_of(run)
     host.context.epoch.check()
     return host
 
 
 def runtime_of(run: str) -> WorkerRuntime:
-    """The host of a run on this task's worker; who writes checks its epoch.
+    """The runtime of a run on this task's worker, for tasks that write nothing.
 
-    Raises
-    ------
-    EnvironmentFault
-        The worker has no host of the run, or its setup failed.
+    EnvironmentFault if the worker has none, or its setup failed.
     """
     worker = get_worker()
     host = worker.plugins.get(host_name(run))
@@ -279,8 +275,7 @@ async def _cleared(worker: Worker) -> None:
 
 
 def _open_store(spec: RunSpec) -> TrajectoryStore:
-    """The store, as its one committer. The committer of an older epoch may take a moment to notice that it is fenced
-    off."""
+    """The store, as its one committer; an older epoch's committer takes a moment to notice that it is fenced off."""
     from libra.store.trajectory_store import TrajectoryStore  # imports zarr, which only the committer needs
 
     until_s = time.monotonic() + STORE_WAIT_S

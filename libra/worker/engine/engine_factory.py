@@ -36,14 +36,9 @@ _SERVED_TYPES = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The part of a machine that an engine may use, in the format of environment variables; empty: not set.
+    """The part of a machine that an engine may use, in the format of environment variables; empty if not set.
 
-    Attributes
-    ----------
-    cores : str
-        A list of cores per tensor-parallel rank, as "0-3|4-7"; "nobind": as the kernel decides.
-    devices : str
-        GPUs, as "0,1".
+    ``cores``: a list per tensor-parallel rank, as "0-3|4-7", or "nobind". ``devices``: GPUs, as "0,1".
     """
 
     cores: str = ""
@@ -72,9 +67,9 @@ class EngineKind:
         "transformers", "vllm", or ``package.module:attribute`` of one's own.
     slots, tp : int
     threads : int or None
-        Torch threads, per tensor-parallel rank; None: all cores.
+        Torch threads, per tensor-parallel rank; None for all cores.
     share : Share or None
-        Part of the machine that it has; None: that of its worker.
+        Its part of the machine; None for its worker's part.
     min_pass_s : float
         Minimum seconds of each of its passes.
     """
@@ -173,8 +168,6 @@ def _check_served(config: RunConfig) -> None:
 
 
 def _check_budgets(config: RunConfig) -> None:
-    """ConfigError if the KV of one context does not fit into a budget that engines of Libra heed, or this machine's memory is less
-    than that of its engines."""
     rollout, cluster = config.rollout, config.cluster
     if rollout.engine != "transformers":
         return
@@ -207,7 +200,7 @@ def _check_host_memory(each_gib: float | None, engines: int = 1) -> None:
 
 
 def check_own_engine(name: str) -> None:
-    """ConfigError unless ``name`` can be called as a `libra.rollout.engine.EngineFactory`; a class needs an engine's methods."""
+    """ConfigError unless ``name`` is a `libra.rollout.engine.EngineFactory`; a class needs an engine's methods."""
     from libra.rollout.engine import RolloutEngine
 
     factory = named_function(ENGINE, name, ENGINE_CALL, **dict.fromkeys(_REQUIRED))

@@ -1,21 +1,21 @@
 """KV objects from worker to worker: a trajectory that changes its home takes its KV along.
 
-The scheduler announces a change of home, with the address of the old one, before it sends the task. The new home asks there
-for the KV, hands it to its engine, and generates::
+The scheduler announces a change of home, with the address of the old one, before it sends the task. The new
+home asks there for the KV, hands it to its engine, and generates::
 
     new home -> trajectory, version
-    old home -> header and bytes of the object, or why there is none
+    old home -> header and bytes of the object, or the reason for their absence
     new home -> kept: the old home frees its own
 
-Channels are those of batches and weights: authenticated by the run's secret, memory of this machine is read in place.
+Channels are authenticated by the run's secret; memory of this machine is read in place.
 
 Invariants
 ----------
-1. Whatever goes wrong (the old home is gone, silent, or has other weights; bytes are missing or changed), the context is
-   computed again, and the report says why. No trajectory waits longer than `GIVE_UP_S` for its KV, and none for that of a home
-   which did not answer within the last `SILENT_S`.
+1. After any fault (the old home is gone, silent, or has other weights; bytes are missing or changed) the
+   context is computed again, and the report has the reason. No trajectory waits longer than `GIVE_UP_S` for
+   its KV, and none for a home that did not answer within the last `SILENT_S`.
 2. The old home frees its KV only when the new one has it.
-3. An engine that was put to sleep leaves its KV in host memory until it is woken: its trajectories take it from there.
+3. An engine that was put to sleep leaves its KV in host memory until it is woken.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ GIVE_UP_S = 10.0
 SILENT_S = 30.0
 """Seconds for which a home that did not answer is not asked again; the connections to it have ended by then."""
 ASKED_AT_ONCE, ASKED_OF_ONE = 8, 2
-"""Most requests at once to all homes and to one: a home that is stopped keeps its share of threads, and no more."""
+"""Most requests at once to all homes and to one: a stopped home blocks only its share of threads."""
 KEPT_NOTICES = 4096
 """Announced changes of home whose task has not come yet; older ones were cancelled."""
 
@@ -65,11 +65,9 @@ def give(channel: Channel, request: dict[str, Any], kv: KVObject) -> bool:
 def ask(
     address: Address, secret: str, trajectory_id: str, version: int, limit_bytes: int, *, neighbours: bool = True
 ) -> KVObject:
-    """The KV of a trajectory under weights ``version`` from the worker at ``address``; ``neighbours``: read its memory, if it is
-    on this machine.
+    """The KV of a trajectory under weights ``version`` from the worker at ``address``, read in place on this machine.
 
-    KVRefused if it has none, has more than ``limit_bytes``, or what arrived is not what it exported; TransportError or OSError
-    if it does not answer.
+    KVRefused if it has none or more than ``limit_bytes``, or the bytes changed; TransportError or OSError without answer.
     """
     with contextlib.closing(connect(address, secret, purpose=PURPOSE, silence_s=GIVE_UP_S)) as channel:
         channel.send_frame(
@@ -92,7 +90,7 @@ def ask(
 
 @dataclass(slots=True)
 class _Brought:
-    """What became of a change of home: bytes and tokens of the KV that came, 0 with the reason in ``refused``."""
+    """The outcome of a change of home: bytes and tokens of the KV that came, 0 with the reason in ``refused``."""
 
     took_s: float = 0.0
     num_bytes: int = 0
@@ -127,10 +125,9 @@ class KVTransfers:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def announced(self, key: str, home: Sequence[Any] | None, move: Mapping[str, Any], **extra: Any) -> None:
-        """The next generation of task ``key`` changes its home.
+        """The next generation of task ``key`` changes its home; ``home`` has its KV, None if no worker has.
 
-        ``home``: where its KV is, None: it is to be computed again. ``move``: the fields of `libra.facts.HomeChanged` from home to
-        sent.
+        ``move``: the fields of `libra.facts.HomeChanged` from home to sent.
         """
         self._announced[key] = None if home is None else (str(home[0]), int(home[1])), move
         while len(self._announced) > KEPT_NOTICES:

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class WorkerWeights:
-    """A worker's store of versions, the fetcher (None: shared storage), and the server that offers them (None: none)."""
+    """A worker's store of versions, its fetcher (None on shared storage), and the server that offers them, if any."""
 
     store: WeightStore
     fetcher: WeightFetcher | None = None
@@ -72,7 +72,7 @@ def weights_of(worker: Worker, spec: RunSpec) -> WorkerWeights:
 
 
 class _Source(NamedTuple):
-    """A version, its digest (None: not known) and its holders, nearest first."""
+    """A version, its digest if known, and its holders, nearest first."""
 
     version: int
     digest: str | None
@@ -92,13 +92,7 @@ class WeightFetcher:
             self._source = _source(version, holders, digest)
 
     async def newest(self) -> WeightVersion | None:
-        """The newest version announced, on this machine; None if none is published.
-
-        Raises
-        ------
-        WeightsError
-            No server has it.
-        """
+        """The newest version announced, on this machine, if any; WeightsError if no server has it."""
         source, asked = self._source, False
         while True:
             try:
@@ -117,12 +111,7 @@ class WeightFetcher:
 
     async def _fetch(self, source: _Source) -> WeightVersion:
         found = await asyncio.to_thread(
-            fetch,
-            source.version,
-            source.holders,
-            self._store.root,
-            secret=self._spec.secret,
-            content=source.digest,
+            fetch, source.version, source.holders, self._store.root, secret=self._spec.secret, content=source.digest
         )
         await asyncio.to_thread(self._store.drop, self._spec.config.store.keep_versions)
         return found

@@ -33,7 +33,7 @@ SWITCH_INTERVAL_S = 0.0005
 
 
 class WorkerEngine:
-    """One per host with rollout slots; ``kind`` is that of the engine in use, or of the last one."""
+    """One per host with rollout slots; ``kind`` describes the engine in use, or the last one."""
 
     def __init__(self, context: WorkerContext, kind: EngineKind) -> None:
         self.context, self.kind = context, kind
@@ -131,9 +131,7 @@ class WorkerEngine:
         except LibraError as error:
             if not self._closing:
                 logger.warning(
-                    "run %s: a version was not loaded, the next quantum tries again: %s",
-                    self.context.spec.run,
-                    error,
+                    "run %s: a version was not loaded, the next quantum tries again: %s", self.context.spec.run, error
                 )
 
     # ---------------------------------------------------------------- reports

@@ -1,7 +1,7 @@
-"""What a service with a model can be asked without code of one's own: ``judge``, ``logprob``, ``score``, ``embed`` and ``teach``.
+"""Functions of a service with a model that need no user code: ``judge``, ``logprob``, ``score``, ``embed`` and ``teach``.
 
-Each input is answered alone, without a batch's padding: the same input has the same answer, bit for bit, whatever it is asked
-together with. An input is a text, or a mapping with "prompt" (a text) or "messages", and "completion".
+Each input is answered alone, without a batch's padding: the same input has the same answer, bit for bit, in any
+batch. An input is a text, or a mapping with "prompt" (a text) or "messages", and "completion".
 """
 
 from __future__ import annotations
@@ -40,8 +40,7 @@ def judge(
 
 
 def logprob(model: Any, tokenizer: Any, inputs: Sequence[Any]) -> list[float]:
-    """Mean log-probability, in nats, of the tokens of the completion after the prompt and of the end of the turn: what a teacher
-    says of it."""
+    """Mean log-probability, in nats, of the completion's tokens after the prompt, the end of the turn included."""
     found = []
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     for given in inputs:
@@ -82,7 +81,7 @@ def embed(model: Any, tokenizer: Any, inputs: Sequence[Any]) -> list[list[float]
 
 
 def teach(model: Any, tokenizer: Any, inputs: Sequence[ToTeach]) -> list[Scored]:
-    """What a teacher says of each generated token of groups of trajectories (``distil.teacher``); nobody else asks."""
+    """A teacher's scores of each generated token of groups of trajectories (``distil.teacher`` only)."""
     return [given.scores(model) for given in inputs]
 
 

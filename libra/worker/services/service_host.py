@@ -1,15 +1,14 @@
-"""The services of a worker (section ``services``): one host for all runs there, which does what `libra.policy.services` decides.
+"""The services of a worker (section ``services``): one host for all runs there; `libra.policy.services` decides.
 
 Invariants
 ----------
-1. Runs that describe a service alike, whatever they call it, share it: its model is loaded once, and their requests go into the
-   same batches. It is unloaded when the last of them has ended.
-2. Each request is answered once, or fails with `ServiceFault`: also if its batch raises, gives another number of answers, or its
-   run ends. A batch that an API refuses for now is asked again as `libra.envs.retries` says.
+1. Runs with equal descriptions of a service share it under any name: its model is loaded once, and their
+   requests go into the same batches. It is unloaded when the last of them has ended.
+2. Each request is answered once, or fails with `ServiceFault`: also if its batch raises, gives another number
+   of answers, or its run ends. A batch that an API refuses for now is retried (`libra.envs.retries`).
 3. A model answers only with verified weights (`libra.worker.services.service_models`).
-4. One batch at a time runs on a GPU, of all processes of the machine (`libra.cluster.device_lock`); weights are restored there, and
-   evicted for others, in its turn. Also where a batch was cut off or its run has ended: no thread can be stopped, and the turn ends
-   when it has returned. Requests that wait meanwhile are bounded by those who ask.
+4. One batch at a time runs on a GPU, among all processes of the machine (`libra.cluster.device_lock`); weights
+   are restored and evicted in its turn. The turn ends when its threads have returned, since none can be stopped.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ NAMED = 3
 
 
 class Request(NamedTuple):
-    """What somebody waits for, since when, and for which run."""
+    """A pending request: its input, its answer, its time of arrival and its run."""
 
     given: Any
     answer: asyncio.Future[Any]
@@ -69,7 +68,7 @@ class Request(NamedTuple):
 
 @dataclass(slots=True)
 class Loaded:
-    """A service of this worker: its model in host memory (None: it has none), its copies by device, and the runs that have it."""
+    """A service of this worker: its model in host memory, if any, its copies by device, and the number of its runs."""
 
     entry: ServiceEntry
     function: Callable[..., Any]
@@ -79,8 +78,7 @@ class Loaded:
 
 
 class ServiceHost:
-    """One per worker process; ``device`` is where its models answer, and ``lock`` its lock among processes (None: it has none, as
-    CPU cores)."""
+    """One per worker process; its models answer on ``device``, whose ``lock`` is None on CPU cores."""
 
     def __init__(self, device: Any, lock: DeviceLock | None = None) -> None:
         self._device, self._lock = device, lock
@@ -95,7 +93,7 @@ class ServiceHost:
         self._sharers = 1
 
     def share(self, context: WorkerContext) -> None:
-        """A run has services here; of what runs allow weights on the device the least counts."""
+        """Add a run; the least room that a run allows for weights on the device counts."""
         config = context.spec.config
         sharers = self._sharers = service_workers(config)
         copies = (each.model.num_bytes for each in self._loaded.values() if str(self._device) in each.copies)
@@ -104,7 +102,7 @@ class ServiceHost:
         self._bound()
 
     def leave(self, context: WorkerContext) -> None:
-        """It has them no longer."""
+        """Remove a run."""
         del self._rooms[id(context)]
         self._bound()
 
@@ -120,8 +118,7 @@ class ServiceHost:
         self._schedule.bound(str(self._device), min(rooms, default=None))
 
     async def load(self, entry: ServiceEntry, shown: str = "") -> str:
-        """Have a service, which a run calls ``shown``, and return its name here; one call at a time. ModelError, or ConfigError
-        where the device has no room for it."""
+        """Load a service, ``shown`` in its run, once; its name here. ModelError, or ConfigError without room on the device."""
         name = _identity(entry)
         if name not in self._loaded:
             function, model = _function(entry), None
@@ -140,7 +137,7 @@ class ServiceHost:
         return name
 
     async def unload(self, name: str, context: WorkerContext) -> None:
-        """A run has the service no longer; its requests fail, and the service goes with the last run."""
+        """Fail a run's requests; the service goes with its last run."""
         loaded = self._loaded[name]
         for number, request in list(self._requests.items()):
             if request.context is context and not request.answer.done():
@@ -314,17 +311,17 @@ class RunServices:
 
     @property
     def names(self) -> Collection[str]:
-        """What the run calls them."""
+        """Names of the services in the run."""
         return self._here.keys()
 
     async def open(self) -> None:
-        """Have every service of the run."""
+        """Load every service of the run."""
         self._host.share(self._context)
         for name, entry in self._context.spec.config.services.named.items():
             self._here[name] = await self._host.load(entry, name)
 
     async def close(self) -> None:
-        """Have them no longer; late answers that have not come are dropped, and named."""
+        """Unload them; late answers that have not come are dropped, and named."""
         missing: dict[str, list[str]] = {}
         for task, (service, trajectory_id) in self._later.items():
             missing.setdefault(service, []).append(trajectory_id)
@@ -394,8 +391,7 @@ def _lock_here() -> DeviceLock | None:
 
 
 def _room(device: Any, gib: float | None, taken: int, sharers: int = 1) -> int | None:
-    """Bytes for weights on ``device``, where services have ``taken`` already and so many workers of a run share it; None: without
-    bound."""
+    """Bytes for weights on ``device``, shared by so many workers, where services have ``taken`` some; None without bound."""
     if gib is not None:
         return round(gib * 2**30)
     if device.type == "cpu":
@@ -437,7 +433,7 @@ def _host_model(directory: Any, labels: bool) -> Any:
 
 
 class BatchThreads:
-    """Calls of a batch that run in threads; except in these, of the event loop alone."""
+    """Calls of a batch in threads that nothing can stop: a device is theirs until they have returned."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -447,7 +443,7 @@ class BatchThreads:
     async def run(
         self, function: Callable[..., Any], timeout_s: float, name: str, **arguments: Any
     ) -> tuple[Any, BaseException | None] | None:
-        """What `libra.envs.actions.run_bounded` gives of ``function(**arguments)`` in a thread."""
+        """`libra.envs.actions.run_bounded` of ``function(**arguments)`` in a thread."""
         self._running += 1
 
         def call(**more: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The model of a service: in host memory as long as a run has the service, and on a device while there is room.
+"""The model of a service, in host memory while a run has the service and on a device while there is room; and teachers.
 
 Invariants
 ----------
@@ -82,8 +82,7 @@ def _reward_model(directory: Path) -> Any:
 
 
 class Scored(NamedTuple):
-    """What a teacher says of each member of a group, None for one that does not train; and its seconds, without those in which it
-    scored other groups."""
+    """A teacher's scores of each member of a group, None for one that does not train; and the seconds of scoring."""
 
     taught: list[Taught | None]
     seconds: float
@@ -102,14 +101,14 @@ class OwnTeacher:
         self._model = load_teacher(self.context.spec.config, self.context.model_dir)
 
     def score(self, members: Sequence[Trajectory]) -> Scored:
-        """What the teacher says of a group. The same members, the same scores."""
+        """The teacher's scores of a group; equal members have equal scores."""
         assert self._model is not None, "the teacher scores after it is loaded"
         with self._one_at_a_time:
             return scores_of(self._model, self.context.spec.config.run.seed, members)
 
 
 def load_teacher(config: RunConfig, student: Path) -> TeacherModel:
-    """The teacher of a run, for a student whose model files are in ``student``; ModelError if it is no model."""
+    """The teacher of a run, for a student whose model files are in ``student``; ModelError."""
     import torch
 
     from libra.train.teacher_model import TeacherModel
@@ -133,7 +132,7 @@ def load_teacher(config: RunConfig, student: Path) -> TeacherModel:
 
 
 def scoring_of(config: RunConfig, student: Path) -> Scoring:
-    """What the teacher of a run keeps; the student's model files are in ``student``."""
+    """The scoring of a run's teacher; the student's model files are in ``student``."""
     from libra.train.teacher_model import Scoring
 
     facts = parsed_json((student / "config.json").read_text())
@@ -143,21 +142,21 @@ def scoring_of(config: RunConfig, student: Path) -> Scoring:
 
 @dataclass(frozen=True, slots=True)
 class ToTeach:
-    """What a service with function ``teach`` is asked: the members of one group, and what the run keeps of what it says of them."""
+    """A request to a service with function ``teach``: the members of one group, and the run's scoring."""
 
     members: Sequence[Trajectory]
     scoring: Scoring
     seed: int
 
     def scores(self, model: Any) -> Scored:
-        """What ``model`` says of them; TrainError."""
+        """Their scores by ``model``; TrainError."""
         from libra.train.teacher_model import TeacherModel
 
         return scores_of(TeacherModel(model, self.scoring), self.seed, self.members)
 
 
 def scores_of(model: TeacherModel, seed: int, members: Sequence[Trajectory]) -> Scored:
-    """What a teacher says of a group, in a run with ``seed``. The same members, the same scores."""
+    """A teacher's scores of a group, in a run with ``seed``; equal members have equal scores."""
     began_s = time.perf_counter()
     taught = [model.score(each, _rng(seed, each)) if each.failure.trains else None for each in members]
     return Scored(taught, time.perf_counter() - began_s)

@@ -24,20 +24,11 @@ MAX_CAUSE_CHARS = 200
 def signal_numbers(trajectories: Sequence[Trajectory], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The spread of a batch's rewards, and why nothing can be learned from it.
 
-    Parameters
-    ----------
-    trajectories : sequence
-        Members of the batch.
-    rows : sequence of mappings
-        One a group, with ``advantages`` and ``trains`` of its members: the batch's facts.
-
-    Returns
-    -------
-    dict
-        Over groups with at least two valid members: ``reward_std``, ``reward_group_min`` and ``reward_group_max``, means of each
-        group's standard deviation, lowest and highest reward (NaN without such a group), and ``frac_reward_zero_std``, the
-        share of them whose rewards are all equal. ``groups_without_signal``: groups of several members of which fewer than two are
-        valid, or whose valid rewards are all equal. ``no_signal``: why no member has an advantage, empty if one has.
+    ``rows`` are the batch's facts, one a group, with ``advantages`` and ``trains`` of its members. Over groups with at
+    least two valid members: ``reward_std``, ``reward_group_min`` and ``reward_group_max``, means of each group's
+    standard deviation, lowest and highest reward (NaN without such a group), and ``frac_reward_zero_std``, the share
+    with equal rewards. ``groups_without_signal``: groups of several members with fewer than two valid or only equal
+    rewards. ``no_signal``: why no member has an advantage, empty if one has.
     """
     valid: dict[tuple[int, int], list[float]] = {}
     size: dict[tuple[int, int], int] = {}
@@ -121,7 +112,7 @@ def waiting_after(files: RunFiles, batch: int) -> list[WaitingGroup]:
 
 
 def worth_after(files: RunFiles, batch: int) -> GuessWorth:
-    """What guesses were worth by batch ``batch``."""
+    """The worth of guesses by batch ``batch``."""
     return GuessWorth(*_late_facts(files, batch).get("worth", ()))
 
 

@@ -1,16 +1,12 @@
-"""Transfer of a batch's trajectories to the trainer without the run directory, if ``trainer.dispatch`` is "peer".
+"""The trajectories of a batch for a step, from the run directory, or with ``trainer.dispatch=peer`` from their graders.
 
-A worker that grades a group keeps its trajectories in memory, a row each, and reports that with the group. ``batch`` adds
-each member's holder and length to its facts. A training rank requests the rows of its slice from there::
-
-    group   ->  rows in this worker's memory; the scheduler receives host, port and sizes
-    batch   ->  lengths and holders beside the advantages: metadata
-    step    ->  rows of the slice, from worker to worker
+A worker that grades a group keeps its trajectories in memory, a row each, and reports its address with the group.
+``batch`` adds each member's holder and length to its facts. A training rank requests the rows of its slice there.
 
 Invariants
 ----------
-1. The group's record in the run directory stays authoritative: it is written before its rows are offered, and a row that no
-   worker serves is read from there. A lost worker costs a read, never a trajectory.
+1. The group's record in the run directory stays authoritative: it is written before its rows are offered, and
+   a row that no worker serves is read from there. A lost worker costs a read, never a trajectory.
 2. A worker keeps only the newest groups: as many as the staleness bound allows, and two more batches.
 """
 
@@ -43,7 +39,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FETCHED = ("fetched_rows", "fetched_bytes", "stored_rows")
-"""Numbers of a step: rows that came from other workers, their bytes, and rows that came from the run directory."""
+"""Numbers of a step: rows from other workers, their bytes, and rows from the run directory."""
 
 
 def num_kept(config: RunConfig) -> int:
@@ -52,12 +48,11 @@ def num_kept(config: RunConfig) -> int:
 
 
 def members_of(batch: dict[str, Any], groups_dir: Path, *, of_the_step: bool = False) -> list[Trajectory]:
-    """All trajectories of a committed batch, with their advantages and what late rewards gave them.
+    """All trajectories of a committed batch, with their advantages and late rewards.
 
-    ``of_the_step`` leaves out filtered trajectories, and adds those of earlier batches that late rewards correct (``late``).
-    ``groups_dir`` is where the run keeps its group records now; a batch records their old path, and a run may be moved.
-    Failures that do not train are included: the replica counts them itself. Tokens that are left out of the step for their age are
-    no actions in it.
+    ``of_the_step`` leaves out filtered trajectories, adds earlier ones that late rewards correct (``late``), and
+    makes tokens that are too old no actions. Failures that do not train are included: the replica counts them itself.
+    ``groups_dir`` has the group records now; a batch records their old path, and a run may be moved.
     """
     trajectories = []
     for row in batch["members"]:
@@ -77,7 +72,7 @@ def members_of(batch: dict[str, Any], groups_dir: Path, *, of_the_step: bool = F
 
 
 def without_stale(member: Trajectory, row: Mapping[str, Any]) -> Trajectory:
-    """A trajectory as it trains: tokens of versions before ``from_version`` of its group's row, if it has that, are no actions."""
+    """A trajectory as it trains: tokens of versions before ``from_version`` of its group's row are no actions."""
     if (least := row.get("from_version")) is None:
         return member
     fresh = member.weight_version >= least
@@ -86,7 +81,7 @@ def without_stale(member: Trajectory, row: Mapping[str, Any]) -> Trajectory:
 
 
 def take_scores(members: list[Trajectory], row: Mapping[str, Any], groups_dir: Path) -> None:
-    """Give ``members`` of a group what the teacher says of them, if its ``row`` in the file of a batch has that (``taught``)."""
+    """Give ``members`` of a group their scores by the teacher, if its ``row`` of a batch has ``taught``."""
     if row.get("taught"):
         scores = read_scores(scores_path(groups_dir / Path(row["path"]).name), len(members))
         for member, taught in zip(members, scores, strict=True):
@@ -94,7 +89,7 @@ def take_scores(members: list[Trajectory], row: Mapping[str, Any], groups_dir: P
 
 
 def take_late(members: list[Trajectory], row: Mapping[str, Any]) -> list[Trajectory]:
-    """``members`` of a group with the late rewards that its ``row`` in the file of a batch has (``delivered``)."""
+    """``members`` of a group with the late rewards (``delivered``) of its ``row`` of a batch."""
     for sample, value in row.get("delivered", {}).items():
         members[int(sample)].take_late(value)
     return members

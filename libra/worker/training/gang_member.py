@@ -1,8 +1,8 @@
 """A training worker's membership of its group: joins on a message of the scheduler, and admits its tasks.
 
-`libra.scheduler.gangs` decides who is in which group; see there for the messages. All ranks of a new group begin in the state
-of the rank that has taken most steps, and not behind the published version: survivors send theirs, else the newest
-checkpoint is loaded and committed batches are replayed, by all ranks together.
+`libra.scheduler.gangs` forms groups; see there for the messages. All ranks of a new group begin in the state of the
+rank with most steps, and not behind the published version: survivors send theirs, else all ranks load the newest
+checkpoint and repeat committed batches together.
 
 Invariants
 ----------

@@ -1,20 +1,16 @@
-"""Publishes the weights of a trainer beside its next step, which changes none of them before they are published.
+"""Publishes the weights of a trainer, with their check, beside its next step.
 
-Forward and backward passes of step ``v`` read the weights ``v``, and so does the publication of version ``v``: both run at once, in
-threads of their own. A step whose passes end first waits for that thread, or publishes the version itself if none does.
+Passes of step ``v`` and the publication of version ``v`` read the same weights, in threads of their own. A step
+whose passes end first waits for that thread, or publishes the version itself.
 
 Invariants
 ----------
-1. Weights ``v`` change only once version ``v`` is written, synced and reported: a step that was taken leaves no version out.
-2. A version is published and reported once by this process; the task that comes late gets what is there.
-3. Steps that are repeated from committed batches publish nothing: what is missing then is published by ``restore``, in order.
-
-A trainer that dies in between has a version that is whole or absent (`libra.weights.registry`). Its successor repeats committed
-batches and publishes what is missing, which are the same bits: a step needs its batch, the weights before it and nothing else.
-
-With each version goes its check: the trainer's answers, which an engine that holds the version reproduces. The log-probabilities of
-the version before, and of version 0, come from the checks published then: nothing is computed twice, and the trainer keeps nothing
-of an older version. Everything is computed while the disk writes the tensors.
+1. Step v+1 changes weights only after version v is written, synced and reported; no version is skipped.
+2. A version is published and reported once by this process; a late task gets the existing one.
+3. Steps that are repeated from committed batches publish nothing: ``restore`` publishes missing versions, in
+   order and with the same bits.
+4. The check has the trainer's answers, which an engine that holds the version reproduces. Log-probabilities of
+   the version before, and of version 0, come from the checks published then.
 """
 
 from __future__ import annotations
@@ -42,15 +38,9 @@ PROBES, PROBE_TOKENS, PROBE_SEED = 1, 32, 20260603
 
 
 class Publications:
-    """Of one replica that trains alone; a group publishes before its next step, with the same calls.
+    """The publications of one replica; a group publishes before its next step, with the same calls.
 
-    Parameters
-    ----------
-    store : WeightStore
-    max_context_tokens : int
-        Of the engines, which answer the questions of the check.
-    report : callable
-        Announces a version that is published.
+    ``max_context_tokens`` is the limit of the engines, which answer the check; ``report`` announces a published version.
     """
 
     def __init__(self, store: WeightStore, max_context_tokens: int, report: Callable[[WeightVersion], None]) -> None:
@@ -75,10 +65,7 @@ class Publications:
     def publish(self, version: int) -> WeightVersion:
         """Publish the weights after ``version`` steps, and report it, once.
 
-        Raises
-        ------
-        WeightsError
-            As `libra.weights.WeightStore.publish`; or the replica is past this version, and the store has it no more.
+        WeightsError as of `libra.weights.WeightStore.publish`, or if the replica is past a version that the store lacks.
         """
         with self._lock:
             return self._publish(version)
@@ -134,14 +121,7 @@ def probe_tokens(vocab_size: int, max_context_tokens: int) -> tuple[NDArray[np.i
 
 
 def publish_checked(store: WeightStore, replica: Replica, version: int, max_context_tokens: int) -> WeightVersion:
-    """Publish the replica's weights as ``version`` together with their check; an existing version keeps its own check.
-
-    Raises
-    ------
-    WeightsError
-        As `WeightStore.publish`.
-    """
-
+    """Publish the replica's weights as ``version`` with their check; an existing version keeps its own. WeightsError."""
     tensors = replica.all_weights()
     # If the model is sharded, passes are collectives, which all ranks enter in one order; see `assist`.
     logp = probe_logp(replica, max_context_tokens) if replica.is_sharded else None

@@ -16,7 +16,6 @@ from libra.errors import WeightsError
 from libra.facts import HybridPoolOpened, VersionPublished, WeightsHeld
 from libra.store.run_records import Rows, batch_path, in_waves, read_batch_facts, read_waves
 from libra.tensors import compute_device
-from libra.tensors import digest as tensors_digest
 from libra.weights import WeightStore, WeightVersion
 from libra.worker.context import WorkerContext
 from libra.worker.run_spec import RunSpec
@@ -43,7 +42,7 @@ def pool_token(spec: RunSpec, gang: int) -> str:
 
 
 def group_token(spec: RunSpec, gang: int) -> str:
-    """What the members of this training group have to know."""
+    """The secret of the members of this training group."""
     return hmac.new(spec.secret.encode(), f"group/{spec.epoch}/{gang}".encode(), hashlib.sha256).hexdigest()
 
 
@@ -191,7 +190,7 @@ def recover(
 
 
 def committed_waves(spec: RunSpec, batch: int) -> list[Rows]:
-    """The waves of a streamed step: those of its batch, or those that are committed so far."""
+    """The waves of a streamed step, of its batch or committed so far."""
     if batch_path(spec.batches_dir, batch).exists():
         return in_waves(read_batch_facts(spec.batches_dir, batch)["groups"])
     return read_waves(spec.waves_dir, batch)
@@ -215,8 +214,6 @@ def _load_published(
     if version not in store.numbers():
         return
     published = store.get(version)
-    if len(published.digest) != len(digest):  # by an older Libra
-        digest = tensors_digest(checkpoints.replica.weights(), like=published.digest)
     if published.digest != digest:
         logger.warning(
             "run %s: step %d taken again gave weights %s, version %d was published as %s; the published ones are taken. "

@@ -35,13 +35,7 @@ from libra.agents.processes import AgentProcesses
 from libra.agents.requests import ModelRequest, Reply, forms, reply
 from libra.agents.session import Ended, Pending, Session, as_float, by_size
 from libra.errors import EngineAsleep, RequestRefused, ToolFault, ToolTimeout
-from libra.store.quantum_records import (
-    AgentEndRecord,
-    GenerationRecord,
-    QuantumRecord,
-    RequestRecord,
-    RestartRecord,
-)
+from libra.store.quantum_records import AgentEndRecord, GenerationRecord, QuantumRecord, RequestRecord, RestartRecord
 from libra.store.run_records import group_path
 from libra.types import EndReason, FailureClass, StopReason, ToolCall, ToolReturn, ToolStatus, TrajectoryId
 from libra.untrusted import storable
@@ -121,7 +115,7 @@ class Agents:
         Raises
         ------
         EngineAsleep
-            There is no place for another agent here.
+            This worker has ``agent.concurrency`` agents.
         ToolTimeout, ToolFault
             The agent took too long, or failed.
         """

@@ -34,7 +34,7 @@ class AgentTurns:
 
     @classmethod
     def of(cls, records: Iterable[QuantumRecord]) -> AgentTurns:
-        """Of the records of one draw; a request without an answer, the last, is left out."""
+        """The turns in the records of one draw, without a last request that has no answer."""
         turns = cls()
         for record in records:
             if isinstance(record, RequestRecord):
@@ -93,7 +93,7 @@ def cut_at_stop(
 
     if found(len(ids)) is None:
         return output, None
-    low, high = 1, len(ids)  # the text of more tokens has all that that of fewer has
+    low, high = 1, len(ids)  # more tokens have at least the text of fewer
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if found(middle) else (middle + 1, high)

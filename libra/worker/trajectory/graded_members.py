@@ -25,7 +25,7 @@ GRADE_TIMEOUT_S = 60.0
 
 
 def score_fault(numbers: Any, num: int) -> str | None:
-    """What is wrong with what a user's reward node gave for ``num`` episodes; None if it has one entry for each."""
+    """The fault of a user's reward node that scored ``num`` episodes; None if it gave one entry for each."""
     listed = hasattr(numbers, "__len__") and hasattr(numbers, "__getitem__")
     if isinstance(numbers, str | bytes | Mapping) or not listed:
         got = f"{repr_text(numbers)[:60]} ({type(numbers).__name__})"
@@ -48,9 +48,9 @@ async def grade(
 ) -> None:
     """Give ``member`` its reward, or its failure class.
 
-    A grader that failed grades the same trajectory again, ``resample`` times: replacing the trajectory would bias the sample.
-    ``extra[index]`` is added to the environment's reward. ``late`` is ``trainer.late``, "off" for a held-out question; ``back_off``
-    says how a grader is tried again that an API refuses for now.
+    A grader that failed grades the same trajectory again, ``resample`` times: replacing the trajectory would bias the
+    sample. ``extra[index]`` is added to the environment's reward. ``late`` is ``trainer.late``, "off" for a held-out
+    question; ``back_off`` retries calls that an API refuses for now.
     """
     if not member.failure.trains:
         return

@@ -1,15 +1,15 @@
 """Leases of sessions by trajectories, from any worker: an action runs where its trajectory's session is.
 
-The record of an action has the lease (address of the worker and name), so every worker knows it. One that is given the next action
-requests it from there, as a message between workers (TLS where Dask has it), and writes the record itself.
+The record of an action has the lease (address of the worker and name), so every worker knows it. The worker of
+the next action requests it from there, by a message between workers, and writes the record itself.
 
 Invariants
 ----------
-1. A lease that no record has is released when its first turn fails; one of a record is released when its trajectory ends or begins
-   again.
-2. A worker that is gone, was restarted or belongs to another start of the run makes the action fail with SessionLost: an
-   infrastructure failure, after which a fresh draw begins with another session. It is never a reward.
-3. An action that is repeated, as its worker died before the record, returns what it returned.
+1. A lease without a record is released when its first turn fails; a recorded one when its trajectory ends or
+   begins again.
+2. If the lease's worker is gone, was restarted or belongs to another start of the run, the action fails with
+   SessionLost: an infrastructure failure, after which a fresh draw begins with another session.
+3. An action that is repeated, because its worker died before the record, has the same return.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Lease = tuple[str, str]
 
 
 class SessionLeases:
-    """The pool of this worker, and the way to those of others. Only for environments with a session."""
+    """The session pool of this worker, and access to other workers' pools. Only for environments with a session."""
 
     def __init__(self, context: WorkerContext) -> None:
         kind = context.environment.session
@@ -86,8 +86,10 @@ class SessionLeases:
         state: StateCopy,
         where: tuple[str, int, int, int],
     ) -> ToolReturn:
-        """The return of an action that uses the session; ``where``: trajectory, draw, turn and call of it. Errors as of
-        `libra.envs.run_action`, and SessionLost."""
+        """The return of an action in the session; ``where``: its trajectory, draw, turn and call.
+
+        Errors as of `libra.envs.run_action`, and SessionLost.
+        """
         asked = {
             "lease": lease[1], "prompt": [prompt.prompt_id, list(map(dict, prompt.messages)), dict(prompt.facts)],
             "call": [call.name, dict(call.arguments)], "action_id": action_id, "state": state.data, "where": list(where),

@@ -24,11 +24,7 @@ from libra.worker.trajectory.trajectory_state import TrajectoryState
 
 
 class TurnCalls:
-    """One per quantum runner.
-
-    ``sessions``: None in environments without one. ``processes``: where calls with resources of their own run; None: no tool has
-    any, or this worker runs no tools.
-    """
+    """One per quantum runner; calls with resources of their own run in ``processes``, if the worker has any."""
 
     def __init__(
         self, context: WorkerContext, sessions: SessionLeases | None, processes: ActionProcesses | None
@@ -51,11 +47,11 @@ class TurnCalls:
         return len(calls) == 1 and calls[0] in self._revocable
 
     def lacks_lease(self, key: str, state: TrajectoryState) -> bool:
-        """Whether a trajectory is at an action with resources, and its task came for a generation: that of a resumed run."""
+        """Whether the action needs resources and its task came for a generation, as in a resumed run."""
         return bool(self.with_resources(state)) and keys.TOOL not in resources_here(self._context.worker, key)
 
     def cores_of(self, key: str) -> int | None:
-        """Cores of the action that a task runs; None: it has none of its own."""
+        """The own cores of a task's action, if any."""
         if not self._declaring:
             return None
         return int(resources_here(self._context.worker, key).get(keys.TOOL_CORES, 0)) or None
@@ -68,15 +64,9 @@ class TurnCalls:
         return await self._sessions.acquire(str(state.tid))
 
     async def returns(
-        self,
-        state: TrajectoryState,
-        turn: int,
-        copy: StateCopy,
-        lease: tuple[str, str] | None,
-        cores: int | None,
+        self, state: TrajectoryState, turn: int, copy: StateCopy, lease: tuple[str, str] | None, cores: int | None
     ) -> list[ToolReturn]:
-        """What the calls of a turn return: all at once, or one after the other if one of them takes the trajectory's state or its
-        session."""
+        """The returns of a turn's calls: all at once, or in order if one takes the trajectory's state or session."""
         # Evaluations at two versions are the same questions, seeds and injected faults.
         name = str(state.tid if state.tid.split == "train" else state.tid._replace(iteration=0))
         if state.draw:
@@ -113,11 +103,11 @@ class TurnCalls:
 
 
 MOST_RECORDED_CHARS = 8000
-"""Characters that a record has of a return that is kept by reference (`libra.store.observations`)."""
+"""Characters in the record of a return that is kept by reference (`libra.store.observations`)."""
 
 
 def recorded(given: ToolReturn, content: str) -> ToolReturn:
-    """A tool's return for its record; ``content`` is what the model reads of it, whose tokens are in the record whole."""
+    """A tool's return for its record: the ``content`` that the model read, or of a large one a prefix and a reference."""
     if content != given.content:
         status = ToolStatus.TRUNCATED if given.status is ToolStatus.OK else given.status
         given = replace(given, content=storable(content), status=status)
@@ -129,8 +119,7 @@ def recorded(given: ToolReturn, content: str) -> ToolReturn:
 
 
 KEPT = 1024
-"""Revocations that are kept, the newest: each for an action that has yet to begin here, or that had just ended, whose revocation
-stays until the trajectory's next action here."""
+"""The newest revocations that are kept, of actions that have yet to begin here or had just ended."""
 
 
 class StoppableActions:

@@ -16,12 +16,7 @@ from libra.types import (
     TrajectoryId,
     TurnOutput,
 )
-from libra.worker.trajectory.trajectory_state import (
-    TrajectoryState,
-    end_record,
-    failure_record,
-    generation_record,
-)
+from libra.worker.trajectory.trajectory_state import TrajectoryState, end_record, failure_record, generation_record
 
 PROMPT = Prompt("train-0", ({"role": "user", "content": "?"},), {"answer": 3})
 CALL = ToolCall("calculator", {"expression": "1 + 2"})
