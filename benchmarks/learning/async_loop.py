@@ -37,7 +37,7 @@ from libra.train import Replica, TrainSettings
 from libra.types import Phase, Prompt, Trajectory, TrajectoryId, TurnOutput, TurnRequest
 from libra.weights import WeightStore
 from libra.worker.training.batch_rows import without_stale
-from libra.worker.trajectory.trajectory_state import TrajectoryState, generation_record
+from libra.worker.trajectory.trajectory_state import TrajectoryRules, TrajectoryState, generation_record
 
 ENGINES = ("engine-0", "engine-1")
 Key = tuple[str, int, int, int]
@@ -184,7 +184,7 @@ class Loop:
         rollout, count = self.config.rollout, self.config.trainer.prompts
         index = tid.iteration * count + tid.group if tid.split == "train" else tid.group
         prompt = self.environment.prompt(tid.split, index)
-        return TrajectoryState(tid, prompt, rollout.max_turns, rollout.max_context_tokens)
+        return TrajectoryState(tid, prompt, TrajectoryRules(rollout.max_turns, rollout.max_context_tokens))
 
     def _start(self) -> None:
         while self._waiting:

@@ -18,7 +18,7 @@ from libra.config.distil_checks import teacher_model
 from libra.driver.damage import Repairs
 from libra.driver.file_checks import RunCheck, journal_faults
 from libra.driver.start_records import read_given
-from libra.envs import decode_state, has_steps
+from libra.envs import decode_state
 from libra.errors import LibraError, StoreError
 from libra.facts import OpenBatch
 from libra.policy import staleness_of
@@ -40,7 +40,7 @@ from libra.types import Trajectory, TrajectoryId
 from libra.worker.model_files import local_model
 from libra.worker.run_spec import RunSpec
 from libra.worker.trajectory.graded_members import grade
-from libra.worker.trajectory.trajectory_state import TrajectoryState
+from libra.worker.trajectory.trajectory_state import TrajectoryRules, TrajectoryState
 
 if TYPE_CHECKING:
     from libra.config import RunConfig
@@ -90,22 +90,14 @@ def graded(check: RunCheck, config: RunConfig, key: TrajectoryId, size: int) -> 
     given = read_given(check.files.directory)
     if given["environment"] or given["score"]:
         raise StoreError("its rewards came from Python objects, which only the program that began the run has")
-    rollout, journal = config.rollout, Journal(check.files.journal_dir)
-    states = []
+    journal, states = Journal(check.files.journal_dir), []
     environment = RunSpec(check.files.directory.name, 0, check.files.directory, "", config).make_environment()
+    rules = TrajectoryRules.of(config, environment)
     index = key.group + (key.iteration * config.trainer.prompts if key.split == "train" else 0)
     prompt = environment.prompt(key.split, index)
     for sample in range(size):
         tid = key._replace(sample=sample)
-        state = TrajectoryState(
-            tid,
-            prompt,
-            rollout.max_turns,
-            rollout.max_context_tokens,
-            rollout.ignore_eos,
-            config.trainer.resample,
-            has_steps(environment),
-        )
+        state = TrajectoryState(tid, prompt, rules)
         for record in journal.read(str(tid)):
             state.apply(record)
         if state.end is None:

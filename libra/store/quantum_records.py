@@ -94,7 +94,7 @@ class RequestRecord(QuantumStamp, kw_only=True, tag="request"):
         Returns of the tools of that turn.
     observation_ids : int32 array
         Tokens that follow the parent.
-    messages, tools : list of dicts, str
+    messages, tools : list of lists, str
         The request as `libra.agents` reads it again after a restart.
     reason : str
         "first", "continued", or why it begins a branch.
@@ -104,7 +104,7 @@ class RequestRecord(QuantumStamp, kw_only=True, tag="request"):
     parent: int
     returns: tuple[ToolReturn, ...] = ()
     observation_ids: Array
-    messages: list[dict[str, Any]]
+    messages: list[list[Any]]
     tools: str
     reason: str
     fingerprint: bytes

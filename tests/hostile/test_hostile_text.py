@@ -40,7 +40,7 @@ from libra.store.trajectory_store import TrajectoryStore
 from libra.testing import FixedTurns
 from libra.types import EndReason, Episode, FailureClass, ToolCall, ToolReturn, ToolStatus, TrajectoryId, Turn
 from libra.untrusted import MAX_CALLS, MAX_DEPTH, storable, storable_call, storable_calls
-from libra.worker.trajectory.trajectory_state import TrajectoryState, failure_record, generation_record
+from libra.worker.trajectory.trajectory_state import TrajectoryRules, TrajectoryState, failure_record, generation_record
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -139,7 +139,7 @@ def test_every_text_goes_through_journal_state_group_and_store(tmp_path, returne
         written.append(failure_record(FailureClass.TOOL, text))
         for quantum, record in enumerate(written):
             journal.append(str(tid), quantum, record)
-        state = TrajectoryState(tid, PROMPT, max_turns=4, max_context_tokens=1000)
+        state = TrajectoryState(tid, PROMPT, TrajectoryRules(4, 1000))
         for record in reader.read(str(tid)):
             state.apply(record)
         assert state.end is not None

@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from libra.config.distil_checks import extra_draws
-from libra.envs import StateCopy, begin_state, has_steps, run_step
+from libra.envs import StateCopy, begin_state, run_step
 from libra.envs.action_process import ActionProcesses
 from libra.envs.environment import turn_by_script
 from libra.errors import ActionRevoked, EngineAsleep, EngineError, EnvironmentFault, FencedOff, ToolFault, Unstorable
@@ -64,6 +64,7 @@ from libra.worker.trajectory.agent_turns import agent_calls, cut_at_stop
 from libra.worker.trajectory.graded_members import FAULTS, failure_of
 from libra.worker.trajectory.session_leases import SessionLeases
 from libra.worker.trajectory.trajectory_state import (
+    TrajectoryRules,
     TrajectoryState,
     end_record,
     failure_record,
@@ -119,6 +120,7 @@ class QuantumRunner:
         """Only on a worker that runs them."""
         self.calls = TurnCalls(context, self.sessions, processes)
         self.stoppable = StoppableActions()
+        self._rules = TrajectoryRules.of(context.spec.config, context.environment)
         self._prompts: OrderedDict[str, NDArray[np.int32]] = OrderedDict()
 
     @cached_property
@@ -143,18 +145,7 @@ class QuantumRunner:
         """The trajectory's state with every record written so far; ``quantum`` is their number, 0 if that is not known."""
         state = self.states.get(tid)
         if state is None:
-            config = self.context.spec.config
-            rollout = config.rollout
-            state = self.states[tid] = TrajectoryState(
-                tid,
-                prompt,
-                rollout.max_turns,
-                rollout.max_context_tokens,
-                rollout.ignore_eos,
-                config.trainer.resample,
-                has_steps(self.context.environment),
-                config.agent.given,
-            )
+            state = self.states[tid] = TrajectoryState(tid, prompt, self._rules)
             while len(self.states) > KEPT_STATES:
                 self.states.popitem(last=False)
         if not quantum or state.quanta < quantum:
@@ -176,7 +167,7 @@ class QuantumRunner:
             self._release(state)
             self.context.report(TrajectoryFoundEnded(key, state.quanta, self.context.name, str(state.end)))
             return state
-        stranded = state.phase is Phase.TOOL and state.agent and self.agents is None
+        stranded = state.phase is Phase.TOOL and state.rules.agent and self.agents is None
         if stranded or self.calls.lacks_lease(key, state) or (state.phase is Phase.ROLLOUT and self.engine is None):
             # A worker died after its record and before its report, or an action of a resumed run lacks its lease: report the
             # trajectory's state, and wait for another.
@@ -385,7 +376,7 @@ class QuantumRunner:
 
     async def _act(self, state: TrajectoryState, cores: int | None = None) -> None:
         started_s, turn = time.time(), state.turns - 1
-        if state.agent:
+        if state.rules.agent:
             assert self.agents is not None, f"{state.tid}: an action was sent to a worker without agents"
             self._commit(state, await self.agents.act(state), started_s)
             return

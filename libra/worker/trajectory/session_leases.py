@@ -20,7 +20,9 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
+
+import msgspec
 
 from libra.envs import StateCopy, run_action
 from libra.envs.retries import TOTAL_S
@@ -28,7 +30,7 @@ from libra.envs.sessions import SessionCounts, SessionPool
 from libra.errors import EnvironmentFault, SessionLost, ToolFault, ToolTimeout
 from libra.facts import SessionsUsed
 from libra.store.observations import keep_observation
-from libra.types import Prompt, ToolCall, ToolReturn, ToolStatus
+from libra.types import Prompt, ToolCall, ToolReturn
 from libra.worker.context import WorkerContext
 from libra.worker.dask_worker import PEER_ERRORS, ask_worker, serve_worker, stop_serving
 
@@ -42,6 +44,24 @@ _FAULTS: dict[str, type[EnvironmentFault]] = {
 
 Lease = tuple[str, str]
 """Address of the worker, and the name of the lease in its pool."""
+
+
+class SessionCall(NamedTuple):
+    """An action in a session; ``where``: its trajectory, draw, turn and call."""
+
+    lease: str
+    prompt: Prompt
+    call: ToolCall
+    action_id: str
+    state: bytes | None
+    where: tuple[str, int, int, int]
+
+
+class SessionAnswer(NamedTuple):
+    """The return of an action, and the trajectory's state after it."""
+
+    returned: ToolReturn
+    state: bytes | None
 
 
 class SessionLeases:
@@ -90,10 +110,8 @@ class SessionLeases:
 
         Errors as of `libra.envs.run_action`, and SessionLost.
         """
-        asked = {
-            "lease": lease[1], "prompt": [prompt.prompt_id, list(map(dict, prompt.messages)), dict(prompt.facts)],
-            "call": [call.name, dict(call.arguments)], "action_id": action_id, "state": state.data, "where": list(where),
-        }  # fmt: skip
+        called = SessionCall(lease[1], prompt, call, action_id, state.data, where)
+        asked = {"called": msgspec.msgpack.encode(called)}
         if lease[0] == self.context.address:
             answer = await self._requested(what="run", asked=asked)
         else:
@@ -108,8 +126,9 @@ class SessionLeases:
                 ) from error
         if "fault" in answer:
             raise _FAULTS.get(answer["fault"], EnvironmentFault)(f"{answer['text']}")
-        state.data = answer["state"]
-        return ToolReturn(**{**answer["return"], "status": ToolStatus(answer["return"]["status"])})
+        found = msgspec.msgpack.decode(answer["found"], type=SessionAnswer)
+        state.data = found.state
+        return found.returned
 
     async def _release(self, lease: Lease) -> None:
         try:
@@ -129,30 +148,27 @@ class SessionLeases:
             self._report()
             logger.info("sessions: %s has ended; %s", asked["lease"], self._counts())
             return {}
-        copy = StateCopy(self.context.environment, asked["state"], asked["action_id"])
-        prompt, call = (
-            Prompt(asked["prompt"][0], tuple(asked["prompt"][1]), asked["prompt"][2]),
-            ToolCall(*asked["call"]),
-        )
+        called = msgspec.msgpack.decode(asked["called"], type=SessionCall)
+        copy = StateCopy(self.context.environment, called.state, called.action_id)
         try:
-            lease = await self.pool.use(asked["lease"])
+            lease = await self.pool.use(called.lease)
             async with lease.busy:
-                turn = asked["action_id"].rsplit("/", 1)[0]
-                if asked["action_id"] not in lease.returns:
+                turn = called.action_id.rsplit("/", 1)[0]
+                if called.action_id not in lease.returns:
                     lease.returns = {name: each for name, each in lease.returns.items() if name.startswith(f"{turn}/")}
                     found = await run_action(
                         self.context.environment,
-                        prompt,
-                        call,
-                        action_id=asked["action_id"],
+                        called.prompt,
+                        called.call,
+                        action_id=called.action_id,
                         state=copy,
                         session=lease.value,
-                        keep=partial(keep_observation, self.context.spec.directory, *asked["where"]),
+                        keep=partial(keep_observation, self.context.spec.directory, *called.where),
                         back_off=self.context.spec.back_off,
                     )
-                    kept = asdict(found) | {"status": str(found.status)}
-                    lease.returns[asked["action_id"]] = {"return": kept, "state": copy.data}
-                return dict(lease.returns[asked["action_id"]])
+                    answer = msgspec.msgpack.encode(SessionAnswer(found, copy.data))
+                    lease.returns[called.action_id] = {"found": answer}
+                return dict(lease.returns[called.action_id])
         except EnvironmentFault as error:
             self._report()
             return {"fault": type(error).__name__, "text": str(error)}

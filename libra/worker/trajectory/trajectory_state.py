@@ -21,6 +21,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from libra.config import RunConfig
+from libra.envs import Environment, has_steps
 from libra.store.quantum_records import (
     ActionRecord,
     AgentEndRecord,
@@ -109,22 +111,42 @@ def returned(records: Iterable[QuantumRecord]) -> tuple[str, ToolOutcome]:
     return (found[0].tool if found else ""), turn_outcome(r.status for r in found)
 
 
+@dataclass(frozen=True, slots=True)
+class TrajectoryRules:
+    """The rules of a run for its trajectories.
+
+    Attributes
+    ----------
+    max_turns, max_context_tokens : int
+        A trajectory ends when it reaches them.
+    ignore_eos : bool
+        A turn cut at its token limit does not end the trajectory (benchmarks with turns of a fixed length).
+    resample : int
+        Number of failures not caused by the policy that a trajectory survives.
+    steps : bool
+        The environment answers a turn without calls, and may end the trajectory.
+    agent : bool
+        An agent asks for every generation, and ends the trajectory.
+    """
+
+    max_turns: int
+    max_context_tokens: int
+    ignore_eos: bool = False
+    resample: int = 0
+    steps: bool = False
+    agent: bool = False
+
+    @classmethod
+    def of(cls, config: RunConfig, environment: Environment) -> TrajectoryRules:
+        """The rules of a run."""
+        rollout, resample = config.rollout, config.trainer.resample
+        steps, agent = has_steps(environment), config.agent.given
+        return cls(rollout.max_turns, rollout.max_context_tokens, rollout.ignore_eos, resample, steps, agent)
+
+
 @dataclass(slots=True)
 class TrajectoryState:
     """The state after the records so far.
-
-    Parameters
-    ----------
-    max_turns, max_context_tokens : int
-        Limits of the run: the trajectory ends when they are reached.
-    ignore_eos : bool
-        A turn cut at its token limit then does not end the trajectory (benchmarks with turns of a fixed length).
-    resample : int
-        Number of failures not caused by the policy that it survives.
-    steps : bool
-        The environment answers a turn without calls, and may end the trajectory: such a turn is followed by an action.
-    agent : bool
-        An agent asks for every generation, and ends the trajectory: each is preceded and followed by an action.
 
     Attributes
     ----------
@@ -146,12 +168,7 @@ class TrajectoryState:
 
     tid: TrajectoryId
     prompt: Prompt
-    max_turns: int
-    max_context_tokens: int
-    ignore_eos: bool = False
-    resample: int = 0
-    steps: bool = False
-    agent: bool = False
+    rules: TrajectoryRules
     quanta: int = 0
     end: EndReason | None = None
     failure: FailureClass = FailureClass.NONE
@@ -178,7 +195,7 @@ class TrajectoryState:
         """Its next phase; None if it has ended."""
         if self.end is not None:
             return None
-        if self.agent:
+        if self.rules.agent:
             return Phase.TOOL if self.request is None else Phase.ROLLOUT
         return Phase.TOOL if self.calls or self.answered else Phase.ROLLOUT
 
@@ -216,7 +233,7 @@ class TrajectoryState:
             self._finish(record.end, record.failure, record.detail)
         elif isinstance(record, RestartRecord):
             self._begin_again()
-        elif len(self.retried) >= self.resample:
+        elif len(self.retried) >= self.rules.resample:
             self._finish(EndReason.FAILURE, record.failure, record.detail)
         else:
             self.retried.append(record.failure)
@@ -236,16 +253,16 @@ class TrajectoryState:
         self.turns += 1
         if record.unstorable is not None:
             self._finish(EndReason.FAILURE, FailureClass.POLICY, record.unstorable)
-        elif self.agent:
+        elif self.rules.agent:
             self.paths.append(list(self.context))
             self.request = None
-        elif record.stop_reason is StopReason.LENGTH and not self.ignore_eos:
+        elif record.stop_reason is StopReason.LENGTH and not self.rules.ignore_eos:
             self._finish(EndReason.LENGTH, FailureClass.POLICY, f"turn {self.turns - 1} was cut at its token limit")
-        elif not record.calls and self.steps:
+        elif not record.calls and self.rules.steps:
             self.answered = True
         elif not record.calls:
             self._finish(EndReason.ANSWERED, FailureClass.NONE, "")
-        elif self.turns >= self.max_turns:
+        elif self.turns >= self.rules.max_turns:
             self._finish(EndReason.MAX_TURNS, FailureClass.POLICY, f"{self.turns} turns and still calling tools")
         else:
             self.calls = record.calls
@@ -259,9 +276,9 @@ class TrajectoryState:
         self.calls, answered, self.answered = (), self.answered, False
         if record.ends:
             self._finish(EndReason.ANSWERED, FailureClass.NONE, "")
-        elif answered and self.turns >= self.max_turns:
+        elif answered and self.turns >= self.rules.max_turns:
             self._finish(EndReason.MAX_TURNS, FailureClass.POLICY, f"{self.turns} turns and not at the end")
-        elif self.num_context_tokens >= self.max_context_tokens:
+        elif self.num_context_tokens >= self.rules.max_context_tokens:
             self._finish(EndReason.LENGTH, FailureClass.POLICY, CONTEXT_FULL)
 
     def _begin_again(self) -> None:
@@ -305,9 +322,9 @@ class TrajectoryState:
         parts: list[
             tuple[NDArray[np.int32], GenerationRecord | None]
         ] = []  # tokens, and the record that generated them
-        if self.agent:
+        if self.rules.agent:
             parts, _ = AgentTurns.of(self.draw_records).parts()
-        for record in () if self.agent else self.draw_records:
+        for record in () if self.rules.agent else self.draw_records:
             if isinstance(record, GenerationRecord):
                 if record.prompt_ids is not None:
                     parts.append((record.prompt_ids, None))
@@ -349,10 +366,10 @@ class TrajectoryState:
     def _turn_rows(self) -> list[dict[str, Any]]:
         rows: list[dict[str, Any]] = []
         context = 0
-        places = AgentTurns.of(self.draw_records).parts()[1] if self.agent else []
+        places = AgentTurns.of(self.draw_records).parts()[1] if self.rules.agent else []
         for record in self.draw_records:
             if isinstance(record, GenerationRecord):
-                start, context = places[record.turn] if self.agent else (0, context)
+                start, context = places[record.turn] if self.rules.agent else (0, context)
                 context += 0 if record.prompt_ids is None else len(record.prompt_ids)
                 parts = rows.pop() if record.turn < len(rows) else {}
                 rows.append(

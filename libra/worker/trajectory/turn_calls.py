@@ -36,7 +36,7 @@ class TurnCalls:
 
     def with_resources(self, state: TrajectoryState) -> tuple[str, ...]:
         """Tools that the next action calls, if one of them has resources."""
-        if not self._declaring or state.agent or state.phase is not Phase.TOOL:
+        if not self._declaring or state.rules.agent or state.phase is not Phase.TOOL:
             return ()
         names = tuple(call.name for call in state.calls if call.error is None and call.name in self._names)
         return () if self._declaring.isdisjoint(names) else names

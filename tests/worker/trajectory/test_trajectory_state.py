@@ -16,14 +16,21 @@ from libra.types import (
     TrajectoryId,
     TurnOutput,
 )
-from libra.worker.trajectory.trajectory_state import TrajectoryState, end_record, failure_record, generation_record
+from libra.worker.trajectory.trajectory_state import (
+    TrajectoryRules,
+    TrajectoryState,
+    end_record,
+    failure_record,
+    generation_record,
+)
 
 PROMPT = Prompt("train-0", ({"role": "user", "content": "?"},), {"answer": 3})
 CALL = ToolCall("calculator", {"expression": "1 + 2"})
 
 
 def fresh(**limits):
-    return TrajectoryState(TrajectoryId(0, 1, 2), PROMPT, **({"max_turns": 3, "max_context_tokens": 100} | limits))
+    rules = TrajectoryRules(**({"max_turns": 3, "max_context_tokens": 100} | limits))
+    return TrajectoryState(TrajectoryId(0, 1, 2), PROMPT, rules)
 
 
 def output(ids, version=0, stop=StopReason.STOP):
