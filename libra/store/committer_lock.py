@@ -1,7 +1,7 @@
 """The lock of a store's one committer.
 
-1. At most one holder per store, among all processes that reach its file system. The kernel releases the lock when its holder
-   dies, so there are no stale locks.
+1. At most one holder per store, among all processes that reach its file system. The kernel releases
+   the lock when its holder dies, so there are no stale locks.
 2. The file names the holder, for the error message.
 """
 
@@ -26,7 +26,8 @@ LOOKS_S = (0.01, 0.1)
 class CommitterLock:
     """An advisory lock on ``<store>.lock``, held from creation to `release`.
 
-    Raises StoreError if another process holds it (the message names the process), or the file system has no locks.
+    Raises StoreError if another process holds it (the message names the process), or the file system
+    has no locks.
     """
 
     def __init__(self, store: Path) -> None:
@@ -83,7 +84,8 @@ class Holder(NamedTuple):
 
 
 def lock_holder(store: Path) -> Holder | None:
-    """The process that holds a store's lock; None if none does, or that cannot be found out. The lock is not taken."""
+    """The process that holds a store's lock; None if none does, or that cannot be found out. The lock is
+    not taken."""
     try:
         descriptor = os.open(store.with_name(f"{store.name}.lock"), os.O_RDONLY | os.O_CLOEXEC)
     except OSError:

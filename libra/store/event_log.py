@@ -1,17 +1,17 @@
 """The event log of a run: one of `libra.facts` per line, in order of writing, kept in parts.
 
-``events.jsonl`` has the newest lines; those since the last `flush` may be lost with the process. Older ones
-are in closed parts, ``events/FIRST-LAST.jsonl.gz``, named by their first and last line. Readers here read
-all as one, and so does ``zcat -f RUN/events/* RUN/events.jsonl``.
+``events.jsonl`` has the newest lines; those since the last `flush` may be lost with the process.
+Older ones are in closed parts, ``events/FIRST-LAST.jsonl.gz``, named by their first and last line.
+Readers here read all as one, and so does ``zcat -f RUN/events/* RUN/events.jsonl``.
 
 Invariants
 ----------
-1. The log's own file becomes a segment by a rename, and an empty one takes its place: each line is in
-   one file at any time.
-2. The segments of a log have its lines from 1 on, each once. A missing one is an error for a reader of its
-   lines, which it names; the writer goes on, and newer lines are read.
-3. The compressed form of a segment appears by a rename, whole and on the device, before the plain one
-   is removed. Where both exist they are equal, and the next writer finishes.
+1. The log's own file becomes a segment by a rename, and an empty one takes its place: each line is
+   in one file at any time.
+2. The segments of a log have its lines from 1 on, each once. A missing one is an error for a reader
+   of its lines, which it names; the writer goes on, and newer lines are read.
+3. The compressed form of a segment appears by a rename, whole and on the device, before the plain
+   one is removed. Where both exist they are equal, and the next writer finishes.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ class _Target(Protocol):
 
 
 class Segment(NamedTuple):
-    """Lines ``first`` to ``last`` of a log; ``plain`` is its file until the compressed one, ``packed``, exists."""
+    """Lines ``first`` to ``last`` of a log; ``plain`` is its file until the compressed one, ``packed``,
+    exists."""
 
     first: int
     last: int
@@ -159,7 +160,8 @@ def remove_partial(log: Path) -> None:
 
 
 class EventLog(LineLog):
-    """A buffered appender of events to ``path``, which also compresses segments that an earlier writer left.
+    """A buffered appender of events to ``path``, which also compresses segments that an earlier writer
+    left.
 
     Raises StoreError if the file cannot be opened or written; a full disk is named as such.
     """
@@ -297,7 +299,8 @@ class LoggedEvents(NamedTuple):
 
 
 def read_events(path: str | Path) -> LoggedEvents:
-    """All events of a log in order; `libra.facts.from_dict` makes typed values of them. Raises as `LineReader`."""
+    """All events of a log in order; `libra.facts.from_dict` makes typed values of them. Raises as
+    `LineReader`."""
     reader = EventReader(path)
     found = [value for _, value in reader]
     reader.warn_if_torn()

@@ -1,10 +1,13 @@
 """Files that are created once, whole or not at all.
 
 1. Of any number of writers of one path exactly one succeeds; the others get RecordExists.
-2. A reader sees no file or the whole file: the bytes go to a temporary file first, which is then linked to its name.
-3. A crash leaves at most a temporary file (its name begins with ``.`` and ends with ``.tmp``), which no reader opens.
+2. A reader sees no file or the whole file: the bytes go to a temporary file first, which is then
+   linked to its name.
+3. A crash leaves at most a temporary file (its name begins with ``.`` and ends with ``.tmp``),
+   which no reader opens.
 
-`os.link` is atomic on local file systems and over NFS, where O_EXCL alone would still show a half-written file.
+`os.link` is atomic on local file systems and over NFS, where O_EXCL alone would still show a
+half-written file.
 """
 
 # Plain strings and os, no pathlib: that would cost a fifth of an append, and two happen per quantum.
@@ -34,8 +37,8 @@ def create_exclusive(path: str | Path, data: bytes, *, fsync: bool = False) -> N
     Parameters
     ----------
     fsync : bool
-        Flush the file and its directory to the device (milliseconds), to survive a power failure. Without it the file
-        survives the death of any process.
+        Flush the file and its directory to the device (milliseconds), to survive a power failure.
+        Without it the file survives the death of any process.
 
     Raises
     ------
@@ -64,7 +67,8 @@ def create_exclusive(path: str | Path, data: bytes, *, fsync: bool = False) -> N
 
 
 def write_all(descriptor: int, data: bytes, offset: int | None = None) -> None:
-    """Write all of ``data`` at ``offset``, or where the file stands (None); the kernel may take it in parts."""
+    """Write all of ``data`` at ``offset``, or where the file stands (None); the kernel may take it in
+    parts."""
     view = memoryview(data)
     while view:
         count = os.write(descriptor, view) if offset is None else os.pwrite(descriptor, view, offset)

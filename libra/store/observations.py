@@ -1,8 +1,10 @@
 """Large observations: what a tool returned above `REFERENCE_BYTES`, a file each, by reference.
 
-A record then has the reference and what the model read of it, so that neither journal nor messages carry megabytes.
+A record then has the reference and what the model read of it, so that neither journal nor messages
+carry megabytes.
 
-1. A file is created once, whole; its name has the digest of its bytes, and `read_observation` checks it.
+1. A file is created once, whole; its name has the digest of its bytes, and `read_observation`
+   checks it.
 2. A reference is relative to the run directory: a run may be moved.
 3. A return of more than `MOST_BYTES` is not kept and has no reference; the log has a warning.
 
@@ -46,7 +48,8 @@ class StoredObservation:
 
 
 def keep_observation(run_dir: Path, trajectory: str, draw: int, turn: int, call: int, text: str) -> str:
-    """Write the return of a call; its reference, empty if it is small or too large. StoreError on a full disk."""
+    """Write the return of a call; its reference, empty if it is small or too large. StoreError on a full
+    disk."""
     if 4 * len(text) <= REFERENCE_BYTES:
         return ""
     data = text.encode(errors="surrogatepass")
@@ -79,10 +82,11 @@ def read_observation(run_dir: Path, reference: str) -> str:
 
 
 def observation(returned: ToolReturn, run: str | Path | None = None) -> str:
-    """All that a tool returned: the text that the model read, or the whole file if it is kept by reference.
+    """All that a tool returned: the text that the model read, or the whole file if it is kept by
+    reference.
 
-    ``run`` is the run directory; None for the run that this process works for. StoreError as of `read_observation`,
-    and if the file is in no such run.
+    ``run`` is the run directory; None for the run that this process works for. StoreError as of
+    `read_observation`, and if the file is in no such run.
     """
     if not returned.reference:
         return returned.content

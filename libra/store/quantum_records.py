@@ -1,7 +1,8 @@
-"""The records of a journal, one for each quantum of a trajectory; resume, repair and the checks of a run read them back.
+"""The records of a journal, one for each quantum of a trajectory; resume, repair and the checks of a
+run read them back.
 
-A state (``state``) is the environment's own, as bytes, after the record; it is absent where the environment
-has none, or it did not change.
+A state (``state``) is the environment's own, as bytes, after the record; it is absent where the
+environment has none, or it did not change.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ class QuantumStamp(msgspec.Struct, kw_only=True, omit_defaults=True, tag_field="
 
 
 class GenerationRecord(QuantumStamp, kw_only=True, tag="generation"):
-    """One generation, or a part of a turn that goes on (`is_unfinished`); the last part has text and calls of the whole turn.
+    """One generation, or a part of a turn that goes on (`is_unfinished`); the last part has text and calls
+    of the whole turn.
 
     Attributes
     ----------
@@ -72,7 +74,8 @@ class GenerationRecord(QuantumStamp, kw_only=True, tag="generation"):
 class ActionRecord(QuantumStamp, kw_only=True, tag="action"):
     """The returns of a turn's calls, and the tokens appended for the model to read.
 
-    ``lease``: worker and name of the trajectory's session. ``ends``: the environment's ``step`` ended it.
+    ``lease``: worker and name of the trajectory's session. ``ends``: the environment's ``step`` ended
+    it.
     """
 
     turn: int
@@ -132,7 +135,8 @@ class FailureRecord(QuantumStamp, kw_only=True, tag="failure"):
 
 
 class RestartRecord(QuantumStamp, kw_only=True, tag="restart"):
-    """A trajectory begins again: its engine serves another version (``began``, ``serves``), or its agent asks something else."""
+    """A trajectory begins again: its engine serves another version (``began``, ``serves``), or its agent
+    asks something else."""
 
     began: int = -1
     serves: int = -1

@@ -1,8 +1,10 @@
-"""Records as bytes: for each a header with magic, schema number, length and crc32, then msgpack with numpy arrays.
+"""Records as bytes: for each a header with magic, schema number, length and crc32, then msgpack with
+numpy arrays.
 
-1. `unpack` inverts `pack`, but tuples become lists and numpy scalars plain numbers. Any str of a mapping
-   is kept, lone surrogates included; a struct with one is `Unstorable`.
-2. Bytes that were cut, extended or changed never decode: `unpack` raises StoreError with the source's name.
+1. `unpack` inverts `pack`, but tuples become lists and numpy scalars plain numbers. Any str of a
+   mapping is kept, lone surrogates included; a struct with one is `Unstorable`.
+2. Bytes that were cut, extended or changed never decode: `unpack` raises StoreError with the
+   source's name.
 3. An unknown schema number is refused.
 4. `joined` records are written and read as one; a header has the number of records that follow.
 """

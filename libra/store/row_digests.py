@@ -1,12 +1,14 @@
 """Digests of the committer's rows, and the check of a store against them.
 
-``trajectories.zarr.digests`` stands beside the store. Its first line has the attributes of the store and the metadata of every
-array; each further line an append: its rows, and a digest of those rows of each column. Lines are sealed.
+``trajectories.zarr.digests`` stands beside the store. Its first line has the attributes of the
+store and the metadata of every array; each further line an append: its rows, and a digest of those
+rows of each column. Lines are sealed.
 
-1. The line of an append is written before the append is committed. Opening the store for appending cuts off the lines of appends
-   that were not committed.
+1. The line of an append is written before the append is committed. Opening the store for appending
+   cuts off the lines of appends that were not committed.
 2. A digest is of values, not of the bytes of a chunk: chunks change with every append, rows never.
-3. The check only reads. It opens arrays one by one; rows of a chunk that zarr cannot read are unsound.
+3. The check only reads. It opens arrays one by one; rows of a chunk that zarr cannot read are
+   unsound.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ from libra.store.zarr_layout import CHUNK_ROWS, COLUMNS, COUNTS, LEVELS, Level, 
 COMMITTED = "committed"
 """The attribute of a store with its numbers of rows; not part of the header."""
 ISOLATION = "isolation"
-"""The attribute that lists levels of sandboxes; each start may add one, so it is not part of the header."""
+"""The attribute that lists levels of sandboxes; each start may add one, so it is not part of the
+header."""
 
 PATHS = tuple(array_path(level, column.name) for level in LEVELS for column in COLUMNS[level])
 """Every column, in the order of a line's digests."""
@@ -56,7 +59,8 @@ def column_digest(values: NDArray[Any]) -> str:
 class AppendedRows:
     """One append: its rows by level, from ``first`` to before ``stop``, and their digests by column path.
 
-    ``batch`` is the batch whose step consumed them, -1 without one; ``version`` the iteration of the first trajectory.
+    ``batch`` is the batch whose step consumed them, -1 without one; ``version`` the iteration of the
+    first trajectory.
     """
 
     first: dict[Level, int]
@@ -129,7 +133,8 @@ def read_record(store: Path) -> StoreRecord:
 
 
 def metadata_of(store: Path) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-    """Attributes of a store's root that never change, and every ``zarr.json`` below it; arrays without their shape."""
+    """Attributes of a store's root that never change, and every ``zarr.json`` below it; arrays without
+    their shape."""
     attributes = parsed_json((store / "zarr.json").read_bytes())["attributes"]
     for name in (COMMITTED, ISOLATION):
         attributes.pop(name, None)

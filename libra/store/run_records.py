@@ -8,8 +8,8 @@ Invariants
    checksum, and each record has its key. StoreError names the file.
 3. Every record but a group's is flushed to the device before its writer goes on; a group may be.
 4. The groups of a wave are committed before its gradient is computed, the members of a batch before
-   its step. Waves of a batch are numbered from 0 without gaps, and the batch repeats their groups in
-   the same order.
+   its step. Waves of a batch are numbered from 0 without gaps, and the batch repeats their groups
+   in the same order.
 5. A process is *fenced off* as soon as the next epoch exists: its next `Epoch.check` raises, and
    every writer of a run calls that before it writes. A check is not a lock: a writer may be fenced
    off between check and write. Its record then is the one of that name, with its epoch in it, or
@@ -52,7 +52,8 @@ R = TypeVar("R", bound=msgspec.Struct)
 
 
 class BatchRecord(msgspec.Struct):
-    """Members of a batch as (split, iteration, group, sample), in the order of its step, and JSON-able facts."""
+    """Members of a batch as (split, iteration, group, sample), in the order of its step, and JSON-able
+    facts."""
 
     batch: int
     members: list[tuple[str, int, int, int]]
@@ -104,7 +105,8 @@ class RecordKind(Generic[R]):
         return Path(root) / self.template.format(*key)
 
     def write(self, root: str | Path, record: R) -> Path:
-        """Create a record, flushed to the device. RecordExists if it was written before, StoreError if it cannot be."""
+        """Create a record, flushed to the device. RecordExists if it was written before, StoreError if it
+        cannot be."""
         path = self.path(root, *self.key(record))
         try:
             text = sealed_text({"schema": SCHEMA, **{name: getattr(record, name) for name in record.__struct_fields__}})
@@ -157,10 +159,11 @@ def batch_path(root: str | Path, batch: int) -> Path:
 
 
 def commit_batch(root: str | Path, batch: int, members: Sequence[TrajectoryId], **facts: Any) -> Path:
-    """Create the membership file of one batch, members in the order of the step, flushed to the device; its path.
+    """Create the membership file of one batch, members in the order of the step, flushed to the device;
+    its path.
 
-    RecordExists if the batch was already committed: read it and use that one. StoreError without members, if one
-    appears twice, or if the file cannot be written.
+    RecordExists if the batch was already committed: read it and use that one. StoreError without
+    members, if one appears twice, or if the file cannot be written.
     """
     if not members or len(set(members)) != len(members):
         raise StoreError(
@@ -171,7 +174,8 @@ def commit_batch(root: str | Path, batch: int, members: Sequence[TrajectoryId], 
 
 
 def read_batch(root: str | Path, batch: int) -> list[TrajectoryId]:
-    """Members of one batch in order; StoreError if it is missing, corrupt, of another schema or of another batch."""
+    """Members of one batch in order; StoreError if it is missing, corrupt, of another schema or of another
+    batch."""
     return [
         TrajectoryId(iteration, group, sample, split)
         for split, iteration, group, sample in BATCH.read(root, batch).members
@@ -227,7 +231,8 @@ def groups_of(rows: Rows) -> tuple[tuple[int, int], ...]:
 
 
 def write_step(root: Path, step: int, numbers: Mapping[str, Any]) -> None:
-    """Write the numbers of a step, which a replica that is asked to repeat an earlier step returns; replaces older ones."""
+    """Write the numbers of a step, which a replica that is asked to repeat an earlier step returns;
+    replaces older ones."""
     path = root / f"step-{step:06d}.json"
     unfinished = path.with_name(f".{path.name}")
     try:
@@ -281,7 +286,8 @@ def runs_here() -> list[Path]:
 
 
 def write_late(root: str | Path, trajectory: TrajectoryId, value: float) -> Path:
-    """Record that ``value`` was delivered; RecordExists after an earlier delivery, StoreError if it cannot be written."""
+    """Record that ``value`` was delivered; RecordExists after an earlier delivery, StoreError if it cannot
+    be written."""
     return LATE.write(root, LateReward((*trajectory,), value, time.time()))
 
 
@@ -306,7 +312,8 @@ def came(root: str | Path, trajectories: Iterable[TrajectoryId]) -> dict[Traject
 
 _SOME = ("late", "counted", "routes", "drawn", "taught")
 _FIELDS = tuple(field.name for field in fields(Trajectory) if field.name not in _SOME)
-"""Fields of every record; ``late``, ``routes`` and ``drawn`` follow where set. ``counted`` and ``taught`` belong to a step."""
+"""Fields of every record; ``late``, ``routes`` and ``drawn`` follow where set. ``counted`` and
+``taught`` belong to a step."""
 
 
 def prompt_to_json(prompt: Prompt) -> str:
@@ -331,10 +338,11 @@ def group_path(root: str | Path, iteration: int, group: int, split: str = "train
 def write_group(
     root: str | Path, iteration: int, group: int, trajectories: Sequence[Trajectory], *, fsync: bool = False
 ) -> Path:
-    """Create the record of one group, all its samples in reading order; with ``fsync`` it survives a power failure.
+    """Create the record of one group, all its samples in reading order; with ``fsync`` it survives a power
+    failure.
 
-    RecordExists if the group was already committed. StoreError if a trajectory is of another group or appears twice,
-    or the file cannot be written.
+    RecordExists if the group was already committed. StoreError if a trajectory is of another group or
+    appears twice, or the file cannot be written.
     """
     ids = [trajectory.trajectory_id for trajectory in trajectories]
     if not ids:
@@ -407,7 +415,8 @@ def scores_path(group: str | Path) -> Path:
 
 
 def write_scores(path: Path, scores: Sequence[Taught | None]) -> None:
-    """Create the file of a group, one entry for each member, None if it was not scored. RecordExists or StoreError."""
+    """Create the file of a group, one entry for each member, None if it was not scored. RecordExists or
+    StoreError."""
     record = {"scores": [None if each is None else list(each) for each in scores]}
     create_exclusive(path, pack(record, source=str(path)), fsync=True)
 

@@ -1,14 +1,17 @@
 """The journal: one record per finished quantum of a trajectory, outside Dask.
 
-1. A record is named (trajectory, quantum) and created once: of two writers one succeeds, the other gets RecordExists. Two quanta
-   that are committed together, a generation and its inline action, have the name of the first.
+1. A record is named (trajectory, quantum) and created once: of two writers one succeeds, the other
+   gets RecordExists. Two quanta that are committed together, a generation and its inline action,
+   have the name of the first.
 2. A reader sees a whole record or none; bytes of a write that a crash cut short are never read.
-3. A committed record never changes. `read` returns quanta in order, without gaps, up to the first missing one.
+3. A committed record never changes. `read` returns quanta in order, without gaps, up to the first
+   missing one.
 4. Any process that reaches the directory may append and read; no record is kept only in memory.
 
-Layout: each writer appends to its own log, and commits a record by linking that log to the record's name. A link is an exclusive
-create that takes no inode: creating and deleting a file per record costs ext4 hundreds of microseconds after some thousands
-were deleted. A reader opens the name, and looks the record up in that log by its name.
+Layout: each writer appends to its own log, and commits a record by linking that log to the record's
+name. A link is an exclusive create that takes no inode: creating and deleting a file per record
+costs ext4 hundreds of microseconds after some thousands were deleted. A reader opens the name, and
+looks the record up in that log by its name.
 """
 
 # Plain strings and os, no pathlib: that would cost a fifth of an append, and two happen per quantum.
@@ -35,7 +38,8 @@ _IDENTITY_BYTES = 16
 _DECODER = struct_decoder(QuantumRecord)
 LOG_PREFIX = ".log-"
 MOST_RECORDS = 4096
-"""Records in one log; file systems limit the links of a file (ext4: 65,000), and readers index a log from its beginning."""
+"""Records in one log; file systems limit the links of a file (ext4: 65,000), and readers index a log
+from its beginning."""
 MOST_TOGETHER = 2
 """Records that are appended together."""
 _READ_BYTES = 1 << 13
@@ -43,7 +47,8 @@ _READ_BYTES = 1 << 13
 KEPT_INDEXES = 256
 """Logs whose record positions a reader keeps, and which it keeps open on one machine."""
 KEPT_LOOKUPS = 32_768
-"""Lookups in other logs after which a reader forgets a log: its trajectories end at about the same time."""
+"""Lookups in other logs after which a reader forgets a log: its trajectories end at about the same
+time."""
 
 
 @dataclass(slots=True)
@@ -71,13 +76,14 @@ class Journal:
     Parameters
     ----------
     root : Path
-        Directory of ``<trajectory>.<quantum>.rec``, with hard links. Only workers that reach it can continue a lost
-        worker's trajectories.
+        Directory of ``<trajectory>.<quantum>.rec``, with hard links. Only workers that reach it can
+        continue a lost worker's trajectories.
     fsync : bool
-        Flush every record to the device before `append` returns. False: a record survives its process, not a power failure.
+        Flush every record to the device before `append` returns. False: a record survives its process,
+        not a power failure.
     one_machine : bool
-        Whether all who write and read it are on this machine, so that logs may stay open between two records. A log that stays
-        open is known by its inode, which no other file takes meanwhile.
+        Whether all who write and read it are on this machine, so that logs may stay open between two
+        records. A log that stays open is known by its inode, which no other file takes meanwhile.
     """
 
     def __init__(self, root: Path, *, fsync: bool = False, one_machine: bool = False) -> None:
@@ -174,7 +180,8 @@ class Journal:
             Path(log.path).unlink(missing_ok=True)
 
     def read(self, trajectory_id: str, start: int = 0, until: int = 0) -> list[QuantumRecord]:
-        """Records of quanta ``start``, ``start + 1``, ... up to the first that does not exist; StoreError names a torn one.
+        """Records of quanta ``start``, ``start + 1``, ... up to the first that does not exist; StoreError
+        names a torn one.
 
         ``until``: number from which on the caller knows that there are none; 0 if it does not know.
         """
@@ -238,7 +245,7 @@ class Journal:
         return f"{self.root}/{trajectory_id}.{quantum:04d}.rec"
 
     def _load(self, path: str) -> bytes | None:
-        """A record; None where there is none. Each call of the system costs a turn of the interpreter: three for a record."""
+        """A record; None where there is none. Each call of the system costs a turn of the interpreter."""
         name = path[len(self.root) + 1 :]
         try:
             if self.one_machine:
@@ -305,9 +312,11 @@ def _record(descriptor: int, name: str, index: _Index) -> bytes:
 
 
 def _found(data: bytes, name: str, index: _Index) -> tuple[int, int] | None:
-    """The place of a record among the frames in ``data``, the log from ``index.end`` on; None if it is not there.
+    """The place of a record among the frames in ``data``, the log from ``index.end`` on; None if it is not
+    there.
 
-    It is linked, so it and all before it are committed, and indexed. The bytes behind it may still be overwritten.
+    It is linked, so it and all before it are committed, and indexed. The bytes behind it may still be
+    overwritten.
     """
     seen: dict[str, tuple[int, int]] = {}
     at = 0

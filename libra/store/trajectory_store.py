@@ -1,13 +1,17 @@
 """The store of a run: its trajectories in one zarr v3 group, with the batch that consumed each.
 
-1. One committer: a store is open for appending once at a time, under a lock that ends with its process.
-2. An append is whole or absent. The ``committed`` attribute is written last, by one atomic rename. Readers see that many rows;
-   the next append, or the next opening for append, overwrites rows behind them.
+1. One committer: a store is open for appending once at a time, under a lock that ends with its
+   process.
+2. An append is whole or absent. The ``committed`` attribute is written last, by one atomic rename.
+   Readers see that many rows; the next append, or the next opening for append, overwrites rows
+   behind them.
 3. Conservation: each (split, iteration, group, sample) is there at most once.
-4. Committed rows never change, and never move. What was written is on record beside the store (`libra.store.row_digests`).
+4. Committed rows never change, and never move. What was written is on record beside the store
+   (`libra.store.row_digests`).
 
-Plain ``zarr.open_group(path)`` and ``xarray.open_zarr(path, group=...)`` read it. While it is written, or after its committer was
-killed, such readers must cut the arrays at ``group.attrs["committed"]``.
+Plain ``zarr.open_group(path)`` and ``xarray.open_zarr(path, group=...)`` read it. While it is
+written, or after its committer was killed, such readers must cut the arrays at
+``group.attrs["committed"]``.
 """
 
 from __future__ import annotations
@@ -58,7 +62,8 @@ _SHIFT = 32
 
 
 class StoredIds:
-    """A set of trajectory ids, 8 bytes each: per split and iteration, an array of (group, sample) in one number."""
+    """A set of trajectory ids, 8 bytes each: per split and iteration, an array of (group, sample) in one
+    number."""
 
     def __init__(self) -> None:
         self._found: dict[tuple[str, int], NDArray[np.uint64]] = {}
@@ -164,7 +169,8 @@ class TrajectoryStore:
     def open(cls, path: str | Path, mode: Literal["r", "a"] = "r") -> Self:
         """An existing store, for reading (``"r"``) or as its one committer (``"a"``).
 
-        Raises StoreError without a store at ``path``, for another schema, or if another committer has it open.
+        Raises StoreError without a store at ``path``, for another schema, or if another committer has it
+        open.
         """
         path = Path(path)
         if mode not in ("r", "a"):
@@ -183,10 +189,11 @@ class TrajectoryStore:
             raise
 
     def append(self, trajectories: Sequence[Trajectory], *, batch: int | None = None) -> range:
-        """Commit trajectories, all or none, and return their indices; ``batch`` is the one whose step consumed them.
+        """Commit trajectories, all or none, and return their indices; ``batch`` is the one whose step consumed
+        them.
 
-        Raises StoreError if the store is not open for appending, a trajectory is stored already or malformed, or the disk
-        is full. Nothing was committed then; the same append may be repeated.
+        Raises StoreError if the store is not open for appending, a trajectory is stored already or
+        malformed, or the disk is full. Nothing was committed then; the same append may be repeated.
         """
         ids = [trajectory.trajectory_id for trajectory in trajectories]
         if self._lock is not None:
@@ -194,7 +201,8 @@ class TrajectoryStore:
         return self._append(rows_of(trajectories, first=self._committed, batch=-1 if batch is None else batch), ids)
 
     def append_rows(self, rows: Rows) -> range:
-        """Commit rows as they stood in another store, behind the same rows; what refers to other rows stays as it is.
+        """Commit rows as they stood in another store, behind the same rows; what refers to other rows stays as
+        it is.
 
         Raises StoreError as `append`.
         """

@@ -1,12 +1,13 @@
-"""Bytes for another process: read from this one's memory where both are on one machine, else sent over the connection.
+"""Bytes for another process: read from this one's memory where both are on one machine, else sent over
+the connection.
 
-Linux's ``process_vm_readv``, as MPI libraries use it between ranks of a node. The kernel decides which
-processes may read (the same user, restricted further by containers and Yama).
+Linux's ``process_vm_readv``, as MPI libraries use it between ranks of a node. The kernel decides
+which processes may read (the same user, restricted further by containers and Yama).
 
 Invariants
 ----------
-1. Nothing is read before a probe: random bytes of the server, read at the address that it named, equal
-   those that it sent. A process id of another machine or namespace does not pass.
+1. Nothing is read before a probe: random bytes of the server, read at the address that it named,
+   equal those that it sent. A process id of another machine or namespace does not pass.
 2. All bytes arrive or OSError is raised.
 """
 
@@ -82,7 +83,8 @@ def send_views(channel: Channel, views: Sequence[memoryview], request: Mapping[s
 
 
 def recv_views(channel: Channel, answer: Mapping[str, Any], views: Sequence[memoryview]) -> None:
-    """Fill ``views`` with the bytes that `send_views` announced in ``answer``; OSError if they do not come."""
+    """Fill ``views`` with the bytes that `send_views` announced in ``answer``; OSError if they do not
+    come."""
     views = [view for view in views if len(view)]
     if "memory" in answer:
         is_readable = can_read(answer["memory"])

@@ -1,12 +1,13 @@
-"""Rows of bytes from the memory of one process into another, by name: offered without a copy, fetched from several at once.
+"""Rows of bytes from the memory of one process into another, by name: offered without a copy, fetched
+from several at once.
 
 Source: EARL's data dispatcher (arXiv:2510.05943), which replaces gathering at the controller and
 scattering again by direct transfers. Differs from the paper: rows have sizes of their own.
 
 Invariants
 ----------
-1. Offered memory does not change before `RowServer.withdraw`. A row that is withdrawn during a transfer
-   is sent to the end.
+1. Offered memory does not change before `RowServer.withdraw`. A row that is withdrawn during a
+   transfer is sent to the end.
 2. The rows of a server arrive all of them, each with a right checksum, or not at all.
 """
 
@@ -95,7 +96,8 @@ def fetch_rows(wanted: Mapping[Address, Sequence[str]], secret: str, *, neighbou
     Parameters
     ----------
     neighbours : bool
-        Read the memory of servers on this machine where the kernel allows it; False: use connections only.
+        Read the memory of servers on this machine where the kernel allows it; False: use connections
+        only.
     """
     fetched = FetchedRows()
 

@@ -22,7 +22,8 @@ from libra.worker.run_spec import RunSpec
 
 @dataclass(frozen=True, slots=True)
 class WorkerContext:
-    """One start of a run on one worker; ``model_dir`` is the model on this machine, ``environment`` is set up."""
+    """One start of a run on one worker; ``model_dir`` is the model on this machine, ``environment`` is set
+    up."""
 
     worker: Worker
     spec: RunSpec

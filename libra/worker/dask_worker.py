@@ -1,16 +1,21 @@
 """Everything Libra uses of a Dask worker that is not public API (distributed 2026.8).
 
-``tests/worker/test_dask_worker.py`` is its contract: it fails if Dask changes, and then only this file has to change.
+``tests/worker/test_dask_worker.py`` is its contract: it fails if Dask changes, and then only this
+file has to change.
 
-* A task that raises ``Reschedule`` has its exception and traceback pickled, unpickled and pickled again before the worker
-  checks its type and discards it.
+* A task that raises ``Reschedule`` has its exception and traceback pickled, unpickled and pickled
+  again before the worker checks its type and discards it.
 * A task's priority arrives as the scheduler's, with the number of the worker's generation appended.
-* `distributed.system.MEMORY_LIMIT` is the least of what the machine has, its control group may use, and ``ulimit`` allows.
+* `distributed.system.MEMORY_LIMIT` is the least of what the machine has, its control group may use,
+  and ``ulimit`` allows.
 * A worker's supply is two dicts of its state, ``total_resources`` and ``available_resources``.
-* A worker that joins has status running before its plugins are set up, but sends no heartbeat until they are: one that
-  takes longer than ``worker-ttl`` would count as dead and be restarted, again and again.
-* A worker is a `distributed.core.Server`: ``handlers`` answers requests of other workers by name, ``rpc(address)`` sends them.
-* ``Client.cancel`` and a worker that closes do not stop a running coroutine; the task's state on the worker shows it.
+* A worker that joins has status running before its plugins are set up, but sends no heartbeat until
+  they are: one that takes longer than ``worker-ttl`` would count as dead and be restarted, again
+  and again.
+* A worker is a `distributed.core.Server`: ``handlers`` answers requests of other workers by name,
+  ``rpc(address)`` sends them.
+* ``Client.cancel`` and a worker that closes do not stop a running coroutine; the task's state on
+  the worker shows it.
 """
 
 from __future__ import annotations
@@ -100,8 +105,8 @@ def still_wanted(worker: Worker, key: str) -> bool:
 
 
 def set_supply(worker: Worker, resource: str, count: int) -> None:
-    """Set the number of slots that this worker counts with. Only if no task that takes some is here, because no waiting
-    task is woken."""
+    """Set the number of slots that this worker counts with. Only if no task that takes some is here,
+    because no waiting task is woken."""
     state = worker.state
     more = count - state.total_resources.get(resource, 0)
     state.total_resources[resource] = count

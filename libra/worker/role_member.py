@@ -1,18 +1,20 @@
-"""A worker that can change roles: carries out each stage that the scheduler sends, and reports its end and its seconds.
+"""A worker that can change roles: carries out each stage that the scheduler sends, and reports its end
+and its seconds.
 
-`libra.scheduler.worker_roles` sends the stages (`libra.policy.role_changes`). Here ``rollout`` is an engine that
-serves, ``train`` a replica that computes slices for the core's pool (`libra.train.hybrid_pool`), ``lent`` nothing.
-A replica that loses the core reconnects: to the same pool if it was only dropped, or to the next one.
+`libra.scheduler.worker_roles` sends the stages (`libra.policy.role_changes`). Here ``rollout`` is
+an engine that serves, ``train`` a replica that computes slices for the core's pool
+(`libra.train.hybrid_pool`), ``lent`` nothing. A replica that loses the core reconnects: to the same
+pool if it was only dropped, or to the next one.
 
 Invariants
 ----------
-1. One stage at a time, in order of arrival. A stage of an outdated change is not begun, and a drain under way
-   ends; any other stage is finished first.
+1. One stage at a time, in order of arrival. A stage of an outdated change is not begun, and a drain
+   under way ends; any other stage is finished first.
 2. Every error is reported as a failure of the stage; a handler of the stream never raises.
 3. Engine and replica are never in memory together: one is released before the other starts.
 4. A reconnecting worker starts no role without a message.
-5. The scheduler withdraws slots before a drain; here they are zeroed when no task that takes one is left, and
-   restored before the worker reports its new role.
+5. The scheduler withdraws slots before a drain; here they are zeroed when no task that takes one is
+   left, and restored before the worker reports its new role.
 """
 
 from __future__ import annotations
@@ -197,7 +199,8 @@ Pool = tuple[int, str, int]
 class HybridTraining:
     """The replica of a worker that can change roles, and its service in the pool.
 
-    ``stage_done`` (stage, when it began on the performance counter) and ``failed`` (detail) report events of the service.
+    ``stage_done`` (stage, when it began on the performance counter) and ``failed`` (detail) report
+    events of the service.
     """
 
     def __init__(

@@ -1,7 +1,8 @@
-"""The facts of a run that every worker needs, sent once when the run starts; tasks then refer to the run by name.
+"""The facts of a run that every worker needs, sent once when the run starts; tasks then refer to the
+run by name.
 
-The run's secret travels inside the spec over an encrypted connection, else through a file that only its owner can
-read: Dask sends pickled data, which anyone on the network can read over ``tcp://``.
+The run's secret travels inside the spec over an encrypted connection, else through a file that only
+its owner can read: Dask sends pickled data, which anyone on the network can read over ``tcp://``.
 """
 
 from __future__ import annotations
@@ -109,7 +110,8 @@ class RunSpec(RunFiles):
         return BackOff(section.retries, section.retry_s, self.config.run.seed)
 
     def turn_seed(self, tid: TrajectoryId, turn: int, draw: int = 0) -> int:
-        """Seed of one generation, from the run's seed and the position only; ``draw`` counts fresh starts of the trajectory.
+        """Seed of one generation, from the run's seed and the position only; ``draw`` counts fresh starts of
+        the trajectory.
 
         Split "eval" leaves out the iteration (a weight version): all evaluations have the same seeds.
         """
@@ -126,7 +128,8 @@ ENCRYPTED = ("tls://", "inproc://")
 
 
 def sendable_spec(spec: RunSpec, scheduler: str) -> tuple[RunSpec, Path | None]:
-    """``spec`` as the scheduler at that address may send it, and the file with the secret that it then lacks, if any.
+    """``spec`` as the scheduler at that address may send it, and the file with the secret that it then
+    lacks, if any.
 
     A run without connections between its workers leaves no file.
     """

@@ -1,9 +1,10 @@
-"""The lifecycle of a run's objects on a worker between tasks: engine, replica, environment, trajectory states.
+"""The lifecycle of a run's objects on a worker between tasks: engine, replica, environment, trajectory
+states.
 
-A WorkerPlugin, because a nanny that restarts a worker installs it again. The worker's resources decide what is
-built: ROLLOUT an engine, TRAIN a replica, COMMIT the zarr store, GRADE the rows of graded groups, TEACHER the
-teacher. Dask logs an error of the setup on the worker only, and still reports the worker as running; the runtime
-reports the error (`libra.scheduler.worker_watch`).
+A WorkerPlugin, because a nanny that restarts a worker installs it again. The worker's resources
+decide what is built: ROLLOUT an engine, TRAIN a replica, COMMIT the zarr store, GRADE the rows of
+graded groups, TEACHER the teacher. Dask logs an error of the setup on the worker only, and still
+reports the worker as running; the runtime reports the error (`libra.scheduler.worker_watch`).
 """
 
 from __future__ import annotations
@@ -91,7 +92,8 @@ class WorkerRuntime(WorkerPlugin):
         return self.trainer
 
     async def setup(self, worker: Worker) -> None:
-        """Build for this worker's resources. An error is reported to the scheduler, and raised in a starting driver."""
+        """Build for this worker's resources. An error is reported to the scheduler, and raised in a starting
+        driver."""
         self._parts = AsyncExitStack()
         with heartbeat_during_setup(worker):
             await _cleared(worker)
@@ -167,7 +169,7 @@ class WorkerRuntime(WorkerPlugin):
         gc.freeze()
 
     async def _tool_processes(self, worker: Worker) -> ActionProcesses | None:
-        """On a worker with TOOL whose tools declare resources: supply these, and run calls in processes of their own."""
+        """On a worker with TOOL whose tools declare resources."""
         environment = self.context.environment
         if not worker.state.total_resources.get(keys.TOOL) or not any(tool.declares for tool in environment.tools):
             return None
@@ -275,7 +277,7 @@ async def _cleared(worker: Worker) -> None:
 
 
 def _open_store(spec: RunSpec) -> TrajectoryStore:
-    """The store, as its one committer; an older epoch's committer takes a moment to notice that it is fenced off."""
+    """The store, as its one committer."""
     from libra.store.trajectory_store import TrajectoryStore  # imports zarr, which only the committer needs
 
     until_s = time.monotonic() + STORE_WAIT_S

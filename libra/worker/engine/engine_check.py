@@ -1,4 +1,5 @@
-"""Queries an engine's layers and a probe, and compares the answers with the check published with a version."""
+"""Queries an engine's layers and a probe, and compares the answers with the check published with a
+version."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Questions:
-    """Questions to an engine about a version: the published check, ``columns`` by layer, and their values expected."""
+    """Questions to an engine about a version: the published check, ``columns`` by layer, and their values
+    expected."""
 
     version: WeightVersion
     check: VersionCheck
@@ -44,7 +46,8 @@ class Questions:
 
 
 class EngineCheck:
-    """The check of one worker's engines. Methods that are not coroutines read files: call them in a thread."""
+    """The check of one worker's engines. Methods that are not coroutines read files: call them in a
+    thread."""
 
     def __init__(self, store: WeightStore) -> None:
         self.store = store
@@ -80,7 +83,8 @@ class EngineCheck:
         return Questions(version, check, *expected_columns(version.path, held, tied, dtype, seed=version.number))
 
     async def calibrate(self, engine: RolloutEngine, check: VersionCheck) -> None:
-        """Measure unknown tolerances: the differences of trainer and engine at version 0, which the engine holds now."""
+        """Measure unknown tolerances: the differences of trainer and engine at version 0, which the engine
+        holds now."""
         if self.calibration is not None:
             return
         first = check if check.version == 0 else as_first(check)
@@ -91,7 +95,8 @@ class EngineCheck:
             self.calibration = calibrate(first, await _answers(engine, first, {}))
 
     async def verdict(self, engine: RolloutEngine, questions: Questions) -> CheckVerdict:
-        """Whether the engine holds the version. Tolerances that are not known yet are measured at this version."""
+        """Whether the engine holds the version. Tolerances that are not known yet are measured at this
+        version."""
         check = questions.check
         answers = await _answers(engine, check, questions.columns)
         verdict = judge(check, questions.expected, answers, self.calibration or uncalibrated(check.dtype))

@@ -1,7 +1,8 @@
 """The engine of a rollout worker, from the configuration and the resources that the worker declares.
 
-A worker declares its engine by its resources: ROLLOUT (slots), and TP, THREADS and PASS_US if its engine differs from the
-configuration. Engines of one kind, tensor-parallel degree, number of threads and minimum seconds per pass are one *bucket*.
+A worker declares its engine by its resources: ROLLOUT (slots), and TP, THREADS and PASS_US if its
+engine differs from the configuration. Engines of one kind, tensor-parallel degree, number of
+threads and minimum seconds per pass are one *bucket*.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ _SERVED_TYPES = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The part of a machine that an engine may use, in the format of environment variables; empty if not set.
+    """The part of a machine that an engine may use, in the format of environment variables; empty if not
+    set.
 
     ``cores``: a list per tensor-parallel rank, as "0-3|4-7", or "nobind". ``devices``: GPUs, as "0,1".
     """
@@ -129,12 +131,14 @@ def own_degrees(name: str) -> tuple[int, ...]:
 
 
 def own_continues(name: str) -> bool:
-    """Whether engines of one's own continue a turn where an earlier request stopped (`libra.types.TurnRequest.generated`)."""
+    """Whether engines of one's own continue a turn where an earlier request stopped
+    (`libra.types.TurnRequest.generated`)."""
     return bool(getattr(named_part(ENGINE, name), "continues_turns", False))
 
 
 def check_engine(config: RunConfig) -> None:
-    """ConfigError if this machine lacks the configured engine, or a budget for KV does not hold one context."""
+    """ConfigError if this machine lacks the configured engine, or a budget for KV does not hold one
+    context."""
     if is_named(config.rollout.engine):
         check_own_engine(config.rollout.engine)
         _check_degrees(config)
@@ -200,7 +204,8 @@ def _check_host_memory(each_gib: float | None, engines: int = 1) -> None:
 
 
 def check_own_engine(name: str) -> None:
-    """ConfigError unless ``name`` is a `libra.rollout.engine.EngineFactory`; a class needs an engine's methods."""
+    """ConfigError unless ``name`` is a `libra.rollout.engine.EngineFactory`; a class needs an engine's
+    methods."""
     from libra.rollout.engine import RolloutEngine
 
     factory = named_function(ENGINE, name, ENGINE_CALL, **dict.fromkeys(_REQUIRED))

@@ -1,7 +1,7 @@
 """KV objects from worker to worker: a trajectory that changes its home takes its KV along.
 
-The scheduler announces a change of home, with the address of the old one, before it sends the task. The new
-home asks there for the KV, hands it to its engine, and generates::
+The scheduler announces a change of home, with the address of the old one, before it sends the task.
+The new home asks there for the KV, hands it to its engine, and generates::
 
     new home -> trajectory, version
     old home -> header and bytes of the object, or the reason for their absence
@@ -11,9 +11,9 @@ Channels are authenticated by the run's secret; memory of this machine is read i
 
 Invariants
 ----------
-1. After any fault (the old home is gone, silent, or has other weights; bytes are missing or changed) the
-   context is computed again, and the report has the reason. No trajectory waits longer than `GIVE_UP_S` for
-   its KV, and none for a home that did not answer within the last `SILENT_S`.
+1. After any fault (the old home is gone, silent, or has other weights; bytes are missing or
+   changed) the context is computed again, and the report has the reason. No trajectory waits longer
+   than `GIVE_UP_S` for its KV, and none for a home that did not answer within the last `SILENT_S`.
 2. The old home frees its KV only when the new one has it.
 3. An engine that was put to sleep leaves its KV in host memory until it is woken.
 """
@@ -49,7 +49,8 @@ PURPOSE = "kv"
 GIVE_UP_S = 10.0
 """Seconds after which a transfer is abandoned; its bytes no longer count when they arrive."""
 SILENT_S = 30.0
-"""Seconds for which a home that did not answer is not asked again; the connections to it have ended by then."""
+"""Seconds for which a home that did not answer is not asked again; the connections to it have ended by
+then."""
 ASKED_AT_ONCE, ASKED_OF_ONE = 8, 2
 """Most requests at once to all homes and to one: a stopped home blocks only its share of threads."""
 KEPT_NOTICES = 4096
@@ -65,9 +66,11 @@ def give(channel: Channel, request: dict[str, Any], kv: KVObject) -> bool:
 def ask(
     address: Address, secret: str, trajectory_id: str, version: int, limit_bytes: int, *, neighbours: bool = True
 ) -> KVObject:
-    """The KV of a trajectory under weights ``version`` from the worker at ``address``, read in place on this machine.
+    """The KV of a trajectory under weights ``version`` from the worker at ``address``, read in place on
+    this machine.
 
-    KVRefused if it has none or more than ``limit_bytes``, or the bytes changed; TransportError or OSError without answer.
+    KVRefused if it has none or more than ``limit_bytes``, or the bytes changed; TransportError or
+    OSError without answer.
     """
     with contextlib.closing(connect(address, secret, purpose=PURPOSE, silence_s=GIVE_UP_S)) as channel:
         channel.send_frame(
@@ -90,7 +93,7 @@ def ask(
 
 @dataclass(slots=True)
 class _Brought:
-    """The outcome of a change of home: bytes and tokens of the KV that came, 0 with the reason in ``refused``."""
+    """The outcome of a change of home."""
 
     took_s: float = 0.0
     num_bytes: int = 0

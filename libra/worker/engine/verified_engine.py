@@ -1,22 +1,28 @@
-"""The engine of one worker and one run, which serves a version only once it has shown that it holds it.
+"""The engine of one worker and one run, which serves a version only once it has shown that it holds
+it.
 
-``pull`` loads the newest version and checks it (`engine_check`). An engine that disagrees is quarantined:
-closed, restarted from the version's own file, and checked again. If it disagrees a second time it stays out
-of service, and every quantum sent here fails with an EngineError. ``sleep`` closes the engine to free its
-memory; ``wake`` builds one from the newest version's own files, and has it checked.
+``pull`` loads the newest version and checks it (`engine_check`). An engine that disagrees is
+quarantined: closed, restarted from the version's own file, and checked again. If it disagrees a
+second time it stays out of service, and every quantum sent here fails with an EngineError.
+``sleep`` closes the engine to free its memory; ``wake`` builds one from the newest version's own
+files, and has it checked.
 
 Invariants
 ----------
-1. No token of a version that has not passed leaves `Serving.generate`: a turn with such tokens waits for the
-   verdict, and is generated again if the engine is quarantined.
-2. One load, check or restart at a time. A version whose file is not the announced one changes nothing.
-3. An engine whose process was replaced (its ``restarts`` grew) is checked again before any token counts.
-4. Tolerances are measured at version 0 and kept. An engine of another kind measures its own at the version
-   that it was woken with, once it has passed the check of that version.
-5. Between the call of ``sleep`` and the end of ``wake`` no generation starts, and each request ends with
-   EngineAsleep. A generation under way ends as usual, or is aborted and its tokens are dropped.
-6. A failure or cancellation leaves one of two states. ``sleep`` that still waits for turns returns to
-   serving; a later one, and ``wake`` at any point, leave the engine asleep with nothing in memory.
+1. No token of a version that has not passed leaves `Serving.generate`: a turn with such tokens
+   waits for the verdict, and is generated again if the engine is quarantined.
+2. One load, check or restart at a time. A version whose file is not the announced one changes
+   nothing.
+3. An engine whose process was replaced (its ``restarts`` grew) is checked again before any token
+   counts.
+4. Tolerances are measured at version 0 and kept. An engine of another kind measures its own at the
+   version that it was woken with, once it has passed the check of that version.
+5. Between the call of ``sleep`` and the end of ``wake`` no generation starts, and each request ends
+   with EngineAsleep. A generation under way ends as usual, or is aborted and its tokens are
+   dropped.
+6. A failure or cancellation leaves one of two states. ``sleep`` that still waits for turns returns
+   to serving; a later one, and ``wake`` at any point, leave the engine asleep with nothing in
+   memory.
 """
 
 from __future__ import annotations
@@ -57,7 +63,7 @@ TRIES = 4
 
 @dataclass(slots=True)
 class _LoadTimes:
-    """On the performance counter: when a load began, when the engine stopped serving, and seconds of the load itself."""
+    """On the performance counter."""
 
     started_s: float
     stopped_s: float
@@ -165,7 +171,8 @@ class Serving:
     async def generate(self, request: TurnRequest) -> TurnOutput:
         """One turn by the newest version, with tokens of checked versions only.
 
-        EngineAsleep if the engine sleeps or is put to sleep meanwhile; EngineError if it failed or is out of service.
+        EngineAsleep if the engine sleeps or is put to sleep meanwhile; EngineError if it failed or is out
+        of service.
         """
         with self._turns.one(request.trajectory_id):
             return await self._generate(request)
@@ -261,7 +268,8 @@ class Serving:
     async def wake(self, build: Build | None = None) -> None:
         """Serve again, with an engine from the newest version's own files, once it has passed its check.
 
-        ``build`` builds the engine from now on. After an EngineError, ModelError or WeightsError the engine stays asleep.
+        ``build`` builds the engine from now on. After an EngineError, ModelError or WeightsError the engine
+        stays asleep.
         """
         async with self._loading:
             if not self.asleep:

@@ -1,8 +1,8 @@
-"""Weight sync of a rollout worker without shared storage: it fetches a version from the nearest worker that has it, into
-its own store.
+"""Weight sync of a rollout worker without shared storage: it fetches a version from the nearest worker
+that has it, into its own store.
 
-The announcement of a version names its holders; if none of them answers, or the worker has just joined, it queries the
-scheduler.
+The announcement of a version names its holders; if none of them answers, or the worker has just
+joined, it queries the scheduler.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class WorkerWeights:
-    """A worker's store of versions, its fetcher (None on shared storage), and the server that offers them, if any."""
+    """A worker's store of versions, its fetcher (None on shared storage), and the server that offers them,
+    if any."""
 
     store: WeightStore
     fetcher: WeightFetcher | None = None
@@ -80,7 +81,8 @@ class _Source(NamedTuple):
 
 
 class WeightFetcher:
-    """Fetches versions of one run to one worker's store; older ones are dropped according to ``store.keep_versions``."""
+    """Fetches versions of one run to one worker's store; older ones are dropped according to
+    ``store.keep_versions``."""
 
     def __init__(self, worker: Worker, spec: RunSpec, store: WeightStore) -> None:
         self._worker, self._spec, self._store = worker, spec, store

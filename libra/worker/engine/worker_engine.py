@@ -27,7 +27,8 @@ from libra.worker.model_files import ONE_MODEL_AT_A_TIME
 logger = logging.getLogger(__name__)
 
 DECLARED_AGAIN_FRAC = 0.1
-"""An engine declares its capacity again when its speed differs by this share from the last declaration."""
+"""An engine declares its capacity again when its speed differs by this share from the last
+declaration."""
 SWITCH_INTERVAL_S = 0.0005
 """Seconds that a thread of a rollout worker may hold the interpreter lock while another waits for it."""
 
@@ -95,8 +96,8 @@ class WorkerEngine:
         await self.serving.close()
 
     async def generate(self, key: str, request: TurnRequest) -> TurnOutput:
-        """One turn of the trajectory whose task is ``key``; see `Serving.generate`. With it comes its KV, if it changes its
-        home and has to bring it."""
+        """One turn of the trajectory whose task is ``key``; see `Serving.generate`. With it comes its KV, if
+        it changes its home and has to bring it."""
         return await (self.serving.generate(request) if self.kv is None else self.kv.generate(key, request))
 
     # ---------------------------------------------------------------- versions
@@ -137,7 +138,8 @@ class WorkerEngine:
     # ---------------------------------------------------------------- reports
 
     def turn_ended(self) -> None:
-        """Declare the capacity again if the passes show another speed; checks whenever an eighth more of them ran."""
+        """Declare the capacity again if the passes show another speed; checks whenever an eighth more of them
+        ran."""
         passes = self.serving.engine.stats().steps
         if passes >= self._next_look:
             self._next_look = passes + max(FEWEST_PASSES // 2, min(passes, KEPT_PASSES) // 8)

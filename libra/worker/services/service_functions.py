@@ -1,7 +1,9 @@
-"""Functions of a service with a model that need no user code: ``judge``, ``logprob``, ``score``, ``embed`` and ``teach``.
+"""Functions of a service with a model that need no user code: ``judge``, ``logprob``, ``score``,
+``embed`` and ``teach``.
 
-Each input is answered alone, without a batch's padding: the same input has the same answer, bit for bit, in any
-batch. An input is a text, or a mapping with "prompt" (a text) or "messages", and "completion".
+Each input is answered alone, without a batch's padding: the same input has the same answer, bit for
+bit, in any batch. An input is a text, or a mapping with "prompt" (a text) or "messages", and
+"completion".
 """
 
 from __future__ import annotations
@@ -24,8 +26,8 @@ QUESTION = "Question:\n{prompt}\n\nAnswer:\n{completion}\n\nIs this answer right
 def judge(
     model: Any, tokenizer: Any, inputs: Sequence[Any], *, question: str = QUESTION, yes: str = "yes", no: str = "no"
 ) -> list[float]:
-    """Probability, 0 to 1, that the model answers ``yes`` rather than ``no`` to ``question``, a text with the keys of an input in
-    braces."""
+    """Probability, 0 to 1, that the model answers ``yes`` rather than ``no`` to ``question``, a text with
+    the keys of an input in braces."""
     found = []
     for given in inputs:
         asked = _ids(tokenizer, [{"role": "user", "content": _said(tokenizer, _filled(question, given))}])
@@ -40,7 +42,8 @@ def judge(
 
 
 def logprob(model: Any, tokenizer: Any, inputs: Sequence[Any]) -> list[float]:
-    """Mean log-probability, in nats, of the completion's tokens after the prompt, the end of the turn included."""
+    """Mean log-probability, in nats, of the completion's tokens after the prompt, the end of the turn
+    included."""
     found = []
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     for given in inputs:
@@ -54,7 +57,8 @@ def logprob(model: Any, tokenizer: Any, inputs: Sequence[Any]) -> list[float]:
 
 
 def score(model: Any, tokenizer: Any, inputs: Sequence[Any]) -> list[float]:
-    """The number of a reward model (a sequence classification model with one label) for prompt and completion."""
+    """The number of a reward model (a sequence classification model with one label) for prompt and
+    completion."""
     import torch
 
     found = []
@@ -125,7 +129,7 @@ def _filled(question: str, given: Any) -> str:
 
 
 def _said(tokenizer: Any, text: str) -> str:
-    """``text`` without special tokens that it spells: whoever is judged would end the question, and speak for the judge."""
+    """``text`` without special tokens that it spells."""
     if getattr(tokenizer, "chat_template", None) is None:
         return text
     from libra.rollout.chat_format import SpecialTokens
@@ -138,7 +142,8 @@ def _plain_ids(tokenizer: Any, text: str) -> NDArray[np.int32]:
 
 
 def _ids(tokenizer: Any, messages: Sequence[Mapping[str, str]], *, answers: bool = True) -> NDArray[np.int32]:
-    """Tokens of a conversation by the model's chat template, up to where the model answers if it ``answers`` next."""
+    """Tokens of a conversation by the model's chat template, up to where the model answers if it
+    ``answers`` next."""
     if getattr(tokenizer, "chat_template", None) is None:
         return _plain_ids(tokenizer, "\n".join(message["content"] for message in messages) + ("\n" if answers else ""))
     text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=answers)

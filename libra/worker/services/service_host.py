@@ -1,14 +1,17 @@
-"""The services of a worker (section ``services``): one host for all runs there; `libra.policy.services` decides.
+"""The services of a worker (section ``services``): one host for all runs there;
+`libra.policy.services` decides.
 
 Invariants
 ----------
-1. Runs with equal descriptions of a service share it under any name: its model is loaded once, and their
-   requests go into the same batches. It is unloaded when the last of them has ended.
-2. Each request is answered once, or fails with `ServiceFault`: also if its batch raises, gives another number
-   of answers, or its run ends. A batch that an API refuses for now is retried (`libra.envs.retries`).
+1. Runs with equal descriptions of a service share it under any name: its model is loaded once, and
+   their requests go into the same batches. It is unloaded when the last of them has ended.
+2. Each request is answered once, or fails with `ServiceFault`: also if its batch raises, gives
+   another number of answers, or its run ends. A batch that an API refuses for now is retried
+   (`libra.envs.retries`).
 3. A model answers only with verified weights (`libra.worker.services.service_models`).
-4. One batch at a time runs on a GPU, among all processes of the machine (`libra.cluster.device_lock`); weights
-   are restored and evicted in its turn. The turn ends when its threads have returned, since none can be stopped.
+4. One batch at a time runs on a GPU, among all processes of the machine
+   (`libra.cluster.device_lock`); weights are restored and evicted in its turn. The turn ends when
+   its threads have returned, since none can be stopped.
 """
 
 from __future__ import annotations
@@ -68,7 +71,8 @@ class Request(NamedTuple):
 
 @dataclass(slots=True)
 class Loaded:
-    """A service of this worker: its model in host memory, if any, its copies by device, and the number of its runs."""
+    """A service of this worker: its model in host memory, if any, its copies by device, and the number of
+    its runs."""
 
     entry: ServiceEntry
     function: Callable[..., Any]
@@ -118,7 +122,8 @@ class ServiceHost:
         self._schedule.bound(str(self._device), min(rooms, default=None))
 
     async def load(self, entry: ServiceEntry, shown: str = "") -> str:
-        """Load a service, ``shown`` in its run, once; its name here. ModelError, or ConfigError without room on the device."""
+        """Load a service, ``shown`` in its run, once; its name here. ModelError, or ConfigError without room
+        on the device."""
         name = _identity(entry)
         if name not in self._loaded:
             function, model = _function(entry), None
@@ -391,7 +396,7 @@ def _lock_here() -> DeviceLock | None:
 
 
 def _room(device: Any, gib: float | None, taken: int, sharers: int = 1) -> int | None:
-    """Bytes for weights on ``device``, shared by so many workers, where services have ``taken`` some; None without bound."""
+    """Bytes for weights on ``device``, shared by so many workers, where services have ``taken`` some."""
     if gib is not None:
         return round(gib * 2**30)
     if device.type == "cpu":

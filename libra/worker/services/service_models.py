@@ -1,9 +1,12 @@
-"""The model of a service, in host memory while a run has the service and on a device while there is room; and teachers.
+"""The model of a service, in host memory while a run has the service and on a device while there is
+room; and teachers.
 
 Invariants
 ----------
-1. Host memory has the weights as they were loaded, and nothing writes to them. What is restored is a copy.
-2. A copy answers only if its tensors, read back from its device, have the digest of those in host memory: every bit counts.
+1. Host memory has the weights as they were loaded, and nothing writes to them. What is restored is
+   a copy.
+2. A copy answers only if its tensors, read back from its device, have the digest of those in host
+   memory: every bit counts.
 """
 
 from __future__ import annotations
@@ -52,7 +55,8 @@ class HostModel:
         self._digest = digest(tensors)
 
     def restored(self, device: torch.device) -> tuple[Any, float]:
-        """A copy on ``device``, verified, and the seconds that it took; WeightsError if it is not what host memory has."""
+        """A copy on ``device``, verified, and the seconds that it took; WeightsError if it is not what host
+        memory has."""
         began_s = time.perf_counter()
         model = copy.deepcopy(self._model).to(device)
         if (found := digest(dict(model.state_dict()))) != self._digest:
@@ -82,7 +86,8 @@ def _reward_model(directory: Path) -> Any:
 
 
 class Scored(NamedTuple):
-    """A teacher's scores of each member of a group, None for one that does not train; and the seconds of scoring."""
+    """A teacher's scores of each member of a group, None for one that does not train; and the seconds of
+    scoring."""
 
     taught: list[Taught | None]
     seconds: float

@@ -1,4 +1,5 @@
-"""Numbers of a batch: the spread of its rewards, its failures, its agents' sequences, and its late rewards."""
+"""Numbers of a batch: the spread of its rewards, its failures, its agents' sequences, and its late
+rewards."""
 
 from __future__ import annotations
 
@@ -24,10 +25,11 @@ MAX_CAUSE_CHARS = 200
 def signal_numbers(trajectories: Sequence[Trajectory], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The spread of a batch's rewards, and why nothing can be learned from it.
 
-    ``rows`` are the batch's facts, one a group, with ``advantages`` and ``trains`` of its members. Over groups with at
-    least two valid members: ``reward_std``, ``reward_group_min`` and ``reward_group_max``, means of each group's
-    standard deviation, lowest and highest reward (NaN without such a group), and ``frac_reward_zero_std``, the share
-    with equal rewards. ``groups_without_signal``: groups of several members with fewer than two valid or only equal
+    ``rows`` are the batch's facts, one a group, with ``advantages`` and ``trains`` of its members. Over
+    groups with at least two valid members: ``reward_std``, ``reward_group_min`` and
+    ``reward_group_max``, means of each group's standard deviation, lowest and highest reward (NaN
+    without such a group), and ``frac_reward_zero_std``, the share with equal rewards.
+    ``groups_without_signal``: groups of several members with fewer than two valid or only equal
     rewards. ``no_signal``: why no member has an advantage, empty if one has.
     """
     valid: dict[tuple[int, int], list[float]] = {}
@@ -142,8 +144,8 @@ def agent_numbers(config: RunConfig, trajectories: Iterable[Trajectory]) -> dict
 def failure_counts(trajectories: Sequence[Trajectory]) -> dict[str, int]:
     """The failures of a batch; every count is present in every iteration.
 
-    ``failures/<class>``: members that ended so. ``resampled/<class>``: failed attempts that were followed by another one;
-    ``resampled`` is their sum.
+    ``failures/<class>``: members that ended so. ``resampled/<class>``: failed attempts that were
+    followed by another one; ``resampled`` is their sum.
     """
     ended = Counter(member.failure for member in trajectories)
     again = Counter(name for member in trajectories if member.retried for name in member.retried.split(","))

@@ -1,13 +1,17 @@
-"""The trajectories of a batch for a step, from the run directory, or with ``trainer.dispatch=peer`` from their graders.
+"""The trajectories of a batch for a step, from the run directory, or with ``trainer.dispatch=peer``
+from their graders.
 
-A worker that grades a group keeps its trajectories in memory, a row each, and reports its address with the group.
-``batch`` adds each member's holder and length to its facts. A training rank requests the rows of its slice there.
+A worker that grades a group keeps its trajectories in memory, a row each, and reports its address
+with the group. ``batch`` adds each member's holder and length to its facts. A training rank
+requests the rows of its slice there.
 
 Invariants
 ----------
-1. The group's record in the run directory stays authoritative: it is written before its rows are offered, and
-   a row that no worker serves is read from there. A lost worker costs a read, never a trajectory.
-2. A worker keeps only the newest groups: as many as the staleness bound allows, and two more batches.
+1. The group's record in the run directory stays authoritative: it is written before its rows are
+   offered, and a row that no worker serves is read from there. A lost worker costs a read, never a
+   trajectory.
+2. A worker keeps only the newest groups: as many as the staleness bound allows, and two more
+   batches.
 """
 
 from __future__ import annotations
@@ -50,9 +54,10 @@ def num_kept(config: RunConfig) -> int:
 def members_of(batch: dict[str, Any], groups_dir: Path, *, of_the_step: bool = False) -> list[Trajectory]:
     """All trajectories of a committed batch, with their advantages and late rewards.
 
-    ``of_the_step`` leaves out filtered trajectories, adds earlier ones that late rewards correct (``late``), and
-    makes tokens that are too old no actions. Failures that do not train are included: the replica counts them itself.
-    ``groups_dir`` has the group records now; a batch records their old path, and a run may be moved.
+    ``of_the_step`` leaves out filtered trajectories, adds earlier ones that late rewards correct
+    (``late``), and makes tokens that are too old no actions. Failures that do not train are included:
+    the replica counts them itself. ``groups_dir`` has the group records now; a batch records their old
+    path, and a run may be moved.
     """
     trajectories = []
     for row in batch["members"]:
@@ -72,7 +77,8 @@ def members_of(batch: dict[str, Any], groups_dir: Path, *, of_the_step: bool = F
 
 
 def without_stale(member: Trajectory, row: Mapping[str, Any]) -> Trajectory:
-    """A trajectory as it trains: tokens of versions before ``from_version`` of its group's row are no actions."""
+    """A trajectory as it trains: tokens of versions before ``from_version`` of its group's row are no
+    actions."""
     if (least := row.get("from_version")) is None:
         return member
     fresh = member.weight_version >= least
@@ -133,7 +139,8 @@ def keeper_of(worker: Worker, spec: RunSpec) -> RowKeeper | None:
 
 
 def lengths(members: Sequence[Trajectory]) -> list[list[int]]:
-    """For each member: whether its failure class trains, and tokens and actions of its `Sample` (0 and 0: it has none)."""
+    """For each member: whether its failure class trains, and tokens and actions of its `Sample` (0 and 0:
+    it has none)."""
     found = []
     for member in members:
         where = np.flatnonzero(member.is_action)
@@ -190,7 +197,8 @@ class SliceFetcher:
 
 
 def lazy_batch(batch: Mapping[str, Any], fetcher: SliceFetcher) -> LazyBatch:
-    """The batch of a step for a training rank, with no row fetched yet; as `members_of` with ``of_the_step``."""
+    """The batch of a step for a training rank, with no row fetched yet; as `members_of` with
+    ``of_the_step``."""
     from libra.train.samples import LazyBatch, RowFacts
 
     facts, num_trajectories = [], 0

@@ -1,7 +1,8 @@
 """Writes checkpoints on the training worker without delaying publishing or the next step.
 
-``checkpoint-k`` comes after ``publish-k`` and takes no training slot, so step k + 1 may begin before it. The state is
-therefore copied by the first of two: the checkpoint's task, or the step that would change it.
+``checkpoint-k`` comes after ``publish-k`` and takes no training slot, so step k + 1 may begin
+before it. The state is therefore copied by the first of two: the checkpoint's task, or the step
+that would change it.
 
 Invariants
 ----------
@@ -79,8 +80,8 @@ class CheckpointWriter:
             return result
 
     def save_due(self, version: int) -> list[Path]:
-        """Write the checkpoint that is due at or before ``version``, the replica's own, if earlier starts did not write
-        it."""
+        """Write the checkpoint that is due at or before ``version``, the replica's own, if earlier starts did
+        not write it."""
         with self._state:
             self._copy_if_due(version)
             due = sorted(self._copies)
@@ -99,7 +100,8 @@ class CheckpointWriter:
     def save(self, version: int) -> Path:
         """Write the checkpoint of ``version``; its directory.
 
-        Raises CheckpointError if the replica is past that version and that state was not copied, or the disk refuses.
+        Raises CheckpointError if the replica is past that version and that state was not copied, or the
+        disk refuses.
         """
         from libra.train.checkpoint import checkpoint_name, save_checkpoint
 
@@ -123,7 +125,8 @@ class CheckpointWriter:
         return target
 
     def save_or_later(self, version: int) -> Path:
-        """As `save`; in a group whose rank 0 was lost before it copied that state, the checkpoint of the state it has now."""
+        """As `save`; in a group whose rank 0 was lost before it copied that state, the checkpoint of the state
+        it has now."""
         try:
             return self.save(version)
         except CheckpointError:

@@ -1,13 +1,15 @@
-"""A training worker's membership of its group: joins on a message of the scheduler, and admits its tasks.
+"""A training worker's membership of its group: joins on a message of the scheduler, and admits its
+tasks.
 
-`libra.scheduler.gangs` forms groups; see there for the messages. All ranks of a new group begin in the state of the
-rank with most steps, and not behind the published version: survivors send theirs, else all ranks load the newest
-checkpoint and repeat committed batches together.
+`libra.scheduler.gangs` forms groups; see there for the messages. All ranks of a new group begin in
+the state of the rank with most steps, and not behind the published version: survivors send theirs,
+else all ranks load the newest checkpoint and repeat committed batches together.
 
 Invariants
 ----------
 1. A task of the group and the forming of another one exclude each other.
-2. A task whose group has ended is returned (``Reschedule``), with weights and optimizer as they were before its step.
+2. A task whose group has ended is returned (``Reschedule``), with weights and optimizer as they
+   were before its step.
 3. Messages of a group older than the newest one known are ignored.
 """
 
@@ -74,7 +76,8 @@ class GangMember:
 
     @contextmanager
     def turn(self, rank: int) -> Iterator[None]:
-        """Run something as ``rank`` of the group, exclusively on this worker; a task whose group has ended is returned."""
+        """Run something as ``rank`` of the group, exclusively on this worker; a task whose group has ended is
+        returned."""
         with self.in_turn:
             if self.group is None or self.group.rank != rank:
                 self._broken(

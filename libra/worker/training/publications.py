@@ -1,16 +1,17 @@
 """Publishes the weights of a trainer, with their check, beside its next step.
 
-Passes of step ``v`` and the publication of version ``v`` read the same weights, in threads of their own. A step
-whose passes end first waits for that thread, or publishes the version itself.
+Passes of step ``v`` and the publication of version ``v`` read the same weights, in threads of their
+own. A step whose passes end first waits for that thread, or publishes the version itself.
 
 Invariants
 ----------
-1. Step v+1 changes weights only after version v is written, synced and reported; no version is skipped.
+1. Step v+1 changes weights only after version v is written, synced and reported; no version is
+   skipped.
 2. A version is published and reported once by this process; a late task gets the existing one.
-3. Steps that are repeated from committed batches publish nothing: ``restore`` publishes missing versions, in
-   order and with the same bits.
-4. The check has the trainer's answers, which an engine that holds the version reproduces. Log-probabilities of
-   the version before, and of version 0, come from the checks published then.
+3. Steps that are repeated from committed batches publish nothing: ``restore`` publishes missing
+   versions, in order and with the same bits.
+4. The check has the trainer's answers, which an engine that holds the version reproduces.
+   Log-probabilities of the version before, and of version 0, come from the checks published then.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ PROBES, PROBE_TOKENS, PROBE_SEED = 1, 32, 20260603
 class Publications:
     """The publications of one replica; a group publishes before its next step, with the same calls.
 
-    ``max_context_tokens`` is the limit of the engines, which answer the check; ``report`` announces a published version.
+    ``max_context_tokens`` is the limit of the engines, which answer the check; ``report`` announces a
+    published version.
     """
 
     def __init__(self, store: WeightStore, max_context_tokens: int, report: Callable[[WeightVersion], None]) -> None:
@@ -56,7 +58,8 @@ class Publications:
         self._thread = threading.local()
 
     def of(self, replica: Replica, *, alone: bool) -> None:
-        """Publish this replica's weights from now on; of one that trains ``alone`` beside its steps, if its model allows it."""
+        """Publish this replica's weights from now on; of one that trains ``alone`` beside its steps, if its
+        model allows it."""
         self.replica, self._changing, self.alone = replica, -1, alone
         self.beside = alone and replica.score_beside()
         if alone:
@@ -65,7 +68,8 @@ class Publications:
     def publish(self, version: int) -> WeightVersion:
         """Publish the weights after ``version`` steps, and report it, once.
 
-        WeightsError as of `libra.weights.WeightStore.publish`, or if the replica is past a version that the store lacks.
+        WeightsError as of `libra.weights.WeightStore.publish`, or if the replica is past a version that the
+        store lacks.
         """
         with self._lock:
             return self._publish(version)
@@ -81,7 +85,8 @@ class Publications:
             logger.warning("version %d is not published yet: %s", version, error, exc_info=True)
 
     def before_change(self, step: int) -> float:
-        """Called by step ``step`` before it changes the weights: they are published when it returns. Seconds that it waited."""
+        """Called by step ``step`` before it changes the weights: they are published when it returns. Seconds
+        that it waited."""
         if getattr(self._thread, "repeats", False):
             return 0.0
         began_s = time.perf_counter()
@@ -121,7 +126,8 @@ def probe_tokens(vocab_size: int, max_context_tokens: int) -> tuple[NDArray[np.i
 
 
 def publish_checked(store: WeightStore, replica: Replica, version: int, max_context_tokens: int) -> WeightVersion:
-    """Publish the replica's weights as ``version`` with their check; an existing version keeps its own. WeightsError."""
+    """Publish the replica's weights as ``version`` with their check; an existing version keeps its own.
+    WeightsError."""
     tensors = replica.all_weights()
     # If the model is sharded, passes are collectives, which all ranks enter in one order; see `assist`.
     logp = probe_logp(replica, max_context_tokens) if replica.is_sharded else None
@@ -134,7 +140,8 @@ def publish_checked(store: WeightStore, replica: Replica, version: int, max_cont
 
 
 def assist(replica: Replica, max_context_tokens: int) -> None:
-    """The part of the other ranks of a sharded replica while rank 0 publishes: the same collectives, in the same order."""
+    """The part of the other ranks of a sharded replica while rank 0 publishes: the same collectives, in
+    the same order."""
     replica.all_weights()
     probe_logp(replica, max_context_tokens)
 

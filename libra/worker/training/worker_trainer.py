@@ -1,4 +1,5 @@
-"""The replica of a training worker: made from the configuration, recovered, and open to hybrid replicas."""
+"""The replica of a training worker: made from the configuration, recovered, and open to hybrid
+replicas."""
 
 from __future__ import annotations
 
@@ -90,7 +91,7 @@ class Trainer:
         self._checkpoints = CheckpointWriter(replica, spec.checkpoints_dir, spec.config)
 
     def _published(self, version: int) -> dict[str, Tensor] | None:
-        """The weights of a version, whose digest is compared at the first time; None if the run has them no more."""
+        """The weights of a version, whose digest is compared at the first time."""
         store = self.context.weights.store
         try:
             if version not in store.numbers():
@@ -108,8 +109,8 @@ class Trainer:
         self.context.report(*held, VersionPublished(number, digest, version.num_bytes))
 
     def pinned(self, newest: int) -> range:
-        """Versions under which a step from ``newest`` on may score tokens (``trainer.old_logp=version``), and so may a resumed
-        run from its newest checkpoint on; empty for other settings."""
+        """Versions under which a step from ``newest`` on may score tokens (``trainer.old_logp=version``), and
+        so may a resumed run from its newest checkpoint on; empty for other settings."""
         config = self.context.spec.config
         if config.trainer.old_logp != "version" or config.rollout.exact_logprobs:
             return range(0)
@@ -124,10 +125,11 @@ class Trainer:
             return recover(self.checkpoints, self.context.spec, self.context.weights.store, steps, or_next=or_next)
 
     def add_waves(self, batch: int, upto: int, *, last: LazyBatch | None = None) -> int:
-        """Add the committed waves of step ``batch`` before ``upto`` that the replica lacks, in order; returns how many it has.
+        """Add the committed waves of step ``batch`` before ``upto`` that the replica lacks, in order; returns
+        how many it has.
 
-        ``last`` is the one before ``upto``, if its trajectories are not to be read from the run directory. In a group a collective,
-        unless all ranks have them.
+        ``last`` is the one before ``upto``, if its trajectories are not to be read from the run directory.
+        In a group a collective, unless all ranks have them.
         """
         spec, replica = self.context.spec, self.replica
         added = replica.open_step.waves if replica.open_step is not None else 0
@@ -144,7 +146,8 @@ class Trainer:
         return added
 
     def open_pool(self, gang: int) -> None:
-        """On rank 0 of the core: let hybrid replicas join, and report where. No effect in a run without hybrid workers."""
+        """On rank 0 of the core: let hybrid replicas join, and report where. No effect in a run without hybrid
+        workers."""
         spec = self.context.spec
         if not spec.config.cluster.hybrid_workers:
             return
@@ -162,12 +165,14 @@ class Trainer:
 def recover(
     checkpoints: CheckpointWriter, spec: RunSpec, store: WeightStore, steps: int, *, or_next: bool = False
 ) -> list[dict[str, Any]]:
-    """Bring the replica to the weights after ``steps`` steps: the newest checkpoint, then every committed batch since.
+    """Bring the replica to the weights after ``steps`` steps: the newest checkpoint, then every committed
+    batch since.
 
-    Nothing is generated, and a replica at that step or later is not changed. If the result differs from a published version
-    (another machine, another number of threads), the published weights are used, because tokens were sampled from those.
-    ``or_next``: a checkpoint one step later is also accepted, for a task that repeats that step. Returns the numbers of
-    each step taken. In a group this is a collective, unless all ranks are at that step already.
+    Nothing is generated, and a replica at that step or later is not changed. If the result differs from
+    a published version (another machine, another number of threads), the published weights are used,
+    because tokens were sampled from those. ``or_next``: a checkpoint one step later is also accepted,
+    for a task that repeats that step. Returns the numbers of each step taken. In a group this is a
+    collective, unless all ranks are at that step already.
     """
     from libra.train.checkpoint import newest, step_of  # imports transformers, which takes seconds
 

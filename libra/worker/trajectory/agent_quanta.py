@@ -1,15 +1,18 @@
-"""Action quanta of trajectories that an agent runs: the agent gets the model's answer, works, and asks again, or ends.
+"""Action quanta of trajectories that an agent runs: the agent gets the model's answer, works, and asks
+again, or ends.
 
-The agent is a process of this worker, and asks this worker's gateway. Its request ends an action quantum; a
-generation quantum, on any worker, writes the answer; the next action quantum gives it to the agent. All of it
-is in the journal.
+The agent is a process of this worker, and asks this worker's gateway. Its request ends an action
+quantum; a generation quantum, on any worker, writes the answer; the next action quantum gives it to
+the agent. All of it is in the journal.
 
 Invariants
 ----------
 1. An agent that waits for the model has no slot.
-2. An agent that is started again, after a lost worker, gets the recorded answers while it asks the same, in
-   any order of its sub-agents. If it asks something else, or ends sooner, a fresh draw begins.
-3. A worker has at most ``agent.concurrency`` agents. A trajectory that finds no place returns its quantum.
+2. An agent that is started again, after a lost worker, gets the recorded answers while it asks the
+   same, in any order of its sub-agents. If it asks something else, or ends sooner, a fresh draw
+   begins.
+3. A worker has at most ``agent.concurrency`` agents. A trajectory that finds no place returns its
+   quantum.
 4. A prompt that does not fit is refused, and never cut.
 """
 
@@ -53,7 +56,8 @@ task_logger = logging.getLogger(__name__ + ".tasks")
 SWEEP_S = 30.0
 """Seconds between sweeps for agents whose trajectory has ended without them."""
 REPLAY_S = 5.0
-"""Seconds in which a restarted agent that asks something else may still send a recorded request: sub-agents change their order."""
+"""Seconds in which a restarted agent that asks something else may still send a recorded request:
+sub-agents change their order."""
 NO_ROOM_S = 0.5
 """Seconds that a quantum waits for another agent's end before it is returned."""
 
@@ -90,8 +94,8 @@ class Agents:
         self._format: ConversationFormat | None = None
 
     async def start(self) -> None:
-        """Start the gateway and the program that runs agents; EnvironmentFault if the agent cannot be loaded, ConfigError if a
-        variable of ``agent.env`` is not set."""
+        """Start the gateway and the program that runs agents; EnvironmentFault if the agent cannot be loaded,
+        ConfigError if a variable of ``agent.env`` is not set."""
         await self.gateway.start()
         await self.processes.prepare()
         self._sweeping = asyncio.create_task(self._sweep())
@@ -339,7 +343,7 @@ class Agents:
         )  # fmt: skip
 
     def _ended(self, live: _Live, state: TrajectoryState, ended: Ended) -> AgentEndRecord | RestartRecord:
-        """The record of an agent's end. ToolFault if it failed, unless a request was refused or an answer was cut."""
+        """The record of an agent's end."""
         if live.replay and ended.error is None:
             return self._unlike(state, "ended sooner than before")
         turn, reward = max(0, state.turns - 1), _reward(live.session.reward, ended.result)

@@ -1,7 +1,9 @@
-"""The turns of an agent's trajectory: tokens and sequences from its records, and the meaning of a generation to the agent.
+"""The turns of an agent's trajectory: tokens and sequences from its records, and the meaning of a
+generation to the agent.
 
-The conversations of an agent may have branches. A `RequestRecord` names the turn that it continues, and the
-generation after it is its answer. Sequences follow each other in the token arrays (`libra.agents.history`).
+The conversations of an agent may have branches. A `RequestRecord` names the turn that it continues,
+and the generation after it is its answer. Sequences follow each other in the token arrays
+(`libra.agents.history`).
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ Part = tuple[NDArray[np.int32], GenerationRecord | None]
 
 @dataclass(slots=True)
 class AgentTurns:
-    """The answered requests of one draw, by turn, with the records of each answer: several with `rollout.chunk_tokens`."""
+    """The answered requests of one draw, by turn, with the records of each answer: several with
+    `rollout.chunk_tokens`."""
 
     requests: list[RequestRecord] = field(default_factory=list)
     generated: list[list[GenerationRecord]] = field(default_factory=list)
@@ -50,7 +53,8 @@ class AgentTurns:
     def parts(self) -> tuple[list[Part], list[tuple[int, int]]]:
         """The parts of all sequences, one after the other.
 
-        Also for each turn the first token of the sequence that trains it, with the tokens of context before its generation.
+        Also for each turn the first token of the sequence that trains it, with the tokens of context before
+        its generation.
         """
         parts: list[Part] = []
         places = [(0, 0)] * len(self.requests)
@@ -78,9 +82,11 @@ def agent_calls(environment: Environment, text: str) -> tuple[ToolCall, ...]:
 def cut_at_stop(
     output: TurnOutput, before: Sequence[Any], stops: Sequence[str], decode: Callable[[Any], str]
 ) -> tuple[TurnOutput, str | None]:
-    """A generation up to the token with which the first of the client's stop texts is complete, and that text.
+    """A generation up to the token with which the first of the client's stop texts is complete, and that
+    text.
 
-    Tokens sampled after it are dropped, as if the engine had stopped there. ``before``: ids of earlier parts of the turn.
+    Tokens sampled after it are dropped, as if the engine had stopped there. ``before``: ids of earlier
+    parts of the turn.
     """
     if not stops:
         return output, None

@@ -48,9 +48,10 @@ async def grade(
 ) -> None:
     """Give ``member`` its reward, or its failure class.
 
-    A grader that failed grades the same trajectory again, ``resample`` times: replacing the trajectory would bias the
-    sample. ``extra[index]`` is added to the environment's reward. ``late`` is ``trainer.late``, "off" for a held-out
-    question; ``back_off`` retries calls that an API refuses for now.
+    A grader that failed grades the same trajectory again, ``resample`` times: replacing the trajectory
+    would bias the sample. ``extra[index]`` is added to the environment's reward. ``late`` is
+    ``trainer.late``, "off" for a held-out question; ``back_off`` retries calls that an API refuses for
+    now.
     """
     if not member.failure.trains:
         return
@@ -122,7 +123,8 @@ _CLASSES: tuple[tuple[type[Exception], FailureClass], ...] = (
 """The first match counts, so a subclass is listed before its base."""
 
 FAULTS = (EngineError, EnvironmentFault)
-"""Errors that end a trajectory as a failure. Any other error (a full disk, a bug) ends the run, which can be resumed."""
+"""Errors that end a trajectory as a failure. Any other error (a full disk, a bug) ends the run, which
+can be resumed."""
 
 
 def failure_of(error: EngineError | EnvironmentFault) -> FailureClass:

@@ -2,17 +2,20 @@
 
 Invariants
 ----------
-1. An engine loads the newest published version before each generation, and never generates for iteration
-   ``k`` with weights older than version ``k - eta``.
-2. A record is appended before it is reported, so a lost worker costs at most the quantum in flight: one
-   generation with its inline actions. A state that is ahead of the journal when its quantum fails is dropped.
-3. One generation or action of a trajectory runs at a time here, and only with the records of all before it.
-4. Bad model or tool output can fail only its own trajectory. It is made storable before it goes into a
-   record; a record that cannot be stored all the same becomes a failure record, which a resume finds.
-5. A trajectory whose group has its record runs no quantum, on any worker: its journal is removed when the
-   store has it.
-6. In a run with ``staleness.versions=one`` all tokens of a trajectory have one version: it begins again
-   from its prompt where that needs it.
+1. An engine loads the newest published version before each generation, and never generates for
+   iteration ``k`` with weights older than version ``k - eta``.
+2. A record is appended before it is reported, so a lost worker costs at most the quantum in flight:
+   one generation with its inline actions. A state that is ahead of the journal when its quantum
+   fails is dropped.
+3. One generation or action of a trajectory runs at a time here, and only with the records of all
+   before it.
+4. Bad model or tool output can fail only its own trajectory. It is made storable before it goes
+   into a record; a record that cannot be stored all the same becomes a failure record, which a
+   resume finds.
+5. A trajectory whose group has its record runs no quantum, on any worker: its journal is removed
+   when the store has it.
+6. In a run with ``staleness.versions=one`` all tokens of a trajectory have one version: it begins
+   again from its prompt where that needs it.
 """
 
 from __future__ import annotations
@@ -84,7 +87,8 @@ KEPT_PROMPTS = 1024
 KEPT_STATES = 4096
 """States kept per worker, and ends of trajectories; a missing one is read from the journal."""
 KEPT_BYTES, RECORD_BYTES, TOKEN_BYTES = 64 << 20, 2048, 20
-"""Memory for the records of ended trajectories, whose group may be built here; about that much per record and token."""
+"""Memory for the records of ended trajectories, whose group may be built here; about that much per
+record and token."""
 KILLED = "killed: it took more than"
 """In the detail of a failure: the action took more than its memory."""
 
@@ -142,7 +146,8 @@ class QuantumRunner:
         self.closing = True
 
     def state(self, tid: TrajectoryId, prompt: Prompt, quantum: int = 0) -> TrajectoryState:
-        """The trajectory's state with every record written so far; ``quantum`` is their number, 0 if that is not known."""
+        """The trajectory's state with every record written so far; ``quantum`` is their number, 0 if that is
+        not known."""
         state = self.states.get(tid)
         if state is None:
             state = self.states[tid] = TrajectoryState(tid, prompt, self._rules)
@@ -156,8 +161,9 @@ class QuantumRunner:
     async def run(self, key: str, tid: TrajectoryId, prompt: Prompt, quantum: int = 0) -> TrajectoryState:
         """Run the next quantum of a trajectory here, write its record, report it; returns the state after it.
 
-        ``quantum`` is its number, where the scheduler knows it: then its group has no record, and the journal has exactly the
-        records before it. With 0 both are looked up. A next generation follows at once while nothing better waits for the slot.
+        ``quantum`` is its number, where the scheduler knows it: then its group has no record, and the
+        journal has exactly the records before it. With 0 both are looked up. A next generation follows at
+        once while nothing better waits for the slot.
         """
         state = self._ended.get(tid) or self.state(tid, prompt, quantum)
         if state.phase is not None and not quantum:
@@ -317,7 +323,7 @@ class QuantumRunner:
             self._forget(state)
 
     def _hold(self, state: TrajectoryState, record: GenerationRecord, started_s: float) -> None:
-        """Pack a record for a later append, without its text if that cannot be stored; its tokens are kept, and train."""
+        """Pack a record for a later append, without its text if that cannot be stored."""
         try:
             state.held = self._packed(state, record, started_s)
         except Unstorable as error:
@@ -336,7 +342,8 @@ class QuantumRunner:
         return config.rollout.temperature
 
     def _ends_version(self, state: TrajectoryState, versions: set[int], started_s: float) -> bool:
-        """Begin a trajectory again if tokens of ``versions`` would give it more than one version (`libra.policy.one_version`)."""
+        """Begin a trajectory again if tokens of ``versions`` would give it more than one version
+        (`libra.policy.one_version`)."""
         if len(had := state.versions | versions) < 2:
             return False
         self._commit(state, RestartRecord(began=min(had), serves=max(had)), started_s)
@@ -367,7 +374,8 @@ class QuantumRunner:
         return ids
 
     def _inline(self, state: TrajectoryState) -> bool:
-        """Whether the environment's answer, or every call that is not malformed, runs in the generation's quantum."""
+        """Whether the environment's answer, or every call that is not malformed, runs in the generation's
+        quantum."""
         if state.answered:
             return self.context.environment.inline_steps
         calls = state.calls
@@ -427,7 +435,7 @@ class QuantumRunner:
         return self.context.journal.pack(str(state.tid), state.quanta, record)
 
     def _append(self, state: TrajectoryState, *packed: bytes) -> None:
-        """Append the held record, which is applied already, and another one; RecordExists or FencedOff stop this worker."""
+        """Append the held record, which is applied already, and another one."""
         self.context.epoch.check()
         if self.closing:  # requests of a closed engine are not failures
             raise FencedOff(f"{state.tid}: worker {self.context.name} leaves the run, and writes no more records")
@@ -438,7 +446,7 @@ class QuantumRunner:
     def _report(
         self, key: str, state: TrajectoryState, first: int, started_s: float, phase: Phase, *, goes_on: bool
     ) -> None:
-        """Report a quantum of this ``phase`` by the records from index ``first`` on; ``goes_on``: the next one keeps the slot."""
+        """Report a quantum of this ``phase`` by the records from index ``first`` on; ``goes_on``."""
         new = state.records[first:]
         generated = [record for record in new if isinstance(record, GenerationRecord)]
         answers = [record for record in new if isinstance(record, ActionRecord | RequestRecord)]

@@ -1,14 +1,17 @@
-"""Leases of sessions by trajectories, from any worker: an action runs where its trajectory's session is.
+"""Leases of sessions by trajectories, from any worker: an action runs where its trajectory's session
+is.
 
-The record of an action has the lease (address of the worker and name), so every worker knows it. The worker of
-the next action requests it from there, by a message between workers, and writes the record itself.
+The record of an action has the lease (address of the worker and name), so every worker knows it.
+The worker of the next action requests it from there, by a message between workers, and writes the
+record itself.
 
 Invariants
 ----------
-1. A lease without a record is released when its first turn fails; a recorded one when its trajectory ends or
-   begins again.
-2. If the lease's worker is gone, was restarted or belongs to another start of the run, the action fails with
-   SessionLost: an infrastructure failure, after which a fresh draw begins with another session.
+1. A lease without a record is released when its first turn fails; a recorded one when its
+   trajectory ends or begins again.
+2. If the lease's worker is gone, was restarted or belongs to another start of the run, the action
+   fails with SessionLost: an infrastructure failure, after which a fresh draw begins with another
+   session.
 3. An action that is repeated, because its worker died before the record, has the same return.
 """
 
@@ -65,7 +68,8 @@ class SessionAnswer(NamedTuple):
 
 
 class SessionLeases:
-    """The session pool of this worker, and access to other workers' pools. Only for environments with a session."""
+    """The session pool of this worker, and access to other workers' pools. Only for environments with a
+    session."""
 
     def __init__(self, context: WorkerContext) -> None:
         kind = context.environment.session

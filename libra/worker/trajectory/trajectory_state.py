@@ -1,13 +1,17 @@
-"""A trajectory's state as a pure function of its records: its turns so far, its next phase, whether it has ended.
+"""A trajectory's state as a pure function of its records: its turns so far, its next phase, whether it
+has ended.
 
 Invariants
 ----------
-1. ``TrajectoryState`` after ``apply(records 0..n)`` is the same on every worker: it has no other input.
-2. Token ids are those that the engine sampled or the chat format appended, concatenated; never re-tokenised.
+1. ``TrajectoryState`` after ``apply(records 0..n)`` is the same on every worker: it has no other
+   input.
+2. Token ids are those that the engine sampled or the chat format appended, concatenated; never
+   re-tokenised.
 3. Exactly one of these holds: it needs a generation, it needs an action, it has ended.
-4. A failure ends it only after ``resample`` others. Until then, a failure that the tokens cannot cause is
-   followed by the same turn with the same random numbers, so that the sample does not depend on the failure.
-   Any other failure begins a fresh attempt from the prompt, in the same journal.
+4. A failure ends it only after ``resample`` others. Until then, a failure that the tokens cannot
+   cause is followed by the same turn with the same random numbers, so that the sample does not
+   depend on the failure. Any other failure begins a fresh attempt from the prompt, in the same
+   journal.
 5. A restart also begins a fresh attempt; it is not a failure.
 """
 
@@ -65,7 +69,8 @@ def generation_record(
     calls: Sequence[ToolCall],
     state: bytes | None = None,
 ) -> GenerationRecord:
-    """Record of a generation; ``prompt_ids`` and the first ``state`` go into the first one of an attempt only."""
+    """Record of a generation; ``prompt_ids`` and the first ``state`` go into the first one of an attempt
+    only."""
     return GenerationRecord(
         turn=turn,
         prompt_ids=prompt_ids,
@@ -106,7 +111,8 @@ def failure_record(failure: FailureClass, detail: str) -> FailureRecord:
 
 
 def returned(records: Iterable[QuantumRecord]) -> tuple[str, ToolOutcome]:
-    """First tool, and the outcome, of the calls that returned in these records of one turn; ("", `NO_TOOL`) if none did."""
+    """First tool, and the outcome, of the calls that returned in these records of one turn; ("",
+    `NO_TOOL`) if none did."""
     found = [r for record in records if isinstance(record, ActionRecord | RequestRecord) for r in record.returns]
     return (found[0].tool if found else ""), turn_outcome(r.status for r in found)
 
@@ -120,7 +126,8 @@ class TrajectoryRules:
     max_turns, max_context_tokens : int
         A trajectory ends when it reaches them.
     ignore_eos : bool
-        A turn cut at its token limit does not end the trajectory (benchmarks with turns of a fixed length).
+        A turn cut at its token limit does not end the trajectory (benchmarks with turns of a fixed
+        length).
     resample : int
         Number of failures not caused by the policy that a trajectory survives.
     steps : bool
@@ -155,7 +162,8 @@ class TrajectoryState:
     lease : (str, str) or None
         Worker and name of its lease of a session; None if it has none.
     unfinished : list of int32 arrays
-        Tokens of the parts of its present turn, if that parked before its end; `turns` does not count it yet.
+        Tokens of the parts of its present turn, if that parked before its end; `turns` does not count
+        it yet.
     answered : bool
         Its last turn had no calls, and waits for the environment's answer.
     parents : list of int

@@ -24,7 +24,8 @@ from libra.worker.trajectory.trajectory_state import TrajectoryState
 
 
 class TurnCalls:
-    """One per quantum runner; calls with resources of their own run in ``processes``, if the worker has any."""
+    """One per quantum runner; calls with resources of their own run in ``processes``, if the worker has
+    any."""
 
     def __init__(
         self, context: WorkerContext, sessions: SessionLeases | None, processes: ActionProcesses | None
@@ -66,7 +67,8 @@ class TurnCalls:
     async def returns(
         self, state: TrajectoryState, turn: int, copy: StateCopy, lease: tuple[str, str] | None, cores: int | None
     ) -> list[ToolReturn]:
-        """The returns of a turn's calls: all at once, or in order if one takes the trajectory's state or session."""
+        """The returns of a turn's calls: all at once, or in order if one takes the trajectory's state or
+        session."""
         # Evaluations at two versions are the same questions, seeds and injected faults.
         name = str(state.tid if state.tid.split == "train" else state.tid._replace(iteration=0))
         if state.draw:
@@ -107,7 +109,8 @@ MOST_RECORDED_CHARS = 8000
 
 
 def recorded(given: ToolReturn, content: str) -> ToolReturn:
-    """A tool's return for its record: the ``content`` that the model read, or of a large one a prefix and a reference."""
+    """A tool's return for its record: the ``content`` that the model read, or of a large one a prefix and
+    a reference."""
     if content != given.content:
         status = ToolStatus.TRUNCATED if given.status is ToolStatus.OK else given.status
         given = replace(given, content=storable(content), status=status)
