@@ -43,7 +43,7 @@ from libra.store.run_records import group_path
 from libra.types import EndReason, FailureClass, StopReason, ToolCall, ToolReturn, ToolStatus, TrajectoryId
 from libra.untrusted import storable
 from libra.worker.context import WorkerContext
-from libra.worker.trajectory.agent_turns import AgentTurns, agent_calls
+from libra.worker.trajectory.agent_sequences import AgentTurns, agent_calls
 from libra.worker.trajectory.trajectory_state import TrajectoryState, agent_end_record
 
 if TYPE_CHECKING:

@@ -63,7 +63,7 @@ from libra.untrusted import MAX_ERROR_CHARS, error_text, storable, storable_call
 from libra.worker.context import WorkerContext
 from libra.worker.dask_worker import priority_here, still_wanted
 from libra.worker.engine.worker_engine import WorkerEngine
-from libra.worker.trajectory.agent_turns import agent_calls, cut_at_stop
+from libra.worker.trajectory.agent_sequences import agent_calls, cut_at_stop
 from libra.worker.trajectory.graded_members import FAULTS, failure_of
 from libra.worker.trajectory.session_leases import SessionLeases
 from libra.worker.trajectory.trajectory_state import (

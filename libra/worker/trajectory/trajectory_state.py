@@ -54,7 +54,7 @@ from libra.types import (
     turn_outcome,
 )
 from libra.untrusted import MAX_ERROR_CHARS, storable
-from libra.worker.trajectory.agent_turns import AgentTurns
+from libra.worker.trajectory.agent_sequences import AgentTurns
 
 CONTEXT_FULL = "the context is full"
 MOST_CHARS = 2**31 - 1
