@@ -36,8 +36,8 @@ from libra.rollout.transformers_engine import TransformersEngine
 from libra.train import Replica, TrainSettings
 from libra.types import StopReason, TurnOutput, TurnRequest
 from libra.weights import WeightStore
-from libra.worker.publications import publish_checked
-from libra.worker.verified_engine import Serving
+from libra.worker.engine.verified_engine import Serving
+from libra.worker.training.publications import publish_checked
 
 SHAPES: dict[str, dict[str, int]] = {
     "0b6": {

@@ -38,8 +38,6 @@
     |   +-- GroupLost                      a process group lost a member; its epoch has ended
     |   +-- TransferError(ConnectionError) tensors between replicas did not arrive, or came without the secret
     +-- TransportError(ConnectionError)    a connection broke, or its peer does not know the run's secret
-    +-- DispatchError(ConnectionError)     rows of a batch did not arrive whole from any server, or a client had no secret
-    +-- LayoutError(ValueError)            rows of a batch that no worker has, or with two layouts
     +-- PlanError(ValueError)              no plan fits the request, or the request contradicts itself
 
 Each class also subclasses the built-in that a caller would catch. A message says what, where, the value, the allowed values and
@@ -220,14 +218,6 @@ class TransferError(TrainError, ConnectionError):
 
 class TransportError(LibraError, ConnectionError):
     """An authenticated connection could not be made, broke, or carried a message that is not one of ours."""
-
-
-class DispatchError(LibraError, ConnectionError):
-    """Rows of a batch did not arrive whole from any server, or a peer did not have the secret."""
-
-
-class LayoutError(LibraError, ValueError):
-    """A layout contradicts itself: a row that no worker has, a row requested twice, or copies of different sizes."""
 
 
 class PlanError(LibraError, ValueError):

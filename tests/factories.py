@@ -3,12 +3,13 @@
 Imports of torch and transformers are inside the functions: collecting tests must not cost them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from libra.store.quantum_records import QuantumRecord
 from libra.types import EndReason, Prompt, Trajectory, TrajectoryId
 
 CHAT_TEMPLATE = (
@@ -84,6 +85,11 @@ def save_chat_model(directory: Path, family: str = "qwen3", **shape: Any) -> Pat
     tokenizer.save_pretrained(directory)
     tokens = {"eos_token_id": tokenizer.convert_tokens_to_ids("<|im_end|>"), "pad_token_id": 256}
     return save_model(directory, family, vocab_size=len(tokenizer), **tokens | shape)
+
+
+def kinds_of(records: Iterable[QuantumRecord]) -> list[str]:
+    """The kind of each record of a journal, as its file has it."""
+    return [str(record.__struct_config__.tag) for record in records]
 
 
 def trajectory(

@@ -32,11 +32,12 @@ from libra.rollout.chat_format import fitted
 from libra.rollout.slot_batch import SlotBatch
 from libra.rollout.slot_table import Job
 from libra.rollout.weight_loading import load_causal_lm
+from libra.store.quantum_records import ActionRecord
 from libra.train import Replica, TrainSettings
 from libra.types import Phase, Prompt, Trajectory, TrajectoryId, TurnOutput, TurnRequest
 from libra.weights import WeightStore
-from libra.worker.batch_rows import without_stale
-from libra.worker.trajectory_state import TrajectoryState, action_record, generation_record
+from libra.worker.training.batch_rows import without_stale
+from libra.worker.trajectory.trajectory_state import TrajectoryRules, TrajectoryState, generation_record
 
 ENGINES = ("engine-0", "engine-1")
 Key = tuple[str, int, int, int]
@@ -183,7 +184,7 @@ class Loop:
         rollout, count = self.config.rollout, self.config.trainer.prompts
         index = tid.iteration * count + tid.group if tid.split == "train" else tid.group
         prompt = self.environment.prompt(tid.split, index)
-        return TrajectoryState(tid, prompt, rollout.max_turns, rollout.max_context_tokens)
+        return TrajectoryState(tid, prompt, TrajectoryRules(rollout.max_turns, rollout.max_context_tokens))
 
     def _start(self) -> None:
         while self._waiting:
@@ -221,8 +222,9 @@ class Loop:
         text = self.chat.decode(output.token_ids)
         calls = self.environment.parse(text)
         prompt_ids = None if state.context else self._prompt_ids(state.prompt)
-        where = {"worker": name, "start_s": 0.0, "stop_s": 0.0}
-        state.apply(generation_record(state.turns, prompt_ids, output, text, calls) | where)
+        record = generation_record(state.turns, prompt_ids, output, text, calls)
+        record.worker = name
+        state.apply(record)
         if state.calls:
             turn = state.turns - 1
             ended = self.chat.ends(int(output.token_ids[-1]), "tool")
@@ -234,7 +236,7 @@ class Loop:
             left = rollout.max_context_tokens - state.num_context_tokens
             shown = [each.content for each in returns]
             _, observation = fitted(self.chat, shown, left, rollout.max_new_tokens, ended=ended)
-            state.apply(action_record(turn, returns, observation) | where)
+            state.apply(ActionRecord(turn=turn, returns=tuple(returns), observation_ids=observation, worker=name))
         if state.phase is not None:
             self._submit(state, name)
             return

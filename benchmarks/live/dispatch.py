@@ -5,8 +5,8 @@ Eight Dask worker processes, each with 46, 93 or 187 MiB of rows (EARL's three s
 
 * *central*: ``client.gather`` of all parts, cut at the driver, ``client.scatter`` to the consumers; through the scheduler, Dask's
   default;
-* *direct* (`libra.dispatch`): the driver plans from metadata; workers send requests over authenticated connections, and read each
-  other's memory, since they are on one machine.
+* *direct* (`libra.transport.rows`): the driver plans from metadata; workers send requests over authenticated connections, and read
+  each other's memory, since they are on one machine.
 
 ``direct_over_central`` is seconds of central over seconds of direct: per size the median of the pairs' ratios, then the
 geometric mean of the sizes. ``scheduler_bytes`` is payload at the scheduler's connections in a direct transfer: every row has a

@@ -18,7 +18,7 @@ import numpy as np
 from distributed import Client, Future, Scheduler, get_worker
 from numpy.typing import NDArray
 
-from libra.dispatch import Block, DispatchServer, Order, fetch, orders
+from libra.transport.rows import RowServer, fetch_rows
 
 MARK_BYTES = 16
 """Every row begins with so many bytes of a random mark, by which payload is known wherever it passes."""
@@ -39,8 +39,7 @@ class Batch:
     num_rows: int
     row_tokens: int
     parts: tuple[Future, ...]
-    blocks: tuple[Block, ...]
-    addresses: dict[str, tuple[str, int]]
+    addresses: tuple[tuple[str, int], ...]
     wanted: dict[str, list[int]]
 
     @property
@@ -60,16 +59,17 @@ def make_part(first: int, num_rows: int, row_tokens: int, mark: bytes) -> NDArra
     return part
 
 
-def offer_part(part: NDArray[np.float32], first: int, secret: str) -> tuple[Block, tuple[str, int]]:
+def offer_part(part: NDArray[np.float32], first: int, secret: str) -> tuple[str, int]:
     worker: Any = get_worker()
-    server = DispatchServer(worker.address, secret, "127.0.0.1")
-    worker.libra_dispatch, worker.libra_part = server, part
-    return server.offer_array("part", range(first, first + len(part)), part), server.address
+    worker.libra_rows, worker.libra_part = RowServer(secret, "127.0.0.1"), part
+    worker.libra_rows.offer({str(first + number): row for number, row in enumerate(part)})
+    address: tuple[str, int] = worker.libra_rows.address
+    return address
 
 
 def close_part(dask_worker: Any = None) -> None:
-    dask_worker.libra_dispatch.close()
-    dask_worker.libra_dispatch = dask_worker.libra_part = dask_worker.libra_slice = None
+    dask_worker.libra_rows.close()
+    dask_worker.libra_rows = dask_worker.libra_part = dask_worker.libra_slice = None
 
 
 def lay_out(client: Client, workers: Sequence[str], num_rows: int, row_tokens: int) -> Batch:
@@ -91,8 +91,7 @@ def lay_out(client: Client, workers: Sequence[str], num_rows: int, row_tokens: i
         for at, worker in enumerate(workers):
             wanted[worker] += rows[num_rows * at // num : num_rows * (at + 1) // num]
     return Batch(
-        client, tuple(workers), mark, secret, num_rows, row_tokens, tuple(parts), tuple(block for block, _ in offered),
-        {block.worker: address for block, address in offered}, wanted,
+        client, tuple(workers), mark, secret, num_rows, row_tokens, tuple(parts), tuple(map(tuple, offered)), wanted
     )  # fmt: skip
 
 
@@ -101,23 +100,23 @@ def clear(batch: Batch) -> None:
     batch.client.cancel(list(batch.parts))
 
 
-def take(order: Order, secret: str) -> tuple[int, int]:
-    """What a consumer does on the direct side; payload that came from others, and that was here already."""
+def take(wanted: dict[tuple[str, int], list[str]], secret: str) -> int:
+    """The consumer's part of the direct side; bytes that came."""
     worker: Any = get_worker()
-    fetched = fetch(order, worker.address, secret=secret, own=worker.libra_dispatch)
-    worker.libra_slice = fetched.data.view(np.float32)
-    return fetched.received_bytes, fetched.local_bytes
+    fetched = fetch_rows(wanted, secret)
+    worker.libra_slice = fetched.rows
+    return fetched.num_bytes
 
 
 def direct(batch: Batch) -> None:
-    """Plan at the driver, from metadata; every consumer fetches its rows from those that hold them."""
-    client = batch.client
-    asked = orders(batch.blocks, batch.wanted, batch.addresses)
-    futures = [
-        client.submit(take, asked[worker], batch.secret, workers=[worker], pure=False) for worker in batch.workers
-    ]
-    got = client.gather(futures)
-    total = sum(received + own for received, own in got)
+    """Name each consumer's rows at the driver, from metadata; it fetches them from the workers that hold them."""
+    client, futures = batch.client, []
+    for worker in batch.workers:
+        wanted: dict[tuple[str, int], list[str]] = {}
+        for row in batch.wanted[worker]:
+            wanted.setdefault(batch.addresses[row // batch.num_rows], []).append(str(row))
+        futures.append(client.submit(take, wanted, batch.secret, workers=[worker], pure=False))
+    total = sum(client.gather(futures))
     assert total == batch.num_bytes, f"{total} of {batch.num_bytes} bytes arrived"
 
 
@@ -140,8 +139,12 @@ def central(batch: Batch) -> list[Future]:
 def checksum(part: NDArray[np.float32] | None = None) -> int:
     """Crc32 of a consumer's rows; None: of those that the direct side left on this worker."""
     worker: Any = get_worker()
-    rows = worker.libra_slice if part is None else part
-    return zlib.crc32(memoryview(np.ascontiguousarray(rows)).cast("B"))
+    if part is not None:
+        return zlib.crc32(memoryview(np.ascontiguousarray(part)).cast("B"))
+    crc = 0
+    for row in worker.libra_slice.values():
+        crc = zlib.crc32(row, crc)
+    return crc
 
 
 def check(batch: Batch, futures: Sequence[Future]) -> None:

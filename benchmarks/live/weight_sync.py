@@ -34,8 +34,8 @@ from libra.train import Replica, TrainSettings
 from libra.types import Trajectory
 from libra.weights import WeightStore
 from libra.weights.transfer import WeightServer, fetch
-from libra.worker.publications import Publications
-from libra.worker.verified_engine import Serving
+from libra.worker.engine.verified_engine import Serving
+from libra.worker.training.publications import Publications
 
 CONTEXT, SLOTS = 256, 4
 SEQUENCE = 64

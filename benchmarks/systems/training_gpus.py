@@ -133,7 +133,7 @@ class PipelineOptions:
         From the last gradient to the new weights on the engines; for the optimizer; to merge the gradients of GPUs that turned.
     beside_s : float
         Of ``update_s``, the seconds that pass beside the next step, which changes no weights before that, if one GPU always trains
-        and ``eta`` is at least 1 (`libra.worker.publications`).
+        and ``eta`` is at least 1 (`libra.worker.training.publications`).
     load_s : float
         Seconds that an engine stops for new weights.
     drain_s : float

@@ -50,7 +50,7 @@ GPU_FILES = ("/proc/driver/nvidia", "/dev/nvidia*", "/dev/kfd", "/dev/dxg", "/de
 PRELOAD = (
     "libra.cluster.forked",  # first: it gives the environment back
     "distributed.nanny",
-    "libra.worker.host",
+    "libra.worker.runtime",
     "libra.graph.iteration",
     "libra.train.replica",
     "libra.rollout.transformers_engine",

@@ -317,7 +317,7 @@ def journal_faults(
                 yield trajectory, quantum, _what(error).partition(". Delete")[0]
                 break
             if check is not None:
-                check.epoch = max([check.epoch, *(int(record.get("epoch", -1)) for record in records)])
+                check.epoch = max([check.epoch, *(record.epoch for record in records)])
             quantum += len(records)
 
 

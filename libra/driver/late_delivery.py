@@ -20,8 +20,8 @@ from libra.envs.grading import MAX_REWARD, plain_number
 from libra.errors import LateRefused, RecordExists, RunDirectoryError
 from libra.store.run_records import batch_path, group_path, read_batch, read_group, read_late, runs_here, write_late
 from libra.types import TrajectoryId
-from libra.worker.late_waiting import waiting_after
 from libra.worker.run_spec import RunDirectory
+from libra.worker.training.batch_numbers import waiting_after
 
 _ID = re.compile(r"(train|eval)-(\d{1,9})-(\d{1,9})-(\d{1,9})")
 

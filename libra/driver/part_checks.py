@@ -25,7 +25,7 @@ from libra.policy.leases import Resources
 from libra.policy.leases.actions import check_declared
 from libra.untrusted import error_text
 from libra.worker.run_spec import RunSpec
-from libra.worker.service_functions import FUNCTIONS
+from libra.worker.services.service_functions import FUNCTIONS
 
 if TYPE_CHECKING:
     from distributed import Client, Worker

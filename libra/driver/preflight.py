@@ -22,7 +22,7 @@ from libra.model_loader import build_tokenizer, loader_of
 from libra.orderings import check_ordering
 from libra.processes.child_environment import child_environment
 from libra.train.own_parts import check_own_parts
-from libra.worker.engine_factory import check_engine
+from libra.worker.engine.engine_factory import check_engine
 
 
 @dataclass(slots=True)

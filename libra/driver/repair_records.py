@@ -18,7 +18,7 @@ from libra.config.distil_checks import teacher_model
 from libra.driver.damage import Repairs
 from libra.driver.file_checks import RunCheck, journal_faults
 from libra.driver.start_records import read_given
-from libra.envs import decode_state, has_steps
+from libra.envs import decode_state
 from libra.errors import LibraError, StoreError
 from libra.facts import OpenBatch
 from libra.policy import staleness_of
@@ -37,10 +37,10 @@ from libra.store.run_records import (
 from libra.store.trajectory_journal import Journal
 from libra.store.trajectory_store import TrajectoryStore
 from libra.types import Trajectory, TrajectoryId
-from libra.worker.grading import grade
 from libra.worker.model_files import local_model
 from libra.worker.run_spec import RunSpec
-from libra.worker.trajectory_state import TrajectoryState
+from libra.worker.trajectory.graded_members import grade
+from libra.worker.trajectory.trajectory_state import TrajectoryRules, TrajectoryState
 
 if TYPE_CHECKING:
     from libra.config import RunConfig
@@ -90,22 +90,14 @@ def graded(check: RunCheck, config: RunConfig, key: TrajectoryId, size: int) -> 
     given = read_given(check.files.directory)
     if given["environment"] or given["score"]:
         raise StoreError("its rewards came from Python objects, which only the program that began the run has")
-    rollout, journal = config.rollout, Journal(check.files.journal_dir)
-    states = []
+    journal, states = Journal(check.files.journal_dir), []
     environment = RunSpec(check.files.directory.name, 0, check.files.directory, "", config).make_environment()
+    rules = TrajectoryRules.of(config, environment)
     index = key.group + (key.iteration * config.trainer.prompts if key.split == "train" else 0)
     prompt = environment.prompt(key.split, index)
     for sample in range(size):
         tid = key._replace(sample=sample)
-        state = TrajectoryState(
-            tid,
-            prompt,
-            rollout.max_turns,
-            rollout.max_context_tokens,
-            rollout.ignore_eos,
-            config.trainer.resample,
-            has_steps(environment),
-        )
+        state = TrajectoryState(tid, prompt, rules)
         for record in journal.read(str(tid)):
             state.apply(record)
         if state.end is None:
@@ -113,8 +105,7 @@ def graded(check: RunCheck, config: RunConfig, key: TrajectoryId, size: int) -> 
         states.append(state)
     decode = partial(decode_state, environment)
     pairs = [
-        (state.trajectory(max(int(record["epoch"]) for record in state.records)), state.episode(decode))
-        for state in states
+        (state.trajectory(max(record.epoch for record in state.records)), state.episode(decode)) for state in states
     ]
 
     async def grade_all() -> None:
@@ -315,7 +306,7 @@ def _stored_scores(check: RunCheck, stem: str) -> list[Taught | None] | None:
 
 def _ask(check: RunCheck, repairs: Repairs, names: Sequence[str]) -> None:
     """Let the teacher score the groups again: the same tokens and draws, and the same numbers where the machine is the same."""
-    from libra.worker.teacher_service import load_teacher, scores_of  # brings torch
+    from libra.worker.services.service_models import load_teacher, scores_of  # brings torch
 
     config = config_of(check)
     try:

@@ -42,8 +42,8 @@ from libra.store.run_records import read_batch_facts, read_group
 from libra.store.trajectory_store import TrajectoryStore
 from libra.store.zarr_layout import COLUMNS, COUNTS, LEVELS, Level, Rows, array_path, num_rows, rows_of
 from libra.types import Trajectory
-from libra.worker.batch_rows import members_of
 from libra.worker.run_spec import RunDirectory
+from libra.worker.training.batch_rows import members_of
 
 _NEW = ".repaired"
 

@@ -25,6 +25,7 @@ from libra.orderings import blank
 from libra.policy.log_replay import learned
 from libra.policy.waves import GroupId
 from libra.store.event_log import from_last_snapshot
+from libra.store.quantum_records import GenerationRecord
 from libra.store.run_records import (
     batch_path,
     group_path,
@@ -36,8 +37,8 @@ from libra.store.run_records import (
     scores_path,
 )
 from libra.store.trajectory_journal import Journal
-from libra.worker.late_waiting import waiting_after
 from libra.worker.run_spec import RunSpec
+from libra.worker.training.batch_numbers import waiting_after
 
 if TYPE_CHECKING:
     from libra.envs import Environment
@@ -70,8 +71,8 @@ def read_point(spec: RunSpec) -> ResumePoint:
         if ("train", *group) in committed or group in consumed:
             continue
         for record in journal.read(match["name"]):
-            if record["kind"] == "generation" and len(record["weight_versions"]):
-                oldest = int(record["weight_versions"].min())
+            if isinstance(record, GenerationRecord) and len(record.weight_versions):
+                oldest = int(record.weight_versions.min())
                 started[group] = min(oldest, started.get(group, oldest))
     for split, iteration, number in sorted(committed):
         if split == "train" and (iteration, number) not in consumed:

@@ -27,8 +27,8 @@ from libra.driver.scheduler_calls import SchedulerCalls
 from libra.errors import ClusterError, LibraError, shell_path
 from libra.keys import host_name
 from libra.scheduler.run_state import process_name
-from libra.worker import run_secret
-from libra.worker.host import LibraHost
+from libra.worker.run_spec import forget_secret, sendable_spec
+from libra.worker.runtime import WorkerRuntime
 
 if TYPE_CHECKING:
     from distributed import Client, SpecCluster
@@ -84,7 +84,7 @@ def register_run(calls: SchedulerCalls, start: RunStart, cluster: SpecCluster | 
         if client.status != "running":
             return
         forget(spec.directory)
-        run_secret.forget(spec.directory)
+        forget_secret(spec.directory)
         calls.end()
         if hosted and cluster is None:  # a cluster of the run's own stops with its workers
             try:
@@ -102,7 +102,7 @@ def register_run(calls: SchedulerCalls, start: RunStart, cluster: SpecCluster | 
     check_loadable(client, spec)
     hosted = True
     address = _address(client, config)
-    client.register_plugin(LibraHost(*run_secret.sendable(spec, str(client.scheduler.address))))  # type: ignore[union-attr]
+    client.register_plugin(WorkerRuntime(*sendable_spec(spec, str(client.scheduler.address))))  # type: ignore[union-attr]
     shown = shown_by(client.security)
     RunContact(spec.run, spec.epoch, address, config.cluster.hybrid_workers, *shown).write(spec.directory)
     if config.planner.planned is not None:

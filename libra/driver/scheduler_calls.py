@@ -22,8 +22,8 @@ from libra.policy import Admission, Waves, staleness_of
 from libra.policy.stall import FLOOR_S
 from libra.scheduler import LibraPlugin, RunRegistration
 from libra.types import EngineCapacity, Phase
-from libra.worker.grading import GRADE_TIMEOUT_S
 from libra.worker.run_spec import RunSpec
+from libra.worker.trajectory.graded_members import GRADE_TIMEOUT_S
 
 if TYPE_CHECKING:
     from distributed import Client

@@ -41,11 +41,10 @@ from libra.observe.progress import RunProgress
 from libra.observe.start_stages import StartStages
 from libra.observe.token_text import load_decode
 from libra.observe.trackers import EVERY, Trackers, sample_texts
-from libra.store.run_records import read_batch_facts, run_here
+from libra.store.run_records import read_batch_facts, run_here, step_numbers
 from libra.types import FailureClass
-from libra.worker.batch_rows import members_of
-from libra.worker.grading import NOT_YET
-from libra.worker.step_records import step_numbers
+from libra.worker.training.batch_rows import members_of
+from libra.worker.trajectory.graded_members import NOT_YET
 
 if TYPE_CHECKING:
     from distributed import SpecCluster
@@ -202,7 +201,7 @@ class Session:
                 with on(keys.GRADE):
                     facts = node(batch_numbers, spec.key("numbers", batch), spec.run, batch)
                 self._write_metrics(
-                    batch, {**self.graphs.compute(facts), **(steps.get(batch) or step_numbers(spec, batch))}
+                    batch, {**self.graphs.compute(facts), **(steps.get(batch) or step_numbers(spec.steps_dir, batch))}
                 )
         made = (read_evaluation(spec, version) for version in range(self.first + 1))
         self.evaluations = [result for result in made if result is not None]

@@ -26,8 +26,8 @@ from libra.errors import ClusterError, LibraError
 from libra.graph.iteration import iteration_graph, iteration_groups
 from libra.train.checkpoint import complete, newest, step_of
 from libra.train.checkpoint_directory import KeptCheckpoints
-from libra.worker.checkpoint_writer import checkpoint_is_due
 from libra.worker.run_spec import RunSpec
+from libra.worker.training.checkpoint_writer import checkpoint_is_due
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -47,9 +47,6 @@ class BackOff:
         return max(own_s, refused.retry_after_s or 0.0)
 
 
-NEVER = BackOff(retries=0)
-
-
 @dataclass(frozen=True, slots=True)
 class Refused:
     """A call was refused for now; ``retry_after_s`` is what the API says, None: nothing."""

@@ -2,7 +2,8 @@
 
 An environment declares one kind (``Environment.session``). A worker with TOOL slots keeps a pool of them: a trajectory leases one
 at its first action that needs it and keeps it to its end; then it is reset and goes to the next one. A state (`Environment.reset`)
-is a value and travels with the records; a session stays in its process, and the actions come to it (`libra.worker.session_leases`).
+is a value and travels with the records; a session stays in its process, and the actions come to it
+(`libra.worker.trajectory.session_leases`).
 
 Invariants
 ----------

@@ -18,7 +18,7 @@ class HybridPoolOpened(Signal, frozen=True):
 class RoleMemberJoined(Signal, frozen=True):
     """A worker that can change roles has joined; ``tp`` and ``slots`` of the engine that it was started for.
 
-    ``share``: its part of the machine, the fields of `libra.worker.engine_factory.Share`.
+    ``share``: its part of the machine, the fields of `libra.worker.engine.engine_factory.Share`.
     """
 
     worker: str

@@ -313,7 +313,7 @@ class GroupCommitted(Fact, frozen=True):
 
 
 class RowsKept(Signal, frozen=True):
-    """A worker keeps the rows of a training group in memory: ``block`` says where (`libra.worker.batch_rows`)."""
+    """A worker keeps the rows of a training group in memory: ``block`` says where (`libra.worker.training.batch_rows`)."""
 
     iteration: int
     group: int

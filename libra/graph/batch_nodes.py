@@ -15,11 +15,9 @@ from libra.graph.teacher_nodes import taught_numbers, with_scores
 from libra.policy import Verdict, staleness_of
 from libra.store.run_records import commit_batch, group_path, read_batch, read_batch_facts, read_group, read_waves
 from libra.types import EndReason, FailureClass, Prompt, Trajectory
-from libra.worker.agent_rows import agent_numbers
-from libra.worker.batch_rows import late_rows, lengths, members_of, take_late, without_stale
-from libra.worker.failure_classes import failure_counts
-from libra.worker.host import LibraHost, host_here
-from libra.worker.learning_signal import signal_numbers
+from libra.worker.runtime import WorkerRuntime, runtime_here
+from libra.worker.training.batch_numbers import agent_numbers, failure_counts, signal_numbers
+from libra.worker.training.batch_rows import late_rows, lengths, members_of, take_late, without_stale
 
 Lengths = tuple[int, int, int, int, float]
 """Tokens of prompt, generated and observed; turns; seconds with tools."""
@@ -43,7 +41,7 @@ async def batch(run: str, batch: int, waves: Sequence[dict[str, Any]] = ()) -> d
 
     The members of a streamed step are those of its ``waves``, in that order, with the advantages that are committed.
     """
-    host = host_here(run)
+    host = runtime_here(run)
     trainer = host.spec.config.trainer
     members = await host.context.worker.scheduler.libra_members(run=run, batch=batch)
     paths = [group_path(host.spec.groups_dir, *member) for member in members]
@@ -84,7 +82,7 @@ async def batch(run: str, batch: int, waves: Sequence[dict[str, Any]] = ()) -> d
 
 
 async def with_blocks(
-    host: LibraHost, members: Sequence[Any], groups: list[list[Trajectory]], rows: list[dict[str, Any]]
+    host: WorkerRuntime, members: Sequence[Any], groups: list[list[Trajectory]], rows: list[dict[str, Any]]
 ) -> None:
     """Add to the rows of groups who keeps their trajectories in memory, and their lengths."""
     blocks = await host.context.worker.scheduler.libra_blocks(run=host.spec.run, groups=members)
@@ -131,7 +129,7 @@ def _batch_stats(trajectories: list[Trajectory], rows: list[dict[str, Any]], lag
 
 def batch_numbers(run: str, batch: int) -> dict[str, Any]:
     """Metrics of a committed batch that need no step."""
-    spec = host_here(run).spec
+    spec = runtime_here(run).spec
     facts = read_batch_facts(spec.batches_dir, batch)
     rows = facts["groups"]
     groups = [members_of({"members": [row]}, spec.groups_dir) for row in rows]
@@ -142,7 +140,7 @@ def batch_numbers(run: str, batch: int) -> dict[str, Any]:
 
 def store(run: str, batch: dict[str, Any]) -> dict[str, Any]:
     """The one committer: append a batch's groups to zarr, then remove the journal records they were built from."""
-    host = host_here(run)
+    host = runtime_here(run)
     assert host.store is not None
     started_s = time.time()
     append(host, members_of(batch, host.spec.groups_dir), batch["batch"])
@@ -151,7 +149,7 @@ def store(run: str, batch: dict[str, Any]) -> dict[str, Any]:
 
 def store_missing(run: str, batches: int) -> int:
     """Append committed batches that an earlier start of the run left out of the store; returns the number of trajectories."""
-    host = host_here(run)
+    host = runtime_here(run)
     assert host.store is not None
     before = host.store.num_trajectories
     left = host.context.journal.trajectories()
@@ -167,7 +165,7 @@ def store_missing(run: str, batches: int) -> int:
     return host.store.num_trajectories - before
 
 
-def append(host: LibraHost, trajectories: list[Trajectory], batch: int | None) -> None:
+def append(host: WorkerRuntime, trajectories: list[Trajectory], batch: int | None) -> None:
     """Append the trajectories that the store lacks, and remove their journal records."""
     assert host.store is not None
     stored = set(host.store.among([t.trajectory_id for t in trajectories]))

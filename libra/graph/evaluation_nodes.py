@@ -18,13 +18,13 @@ from libra.seals import sealed_text, unseal
 from libra.store.exclusive_files import create_exclusive
 from libra.store.run_records import read_group
 from libra.types import FailureClass, Trajectory
-from libra.worker.host import host_here
 from libra.worker.run_spec import RunSpec
+from libra.worker.runtime import runtime_here
 
 
 def evaluation(run: str, version: int, groups: list[dict[str, Any]]) -> dict[str, Any]:
     """Store the trajectories of an evaluation and return their mean reward, overall and by bin."""
-    host = host_here(run)
+    host = runtime_here(run)
     if (made := read_evaluation(host.spec, version)) is not None:
         return made
     paths = [Path(meta["path"]) for meta in groups]

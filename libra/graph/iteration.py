@@ -22,8 +22,8 @@ from libra import keys
 from libra.config.streaming import most_waves
 from libra.graph import batch_nodes, evaluation_nodes, rollout_nodes, teacher_nodes, training_nodes, wave_nodes
 from libra.policy.waves import GroupId
-from libra.worker.checkpoint_writer import checkpoint_is_due
 from libra.worker.run_spec import RunSpec
+from libra.worker.training.checkpoint_writer import checkpoint_is_due
 
 Score = Callable[[Delayed], Delayed]
 """Builds a user's own node: from the episodes of a group (list of `libra.types.Episode`) to one number per episode."""
@@ -104,7 +104,7 @@ def on_ranks(spec: RunSpec, resource: AbstractContextManager[Any]) -> AbstractCo
 
 
 def beside(resource: str) -> AbstractContextManager[Any]:
-    """Tasks that run on a worker which declares a resource, and take none of it; a contract of `libra.worker.dask_internals`."""
+    """Tasks that run on a worker which declares a resource, and take none of it; a contract of `libra.worker.dask_worker`."""
     return dask.annotate(resources={resource: 0})
 
 
@@ -135,7 +135,7 @@ def iteration_graph(spec: RunSpec, k: int, *, score: Score | None = None, point:
         stored = node(batch_nodes.store, spec.key("store", k), run, batch)
     with on(keys.GRADE):
         updated = node(training_nodes.update, spec.key("update", k), run, steps)
-    # The next step waits for the disk neither here (libra.worker.publications) nor there (libra.worker.checkpoint_writer):
+    # The next step waits for the disk neither here (`training.publications`) nor there (`training.checkpoint_writer`):
     published = on_every_rank(spec, training_nodes.publish, "publish", (k,), updated, resource=beside(keys.TRAIN))
     with on_ranks(spec, beside(keys.TRAIN)):
         due = checkpoint_is_due(spec.config, k + 1)

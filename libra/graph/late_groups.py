@@ -25,9 +25,9 @@ from libra.policy import Verdict, staleness_of
 from libra.policy.late import Arrival, GuessWorth, Place, Settled, WaitingGroup, correction, guessed_share, settle
 from libra.store.run_records import batch_path, came, group_path, read_group
 from libra.types import Trajectory, TrajectoryId
-from libra.worker.batch_rows import take_late
 from libra.worker.context import WorkerContext
-from libra.worker.late_waiting import waiting_after, waiting_row, worth_after
+from libra.worker.training.batch_numbers import waiting_after, waiting_row, worth_after
+from libra.worker.training.batch_rows import take_late
 
 logger = logging.getLogger(__name__)
 

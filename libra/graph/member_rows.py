@@ -13,7 +13,7 @@ from libra.policy import StalenessPolicy, Verdict, judge
 from libra.train import GroupRewards, batch_advantages
 from libra.train.own_parts import estimator_of
 from libra.types import EndReason, Trajectory
-from libra.worker.batch_rows import without_stale
+from libra.worker.training.batch_rows import without_stale
 
 NO_SIGNAL, NOT_NEEDED = "no signal", "not needed"
 """Why a group stands by."""

@@ -22,9 +22,9 @@ from libra.named_parts import raised_at
 from libra.store.run_records import group_path, read_group, write_group
 from libra.types import EndReason, Episode, FailureClass, Prompt, Trajectory, TrajectoryId
 from libra.untrusted import error_text
-from libra.worker.dask_internals import quantum_here
-from libra.worker.grading import grade, score_fault
-from libra.worker.host import LibraHost, host_here, host_of
+from libra.worker.dask_worker import quantum_here
+from libra.worker.runtime import WorkerRuntime, runtime_here, runtime_of
+from libra.worker.trajectory.graded_members import grade, score_fault
 
 
 def gate(run: str, iteration: int) -> int:
@@ -34,7 +34,7 @@ def gate(run: str, iteration: int) -> int:
 
 def prompts(run: str, iteration: int, split: str = "train", count: int = 0) -> list[Prompt | str]:
     """The prompts of one iteration; in place of one that the environment fails to give, the text of its error."""
-    host = host_here(run)
+    host = runtime_here(run)
     environment, count = host.context.environment, count or host.spec.config.trainer.prompts
     first = iteration * count if split == "train" else 0
     questions: list[Prompt | str] = []
@@ -58,7 +58,7 @@ async def trajectory(
     run: str, asked: list[Prompt | str], iteration: int, group: int, sample: int, split: str = "train"
 ) -> None:
     """One quantum of a trajectory, then ``Reschedule`` until the trajectory has ended; its records are in the journal."""
-    host = host_of(run)
+    host = runtime_of(run)
     tid = TrajectoryId(iteration, group, sample, split)
     question = asked[group]
     key = host.spec.key("trajectory", iteration, group, sample, split=split)
@@ -74,7 +74,7 @@ async def trajectory(
 
 
 def finished(
-    host: LibraHost, asked: list[Prompt | str], iteration: int, group: int, split: str, samples: int
+    host: WorkerRuntime, asked: list[Prompt | str], iteration: int, group: int, split: str, samples: int
 ) -> list[tuple[Trajectory, Episode]]:
     """The ``samples`` trajectories of a group with their episodes, read from the journal."""
     pairs: list[tuple[Trajectory, Episode]] = []
@@ -93,7 +93,7 @@ def finished(
 
 def episodes(run: str, asked: list[Prompt | str], ended: list[None], iteration: int, group: int) -> list[Episode]:
     """The finished trajectories of a group as a grader sees them: the input of a user's own node."""
-    return [episode for _, episode in finished(host_here(run), asked, iteration, group, "train", len(ended))]
+    return [episode for _, episode in finished(runtime_here(run), asked, iteration, group, "train", len(ended))]
 
 
 async def group(
@@ -109,7 +109,7 @@ async def group(
 
     ``extra``, from a user's own node, has one number per trajectory, which is added to the environment's reward.
     """
-    host = host_here(run)
+    host = runtime_here(run)
     path = group_path(host.spec.groups_dir, iteration, group, split)
     if path.exists():
         members = read_group(path)

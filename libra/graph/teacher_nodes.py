@@ -20,8 +20,8 @@ from libra.facts import GroupScored, LateRewardsTaken
 from libra.store.run_records import batch_path, group_path, read_group, read_scores, scores_path, write_scores
 from libra.types import Trajectory
 from libra.worker.context import WorkerContext
-from libra.worker.host import LibraHost, host_here
-from libra.worker.teacher_service import Scored, ToTeach, scoring_of
+from libra.worker.runtime import WorkerRuntime, runtime_here
+from libra.worker.services.service_models import Scored, ToTeach, scoring_of
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ async def teach(run: str, group: dict[str, Any] | None, iteration: int, number: 
 
     One that a service did not score in time stays without scores, as one whose scores come too late (``distil.late``).
     """
-    host, began_s = host_here(run), time.time()
+    host, began_s = runtime_here(run), time.time()
     path = group_path(host.spec.groups_dir, iteration, number)
     scores = scores_path(path)
     if not scores.exists():
@@ -53,7 +53,7 @@ async def teach(run: str, group: dict[str, Any] | None, iteration: int, number: 
     return {"iteration": iteration, "group": number, "teach_s": time.time() - began_s}
 
 
-async def _scored(host: LibraHost, members: Sequence[Trajectory]) -> Scored:
+async def _scored(host: WorkerRuntime, members: Sequence[Trajectory]) -> Scored:
     """What the teacher says of a group: a service of this worker, or the model that it holds."""
     config = host.spec.config
     if (service := config.distil.service) is not None:

@@ -11,14 +11,14 @@ import numpy as np
 
 from libra.errors import MismatchAlarm, TrainError, shell_path
 from libra.facts import IterationFinished, MismatchFound, StepFinished
+from libra.store.run_records import read_step, write_step
 from libra.train.mismatch import alarm_text, metrics_of
 from libra.train.replica_settings import rounding_nats
-from libra.worker.batch_rows import FETCHED, SliceFetcher, lazy_batch, members_of
-from libra.worker.gang_member import turn
-from libra.worker.host import LibraHost, host_here
-from libra.worker.publications import assist
 from libra.worker.run_spec import RunSpec
-from libra.worker.step_records import read_step_record, write_step_record
+from libra.worker.runtime import WorkerRuntime, runtime_here
+from libra.worker.training.batch_rows import FETCHED, SliceFetcher, lazy_batch, members_of
+from libra.worker.training.gang_member import turn
+from libra.worker.training.publications import assist
 
 if TYPE_CHECKING:
     from libra.train import StepReport as TrainReport
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 def step(run: str, batch: dict[str, Any], rank: int) -> dict[str, Any]:
     """One optimizer step, all its epochs and minibatches, of replica ``rank`` on a committed batch."""
-    host = host_here(run)
+    host = runtime_here(run)
     started_s = time.time()
     with turn(host.gang, rank):
         trainer = host.training
@@ -36,10 +36,10 @@ def step(run: str, batch: dict[str, Any], rank: int) -> dict[str, Any]:
             raise MismatchAlarm(trainer.paused[1])
         trainer.recover(batch["batch"], or_next=True)  # a restarted worker has lost its replica
         if trainer.replica.steps_done > batch["batch"] + 1:
-            return {**read_step_record(host.spec, batch["batch"]), "rank": rank}
+            return {**read_step(host.spec.steps_dir, batch["batch"]), "rank": rank}
         fetcher = None
         if host.spec.config.trainer.dispatch == "peer":
-            fetcher = SliceFetcher(batch, host.context.address, host.spec)
+            fetcher = SliceFetcher(batch, host.spec)
             result = trainer.checkpoints.step(lazy_batch(batch, fetcher), batch["batch"])
         else:
             result = trainer.checkpoints.step(members_of(batch, host.spec.groups_dir, of_the_step=True), batch["batch"])
@@ -48,7 +48,7 @@ def step(run: str, batch: dict[str, Any], rank: int) -> dict[str, Any]:
 
 
 def finished_step(
-    host: LibraHost, result: TrainReport, rank: int, train_s: float, found: Mapping[str, float]
+    host: WorkerRuntime, result: TrainReport, rank: int, train_s: float, found: Mapping[str, float]
 ) -> dict[str, Any]:
     """The numbers of a step that replica ``rank`` took, with what else was ``found``; rank 0 writes them into the step's record."""
     trainer = host.training
@@ -58,7 +58,7 @@ def finished_step(
     numbers["mismatch_alarm"] = alarm_of(host.spec, result.as_dict()) or ""
     numbers["train_on_gpu"] = int(trainer.replica.device.type == "cuda")
     if rank == 0:
-        write_step_record(host.spec, result.step, numbers)
+        write_step(host.spec.steps_dir, result.step, numbers)
     if trainer.publications.alone:  # no other rank has to agree: the next step and the publication may begin
         host.context.report(StepFinished(result.step, result.loss, train_s, trainer.publications.beside))
         trainer.publications.begin(result.step + 1)
@@ -76,7 +76,7 @@ def update(run: str, steps: list[dict[str, Any]]) -> dict[str, Any]:
             )
     fetched = {name: sum(s.get(name, 0) for s in steps) for name in FETCHED if name in first}
     if len(steps) > 1:  # a single rank has reported
-        host_here(run).context.report(StepFinished(first["step"], first["loss"], first["train_s"]))
+        runtime_here(run).context.report(StepFinished(first["step"], first["loss"], first["train_s"]))
     fullest = max(int(each.get("peak_bytes", 0)) for each in steps)
     return first | fetched | {"train_peak_bytes": fullest}
 
@@ -84,12 +84,12 @@ def update(run: str, steps: list[dict[str, Any]]) -> dict[str, Any]:
 def publish(run: str, updated: dict[str, Any], rank: int = 0) -> dict[str, Any]:
     """Publish the replica's weights as the next version, of a single rank beside its next step; where each rank has a shard,
     ranks other than 0 send theirs."""
-    host = host_here(run)
+    host = runtime_here(run)
     with turn(host.gang, rank):
         return _publish(host, updated["step"] + 1, rank)
 
 
-def _publish(host: LibraHost, version: int, rank: int) -> dict[str, Any]:
+def _publish(host: WorkerRuntime, version: int, rank: int) -> dict[str, Any]:
     started_s = time.time()
     trainer, weights, config = host.training, host.context.weights, host.spec.config
     trainer.recover(version)
@@ -109,7 +109,7 @@ def restore(run: str, batches: int, stored: int, rank: int = 0) -> dict[str, Any
 
     ``replayed`` has the numbers of each repeated step.
     """
-    host = host_here(run)
+    host = runtime_here(run)
     started_s = time.time()
     with turn(host.gang, rank):
         replayed = [*host.training.replayed]
@@ -122,7 +122,7 @@ def restore(run: str, batches: int, stored: int, rank: int = 0) -> dict[str, Any
     return {**published, "saved": saved, "replayed": replayed, "stored": stored, "restore_s": time.time() - started_s}
 
 
-def _was_lost(host: LibraHost, version: int) -> bool:
+def _was_lost(host: WorkerRuntime, version: int) -> bool:
     """Whether a version was being published when its trainer was killed, while batch ``version`` was committed already."""
     from libra.train.checkpoint import checkpoint_name
 
@@ -133,7 +133,7 @@ def _was_lost(host: LibraHost, version: int) -> bool:
 
 def checkpoint(run: str, published: dict[str, Any]) -> str:
     """Save model and optimizer in Hugging Face layout, beside later steps; returns the directory."""
-    host = host_here(run)
+    host = runtime_here(run)
     trainer = host.training
     if host.gang is not None:  # a group recovers when it forms
         return str(trainer.checkpoints.save_or_later(published["version"]))
@@ -160,7 +160,7 @@ def summary(
     reward = values["reward"] if np.isfinite(values["reward"]) else None  # None: no trajectory had a reward
     alarm = updated.get("mismatch_alarm", "")
     mismatch = (MismatchFound(iteration, alarm),) if alarm else ()
-    host_here(run).context.report(IterationFinished(iteration, reward, values["lag"]), *mismatch)
+    runtime_here(run).context.report(IterationFinished(iteration, reward, values["lag"]), *mismatch)
     return {"iteration": iteration, "version": published["version"], **values}
 
 

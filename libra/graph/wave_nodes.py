@@ -7,8 +7,8 @@ over ranks, check, divide, clip, step.
 Invariants
 ----------
 1. A wave is committed (`libra.store.run_records`) before its gradient is computed.
-2. `libra.worker.trainer.Trainer.add_waves` adds each wave of a step once, in their order, whichever task runs first or again: a
-   replica that was lost adds those that are committed.
+2. `libra.worker.training.worker_trainer.Trainer.add_waves` adds each wave of a step once, in their order,
+   whichever task runs first or again: a replica that was lost adds those that are committed.
 """
 
 from __future__ import annotations
@@ -23,16 +23,15 @@ from libra.graph.member_rows import member_rows
 from libra.graph.teacher_nodes import with_scores
 from libra.graph.training_nodes import finished_step
 from libra.policy import StalenessPolicy
-from libra.store.run_records import commit_wave, group_path, groups_of, in_waves, read_group, read_waves
-from libra.worker.batch_rows import FETCHED, SliceFetcher, lazy_batch
-from libra.worker.gang_member import turn
-from libra.worker.host import host_here
-from libra.worker.step_records import read_step_record
+from libra.store.run_records import commit_wave, group_path, groups_of, in_waves, read_group, read_step, read_waves
+from libra.worker.runtime import runtime_here
+from libra.worker.training.batch_rows import FETCHED, SliceFetcher, lazy_batch
+from libra.worker.training.gang_member import turn
 
 
 async def wave(run: str, batch: int, number: int) -> dict[str, Any]:
     """Commit the groups of a wave with their advantages. ``missing`` groups of its batch are in later waves."""
-    host = host_here(run)
+    host = runtime_here(run)
     waves = [
         [tuple(group) for group in each]
         for each in await host.context.worker.scheduler.libra_waves(run=run, batch=batch)
@@ -64,7 +63,7 @@ async def wave(run: str, batch: int, number: int) -> dict[str, Any]:
 
 def accumulate(run: str, wave: dict[str, Any], rank: int) -> dict[str, Any]:
     """Add the gradient of a wave to that of the step, on replica ``rank``, after the waves before it."""
-    host = host_here(run)
+    host = runtime_here(run)
     batch, number, groups = wave["batch"], wave["wave"], len(wave["members"])
     numbers = {"rank": rank, "wave": number, "groups": groups, "missing": wave["missing"], "train_s": 0.0}
     if not groups:
@@ -78,7 +77,7 @@ def accumulate(run: str, wave: dict[str, Any], rank: int) -> dict[str, Any]:
             return numbers
         started_s, fetcher, last = time.time(), None, None
         if host.spec.config.trainer.dispatch == "peer":
-            fetcher = SliceFetcher(wave, host.context.address, host.spec)
+            fetcher = SliceFetcher(wave, host.spec)
             last = lazy_batch(wave, fetcher)
         trainer.add_waves(batch, number + 1, last=last)
         numbers |= {"train_s": time.time() - started_s} | (fetcher.numbers if fetcher is not None else {})
@@ -91,7 +90,7 @@ def accumulate(run: str, wave: dict[str, Any], rank: int) -> dict[str, Any]:
 
 def close(run: str, batch: dict[str, Any], waves: list[dict[str, Any]], rank: int) -> dict[str, Any]:
     """The end of a streamed step on replica ``rank``: the sum of all waves is checked, divided, clipped and applied."""
-    host = host_here(run)
+    host = runtime_here(run)
     number, rows = batch["batch"], batch["members"]
     with turn(host.gang, rank):
         trainer, started_s = host.training, time.time()
@@ -99,7 +98,7 @@ def close(run: str, batch: dict[str, Any], waves: list[dict[str, Any]], rank: in
             raise MismatchAlarm(trainer.paused[1])
         trainer.recover(number, or_next=True)
         if trainer.replica.steps_done > number + 1:
-            return {**read_step_record(host.spec, number), "rank": rank}
+            return {**read_step(host.spec.steps_dir, number), "rank": rank}
         if trainer.replica.steps_done == number:
             added, whole = trainer.add_waves(number, len(in_waves(rows))), len(in_waves(rows))
             if added != whole:

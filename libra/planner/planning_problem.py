@@ -9,8 +9,8 @@ last engine finishes.
     eta == 0    one after the other: step = rollout + training + update
 
 At eta >= 1 a single training worker publishes beside its next step, which changes no weights before that
-(`libra.worker.publications`). Of the update only what exceeds the next step's training then counts, and engines wait for what is
-not published beside it; but ``eta + 1`` batches are under way at most: step >= (rollout + training + update) / (eta + 1).
+(`libra.worker.training.publications`). Of the update only what exceeds the next step's training then counts, and engines wait for
+what is not published beside it; but ``eta + 1`` batches are under way at most: step >= (rollout + training + update) / (eta + 1).
 
 Invariants
 ----------

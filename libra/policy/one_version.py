@@ -12,7 +12,8 @@ Invariants
 ----------
 1. An engine is told a version only while no trajectory that began there is under way there: no weights change in the midst of one.
 2. A trajectory begins only on an engine that was told the newest version. One under way goes only to engines of its own version, as
-   long as there is one; after that it counts as not begun, and its worker starts it again from its prompt (`libra.worker.quanta`).
+   long as there is one; after that it counts as not begun, and its worker starts it again from its prompt
+   (`libra.worker.trajectory.quanta`).
 3. No dead end: what is under way on an engine ends by itself, goes to another of its version, or leaves with it; then the engine is
    told the newest version.
 4. An engine that gives its trajectories away gets none, and another of its version takes no new weights until all of it have ended.

@@ -66,7 +66,7 @@ class StepParts:
     rollout_s, train_s, update_s : float
         Until the last trajectory has ended, of the gradient on the GPUs that always train, and until engines have the new weights.
     beside_s : float
-        Of ``update_s``, the seconds that pass beside the next step (`libra.worker.publications`); at eta 0 none.
+        Of ``update_s``, the seconds that pass beside the next step (`libra.worker.training.publications`); at eta 0 none.
     throughput_s : float
         GPU-seconds of the rollout over its GPUs.
     longest_s : float

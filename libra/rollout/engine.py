@@ -142,7 +142,7 @@ class EngineFactory(Protocol):
     ("float32" or "bfloat16"), ``threads`` (of torch, optional), ``kv_cache_gib`` (by default enough for
     all slots), ``min_pass_s`` (minimum seconds of a pass), ``device`` (``cluster.device``), ``loader``
     (``model.loader``), and for a rebucketed engine ``cores`` and ``devices``
-    (`libra.worker.engine_factory.Share`). `libra.testing.engines.EngineContract` tests the engine; a
+    (`libra.worker.engine.engine_factory.Share`). `libra.testing.engines.EngineContract` tests the engine; a
     run verifies each version that it serves by `RolloutEngine.score` and `RolloutEngine.project`.
     """
 

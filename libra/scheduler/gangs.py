@@ -6,7 +6,7 @@
     forming, ready --a member cannot reach the others--> doubtful --one leaves, or RETRY_S have passed--> waiting
 
 A group has a number, its *gang epoch*. To form one, rank 0 opens a rendezvous, then all ranks join it; each reports when
-all have the state of the rank with most steps (`libra.worker.gang_member`). Tasks of the group wait for a resource that no
+all have the state of the rank with most steps (`libra.worker.training.gang_member`). Tasks of the group wait for a resource that no
 worker supplies (`libra.keys.GANG`), one per rank.
 
 Invariants

@@ -39,6 +39,7 @@ from libra.policy import (
     staleness_of,
 )
 from libra.scheduler.run_log import RunLog
+from libra.store.quantum_records import FailureRecord
 from libra.store.run_records import read_batch
 from libra.store.trajectory_journal import Journal
 from libra.types import EndReason, FailureClass, Phase, TrajectoryId
@@ -431,8 +432,7 @@ class Tracked:
         iteration, group, sample = self.parsed.indices
         tid = TrajectoryId(iteration, group, sample, self.parsed.split)
         detail = f"quantum {self.quanta} was lost {self.lost} times, the last time with {address}"
-        record: dict[str, Any] = {"kind": "failure", "failure": str(FailureClass.WORKER), "detail": detail}
-        record |= {"worker": address, "start_s": 0.0, "stop_s": 0.0, "epoch": self.run.epoch}
+        record = FailureRecord(failure=FailureClass.WORKER, detail=detail, worker=address, epoch=self.run.epoch)
         journal, written = Journal(self.run.directory / "journal"), 1
         try:
             journal.append(str(tid), self.quanta, record)

@@ -110,7 +110,7 @@ class SimulationOptions:
         Seconds of an optimizer step with its weight update, and of an engine's change to the new weights.
     publish_s : float
         Seconds in which a step's version is published after its ``train_s``: beside the next step, which does not end before that
-        (`libra.worker.publications`). 0: ``train_s`` has all of the weight update.
+        (`libra.worker.training.publications`). 0: ``train_s`` has all of the weight update.
     steps_s : tuple of float
         ``train_s`` of the first steps, if each is known.
     tool_slots : int or None

@@ -1,1 +1,2 @@
-"""The files of a run: journals of trajectories, group records, batch membership, the zarr store, the event log."""
+"""The files of a run: journals of trajectories, group records, batch membership, the zarr store, the
+event log."""

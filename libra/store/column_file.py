@@ -1,12 +1,14 @@
 """One array of the store on a POSIX file system, appended to without reading it back.
 
-zarr's own ``resize`` and item assignment cost 1.8 ms of CPU and two renames per array, and a store has forty. Here the rows of
-the last chunk stay in memory, numbers are appended to their chunk in place, and the length is changed in place. The result is
-plain zarr v3; every test of the store reads it with zarr itself.
+zarr's own ``resize`` and item assignment cost 1.8 ms of CPU and two renames per array, and a store
+has forty. Here the rows of the last chunk stay in memory, numbers are appended to their chunk in
+place, and the length is changed in place. The result is plain zarr v3; every test of the store
+reads it with zarr itself.
 
-1. Bytes of committed rows are never overwritten in place: an uncompressed chunk is extended behind them, a compressed one
-   is replaced by an atomic rename.
-2. The length in ``zarr.json`` is a field of fixed width, changed by one small write after the rows are written.
+1. Bytes of committed rows are never overwritten in place: an uncompressed chunk is extended behind
+   them, a compressed one is replaced by an atomic rename.
+2. The length in ``zarr.json`` is a field of fixed width, changed by one small write after the rows
+   are written.
 3. `write` may be repeated, with the same or other rows, until `accept` commits them.
 """
 
@@ -102,7 +104,6 @@ class ColumnFile:
             os.close(descriptor)
 
     def _make_length_field(self, length: int) -> None:
-        """Rewrite ``zarr.json`` so that its length is a field of fixed width."""
         text = json.dumps({**self._metadata, "shape": []}, indent=2)
         before, after = text.split('"shape": []')
         self._length_at = len(before.encode()) + len('"shape": [')

@@ -1,7 +1,7 @@
 """The lock of a store's one committer.
 
-1. At most one holder per store, among all processes that reach its file system. The kernel releases the lock when its holder
-   dies, so there are no stale locks.
+1. At most one holder per store, among all processes that reach its file system. The kernel releases
+   the lock when its holder dies, so there are no stale locks.
 2. The file names the holder, for the error message.
 """
 
@@ -20,13 +20,14 @@ from libra.seals import parsed_json
 from libra.store.exclusive_files import write_failure
 
 LOOKS_S = (0.01, 0.1)
-"""Waits before further attempts: who only looks whether there is a holder (`lock_holder`) has the lock for a moment, too."""
+"""Waits before further attempts: `lock_holder` takes the lock for a moment, too."""
 
 
 class CommitterLock:
     """An advisory lock on ``<store>.lock``, held from creation to `release`.
 
-    Raises StoreError if another process holds it (the message says which), or the file system has no locks.
+    Raises StoreError if another process holds it (the message names the process), or the file system
+    has no locks.
     """
 
     def __init__(self, store: Path) -> None:
@@ -65,7 +66,6 @@ class CommitterLock:
 
 
 def _take(descriptor: int) -> None:
-    """Lock a file; BlockingIOError if another process has it for longer than a look."""
     for wait_s in LOOKS_S:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -77,14 +77,15 @@ def _take(descriptor: int) -> None:
 
 
 class Holder(NamedTuple):
-    """The process that holds a lock, as far as its file says: ``pid`` 0 and an empty ``host`` where it does not."""
+    """The process that holds a lock; ``pid`` 0 and an empty ``host`` if the file does not name it."""
 
     pid: int
     host: str
 
 
 def lock_holder(store: Path) -> Holder | None:
-    """The process that holds a store's lock; None if no process does, or that cannot be found out. The lock is not taken."""
+    """The process that holds a store's lock; None if none does, or that cannot be found out. The lock is
+    not taken."""
     try:
         descriptor = os.open(store.with_name(f"{store.name}.lock"), os.O_RDONLY | os.O_CLOEXEC)
     except OSError:

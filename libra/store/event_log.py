@@ -1,18 +1,17 @@
 """The event log of a run: one of `libra.facts` per line, in order of writing, kept in parts.
 
-The store is the truth, and this log explains it: events since the last `flush` may be lost with the
-process. ``events.jsonl`` has the newest lines. Older ones are in closed parts,
-``events/FIRST-LAST.jsonl.gz``, named by their first and last line. Readers here read all as one, and
-so does ``zcat -f RUN/events/* RUN/events.jsonl``.
+``events.jsonl`` has the newest lines; those since the last `flush` may be lost with the process.
+Older ones are in closed parts, ``events/FIRST-LAST.jsonl.gz``, named by their first and last line.
+Readers here read all as one, and so does ``zcat -f RUN/events/* RUN/events.jsonl``.
 
 Invariants
 ----------
-1. The log's own file becomes a segment by a rename, and an empty one takes its place: each line is in
-   one file at any time. Segments without the log's own file are the whole log.
-2. The segments of a log have its lines from 1 on, each once. A missing one is an error, which names
-   its lines, for those who read them; the writer goes on, and what is newer is read.
-3. The compressed form of a segment appears by a rename, whole and on the device, before the plain one
-   is removed. Where both exist they are equal, and the next writer finishes.
+1. The log's own file becomes a segment by a rename, and an empty one takes its place: each line is
+   in one file at any time.
+2. The segments of a log have its lines from 1 on, each once. A missing one is an error for a reader
+   of its lines, which it names; the writer goes on, and newer lines are read.
+3. The compressed form of a segment appears by a rename, whole and on the device, before the plain
+   one is removed. Where both exist they are equal, and the next writer finishes.
 """
 
 from __future__ import annotations
@@ -42,14 +41,13 @@ from libra.store.line_log import LineLog, LineReader
 logger = logging.getLogger(__name__)
 
 SEGMENT_BYTES = 1 << 20
-"""Least size of a segment, uncompressed. A run closes one before a snapshot (every 10,000 events, or
-2.5 MB) and at its end."""
+"""Least size of a segment, uncompressed. A run closes one before a snapshot and at its end."""
 _NAME = re.compile(r"(?P<first>\d+)-(?P<last>\d+)\.jsonl(?:\.gz)?")
 _CHUNK_BYTES = 1 << 20
 _ADVICE = "libra replay --from-snapshot begins after it, and a resumed run needs only the newest part"
 _SNAPSHOT = f'"name":"{name_of(PolicySnapshot)}"'.encode()
 _LOOKS = 100
-"""How often a reader looks again while a writer closes segments."""
+"""Attempts of a reader while a writer closes segments."""
 _COMPRESSORS: dict[Path, threading.Thread] = {}
 """The newest thread of this process that compresses segments of a log, by the log's path."""
 
@@ -59,7 +57,8 @@ class _Target(Protocol):
 
 
 class Segment(NamedTuple):
-    """Lines ``first`` to ``last`` of a log, both included; ``plain`` is its file until ``packed``, the compressed one, exists."""
+    """Lines ``first`` to ``last`` of a log; ``plain`` is its file until the compressed one, ``packed``,
+    exists."""
 
     first: int
     last: int
@@ -96,9 +95,9 @@ class Segment(NamedTuple):
             return gzip.open(self.packed, "rb")
 
     def compress(self) -> None:
-        """Replace the plain file by the compressed one; no effect where that is done. Its lines beyond ``last`` are left out.
+        """Replace the plain file by the compressed one; its lines beyond ``last`` are left out.
 
-        Raises OSError if the file cannot be written, StoreError where lines are missing; the plain file stays.
+        Raises OSError if the file cannot be written, StoreError if lines are missing; the plain file stays.
         """
         temporary = self.plain.with_name(f".{self.packed.name}.{os.urandom(6).hex()}.tmp")
         try:
@@ -161,9 +160,8 @@ def remove_partial(log: Path) -> None:
 
 
 class EventLog(LineLog):
-    """A buffered appender of events to ``path``; its directory is made where missing.
-
-    It also compresses the segments that a writer before it left uncompressed.
+    """A buffered appender of events to ``path``, which also compresses segments that an earlier writer
+    left.
 
     Raises StoreError if the file cannot be opened or written; a full disk is named as such.
     """
@@ -181,10 +179,7 @@ class EventLog(LineLog):
         self.write_line(to_json(line))
 
     def rotate(self) -> None:
-        """Close a segment if the file is large enough for one; it is compressed in a thread.
-
-        Lines that are read again should begin there: see `from_last_snapshot`.
-        """
+        """Close a segment, which a thread compresses, if the file is large enough; see `from_last_snapshot`."""
         self.flush()
         mine, now = os.fstat(self._descriptor), _stat(self.path)
         if mine.st_size < SEGMENT_BYTES or now is None or not os.path.samestat(mine, now):
@@ -194,7 +189,7 @@ class EventLog(LineLog):
             self._compress([segment])
 
     def close(self, *, wait: bool = True) -> None:
-        """Flush and close; ``wait`` for the compression, too, which takes 20 s for a gigabyte. A second call does nothing."""
+        """Flush and close, and ``wait`` for the compression. A second call does nothing."""
         super().close()
         if wait:
             self.wait_compressed()
@@ -210,7 +205,6 @@ class EventLog(LineLog):
             self._compressor.join()
 
     def _close_segment(self) -> Segment | None:
-        """Give the lines of the file to a new segment; None where that is impossible, and the log goes on as it was."""
         directory, empty = (
             segments_directory(self.path),
             self.path.with_name(f".{self.path.name}.{os.urandom(6).hex()}.tmp"),
@@ -237,7 +231,6 @@ class EventLog(LineLog):
         return segment
 
     def _compress(self, segments: list[Segment]) -> None:
-        """Compress in a thread, after what it compresses already."""
         if not segments:
             return
         path = self.path.absolute()
@@ -259,7 +252,6 @@ class EventLog(LineLog):
 
 
 def _finite(text: str) -> float:
-    """A number in JSON; ValueError if it is none, or too large."""
     value = float(text)
     if not math.isfinite(value):
         raise ValueError(f"{text} is not a finite number")
@@ -267,22 +259,10 @@ def _finite(text: str) -> float:
 
 
 class EventReader(LineReader):
-    """The events of a log as dicts, one at a time, those in segments included: iterating gives (line number from 1, dict).
-
-    Parameters
-    ----------
-    line : int
-        The line to begin with. Lines before it are not parsed, and segments before it are not opened.
-
-    Raises
-    ------
-    StoreError
-        While iterating, with the line's number: the file or a segment is missing or damaged, or a line but the last is not a
-        JSON object.
-    """
+    """As `LineReader`, segments included. Segments before ``line`` are not opened."""
 
     def _value(self, line: bytes) -> Any:
-        """As it was written: a number that is not finite is no JSON, unlike in Python's ``json``."""
+        """Unlike Python's ``json``, refuses numbers that are not finite."""
         try:
             return msgspec.json.decode(line)
         except RecursionError as error:
@@ -312,17 +292,15 @@ class EventReader(LineReader):
 
 
 class LoggedEvents(NamedTuple):
-    """The events of a log as dicts, and its torn last line (None: the log ends cleanly)."""
+    """The events of a log as dicts, and its torn last line, if any."""
 
     events: list[dict[str, Any]]
     torn: str | None
 
 
 def read_events(path: str | Path) -> LoggedEvents:
-    """All events of a log in order; `libra.facts.from_dict` makes typed values of them.
-
-    Raises StoreError, with the line's number, where the file is missing or a line but the last is not a JSON object.
-    """
+    """All events of a log in order; `libra.facts.from_dict` makes typed values of them. Raises as
+    `LineReader`."""
     reader = EventReader(path)
     found = [value for _, value in reader]
     reader.warn_if_torn()
@@ -330,10 +308,9 @@ def read_events(path: str | Path) -> LoggedEvents:
 
 
 def from_last_snapshot(path: str | Path) -> EventReader | None:
-    """A reader that begins at the last whole ``policy_snapshot`` of a log; None if there is none.
+    """A reader that begins at the last whole ``policy_snapshot`` of a log; None without one.
 
-    Segments are searched from the newest on, and lines before the snapshot are not parsed. Raises StoreError if the file is
-    missing.
+    Lines before the snapshot are not parsed. Raises StoreError if the file is missing.
     """
     segments, file = _opened(Path(path))
     begin = segments[-1].last + 1 if segments else 1
@@ -346,7 +323,7 @@ def from_last_snapshot(path: str | Path) -> EventReader | None:
 
 
 def lines_of(path: str | Path, kind: type[Fact]) -> Iterator[bytes]:
-    """The lines of events of one kind, unparsed, of a log that may be damaged: what cannot be read is left out."""
+    """The unparsed lines of events of one kind; damaged parts of the log are left out."""
     word = f'"name":"{name_of(kind)}"'.encode()
     if not Path(path).is_file():
         return
@@ -365,7 +342,6 @@ def _last_snapshot(lines: Iterator[tuple[int, bytes]]) -> int | None:
 
 
 def _opened(path: Path) -> tuple[list[Segment], BinaryIO]:
-    """The segments of a log, and its open file with the lines that follow them."""
     for _ in range(_LOOKS):
         try:
             file: BinaryIO = path.open("rb")
@@ -376,7 +352,7 @@ def _opened(path: Path) -> tuple[list[Segment], BinaryIO]:
         segments, now = segments_of(path), _stat(path)
         if now is not None and os.path.samestat(now, os.fstat(file.fileno())):
             return segments, file
-        file.close()  # its lines may be those of the newest segment
+        file.close()  # its lines may be in the newest segment
     raise StoreError(f"{path}: a writer closes its parts faster than they can be listed; try again")
 
 

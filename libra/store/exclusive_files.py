@@ -1,10 +1,13 @@
 """Files that are created once, whole or not at all.
 
 1. Of any number of writers of one path exactly one succeeds; the others get RecordExists.
-2. A reader sees no file or the whole file: the bytes go to a temporary file first, which is then linked to its name.
-3. A crash leaves at most a temporary file (its name begins with ``.`` and ends with ``.tmp``), which no reader opens.
+2. A reader sees no file or the whole file: the bytes go to a temporary file first, which is then
+   linked to its name.
+3. A crash leaves at most a temporary file (its name begins with ``.`` and ends with ``.tmp``),
+   which no reader opens.
 
-`os.link` is atomic on local file systems and over NFS, where O_EXCL alone would still show a half-written file.
+`os.link` is atomic on local file systems and over NFS, where O_EXCL alone would still show a
+half-written file.
 """
 
 # Plain strings and os, no pathlib: that would cost a fifth of an append, and two happen per quantum.
@@ -19,7 +22,7 @@ from libra.errors import RecordExists, StoreError, disk_refusal
 
 
 def write_failure(error: OSError, path: str | Path) -> StoreError:
-    """``error`` met while writing ``path`` as a StoreError that says what to do."""
+    """``error`` met while writing ``path`` as a StoreError with the remedy."""
     return StoreError(disk_refusal(path, error))
 
 
@@ -34,8 +37,8 @@ def create_exclusive(path: str | Path, data: bytes, *, fsync: bool = False) -> N
     Parameters
     ----------
     fsync : bool
-        Also survive a power failure: the file and its directory are flushed to the device (milliseconds). Without it
-        the file survives the death of any process, not that of the machine.
+        Flush the file and its directory to the device (milliseconds), to survive a power failure.
+        Without it the file survives the death of any process.
 
     Raises
     ------
@@ -64,7 +67,8 @@ def create_exclusive(path: str | Path, data: bytes, *, fsync: bool = False) -> N
 
 
 def write_all(descriptor: int, data: bytes, offset: int | None = None) -> None:
-    """Write all of ``data`` at ``offset``, or where the file stands (None); the kernel may take it in parts."""
+    """Write all of ``data`` at ``offset``, or where the file stands (None); the kernel may take it in
+    parts."""
     view = memoryview(data)
     while view:
         count = os.write(descriptor, view) if offset is None else os.pwrite(descriptor, view, offset)
@@ -94,7 +98,7 @@ def _remove(temporary: str) -> None:
     try:
         os.unlink(temporary)
     except (FileNotFoundError, NotADirectoryError):
-        pass  # it was never made; the first error says why
+        pass  # it was never made; the first error names the cause
     except OSError as error:
         raise write_failure(error, temporary) from error
 

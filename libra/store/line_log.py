@@ -1,9 +1,10 @@
 """An append-only file of JSON objects, one a line, written by one process.
 
-1. Lines appear in the order of `write_line`, each whole: the buffer is appended in one write that ends with a newline.
+1. Lines appear in the order of `write_line`, each whole: the buffer is appended in one write that
+   ends with a newline.
 2. Lines since the last `flush` may be lost with the process.
-3. A torn last line (the writer died, the disk was full) is skipped and reported by the reader, and cut off by the next writer; a
-   bad line anywhere else is an error.
+3. A torn last line (the writer died, the disk was full) is skipped and reported by the reader, and
+   cut off by the next writer; a bad line anywhere else is an error.
 """
 
 from __future__ import annotations
@@ -126,7 +127,8 @@ class LineReader:
     Raises
     ------
     StoreError
-        While iterating, with the line's number: the file is missing, or a line but the last is not a JSON object.
+        While iterating, with the line's number: the file is missing, or a line but the last is not a
+        JSON object.
     """
 
     def __init__(self, path: str | Path, *, line: int = 1) -> None:
@@ -170,7 +172,6 @@ class LineReader:
         return value
 
     def _value(self, line: bytes) -> Any:
-        """The value of a line; ValueError if it is not JSON."""
         return parsed_json(line)
 
     def warn_if_torn(self) -> None:

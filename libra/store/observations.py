@@ -1,10 +1,12 @@
 """Large observations: what a tool returned above `REFERENCE_BYTES`, a file each, by reference.
 
-A record then has the reference and what the model read of it, so that neither journal nor messages carry megabytes.
+A record then has the reference and what the model read of it, so that neither journal nor messages
+carry megabytes.
 
-1. A file is created once, whole; its name has the digest of its bytes, and `read_observation` checks it.
+1. A file is created once, whole; its name has the digest of its bytes, and `read_observation`
+   checks it.
 2. A reference is relative to the run directory: a run may be moved.
-3. At most `MOST_BYTES` of a return are kept; of a larger one there is no reference, and the log says so.
+3. A return of more than `MOST_BYTES` is not kept and has no reference; the log has a warning.
 
 Layout: ``observations/<trajectory>/<draw>-<turn>-<call>-<sha256>.txt``.
 """
@@ -36,7 +38,7 @@ _REFERENCE = re.compile(rf"{DIRECTORY}/[A-Za-z0-9][A-Za-z0-9_.\-]{{0,127}}/{_NAM
 
 @dataclass(frozen=True, slots=True)
 class StoredObservation:
-    """One file: its reference, its bytes, and whether they are those that were written."""
+    """One file; ``sound``: its bytes are as they were written."""
 
     reference: str
     turn: int
@@ -46,7 +48,8 @@ class StoredObservation:
 
 
 def keep_observation(run_dir: Path, trajectory: str, draw: int, turn: int, call: int, text: str) -> str:
-    """Write what a call returned; its reference, empty if it is small, or larger than `MOST_BYTES`. StoreError on a full disk."""
+    """Write the return of a call; its reference, empty if it is small or too large. StoreError on a full
+    disk."""
     if 4 * len(text) <= REFERENCE_BYTES:
         return ""
     data = text.encode(errors="surrogatepass")
@@ -79,10 +82,11 @@ def read_observation(run_dir: Path, reference: str) -> str:
 
 
 def observation(returned: ToolReturn, run: str | Path | None = None) -> str:
-    """All that a tool returned: what the model read of it, or the whole file if it is kept by reference.
+    """All that a tool returned: the text that the model read, or the whole file if it is kept by
+    reference.
 
-    For reward functions and notebooks; ``run`` is the run directory, None: that of the run for which this process works. StoreError
-    as of `read_observation`, and if the file is in no such run.
+    ``run`` is the run directory; None for the run that this process works for. StoreError as of
+    `read_observation`, and if the file is in no such run.
     """
     if not returned.reference:
         return returned.content
@@ -106,7 +110,7 @@ def observations_of(run_dir: Path, trajectory: str) -> Iterator[StoredObservatio
 
 
 def observation_faults(run_dir: Path, allows: Callable[[int], bool]) -> Iterator[tuple[str, str]]:
-    """References of damaged files, and what is wrong with them; files of whose size ``allows`` is false are not read."""
+    """References and damage of damaged files; a file is not read if ``allows`` refuses its size."""
     for path in sorted((run_dir / DIRECTORY).glob("*/*")):
         if path.name.startswith(".") or not path.is_file() or not allows(path.stat().st_size):
             continue
@@ -115,7 +119,7 @@ def observation_faults(run_dir: Path, allows: Callable[[int], bool]) -> Iterator
 
 
 def observation_fault(path: Path) -> str | None:
-    """What is wrong with a file of observations; None: nothing."""
+    """The damage of a file of observations, if any."""
     match = _NAME.fullmatch(path.name)
     if match is None:
         return "no file of Libra's"

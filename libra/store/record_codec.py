@@ -1,9 +1,12 @@
-"""Records as bytes: for each a header with magic, schema number, length and crc32, then msgpack with numpy arrays.
+"""Records as bytes: for each a header with magic, schema number, length and crc32, then msgpack with
+numpy arrays.
 
-1. `unpack` inverts `pack`, but tuples become lists and numpy scalars plain numbers. Any str is kept, lone surrogates included.
-2. Bytes that were cut, extended or changed never decode: `unpack` raises StoreError with the source's name.
+1. `unpack` inverts `pack`, but tuples become lists and numpy scalars plain numbers. Any str of a
+   mapping is kept, lone surrogates included; a struct with one is `Unstorable`.
+2. Bytes that were cut, extended or changed never decode: `unpack` raises StoreError with the
+   source's name.
 3. An unknown schema number is refused.
-4. `joined` records are written and read as one; a header says how many follow its own.
+4. `joined` records are written and read as one; a header has the number of records that follow.
 """
 
 from __future__ import annotations
@@ -22,32 +25,36 @@ import numpy as np
 from libra.errors import StoreError, Unstorable
 
 SCHEMA = 1
-"""Layout of a record; a change that old code cannot read takes the next number."""
+"""Layout of a record."""
 
 _MAGIC = b"LBRR"
 _HEADER = struct.Struct("<4sHHII")  # magic, schema, records that follow, body length, crc32 of the body
 _FOLLOW, _FOLLOW_AT = struct.Struct("<H"), 6
 _ARRAY = 1  # msgpack extension code of a numpy array: (dtype, shape, bytes)
-_ARRAYS = msgpack.Packer()
-"""Kept: a packer of its own for each array, within that of the record, made and returned two buffers of a quarter of a megabyte per
-array, which took two thirds of `pack`. It calls no Python code, so that threads take turns."""
-_TEXT_ERRORS = (
-    "surrogatepass"  # a lone surrogate, of a file name that is not UTF-8 for one, is no reason to lose a record
-)
-
-
+_ARRAYS = msgspec.msgpack.Encoder()
 _ARRAY_PARTS = msgspec.msgpack.Decoder(tuple[str, list[int], bytes])
+_TEXT_ERRORS = "surrogatepass"
 _dtype = lru_cache(maxsize=64)(np.dtype)
 
 
-def _encode_object(value: Any) -> Any:
+def _plain(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         if value.dtype.hasobject:
             raise TypeError(f"an array of dtype {value.dtype} (only fixed-size numbers can be stored)")
-        return msgpack.ExtType(_ARRAY, _ARRAYS.pack((value.dtype.str, value.shape, value.tobytes())))
+        return _ARRAYS.encode((value.dtype.str, value.shape, value.tobytes()))
     if isinstance(value, np.generic):
         return value.item()
     raise TypeError(f"a value of type {type(value).__name__}")
+
+
+def _for_msgpack(value: Any) -> Any:
+    plain = _plain(value)
+    return msgpack.ExtType(_ARRAY, plain) if isinstance(value, np.ndarray) else plain
+
+
+def _for_msgspec(value: Any) -> Any:
+    plain = _plain(value)
+    return msgspec.msgpack.Ext(_ARRAY, plain) if isinstance(value, np.ndarray) else plain
 
 
 def _decode_extension(code: int, data: bytes | memoryview) -> Any:
@@ -58,14 +65,23 @@ def _decode_extension(code: int, data: bytes | memoryview) -> Any:
     return array if shape == [array.size] else array.reshape(shape)
 
 
-_QUICK = msgspec.msgpack.Decoder(ext_hook=_decode_extension)
+_STRUCTS = msgspec.msgpack.Encoder(enc_hook=_for_msgspec)
+_MAPPINGS = msgspec.msgpack.Decoder(ext_hook=_decode_extension)
 """Takes two thirds of msgpack's time, but no text that is not UTF-8."""
 
 
-def pack(record: Mapping[str, Any], *, source: str) -> bytes:
+def struct_decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
+    """A decoder of one type of `msgspec.Struct`, or a union of tagged ones, for `unpack_all`."""
+    return msgspec.msgpack.Decoder(kind, ext_hook=_decode_extension)
+
+
+def pack(record: Mapping[str, Any] | msgspec.Struct, *, source: str) -> bytes:
     """``record`` as bytes; Unstorable names ``source`` if a value is of a kind that cannot be stored."""
     try:
-        body: bytes = msgpack.packb(record, default=_encode_object, unicode_errors=_TEXT_ERRORS)
+        if isinstance(record, msgspec.Struct):
+            body = _STRUCTS.encode(record)
+        else:
+            body = msgpack.packb(record, default=_for_msgpack, unicode_errors=_TEXT_ERRORS)
     except (TypeError, ValueError, OverflowError, RecursionError, MemoryError) as error:
         raise Unstorable(
             f"{source}: cannot store {error}; allowed are None, bool, int (64 bit), float, str, bytes, list, dict and "
@@ -85,30 +101,46 @@ def joined(records: Sequence[bytes]) -> bytes:
     )
 
 
-def unpack_all(data: bytes, *, source: str | Path) -> list[dict[str, Any]]:
-    """All records in ``data``; errors as of `unpack`."""
-    if len(data) < _HEADER.size:
-        return [unpack(data, source=source)]  # which raises
-    (follow,) = _FOLLOW.unpack_from(data, _FOLLOW_AT)
-    if not follow:
-        return [unpack(data, source=source)]
-    length = _HEADER.unpack_from(data)[3]
-    end = min(_HEADER.size + length, len(data))
-    first = unpack(data[:end], source=source)
-    rest = unpack_all(data[end:], source=source)
-    if len(rest) != follow:
-        raise StoreError(f"{source}: torn or corrupt record, {len(rest)} records where {follow} were announced")
-    return [first, *rest]
+def unpack_all(data: bytes, decoder: msgspec.msgpack.Decoder[Any], *, source: str | Path) -> list[Any]:
+    """All records in ``data``, as ``decoder`` (`struct_decoder`) reads them; errors as of `unpack`."""
+    records: list[Any] = []
+    expected = 0
+    while True:
+        whole = len(data) >= _HEADER.size
+        follow = _FOLLOW.unpack_from(data, _FOLLOW_AT)[0] if whole else 0
+        end = _HEADER.size + _HEADER.unpack_from(data)[3] if follow else len(data)
+        body = _checked(data[:end], source)
+        if records and follow != expected - 1:
+            raise StoreError(
+                f"{source}: torn or corrupt record, {follow} records follow where {expected - 1} were announced"
+            )
+        try:
+            records.append(decoder.decode(body))
+        except (msgspec.MsgspecError, ValueError, TypeError, RecursionError) as error:
+            raise StoreError(f"{source}: not a record of a quantum ({error}). Delete it to go on without it") from error
+        if not follow:
+            return records
+        data, expected = data[end:], follow
 
 
 def unpack(data: bytes, *, source: str | Path) -> dict[str, Any]:
-    """The record in ``data``. Arrays are writable copies.
+    """The mapping in ``data``. Arrays are writable copies.
 
     Raises
     ------
     StoreError
         The bytes are torn, corrupt, not a record, or of another schema; the message names ``source``.
     """
+    body = _checked(data, source)
+    try:
+        return _MAPPINGS.decode(body)  # type: ignore[no-any-return]
+    except (msgspec.MsgspecError, ValueError, TypeError, RecursionError):  # a lone surrogate
+        return msgpack.unpackb(  # type: ignore[no-any-return]
+            body, ext_hook=_decode_extension, strict_map_key=False, unicode_errors=_TEXT_ERRORS
+        )
+
+
+def _checked(data: bytes, source: str | Path) -> memoryview:
     if len(data) < _HEADER.size or data[:4] != _MAGIC:
         raise StoreError(
             f"{source}: not a Libra record ({len(data)} bytes); it was cut, or is another file. "
@@ -123,9 +155,4 @@ def unpack(data: bytes, *, source: str | Path) -> dict[str, Any]:
             f"{source}: torn or corrupt record, {len(body)} bytes where {length} were announced"
             f"{'' if len(body) != length else ', checksum differs'}. Delete it to go on without it"
         )
-    try:
-        return _QUICK.decode(body)  # type: ignore[no-any-return]
-    except (msgspec.MsgspecError, ValueError, TypeError, RecursionError):  # a lone surrogate
-        return msgpack.unpackb(  # type: ignore[no-any-return]
-            body, ext_hook=_decode_extension, strict_map_key=False, unicode_errors=_TEXT_ERRORS
-        )
+    return body

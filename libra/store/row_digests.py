@@ -1,12 +1,14 @@
 """Digests of the committer's rows, and the check of a store against them.
 
-``trajectories.zarr.digests`` stands beside the store. Its first line has the attributes of the store and the metadata of every
-array; each further line an append: its rows, and a digest of those rows of each column. Lines are sealed.
+``trajectories.zarr.digests`` stands beside the store. Its first line has the attributes of the
+store and the metadata of every array; each further line an append: its rows, and a digest of those
+rows of each column. Lines are sealed.
 
-1. The line of an append is written before the append is committed. Opening the store for appending cuts off the lines of appends
-   that were not committed.
+1. The line of an append is written before the append is committed. Opening the store for appending
+   cuts off the lines of appends that were not committed.
 2. A digest is of values, not of the bytes of a chunk: chunks change with every append, rows never.
-3. The check only reads. It opens arrays one by one; rows of a chunk that zarr cannot read are unsound.
+3. The check only reads. It opens arrays one by one; rows of a chunk that zarr cannot read are
+   unsound.
 """
 
 from __future__ import annotations
@@ -28,9 +30,10 @@ from libra.store.exclusive_files import write_all, write_failure
 from libra.store.zarr_layout import CHUNK_ROWS, COLUMNS, COUNTS, LEVELS, Level, Rows, array_path
 
 COMMITTED = "committed"
-"""The attribute of a store that says how many rows there are; it is not part of the header."""
+"""The attribute of a store with its numbers of rows; not part of the header."""
 ISOLATION = "isolation"
-"""The attribute that lists levels of sandboxes. Each start may add one, so it is not part of the header either."""
+"""The attribute that lists levels of sandboxes; each start may add one, so it is not part of the
+header."""
 
 PATHS = tuple(array_path(level, column.name) for level in LEVELS for column in COLUMNS[level])
 """Every column, in the order of a line's digests."""
@@ -54,17 +57,10 @@ def column_digest(values: NDArray[Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class AppendedRows:
-    """One append.
+    """One append: its rows by level, from ``first`` to before ``stop``, and their digests by column path.
 
-    Attributes
-    ----------
-    first, stop : dict of level to int
-        Its rows.
-    batch : int
-        The batch whose step consumed them; -1: none.
-    version : int
-        Iteration of its first trajectory: of an evaluation the version.
-    digests : dict of column path to str
+    ``batch`` is the batch whose step consumed them, -1 without one; ``version`` the iteration of the
+    first trajectory.
     """
 
     first: dict[Level, int]
@@ -99,7 +95,7 @@ class StoreRecord:
     Attributes
     ----------
     attributes : dict
-        Of the store's root, without ``committed``.
+        Attributes of the store's root, without ``committed``.
     metadata : dict of path to dict
         The ``zarr.json`` of each array and group below the root, arrays without their shape.
     appends : list of AppendedRows
@@ -137,7 +133,8 @@ def read_record(store: Path) -> StoreRecord:
 
 
 def metadata_of(store: Path) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-    """Attributes of a store's root that never change, and every ``zarr.json`` below it; arrays without their shape."""
+    """Attributes of a store's root that never change, and every ``zarr.json`` below it; arrays without
+    their shape."""
     attributes = parsed_json((store / "zarr.json").read_bytes())["attributes"]
     for name in (COMMITTED, ISOLATION):
         attributes.pop(name, None)
@@ -175,7 +172,7 @@ class DigestLog:
         os.truncate(self._path, self._end)
 
     def write(self, rows: Rows, first: Mapping[Level, int]) -> None:
-        """Write the line of an append, over that of one that was not committed. `accept` keeps it."""
+        """Write the line of an append, over an uncommitted one. `accept` keeps it."""
         data = (AppendedRows.of(rows, first).to_line() + "\n").encode()
         descriptor = os.open(self._path, os.O_WRONLY | os.O_CLOEXEC)
         try:
@@ -193,14 +190,14 @@ class DigestLog:
 
 
 ROW_BYTES = 20
-"""Of a token in all columns, about."""
+"""Approximate size of a token in all columns."""
 
 COLUMN = {array_path(level, column.name): column for level in LEVELS for column in COLUMNS[level]}
 LEVEL: dict[str, Level] = {array_path(level, column.name): level for level in LEVELS for column in COLUMNS[level]}
 
 
 class StoreFault(NamedTuple):
-    """A damaged file, relative to the store's parent, and what is wrong with it."""
+    """A damaged file, relative to the store's parent, and its damage."""
 
     name: str
     what: str
@@ -209,10 +206,7 @@ class StoreFault(NamedTuple):
 def store_faults(store: Path, limit_bytes: int | None = None) -> list[StoreFault]:
     """The damage of a store: metadata first, and rows only if the metadata is sound.
 
-    Parameters
-    ----------
-    limit_bytes : int or None
-        Read about that many bytes of rows, the newest. None: all of them.
+    ``limit_bytes``: read about that many bytes of the newest rows; None for all.
     """
     before = committed_if_readable(store)  # before the digests: a commit in between adds to both
     try:
@@ -237,7 +231,7 @@ def store_faults(store: Path, limit_bytes: int | None = None) -> list[StoreFault
 
 
 def metadata_faults(store: Path, record: StoreRecord) -> Iterator[tuple[str, str]]:
-    """Each ``zarr.json`` that is not as on record, relative to the store, and what is wrong with it."""
+    """Path within the store and damage of each ``zarr.json`` that differs from the record."""
     committed, root = committed_if_readable(store), _root(store)
     attributes = {name: value for name, value in root_attributes(store).items() if name not in (COMMITTED, ISOLATION)}
     if committed is None:

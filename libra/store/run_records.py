@@ -8,8 +8,8 @@ Invariants
    checksum, and each record has its key. StoreError names the file.
 3. Every record but a group's is flushed to the device before its writer goes on; a group may be.
 4. The groups of a wave are committed before its gradient is computed, the members of a batch before
-   its step. Waves of a batch are numbered from 0 without gaps, and the batch repeats their groups in
-   the same order.
+   its step. Waves of a batch are numbered from 0 without gaps, and the batch repeats their groups
+   in the same order.
 5. A process is *fenced off* as soon as the next epoch exists: its next `Epoch.check` raises, and
    every writer of a run calls that before it writes. A check is not a lock: a writer may be fenced
    off between check and write. Its record then is the one of that name, with its epoch in it, or
@@ -31,7 +31,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from libra.errors import FencedOff, RecordExists, StoreError, shell_path
+from libra.errors import FencedOff, RecordExists, StoreError, TrainError, disk_refusal, shell_path
 from libra.seals import parsed_json, sealed_text, unseal
 from libra.store.exclusive_files import create_exclusive
 from libra.store.record_codec import pack, unpack
@@ -42,7 +42,7 @@ SCHEMA = 1
 WAVE = "wave"
 """Name of the fact of a batch's group that has the number of its wave."""
 TEACHER = "teacher"
-"""Directory of a run for scores of a teacher, beside that of its group records."""
+"""Directory of a run for scores of a teacher, beside its group records."""
 Rows = list[dict[str, Any]]
 """Facts of groups in a batch or a wave."""
 R = TypeVar("R", bound=msgspec.Struct)
@@ -52,7 +52,8 @@ R = TypeVar("R", bound=msgspec.Struct)
 
 
 class BatchRecord(msgspec.Struct):
-    """Members of a batch as (split, iteration, group, sample), in the order of its step, and JSON-able facts."""
+    """Members of a batch as (split, iteration, group, sample), in the order of its step, and JSON-able
+    facts."""
 
     batch: int
     members: list[tuple[str, int, int, int]]
@@ -88,9 +89,9 @@ class RecordKind(Generic[R]):
     struct : type
         The content.
     key : callable
-        Of a record, what its file is named by.
+        Arguments of the template, from a record.
     cure : str
-        What to type about a damaged one, a format string of the run directory and the key.
+        Remedy for a damaged one, a format string of the run directory and the key.
     """
 
     noun: str
@@ -104,7 +105,8 @@ class RecordKind(Generic[R]):
         return Path(root) / self.template.format(*key)
 
     def write(self, root: str | Path, record: R) -> Path:
-        """Create a record, flushed to the device. RecordExists if it was written before, StoreError if it cannot be."""
+        """Create a record, flushed to the device. RecordExists if it was written before, StoreError if it
+        cannot be."""
         path = self.path(root, *self.key(record))
         try:
             text = sealed_text({"schema": SCHEMA, **{name: getattr(record, name) for name in record.__struct_fields__}})
@@ -157,21 +159,11 @@ def batch_path(root: str | Path, batch: int) -> Path:
 
 
 def commit_batch(root: str | Path, batch: int, members: Sequence[TrajectoryId], **facts: Any) -> Path:
-    """Create the membership file of one batch, flushed to the device, and return its path.
+    """Create the membership file of one batch, members in the order of the step, flushed to the device;
+    its path.
 
-    Parameters
-    ----------
-    members
-        In the order of the step.
-    **facts
-        Further JSON-able facts of the batch (epoch, oldest version, ...).
-
-    Raises
-    ------
-    RecordExists
-        The batch was already committed; read it and use that one.
-    StoreError
-        There is no member, one appears twice, or the file cannot be written.
+    RecordExists if the batch was already committed: read it and use that one. StoreError without
+    members, if one appears twice, or if the file cannot be written.
     """
     if not members or len(set(members)) != len(members):
         raise StoreError(
@@ -182,7 +174,8 @@ def commit_batch(root: str | Path, batch: int, members: Sequence[TrajectoryId], 
 
 
 def read_batch(root: str | Path, batch: int) -> list[TrajectoryId]:
-    """Members of one batch in order; StoreError if it is missing, corrupt, of another schema or of another batch."""
+    """Members of one batch in order; StoreError if it is missing, corrupt, of another schema or of another
+    batch."""
     return [
         TrajectoryId(iteration, group, sample, split)
         for split, iteration, group, sample in BATCH.read(root, batch).members
@@ -234,6 +227,42 @@ def groups_of(rows: Rows) -> tuple[tuple[int, int], ...]:
     return tuple((row["iteration"], row["group"]) for row in rows)
 
 
+# ------------------------------------------------------------------------------------------------ steps
+
+
+def write_step(root: Path, step: int, numbers: Mapping[str, Any]) -> None:
+    """Write the numbers of a step, which a replica that is asked to repeat an earlier step returns;
+    replaces older ones."""
+    path = root / f"step-{step:06d}.json"
+    unfinished = path.with_name(f".{path.name}")
+    try:
+        root.mkdir(exist_ok=True)
+        unfinished.write_text(sealed_text(numbers) + "\n")
+        unfinished.replace(path)
+    except OSError as fault:
+        raise TrainError(f"step {step}: {disk_refusal(path, fault)}") from fault
+
+
+def read_step(root: Path, step: int) -> dict[str, Any]:
+    """The numbers of a step; TrainError if there are none."""
+    path = root / f"step-{step:06d}.json"
+    try:
+        return unseal(path.read_bytes())
+    except (OSError, ValueError) as fault:
+        raise TrainError(
+            f"step {step}: training has passed it and {path} cannot be read: {fault}; resume the run"
+        ) from fault
+
+
+def step_numbers(root: Path, step: int) -> dict[str, int | float]:
+    """Metrics of a step, from its record; empty if it has none."""
+    try:
+        record = read_step(root, step)
+    except TrainError:
+        return {}
+    return {k: v for k, v in record.items() if isinstance(v, int | float) and k not in ("rank", "step")}
+
+
 # ------------------------------------------------------------------------------------------------ late rewards
 
 _HERE: Counter[Path] = Counter()
@@ -257,15 +286,13 @@ def runs_here() -> list[Path]:
 
 
 def write_late(root: str | Path, trajectory: TrajectoryId, value: float) -> Path:
-    """Record that ``value`` was delivered; RecordExists if one was before, StoreError if it cannot be written.
-
-    Any process that reaches the run directory may, also while the run stands still.
-    """
+    """Record that ``value`` was delivered; RecordExists after an earlier delivery, StoreError if it cannot
+    be written."""
     return LATE.write(root, LateReward((*trajectory,), value, time.time()))
 
 
 def read_late(root: str | Path, trajectory: TrajectoryId) -> float | None:
-    """The value that was delivered, None if none was; StoreError if its file is torn, altered or of another trajectory."""
+    """The delivered value, if any; StoreError if its file is torn, altered or of another trajectory."""
     path = LATE.path(root, trajectory)
     if not path.exists():
         return None
@@ -276,7 +303,7 @@ def read_late(root: str | Path, trajectory: TrajectoryId) -> float | None:
 
 
 def came(root: str | Path, trajectories: Iterable[TrajectoryId]) -> dict[TrajectoryId, float]:
-    """Those of ``trajectories`` whose reward was delivered, with its value."""
+    """Trajectories whose reward was delivered, with its value."""
     found = ((trajectory, read_late(root, trajectory)) for trajectory in trajectories)
     return {trajectory: value for trajectory, value in found if value is not None}
 
@@ -285,8 +312,8 @@ def came(root: str | Path, trajectories: Iterable[TrajectoryId]) -> dict[Traject
 
 _SOME = ("late", "counted", "routes", "drawn", "taught")
 _FIELDS = tuple(field.name for field in fields(Trajectory) if field.name not in _SOME)
-"""Of every record; one of a late reward also has ``late``, one of recorded experts ``routes``, one with further draws ``drawn``.
-``counted`` and ``taught`` are of a step."""
+"""Fields of every record; ``late``, ``routes`` and ``drawn`` follow where set. ``counted`` and
+``taught`` belong to a step."""
 
 
 def prompt_to_json(prompt: Prompt) -> str:
@@ -311,21 +338,11 @@ def group_path(root: str | Path, iteration: int, group: int, split: str = "train
 def write_group(
     root: str | Path, iteration: int, group: int, trajectories: Sequence[Trajectory], *, fsync: bool = False
 ) -> Path:
-    """Create the record of one group and return its path.
+    """Create the record of one group, all its samples in reading order; with ``fsync`` it survives a power
+    failure.
 
-    Parameters
-    ----------
-    trajectories
-        All samples of the group, of one split, in the order in which they are read.
-    fsync : bool
-        Also survive a power failure.
-
-    Raises
-    ------
-    RecordExists
-        The group was already committed.
-    StoreError
-        A trajectory is of another group or appears twice, or the file cannot be written.
+    RecordExists if the group was already committed. StoreError if a trajectory is of another group or
+    appears twice, or the file cannot be written.
     """
     ids = [trajectory.trajectory_id for trajectory in trajectories]
     if not ids:
@@ -353,7 +370,7 @@ def read_group(path: str | Path) -> list[Trajectory]:
 
 
 def pack_trajectory(trajectory: Trajectory) -> bytes:
-    """One trajectory as bytes, to send to a trainer: without ``drawn``, which the teacher has read."""
+    """One trajectory as bytes for a trainer, without ``drawn``, which only the teacher reads."""
     return pack(_to_record(trajectory), source=str(trajectory.trajectory_id))
 
 
@@ -398,17 +415,14 @@ def scores_path(group: str | Path) -> Path:
 
 
 def write_scores(path: Path, scores: Sequence[Taught | None]) -> None:
-    """Create the file of a group, with one entry for each member; None for one that was not scored.
-
-    RecordExists if it is there, StoreError if it cannot be written.
-    """
+    """Create the file of a group, one entry for each member, None if it was not scored. RecordExists or
+    StoreError."""
     record = {"scores": [None if each is None else list(each) for each in scores]}
     create_exclusive(path, pack(record, source=str(path)), fsync=True)
 
 
 def read_scores(path: Path, num_members: int | None = None) -> list[Taught | None]:
-    """The scores of a group, one entry for each of its ``num_members``; StoreError names a file that is missing, torn or of another
-    group."""
+    """The scores of a group, one entry for each of its ``num_members``; StoreError names a bad file."""
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -423,14 +437,7 @@ def read_scores(path: Path, num_members: int | None = None) -> list[Taught | Non
 
 
 class Epoch:
-    """One start of a run, for its workers and its driver.
-
-    Parameters
-    ----------
-    directory : Path
-        ``epochs/`` of the run.
-    number : int
-    """
+    """One start of a run, for its workers and its driver; ``directory`` is ``epochs/`` of the run."""
 
     def __init__(self, directory: Path, number: int) -> None:
         self.directory, self.number = directory, number

@@ -1,14 +1,17 @@
 """The journal: one record per finished quantum of a trajectory, outside Dask.
 
-1. A record is named (trajectory, quantum) and created once: of two writers one succeeds, the other gets RecordExists. Two quanta
-   that are committed together, a generation and its inline action, have the name of the first.
+1. A record is named (trajectory, quantum) and created once: of two writers one succeeds, the other
+   gets RecordExists. Two quanta that are committed together, a generation and its inline action,
+   have the name of the first.
 2. A reader sees a whole record or none; bytes of a write that a crash cut short are never read.
-3. A committed record never changes. `read` returns quanta in order, without gaps, up to the first missing one.
+3. A committed record never changes. `read` returns quanta in order, without gaps, up to the first
+   missing one.
 4. Any process that reaches the directory may append and read; no record is kept only in memory.
 
-Layout: each writer appends to its own log, and commits a record by linking that log to the record's name. A link is an exclusive
-create that takes no inode: creating and deleting a file per record costs ext4 hundreds of microseconds after some thousands
-were deleted. A reader opens the name, and looks the record up in that log by its name.
+Layout: each writer appends to its own log, and commits a record by linking that log to the record's
+name. A link is an exclusive create that takes no inode: creating and deleting a file per record
+costs ext4 hundreds of microseconds after some thousands were deleted. A reader opens the name, and
+looks the record up in that log by its name.
 """
 
 # Plain strings and os, no pathlib: that would cost a fifth of an append, and two happen per quantum.
@@ -21,21 +24,22 @@ import re
 import struct
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from libra.errors import StoreError
 from libra.store.exclusive_files import already_written, sync_directory, write_all, write_failure
-from libra.store.record_codec import joined, pack, unpack_all
+from libra.store.quantum_records import QuantumRecord
+from libra.store.record_codec import joined, pack, struct_decoder, unpack_all
 
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.\-]{0,127}")
 _FRAME = struct.Struct("<HI")  # bytes of the record's name, bytes of the record
 _IDENTITY_BYTES = 16
+_DECODER = struct_decoder(QuantumRecord)
 LOG_PREFIX = ".log-"
 MOST_RECORDS = 4096
-"""Records in one log; file systems limit the links of a file (ext4: 65,000), and readers index a log from its beginning."""
+"""Records in one log; file systems limit the links of a file (ext4: 65,000), and readers index a log
+from its beginning."""
 MOST_TOGETHER = 2
 """Records that are appended together."""
 _READ_BYTES = 1 << 13
@@ -43,14 +47,12 @@ _READ_BYTES = 1 << 13
 KEPT_INDEXES = 256
 """Logs whose record positions a reader keeps, and which it keeps open on one machine."""
 KEPT_LOOKUPS = 32_768
-"""Records that a reader may look up in other logs before it forgets the positions in one, a quarter of a kilobyte each: all
-trajectories of a log end at about the same time, and it is not read again."""
+"""Lookups in other logs after which a reader forgets a log: its trajectories end at about the same
+time."""
 
 
 @dataclass(slots=True)
 class _Log:
-    """The log a writer appends to."""
-
     path: str
     end: int
     descriptor: int | None = None
@@ -60,8 +62,7 @@ class _Log:
 
 @dataclass(slots=True)
 class _Index:
-    """Positions of the records of a log, up to ``end``; ``used`` is the number of the last lookup. ``descriptor`` is open for
-    reading, where it stays open."""
+    """Positions of the records of a log, up to ``end``; ``used`` is the number of the last lookup."""
 
     descriptor: int | None = None
     end: int = _IDENTITY_BYTES
@@ -75,13 +76,14 @@ class Journal:
     Parameters
     ----------
     root : Path
-        Directory of ``<trajectory>.<quantum>.rec``, with hard links. Only workers that reach it can continue a lost
-        worker's trajectories.
+        Directory of ``<trajectory>.<quantum>.rec``, with hard links. Only workers that reach it can
+        continue a lost worker's trajectories.
     fsync : bool
-        Flush every record to the device before `append` returns. False: a record survives its process, not a power failure.
+        Flush every record to the device before `append` returns. False: a record survives its process,
+        not a power failure.
     one_machine : bool
-        Whether all who write and read it are on this machine, so that logs may stay open between two records. A log that stays
-        open is known by its inode, which no other file takes meanwhile.
+        Whether all who write and read it are on this machine, so that logs may stay open between two
+        records. A log that stays open is known by its inode, which no other file takes meanwhile.
     """
 
     def __init__(self, root: Path, *, fsync: bool = False, one_machine: bool = False) -> None:
@@ -92,14 +94,14 @@ class Journal:
         self._lookups = 0
         self._lock = threading.Lock()
 
-    def pack(self, trajectory_id: str, quantum: int, record: Mapping[str, Any]) -> bytes:
+    def pack(self, trajectory_id: str, quantum: int, record: QuantumRecord) -> bytes:
         """A record as `append` takes it, to be appended later; Unstorable if it holds a value of another kind."""
         return pack(record, source=self._path(trajectory_id, quantum))
 
-    def append(self, trajectory_id: str, quantum: int, *records: Mapping[str, Any] | bytes) -> None:
+    def append(self, trajectory_id: str, quantum: int, *records: QuantumRecord | bytes) -> None:
         """Create the record of one quantum (0-based), or of some that follow each other, all or none of them.
 
-        Values are None, bool, int, float, str, bytes, lists, dicts and numeric numpy arrays; bytes are a record from `pack`.
+        Bytes are a record from `pack`.
 
         Raises
         ------
@@ -126,7 +128,6 @@ class Journal:
                 raise write_failure(error, path) from error
 
     def _commit(self, path: str, name: bytes, frame: bytes) -> None:
-        """Append a frame to the log and link it; one that is not linked is overwritten by the next."""
         log = self._log
         if log is None or len(log.names) >= MOST_RECORDS:
             log = self._new_log()
@@ -155,7 +156,6 @@ class Journal:
             sync_directory(self.root)
 
     def _new_log(self) -> _Log:
-        """A log for the next records; the previous one stays under the names of its records."""
         identity = os.urandom(_IDENTITY_BYTES)
         path = f"{self.root}/{LOG_PREFIX}{identity.hex()}"
         os.makedirs(self.root, exist_ok=True)
@@ -173,24 +173,22 @@ class Journal:
         return self._log
 
     def _close_log(self) -> None:
-        """Remove the log's own name; its records keep the file."""
         log, self._log = self._log, None
         if log is not None:
             if log.descriptor is not None:
                 os.close(log.descriptor)
             Path(log.path).unlink(missing_ok=True)
 
-    def read(self, trajectory_id: str, start: int = 0, until: int = 0) -> list[dict[str, Any]]:
-        """Records of quanta ``start``, ``start + 1``, ... up to the first that does not exist.
+    def read(self, trajectory_id: str, start: int = 0, until: int = 0) -> list[QuantumRecord]:
+        """Records of quanta ``start``, ``start + 1``, ... up to the first that does not exist; StoreError
+        names a torn one.
 
-        ``until``: the caller knows that there are none from this number on, so that it is not looked for; 0: it does not.
-
-        Raises StoreError, naming the file, if one is torn or corrupt.
+        ``until``: number from which on the caller knows that there are none; 0 if it does not know.
         """
-        records: list[dict[str, Any]] = []
+        records: list[QuantumRecord] = []
         path, stem = self._path(trajectory_id, start), f"{self.root}/{trajectory_id}"
         while (data := self._load(path)) is not None:
-            records += unpack_all(data, source=path)
+            records += unpack_all(data, _DECODER, source=path)
             if 0 < until <= start + len(records):
                 break
             path = f"{stem}.{start + len(records):04d}.rec"
@@ -198,13 +196,12 @@ class Journal:
                 break
         return records
 
-    def read_at(self, trajectory_id: str, quantum: int) -> list[dict[str, Any]]:
-        """The records that were appended together from one quantum on; StoreError, naming the file, where they do not exist, or
-        are torn or corrupt."""
+    def read_at(self, trajectory_id: str, quantum: int) -> list[QuantumRecord]:
+        """The records that were appended together from one quantum on; StoreError if they are missing or torn."""
         data = self._load(path := self._path(trajectory_id, quantum))
         if data is None:
             raise StoreError(f"{path}: there is no such record")
-        return unpack_all(data, source=path)
+        return unpack_all(data, _DECODER, source=path)
 
     def trajectories(self) -> set[str]:
         """Trajectories that have a record."""
@@ -248,7 +245,7 @@ class Journal:
         return f"{self.root}/{trajectory_id}.{quantum:04d}.rec"
 
     def _load(self, path: str) -> bytes | None:
-        """A record; None where there is none. Each call of the system costs a turn of the interpreter: three for a record."""
+        """A record; None where there is none. Each call of the system costs a turn of the interpreter."""
         name = path[len(self.root) + 1 :]
         try:
             if self.one_machine:
@@ -280,7 +277,7 @@ class Journal:
             return _record(index.descriptor, name, index)
 
     def _index(self, log: bytes | tuple[int, int]) -> _Index:
-        """Of a log, by its identity or by its inode; those that have not been used for long are forgotten."""
+        """The index of a log, by its identity or inode; unused ones are forgotten."""
         index = self._indexes.pop(log, None) or _Index()
         self._indexes[log] = index
         self._lookups = index.used = self._lookups + 1
@@ -292,8 +289,7 @@ class Journal:
         return index
 
     def close(self) -> None:
-        """Remove the log's own name; its records keep the file. The next `append` makes another log, the next `read` opens what it
-        needs."""
+        """Remove the log's own name, and close all files; the journal can still be used."""
         with self._lock:
             self._close_log()
             for index in self._indexes.values():
@@ -303,7 +299,6 @@ class Journal:
 
 
 def _record(descriptor: int, name: str, index: _Index) -> bytes:
-    """A record in the log behind ``descriptor``; empty if the log does not hold it."""
     if (place := index.places.get(name)) is not None:
         return os.pread(descriptor, place[1], place[0])
     step = _READ_BYTES
@@ -317,9 +312,11 @@ def _record(descriptor: int, name: str, index: _Index) -> bytes:
 
 
 def _found(data: bytes, name: str, index: _Index) -> tuple[int, int] | None:
-    """The place of a record among the frames in ``data``, which is the log from ``index.end`` on; None: not there.
+    """The place of a record among the frames in ``data``, the log from ``index.end`` on; None if it is not
+    there.
 
-    It is linked, so it and all before it are committed, and indexed. The bytes behind it may still be overwritten.
+    It is linked, so it and all before it are committed, and indexed. The bytes behind it may still be
+    overwritten.
     """
     seen: dict[str, tuple[int, int]] = {}
     at = 0
@@ -339,6 +336,6 @@ def _found(data: bytes, name: str, index: _Index) -> tuple[int, int] | None:
 
 
 def sweep_logs(root: Path) -> None:
-    """Remove the own names of all logs, whose writers have ended; their records keep the files. Call it before a run is resumed."""
+    """Remove the own names of all logs, before a run is resumed; their records keep the files."""
     for path in root.glob(f"{LOG_PREFIX}*"):
         path.unlink(missing_ok=True)

@@ -1,13 +1,17 @@
 """The store of a run: its trajectories in one zarr v3 group, with the batch that consumed each.
 
-1. One committer: a store is open for appending once at a time, under a lock that ends with its process.
-2. An append is whole or absent. The ``committed`` attribute is written last, by one atomic rename. Readers see that many rows;
-   the next append, or the next opening for append, overwrites rows behind them.
+1. One committer: a store is open for appending once at a time, under a lock that ends with its
+   process.
+2. An append is whole or absent. The ``committed`` attribute is written last, by one atomic rename.
+   Readers see that many rows; the next append, or the next opening for append, overwrites rows
+   behind them.
 3. Conservation: each (split, iteration, group, sample) is there at most once.
-4. Committed rows never change, and never move. What was written is on record beside the store (`libra.store.row_digests`).
+4. Committed rows never change, and never move. What was written is on record beside the store
+   (`libra.store.row_digests`).
 
-Plain ``zarr.open_group(path)`` and ``xarray.open_zarr(path, group=...)`` read it. While it is written, or after its committer was
-killed, such readers must cut the arrays at ``group.attrs["committed"]``.
+Plain ``zarr.open_group(path)`` and ``xarray.open_zarr(path, group=...)`` read it. While it is
+written, or after its committer was killed, such readers must cut the arrays at
+``group.attrs["committed"]``.
 """
 
 from __future__ import annotations
@@ -58,7 +62,8 @@ _SHIFT = 32
 
 
 class StoredIds:
-    """A set of trajectory ids, 8 bytes each: per split and iteration, an array of (group, sample) in one number."""
+    """A set of trajectory ids, 8 bytes each: per split and iteration, an array of (group, sample) in one
+    number."""
 
     def __init__(self) -> None:
         self._found: dict[tuple[str, int], NDArray[np.uint64]] = {}
@@ -164,10 +169,8 @@ class TrajectoryStore:
     def open(cls, path: str | Path, mode: Literal["r", "a"] = "r") -> Self:
         """An existing store, for reading (``"r"``) or as its one committer (``"a"``).
 
-        Raises
-        ------
-        StoreError
-            There is no store at ``path``, it has a schema this Libra does not read, or another committer has it open.
+        Raises StoreError without a store at ``path``, for another schema, or if another committer has it
+        open.
         """
         path = Path(path)
         if mode not in ("r", "a"):
@@ -186,18 +189,11 @@ class TrajectoryStore:
             raise
 
     def append(self, trajectories: Sequence[Trajectory], *, batch: int | None = None) -> range:
-        """Commit trajectories, all or none, and return their indices.
+        """Commit trajectories, all or none, and return their indices; ``batch`` is the one whose step consumed
+        them.
 
-        Parameters
-        ----------
-        batch : int or None
-            The batch whose step consumed them; None: no step.
-
-        Raises
-        ------
-        StoreError
-            The store is not open for appending, a trajectory is there already or malformed, or the disk is full.
-            Nothing was committed then; the same append may be repeated.
+        Raises StoreError if the store is not open for appending, a trajectory is stored already or
+        malformed, or the disk is full. Nothing was committed then; the same append may be repeated.
         """
         ids = [trajectory.trajectory_id for trajectory in trajectories]
         if self._lock is not None:
@@ -205,7 +201,8 @@ class TrajectoryStore:
         return self._append(rows_of(trajectories, first=self._committed, batch=-1 if batch is None else batch), ids)
 
     def append_rows(self, rows: Rows) -> range:
-        """Commit rows as they stood in another store, behind the same rows; what refers to other rows stays as it is.
+        """Commit rows as they stood in another store, behind the same rows; what refers to other rows stays as
+        it is.
 
         Raises StoreError as `append`.
         """
@@ -235,10 +232,9 @@ class TrajectoryStore:
         return range(start, start + len(ids))
 
     def note_isolation(self, level: str) -> None:
-        """Add ``level``, of the sandbox in which the model's programs run, to the attribute ``isolation`` unless it is there.
+        """Add the level of the sandbox for the model's programs to the attribute ``isolation``, if it is new.
 
-        That attribute is the list of levels that starts of the run had on the committer's machine. StoreError where it cannot be
-        written.
+        StoreError if the attribute cannot be written.
         """
         if self._lock is None:
             raise StoreError(f"{self.path}: open for reading only; type TrajectoryStore.open(path, mode='a')")
@@ -284,7 +280,7 @@ class TrajectoryStore:
         )
 
     def _further(self, row: Mapping[str, Any], num_actions: int) -> tuple[Taught | None, NDArray[np.int16] | None]:
-        """What a teacher said of the trajectory of a row, and its experts (T, layers, experts per token)."""
+        """The teacher's scores of a row's trajectory, and its experts (T, layers, experts per token)."""
         taught = routes = None
         if width := row["scores_per_token"]:
             taught = taught_of(self._slice("score", row["score_offset"], width * num_actions), width)
@@ -394,7 +390,6 @@ class TrajectoryStore:
         return dict(zip(arrays, _run(_get(array, start, start + length) for array in arrays.values()), strict=True))
 
     def _columns_of(self, level: Level, names: Sequence[str]) -> list[NDArray[Any]]:
-        """Some columns of one level, committed rows only, not cached."""
         return _run(_get(self._arrays[level][name], 0, self._committed[level]) for name in names)
 
     def _commit(self, committed: Mapping[Level, int]) -> None:
@@ -444,8 +439,6 @@ async def _get(array: AsyncArray[Any], start: int, stop: int) -> NDArray[Any]:
 
 
 def _run(calls: Iterable[Awaitable[_T]]) -> list[_T]:
-    """All calls at once, on an event loop in another thread: the caller may be on one."""
-
     async def gather() -> list[_T]:
         return await asyncio.gather(*calls)
 

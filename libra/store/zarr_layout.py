@@ -1,13 +1,15 @@
 """The arrays of the trajectory store: names, types and meanings, and trajectories as their rows.
 
-Five levels, each a dimension: ``token`` (in the root group), ``turn``, ``trajectory``, ``score`` and ``route`` (in groups of that
-name). Trajectory i has ``length[i]`` tokens from ``offset[i]`` on, and ``num_turns[i]`` turns from ``turn_offset[i]`` on.
+Five levels, each a dimension: ``token`` (in the root group), ``turn``, ``trajectory``, ``score``
+and ``route`` (in groups of that name). Trajectory i has ``length[i]`` tokens from ``offset[i]`` on,
+and ``num_turns[i]`` turns from ``turn_offset[i]`` on.
 
-Scores of a teacher and experts of each layer have several numbers for a token. Both are flat arrays. A trajectory with A generated
-tokens and ``scores_per_token`` W has A x W rows in the level ``score``, from ``score_offset[i]`` on: for each generated token first
-that token, then those that the teacher scored there (``distil``), and with a top-k one more for all others, whose ``token_id`` is
--1. A trajectory of T tokens has T x ``route_layers`` x ``experts_per_token`` rows in the level ``route``, from ``route_offset[i]``
-on, the last index fastest.
+Scores of a teacher and experts of each layer have several numbers for a token. Both are flat
+arrays. A trajectory with A generated tokens and ``scores_per_token`` W has A x W rows in the level
+``score``, from ``score_offset[i]`` on: for each generated token first that token, then those that
+the teacher scored there (``distil``), and with a top-k one more for all others, whose ``token_id``
+is -1. A trajectory of T tokens has T x ``route_layers`` x ``experts_per_token`` rows in the level
+``route``, from ``route_offset[i]`` on, the last index fastest.
 """
 
 from __future__ import annotations
@@ -86,7 +88,7 @@ def num_further(trajectory: Trajectory, level: Further) -> int:
 
 
 def score_rows(trajectories: Sequence[Trajectory]) -> dict[str, NDArray[Any]]:
-    """The level ``score`` of trajectories; StoreError if scores are not those of a trajectory's generated tokens."""
+    """The level ``score`` of trajectories; StoreError if there is not a score for each generated token."""
     parts = [_scores(each) for each in trajectories if per_token(each, "score")]
     return {
         column.name: np.concatenate([np.zeros(0, column.numpy_dtype()), *(part[column.name] for part in parts)])
@@ -120,7 +122,8 @@ def _scores(trajectory: Trajectory) -> dict[str, NDArray[Any]]:
 
 
 def taught_of(rows: Mapping[str, NDArray[Any]], scores_per_token: int) -> Taught:
-    """What a teacher says of a trajectory, from its rows of the level ``score``; the inverse of `score_rows`."""
+    """A teacher's scores of a trajectory, from its rows of the level ``score``; the inverse of
+    `score_rows`."""
     token_ids, logp, student = (rows[column.name].reshape(-1, scores_per_token) for column in SCORE)
     with_rest = bool((token_ids[:, -1] == OTHERS).all())
     scored = slice(1, -1) if with_rest else slice(1, None)
@@ -135,7 +138,7 @@ def taught_of(rows: Mapping[str, NDArray[Any]], scores_per_token: int) -> Taught
 
 
 def route_rows(trajectories: Sequence[Trajectory]) -> dict[str, NDArray[Any]]:
-    """The level ``route`` of trajectories; StoreError if experts are not those of a trajectory's tokens."""
+    """The level ``route`` of trajectories; StoreError if a trajectory has not experts for each token."""
     parts = [np.zeros(0, np.int16)]
     for each in trajectories:
         if each.routes is None:
@@ -150,7 +153,7 @@ def route_rows(trajectories: Sequence[Trajectory]) -> dict[str, NDArray[Any]]:
 
 
 SCHEMA = 4
-"""Layout of a store; a change that old code cannot read takes the next number, and a store of another one is refused by number."""
+"""Layout of a store; another number is refused."""
 
 Level = Literal["token", "turn", "trajectory", "score", "route"]
 LEVELS: tuple[Level, ...] = ("token", "turn", "trajectory", "score", "route")
@@ -163,7 +166,8 @@ COUNTS: Mapping[Level, str] = {
 }
 """Name of each level in the attribute ``committed`` of a store."""
 CHUNK_ROWS: Mapping[Level, int] = {"token": 32768, "turn": 4096, "trajectory": 1024, "score": 65536, "route": 262144}
-"""Rows of one chunk. An append rewrites the last chunk of every array, so chunks are small multiples of a batch."""
+"""Rows of one chunk. An append rewrites the last chunk of every array, so chunks are small multiples
+of a batch."""
 COMPRESSED: tuple[Level, ...] = ("token", "route")
 """Levels whose numbers are compressed, too: scores would hardly become smaller."""
 
@@ -248,7 +252,8 @@ def array_path(level: Level, name: str) -> str:
 def create_arrays(group: zarr.Group) -> None:
     """Make every array, empty, in an empty group.
 
-    Numeric columns of turns and trajectories are not compressed: they are small, and an append costs half.
+    Numeric columns of turns and trajectories are not compressed: they are small, and an append costs
+    half.
     """
     for level in LEVELS:
         for column in COLUMNS[level]:

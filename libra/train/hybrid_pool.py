@@ -207,11 +207,6 @@ class HybridPool:
                 lambda: len(self._hybrids if joining else self._members()) >= num_hybrids, timeout_s
             )
 
-    def wait_empty(self, timeout_s: float | None = None) -> bool:
-        """Wait until no hybrid is connected; False after ``timeout_s``."""
-        with self._changed:
-            return self._changed.wait_for(lambda: not self._hybrids, timeout_s)
-
     def close(self) -> None:
         """Disconnect every hybrid and stop listening."""
         with self._changed:

@@ -95,7 +95,6 @@ class Server:
             raise
 
     def _shut_down_oldest(self) -> None:
-        """Close the connection that has been unproven for longest; its thread ends."""
         oldest = next((connection for connection, proven in self._is_proven.items() if not proven), None)
         if oldest is not None:
             del self._is_proven[oldest]

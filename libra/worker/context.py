@@ -16,23 +16,14 @@ from libra.envs import Environment
 from libra.facts import STREAM_OP, Fact, pack
 from libra.store.run_records import Epoch
 from libra.store.trajectory_journal import Journal
+from libra.worker.engine.weight_sync import WorkerWeights
 from libra.worker.run_spec import RunSpec
-from libra.worker.weight_sync import WorkerWeights
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerContext:
-    """One start of a run on one worker.
-
-    Attributes
-    ----------
-    model_dir : Path
-        The model on this machine.
-    epoch : Epoch
-        The fence: raises FencedOff once a newer start of the run has begun.
-    environment : Environment
-        Set up.
-    """
+    """One start of a run on one worker; ``model_dir`` is the model on this machine, ``environment`` is set
+    up."""
 
     worker: Worker
     spec: RunSpec
@@ -48,7 +39,7 @@ class WorkerContext:
 
     @property
     def name(self) -> str:
-        """Name of the worker."""
+        """The worker's name."""
         return str(self.worker.name)
 
     @property
@@ -57,14 +48,14 @@ class WorkerContext:
         return self.worker.address
 
     def report(self, *facts: Fact) -> None:
-        """Send facts to the scheduler; see `FactSender.send`."""
+        """As `FactSender.send`."""
         bound_key_cache()  # each task of a run reports something
         self._sender.send(*facts)
 
     def listen(self, op: str, handler: Callable[..., None]) -> None:
-        """Register ``handler`` for messages ``op`` of the scheduler about this start of the run; it gets their fields.
+        """Call ``handler`` with the fields of the scheduler's messages ``op`` about this start of the run.
 
-        It runs on the worker's stream, where it may not wait, and where an exception would close the worker.
+        It runs on the worker's stream: it must not wait, and an exception would close the worker.
         """
         listeners = self.worker.stream_handlers.setdefault(op, _Listeners())
         assert isinstance(listeners, _Listeners)
@@ -85,7 +76,7 @@ class FactSender:
         self._unsent: list[Fact] = []
 
     def send(self, *facts: Fact) -> None:
-        """Send facts. Those of one turn of the worker's loop go together, before any task that ends in it."""
+        """Send facts, all of one turn of the worker's loop together, before any task that ends in it."""
         if threading.get_ident() != self._worker.thread_id:
             self._worker.loop.add_callback(self.send, *facts)
             return
@@ -94,7 +85,7 @@ class FactSender:
         self._unsent.extend(facts)
 
     def flush(self) -> None:
-        """Send what was to be sent in this turn of the worker's loop at once."""
+        """Send waiting facts at once."""
         if self._unsent:
             packed = pack(self._unsent)
             self._unsent.clear()

@@ -1,4 +1,5 @@
-"""The files of ``model.path`` on a worker, and a directory of links to them with another version's weights."""
+"""The files of ``model.path`` on a worker, and a directory of links to them with another version's
+weights."""
 
 from __future__ import annotations
 
@@ -13,14 +14,15 @@ from libra.untrusted import shown_line
 from libra.weights import WeightVersion
 
 ONE_MODEL_AT_A_TIME = asyncio.Lock()
-"""transformers builds a model under a device context of the whole process: two runs that build at once would get models
-without data."""
+"""transformers builds a model under a device context of the whole process: two runs that build at once
+would get models without data."""
 NOT_WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".gguf", ".pt")
 """Suffixes of a model's files that a version replaces."""
 
 
 def local_model(model: str) -> Path:
-    """Directory of a model on this machine; a Hugging Face id is fetched into the hub's cache if it is missing."""
+    """Directory of a model on this machine; a Hugging Face id is fetched into the hub's cache if it is
+    missing."""
     if Path(model).is_dir():
         return Path(model)
     from huggingface_hub import constants, snapshot_download
@@ -39,17 +41,19 @@ def local_model(model: str) -> Path:
 
 
 def collect_frozen() -> None:
-    """Free the modules of a closed engine or replica: they are in reference cycles, and collections skip frozen objects."""
+    """Free the modules of a closed engine or replica: they are in reference cycles, and collections skip
+    frozen objects."""
     gc.unfreeze()
     gc.collect()
     gc.freeze()
 
 
 def link_model(model_dir: Path, version: WeightVersion, directory: Path) -> None:
-    """Fill ``directory`` with links: all files of a model except its weights, and the weights of a version.
+    """Fill ``directory`` with links: all files of a model except its weights, and the weights of a
+    version.
 
-    The weights are a hard link if the file system supports it: a restarted engine process reads them again, when the store
-    may have dropped the version.
+    The weights are a hard link if the file system supports it: a restarted engine process reads them
+    again, when the store may have dropped the version.
     """
     for path in Path(model_dir).iterdir():
         if not path.name.endswith(NOT_WEIGHTS):

@@ -1,17 +1,20 @@
-"""A worker that can change roles: carries out each stage that the scheduler sends, and reports its end and its seconds.
+"""A worker that can change roles: carries out each stage that the scheduler sends, and reports its end
+and its seconds.
 
-`libra.scheduler.worker_roles` sends the stages (`libra.policy.role_changes`). Here ``rollout`` is an engine that serves,
-``train`` a replica in the service of the core's pool (`libra.train.hybrid_pool`), ``lent`` nothing.
+`libra.scheduler.worker_roles` sends the stages (`libra.policy.role_changes`). Here ``rollout`` is
+an engine that serves, ``train`` a replica that computes slices for the core's pool
+(`libra.train.hybrid_pool`), ``lent`` nothing. A replica that loses the core reconnects: to the same
+pool if it was only dropped, or to the next one.
 
 Invariants
 ----------
-1. One stage at a time, in the order they came. A stage of a change older than the newest one known is not begun, and a drain
+1. One stage at a time, in order of arrival. A stage of an outdated change is not begun, and a drain
    under way ends; any other stage is finished first.
 2. Every error is reported as a failure of the stage; a handler of the stream never raises.
 3. Engine and replica are never in memory together: one is released before the other starts.
-4. A worker that returns during the run starts no role without a message.
-5. The scheduler withdraws slots before a drain; here they are zeroed when no task that takes one is left, and restored before
-   the worker reports that it has its new role.
+4. A reconnecting worker starts no role without a message.
+5. The scheduler withdraws slots before a drain; here they are zeroed when no task that takes one is
+   left, and restored before the worker reports its new role.
 """
 
 from __future__ import annotations
@@ -19,19 +22,26 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from libra import keys
-from libra.errors import LibraError
+from libra.errors import LibraError, TransferError
 from libra.facts import RoleMemberJoined, RoleStage, RoleStageFailed
 from libra.policy.role_changes import Assignment, Role, Stage
 from libra.worker.context import WorkerContext
-from libra.worker.dask_internals import set_supply, takes
-from libra.worker.engine_factory import EngineKind, Share, check_parallel, make_engine
-from libra.worker.hybrid_training import HybridTraining
-from libra.worker.worker_engine import WorkerEngine
+from libra.worker.dask_worker import set_supply, takes
+from libra.worker.engine.engine_factory import EngineKind, Share, check_parallel, make_engine
+from libra.worker.engine.worker_engine import WorkerEngine
+from libra.worker.model_files import ONE_MODEL_AT_A_TIME, collect_frozen
+from libra.worker.training.worker_trainer import make_replica, pool_token
+
+if TYPE_CHECKING:
+    from libra.train import Replica
+    from libra.train.hybrid_replica import HybridReplica
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +59,7 @@ class RoleMember:
             context, lambda *stage: self._stage_done(self.number, *stage), self._training_failed
         )
         self.has: Assignment | None = Assignment(Role.ROLLOUT, self.base.tp)
-        """Its present role, or the last one; None: nothing is in memory."""
+        """Its present or last role; None if nothing is in memory."""
         self.number = -1
         """Generation of the newest change that a message named."""
         self.leaving = False
@@ -140,7 +150,6 @@ class RoleMember:
             await self._idle(number, until_s)
 
     async def _idle(self, number: int, until_s: float | None = None) -> None:
-        """Wait until no generation runs on this worker."""
         while takes(self.context.worker, keys.ROLLOUT) and number == self.number:
             if until_s is not None and time.monotonic() > until_s:
                 await self.engine.serving.sleep(abort=True)  # turns under way are returned to the scheduler
@@ -181,3 +190,134 @@ class RoleMember:
         else:  # a drain that was ended early: all slots must be free before the worker supplies them again
             await self._idle(self.number)
         set_supply(self.context.worker, keys.ROLLOUT, kind.slots)
+
+
+Pool = tuple[int, str, int]
+"""Number of the gang whose core opened it (0 if it is alone), host and port."""
+
+
+class HybridTraining:
+    """The replica of a worker that can change roles, and its service in the pool.
+
+    ``stage_done`` (stage, when it began on the performance counter) and ``failed`` (detail) report
+    events of the service.
+    """
+
+    def __init__(
+        self, context: WorkerContext, stage_done: Callable[[str, float], None], failed: Callable[[str], None]
+    ) -> None:
+        self.context, self._stage_done, self._failed = context, stage_done, failed
+        self._pool: Pool | None = None
+        self._pool_changed = asyncio.Event()
+        self._leaving = False
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="libra-hybrid")
+        self._replica: Replica | None = None
+        self._hybrid: HybridReplica | None = None
+        self._service: asyncio.Future[None] | None = None
+
+    @property
+    def in_pool(self) -> bool:
+        """Whether it serves the pool, or must still leave a broken service."""
+        return self._service is not None
+
+    def pool_opened(self, pool: Pool) -> None:
+        """The core accepts hybrid replicas at this address."""
+        self._pool = pool
+        self._pool_changed.set()
+
+    async def start(self) -> None:
+        """Build a replica, unless one exists, and join the core; its weights arrive while the core continues."""
+        if self._service is not None and not self._service.done():
+            return  # its drain had not begun
+        if self._pool is None:
+            raise TransferError("no core replica accepts hybrid replicas now; request the change again later")
+        if self._replica is None:
+            async with ONE_MODEL_AT_A_TIME:
+                self._replica = await self._in_thread(make_replica, self.context.spec, self.context.model_dir, None)
+        self._leaving = False
+        self._hybrid = await self._in_thread(self._connect, self._pool)
+        self._service = asyncio.ensure_future(self._serve(self._hybrid))
+
+    async def leave(self, timeout_s: float | None) -> None:
+        """End the service: the current slice is finished, or goes to the core after ``timeout_s``."""
+        self._leaving = True
+        self._pool_changed.set()
+        assert self._service is not None
+        if self._hybrid is not None:
+            try:
+                self._hybrid.leave()
+            except TransferError as error:
+                logger.info("%s: the core had already ended: %s", self.context.name, error)
+        _, late = await asyncio.wait([self._service], timeout=timeout_s)
+        if late and self._hybrid is not None:
+            self._hybrid.abandon()
+            await asyncio.wait([self._service])
+        self._service = self._hybrid = None
+
+    async def drop_replica(self) -> None:
+        """Free the replica's memory."""
+        if self._replica is not None:
+            self._replica = None
+            await asyncio.to_thread(collect_frozen)
+
+    def close(self) -> None:
+        """Abort the service."""
+        self._leaving = True
+        if self._service is not None:
+            self._service.cancel()
+        if self._hybrid is not None:
+            self._hybrid.abandon()
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._replica = None
+
+    def _connect(self, pool: Pool) -> HybridReplica:
+        from libra.train.hybrid_replica import HybridReplica
+
+        gang, host, port = pool
+        assert self._replica is not None
+        began_s, loop = time.perf_counter(), self.context.worker.loop
+        hybrid = HybridReplica(self._replica, (host, port), pool_token(self.context.spec, gang), name=self.context.name)
+        hybrid.on_state = lambda: loop.add_callback(self._stage_done, "state", began_s)
+        return hybrid
+
+    async def _serve(self, hybrid: HybridReplica) -> None:
+        """Compute slices until it leaves, or its core refuses it."""
+        try:
+            while True:
+                used = self._pool
+                await self._in_thread(hybrid.run)
+                if self._leaving:
+                    return
+                lost_s = time.perf_counter()
+                logger.warning("%s: the core's pool %s has closed; reconnecting", self.context.name, used)
+                if (found := await self._reconnect(used)) is None:
+                    return
+                self._hybrid = hybrid = found
+                self._stage_done("reconnected", lost_s)
+        except LibraError as error:
+            if not self._leaving:
+                self._failed(str(error))
+        except Exception as error:  # the boundary of this task, whose exceptions are not reported
+            logger.exception("%s: training failed", self.context.name)
+            if not self._leaving:
+                self._failed(f"{type(error).__name__}: {error}")
+
+    async def _reconnect(self, used: Pool | None) -> HybridReplica | None:
+        """The replica in the same pool or the next one; None if it must leave first."""
+        while not self._leaving:
+            pool = self._pool
+            self._pool_changed.clear()
+            assert pool is not None
+            try:
+                found: HybridReplica = await self._in_thread(self._connect, pool)
+                return found
+            except TransferError:
+                if pool != used:
+                    raise
+            while self._pool == used and not self._leaving:
+                await self._pool_changed.wait()
+                self._pool_changed.clear()
+        return None
+
+    async def _in_thread(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)

@@ -1,89 +1,59 @@
-"""The facts of a run that every worker needs, sent once when the run starts; tasks then refer to the run by name."""
+"""The facts of a run that every worker needs, sent once when the run starts; tasks then refer to the
+run by name.
+
+The run's secret travels inside the spec over an encrypted connection, else through a file that only
+its owner can read: Dask sends pickled data, which anyone on the network can read over ``tcp://``.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from libra import keys
+from libra.cluster.connection import write_private
 from libra.config import RunConfig
 from libra.envs import Environment, check_state, make_environment
 from libra.envs.mcp_tools import with_mcp_tools
 from libra.envs.retries import BackOff
+from libra.errors import ClusterError
 from libra.types import TrajectoryId
 
 
+class _Below:
+    """A path in the directory of a run."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, files: RunFiles, kind: type[RunFiles]) -> Path:
+        return files.directory / self._name
+
+
 class RunFiles:
-    """Where the files of a run are."""
+    """The files of a run."""
 
     __slots__ = ()
     directory: Path
 
-    @property
-    def journal_dir(self) -> Path:
-        """Records of quanta, removed once their group is in the store."""
-        return self.directory / "journal"
-
-    @property
-    def groups_dir(self) -> Path:
-        """Immutable group records."""
-        return self.directory / "groups"
-
-    @property
-    def batches_dir(self) -> Path:
-        """Membership of each batch."""
-        return self.directory / "batches"
-
-    @property
-    def waves_dir(self) -> Path:
-        """Groups of each wave of a streamed step."""
-        return self.directory / "waves"
-
-    @property
-    def late_dir(self) -> Path:
-        """Late rewards that were delivered."""
-        return self.directory / "late"
-
-    @property
-    def teacher_dir(self) -> Path:
-        """What the teacher says of groups."""
-        return self.directory / "teacher"
-
-    @property
-    def epochs_dir(self) -> Path:
-        """One file for each start of the run."""
-        return self.directory / "epochs"
-
-    @property
-    def weights_dir(self) -> Path:
-        """The weight registry."""
-        return self.directory / "weights"
-
-    @property
-    def checkpoints_dir(self) -> Path:
-        """Checkpoints, and the link to the best."""
-        return self.directory / "checkpoints"
-
-    @property
-    def store_path(self) -> Path:
-        """The zarr store."""
-        return self.directory / "trajectories.zarr"
-
-    @property
-    def evaluations_dir(self) -> Path:
-        """Outcomes of evaluations, by version."""
-        return self.directory / "evaluations"
-
-    @property
-    def steps_dir(self) -> Path:
-        """Numbers of the steps taken."""
-        return self.directory / "steps"
+    journal_dir = _Below("journal")  # records of quanta, removed once their group is in the store
+    groups_dir = _Below("groups")  # immutable group records
+    batches_dir = _Below("batches")  # membership of each batch
+    waves_dir = _Below("waves")  # groups of each wave of a streamed step
+    late_dir = _Below("late")  # late rewards that were delivered
+    teacher_dir = _Below("teacher")  # a teacher's scores of groups
+    epochs_dir = _Below("epochs")  # one file for each start of the run
+    weights_dir = _Below("weights")  # the weight registry
+    checkpoints_dir = _Below("checkpoints")  # checkpoints, and the link to the best
+    store_path = _Below("trajectories.zarr")
+    evaluations_dir = _Below("evaluations")  # outcomes of evaluations, by version
+    steps_dir = _Below("steps")  # numbers of the steps taken
 
 
 @dataclass(frozen=True, slots=True)
 class RunDirectory(RunFiles):
-    """The directory of a run, of which nothing has been read yet."""
+    """The directory of a run that has not been read yet."""
 
     directory: Path
 
@@ -94,19 +64,16 @@ class RunSpec(RunFiles):
 
     Attributes
     ----------
-    run : str
-        Its name.
     epoch : int
-        Which start of the run this is, from 0.
+        Number of this start of the run, from 0.
     directory : Path
         The run directory, on storage that every worker and the scheduler reach.
     model_dir : str
         Resolved model: a directory, or a Hugging Face id.
-    config : RunConfig
     environment : Environment or None
-        One given as an object (``libra.train``); None: made from ``config.environment``.
+        An object given to ``libra.train``; None if ``config.environment`` describes it.
     from_checkpoint : Path or None
-        Directory, checked and without links, whose weights are version 0; None: ``model_dir`` itself.
+        Directory, checked and without links, whose weights are version 0; None for ``model_dir``.
     secret : str
         Secret by which workers authenticate each other in transfers.
     """
@@ -138,18 +105,59 @@ class RunSpec(RunFiles):
 
     @property
     def back_off(self) -> BackOff:
-        """How calls are tried again that an API refuses for now."""
+        """Retries of calls that an API refuses for now."""
         section = self.config.environment
         return BackOff(section.retries, section.retry_s, self.config.run.seed)
 
     def turn_seed(self, tid: TrajectoryId, turn: int, draw: int = 0) -> int:
-        """Seed of one generation, from the run's seed and the position only; ``draw`` counts fresh starts of the trajectory.
+        """Seed of one generation, from the run's seed and the position only; ``draw`` counts fresh starts of
+        the trajectory.
 
-        The evaluations before and after training use the same questions with the same seeds: for split "eval" the
-        iteration (a weight version) is left out.
+        Split "eval" leaves out the iteration (a weight version): all evaluations have the same seeds.
         """
         iteration = tid.iteration if tid.split == "train" else 0
         text = f"{self.config.run.seed}/{tid.split}/{iteration}/{tid.group}/{tid.sample}/{turn}"
         if draw:
             text += f"/{draw}"
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1
+
+
+SECRET_FILE = "secret"
+ENCRYPTED = ("tls://", "inproc://")
+"""Schemes of scheduler addresses whose traffic cannot be read by others."""
+
+
+def sendable_spec(spec: RunSpec, scheduler: str) -> tuple[RunSpec, Path | None]:
+    """``spec`` as the scheduler at that address may send it, and the file with the secret that it then
+    lacks, if any.
+
+    A run without connections between its workers leaves no file.
+    """
+    if scheduler.startswith(ENCRYPTED):
+        return spec, None
+    config = spec.config
+    path = None
+    cluster, peers = config.cluster, (config.trainer.dispatch, config.weights.transfer)
+    exchanges_kv = config.rollout.kv_host_gib is not None
+    if "peer" in peers or exchanges_kv or cluster.hybrid_workers or cluster.train_workers > 1:
+        path = spec.directory / SECRET_FILE
+        write_private(path, spec.secret)
+    return replace(spec, secret=""), path
+
+
+def with_secret(spec: RunSpec, path: Path | None) -> RunSpec:
+    """The spec with its secret again, on a worker; ClusterError if the file cannot be read there."""
+    if path is None:
+        return spec
+    try:
+        return replace(spec, secret=path.read_text())
+    except OSError as error:
+        raise ClusterError(
+            f"{path}: this worker cannot read the run's secret ({error.strerror}), which an open scheduler must not send; start "
+            "scheduler and workers with a key: libra cluster tls DIR"
+        ) from error
+
+
+def forget_secret(directory: Path) -> None:
+    """Remove the file from the run directory, if there is one."""
+    (directory / SECRET_FILE).unlink(missing_ok=True)

@@ -132,7 +132,7 @@ async def test_agents_go_on_from_the_journal_when_the_program_that_runs_them_is_
 
 
 async def test_an_agent_that_asks_something_else_after_a_restart_begins_a_fresh_draw(start, tmp_path, monkeypatch):
-    monkeypatch.setattr("libra.worker.agent_quanta.REPLAY_S", 0.2)
+    monkeypatch.setattr("libra.worker.trajectory.agent_quanta.REPLAY_S", 0.2)
 
     async with start("other") as worker:
         prompt, engine = worker.environment.prompt("train", 0), worker.engine

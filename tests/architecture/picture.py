@@ -34,7 +34,6 @@ LAYERS: dict[str, dict[str, str]] = {
         "rollout": "inference engines: transformers, vLLM",
         "train": "replica, losses, advantages, corrections, checkpoints, training groups",
         "weights": "versions: publishing, transfer, the version check",
-        "dispatch": "batch rows from the workers that graded them to the training ranks",
         "transport": "authenticated connections and byte runs between processes",
         "store": "what is committed: journal, groups, batches, zarr, event log",
         "agents": "agents of users over HTTP: gateway, conversations as trees of tokens, processes",

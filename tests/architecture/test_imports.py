@@ -33,7 +33,6 @@ ALLOWED: dict[str, set[str]] = {
     | {"model_loader", "named_parts", "transport", "tensors", "tensor_files", "scoring", "heads", "experts"},
     "weights": FOUNDATION | {"transport", "tensors", "tensor_files", "projections"},
     "store": FOUNDATION | {"tensors"},
-    "dispatch": FOUNDATION | {"transport"},
     "transport": FOUNDATION,
     "envs": FOUNDATION | {"named_parts"},
     "agents": FOUNDATION,
@@ -124,11 +123,11 @@ def test_every_module_follows_the_arrows(modules: dict[str, Path], imports_of: I
         ("libra.weights.store", "from libra.worker.run_spec import RunSpec"),
         ("libra.store.record_codec", "from libra.scheduler.queue import ParkedQueue"),
         ("libra.envs.tool", "if TYPE_CHECKING:\n    from libra.rollout import RolloutEngine"),
-        ("libra.transport.server", "from libra.dispatch import Block"),
+        ("libra.transport.server", "from libra.worker.run_spec import RunSpec"),
         ("libra.types", "from libra.keys import make"),
         ("libra.driver.session", "from libra.cli.main import main"),
         ("libra.graph.iteration", "from libra.driver.session import Session"),
-        ("libra.worker.host", "from libra.graph.training_nodes import step"),
+        ("libra.worker.runtime", "from libra.graph.training_nodes import step"),
     ],
 )
 def test_a_violation_is_caught(module: str, source: str, imports_of: Imports) -> None:
@@ -143,7 +142,10 @@ def test_a_violation_is_caught(module: str, source: str, imports_of: Imports) ->
             "import numpy as np\nfrom libra.types import Phase\nfrom libra.policy.placements import OpenGate",
         ),
         ("libra.policy.fifo", "from .messages import OpenGate"),
-        ("libra.worker.host", "from libra.rollout import RolloutEngine\nfrom libra.train import Replica\nimport time"),
+        (
+            "libra.worker.runtime",
+            "from libra.rollout import RolloutEngine\nfrom libra.train import Replica\nimport time",
+        ),
         ("libra.store.trajectory_journal", "import os\nfrom libra import keys"),
     ],
 )

@@ -155,7 +155,7 @@ def test_a_local_cluster_reads_what_the_table_says():
 
 @pytest.mark.parametrize("engine", ["transformers", "vllm"])
 def test_an_engine_reads_what_the_table_says(engine, tiny_model):
-    from libra.worker.engine_factory import EngineKind, make_engine
+    from libra.worker.engine.engine_factory import EngineKind, make_engine
 
     config = config_from_dict({"rollout": {"engine": engine}})
     looked_at = {"rollout.exact_logprobs", "rollout.keep_kv", *(name for name in READ if name.startswith("vllm."))}

@@ -58,9 +58,8 @@ def teacher_client(random_model, teacher, tmp_path_factory):
 
 def taken_again(spec, steps, checkpoint=""):
     """The numbers of the steps that a replica takes again, from the checkpoint before ``checkpoint``, which is removed."""
-    from libra.worker.checkpoint_writer import CheckpointWriter
-    from libra.worker.replica_factory import make_replica
-    from libra.worker.trainer import recover
+    from libra.worker.training.checkpoint_writer import CheckpointWriter
+    from libra.worker.training.worker_trainer import make_replica, recover
 
     if checkpoint:
         shutil.rmtree(spec.checkpoints_dir / checkpoint)

@@ -6,8 +6,8 @@ from libra import keys
 from libra.cluster.local import engine_resources, thread_bindings, worker_resources
 from libra.config import config_from_dict
 from libra.errors import ConfigError, EngineError
-from libra.worker import engine_factory
-from libra.worker.engine_factory import EngineKind, check_engine, make_engine
+from libra.worker.engine import engine_factory
+from libra.worker.engine.engine_factory import EngineKind, check_engine, make_engine
 
 
 def test_a_worker_says_what_its_engine_is_like_and_the_configuration_says_the_rest():

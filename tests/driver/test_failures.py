@@ -14,6 +14,7 @@ import pytest
 import whole_run
 import zarr
 
+from factories import kinds_of
 from libra import errors
 from libra.driver.session import RunSummary, Session, run
 from libra.envs import tool
@@ -21,7 +22,7 @@ from libra.errors import BatchFailed, ConfigError, LibraError, NothingToLearn
 from libra.store.trajectory_journal import Journal
 from libra.testing import FixedTurns
 from libra.types import Boundary, Episode, FailureClass, Prompt, ToolCall
-from libra.worker.failure_classes import FAULTS, failure_of
+from libra.worker.trajectory.graded_members import FAULTS, failure_of
 
 ONE_ITERATION = {"run": {"iterations": 1}, "trainer": {"prompts": 2, "group_size": 4}}
 
@@ -209,7 +210,7 @@ def test_an_engine_that_failed_once_goes_on_from_what_was_committed(make_config,
     assert set(columns["retried"]) == {"engine"} and set(columns["failure"]) == {"policy"}
     assert values["resampled/engine"] == 8 and values["left_out"] == 0
     journal = Journal(session.directory / "journal").read("train-0-0-0")
-    assert [record["kind"] for record in journal] == ["generation", "action"] * 2 + ["failure", "generation"]
+    assert kinds_of(journal) == ["generation", "action"] * 2 + ["failure", "generation"]
 
 
 def test_a_grader_that_failed_once_is_asked_again_about_the_same_answer(make_config, client, tmp_path):

@@ -18,10 +18,9 @@ SAME = ("loss", "grad_norm", "action_tokens", "entropy", "ratio_mean")
 
 def check_steps_of_one(session, rows):
     """A replica alone takes the same steps on the batches of the run, up to the rounding of sums."""
-    from libra.worker.checkpoint_writer import CheckpointWriter
-    from libra.worker.replica_factory import make_replica
     from libra.worker.run_spec import RunSpec
-    from libra.worker.trainer import recover
+    from libra.worker.training.checkpoint_writer import CheckpointWriter
+    from libra.worker.training.worker_trainer import make_replica, recover
 
     config, directory = session.spec.config, session.directory
     config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"train_workers": 1})})

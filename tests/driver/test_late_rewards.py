@@ -23,9 +23,8 @@ from libra.store.event_log import read_events
 from libra.store.run_records import read_batch_facts
 from libra.testing import FixedTurns
 from libra.weights import WeightStore
-from libra.worker.checkpoint_writer import CheckpointWriter
-from libra.worker.replica_factory import make_replica
-from libra.worker.trainer import recover
+from libra.worker.training.checkpoint_writer import CheckpointWriter
+from libra.worker.training.worker_trainer import make_replica, recover
 
 
 class Judged(FixedTurns):

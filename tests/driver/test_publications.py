@@ -17,7 +17,7 @@ pytestmark = pytest.mark.timeout(600)
 
 def waits_for_the_passes(run, version, dies, dask_worker):
     """The publication of ``version`` begins only when the passes of its step are over; or its worker dies as they begin."""
-    from libra.worker import publications
+    from libra.worker.training import publications
 
     replica = dask_worker.plugins[f"libra-{run}"].trainer.replica
     loss, change, publish = replica.gradient.micro_batch_loss, replica.before_change, publications.publish_checked
@@ -61,7 +61,7 @@ def run_held(config, client, *, dies):
 
 def let_go():
     """Other tests use this worker too."""
-    from libra.worker import publications
+    from libra.worker.training import publications
 
     held = publications.publish_checked
     publications.publish_checked = getattr(held, "whole", held)

@@ -10,7 +10,7 @@ from libra.cluster.local import local_cluster
 from libra.config import config_from_dict
 from libra.config.engine_package import is_installed
 from libra.driver.session import Session
-from libra.worker.engine_factory import Share
+from libra.worker.engine.engine_factory import Share
 
 ONE = {"rollout-0": {"role": "rollout", "tp": 2}, "rollout-1": "lent"}
 TWO = {"rollout-0": {"role": "rollout", "tp": 1}, "rollout-1": {"role": "rollout", "tp": 1}}

@@ -24,9 +24,9 @@ from libra.testing import FixedTurns
 from libra.train import Replica, TrainSettings
 from libra.types import TrajectoryId
 from libra.weights import WeightStore
-from libra.worker.checkpoint_writer import CheckpointWriter
 from libra.worker.run_spec import RunSpec
-from libra.worker.trainer import recover
+from libra.worker.training.checkpoint_writer import CheckpointWriter
+from libra.worker.training.worker_trainer import recover
 
 # ------------------------------------------------------------------------------------------------ the same weights
 

@@ -10,15 +10,23 @@ from hypothesis import strategies as st
 import factories
 from libra.config import config_from_dict
 from libra.driver.resume import read_point
+from libra.store.quantum_records import FailureRecord, GenerationRecord
 from libra.store.run_records import commit_batch, write_group
 from libra.store.trajectory_journal import Journal
-from libra.types import TrajectoryId
+from libra.types import FailureClass, StopReason, TrajectoryId
 from libra.worker.run_spec import RunSpec
 
 FATES = st.one_of(
     st.sampled_from(["consumed", "committed", "untouched"]),
     st.lists(st.lists(st.integers(0, 9), max_size=3), min_size=1, max_size=3),  # versions in each record of its journal
 )
+
+
+def generated(versions):
+    found = np.array(versions, np.int32)
+    return GenerationRecord(
+        turn=0, token_ids=found, logprobs=found, weight_versions=found, kv_versions=found, stop_reason=StopReason.STOP
+    )
 
 
 @given(st.lists(st.lists(FATES, min_size=1, max_size=2), max_size=3), st.booleans())
@@ -40,7 +48,7 @@ def test_each_group_is_consumed_or_committed_or_started_or_none(fates, leftovers
                     started[(k, g)] = g + 3  # by its record: no batch may leave it behind before it reports again
                 elif not isinstance(fate, str):
                     for quantum, versions in enumerate(fate):
-                        record = {"kind": "generation", "weight_versions": np.array(versions, np.int32)}
+                        record = generated(versions)
                         journal.append(f"train-{k}-{g}-0", quantum, record)
                     if known := [version for versions in fate for version in versions]:
                         started[(k, g)] = min(known)
@@ -52,9 +60,9 @@ def test_each_group_is_consumed_or_committed_or_started_or_none(fates, leftovers
         if leftovers:  # none of these is an answer to anything
             commit_batch(spec.batches_dir, len(batches) + 1, [TrajectoryId(99, 0, 0)])  # after a gap
             (spec.groups_dir / ".train-000000-000000.group.ab.tmp").touch()
-            journal.append("eval-0-0-0", 0, {"kind": "generation", "weight_versions": np.array([0], np.int32)})
+            journal.append("eval-0-0-0", 0, generated([0]))
             for k, g in consumed:  # the journal of a group goes after its store
-                journal.append(f"train-{k}-{g}-1", 0, {"kind": "generation", "weight_versions": np.array([0])})
+                journal.append(f"train-{k}-{g}-1", 0, generated([0]))
         point = read_point(spec)
         assert point.members == batches and point.batches == len(batches)
         assert point.consumed == consumed and point.committed == committed and point.started == started
@@ -69,6 +77,6 @@ def test_the_oldest_version_of_all_samples_counts(tmp_path):
     assert (point.batches, point.members, point.committed, point.started) == (0, [], frozenset(), {})
     journal = Journal(spec.journal_dir)
     for sample, versions in ((0, [4, 3]), (1, [2]), (10, [5])):
-        journal.append(f"train-1-0-{sample}", 0, {"kind": "failure", "failure": "engine", "detail": ""})
-        journal.append(f"train-1-0-{sample}", 1, {"kind": "generation", "weight_versions": np.array(versions)})
+        journal.append(f"train-1-0-{sample}", 0, FailureRecord(failure=FailureClass.ENGINE))
+        journal.append(f"train-1-0-{sample}", 1, generated(versions))
     assert read_point(spec).started == {(1, 0): 2}

@@ -14,8 +14,8 @@ from libra.envs import FunctionEnvironment
 from libra.errors import BatchFailed, ConfigError, LibraError, ModelError
 from libra.store.event_log import EventReader
 from libra.store.trajectory_store import TrajectoryStore
-from libra.worker.service_functions import FUNCTIONS
-from libra.worker.service_models import HostModel
+from libra.worker.services.service_functions import FUNCTIONS
+from libra.worker.services.service_models import HostModel
 
 HERE = "asked_services"
 

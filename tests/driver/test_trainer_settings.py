@@ -22,9 +22,8 @@ def dies_after_the_old_policies(run, dask_worker):
 
 
 def test_old_policies_are_exact_for_every_token_and_a_killed_trainer_takes_the_same_steps_again(make_config, client):
-    from libra.worker.checkpoint_writer import CheckpointWriter
-    from libra.worker.replica_factory import make_replica
-    from libra.worker.trainer import recover
+    from libra.worker.training.checkpoint_writer import CheckpointWriter
+    from libra.worker.training.worker_trainer import make_replica, recover
 
     config = make_config(
         run={"iterations": 6, "eta": 3}, trainer={"old_logp": "version", "correction": "truncate", "lr": 1e-3},

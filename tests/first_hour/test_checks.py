@@ -13,7 +13,7 @@ from libra.envs import Environment, FunctionEnvironment
 from libra.envs.tool_arithmetic import ToolArithmetic
 from libra.errors import ConfigError
 from libra.rollout import load_chat_format
-from libra.worker.grading import score_fault
+from libra.worker.trajectory.graded_members import score_fault
 
 SHIPPED = Path(libra.__file__).parent / "assets" / "tiny_arithmetic"
 

@@ -17,8 +17,8 @@ from libra.policy import StalenessPolicy, Verdict
 from libra.train import TrainSettings
 from libra.train.samples import sample_of
 from libra.types import EndReason, FailureClass, TrajectoryId
-from libra.worker import batch_rows
-from libra.worker.batch_rows import SliceFetcher, lazy_batch, lengths, without_stale
+from libra.worker.training import batch_rows
+from libra.worker.training.batch_rows import SliceFetcher, lazy_batch, lengths, without_stale
 
 BATCH, ETA = 6, 2
 VERSIONS = st.lists(st.integers(0, BATCH), max_size=6).map(sorted)
@@ -106,7 +106,7 @@ def test_rows_that_come_from_other_workers_are_masked_as_those_that_are_read():
     batch = {"members": [row]}
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(batch_rows, "read_group", lambda path: group)
-        fetcher = SliceFetcher(batch, "me", SimpleNamespace(groups_dir=Path("groups"), run="demo", secret=""))
+        fetcher = SliceFetcher(batch, SimpleNamespace(groups_dir=Path("groups"), run="demo", secret=""))
         lazy = lazy_batch(batch, fetcher)
         (fetched,) = fetcher([fact.row for fact in lazy.facts])
     assert fetched.is_action.tolist() == [False, False, False, False, True]

@@ -14,7 +14,7 @@ def test_a_group_that_is_not_scored_in_time_ends_no_run(tmp_path, monkeypatch, c
         raise faults.pop(0)
 
     host = SimpleNamespace(spec=SimpleNamespace(groups_dir=tmp_path))
-    monkeypatch.setattr(teacher_nodes, "host_here", lambda run: host)
+    monkeypatch.setattr(teacher_nodes, "runtime_here", lambda run: host)
     monkeypatch.setattr(teacher_nodes, "read_group", lambda path: [])
     monkeypatch.setattr(teacher_nodes, "_scored", scored)
     assert asyncio.run(teacher_nodes.teach("demo", None, 3, 7))["group"] == 7

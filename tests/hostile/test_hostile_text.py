@@ -33,13 +33,14 @@ from libra.envs.tool_arithmetic import ToolArithmetic
 from libra.errors import RewardFault, ToolFault
 from libra.rollout.chat_format import SpecialTokens, load_chat_format
 from libra.store.event_log import EventLog, read_events
+from libra.store.quantum_records import ActionRecord
 from libra.store.run_records import read_group, write_group
 from libra.store.trajectory_journal import Journal
 from libra.store.trajectory_store import TrajectoryStore
 from libra.testing import FixedTurns
 from libra.types import EndReason, Episode, FailureClass, ToolCall, ToolReturn, ToolStatus, TrajectoryId, Turn
 from libra.untrusted import MAX_CALLS, MAX_DEPTH, storable, storable_call, storable_calls
-from libra.worker.trajectory_state import TrajectoryState, action_record, failure_record, generation_record
+from libra.worker.trajectory.trajectory_state import TrajectoryRules, TrajectoryState, failure_record, generation_record
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -130,12 +131,15 @@ def test_every_text_goes_through_journal_state_group_and_store(tmp_path, returne
         clean, calls = storable(text), calls_of(text)[:50]
         written = [generation_record(0, np.zeros(2, np.int32), output_of(), clean, calls)]
         if calls:
-            written.append(action_record(0, returned[sample : sample + 1], np.zeros(4, np.int32)))
+            written.append(
+                ActionRecord(
+                    turn=0, returns=tuple(returned[sample : sample + 1]), observation_ids=np.zeros(4, np.int32)
+                )
+            )
         written.append(failure_record(FailureClass.TOOL, text))
         for quantum, record in enumerate(written):
-            record |= {"worker": "w", "start_s": 0.0, "stop_s": 1.0, "epoch": 0}
             journal.append(str(tid), quantum, record)
-        state = TrajectoryState(tid, PROMPT, max_turns=4, max_context_tokens=1000)
+        state = TrajectoryState(tid, PROMPT, TrajectoryRules(4, 1000))
         for record in reader.read(str(tid)):
             state.apply(record)
         assert state.end is not None

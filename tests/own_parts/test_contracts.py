@@ -21,7 +21,7 @@ from libra.testing.parts import AdvantageContract, LoaderContract, LossContract,
 from libra.train.logprobs import load_model
 from libra.train.own_parts import check_advantage, check_loss, check_schedule
 from libra.types import Phase
-from libra.worker.engine_factory import EngineKind, check_engine, check_own_engine, make_engine
+from libra.worker.engine.engine_factory import EngineKind, check_engine, check_own_engine, make_engine
 
 
 class TestLoss(LossContract):

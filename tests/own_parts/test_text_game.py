@@ -29,7 +29,7 @@ def test_a_game_is_played_to_its_end_and_its_state_is_in_the_records(make_config
     assert set(columns["failure"][:]) <= {"none", "policy"}
     journal = Journal(summary.directory / "journal")
     states = [
-        decode_state(game, [record for record in journal.read(name) if "state" in record][-1]["state"])
+        decode_state(game, [record for record in journal.read(name) if record.state is not None][-1].state)
         for name in sorted(journal.trajectories())
     ]
     assert [len(state["guesses"]) for state in states] == columns["num_turns"][:].tolist()

@@ -40,7 +40,11 @@ FAULTS = (
         ("train/test_losses.py",),
     ),
     Fault(
-        "epoch_not_checked", "worker/quanta.py", "        self.context.epoch.check()\n", "", ("worker/test_quanta.py",)
+        "epoch_not_checked",
+        "worker/trajectory/quanta.py",
+        "        self.context.epoch.check()\n",
+        "",
+        ("worker/trajectory/test_quanta.py",),
     ),
     Fault(
         "gate_one_version_early",
@@ -121,7 +125,7 @@ FAULTS = (
     ),
     Fault(
         "resume_skips_a_batch",
-        "worker/trainer.py",
+        "worker/training/worker_trainer.py",
         "        while replica.steps_done < steps:\n",
         "        while replica.steps_done + 1 < steps:\n",
         ("driver/test_resume.py",),

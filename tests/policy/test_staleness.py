@@ -30,7 +30,7 @@ from libra.graph.member_rows import member_rows
 from libra.policy import Admission, CommittedGroup, OneVersion, StalenessPolicy, Verdict, Waves, judge
 from libra.policy.late import WaitingGroup, settle
 from libra.types import EndReason, Phase, Prompt, Trajectory, TrajectoryId
-from libra.worker.batch_rows import without_stale
+from libra.worker.training.batch_rows import without_stale
 
 IN_A_ROW = 10
 """Schedules of each set of rules: 250 in all, 2,000 in CI."""

@@ -10,7 +10,7 @@ from distributed.diagnostics.plugin import SchedulerPlugin
 from libra import keys
 from libra.scheduler import dask_internals
 from libra.scheduler.dask_internals import Release
-from libra.worker.dask_internals import quantum_here
+from libra.worker.dask_worker import quantum_here
 
 RUNS = []
 """Where `once_more` ran; functions of a module are not copied on their way to a worker of this process."""

@@ -24,7 +24,7 @@ KEY = keys.make("trajectory", (0, 0, 0), epoch=0, run="demo")
 
 
 class Stacks(WorkerPlugin):
-    """What `LibraHost` does first."""
+    """What `WorkerRuntime` does first."""
 
     def setup(self, worker):
         worker_stacks.install(worker)

@@ -20,9 +20,9 @@ def replay(directory: Path, group: Any) -> list[dict[str, Any]]:
     """What each step of a run comes to."""
     from libra.config import load_config, resolve_model
     from libra.store.run_records import read_batch_facts
-    from libra.worker.batch_rows import members_of
-    from libra.worker.replica_factory import make_replica
     from libra.worker.run_spec import RunSpec
+    from libra.worker.training.batch_rows import members_of
+    from libra.worker.training.worker_trainer import make_replica
 
     config = load_config(str(directory / "config.resolved.yaml"))
     model_dir = Path(resolve_model(config.model.path))

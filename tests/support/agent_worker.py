@@ -11,11 +11,12 @@ import numpy as np
 
 from libra.config import config_from_dict
 from libra.errors import EngineAsleep
+from libra.store.quantum_records import RequestRecord
 from libra.store.trajectory_journal import Journal
 from libra.testing import FixedTurns
 from libra.types import StopReason, TrajectoryId, TurnOutput, TurnRequest
-from libra.worker.agent_quanta import Agents
-from libra.worker.quanta import QuantumRunner
+from libra.worker.trajectory.agent_quanta import Agents
+from libra.worker.trajectory.quanta import QuantumRunner
 
 TID = TrajectoryId(0, 0, 0)
 Script = Callable[[str, TurnRequest], str]
@@ -165,4 +166,4 @@ def check_one_sequence(state, engine):
 
 def reasons(state):
     """Of each request, what it continues or why it does not."""
-    return [record["asked"]["reason"] for record in state.records[state.first :] if "asked" in record]
+    return [record.reason for record in state.draw_records if isinstance(record, RequestRecord)]

@@ -11,8 +11,8 @@ from libra.rollout import TransformersEngine
 from libra.train import Replica, TrainSettings
 from libra.types import TurnRequest
 from libra.weights import WeightStore
-from libra.worker.publications import publish_checked
-from libra.worker.verified_engine import Serving
+from libra.worker.engine.verified_engine import Serving
+from libra.worker.training.publications import publish_checked
 
 CONTEXT = 96
 

@@ -5,7 +5,8 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from libra.store.record_codec import unpack
+from libra.store.quantum_records import GenerationRecord, QuantumRecord
+from libra.store.record_codec import struct_decoder, unpack_all
 
 
 def kill_at_generation(run: str, turn: int, flag: Path, dask_worker: Any) -> None:
@@ -14,8 +15,8 @@ def kill_at_generation(run: str, turn: int, flag: Path, dask_worker: Any) -> Non
     append = journal.append
 
     def watched(name: str, quantum: int, *records: bytes) -> None:
-        record = unpack(records[0], source=name)
-        if record["kind"] == "generation" and record["turn"] == turn:
+        (record,) = unpack_all(records[0], struct_decoder(QuantumRecord), source=name)
+        if isinstance(record, GenerationRecord) and record.turn == turn:
             try:
                 flag.open("x").close()
             except FileExistsError:

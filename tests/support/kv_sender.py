@@ -8,7 +8,7 @@ import numpy as np
 
 from libra.rollout.kv_objects import KVObject
 from libra.transport import Server
-from libra.worker.kv_transfer import PURPOSE, give
+from libra.worker.engine.kv_transfer import PURPOSE, give
 
 KV = KVObject.of("a", 0, np.arange(8), "layout", np.arange(2**20, dtype=np.uint32).view(np.uint8))
 

@@ -12,10 +12,9 @@ from libra.store.event_log import read_events
 from libra.store.run_records import groups_of, in_waves, read_batch_facts
 from libra.store.trajectory_store import TrajectoryStore
 from libra.weights import WeightStore
-from libra.worker.checkpoint_writer import CheckpointWriter
-from libra.worker.replica_factory import make_replica
 from libra.worker.run_spec import RunSpec
-from libra.worker.trainer import recover
+from libra.worker.training.checkpoint_writer import CheckpointWriter
+from libra.worker.training.worker_trainer import make_replica, recover
 
 
 def events_of(directory: Path) -> list[Fact]:

@@ -7,6 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import zarr
 
@@ -84,7 +85,9 @@ def journal_records(directory: Path) -> dict[str, str]:
     found, journal = {}, Journal(directory / "journal")
     for name in journal.trajectories():
         for quantum, record in enumerate(journal.read(name)):
-            found[f"{name}.{quantum}"] = json.dumps(record, default=lambda array: array.tolist(), sort_keys=True)
+            found[f"{name}.{quantum}"] = json.dumps(
+                msgspec.to_builtins(record, enc_hook=lambda array: array.tolist()), sort_keys=True
+            )
     return found
 
 

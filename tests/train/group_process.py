@@ -156,7 +156,9 @@ class Member:
     def wait_for(self, members, joining=False):
         pool = self.recorded.replica.hybrids
         assert pool is not None
-        return pool.wait_for(members, joining=joining) if members else pool.wait_empty()
+        while not members and pool.connected:
+            os.sched_yield()
+        return pool.wait_for(members, joining=joining)
 
     def step(self, k, waves=None):
         try:

@@ -16,9 +16,9 @@ from libra.config import config_from_dict
 from libra.errors import EngineError, TrainError, TransferError
 from libra.facts import fields_of, unpack
 from libra.policy.role_changes import Assignment, Role
-from libra.worker import hybrid_training
+from libra.worker import role_member
 from libra.worker.context import WorkerContext
-from libra.worker.engine_factory import EngineKind
+from libra.worker.engine.engine_factory import EngineKind
 from libra.worker.role_member import RoleMember
 
 hybrid_module = importlib.import_module("libra.train.hybrid_replica")  # ``libra.train`` is also the name of a function
@@ -91,7 +91,7 @@ class Case:
         context = WorkerContext(self.worker, spec, nothing, nothing, nothing, nothing, nothing)
         engine = SimpleNamespace(serving=self.serving, kind=kind)
         self.member = RoleMember(context, engine)
-        monkeypatch.setattr(hybrid_training, "make_replica", lambda *arguments: "a replica")
+        monkeypatch.setattr(role_member, "make_replica", lambda *arguments: "a replica")
         monkeypatch.setattr(hybrid_module, "HybridReplica", FakeHybrid)
         monkeypatch.setattr(FakeHybrid, "made", queue.SimpleQueue())
         monkeypatch.setattr(FakeHybrid, "closed", set())

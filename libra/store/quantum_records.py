@@ -1,0 +1,146 @@
+"""The records of a journal, one for each quantum of a trajectory; resume, repair and the checks of a
+run read them back.
+
+A state (``state``) is the environment's own, as bytes, after the record; it is absent where the
+environment has none, or it did not change.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from numpy.typing import NDArray
+
+from libra.types import EndReason, FailureClass, StopReason, ToolCall, ToolReturn
+
+Array = NDArray[Any]
+
+
+class QuantumStamp(msgspec.Struct, kw_only=True, omit_defaults=True, tag_field="kind"):
+    """Worker, Unix times and start of the run of one quantum."""
+
+    worker: str = ""
+    start_s: float = 0.0
+    stop_s: float = 0.0
+    epoch: int = -1
+
+
+class GenerationRecord(QuantumStamp, kw_only=True, tag="generation"):
+    """One generation, or a part of a turn that goes on (`is_unfinished`); the last part has text and calls
+    of the whole turn.
+
+    Attributes
+    ----------
+    prompt_ids : int32 array, optional
+        Only in the first record of an attempt.
+    token_ids, logprobs, weight_versions, kv_versions : arrays of one length
+        One entry per generated token; log-probabilities in nats.
+    drawn : list of arrays, optional
+        The fields of `libra.types.Drawn`.
+    routes : int16 array, optional
+        Experts of the tokens from ``routes_from`` on (T, layers, experts per token).
+    stopped : str, optional
+        The client's stop text that ended an agent's turn.
+    unstorable : str, optional
+        Why text and calls could not be stored: the trajectory ends as a `policy` failure.
+    """
+
+    turn: int
+    prompt_ids: Array | None = None
+    token_ids: Array
+    logprobs: Array
+    weight_versions: Array
+    kv_versions: Array
+    stop_reason: StopReason
+    cached_tokens: int = 0
+    queued_s: float = 0.0
+    busy_s: float = 0.0
+    text: str = ""
+    calls: tuple[ToolCall, ...] = ()
+    drawn: list[Array] | None = None
+    state: bytes | None = None
+    routes: Array | None = None
+    routes_from: int = 0
+    stopped: str | None = None
+    unstorable: str | None = None
+
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether the turn goes on."""
+        return self.stop_reason is StopReason.PARKED
+
+
+class ActionRecord(QuantumStamp, kw_only=True, tag="action"):
+    """The returns of a turn's calls, and the tokens appended for the model to read.
+
+    ``lease``: worker and name of the trajectory's session. ``ends``: the environment's ``step`` ended
+    it.
+    """
+
+    turn: int
+    returns: tuple[ToolReturn, ...] = ()
+    observation_ids: Array
+    state: bytes | None = None
+    lease: tuple[str, str] | None = None
+    ends: bool = False
+
+
+class RequestRecord(QuantumStamp, kw_only=True, tag="request"):
+    """A request of an agent to the model: the answer will be turn ``turn``.
+
+    Attributes
+    ----------
+    parent : int
+        The turn that the request continues; -1 for none.
+    returns : tuple of ToolReturn
+        Returns of the tools of that turn.
+    observation_ids : int32 array
+        Tokens that follow the parent.
+    messages, tools : list of lists, str
+        The request as `libra.agents` reads it again after a restart.
+    reason : str
+        "first", "continued", or why it begins a branch.
+    """
+
+    turn: int
+    parent: int
+    returns: tuple[ToolReturn, ...] = ()
+    observation_ids: Array
+    messages: list[list[Any]]
+    tools: str
+    reason: str
+    fingerprint: bytes
+    stop: list[str]
+    max_tokens: int | None
+    by_ids: bool
+
+
+class AgentEndRecord(QuantumStamp, kw_only=True, tag="agent_end"):
+    """The end of an agent, with its result (JSON; empty: None) and the reward that it gave itself."""
+
+    turn: int
+    end: EndReason
+    failure: FailureClass
+    detail: str = ""
+    result: str = ""
+    reward: float | None = None
+
+
+class FailureRecord(QuantumStamp, kw_only=True, tag="failure"):
+    """The end of an attempt without an answer."""
+
+    failure: FailureClass
+    detail: str = ""
+
+
+class RestartRecord(QuantumStamp, kw_only=True, tag="restart"):
+    """A trajectory begins again: its engine serves another version (``began``, ``serves``), or its agent
+    asks something else."""
+
+    began: int = -1
+    serves: int = -1
+    detail: str = ""
+
+
+QuantumRecord = GenerationRecord | ActionRecord | RequestRecord | AgentEndRecord | FailureRecord | RestartRecord

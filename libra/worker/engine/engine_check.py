@@ -1,0 +1,124 @@
+"""Queries an engine's layers and a probe, and compares the answers with the check published with a
+version."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from libra.errors import LibraError, WeightsError
+from libra.projections import project_tensors
+from libra.rollout import ReadsColumns, RolloutEngine
+from libra.tensors import digest
+from libra.weights import (
+    Answers,
+    CheckVerdict,
+    ExpectedProbes,
+    ProbeCalibration,
+    VersionCheck,
+    WeightStore,
+    WeightVersion,
+    as_first,
+    calibrate,
+    expected_columns,
+    judge,
+    uncalibrated,
+)
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Questions:
+    """Questions to an engine about a version: the published check, ``columns`` by layer, and their values
+    expected."""
+
+    version: WeightVersion
+    check: VersionCheck
+    columns: dict[str, tuple[int, ...]]
+    expected: ExpectedProbes
+
+
+class EngineCheck:
+    """The check of one worker's engines. Methods that are not coroutines read files: call them in a
+    thread."""
+
+    def __init__(self, store: WeightStore) -> None:
+        self.store = store
+        self.calibration: ProbeCalibration | None = None
+        """Tolerances; None before they are measured."""
+
+    def published(self, version: WeightVersion) -> VersionCheck:
+        """The published check of a version; without one, a check computed from its file."""
+        text = self.store.check_text(version.number)
+        if text is not None:
+            return VersionCheck.from_json(text, version.directory)
+        tensors = self.store.read(version)
+        kind = next(str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values() if tensor.ndim == 2)
+        projections = project_tensors(tensors, version.number)
+        return VersionCheck(version.number, version.digest, kind, version.number, projections)
+
+    def verify_file(self, version: WeightVersion, check: VersionCheck) -> None:
+        """WeightsError if the file differs from what the trainer hashed."""
+        got = digest(self.store.read(version, verify=False), like=check.digest)
+        if got != check.digest:
+            raise WeightsError(
+                f"weights: {version.path} has digest {got}, its check has {check.digest}; the file was altered"
+            )
+
+    def questions(
+        self, engine: RolloutEngine, version: WeightVersion, check: VersionCheck, before: list[int]
+    ) -> Questions:
+        """Questions for an engine that could hold one of the versions ``before`` instead."""
+        if not isinstance(engine, ReadsColumns):
+            return Questions(version, check, {}, ExpectedProbes())
+        held = [version.path.parent.parent / f"{number:08d}" / version.path.name for number in before if number >= 0]
+        tied, dtype = self.store.manifest(version.number).tied, getattr(torch, check.dtype)
+        return Questions(version, check, *expected_columns(version.path, held, tied, dtype, seed=version.number))
+
+    async def calibrate(self, engine: RolloutEngine, check: VersionCheck) -> None:
+        """Measure unknown tolerances: the differences of trainer and engine at version 0, which the engine
+        holds now."""
+        if self.calibration is not None:
+            return
+        first = check if check.version == 0 else as_first(check)
+        if engine.version != 0 or first is None:
+            logger.warning("weights: version 0 can no longer be compared; tolerances are the widest allowed")
+            self.calibration = uncalibrated(check.dtype)
+        else:
+            self.calibration = calibrate(first, await _answers(engine, first, {}))
+
+    async def verdict(self, engine: RolloutEngine, questions: Questions) -> CheckVerdict:
+        """Whether the engine holds the version. Tolerances that are not known yet are measured at this
+        version."""
+        check = questions.check
+        answers = await _answers(engine, check, questions.columns)
+        verdict = judge(check, questions.expected, answers, self.calibration or uncalibrated(check.dtype))
+        if verdict.passed and self.calibration is None:
+            self.calibration = calibrate(check, answers)
+        return verdict
+
+
+def no_answer(check: VersionCheck, error: LibraError) -> CheckVerdict:
+    """The verdict on an engine that failed to answer."""
+    return CheckVerdict(
+        False, "probe", "(all)", math.inf, 0.0, None, len(check.projections), None, 0.0, f"the engine failed: {error}"
+    )
+
+
+async def _answers(engine: RolloutEngine, check: VersionCheck, columns: dict[str, tuple[int, ...]]) -> Answers:
+    async def layers() -> tuple[dict[str, tuple[float, ...]], dict[str, NDArray[np.float32]]]:
+        read = await engine.columns(columns) if columns and isinstance(engine, ReadsColumns) else {}
+        return await engine.project(check.seed) if check.projections else {}, read
+
+    async def probe() -> tuple[NDArray[np.float32], ...]:
+        return tuple([await engine.score(np.array(row, np.int32)) for row in check.probe])
+
+    (projections, read), logp = await asyncio.gather(layers(), probe())
+    return Answers(logp, projections, read)

@@ -1,0 +1,318 @@
+"""The engine of a rollout worker, from the configuration and the resources that the worker declares.
+
+A worker declares its engine by its resources: ROLLOUT (slots), and TP, THREADS and PASS_US if its
+engine differs from the configuration. Engines of one kind, tensor-parallel degree, number of
+threads and minimum seconds per pass are one *bucket*.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from libra import keys
+from libra.config import RunConfig, resolve_model
+from libra.errors import ConfigError, EngineError, LibraError
+from libra.facts import EngineKindFields
+from libra.named_parts import built, is_named, named_function, named_part
+from libra.worker.dask_worker import memory_bytes
+
+if TYPE_CHECKING:
+    from libra.rollout import RolloutEngine
+
+
+ENGINE = "rollout.engine"
+ENGINE_CALL = "f(model_dir=..., slots=..., max_context_tokens=..., version=...)"
+_REQUIRED = ("model_dir", "slots", "max_context_tokens", "version")
+_SERVED_TYPES = frozenset(
+    {"llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "gemma2", "gemma3_text", "phi3", "smollm3"}
+)
+"""Model types that a transformers engine serves, which need no look at their code before a run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """The part of a machine that an engine may use, in the format of environment variables; empty if not
+    set.
+
+    ``cores``: a list per tensor-parallel rank, as "0-3|4-7", or "nobind". ``devices``: GPUs, as "0,1".
+    """
+
+    cores: str = ""
+    devices: str = ""
+
+    @classmethod
+    def of_worker(cls) -> Share:
+        """The share of this process."""
+        return cls(os.environ.get("VLLM_CPU_OMP_THREADS_BIND", ""), os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+
+    @classmethod
+    def joined(cls, shares: Sequence[Share]) -> Share:
+        """The union of shares, for one engine; its first ranks are on the first share."""
+        cores, devices = [share.cores for share in shares], [share.devices for share in shares]
+        bound = all(cores) and "nobind" not in cores
+        return cls("|".join(cores) if bound else "nobind", ",".join(devices) if all(devices) else "")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineKind:
+    """The settings in which engines of a run may differ.
+
+    Attributes
+    ----------
+    engine : str
+        "transformers", "vllm", or ``package.module:attribute`` of one's own.
+    slots, tp : int
+    threads : int or None
+        Torch threads, per tensor-parallel rank; None for all cores.
+    share : Share or None
+        Its part of the machine; None for its worker's part.
+    min_pass_s : float
+        Minimum seconds of each of its passes.
+    """
+
+    engine: str
+    slots: int
+    tp: int = 1
+    threads: int | None = None
+    share: Share | None = None
+    min_pass_s: float = 0.0
+
+    @classmethod
+    def of(cls, config: RunConfig, supply: Mapping[str, float]) -> EngineKind:
+        """The engine of a worker with these resources."""
+        threads = int(supply.get(keys.THREADS, 0)) or config.cluster.threads
+        kind = cls(
+            config.rollout.engine,
+            int(supply[keys.ROLLOUT]),
+            int(supply.get(keys.TP, 0)) or config.rollout.tp,
+            threads,
+            min_pass_s=supply.get(keys.PASS_US, 0) / 1e6,
+        )
+        check_parallel(kind.engine, kind.tp)
+        return kind
+
+    @property
+    def fields(self) -> EngineKindFields:
+        """Plain data for the scheduler."""
+        return EngineKindFields(self.engine, self.bucket, self.tp, self.slots)
+
+    @property
+    def bucket(self) -> str:
+        """Name of its capacity class, as ``vllm-tp2-threads1``."""
+        threads = f"-threads{self.threads}" if self.threads is not None else ""
+        return f"{self.engine}-tp{self.tp}{threads}" + (f"-pass{1e3 * self.min_pass_s:g}ms" if self.min_pass_s else "")
+
+
+def check_parallel(engine: str, tp: int) -> None:
+    """EngineError if engines of this kind cannot have this tensor-parallel degree."""
+    if engine == "vllm":
+        return
+    degrees = own_degrees(engine) if is_named(engine) else (1,)
+    if tp not in degrees:
+        can = f"has tp_degrees={degrees}" if is_named(engine) else "has no tensor parallelism"
+        raise EngineError(
+            f"a worker's engine is to have TP={tp}, but rollout.engine={engine} {can}; type rollout.engine=vllm, or start the "
+            "worker with another TP"
+        )
+
+
+def own_degrees(name: str) -> tuple[int, ...]:
+    """Tensor-parallel degrees that an engine of one's own declares; ConfigError if they are none."""
+    degrees = getattr(named_part(ENGINE, name), "tp_degrees", (1,))
+    if not isinstance(degrees, tuple | list) or not degrees or any(type(tp) is not int or tp < 1 for tp in degrees):
+        raise ConfigError(f"{ENGINE}: {name!r} has tp_degrees={degrees!r}; it is a tuple of whole numbers, e.g. (1, 2)")
+    return tuple(degrees)
+
+
+def own_continues(name: str) -> bool:
+    """Whether engines of one's own continue a turn where an earlier request stopped
+    (`libra.types.TurnRequest.generated`)."""
+    return bool(getattr(named_part(ENGINE, name), "continues_turns", False))
+
+
+def check_engine(config: RunConfig) -> None:
+    """ConfigError if this machine lacks the configured engine, or a budget for KV does not hold one
+    context."""
+    if is_named(config.rollout.engine):
+        check_own_engine(config.rollout.engine)
+        _check_degrees(config)
+        if config.rollout.chunk_tokens is not None and not own_continues(config.rollout.engine):
+            raise ConfigError(
+                f"rollout.chunk_tokens: {config.rollout.engine!r} does not declare that it continues a turn as if it were whole; "
+                "leave rollout.chunk_tokens out, or set its continues_turns = True once its requests heed TurnRequest.generated"
+            )
+    elif config.rollout.engine == "vllm":
+        from libra.config.engine_package import check_installed
+
+        try:
+            check_installed()
+        except EngineError as error:
+            raise ConfigError(str(error)) from error
+    else:
+        _check_served(config)
+    _check_budgets(config)
+
+
+def _check_served(config: RunConfig) -> None:
+    try:
+        model = resolve_model(config.model.path)
+        kind = json.loads((Path(model) / "config.json").read_text(encoding="utf-8")).get("model_type")
+    except (LibraError, OSError, ValueError, AttributeError):
+        return  # the check of the model's files tells it, or a worker that fetches them
+    if config.model.loader is None and isinstance(model, Path) and kind not in _SERVED_TYPES:
+        from libra.rollout.weight_loading import check_served  # lazy: a second, for families that are not known
+
+        check_served(model, config.rollout.max_context_tokens)
+
+
+def _check_budgets(config: RunConfig) -> None:
+    rollout, cluster = config.rollout, config.cluster
+    if rollout.engine != "transformers":
+        return
+    if cluster.scheduler is None:
+        engines = sum(group.count for group in cluster.engines) if cluster.engines else cluster.rollout_workers
+        _check_host_memory(rollout.kv_host_gib, engines)
+    given = [(name, gib) for name in ("kv_cache_gib", "kv_host_gib") if (gib := getattr(rollout, name)) is not None]
+    if given and isinstance(model := resolve_model(config.model.path), Path):
+        from libra.rollout.capacity import kv_token_bytes, tokens_within  # lazy: the package imports torch
+
+        sizes = json.loads((model / "config.json").read_text(encoding="utf-8"))
+        if "num_hidden_layers" not in sizes:  # they are nested, and the engine checks them
+            return
+        token_bytes = kv_token_bytes(sizes, config.model.dtype)
+        for name, gib in given:
+            try:
+                tokens_within(gib, token_bytes, rollout.max_context_tokens, f"rollout.{name}")
+            except EngineError as error:
+                raise ConfigError(str(error)) from error
+
+
+def _check_host_memory(each_gib: float | None, engines: int = 1) -> None:
+    has_gib = memory_bytes() / 2**30
+    if each_gib is not None and each_gib * engines > has_gib:
+        whose = f"for each of {engines} engines" if engines > 1 else "for an engine"
+        raise ConfigError(
+            f"rollout.kv_host_gib: {each_gib:g} GiB {whose} are more than the {has_gib:.1f} GiB of memory "
+            f"that {socket.gethostname()} has; type rollout.kv_host_gib={has_gib / 2 / engines:.3g}, which is half of it, or less"
+        )
+
+
+def check_own_engine(name: str) -> None:
+    """ConfigError unless ``name`` is a `libra.rollout.engine.EngineFactory`; a class needs an engine's
+    methods."""
+    from libra.rollout.engine import RolloutEngine
+
+    factory = named_function(ENGINE, name, ENGINE_CALL, **dict.fromkeys(_REQUIRED))
+    if isinstance(factory, type):
+        methods = (each for each in dir(RolloutEngine) if not each.startswith("_"))
+        lacking = [each for each in methods if not callable(getattr(factory, each, None))]
+        if lacking:
+            raise ConfigError(
+                f"{ENGINE}: {name!r} lacks {', '.join(lacking)}; it must be a libra.rollout.engine.RolloutEngine"
+            )
+
+
+def _check_degrees(config: RunConfig) -> None:
+    name, degrees = config.rollout.engine, own_degrees(config.rollout.engine)
+    listed = [("cluster.engines", group.tp) for group in config.cluster.engines] or [("rollout.tp", config.rollout.tp)]
+    for field, tp in listed:
+        if tp not in degrees:
+            allowed = " or ".join(map(str, degrees))
+            raise ConfigError(f"{field}: a degree of {tp}, and {name!r} has tp_degrees={degrees}; type tp {allowed}")
+
+
+def _own_engine(config: RunConfig, kind: EngineKind, model_dir: Path, version: int) -> RolloutEngine:
+    from libra.rollout import RolloutEngine
+
+    given = {
+        "model_dir": model_dir,
+        "slots": kind.slots,
+        "max_context_tokens": config.rollout.max_context_tokens,
+        "version": version,
+    }
+    optional = {
+        "dtype": config.model.dtype,
+        "threads": kind.threads,
+        "kv_cache_gib": config.rollout.kv_cache_gib,
+        "min_pass_s": kind.min_pass_s,
+        "device": config.cluster.device,
+        "loader": config.model.loader,
+    } | ({"cores": kind.share.cores, "devices": kind.share.devices} if kind.share is not None else {})
+    if own_degrees(kind.engine) != (1,):
+        optional["tp"] = kind.tp
+    engine = built(ENGINE, kind.engine, ENGINE_CALL, given, optional)
+    if not isinstance(engine, RolloutEngine):
+        raise ConfigError(
+            f"{ENGINE}: {kind.engine!r} made a {type(engine).__name__}; it must be a libra.rollout.engine.RolloutEngine"
+        )
+    return engine
+
+
+def stats_of(engine: RolloutEngine) -> dict[str, float]:
+    """An engine's counters, for the ``version_served`` event."""
+    stats = engine.stats()
+    by_rows: dict[str, float] = {}
+    for rows, each in sorted(stats.drafted_by_rows.items()):
+        by_rows |= {f"drafted_tokens_batch{rows}": each.drafted, f"accepted_tokens_batch{rows}": each.accepted}
+        if each.gain is not None:
+            by_rows[f"draft_gain_batch{rows}"] = round(each.gain, 4)
+    return {
+        "generated_tokens": stats.generated_tokens,
+        "prefilled_tokens": stats.prefilled_tokens,
+        "cached_tokens": stats.cached_tokens,
+        "steps": stats.steps,
+        "drafted_tokens": stats.drafted_tokens,
+        "accepted_tokens": stats.accepted_tokens,
+        "busy_s": round(stats.busy_s, 6),
+        "restarts": getattr(engine, "restarts", 0),
+    } | by_rows
+
+
+def make_engine(config: RunConfig, kind: EngineKind, model_dir: Path, version: int = 0) -> RolloutEngine:
+    """An engine that serves the weights in ``model_dir`` as ``version``, not started."""
+    if is_named(kind.engine):
+        return _own_engine(config, kind, model_dir, version)
+    if kind.engine == "vllm":
+        from libra.rollout.vllm.async_engine import VLLMEngine
+
+        return VLLMEngine(
+            model_dir,
+            version=version,
+            slots=kind.slots,
+            max_context_tokens=config.rollout.max_context_tokens,
+            dtype=config.model.dtype,
+            tp=kind.tp,
+            threads=kind.threads,
+            keep_kv=config.rollout.keep_kv,
+            kv_cache_gib=config.vllm.kv_cache_gib,
+            gpu_memory_frac=config.vllm.gpu_memory_frac,
+            eager=config.vllm.eager,
+            kv_transfer_config=config.vllm.kv_transfer_config,
+            speculative_config=config.vllm.speculative_config,
+            **({"cores": kind.share.cores, "devices": kind.share.devices} if kind.share is not None else {}),
+        )
+    _check_host_memory(config.rollout.kv_host_gib)  # of this machine, which need not be the driver's
+    from libra.rollout.transformers_engine import TransformersEngine
+
+    return TransformersEngine(
+        model_dir,
+        slots=kind.slots,
+        max_context_tokens=config.rollout.max_context_tokens,
+        dtype=config.model.dtype,
+        threads=kind.threads,
+        version=version,
+        exact_logprobs=config.rollout.exact_logprobs,
+        speculate=config.rollout.speculate,
+        kv_cache_gib=config.rollout.kv_cache_gib,
+        host_kv_gib=config.rollout.kv_host_gib,
+        min_pass_s=kind.min_pass_s,
+        device=config.cluster.device,
+        loader=config.model.loader,
+        record_routes=config.trainer.routes == "replay",
+    )

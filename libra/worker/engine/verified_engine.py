@@ -1,0 +1,454 @@
+"""The engine of one worker and one run, which serves a version only once it has shown that it holds
+it.
+
+``pull`` loads the newest version and checks it (`engine_check`). An engine that disagrees is
+quarantined: closed, restarted from the version's own file, and checked again. If it disagrees a
+second time it stays out of service, and every quantum sent here fails with an EngineError.
+``sleep`` closes the engine to free its memory; ``wake`` builds one from the newest version's own
+files, and has it checked.
+
+Invariants
+----------
+1. No token of a version that has not passed leaves `Serving.generate`: a turn with such tokens
+   waits for the verdict, and is generated again if the engine is quarantined.
+2. One load, check or restart at a time. A version whose file is not the announced one changes
+   nothing.
+3. An engine whose process was replaced (its ``restarts`` grew) is checked again before any token
+   counts.
+4. Tolerances are measured at version 0 and kept. An engine of another kind measures its own at the
+   version that it was woken with, once it has passed the check of that version.
+5. Between the call of ``sleep`` and the end of ``wake`` no generation starts, and each request ends
+   with EngineAsleep. A generation under way ends as usual, or is aborted and its tokens are
+   dropped.
+6. A failure or cancellation leaves one of two states. ``sleep`` that still waits for turns returns
+   to serving; a later one, and ``wake`` at any point, leave the engine asleep with nothing in
+   memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+from libra import facts
+from libra.errors import EngineAsleep, EngineError, ModelError
+from libra.rollout import RolloutEngine
+from libra.rollout.engine import MovesKV
+from libra.types import StopReason, TurnOutput, TurnRequest
+from libra.weights import CheckVerdict, WeightStore, WeightVersion
+from libra.worker.engine.engine_check import EngineCheck, Questions, no_answer
+from libra.worker.model_files import collect_frozen, link_model
+
+logger = logging.getLogger(__name__)
+
+Build = Callable[[Path, int], RolloutEngine]
+"""Makes an engine, not started, that serves a directory in Hugging Face layout as a version."""
+Newest = Callable[[], Awaitable[WeightVersion | None]]
+"""The newest version, on this machine; None before the first."""
+SendFact = Callable[[facts.Fact], None]
+"""Sends a fact of the engine to the scheduler, which fills in the worker's name."""
+
+TRIES = 4
+"""Attempts at one turn if its engine is quarantined during it."""
+
+
+@dataclass(slots=True)
+class _LoadTimes:
+    """On the performance counter."""
+
+    started_s: float
+    stopped_s: float
+    load_s: float
+
+
+@dataclass(slots=True)
+class EngineStarter:
+    """Builds engines, and links to their files in ``scratch``."""
+
+    model_dir: Path
+    build: Build
+    scratch: Path | None
+    one_model: asyncio.Lock
+    _links: list[tempfile.TemporaryDirectory[str]] = field(default_factory=list)
+
+    def make(self, version: WeightVersion | None) -> RolloutEngine:
+        """An engine, not started, of a version's own files; None for version 0 in the model's directory."""
+        if version is None:
+            return self.build(self.model_dir, 0)
+        self._links.append(tempfile.TemporaryDirectory(prefix="libra-engine-", dir=self.scratch))
+        directory = Path(self._links[-1].name)
+        link_model(self.model_dir, version, directory)
+        return self.build(directory, version.number)
+
+    def unlink(self) -> None:
+        """Remove the links of engines that are closed."""
+        while self._links:
+            self._links.pop().cleanup()
+
+
+class _Turns:
+    def __init__(self) -> None:
+        self.running: Counter[str] = Counter()
+        self.idle = asyncio.Event()
+        self.idle.set()
+
+    @contextmanager
+    def one(self, trajectory_id: str) -> Iterator[None]:
+        """Count a turn of the trajectory as under way."""
+        self.running[trajectory_id] += 1
+        self.idle.clear()
+        try:
+            yield
+        finally:
+            self.running -= Counter([trajectory_id])
+            if not self.running:
+                self.idle.set()
+
+
+class Serving:
+    """An engine with its verified version, and the update to the next version.
+
+    Parameters
+    ----------
+    model_dir : Path
+        Directory of version 0; a restarted engine takes everything but the weights from there.
+    store : WeightStore
+        The store of the versions that ``newest`` returns.
+    scratch : Path
+        Directory for links to a restarted engine's files.
+    one_model : asyncio.Lock
+        Held while an engine starts again.
+    recheck : bool
+        Check a version again before leaving it, and report a layer that changed.
+    """
+
+    def __init__(
+        self,
+        model_dir: Path,
+        *,
+        build: Build,
+        newest: Newest,
+        report: SendFact,
+        store: WeightStore,
+        scratch: Path | None = None,
+        one_model: asyncio.Lock | None = None,
+        recheck: bool = False,
+    ) -> None:
+        self.starter = EngineStarter(model_dir, build, scratch, one_model or asyncio.Lock())
+        self.engine_check = EngineCheck(store)
+        self._newest, self._report = newest, report
+        self.engine: RolloutEngine = self.starter.make(None)
+        self.announced = 0
+        self.verified: int | None = None
+        self._recheck, self._held = recheck, cast("Questions | None", None)  # of the version that passed last
+        self.out: EngineError | None = None
+        self.asleep = False  # or about to be, or not yet awake
+        self.quarantines = 0
+        self._turns = _Turns()
+        self._restarts = 0  # of the engine's own process, as last seen
+        self._loading = asyncio.Lock()
+        self._closed = False
+
+    async def start(self) -> None:
+        """Start the engine at version 0; ModelError if it cannot be served."""
+        await self.engine.start()
+
+    async def close(self) -> None:
+        """Close the engine permanently; pending requests and a load under way fail."""
+        self._closed = True
+        await self.engine.close()
+        self.starter.unlink()
+
+    async def generate(self, request: TurnRequest) -> TurnOutput:
+        """One turn by the newest version, with tokens of checked versions only.
+
+        EngineAsleep if the engine sleeps or is put to sleep meanwhile; EngineError if it failed or is out
+        of service.
+        """
+        with self._turns.one(request.trajectory_id):
+            return await self._generate(request)
+
+    async def _generate(self, request: TurnRequest) -> TurnOutput:
+        for _ in range(TRIES):
+            await self.pull()
+            self._check_awake(request)
+            seen = self.quarantines
+            try:
+                output = await self.engine.generate(request)
+            except EngineError:
+                if self.quarantines == seen:
+                    raise
+                logger.info("quarantine: %s is generated again", request.trajectory_id)
+                continue
+            if output.stop_reason is StopReason.ABORT:
+                self._check_awake(request)
+            self._notice_restart()
+            if not self._unchecked(output):
+                return output
+            async with self._loading:  # the verdict on the version that was loaded during the turn
+                if self.quarantines == seen and not self._unchecked(output):
+                    return output
+        raise self.out or EngineError(f"{request.trajectory_id}: {TRIES} engines were quarantined during one turn")
+
+    def _check_awake(self, request: TurnRequest) -> None:
+        if self.asleep:
+            raise EngineAsleep(
+                f"{request.trajectory_id}: this worker's engine is put to sleep; another worker has to generate the turn"
+            )
+
+    def forget(self, trajectory_id: str) -> None:
+        """Free the KV of a trajectory that has ended; an engine that sleeps or is out of service has none."""
+        if self.out is None and not self.asleep:
+            self.engine.forget(trajectory_id)
+
+    def _unchecked(self, output: TurnOutput) -> bool:
+        newest = max(output.weight_versions.max(initial=-1), output.kv_versions.max(initial=-1))
+        return self.verified is None or int(newest) > self.verified
+
+    async def pull(self) -> None:
+        """Update an engine that is awake to the newest version, unless it has passed that version's check.
+
+        EngineError if the engine is out of service, WeightsError if the version cannot be read.
+        """
+        self._check_open()
+        self._notice_restart()
+        if self.asleep or (self.out is None and self.verified is not None and self.announced <= self.verified):
+            return
+        async with self._loading:
+            if self.asleep:
+                return
+            if self.out is not None:
+                raise self.out
+            newest = await self._newest()
+            if newest is not None and (self.verified is None or newest.number > self.verified):
+                await self._load(newest)
+
+    def _notice_restart(self) -> None:
+        restarts = int(getattr(self.engine, "restarts", 0))
+        if restarts != self._restarts:
+            self._restarts, self.verified = restarts, None
+
+    async def sleep(self, *, abort: bool = False) -> None:
+        """Stop new generations, wait for running ones, and free the engine's memory. No effect if it sleeps.
+
+        With ``abort`` running turns end at once with EngineAsleep, and their tokens are lost.
+        """
+        if self.asleep:
+            return
+        started_s, turns, self.asleep = time.perf_counter(), self._turns.running.total(), True
+        self._report(facts.EngineSlept(""))
+        try:
+            if abort:  # an engine that is being replaced fails its requests itself
+                await asyncio.gather(*map(self.engine.abort, list(self._turns.running)), return_exceptions=True)
+            await self._turns.idle.wait()
+            await self._loading.acquire()
+        except asyncio.CancelledError:
+            self.asleep = False
+            self._report(facts.EngineWoke(""))
+            raise
+        drained_s = time.perf_counter()
+        try:
+            await _to_the_end(self._park_and_shutdown())
+        finally:
+            self._loading.release()
+        logger.info(
+            "asleep: %d turns %s in %.3f s, the engine was closed in %.3f s",
+            turns, "were aborted" if abort else "ended", drained_s - started_s, time.perf_counter() - drained_s,
+        )  # fmt: skip
+
+    async def wake(self, build: Build | None = None) -> None:
+        """Serve again, with an engine from the newest version's own files, once it has passed its check.
+
+        ``build`` builds the engine from now on. After an EngineError, ModelError or WeightsError the engine
+        stays asleep.
+        """
+        async with self._loading:
+            if not self.asleep:
+                raise EngineError("wake: this engine is awake; call sleep first")
+            starter, check = self.starter, self.engine_check
+            before = starter.build, check.calibration
+            if build is not None:  # another kind of engine rounds differently
+                starter.build, check.calibration = build, None
+            self.out = None
+            try:
+                await self._start_verified(await self._newest())
+            except BaseException:
+                starter.build, check.calibration = before
+                await _to_the_end(self._shutdown())
+                raise
+            self.asleep = False
+            self._report(facts.EngineWoke(""))
+
+    async def _start_verified(self, version: WeightVersion | None) -> None:
+        started_s = time.perf_counter()
+        if version is None:
+            await self._start(None)
+            return
+        self.announced = max(self.announced, version.number)
+        check = await asyncio.to_thread(self.engine_check.published, version)
+        await asyncio.to_thread(self.engine_check.verify_file, version, check)
+        await self._start(version)
+        times = _LoadTimes(started_s, started_s, time.perf_counter() - started_s)
+        before = [version.number - 1]
+        questions = await asyncio.to_thread(self.engine_check.questions, self.engine, version, check, before)
+        try:
+            verdict = await self.engine_check.verdict(self.engine, questions)
+        except EngineError as error:
+            verdict = no_answer(check, error)
+        await self._finish_load(questions, verdict, times)
+
+    async def _park_and_shutdown(self) -> None:
+        """Close the engine; KV that it can keep stays available to other engines."""
+        if self.out is None:
+            try:
+                if self.engine.capacity().exchanges_kv:
+                    await cast("MovesKV", self.engine).park_kv()
+            except EngineError as error:
+                logger.warning("asleep: KV was lost: %s", error)
+        await self._shutdown()
+
+    async def _shutdown(self) -> None:
+        await self.engine.close()
+        self.verified = None
+        self.starter.unlink()
+        await asyncio.to_thread(collect_frozen)
+
+    async def _load(self, version: WeightVersion) -> None:
+        started_s = time.perf_counter()
+        self.announced = max(self.announced, version.number)  # turns that arrive now wait
+        engine, engine_check = self.engine, self.engine_check
+        await self._leave_version()
+        before = sorted({engine.version, version.number - 1} - {version.number})
+        check = await asyncio.to_thread(engine_check.published, version)
+        # Work that needs no engine comes first: the engine serves its version meanwhile.
+        questions, _ = await asyncio.gather(
+            asyncio.to_thread(engine_check.questions, engine, version, check, before),
+            asyncio.to_thread(engine_check.verify_file, version, check),
+        )
+        times = _LoadTimes(started_s, time.perf_counter(), 0.0)
+        try:
+            await engine_check.calibrate(engine, check)
+            loading_s = time.perf_counter()
+            if engine.version != version.number:
+                await engine.load_version(version.number, version.directory)
+            load_s = time.perf_counter() - loading_s
+            verdict = await engine_check.verdict(engine, questions)
+            times.load_s = load_s
+        except EngineError as error:
+            verdict = no_answer(check, error)
+        await self._finish_load(questions, verdict, times)
+
+    async def _finish_load(self, questions: Questions, verdict: CheckVerdict, times: _LoadTimes) -> None:
+        """Serve the version if the verdict allows it; else restart the engine and check once more."""
+        self._check_open()
+        version = questions.version
+        if not verdict.passed:
+            self._quarantine(version, verdict, out=False)
+            times.stopped_s, times.load_s = time.perf_counter(), 0.0
+            verdict = await self._restart(questions)
+            self._check_open()
+        if not verdict.passed:
+            self.out = EngineError(
+                f"engine: version {version.number} cannot be served: {verdict.layer}: {verdict.detail}, and so it was after "
+                f"a restart from {version.directory}; this worker's engine stays out. Restart the worker to try again; where "
+                "every worker reports this, the engine does not support this model"
+            )
+            self._quarantine(version, verdict, out=True)
+            await self.engine.close()
+            raise self.out
+        self.verified, self._held = version.number, questions
+        now_s = time.perf_counter()
+        logger.info(
+            "version %d checked by %s (%.3f s): %s",
+            version.number, verdict.method, now_s - times.started_s, verdict.detail,
+        )  # fmt: skip
+        calibration = self.engine_check.calibration
+        checked = facts.VersionChecked(
+            version=version.number,
+            worker="",
+            method=verdict.method,
+            gap=verdict.gap,
+            tolerance=verdict.tolerance,
+            moved_nats=verdict.moved_nats,
+            layers=verdict.num_layers,
+            changed_layers=verdict.num_changed,
+            smallest_change=verdict.smallest_change,
+            measured=calibration is not None and calibration.measured,
+            check_s=round(now_s - times.started_s - times.load_s, 6),
+            stopped_s=round(now_s - times.stopped_s, 6),
+        )
+        self._report(facts.VersionServed(version.number, "", round(times.load_s, 6)))
+        self._report(checked)
+
+    async def _leave_version(self) -> None:
+        """Report whether the engine still holds its verified version."""
+        held, engine = self._held, self.engine
+        if not self._recheck or held is None or not held.version.number == self.verified == engine.version:
+            return
+        try:
+            verdict = await self.engine_check.verdict(engine, held)
+        except EngineError as error:
+            verdict = no_answer(held.check, error)
+        if not verdict.passed:
+            logger.error(
+                "engine no longer holds version %d, of which it has passed the check: %s: %s",
+                self.verified, verdict.layer, verdict.detail,
+            )  # fmt: skip
+        self._report(facts.VersionRechecked(passed=verdict.passed, **_verdict_fields(held.version, verdict)))
+
+    async def _restart(self, questions: Questions) -> CheckVerdict:
+        await self.engine.close()
+        self.starter.unlink()
+        try:
+            await self._start(questions.version)
+            return await self.engine_check.verdict(self.engine, questions)
+        except (EngineError, ModelError) as error:
+            return no_answer(questions.check, error)
+
+    async def _start(self, version: WeightVersion | None) -> None:
+        self.engine, self._restarts = self.starter.make(version), 0
+        async with self.starter.one_model:
+            self._check_open()
+            await self.engine.start()
+
+    def _check_open(self) -> None:
+        """EngineError if the engine was closed permanently."""
+        if self._closed:
+            raise EngineError(f"{self.starter.model_dir}: the engine is closed")
+
+    def _quarantine(self, version: WeightVersion, verdict: CheckVerdict, *, out: bool) -> None:
+        self.quarantines += 1
+        logger.error(
+            "engine disagrees with version %d: %s: %s; %s", version.number, verdict.layer, verdict.detail,
+            "it stays out" if out else "it is closed and started from that version's file",
+        )  # fmt: skip
+        self._report(facts.EngineQuarantined(out=out, **_verdict_fields(version, verdict)))
+
+
+def _verdict_fields(version: WeightVersion, verdict: CheckVerdict) -> dict[str, Any]:
+    gap = verdict.gap if math.isfinite(verdict.gap) else None
+    return {
+        "worker": "", "version": version.number, "layer": verdict.layer, "method": verdict.method, "gap": gap,
+        "tolerance": verdict.tolerance, "detail": verdict.detail,
+    }  # fmt: skip
+
+
+async def _to_the_end(work: Coroutine[Any, Any, None]) -> None:
+    """Await work that must not be interrupted; a cancellation takes effect afterwards."""
+    task, cancelled = asyncio.ensure_future(work), False
+    while not task.done():
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError:
+            cancelled = True
+    if cancelled:
+        raise asyncio.CancelledError

@@ -1,0 +1,290 @@
+"""The lifecycle of a run's objects on a worker between tasks: engine, replica, environment, trajectory
+states.
+
+A WorkerPlugin, because a nanny that restarts a worker installs it again. The worker's resources
+decide what is built: ROLLOUT an engine, TRAIN a replica, COMMIT the zarr store, GRADE the rows of
+graded groups, TEACHER the teacher. Dask logs an error of the setup on the worker only, and still
+reports the worker as running; the runtime reports the error (`libra.scheduler.worker_watch`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import importlib
+import logging
+import time
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+from distributed import Worker, get_worker
+from distributed.diagnostics.plugin import WorkerPlugin
+
+from libra import keys
+from libra.cluster import worker_stacks
+from libra.cluster.device_lock import GpuTurns
+from libra.cluster.hardware_inventory import gpus_here, tool_gpus, tool_supply
+from libra.envs.action_process import ActionProcesses
+from libra.envs.actions import processes_for
+from libra.envs.services import services_here
+from libra.errors import EnvironmentFault, StoreError
+from libra.facts import SetupFailed, WorkerReady
+from libra.keys import host_name
+from libra.store.run_records import Epoch, run_here
+from libra.store.trajectory_journal import Journal
+from libra.worker.context import FactSender, WorkerContext
+from libra.worker.dask_worker import cheap_reschedule, heartbeat_during_setup
+from libra.worker.engine.engine_factory import EngineKind
+from libra.worker.engine.weight_sync import weights_of
+from libra.worker.engine.worker_engine import WorkerEngine
+from libra.worker.model_files import ONE_MODEL_AT_A_TIME, local_model
+from libra.worker.role_member import RoleMember
+from libra.worker.run_spec import RunSpec, with_secret
+from libra.worker.services.service_host import RunServices, open_services
+from libra.worker.services.service_models import OwnTeacher
+from libra.worker.training.batch_rows import RowKeeper, keeper_of
+from libra.worker.training.gang_member import GangMember
+from libra.worker.training.worker_trainer import Trainer
+from libra.worker.trajectory.quanta import QuantumRunner
+
+if TYPE_CHECKING:
+    from libra.envs import Environment
+    from libra.store.trajectory_store import TrajectoryStore
+
+logger = logging.getLogger(__name__)
+
+STORE_WAIT_S = 20.0
+"""Seconds that a resumed run waits for the earlier start's committer to close the store."""
+CLEAR_WAIT_S = 120.0
+"""Seconds that a run waits until the previous one is cleared from a worker."""
+MAX_DETAIL_CHARS = 1000
+_CLEARING: WeakKeyDictionary[Worker, set[asyncio.Event]] = WeakKeyDictionary()
+"""Runs that are being cleared, by worker."""
+
+
+class WorkerRuntime(WorkerPlugin):
+    """One per worker and run."""
+
+    idempotent = False
+    context: WorkerContext
+    quanta: QuantumRunner
+
+    def __init__(self, spec: RunSpec, secret_file: Path | None = None) -> None:
+        """``secret_file``: file with the run's secret, for a ``spec`` without it."""
+        self.spec, self.secret_file = spec, secret_file
+        self.name = host_name(spec.run)
+        self.engine: WorkerEngine | None = None
+        self.roles: RoleMember | None = None
+        self.trainer: Trainer | None = None
+        self.gang: GangMember | None = None
+        self.store: TrajectoryStore | None = None
+        self.rows: RowKeeper | None = None
+        self.teacher: OwnTeacher | None = None
+        self.services: RunServices | None = None
+        self.setup_error = ""
+
+    @property
+    def training(self) -> Trainer:
+        """The trainer; only on a worker that trains."""
+        assert self.trainer is not None, f"{self.context.name} was given a task of training and supplies no TRAIN"
+        return self.trainer
+
+    async def setup(self, worker: Worker) -> None:
+        """Build for this worker's resources. An error is reported to the scheduler, and raised in a starting
+        driver."""
+        self._parts = AsyncExitStack()
+        with heartbeat_during_setup(worker):
+            await _cleared(worker)
+            try:
+                self.spec = with_secret(self.spec, self.secret_file)
+                await self._build(worker)
+            except Exception as error:
+                self.setup_error = f"{type(error).__name__}: {error}"[:MAX_DETAIL_CHARS]
+                FactSender(worker, self.spec.run, self.spec.epoch).send(SetupFailed(str(worker.name), self.setup_error))
+                raise
+        self.context.report(WorkerReady(self.context.name))
+
+    async def teardown(self, worker: Worker) -> None:
+        """Close everything that was built, in reverse order."""
+        done = asyncio.Event()
+        _CLEARING.setdefault(worker, set()).add(done)
+        try:
+            await self._parts.aclose()
+        finally:
+            _CLEARING[worker].discard(done)
+            done.set()
+
+    async def _build(self, worker: Worker) -> None:
+        cheap_reschedule()
+        worker_stacks.install(worker)
+        await self._build_context(worker)
+        processes = await self._tool_processes(worker)
+        supply = worker.state.total_resources
+        async with ONE_MODEL_AT_A_TIME:
+            if supply.get(keys.ROLLOUT):
+                await self._build_engine(worker)
+            if supply.get(keys.TRAIN):
+                await self._build_trainer()
+            distil = self.spec.config.distil
+            if supply.get(keys.TEACHER) and distil.teacher is not None and distil.service is None:
+                self.teacher = OwnTeacher(self.context)
+                await asyncio.to_thread(self.teacher.load)
+            if self.spec.config.services.named and any(map(supply.get, (keys.TOOL, keys.GRADE, keys.TEACHER))):
+                self.services = await open_services(self.context)
+                self._parts.push_async_callback(self.services.close)
+                self._parts.enter_context(services_here(self.services))
+        self.quanta = QuantumRunner(
+            self.context, self.engine, lambda: self.roles is not None and self.roles.leaving, processes
+        )
+        self.context.listen("libra-revoke", self.quanta.stoppable.revoke)
+        if self.quanta.sessions is not None:
+            self._parts.push_async_callback(self.quanta.sessions.close)
+        self._parts.callback(self.quanta.close)
+        runs_agents = bool(supply.get(keys.TOOL)) and self.spec.config.agent.given
+        if self.engine is not None:
+            await self.engine.load_newest()
+        if supply.get(keys.COMMIT):
+            self.store = await asyncio.to_thread(_open_store, self.spec)
+            self._parts.push_async_callback(asyncio.to_thread, self.store.close)  # which waits for an append
+            if self.context.environment.isolation:
+                await asyncio.to_thread(self.store.note_isolation, self.context.environment.isolation)
+        # Import here what the first task would import, because that takes seconds and blocks the event loop while tasks
+        # wait.
+        await asyncio.to_thread(importlib.import_module, "libra.graph.iteration")
+        if runs_agents or self.engine is not None or (supply.get(keys.TOOL) and self.context.environment.tools):
+            await asyncio.to_thread(lambda: self.quanta.chat)
+        if runs_agents:
+            from libra.worker.trajectory.agent_quanta import Agents  # needs the extra `agents`
+
+            self.quanta.agents = Agents(self.context, lambda: self.quanta.chat)
+            self._parts.push_async_callback(self.quanta.agents.close)
+            await self.quanta.agents.start()
+        if self.roles is not None:
+            self.roles.announce()
+        # Freeze the objects loaded so far: torch and transformers are half a million objects that a full collection would
+        # walk through (0.2 s with the interpreter stopped) again and again.
+        gc.collect()
+        gc.freeze()
+
+    async def _tool_processes(self, worker: Worker) -> ActionProcesses | None:
+        """On a worker with TOOL whose tools declare resources."""
+        environment = self.context.environment
+        if not worker.state.total_resources.get(keys.TOOL) or not any(tool.declares for tool in environment.tools):
+            return None
+        number = str(worker.name).rpartition("-")[2]
+        config, index = self.spec.config, int(number) if number.isdigit() else 0
+        supply = tool_supply(config, index)
+        has = {keys.TOOL_CORES: len(supply.core_ids), keys.TOOL_MIB: supply.mib, keys.TOOL_GPUS: supply.gpus}
+        await worker.set_resources(**{name: amount for name, amount in has.items() if amount})
+        gpus = GpuTurns(tool_gpus(config, index, gpus_here(supply.gpus))) if supply.gpus else None
+        processes = processes_for(environment, supply.core_ids, gpus)
+        if processes is not None:
+            self._parts.callback(processes.close)
+            if gpus is not None:
+                processes.begin()  # CUDA cannot be used in a process that is forked from one that has used it
+        return processes
+
+    async def _build_context(self, worker: Worker) -> None:
+        spec, parts = self.spec, self._parts
+        model_dir = await asyncio.to_thread(local_model, spec.model_dir)
+        environment = spec.make_environment()
+        parts.push_async_callback(self._close_environment, environment, worker)
+        await environment.setup()
+        epoch = Epoch(spec.epochs_dir, spec.epoch)
+        epoch.check()
+        journal = Journal(spec.journal_dir, one_machine=spec.config.cluster.scheduler is None)
+        parts.callback(journal.close)
+        weights = weights_of(worker, spec)
+        parts.push_async_callback(asyncio.to_thread, weights.close)
+        self.rows = keeper_of(worker, spec)
+        if self.rows is not None:
+            parts.push_async_callback(asyncio.to_thread, self.rows.close)
+        parts.enter_context(run_here(spec.directory))
+        self.context = WorkerContext(worker, spec, model_dir, epoch, environment, journal, weights)
+        parts.callback(self.context.stop_listening)
+
+    async def _build_engine(self, worker: Worker) -> None:
+        supply, cluster = worker.state.total_resources, self.spec.config.cluster
+        self.engine = WorkerEngine(self.context, EngineKind.of(self.spec.config, supply))
+        self._parts.push_async_callback(self.engine.close)
+        asleep = False
+        if supply.get(keys.HYBRID) and cluster.hybrid_workers:
+            self.roles = RoleMember(self.context, self.engine)
+            self._parts.callback(self.roles.close)
+            asleep = await self.roles.came_back()
+        await self.engine.start(asleep=asleep)
+
+    async def _build_trainer(self) -> None:
+        in_group = self.spec.config.cluster.train_workers > 1
+        self.trainer = Trainer(self.context)
+        self._parts.callback(self.trainer.close)
+        if not in_group or self.spec.config.trainer.layout == "ddp":
+            await asyncio.to_thread(self.trainer.make_replica)
+        if in_group:
+            self.gang = GangMember(self.context, self.trainer)
+            self._parts.callback(self.gang.close)
+            self.gang.announce()
+        else:
+            self.trainer.open_pool(gang=0)
+
+    async def _close_environment(self, environment: Environment, worker: Worker) -> None:
+        try:
+            await environment.close()
+        except Exception as error:
+            if not self.setup_error:
+                raise
+            # the boundary to the user's environment, which was perhaps never set up
+            logger.info("worker %s: an environment that was not set up did not close: %s", worker.name, error)
+
+
+def runtime_here(run: str) -> WorkerRuntime:
+    """As `runtime_of`; FencedOff after a newer start of the run."""
+    host = runtime_of(run)
+    host.context.epoch.check()
+    return host
+
+
+def runtime_of(run: str) -> WorkerRuntime:
+    """The runtime of a run on this task's worker, for tasks that write nothing.
+
+    EnvironmentFault if the worker has none, or its setup failed.
+    """
+    worker = get_worker()
+    host = worker.plugins.get(host_name(run))
+    if not isinstance(host, WorkerRuntime):
+        raise EnvironmentFault(
+            f"worker {worker.name}: it has no part of run {run!r}; workers get it when the run starts "
+            f"(is another cluster answering? has the run ended?)"
+        )
+    if host.setup_error:
+        raise EnvironmentFault(f"worker {worker.name}: its part of run {run!r} could not be set up: {host.setup_error}")
+    return host
+
+
+async def _cleared(worker: Worker) -> None:
+    until_s = time.monotonic() + CLEAR_WAIT_S
+    while waiting := list(_CLEARING.get(worker, ())):
+        try:
+            await asyncio.wait_for(waiting[0].wait(), until_s - time.monotonic())
+        except TimeoutError:
+            logger.warning(
+                "worker %s: a run that has ended is not cleared after %g s; the next one starts anyway",
+                worker.name, CLEAR_WAIT_S,
+            )  # fmt: skip
+            return
+
+
+def _open_store(spec: RunSpec) -> TrajectoryStore:
+    """The store, as its one committer."""
+    from libra.store.trajectory_store import TrajectoryStore  # imports zarr, which only the committer needs
+
+    until_s = time.monotonic() + STORE_WAIT_S
+    while True:
+        try:
+            return TrajectoryStore.open(spec.store_path, mode="a")
+        except StoreError:
+            if time.monotonic() > until_s or spec.epoch == 0:
+                raise
+            time.sleep(0.2)

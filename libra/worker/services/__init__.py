@@ -1,0 +1,1 @@
+"""The services and teachers of a worker."""

@@ -1,0 +1,150 @@
+"""Functions of a service with a model that need no user code: ``judge``, ``logprob``, ``score``,
+``embed`` and ``teach``.
+
+Each input is answered alone, without a batch's padding: the same input has the same answer, bit for
+bit, in any batch. An input is a text, or a mapping with "prompt" (a text) or "messages", and
+"completion".
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from libra.errors import ServiceFault
+
+if TYPE_CHECKING:
+    from libra.worker.services.service_models import Scored, ToTeach
+
+QUESTION = "Question:\n{prompt}\n\nAnswer:\n{completion}\n\nIs this answer right? Say yes or no."
+
+
+def judge(
+    model: Any, tokenizer: Any, inputs: Sequence[Any], *, question: str = QUESTION, yes: str = "yes", no: str = "no"
+) -> list[float]:
+    """Probability, 0 to 1, that the model answers ``yes`` rather than ``no`` to ``question``, a text with
+    the keys of an input in braces."""
+    found = []
+    for given in inputs:
+        asked = _ids(tokenizer, [{"role": "user", "content": _said(tokenizer, _filled(question, given))}])
+        told = [float(_logp(model, asked, _plain_ids(tokenizer, answer)).sum()) for answer in (yes, no)]
+        if not all(map(math.isfinite, told)):
+            raise ServiceFault(
+                f"judge: the model's log-probabilities of {yes!r} and {no!r} are {told[0]} and {told[1]}, so it judges nothing; "
+                "its weights are damaged, or too large for their type"
+            )
+        found.append(1.0 / (1.0 + math.exp(min(700.0, told[1] - told[0]))))
+    return found
+
+
+def logprob(model: Any, tokenizer: Any, inputs: Sequence[Any]) -> list[float]:
+    """Mean log-probability, in nats, of the completion's tokens after the prompt, the end of the turn
+    included."""
+    found = []
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    for given in inputs:
+        completion = np.append(_plain_ids(tokenizer, _part(given, "completion")), np.asarray(end, np.int32))
+        if not len(completion):
+            raise ServiceFault(
+                "logprob: the completion is empty, and the tokenizer has no end of a turn; ask about a text"
+            )
+        found.append(float(_logp(model, _ids(tokenizer, _messages(given)), completion).mean()))
+    return found
+
+
+def score(model: Any, tokenizer: Any, inputs: Sequence[Any]) -> list[float]:
+    """The number of a reward model (a sequence classification model with one label) for prompt and
+    completion."""
+    import torch
+
+    found = []
+    for given in inputs:
+        said = [*_messages(given), {"role": "assistant", "content": _part(given, "completion")}]
+        ids = torch.from_numpy(_ids(tokenizer, said, answers=False).astype(np.int64))[None]
+        with torch.no_grad():
+            found.append(float(model(input_ids=ids.to(_device(model))).logits[0, 0]))
+    return found
+
+
+def embed(model: Any, tokenizer: Any, inputs: Sequence[Any]) -> list[list[float]]:
+    """The mean of the last layer's hidden states over the tokens of a text."""
+    import torch
+
+    found = []
+    for given in inputs:
+        text = given if isinstance(given, str) else f"{_part(given, 'prompt')}\n{_part(given, 'completion')}"
+        ids = torch.from_numpy(_plain_ids(tokenizer, text).astype(np.int64))[None]
+        with torch.no_grad():
+            hidden_TH = model.base_model(input_ids=ids.to(_device(model)), use_cache=False).last_hidden_state[0]
+        found.append([float(number) for number in hidden_TH.float().mean(0).cpu()])
+    return found
+
+
+def teach(model: Any, tokenizer: Any, inputs: Sequence[ToTeach]) -> list[Scored]:
+    """A teacher's scores of each generated token of groups of trajectories (``distil.teacher`` only)."""
+    return [given.scores(model) for given in inputs]
+
+
+FUNCTIONS: Mapping[str, Callable[..., list[Any]]] = {
+    "judge": judge, "logprob": logprob, "score": score, "embed": embed, "teach": teach,
+}  # fmt: skip
+"""By the names of `libra.config.services.MODEL_FUNCTIONS`."""
+
+
+def _device(model: Any) -> Any:
+    return next(model.parameters()).device
+
+
+def _logp(model: Any, before: NDArray[np.int32], tokens: NDArray[np.int32]) -> NDArray[np.float32]:
+    from libra.scoring import score_alone  # imports torch, which a driver that checks arguments does without
+
+    return score_alone(model, np.concatenate([before, tokens]), first=len(before))
+
+
+def _part(given: Any, name: str) -> str:
+    if isinstance(given, str):
+        return given if name == "prompt" else ""
+    return str(given.get(name, ""))
+
+
+def _messages(given: Any) -> list[dict[str, str]]:
+    if isinstance(given, Mapping) and given.get("messages"):
+        return [dict(message) for message in given["messages"]]
+    return [{"role": "user", "content": _part(given, "prompt")}]
+
+
+def _filled(question: str, given: Any) -> str:
+    values = {"prompt": given, "completion": ""} if isinstance(given, str) else {"completion": "", **given}
+    try:
+        return question.format(**values)
+    except (KeyError, IndexError, ValueError) as error:
+        raise ServiceFault(
+            f"judge: its question cannot be filled in ({error!r}); an input has {', '.join(sorted(values))}; type braces as "
+            "{{ and }}"
+        ) from error
+
+
+def _said(tokenizer: Any, text: str) -> str:
+    """``text`` without special tokens that it spells."""
+    if getattr(tokenizer, "chat_template", None) is None:
+        return text
+    from libra.rollout.chat_format import SpecialTokens
+
+    return SpecialTokens(tokenizer).broken(text)
+
+
+def _plain_ids(tokenizer: Any, text: str) -> NDArray[np.int32]:
+    return np.asarray(tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
+
+
+def _ids(tokenizer: Any, messages: Sequence[Mapping[str, str]], *, answers: bool = True) -> NDArray[np.int32]:
+    """Tokens of a conversation by the model's chat template, up to where the model answers if it
+    ``answers`` next."""
+    if getattr(tokenizer, "chat_template", None) is None:
+        return _plain_ids(tokenizer, "\n".join(message["content"] for message in messages) + ("\n" if answers else ""))
+    text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=answers)
+    return _plain_ids(tokenizer, text)

@@ -1,0 +1,476 @@
+"""The services of a worker (section ``services``): one host for all runs there;
+`libra.policy.services` decides.
+
+Invariants
+----------
+1. Runs with equal descriptions of a service share it under any name: its model is loaded once, and
+   their requests go into the same batches. It is unloaded when the last of them has ended.
+2. Each request is answered once, or fails with `ServiceFault`: also if its batch raises, gives
+   another number of answers, or its run ends. A batch that an API refuses for now is retried
+   (`libra.envs.retries`).
+3. A model answers only with verified weights (`libra.worker.services.service_models`).
+4. One batch at a time runs on a GPU, among all processes of the machine
+   (`libra.cluster.device_lock`); weights are restored and evicted in its turn. The turn ends when
+   its threads have returned, since none can be stopped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import itertools
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+from distributed import Worker
+
+from libra.cluster.device_lock import DeviceLock, Turn
+from libra.cluster.hardware_inventory import gpus_here
+from libra.config import resolve_model
+from libra.config.service_devices import GPU_FRAC, service_workers
+from libra.config.services import MODEL_FUNCTIONS, ServiceEntry
+from libra.envs.actions import NoThread, run_bounded
+from libra.envs.grading import bounded_reward
+from libra.envs.retries import refused, with_retries
+from libra.errors import ConfigError, RecordExists, ServiceFault, ServiceTimeout, ToolFault
+from libra.facts import ServiceAnswered
+from libra.named_parts import named_part
+from libra.policy.services import Fire, ServiceFacts, ServiceSchedule
+from libra.store.run_records import write_late
+from libra.types import TrajectoryId
+from libra.untrusted import error_text
+from libra.worker.context import WorkerContext
+from libra.worker.model_files import local_model
+from libra.worker.services.service_functions import FUNCTIONS
+from libra.worker.services.service_models import ToTeach
+
+logger = logging.getLogger(__name__)
+
+HOST_BYTES_PER_S = 4e9
+"""Speed at which weights are copied to a device, until it was measured."""
+NAMED = 3
+"""Trajectories that a warning names."""
+
+
+class Request(NamedTuple):
+    """A pending request: its input, its answer, its time of arrival and its run."""
+
+    given: Any
+    answer: asyncio.Future[Any]
+    came_s: float
+    context: WorkerContext
+
+
+@dataclass(slots=True)
+class Loaded:
+    """A service of this worker: its model in host memory, if any, its copies by device, and the number of
+    its runs."""
+
+    entry: ServiceEntry
+    function: Callable[..., Any]
+    model: Any
+    users: int = 0
+    copies: dict[str, Any] = field(default_factory=dict)
+
+
+class ServiceHost:
+    """One per worker process; its models answer on ``device``, whose ``lock`` is None on CPU cores."""
+
+    def __init__(self, device: Any, lock: DeviceLock | None = None) -> None:
+        self._device, self._lock = device, lock
+        self._schedule = ServiceSchedule({str(device): None})
+        self._rooms: dict[int, int | None] = {}  # by the identity of the context of a run
+        self._loaded: dict[str, Loaded] = {}
+        self._requests: dict[int, Request] = {}
+        self._numbers = itertools.count()
+        self._timer: asyncio.TimerHandle | None = None
+        self._batches: dict[asyncio.Task[None], str] = {}  # with the name of the service
+        self._shared = False  # other processes have asked for the device, or will
+        self._sharers = 1
+
+    def share(self, context: WorkerContext) -> None:
+        """Add a run; the least room that a run allows for weights on the device counts."""
+        config = context.spec.config
+        sharers = self._sharers = service_workers(config)
+        copies = (each.model.num_bytes for each in self._loaded.values() if str(self._device) in each.copies)
+        self._rooms[id(context)] = _room(self._device, config.services.device_gib, sum(copies), sharers)
+        self._shared = self._shared or sharers > 1
+        self._bound()
+
+    def leave(self, context: WorkerContext) -> None:
+        """Remove a run."""
+        del self._rooms[id(context)]
+        self._bound()
+
+    def _shared_words(self) -> str:
+        if self._sharers == 1:
+            return ""
+        return (
+            f". {self._sharers} tool workers share the device; type cluster.tool_workers=1 for one that has all of it"
+        )
+
+    def _bound(self) -> None:
+        rooms = [room for room in self._rooms.values() if room is not None]
+        self._schedule.bound(str(self._device), min(rooms, default=None))
+
+    async def load(self, entry: ServiceEntry, shown: str = "") -> str:
+        """Load a service, ``shown`` in its run, once; its name here. ModelError, or ConfigError without room
+        on the device."""
+        name = _identity(entry)
+        if name not in self._loaded:
+            function, model = _function(entry), None
+            if entry.model is not None:
+                directory = local_model(str(resolve_model(entry.model)))
+                model = await asyncio.to_thread(_host_model, directory, entry.function == "score")
+                logger.info("service %s: %s in host memory, %d bytes", name, entry.model, model.num_bytes)
+            num_bytes = 0 if model is None else model.num_bytes
+            facts = ServiceFacts(name, entry.max_batch, entry.max_wait_s, num_bytes, num_bytes / HOST_BYTES_PER_S)
+            try:
+                self._schedule.declare(facts)
+            except ConfigError as error:
+                raise ConfigError(f"{str(error).replace(name, shown or name)}{self._shared_words()}") from error
+            self._loaded[name] = Loaded(entry, function, model)
+        self._loaded[name].users += 1
+        return name
+
+    async def unload(self, name: str, context: WorkerContext) -> None:
+        """Fail a run's requests; the service goes with its last run."""
+        loaded = self._loaded[name]
+        for number, request in list(self._requests.items()):
+            if request.context is context and not request.answer.done():
+                request.answer.set_exception(ServiceFault(f"service of {context.spec.run}: its run ends"))
+                self._schedule.cancel(name, number)
+        loaded.users -= 1
+        if loaded.users:
+            return
+        await asyncio.sleep(0)  # a batch that was begun just now has to see that it is cancelled
+        running = [task for task, service in self._batches.items() if service == name]
+        for task in running:
+            task.cancel()  # nobody waits for its answers; a thread of it keeps the device until it returns
+        await asyncio.gather(*running, return_exceptions=True)
+        if not loaded.users and self._loaded.pop(name, None) is not None:
+            self._schedule.withdraw(name)
+            loaded.copies.clear()
+            _give_memory_back(self._device)
+
+    async def answer(self, name: str, given: Any, context: WorkerContext) -> Any:
+        """The answer of a service; ServiceFault."""
+        number, loop = next(self._numbers), asyncio.get_running_loop()
+        request = self._requests[number] = Request(given, loop.create_future(), loop.time(), context)
+        self._schedule.asked(name, number, loop.time())
+        self._look()
+        try:
+            return await request.answer
+        finally:
+            self._requests.pop(number, None)
+            if name in self._loaded:
+                self._schedule.cancel(name, number)  # nobody waits for it any longer
+
+    def _look(self) -> None:
+        """Begin the batches that may, and look again when time makes another one ripe."""
+        loop = asyncio.get_running_loop()
+        for fire in self._schedule.fire(loop.time()):
+            task = loop.create_task(self._run(fire))
+            self._batches[task] = fire.service
+            task.add_done_callback(self._batches.pop)
+        if self._timer is not None:
+            self._timer.cancel()
+        next_s = self._schedule.next_s(loop.time())
+        self._timer = None if next_s is None else loop.call_at(next_s, self._look)
+
+    async def _run(self, fire: Fire) -> None:
+        loop, loaded, threads = asyncio.get_running_loop(), self._loaded[fire.service], BatchThreads()
+        requests = [self._requests[number] for number in fire.requests if number in self._requests]
+        restore_s, failed, asked_s = 0.0, fire.restores, loop.time()
+        began_s, turn = asked_s, None
+        try:
+            try:
+                turn = await self._turn(fire, loaded)
+            finally:
+                began_s = loop.time()
+                self._evict(fire)
+            if fire.restores:
+                loaded.copies[fire.device], restore_s = await self._restored(fire, loaded, threads)
+                failed = False
+            if requests:
+                _give(requests, await self._answers(fire, loaded, requests, threads))
+        except Exception as error:  # noqa: BLE001 boundary: the service's own code, whose errors are those who asked's
+            fault = error if isinstance(error, ServiceFault) else ServiceFault(f"service failed: {error_text(error)}")
+            for request in requests:
+                if not request.answer.done():
+                    request.answer.set_exception(fault)
+        finally:
+            end = partial(self._ended, fire, restore_s, began_s - asked_s, failed, turn)
+            threads.when_returned(end) if fire.device else end()
+            if requests:
+                self._report(fire, requests, began_s, restore_s)
+
+    async def _turn(self, fire: Fire, loaded: Loaded) -> Turn | None:
+        """The turn of a batch on its device, which other processes of the machine may have; ServiceTimeout."""
+        if not fire.device or self._lock is None:
+            return None
+        try:
+            return await self._lock.taken(f"service {fire.service}", loaded.entry.timeout_s)
+        except ToolFault as error:
+            raise ServiceTimeout(str(error)) from error
+
+    def _evict(self, fire: Fire) -> None:
+        for other in fire.evicted:
+            if other in self._loaded:
+                self._loaded[other].copies.pop(fire.device, None)
+
+    def _ended(self, fire: Fire, restore_s: float, device_s: float, failed: bool, turn: Turn | None) -> None:
+        if turn is not None:
+            self._shared = self._shared or turn.others_came
+            if self._shared:
+                _give_memory_back(self._device)
+            turn.release()
+        now_s = asyncio.get_running_loop().time()
+        self._schedule.ended(fire, now_s, restore_s=restore_s, device_s=device_s, failed=failed)
+        self._look()
+
+    async def _restored(self, fire: Fire, loaded: Loaded, threads: BatchThreads) -> tuple[Any, float]:
+        name, limit_s = f"service {fire.service}", loaded.entry.timeout_s
+        outcome = await threads.run(loaded.model.restored, limit_s, name, device=self._device)
+        if outcome is None:
+            raise ServiceTimeout(
+                f"{name}: its weights were not on the device within {limit_s:g} s; type a larger timeout_s for it in services.named"
+            )
+        restored, error = outcome
+        if error is not None:
+            raise ServiceFault(f"service failed: {error_text(error)}") from error
+        model, restore_s = restored
+        return model, restore_s
+
+    async def _answers(
+        self, fire: Fire, loaded: Loaded, requests: Sequence[Request], threads: BatchThreads
+    ) -> Sequence[Any]:
+        inputs = [request.given for request in requests]
+        given = [inputs] if loaded.model is None else [loaded.copies[fire.device], loaded.model.tokenizer, inputs]
+        call = partial(loaded.function, *given, **loaded.entry.args)
+        name, back_off = loaded.entry.function, requests[0].context.spec.back_off
+        is_async, limit_s = asyncio.iscoroutinefunction(loaded.function), loaded.entry.timeout_s
+
+        async def attempt() -> tuple[Any, BaseException | None] | None:
+            if is_async:
+                return await run_bounded(call, {}, limit_s, is_async=True, name=f"service {name}")
+            return await threads.run(call, limit_s, f"service {name}")
+
+        outcome, retries = await with_retries(
+            attempt,
+            lambda each: refused(each[1], time.time()) if each is not None else None,
+            back_off,
+            f"service {name}, request {fire.requests[0]}",
+        )
+        if outcome is None:
+            raise ServiceTimeout(
+                f"service {name}: a batch of {len(inputs)} did not return within {limit_s:g} s; type a smaller max_batch or a "
+                "larger timeout_s for it in services.named"
+            )
+        answers, error = outcome
+        if error is not None and refused(error, time.time()) is not None:
+            raise ServiceFault(
+                f"service {name}: its API refuses calls for now (HTTP 429), also after {retries} retries"
+            ) from error
+        if error is not None:
+            raise ServiceFault(f"service {name}: {error_text(error)}") from error
+        if isinstance(answers, str | bytes | Mapping) or not hasattr(answers, "__len__") or len(answers) != len(inputs):
+            raise ServiceFault(
+                f"service {name}: it gave {str(answers)[:60]!r} for {len(inputs)} inputs; return a list with one value for each"
+            )
+        return list(answers)
+
+    def _report(self, fire: Fire, requests: Sequence[Request], began_s: float, restore_s: float) -> None:
+        """Report the batch to each run that had a request in it, under the run's own name of the service."""
+        ended_s = asyncio.get_running_loop().time()
+        for context in {id(request.context): request.context for request in requests}.values():
+            own = [request for request in requests if request.context is context]
+            named = context.spec.config.services.named
+            name = next((name for name, entry in named.items() if _identity(entry) == fire.service), fire.service)
+            waited_s = began_s - min(each.came_s for each in own)
+            context.report(
+                ServiceAnswered(
+                    service=name, worker=context.name, requests=len(own), waited_s=round(waited_s, 6),
+                    restore_s=round(restore_s, 6), ran_s=round(max(0.0, ended_s - began_s - restore_s), 6),
+                    restored=fire.restores, evicted=len(fire.evicted),
+                )
+            )  # fmt: skip
+
+
+class RunServices:
+    """The services of one run on this worker: a `libra.envs.services.Asker`."""
+
+    def __init__(self, context: WorkerContext, host: ServiceHost) -> None:
+        self._context, self._host = context, host
+        self._here: dict[str, str] = {}
+        self._later: dict[asyncio.Task[None], tuple[str, str]] = {}  # with the service, and whose reward comes
+        self.loop, self.pid = asyncio.get_running_loop(), os.getpid()
+
+    @property
+    def names(self) -> Collection[str]:
+        """Names of the services in the run."""
+        return self._here.keys()
+
+    async def open(self) -> None:
+        """Load every service of the run."""
+        self._host.share(self._context)
+        for name, entry in self._context.spec.config.services.named.items():
+            self._here[name] = await self._host.load(entry, name)
+
+    async def close(self) -> None:
+        """Unload them; late answers that have not come are dropped, and named."""
+        missing: dict[str, list[str]] = {}
+        for task, (service, trajectory_id) in self._later.items():
+            missing.setdefault(service, []).append(trajectory_id)
+            task.cancel()
+        for service, ids in missing.items():
+            named = f"{', '.join(sorted(ids)[:NAMED])}{', ...' if len(ids) > NAMED else ''}"
+            logger.warning("service %r: %d late rewards did not come before the run left: %s", service, len(ids), named)
+        await asyncio.gather(*self._later, return_exceptions=True)
+        for name in self._here.values():
+            await self._host.unload(name, self._context)
+        self._host.leave(self._context)
+
+    async def answer(self, service: str, given: Any) -> Any:
+        """The answer of a service of the run; ServiceFault."""
+        if self._context.spec.config.services.named[service].function == "teach" and not isinstance(given, ToTeach):
+            raise ServiceFault(
+                f"service {service!r}: it scores trajectories for distil.teacher, and answers no reward or tool; ask one with "
+                "function logprob"
+            )
+        return await self._host.answer(self._here[service], given, self._context)
+
+    def answer_later(self, service: str, given: Any, trajectory_id: str) -> None:
+        """Deliver the answer as the reward of a trajectory when it has come; may be called in any thread."""
+        self.loop.call_soon_threadsafe(self._begin_late, service, given, trajectory_id)
+
+    def _begin_late(self, service: str, given: Any, trajectory_id: str) -> None:
+        task = self.loop.create_task(self._deliver(service, given, trajectory_id))
+        self._later[task] = service, trajectory_id
+        task.add_done_callback(self._later.pop)
+
+    async def _deliver(self, service: str, given: Any, trajectory_id: str) -> None:
+        where = f"service {service!r}, late reward of {trajectory_id}"
+        try:
+            reward = bounded_reward(float(await self.answer(service, given)), where)
+            _, iteration, group, sample = trajectory_id.split("-")
+            trajectory = TrajectoryId(int(iteration), int(group), int(sample), "train")
+            await asyncio.to_thread(write_late, self._context.spec.late_dir, trajectory, reward)
+        except RecordExists:
+            logger.info("%s: one was delivered before, and the first one counts", where)
+        except Exception as error:  # noqa: BLE001 boundary: the answer is of the service's own code
+            logger.warning("%s is not delivered: %s", where, error_text(error))
+
+
+_HOSTS: WeakKeyDictionary[Worker, ServiceHost] = WeakKeyDictionary()
+
+
+async def open_services(context: WorkerContext) -> RunServices:
+    """The services of a run, on its worker."""
+    from libra.tensors import compute_device  # imports torch, which a worker without services may not need
+
+    host = _HOSTS.get(context.worker)
+    if host is None:
+        device = compute_device(context.spec.config.cluster.device)
+        host = _HOSTS[context.worker] = ServiceHost(device, None if device.type == "cpu" else _lock_here())
+    services = RunServices(context, host)
+    try:
+        await services.open()
+    except BaseException:
+        await services.close()
+        raise
+    return services
+
+
+def _lock_here() -> DeviceLock | None:
+    seen = gpus_here()
+    return DeviceLock(seen[0].name) if seen else None
+
+
+def _room(device: Any, gib: float | None, taken: int, sharers: int = 1) -> int | None:
+    """Bytes for weights on ``device``, shared by so many workers, where services have ``taken`` some."""
+    if gib is not None:
+        return round(gib * 2**30)
+    if device.type == "cpu":
+        return None
+    import torch
+
+    return int(GPU_FRAC * (torch.cuda.mem_get_info(device)[0] + taken) / sharers)
+
+
+def _give_memory_back(device: Any) -> None:
+    if device.type == "cuda":
+        import torch
+
+        torch.cuda.empty_cache()
+
+
+def _give(requests: Sequence[Request], answers: Sequence[Any]) -> None:
+    for request, answer in zip(requests, answers, strict=True):
+        if not request.answer.done():
+            request.answer.set_result(answer)
+
+
+def _identity(entry: ServiceEntry) -> str:
+    said = json.dumps(entry.model_dump(mode="json"), sort_keys=True, default=str)
+    return f"{entry.function}-{hashlib.blake2b(said.encode(), digest_size=6).hexdigest()}"
+
+
+def _function(entry: ServiceEntry) -> Callable[..., Any]:
+    if entry.function in MODEL_FUNCTIONS:
+        return FUNCTIONS[entry.function]
+    found: Callable[..., Any] = named_part("services.named", entry.function)
+    return found
+
+
+def _host_model(directory: Any, labels: bool) -> Any:
+    from libra.worker.services.service_models import HostModel
+
+    return HostModel(directory, labels=labels)
+
+
+class BatchThreads:
+    """Calls of a batch in threads that nothing can stop: a device is theirs until they have returned."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._running = 0
+        self._then: Callable[[], None] | None = None
+
+    async def run(
+        self, function: Callable[..., Any], timeout_s: float, name: str, **arguments: Any
+    ) -> tuple[Any, BaseException | None] | None:
+        """`libra.envs.actions.run_bounded` of ``function(**arguments)`` in a thread."""
+        self._running += 1
+
+        def call(**more: Any) -> Any:
+            try:
+                return function(**more)
+            finally:
+                with contextlib.suppress(RuntimeError):  # the loop has closed, and with it the worker
+                    self._loop.call_soon_threadsafe(self._returned)
+
+        outcome = await run_bounded(call, arguments, timeout_s, is_async=False, name=name)
+        if outcome is not None and isinstance(outcome[1], NoThread):
+            self._returned()
+        return outcome
+
+    def when_returned(self, then: Callable[[], None]) -> None:
+        """Call ``then`` when all have returned; at once where they have."""
+        if self._running:
+            self._then = then
+        else:
+            then()
+
+    def _returned(self) -> None:
+        self._running -= 1
+        if not self._running and self._then is not None:
+            self._then()

@@ -1,0 +1,1 @@
+"""The training of a worker: replica, group, publications, checkpoints and batches."""

@@ -1,0 +1,165 @@
+"""A training worker's membership of its group: joins on a message of the scheduler, and admits its
+tasks.
+
+`libra.scheduler.gangs` forms groups; see there for the messages. All ranks of a new group begin in
+the state of the rank with most steps, and not behind the published version: survivors send theirs,
+else all ranks load the newest checkpoint and repeat committed batches together.
+
+Invariants
+----------
+1. A task of the group and the forming of another one exclude each other.
+2. A task whose group has ended is returned (``Reschedule``), with weights and optimizer as they
+   were before its step.
+3. Messages of a group older than the newest one known are ignored.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+from distributed import Reschedule
+from distributed.comm import get_address_host
+
+from libra.errors import GroupLost, LibraError
+from libra.facts import GangOpen, GangRankFailed, GangRankJoined, TrainerJoined
+from libra.tensors import compute_device
+from libra.worker.context import WorkerContext
+from libra.worker.training.worker_trainer import Trainer, committed_waves, group_token
+
+if TYPE_CHECKING:
+    from libra.train.replica_group import Rendezvous, TrainGroup
+
+logger = logging.getLogger(__name__)
+
+
+class GangMember:
+    """One per host that trains together with others."""
+
+    def __init__(self, context: WorkerContext, trainer: Trainer) -> None:
+        self.context, self.trainer = context, trainer
+        self.number = -1
+        """Number of the newest group that a message named."""
+        self.joined = -1
+        """Number of its present group, or of the last one."""
+        self.group: TrainGroup | None = None
+        self.closed = False
+        self.in_turn = threading.Lock()
+        self._rendezvous: Rendezvous | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="libra-gang")
+
+    def announce(self) -> None:
+        """Register for the scheduler's messages, and report that this worker has a replica."""
+        self.context.listen("libra-gang", lambda **message: self.heard(message))
+        self.context.report(TrainerJoined(self.context.name))
+
+    def heard(self, message: dict[str, Any]) -> None:
+        """Handle a message of the scheduler; called on the event loop, so it must not wait or raise."""
+        if message["gang"] < self.number or self.closed:
+            return
+        self.number = message["gang"]
+        self._thread.submit(self._obey, message)
+
+    def close(self) -> None:
+        """Leave the group; its running collectives fail."""
+        self.closed = True
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        if self.group is not None:
+            self.group.leave()
+        if self._rendezvous is not None:
+            self._rendezvous.close()
+        self.group = self._rendezvous = None
+
+    @contextmanager
+    def turn(self, rank: int) -> Iterator[None]:
+        """Run something as ``rank`` of the group, exclusively on this worker; a task whose group has ended is
+        returned."""
+        with self.in_turn:
+            if self.group is None or self.group.rank != rank:
+                self._broken(
+                    self.joined, rank, f"a task of rank {rank} is on {self.context.name}, which left its group"
+                )
+                raise Reschedule()
+            try:
+                yield
+            except GroupLost as error:
+                logger.warning("rank %d: %s", rank, error)
+                self._broken(self.joined, rank, str(error))
+                raise Reschedule() from None
+
+    def _broken(self, number: int, rank: int, detail: str) -> None:
+        """Report that group ``number`` ended; the scheduler may already know, and be forming the next one."""
+        self.group = None
+        self.context.report(GangRankFailed(number, rank, detail[:500]))
+
+    def _obey(self, message: dict[str, Any]) -> None:
+        try:
+            if message["do"] == "open":
+                self._open(message)
+            else:
+                self._join(message)
+        except LibraError as error:
+            logger.warning("training group %d: %s", message["gang"], error)
+            self._broken(message["gang"], message["rank"], str(error))
+        except Exception as error:  # the boundary of this thread, whose exceptions are not reported
+            logger.exception("training group %d", message["gang"])
+            self._broken(message["gang"], message["rank"], f"{type(error).__name__}: {error}")
+
+    def _open(self, message: dict[str, Any]) -> None:
+        from libra.train.replica_group import Rendezvous
+
+        if self._rendezvous is not None:
+            self._rendezvous.close()
+        host = get_address_host(self.context.address)
+        self._rendezvous = Rendezvous(self._token(message["gang"]), host)
+        self.context.report(GangOpen(message["gang"], host, self._rendezvous.address[1]))
+
+    def _token(self, number: int) -> str:
+        return group_token(self.context.spec, number)
+
+    def _join(self, message: dict[str, Any]) -> None:
+        from libra.train.replica_group import TrainGroup
+
+        number, rank = message["gang"], message["rank"]
+        with self.in_turn:  # a step that has lost its group ends first
+            group = TrainGroup.join(
+                (message["host"], message["port"]),
+                rank,
+                message["size"],
+                token=self._token(number),
+                epoch=number,
+                on_gpus=compute_device(self.context.spec.config.cluster.device).type == "cuda",
+            )
+            steps = self._bring_replica(group)
+            self.group, self.joined = group, number
+            if rank == 0:
+                self.trainer.open_pool(number)
+        self.context.report(GangRankJoined(number, rank, steps))
+
+    def _bring_replica(self, group: TrainGroup) -> int:
+        """Make the replica one of ``group``; the steps that it and all others have taken then."""
+        trainer, newest = self.trainer, self.context.weights.store.latest()
+        known = [trainer.replica.steps_done if trainer.has_replica else 0, newest.number if newest is not None else 0]
+        steps = max(max(taken) for taken in group.gather(known))
+        if not trainer.has_replica or trainer.replica.settings.layout == "fsdp2":
+            trainer.make_replica(group)
+        replica, checkpoints = trainer.replica, trainer.checkpoints
+        replica.group = group
+        replica.abandon()  # others may lack what it has of an open step
+        checkpoints.is_writer, checkpoints.is_sharded = group.rank == 0, replica.is_sharded
+        if not replica.is_sharded:
+            replica.synchronise()
+        trainer.replayed += trainer.recover(steps)
+        # Here, where all ranks are: a task of an earlier wave whose result was lost may run again on its rank alone.
+        waves = group.from_first(len(committed_waves(self.context.spec, replica.steps_done)))
+        trainer.add_waves(replica.steps_done, waves)
+        return replica.steps_done
+
+
+def turn(gang: GangMember | None, rank: int) -> AbstractContextManager[None]:
+    """Waits for the turn of ``rank`` in the group of this worker; no wait without a group."""
+    return nullcontext() if gang is None else gang.turn(rank)

@@ -1,0 +1,184 @@
+"""Publishes the weights of a trainer, with their check, beside its next step.
+
+Passes of step ``v`` and the publication of version ``v`` read the same weights, in threads of their
+own. A step whose passes end first waits for that thread, or publishes the version itself.
+
+Invariants
+----------
+1. Step v+1 changes weights only after version v is written, synced and reported; no version is
+   skipped.
+2. A version is published and reported once by this process; a late task gets the existing one.
+3. Steps that are repeated from committed batches publish nothing: ``restore`` publishes missing
+   versions, in order and with the same bits.
+4. The check has the trainer's answers, which an engine that holds the version reproduces.
+   Log-probabilities of the version before, and of version 0, come from the checks published then.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from libra.projections import project_tensors
+from libra.weights import VersionCheck, WeightStore, WeightVersion
+
+if TYPE_CHECKING:
+    from libra.train import Replica
+
+logger = logging.getLogger(__name__)
+
+PROBES, PROBE_TOKENS, PROBE_SEED = 1, 32, 20260603
+
+
+class Publications:
+    """The publications of one replica; a group publishes before its next step, with the same calls.
+
+    ``max_context_tokens`` is the limit of the engines, which answer the check; ``report`` announces a
+    published version.
+    """
+
+    def __init__(self, store: WeightStore, max_context_tokens: int, report: Callable[[WeightVersion], None]) -> None:
+        self.store, self.max_context_tokens, self.report = store, max_context_tokens, report
+        self.replica: Replica | None = None
+        self.alone = False
+        """Whether no other rank has to agree with the weights."""
+        self.beside = False
+        """Whether versions are published beside the next step, not before it."""
+        self._lock = threading.Lock()
+        self._changing = -1  # the weights of this step, published, are being changed or were
+        self._reported = -1
+        self._thread = threading.local()
+
+    def of(self, replica: Replica, *, alone: bool) -> None:
+        """Publish this replica's weights from now on; of one that trains ``alone`` beside its steps, if its
+        model allows it."""
+        self.replica, self._changing, self.alone = replica, -1, alone
+        self.beside = alone and replica.score_beside()
+        if alone:
+            replica.before_change = self.before_change
+
+    def publish(self, version: int) -> WeightVersion:
+        """Publish the weights after ``version`` steps, and report it, once.
+
+        WeightsError as of `libra.weights.WeightStore.publish`, or if the replica is past a version that the
+        store lacks.
+        """
+        with self._lock:
+            return self._publish(version)
+
+    def begin(self, version: int) -> None:
+        """Publish a version in a thread of its own. `publish` waits for it, and publishes again what failed."""
+        threading.Thread(target=self._begun, args=(version,), name="libra-publication", daemon=True).start()
+
+    def _begun(self, version: int) -> None:
+        try:
+            self.publish(version)
+        except Exception as error:  # the boundary of this thread; the task of the publication raises it
+            logger.warning("version %d is not published yet: %s", version, error, exc_info=True)
+
+    def before_change(self, step: int) -> float:
+        """Called by step ``step`` before it changes the weights: they are published when it returns. Seconds
+        that it waited."""
+        if getattr(self._thread, "repeats", False):
+            return 0.0
+        began_s = time.perf_counter()
+        with self._lock:
+            if self._changing < step:
+                numbers = self.store.numbers()
+                if step not in numbers and step > max(numbers, default=-1):
+                    self._publish(step)
+                self._changing = step
+        return time.perf_counter() - began_s
+
+    @contextmanager
+    def repeating(self) -> Iterator[None]:
+        """Steps that this thread takes meanwhile are repeated ones."""
+        self._thread.repeats = True
+        try:
+            yield
+        finally:
+            self._thread.repeats = False
+
+    def _publish(self, version: int) -> WeightVersion:
+        assert self.replica is not None, "a version is published before there is a replica"
+        if self.replica.steps_done > version or self._changing >= version:
+            published = self.store.get(version)
+        else:
+            published = publish_checked(self.store, self.replica, version, self.max_context_tokens)
+        if version > self._reported:
+            self._reported = version
+            self.report(published)
+        return published
+
+
+def probe_tokens(vocab_size: int, max_context_tokens: int) -> tuple[NDArray[np.int32], ...]:
+    """The fixed token ids that are scored: the same for every version, trainer and engine of a run."""
+    rng, length = np.random.default_rng(PROBE_SEED), min(PROBE_TOKENS, max_context_tokens)
+    return tuple(rng.integers(0, vocab_size, length).astype(np.int32) for _ in range(PROBES))
+
+
+def publish_checked(store: WeightStore, replica: Replica, version: int, max_context_tokens: int) -> WeightVersion:
+    """Publish the replica's weights as ``version`` with their check; an existing version keeps its own.
+    WeightsError."""
+    tensors = replica.all_weights()
+    # If the model is sharded, passes are collectives, which all ranks enter in one order; see `assist`.
+    logp = probe_logp(replica, max_context_tokens) if replica.is_sharded else None
+
+    def check(content: str) -> str:
+        answers = probe_logp(replica, max_context_tokens) if logp is None else logp
+        return make_check(store, replica, version, content, tensors, answers, max_context_tokens).to_json()
+
+    return store.publish(version, tensors, check=check, content=replica.content)
+
+
+def assist(replica: Replica, max_context_tokens: int) -> None:
+    """The part of the other ranks of a sharded replica while rank 0 publishes: the same collectives, in
+    the same order."""
+    replica.all_weights()
+    probe_logp(replica, max_context_tokens)
+
+
+def vocabulary(replica: Replica) -> int:
+    """Size of the model's vocabulary."""
+    return int(replica.model.config.get_text_config().vocab_size)
+
+
+def probe_logp(replica: Replica, max_context_tokens: int) -> tuple[tuple[float, ...], ...]:
+    """The replica's log-probabilities of the probe tokens, in nats."""
+    rows = probe_tokens(vocabulary(replica), max_context_tokens)
+    return tuple(tuple(float(nats) for nats in replica.score(row)) for row in rows)
+
+
+def make_check(
+    store: WeightStore,
+    replica: Replica,
+    version: int,
+    content: str,
+    tensors: Mapping[str, Tensor],
+    logp: tuple[tuple[float, ...], ...],
+    max_context_tokens: int,
+) -> VersionCheck:
+    """The check of ``version``, which the replica holds: its answers to the questions that engines get."""
+    probe = tuple(tuple(row.tolist()) for row in probe_tokens(vocabulary(replica), max_context_tokens))
+    text = store.check_text(version - 1) if version > 0 else None
+    before = None if text is None else VersionCheck.from_json(text, f"version {version - 1} under {store.root}")
+    known = before is not None and before.probe == probe
+    return VersionCheck(
+        version=version,
+        digest=content,
+        dtype=str(replica.dtype).removeprefix("torch."),
+        seed=version,
+        projections=project_tensors(tensors, version),
+        probe=probe,
+        logp=logp,
+        previous_logp=before.logp if before is not None and known else None,
+        first_logp=logp if version == 0 else before.first_logp if before is not None and known else None,
+    )

@@ -1,0 +1,395 @@
+"""Action quanta of trajectories that an agent runs: the agent gets the model's answer, works, and asks
+again, or ends.
+
+The agent is a process of this worker, and asks this worker's gateway. Its request ends an action
+quantum; a generation quantum, on any worker, writes the answer; the next action quantum gives it to
+the agent. All of it is in the journal.
+
+Invariants
+----------
+1. An agent that waits for the model has no slot.
+2. An agent that is started again, after a lost worker, gets the recorded answers while it asks the
+   same, in any order of its sub-agents. If it asks something else, or ends sooner, a fresh draw
+   begins.
+3. A worker has at most ``agent.concurrency`` agents. A trajectory that finds no place returns its
+   quantum.
+4. A prompt that does not fit is refused, and never cut.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from libra.agents.conversation import TOO_LONG, Asked, Conversation, offers_tools
+from libra.agents.gateway import Gateway
+from libra.agents.messages import Message, digest
+from libra.agents.processes import AgentProcesses
+from libra.agents.requests import ModelRequest, Reply, forms, reply
+from libra.agents.session import Ended, Pending, Session, as_float, by_size
+from libra.errors import EngineAsleep, RequestRefused, ToolFault, ToolTimeout
+from libra.store.quantum_records import AgentEndRecord, GenerationRecord, QuantumRecord, RequestRecord, RestartRecord
+from libra.store.run_records import group_path
+from libra.types import EndReason, FailureClass, StopReason, ToolCall, ToolReturn, ToolStatus, TrajectoryId
+from libra.untrusted import storable
+from libra.worker.context import WorkerContext
+from libra.worker.trajectory.agent_sequences import AgentTurns, agent_calls
+from libra.worker.trajectory.trajectory_state import TrajectoryState, agent_end_record
+
+if TYPE_CHECKING:
+    from libra.rollout.chat_format import ChatFormat
+    from libra.rollout.conversation_format import ConversationFormat
+
+logger = logging.getLogger(__name__)
+task_logger = logging.getLogger(__name__ + ".tasks")
+
+SWEEP_S = 30.0
+"""Seconds between sweeps for agents whose trajectory has ended without them."""
+REPLAY_S = 5.0
+"""Seconds in which a restarted agent that asks something else may still send a recorded request:
+sub-agents change their order."""
+NO_ROOM_S = 0.5
+"""Seconds that a quantum waits for another agent's end before it is returned."""
+
+
+@dataclass(slots=True, eq=False)
+class _Live:
+    draw: int
+    token: str
+    session: Session
+    conversation: Conversation
+    started_s: float
+    number: int = -1
+    pending: dict[int, Pending] = field(default_factory=dict)  # requests that were recorded, by turn
+    taken: int = 0  # turns whose request the conversation has
+    answered: int = 0  # turns whose answer the conversation has
+    replay: dict[int, bytes] = field(default_factory=dict)  # turns that a new process has not asked for yet
+    early: deque[Pending] = field(default_factory=deque)  # requests that came before all of `replay` did
+    replies: list[Reply] = field(default_factory=list)
+    given_s: dict[int, float] = field(default_factory=dict)
+    refused: tuple[EndReason, str] | None = None
+
+
+class Agents:
+    """The agents of one worker; ``chat`` gives its chat format."""
+
+    def __init__(self, context: WorkerContext, chat: Callable[[], ChatFormat]) -> None:
+        self._context, self._chat = context, chat
+        agent = self._agent = context.spec.config.agent
+        self.gateway = Gateway()
+        self.processes = AgentProcesses(function=agent.function, command=agent.command, venv=agent.venv, env=agent.env)
+        self._live: dict[TrajectoryId, _Live] = {}
+        self._left = asyncio.Event()
+        self._sweeping: asyncio.Task[None] | None = None
+        self._format: ConversationFormat | None = None
+
+    async def start(self) -> None:
+        """Start the gateway and the program that runs agents; EnvironmentFault if the agent cannot be loaded,
+        ConfigError if a variable of ``agent.env`` is not set."""
+        await self.gateway.start()
+        await self.processes.prepare()
+        self._sweeping = asyncio.create_task(self._sweep())
+        logger.info(
+            "agents of run %s ask at http://%s:%d", self._context.spec.run, self.gateway.host, self.gateway.port
+        )
+
+    async def close(self) -> None:
+        """Kill all agents, and stop the gateway."""
+        if self._sweeping is not None:
+            self._sweeping.cancel()
+        self._live.clear()
+        await self.processes.close()
+        await self.gateway.close()
+
+    # ---------------------------------------------------------------- one quantum
+
+    async def act(self, state: TrajectoryState) -> QuantumRecord:
+        """Let the agent work until it asks the model or ends; the record of that.
+
+        Raises
+        ------
+        EngineAsleep
+            This worker has ``agent.concurrency`` agents.
+        ToolTimeout, ToolFault
+            The agent took too long, or failed.
+        """
+        try:
+            return await self._act(state)
+        except EngineAsleep:
+            raise
+        except BaseException:
+            self.drop(state.tid, "it failed")
+            raise
+
+    def drop(self, tid: TrajectoryId, why: str) -> None:
+        """Kill an agent, if there is one."""
+        live = self._live.pop(tid, None)
+        if live is not None:
+            self.processes.stop(live.number)
+            self.gateway.drop(live.token, why)
+            self._left.set()
+
+    async def _act(self, state: TrajectoryState) -> QuantumRecord:
+        live = self._live.get(state.tid)
+        if live is not None and (live.draw != state.draw or not live.answered <= state.turns <= live.answered + 1):
+            self.drop(state.tid, "it began again")
+            live = None
+        if live is None:
+            live = await self._begin(state)
+        self._take_answers(live, state)
+        began_again = False
+        while True:
+            event = await self._next(live, state)
+            if event is None:
+                return self._unlike(state, "asked something else than before")
+            if isinstance(event, Ended) and event.lost and not began_again:
+                logger.warning("%s: %s; its agent is started again", state.tid, event.error)
+                self.drop(state.tid, "it began again")
+                live, began_again = await self._begin(state), True
+                continue
+            if isinstance(event, Ended):
+                return self._ended(live, state, event)
+            if live.replay:
+                if not self._replayed(live, event):
+                    live.early.append(event)
+                continue
+            try:
+                return await self._asked(live, state, event)
+            except RequestRefused as refused:
+                task_logger.info("%s: request refused: %s", state.tid, refused)
+                event.refuse(refused)
+
+    async def _next(self, live: _Live, state: TrajectoryState) -> Pending | Ended | None:
+        """The agent's next event; None if it asks no more of what was recorded. ToolTimeout."""
+        agent = self._agent
+        while live.early and not live.replay:
+            if (pending := live.early.popleft()).waiting > 0:
+                return pending
+        left_s = live.started_s + agent.timeout_s - time.monotonic()
+        wait_s = min(left_s, agent.idle_s)
+        replays = bool(live.early) and wait_s > REPLAY_S
+        try:
+            return await live.session.next(max(0.0, REPLAY_S if replays else wait_s))
+        except TimeoutError:
+            if replays:
+                return None
+            idle = agent.idle_s < left_s
+            passed = f"agent.idle_s={agent.idle_s:g}" if idle else f"agent.timeout_s={agent.timeout_s:g}"
+            raise ToolTimeout(f"the agent of {state.tid} was killed: {passed} passed") from None
+
+    async def _begin(self, state: TrajectoryState) -> _Live:
+        concurrency = self._context.spec.config.agent.concurrency
+        if len(self._live) >= concurrency:
+            self._left.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._left.wait(), NO_ROOM_S)
+            if len(self._live) >= concurrency:
+                raise EngineAsleep(f"{state.tid}: agent.concurrency={concurrency} agents are here")
+        rollout = self._context.spec.config.rollout
+        if self._format is None:
+            from libra.rollout.conversation_format import ConversationFormat  # imports torch, as the chat format does
+
+            self._format = ConversationFormat(self._chat(), rollout.max_context_tokens)
+        token, session = self.gateway.open(str(state.tid), rollout.max_context_tokens)
+        live = _Live(state.draw, token, session, Conversation(self._format), time.monotonic())
+        self._live[state.tid] = live
+        self._take_answers(live, state)
+        requests = [record for record in state.draw_records if isinstance(record, RequestRecord)]
+        live.replay = {turn: requests[turn].fingerprint for turn in range(state.turns)}
+        task = {
+            "trajectory": str(state.tid), "prompt_id": state.prompt.prompt_id,
+            "messages": [dict(message) for message in state.prompt.messages], "facts": dict(state.prompt.facts),
+        }  # fmt: skip
+        live.number = await self.processes.start(self.gateway.environ(token), task, session.end)
+        return live
+
+    def _take_answers(self, live: _Live, state: TrajectoryState) -> None:
+        if live.answered == state.turns:
+            return
+        turns = AgentTurns.of(state.draw_records)
+        for turn in range(live.answered, state.turns):
+            asked, parts = turns.requests[turn], turns.generated[turn]
+            made = self._reply(state, turn, asked, parts)
+            tail = [Message.from_plain(plain) for plain in asked.messages]
+            if live.taken == turn:  # the process is new here
+                live.taken += 1
+                live.conversation.ask(-1 if asked.by_ids else asked.parent, tail, asked.tools)
+            last = int(made.token_ids[-1]) if len(made.token_ids) else -1
+            said = () if asked.by_ids else forms(made.message, made.stop)
+            live.conversation.answer(turn, *said, last=last)
+            live.replies.append(made)
+            live.answered = turn + 1
+            if (pending := live.pending.pop(turn, None)) is not None:
+                live.session.answered(pending, made)
+                live.given_s[turn] = time.monotonic()
+
+    def _reply(self, state: TrajectoryState, turn: int, asked: RequestRecord, parts: list[GenerationRecord]) -> Reply:
+        """The answer of a generated turn; the same on every worker."""
+        name = f"{state.tid}-{state.draw}-{turn}"
+        stop = parts[-1].stopped
+        parse = self._parse if offers_tools(asked.tools) else lambda text: ()  # who has no tools reads text
+        message = reply(parts[-1].text, parse, lambda i: f"call_{digest(f'{name}/{i}'.encode()).hex()[:16]}", stop)
+        cut = parts[-1].stop_reason is StopReason.LENGTH
+        context = len(np.concatenate(state.paths[turn])) - sum(len(part.token_ids) for part in parts)
+        ids, logprobs, versions = (
+            np.concatenate([getattr(part, column) for part in parts])
+            for column in ("token_ids", "logprobs", "weight_versions")
+        )
+        finish = "tool_calls" if message.calls else "length" if cut else "stop"
+        return Reply(message, finish, context, ids, logprobs, versions, name, stop)
+
+    def _parse(self, text: str) -> tuple[ToolCall, ...]:
+        return agent_calls(self._context.environment, text)
+
+    def _replayed(self, live: _Live, pending: Pending) -> bool:
+        fingerprint = pending.request.fingerprint
+        turn = next((turn for turn, known in live.replay.items() if known == fingerprint), None)
+        if turn is None:
+            return False
+        del live.replay[turn]
+        live.session.answered(pending, live.replies[turn])
+        live.given_s[turn] = time.monotonic()
+        return True
+
+    def _unlike(self, state: TrajectoryState, what: str) -> RestartRecord:
+        detail = f"its agent, started again, {what}; a fresh draw begins"
+        logger.info("%s: %s", state.tid, detail)
+        self.drop(state.tid, "it began again")
+        return RestartRecord(detail=storable(detail))
+
+    async def _asked(self, live: _Live, state: TrajectoryState, pending: Pending) -> RequestRecord:
+        request = pending.request
+        rollout = self._context.spec.config.rollout
+        if state.turns >= rollout.max_turns:
+            detail = f"rollout.max_turns={rollout.max_turns} turns were answered"
+            live.refused = (EndReason.MAX_TURNS, detail)
+            raise RequestRefused(f"{state.tid}: {detail}, and no more are", status=400, code="max_turns_reached")
+        asked: Asked = await by_size(request.size, partial(self._read, live, state, request))
+        before = sum(map(len, state.paths[asked.parent])) if asked.parent >= 0 else 0
+        self._check_room(live, state, asked, before)
+        tools = f"ids {state.turns}" if request.token_ids is not None else asked.tools
+        turn = live.conversation.ask(-1 if request.token_ids is not None else asked.parent, asked.tail, tools)
+        assert turn == state.turns, f"{state.tid}: request {turn} of a trajectory with {state.turns} turns"
+        if asked.reason not in ("first", "continued"):
+            task_logger.info("%s: turn %d begins a branch: %s", state.tid, turn, asked.reason)
+        live.pending[turn], live.taken = pending, turn + 1
+        return RequestRecord(
+            turn=turn, parent=asked.parent, returns=self._returns(live, asked), observation_ids=asked.ids,
+            messages=[message.to_plain() for message in asked.tail], tools=tools, reason=asked.reason,
+            fingerprint=request.fingerprint, stop=list(request.stop), max_tokens=request.max_tokens,
+            by_ids=request.token_ids is not None,
+        )  # fmt: skip
+
+    def _read(self, live: _Live, state: TrajectoryState, request: ModelRequest) -> Asked:
+        """A request as the model will read it; RequestRefused if its size alone shows that it is too long."""
+        limit = self._context.spec.config.rollout.max_context_tokens
+        try:
+            if request.token_ids is None:
+                return live.conversation.prompt(
+                    request.messages, request.tools, request.template_args, request.tools_text
+                )
+            if len(request.token_ids) >= limit:
+                text = (
+                    f"this model's maximum context length is {limit} tokens, and token_ids has {len(request.token_ids)}"
+                )
+                raise RequestRefused(text, "token_ids", code=TOO_LONG)
+            return _by_ids(state, request, len(self._chat().tokenizer))
+        except RequestRefused as refused:
+            if refused.code == TOO_LONG:
+                live.refused = (EndReason.LENGTH, str(refused))
+            raise
+
+    def _check_room(self, live: _Live, state: TrajectoryState, asked: Asked, before: int) -> None:
+        config = self._context.spec.config
+        limit, tokens = config.rollout.max_context_tokens, before + len(asked.ids)
+        detail = ""
+        if tokens >= limit:
+            detail = f"this model's maximum context length is {limit} tokens, and the messages have {tokens}"
+        elif asked.reason not in ("first", "continued"):
+            parts, _ = AgentTurns.of(state.draw_records).parts()
+            total, most = sum(len(ids) for ids, _ in parts) + tokens, config.trainer.micro_batch_tokens
+            if total + config.rollout.max_new_tokens > most:
+                detail = (
+                    f"the conversations of this trajectory would have {total} tokens, and trainer.micro_batch_tokens={most} holds "
+                    "no more"
+                )
+        if detail:
+            live.refused = (EndReason.LENGTH, detail)
+            raise RequestRefused(detail, "messages", code=TOO_LONG)
+
+    def _returns(self, live: _Live, asked: Asked) -> tuple[ToolReturn, ...]:
+        if asked.parent < 0:
+            return ()
+        calls = {call.id: call.name for call in live.replies[asked.parent].message.calls}
+        took_s = time.monotonic() - live.given_s.get(asked.parent, time.monotonic())
+        results = [message for message in asked.tail if message.role == "tool"]
+        names = list(calls.values())
+        return tuple(
+            ToolReturn(
+                storable(calls.get(message.call_id, names[index] if index < len(names) else ""))[:256],
+                ToolStatus.OK, storable(message.text), took_s, len(message.text),
+            )
+            for index, message in enumerate(results)
+        )  # fmt: skip
+
+    def _ended(self, live: _Live, state: TrajectoryState, ended: Ended) -> AgentEndRecord | RestartRecord:
+        """The record of an agent's end."""
+        if live.replay and ended.error is None:
+            return self._unlike(state, "ended sooner than before")
+        turn, reward = max(0, state.turns - 1), _reward(live.session.reward, ended.result)
+        if ended.error is not None:
+            cut = bool(live.replies) and live.replies[-1].finish == "length"
+            if live.refused is None and not cut:
+                raise ToolFault(f"the agent of {state.tid} failed: {ended.error}")
+            end, detail = live.refused or (EndReason.LENGTH, f"failed after an answer that was cut: {ended.error}")
+            record = agent_end_record(turn, end, FailureClass.POLICY, detail, ended.result, reward)
+        elif state.turns == 0:
+            raise ToolFault(
+                f"the agent of {state.tid} ended without a request to the model, which it finds at OPENAI_BASE_URL"
+            )
+        else:
+            record = agent_end_record(turn, EndReason.ANSWERED, FailureClass.NONE, "", ended.result, reward)
+        self.drop(state.tid, "it has ended")
+        return record
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            now_s = time.monotonic()
+            for tid, live in list(self._live.items()):
+                path = group_path(self._context.spec.groups_dir, tid.iteration, tid.group, tid.split)
+                if now_s - live.started_s > 2 * self._agent.timeout_s or os.access(path, os.F_OK):
+                    logger.info("%s: its agent is killed, because its trajectory has ended", tid)
+                    self.drop(tid, "it has ended")
+
+
+def _by_ids(state: TrajectoryState, request: ModelRequest, vocab_size: int) -> Asked:
+    assert request.token_ids is not None
+    ids = np.array(request.token_ids, np.int32)
+    if ids.max() >= vocab_size:
+        raise RequestRefused(f"token_ids: got {ids.max()}; the tokenizer's ids are 0 to {vocab_size - 1}", "token_ids")
+    best, length = -1, 0
+    for turn, path in enumerate(state.paths):
+        known = np.concatenate(path)
+        if length < len(known) < len(ids) and np.array_equal(ids[: len(known)], known):
+            best, length = turn, len(known)
+    reason = "continued" if best >= 0 and best not in state.parents else "branched" if best >= 0 else "new"
+    return Asked(best, ids[length:], "first" if not state.paths else reason, (), "")
+
+
+def _reward(posted: float | None, result: Any) -> float | None:
+    """The reward that an agent gave itself: at /reward, as a number, or as the "reward" of its result."""
+    if posted is not None:
+        return posted
+    value = result.get("reward") if isinstance(result, Mapping) else result
+    return as_float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None

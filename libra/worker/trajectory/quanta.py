@@ -1,0 +1,485 @@
+"""Runs the quanta of trajectories on a worker: one generation or action, its record, its report.
+
+Invariants
+----------
+1. An engine loads the newest published version before each generation, and never generates for
+   iteration ``k`` with weights older than version ``k - eta``.
+2. A record is appended before it is reported, so a lost worker costs at most the quantum in flight:
+   one generation with its inline actions. A state that is ahead of the journal when its quantum
+   fails is dropped.
+3. One generation or action of a trajectory runs at a time here, and only with the records of all
+   before it.
+4. Bad model or tool output can fail only its own trajectory. It is made storable before it goes
+   into a record; a record that cannot be stored all the same becomes a failure record, which a
+   resume finds.
+5. A trajectory whose group has its record runs no quantum, on any worker: its journal is removed
+   when the store has it.
+6. In a run with ``staleness.versions=one`` all tokens of a trajectory have one version: it begins
+   again from its prompt where that needs it.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from libra.config.distil_checks import extra_draws
+from libra.envs import StateCopy, begin_state, run_step
+from libra.envs.action_process import ActionProcesses
+from libra.envs.environment import turn_by_script
+from libra.errors import ActionRevoked, EngineAsleep, EngineError, EnvironmentFault, FencedOff, ToolFault, Unstorable
+from libra.facts import FailureClassified, GivenBack, QuantumFinished, TrajectoryFoundEnded
+from libra.named_parts import raised_at
+from libra.policy import keeps_version
+from libra.store.quantum_records import (
+    ActionRecord,
+    FailureRecord,
+    GenerationRecord,
+    QuantumRecord,
+    RequestRecord,
+    RestartRecord,
+)
+from libra.store.run_records import group_path, read_group
+from libra.types import (
+    FailureClass,
+    Phase,
+    Prompt,
+    StopReason,
+    ToolCall,
+    ToolReturn,
+    ToolStatus,
+    TrajectoryId,
+    TurnRequest,
+)
+from libra.untrusted import MAX_ERROR_CHARS, error_text, storable, storable_calls
+from libra.worker.context import WorkerContext
+from libra.worker.dask_worker import priority_here, still_wanted
+from libra.worker.engine.worker_engine import WorkerEngine
+from libra.worker.trajectory.agent_sequences import agent_calls, cut_at_stop
+from libra.worker.trajectory.graded_members import FAULTS, failure_of
+from libra.worker.trajectory.session_leases import SessionLeases
+from libra.worker.trajectory.trajectory_state import (
+    TrajectoryRules,
+    TrajectoryState,
+    end_record,
+    failure_record,
+    generation_record,
+    returned,
+)
+from libra.worker.trajectory.turn_calls import StoppableActions, TurnCalls, recorded
+
+if TYPE_CHECKING:
+    from libra.rollout import ChatFormat
+    from libra.worker.trajectory.agent_quanta import Agents
+
+STEP = "step"
+"""Name of the environment's own answer among the returns of tools."""
+KEPT_PROMPTS = 1024
+"""Tokenised prompts kept in memory per worker."""
+KEPT_STATES = 4096
+"""States kept per worker, and ends of trajectories; a missing one is read from the journal."""
+KEPT_BYTES, RECORD_BYTES, TOKEN_BYTES = 64 << 20, 2048, 20
+"""Memory for the records of ended trajectories, whose group may be built here; about that much per
+record and token."""
+KILLED = "killed: it took more than"
+"""In the detail of a failure: the action took more than its memory."""
+
+
+class QuantumRunner:
+    """One per host.
+
+    Parameters
+    ----------
+    engine : WorkerEngine or None
+        None on a worker that only runs tools, or grades.
+    leaving : callable
+        Whether this worker must not begin another generation.
+    processes : ActionProcesses or None
+        Where calls with resources of their own run.
+    """
+
+    def __init__(
+        self,
+        context: WorkerContext,
+        engine: WorkerEngine | None,
+        leaving: Callable[[], bool] = lambda: False,
+        processes: ActionProcesses | None = None,
+    ) -> None:
+        self.context, self.engine, self._leaving = context, engine, leaving
+        self.states: OrderedDict[TrajectoryId, TrajectoryState] = OrderedDict()
+        self._ended: OrderedDict[TrajectoryId, TrajectoryState] = OrderedDict()  # without records and context
+        self._whole: OrderedDict[TrajectoryId, int] = OrderedDict()  # bytes of ended ones in `states`
+        self._whole_bytes = 0
+        self.closing = False
+        self.sessions = None if context.environment.session is None else SessionLeases(context)
+        self.agents: Agents | None = None
+        """Only on a worker that runs them."""
+        self.calls = TurnCalls(context, self.sessions, processes)
+        self.stoppable = StoppableActions()
+        self._rules = TrajectoryRules.of(context.spec.config, context.environment)
+        self._prompts: OrderedDict[str, NDArray[np.int32]] = OrderedDict()
+
+    @cached_property
+    def chat(self) -> ChatFormat:
+        """The chat format, which needs the tokenizer."""
+        from libra.rollout import load_chat_format
+
+        environment, loader = self.context.environment, self.context.spec.config.model.loader
+        return load_chat_format(
+            self.context.model_dir, environment.tool_schemas, tool_format=environment.tool_format, loader=loader
+        )
+
+    @cached_property
+    def _keeps_version(self) -> bool:
+        return keeps_version(self.context.spec.config)
+
+    def close(self) -> None:
+        """Stop writing records."""
+        self.closing = True
+
+    def state(self, tid: TrajectoryId, prompt: Prompt, quantum: int = 0) -> TrajectoryState:
+        """The trajectory's state with every record written so far; ``quantum`` is their number, 0 if that is
+        not known."""
+        state = self.states.get(tid)
+        if state is None:
+            state = self.states[tid] = TrajectoryState(tid, prompt, self._rules)
+            while len(self.states) > KEPT_STATES:
+                self.states.popitem(last=False)
+        if not quantum or state.quanta < quantum:
+            for record in self.context.journal.read(str(tid), start=state.quanta, until=quantum):
+                state.apply(record)
+        return state
+
+    async def run(self, key: str, tid: TrajectoryId, prompt: Prompt, quantum: int = 0) -> TrajectoryState:
+        """Run the next quantum of a trajectory here, write its record, report it; returns the state after it.
+
+        ``quantum`` is its number, where the scheduler knows it: then its group has no record, and the
+        journal has exactly the records before it. With 0 both are looked up. A next generation follows at
+        once while nothing better waits for the slot.
+        """
+        state = self._ended.get(tid) or self.state(tid, prompt, quantum)
+        if state.phase is not None and not quantum:
+            self._end_with_group(state)
+        if state.phase is None:
+            self._end_leases(state, None)
+            self._release(state)
+            self.context.report(TrajectoryFoundEnded(key, state.quanta, self.context.name, str(state.end)))
+            return state
+        stranded = state.phase is Phase.TOOL and state.rules.agent and self.agents is None
+        if stranded or self.calls.lacks_lease(key, state) or (state.phase is Phase.ROLLOUT and self.engine is None):
+            # A worker died after its record and before its report, or an action of a resumed run lacks its lease: report the
+            # trajectory's state, and wait for another.
+            self._report(key, state, state.quanta, time.time(), state.phase, goes_on=False)
+            return state
+        if self.engine is not None:
+            self.engine.began(key)
+        goes_on = True
+        while goes_on:
+            started_s, first = time.time(), state.quanta
+            phase, lease = state.phase, state.lease
+            await self._one_quantum(key, state, started_s)
+            self._end_leases(state, lease)
+            goes_on = (
+                phase is Phase.ROLLOUT
+                and state.phase is Phase.ROLLOUT
+                and not isinstance(state.records[-1], FailureRecord)  # another attempt may succeed on another worker
+                and (self.engine is None or self.engine.keeps_slot(key))
+                and not self._leaving()
+                and still_wanted(self.context.worker, key)
+            )
+            self._report(key, state, first, started_s, phase, goes_on=goes_on)
+        if state.phase is None:
+            self._release(state)
+        return state
+
+    def _end_leases(self, state: TrajectoryState, lease: tuple[str, str] | None) -> None:
+        if self.sessions is None:
+            return
+        for each in {lease, state.lease} - {None}:
+            if each is not None and (state.phase is None or each != state.lease):
+                self.sessions.release(each)
+
+    def _end_with_group(self, state: TrajectoryState) -> None:
+        tid = state.tid
+        path = group_path(self.context.spec.groups_dir, tid.iteration, tid.group, tid.split)
+        if not os.access(path, os.F_OK):
+            return
+        (member,) = (member for member in read_group(path) if member.trajectory_id == tid)
+        state.end, state.failure, state.detail = member.end_reason, member.failure, member.failure_detail
+        state.quanta = max(state.quanta, len(member.turns))
+
+    def _release(self, state: TrajectoryState) -> None:
+        """Remember that a trajectory has ended, and keep the newest `KEPT_BYTES` of records for their groups."""
+        self._ended[state.tid] = replace(state, records=[], context=[], prompt=Prompt(state.prompt.prompt_id, ()))
+        if len(self._ended) > KEPT_STATES:
+            self._ended.popitem(last=False)
+        self.states.pop(state.tid, None)
+        self._whole_bytes -= self._whole.pop(state.tid, 0)
+        self.states[state.tid] = state
+        self._whole[state.tid] = RECORD_BYTES * len(state.records) + TOKEN_BYTES * state.num_context_tokens
+        self._whole_bytes += self._whole[state.tid]
+        while self._whole_bytes > KEPT_BYTES:
+            self.drop(next(iter(self._whole)))
+
+    def drop(self, tid: TrajectoryId) -> None:
+        """Keep no records of a trajectory; the journal has them."""
+        self.states.pop(tid, None)
+        self._whole_bytes -= self._whole.pop(tid, 0)
+
+    async def _one_quantum(self, key: str, state: TrajectoryState, started_s: float) -> None:
+        try:
+            await self._attempt(key, state, started_s)
+        except BaseException:
+            self.drop(state.tid)  # it may be ahead of the journal
+            raise
+
+    async def _attempt(self, key: str, state: TrajectoryState, started_s: float) -> None:
+        try:
+            if state.phase is Phase.ROLLOUT:
+                await self._generate(key, state)
+                if state.held is not None:
+                    await self._act(state)
+                    if state.end is not None:
+                        self._forget(state)
+                return
+            self.context.epoch.check()  # what an action changes outside is not undone by a record that is refused
+            if self.calls.revocable(state):
+                await self.stoppable.run(key, state.quanta, self._act(state, self.calls.cores_of(key)))
+            else:
+                await self._act(state, self.calls.cores_of(key))
+        except (EngineAsleep, ActionRevoked) as error:
+            self.context.report(GivenBack(key, revoked=isinstance(error, ActionRevoked)))
+            raise
+        except FAULTS as error:
+            self._commit(state, failure_record(failure_of(error), str(error)), started_s)
+            self._forget(state)
+        except Unstorable as error:
+            self._commit(state, failure_record(FailureClass.TOOL, str(error)), started_s)
+            self._forget(state)
+
+    async def _generate(self, key: str, state: TrajectoryState) -> None:
+        assert self.engine is not None, f"{state.tid}: a generation was sent to a worker without an engine"
+        serving, context = self.engine.serving, self.context
+        rollout = context.spec.config.rollout
+        await serving.pull()
+        started_s = time.time()
+        if self._keeps_version and self._ends_version(state, {serving.engine.version}, started_s):
+            return
+        begun = None if state.context else await begin_state(context.environment, state.prompt, str(state.tid))
+        prompt_ids = self._prompt_ids(state.prompt) if not state.context else None
+        context_ids = state.context_ids if prompt_ids is None else prompt_ids
+        temperature = self._temperature(state.tid)
+        script = turn_by_script(context.environment, state.tid, state.prompt, state.turns)
+        done = sum(map(len, state.unfinished))
+        wanted = rollout.max_new_tokens if script is None else script.new_tokens
+        if state.request is not None and state.request.max_tokens is not None:
+            wanted = min(wanted, state.request.max_tokens)
+        room = rollout.max_context_tokens - len(context_ids)
+        left = max(1, min(wanted - done, room))
+        part = min(left, rollout.chunk_tokens or left)
+        output = await self.engine.generate(
+            key,
+            TurnRequest(
+                trajectory_id=str(state.tid),
+                turn=state.turns,
+                context_ids=context_ids,
+                max_new_tokens=part,
+                temperature=temperature,
+                top_p=rollout.top_p,
+                stop_ids=() if rollout.ignore_eos else self.chat.stop_ids,
+                seed=context.spec.turn_seed(state.tid, state.turns, state.draw),
+                priority=priority_here(context.worker, key),
+                group=f"{state.tid.split}-{state.tid.iteration}-{state.tid.group}",
+                generated=done,
+                draws=extra_draws(context.spec.config) if state.tid.split == "train" and temperature > 0 else 0,
+            ),
+        )
+        self.engine.turn_ended()
+        if self._keeps_version and self._ends_version(state, set(output.weight_versions.tolist()), started_s):
+            return
+        text, calls, stopped = "", tuple[ToolCall, ...](), None
+        if state.request is not None:
+            output, stopped = cut_at_stop(output, state.unfinished, state.request.stop, self.chat.decode)
+        if stopped is None and output.stop_reason is StopReason.LENGTH and part < left:
+            output = replace(output, stop_reason=StopReason.PARKED)
+        else:
+            text = storable(self.chat.decode(np.concatenate([*state.unfinished, output.token_ids])))
+            calls = self._parse(text) if script is None else script.calls
+        record = generation_record(state.turns, prompt_ids, output, text, calls, begun)
+        record.stopped = stopped
+        self._hold(state, record, started_s)
+        state.apply(record)
+        if not ((state.calls or state.answered) and self._inline(state)):  # else both are appended together
+            self._append(state)
+        if state.phase is None:
+            self._forget(state)
+
+    def _hold(self, state: TrajectoryState, record: GenerationRecord, started_s: float) -> None:
+        """Pack a record for a later append, without its text if that cannot be stored."""
+        try:
+            state.held = self._packed(state, record, started_s)
+        except Unstorable as error:
+            record.text, record.calls, record.unstorable = "", (), storable(str(error)[:MAX_ERROR_CHARS])
+            try:
+                state.held = self._packed(state, record, started_s)
+            except Unstorable as second:
+                raise EngineError(f"{state.tid}: the engine's output cannot be stored: {second}") from second
+
+    def _temperature(self, tid: TrajectoryId) -> float:
+        config = self.context.spec.config
+        if tid.split == "eval" and config.evaluation.temperature is not None:
+            return config.evaluation.temperature
+        if tid.split == "train" and tid.sample == 0 and config.trainer.advantage == "remax":
+            return 0.0  # the baseline of its group
+        return config.rollout.temperature
+
+    def _ends_version(self, state: TrajectoryState, versions: set[int], started_s: float) -> bool:
+        """Begin a trajectory again if tokens of ``versions`` would give it more than one version
+        (`libra.policy.one_version`)."""
+        if len(had := state.versions | versions) < 2:
+            return False
+        self._commit(state, RestartRecord(began=min(had), serves=max(had)), started_s)
+        self._forget(state)
+        return True
+
+    def _forget(self, state: TrajectoryState) -> None:
+        if self.engine is not None:
+            self.engine.serving.forget(str(state.tid))
+
+    def _parse(self, text: str) -> tuple[ToolCall, ...]:
+        environment = self.context.environment
+        if self.context.spec.config.agent.given:
+            return agent_calls(self.context.environment, text)
+        try:
+            return storable_calls(environment.parse(text))
+        except Exception as error:  # the boundary to the user's environment
+            raise EnvironmentFault(
+                f"{environment.name}.parse raised {error_text(error)}{raised_at(error)}, for the text {text[:200]!r}"
+            ) from error
+
+    def _prompt_ids(self, prompt: Prompt) -> NDArray[np.int32]:
+        ids = self._prompts.get(prompt.prompt_id)
+        if ids is None:
+            ids = self._prompts[prompt.prompt_id] = self.chat.prompt_ids(list(prompt.messages))
+            if len(self._prompts) > KEPT_PROMPTS:
+                self._prompts.popitem(last=False)
+        return ids
+
+    def _inline(self, state: TrajectoryState) -> bool:
+        """Whether the environment's answer, or every call that is not malformed, runs in the generation's
+        quantum."""
+        if state.answered:
+            return self.context.environment.inline_steps
+        calls = state.calls
+        inline = {tool.name for tool in self.context.environment.tools if tool.inline}
+        return all(call.error is not None or call.name in inline for call in calls)
+
+    async def _act(self, state: TrajectoryState, cores: int | None = None) -> None:
+        started_s, turn = time.time(), state.turns - 1
+        if state.rules.agent:
+            assert self.agents is not None, f"{state.tid}: an action was sent to a worker without agents"
+            self._commit(state, await self.agents.act(state), started_s)
+            return
+        copy = StateCopy(self.context.environment, state.state, str(state.tid))
+        last = state.records[-1]
+        assert isinstance(last, GenerationRecord), f"{state.tid}: an action follows a generation"
+        if state.answered:
+            reply = await run_step(self.context.environment, last.text, copy, str(state.tid))
+            if reply is None:
+                self._commit(state, end_record(turn, copy.data), started_s)
+                return
+            returns, role = [ToolReturn(STEP, ToolStatus.OK, reply, time.time() - started_s, len(reply))], "user"
+            lease = state.lease
+        else:
+            lease = await self.calls.lease(state)
+            try:
+                returns, role = await self.calls.returns(state, turn, copy, lease, cores), "tool"
+            except BaseException:
+                if self.sessions is not None and lease is not None and lease != state.lease:
+                    self.sessions.release(lease)  # no record has it
+                raise
+        ended = bool(len(last.token_ids)) and self.chat.ends(int(last.token_ids[-1]), role)
+        shown, observation = self._fitted(state, [r.content for r in returns], role, ended)
+        kept = tuple(recorded(each, content) for each, content in zip(returns, shown, strict=True))
+        record = ActionRecord(turn=turn, returns=kept, observation_ids=observation, state=copy.data, lease=lease)
+        self._commit(state, record, started_s)
+
+    def _fitted(
+        self, state: TrajectoryState, contents: list[str], role: str, ended: bool
+    ) -> tuple[list[str], NDArray[np.int32]]:
+        from libra.rollout.chat_format import fitted  # here: it imports torch, as the chat format does
+
+        rollout = self.context.spec.config.rollout
+        left = rollout.max_context_tokens - state.num_context_tokens
+        try:
+            return fitted(self.chat, contents, left, rollout.max_new_tokens, ended=ended, role=role)
+        except Exception as error:  # the boundary to the model's own template and tokenizer
+            raise ToolFault(f"the chat template cannot show what the tools returned: {error_text(error)}") from error
+
+    def _commit(self, state: TrajectoryState, record: QuantumRecord, started_s: float) -> None:
+        self._append(state, self._packed(state, record, started_s))
+        state.apply(record)
+
+    def _packed(self, state: TrajectoryState, record: QuantumRecord, started_s: float) -> bytes:
+        """The record, stamped, as the journal takes it; Unstorable."""
+        record.worker, record.epoch = self.context.name, self.context.spec.epoch
+        record.start_s, record.stop_s = started_s, time.time()
+        return self.context.journal.pack(str(state.tid), state.quanta, record)
+
+    def _append(self, state: TrajectoryState, *packed: bytes) -> None:
+        """Append the held record, which is applied already, and another one."""
+        self.context.epoch.check()
+        if self.closing:  # requests of a closed engine are not failures
+            raise FencedOff(f"{state.tid}: worker {self.context.name} leaves the run, and writes no more records")
+        held = () if state.held is None else (state.held,)
+        self.context.journal.append(str(state.tid), state.quanta - len(held), *held, *packed)
+        state.held = None
+
+    def _report(
+        self, key: str, state: TrajectoryState, first: int, started_s: float, phase: Phase, *, goes_on: bool
+    ) -> None:
+        """Report a quantum of this ``phase`` by the records from index ``first`` on; ``goes_on``."""
+        new = state.records[first:]
+        generated = [record for record in new if isinstance(record, GenerationRecord)]
+        answers = [record for record in new if isinstance(record, ActionRecord | RequestRecord)]
+        tool, status = returned(new)
+        failed = next((record for record in new if isinstance(record, FailureRecord)), None)
+        failure = failed.failure if failed else state.failure if new else FailureClass.NONE
+        detail = failed.detail if failed else state.detail
+        ran_s = max((each.latency_s for record in answers for each in record.returns), default=0.0)
+        stop_s = time.time()
+        latency_s = round(stop_s - started_s, 6)
+        finished = QuantumFinished(
+            key=key,
+            phase=phase,
+            tokens=sum(len(record.token_ids) for record in generated),
+            tool=tool,
+            status=str(status),
+            latency_s=latency_s,
+            payload_tokens=sum(len(record.observation_ids) for record in answers),
+            tools_s=round(min(ran_s, latency_s), 6) if phase is Phase.ROLLOUT else 0.0,
+            quantum=state.quanta - 1,
+            worker=self.context.name,
+            version=min((int(r.weight_versions.min()) for r in generated if len(r.token_ids)), default=-1),
+            end=str(state.end) if state.end is not None else "",
+            unfinished=bool(new and state.unfinished),
+            next=str(state.phase) if state.phase is not None else "",
+            goes_on=goes_on,
+            context_tokens=state.num_context_tokens,
+            stop_s=stop_s,
+            calls=self.calls.with_resources(state),
+            ran_s=ran_s,
+            killed=failure is FailureClass.TOOL and KILLED in detail,
+        )
+        if failure is FailureClass.NONE:
+            self.context.report(finished)
+        else:
+            self.context.report(finished, FailureClassified(key, str(failure), detail))
