@@ -81,7 +81,6 @@ def after_head(model: Any) -> AfterHead | None:
 
 
 def _end_of(model: Any, head: torch.nn.Linear) -> AfterHead:
-    """The forward pass of ``model`` without its layers, from its head's logits."""
     layers = model.base_model
     if layers is model:
         raise ModelError(
@@ -114,7 +113,6 @@ class _OnlyHidden:
 
 @contextmanager
 def _forward(module: Any, instead: Callable[..., Any]) -> Iterator[None]:
-    """Replace ``module.forward`` by ``instead``; hooks of the module still run."""
     own = module.__dict__.get("forward")
     module.forward = instead
     try:

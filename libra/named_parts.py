@@ -62,7 +62,6 @@ def named_part(field: str, name: str) -> Any:
 
 
 def _lack(found: Any, part: str, module_name: str) -> str:
-    """That a module lacks this attribute, and what it has."""
     names = [each for each in dir(found) if not each.startswith("_")]
     near = nearest_name(part, names)
     hint = f" (did you mean {near!r}?)" if near else ""

@@ -191,7 +191,6 @@ def _digest_fault(paths: list[Path], announced: str | None, name: str) -> str | 
 
 
 def _header(path: Path) -> dict[str, _Tensor]:
-    """The tensors of a safetensors file by name, with the bytes they take in it."""
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")

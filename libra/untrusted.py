@@ -129,7 +129,6 @@ def _value(value: Any, depth: int) -> Any:
 
 
 def _key(key: object) -> str:
-    """A key as JSON writes it."""
     if isinstance(key, str):
         return storable(key)
     if key is None or isinstance(key, int | float):

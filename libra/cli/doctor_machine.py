@@ -14,7 +14,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 import libra.config.model_paths
-from libra.cli.check_result import Check
+from libra.cli.doctor import Check
 from libra.config import RunConfig, resolve_model
 from libra.envs import Environment
 from libra.errors import ClusterError, LibraError

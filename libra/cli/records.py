@@ -278,7 +278,6 @@ def inspect(run_dir: Path, **choice: Any) -> None:
 
 
 def _check_invariants(run_dir: Path, choice: dict[str, Any]) -> None:
-    """Print the verdict on each promise of a run; exit 1 if one is broken."""
     as_json = choice.pop("as_json")
     unset = {"limit": 1}
     if others := [f"--{name}" for name, value in choice.items() if value != unset.get(name) and value is not False]:
@@ -369,7 +368,6 @@ def _layer(layer: LayerFinding) -> str:
 
 
 def _finite(value: object) -> object:
-    """NaN as None."""
     if isinstance(value, dict):
         return {name: _finite(each) for name, each in value.items()}
     if isinstance(value, list):

@@ -34,7 +34,7 @@ class OnIteration(Protocol):
     """``on_iteration``: called when an iteration has ended."""
 
     def __call__(self, values: Mapping[str, Any], /) -> object:
-        """``values`` are the numbers of the iteration, as `libra.driver.session.Session.iterations` yields them: ``iteration``,
+        """``values`` are the numbers of the iteration, as `libra.driver.run_session.Session.iterations` yields them: ``iteration``,
         ``reward`` (mean), ``loss``, ``lr``, ``iteration_s`` (seconds), ``tokens_per_s``, ``failures``, ...
         The return is ignored."""
 

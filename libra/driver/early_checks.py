@@ -64,7 +64,6 @@ def no_scheduler(address: str, error: Exception) -> ClusterError:
 
 
 def _check_listening(address: str) -> None:
-    """ClusterError if nothing listens at a scheduler's address; a file, and an address without a port, are read later."""
     try:
         parts = urlsplit(address if "://" in address else f"tcp://{address}")
         there = (parts.hostname or "", parts.port or 0)
@@ -113,7 +112,6 @@ def _interactive(main: object) -> bool:
 
 
 def _line_in_main(names: dict[str, object]) -> int | None:
-    """The line that the main module itself is at; None if it is not among the callers, as in another thread."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         if frame.f_globals is names and frame.f_code.co_name == "<module>":
@@ -123,7 +121,6 @@ def _line_in_main(names: dict[str, object]) -> int | None:
 
 
 def _is_guarded(file: Path, line: int) -> bool:
-    """Whether a line is under a condition on ``__name__``, or comes after one that leaves the module."""
     try:
         tree = ast.parse(file.read_bytes())
     except (SyntaxError, ValueError):  # not Python's own syntax: a runner has translated it

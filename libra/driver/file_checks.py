@@ -230,7 +230,6 @@ def _check_batches(check: RunCheck) -> None:
 
 
 def _check_sealed(check: RunCheck) -> None:
-    """Files that are checked only against their seal."""
     directories = (check.files.evaluations_dir, check.files.steps_dir, check.files.waves_dir)
     paths = [path for directory in directories for path in _entries(directory) if path.suffix == ".json"]
     for path in [*paths, check.files.checkpoints_dir / "scores.json"]:
@@ -265,7 +264,6 @@ def _check_logs(check: RunCheck) -> None:
 
 
 def _check_segments(check: RunCheck) -> None:
-    """Closed parts of the event log; a resumed run needs none of them, so that only a full check reads them."""
     if check.limit_bytes is not None:
         return
     log = check.files.directory / "events.jsonl"
@@ -343,7 +341,6 @@ def _check_groups(check: RunCheck) -> None:
 
 
 def _needed(check: RunCheck) -> Iterator[tuple[int, str]]:
-    """Each batch whose group records are needed, and what for."""
     kept, stored = min(check.whole_checkpoints, default=0), check.stored
     for number in range(check.num_batches):
         if number < kept and number not in check.logged:
@@ -353,7 +350,6 @@ def _needed(check: RunCheck) -> Iterator[tuple[int, str]]:
 
 
 def _check_teacher(check: RunCheck) -> None:
-    """Files of a teacher's scores (``distil``)."""
     directory, budget = check.files.teacher_dir, ReadBudget(check.limit_bytes)
     for path in sorted(directory.glob("*.scores"), reverse=True) if directory.is_dir() else ():
         group = check.files.groups_dir / f"{path.stem}.group"
@@ -366,7 +362,6 @@ def _check_teacher(check: RunCheck) -> None:
 
 
 def _scores_fault(path: Path, group: Path) -> str:
-    """What is wrong with the scores of a group; empty: nothing. A group record that is damaged or gone says nothing of them."""
     try:
         scores = read_scores(path)
     except StoreError as error:
@@ -416,12 +411,10 @@ def _lost_files(check: RunCheck) -> Iterator[tuple[str, str]]:
 
 
 def _newest_started(directory: Path) -> int:
-    """The highest epoch that the event log has a start of, -1 if there is none."""
     return max((_number(line, "epoch") for line in lines_of(directory / "events.jsonl", RunStarted)), default=-1)
 
 
 def _logs_events(directory: Path) -> bool:
-    """Whether the run has an event log, by its configuration."""
     config = directory / CONFIG_FILE
     return config.is_file() and b"event_log: false" not in config.read_bytes()
 
@@ -445,9 +438,6 @@ def _check_epochs(check: RunCheck) -> None:
         check.add("epochs", f"{gone}: a process of an older start might write again")
 
 
-# ------------------------------------------------------------------------------------------------ parts
-
-
 def _entries(directory: Path) -> list[Path]:
     return list(directory.iterdir()) if directory.is_dir() else []
 
@@ -465,7 +455,6 @@ def is_object(line: bytes) -> bool:
 
 
 def _bytes(path: Path) -> int:
-    """Size of a file, 0 where it has gone."""
     try:
         return path.stat().st_size
     except FileNotFoundError:
@@ -473,12 +462,10 @@ def _bytes(path: Path) -> int:
 
 
 def _what(error: StoreError) -> str:
-    """The text of an error without the path it begins with."""
     return str(error).partition(": ")[2]
 
 
 def _edited(now: bytes, was: str) -> str:
-    """The first line in which a configuration differs."""
     after, before = now.decode(errors="replace").splitlines(), was.splitlines()
     for number, (new, old) in enumerate(zip(after, before, strict=False), start=1):
         if new != old:

@@ -92,7 +92,6 @@ def _run(run: str | Path | None) -> tuple[RunDirectory, RunConfig]:
 
 @lru_cache(maxsize=16)
 def _config(directory: Path) -> RunConfig:
-    """What a delivery needs of it, a resumed run does not change."""
     return load_config(directory / RESOLVED_FILE)
 
 
@@ -117,7 +116,6 @@ def _trajectory(given: str | TrajectoryId, config: RunConfig) -> TrajectoryId:
 
 
 def _when(files: RunDirectory, config: RunConfig, trajectory: TrajectoryId) -> str:
-    """When a reward delivered now counts, in words; LateRefused if never."""
     record = group_path(files.groups_dir, trajectory.iteration, trajectory.group)
     member = read_group(record)[trajectory.sample] if record.exists() else None
     if member is not None and member.late is None:

@@ -110,7 +110,6 @@ def with_way(config: RunConfig, way: str) -> RunConfig:
 
 
 def _laid_out(config: RunConfig, plan: Plan) -> RunConfig:
-    """``config`` with the workers of a plan; ConfigError if they contradict its other settings."""
     values = config.model_dump()
     engines = [{"tp": bucket.tp, "count": bucket.engines, "slots": bucket.concurrency} for bucket in plan.buckets]
     values["cluster"] |= {"train_workers": plan.training.gpus, "engines": engines, "rollout_workers": 1}
@@ -198,7 +197,6 @@ def check_workers(config: RunConfig, client: Client) -> None:
 
 
 def _check_here(config: RunConfig, machine: Machine) -> None:
-    """Check that this machine and the model support the engines that a configuration lists."""
     layout, groups = config.planner.planned, config.cluster.engines
     if layout is not None:
         check_planned(layout, shape_of(config), machine.gpu, machine.num_gpus)
@@ -221,7 +219,6 @@ def _check_here(config: RunConfig, machine: Machine) -> None:
 
 
 def _on(config: RunConfig, machine: Machine) -> tuple[RunConfig, str]:
-    """``config`` with the hardware to plan for, and the source of its seconds, in words."""
     section = config.planner
     number = section.num_gpus or machine.ranks(config.cluster.threads)
     what = ("GPU" if machine.num_gpus else "rank") + ("s" if number != 1 else "")

@@ -143,7 +143,6 @@ def _embedding(shapes: dict[str, tuple[int, ...]]) -> str | None:
 
 
 def _tokenizer(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """``tokenizer.json`` and ``tokenizer_config.json``, each empty if it is missing and not needed."""
     if not any((directory / name).is_file() for name in _TOKENIZERS[:-1]):
         raise ModelError(
             f"model.path: {str(directory)!r} lacks tokenizer.json; type tokenizer.save_pretrained(...) into that directory"
@@ -182,7 +181,6 @@ def _check_vocabulary(model: ModelFiles) -> None:
 
 
 def _positions(config: dict[str, Any]) -> int | None:
-    """Positions that a model was made for, scaled ones included; None: its configuration names none."""
     number: int | None = next(
         (config[key] for key in ("max_position_embeddings", "n_positions") if isinstance(config.get(key), int)), None
     )
@@ -271,7 +269,6 @@ def most_tokens(student: ModelFiles, teacher: ModelFiles) -> int | None:
 
 
 def _ids(tokenizer: dict[str, Any]) -> dict[str, int]:
-    """Number of each token of a ``tokenizer.json``, added ones included; empty without it."""
     vocabulary = tokenizer.get("model", {}).get("vocab", {})
     if isinstance(vocabulary, list):  # of a unigram model: pairs of token and score
         vocabulary = {str(entry[0]): number for number, entry in enumerate(vocabulary)}

@@ -141,7 +141,6 @@ def check_services(config: RunConfig, environment: Environment) -> None:
 
 
 def _check_asked(config: RunConfig, environment: Environment) -> None:
-    """Refuse a teacher that nobody asks, and warn of models that nobody is known to ask: all tool workers load them."""
     asked = {use.service for use in environment.asked_services} | {config.distil.service}
     for name, entry in config.services.named.items():
         if name in asked or entry.model is None:

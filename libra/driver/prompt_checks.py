@@ -162,7 +162,6 @@ class LoadedTemplate:
 
 
 def _text(model: ModelFiles) -> tuple[str, Path]:
-    """The template's text, and the file that it is in."""
     file, settings = model.directory / "chat_template.jinja", model.directory / "tokenizer_config.json"
     if file.is_file():
         return file.read_text(encoding="utf-8", errors="replace"), file
@@ -179,7 +178,6 @@ def _text(model: ModelFiles) -> tuple[str, Path]:
 
 
 def _special_tokens(model: ModelFiles) -> dict[str, str]:
-    """The special tokens that a template may insert, by name."""
     file = model.directory / "special_tokens_map.json"
     try:
         older = parsed_json(file.read_text(encoding="utf-8")) if file.is_file() else {}

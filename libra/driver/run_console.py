@@ -33,12 +33,16 @@ from dataclasses import dataclass, field
 from logging.handlers import MemoryHandler
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 from libra.cluster.redirected_output import STDERR, redirected
 from libra.driver.start_records import STARTS_FILE
 from libra.errors import shell_path
+from libra.store.run_records import read_evaluations
 from libra.untrusted import shown
+
+if TYPE_CHECKING:
+    from libra.config import RunConfig
 
 EXIT_INTERRUPTED = 130
 
@@ -84,8 +88,6 @@ class Interruption:
                 _end_quietly(error)
             signal.signal(signal.SIGINT, self._before)
 
-    # ---------------------------------------------------------------- what the run says of itself
-
     def of(self, directory: Path, again: str) -> None:
         """The run's directory, which may not exist yet, and what to type to continue it."""
         self._directory, self._again = directory, with_overrides(again, self.overrides)
@@ -111,8 +113,6 @@ class Interruption:
             with contextlib.suppress(OSError):
                 self._quiet.enter_context(redirected(STDERR, log))
 
-    # ---------------------------------------------------------------- the key
-
     def _typed(self, number: int, frame: FrameType | None) -> None:
         self.count += 1
         if self.count == 1 and (self._starting or not self.command):
@@ -123,11 +123,9 @@ class Interruption:
 
     @property
     def _resumable(self) -> bool:
-        """Whether a start of the run is on record."""
         return self._directory is not None and (self._directory / STARTS_FILE).exists()
 
     def _say_end(self, how: str) -> None:
-        """The last lines, once; a command ends here."""
         self._quiet.close()
         if self._resumable:
             when = "during the start" if self._done is None else f"after {self._done} of {self._total} iterations"
@@ -313,6 +311,14 @@ class RunSummary:
 
     def __str__(self) -> str:
         return "\n".join(f"{name:<17} {text}" for name, text in self.rows())
+
+    @classmethod
+    def of_finished(cls, directory: Path, config: RunConfig) -> RunSummary:
+        """The summary of a run of which nothing is left to do, from its files."""
+        total, checkpoints = config.run.iterations, directory / "checkpoints"
+        best = (checkpoints / "best").resolve() if (checkpoints / "best").exists() else None
+        evaluations = read_evaluations(directory / "evaluations", total)
+        return cls(directory.name, directory, [], evaluations, checkpoints / f"step-{total:06d}", best)
 
     def _repr_html_(self) -> str:
         cells = "".join(

@@ -150,7 +150,6 @@ def prepare(request: RunRequest, exits: ExitStack, start: ExitStack) -> RunStart
 
 
 def _spec(config: RunConfig, request: RunRequest, model: ModelFiles, *, started_here: bool) -> RunSpec:
-    """The run, without an epoch. Workers of another cluster resolve a Hugging Face id on their own machines."""
     model_dir = str(model.directory if started_here else resolve_model(config.model.path))
     start = config.run.from_checkpoint
     if start is not None:

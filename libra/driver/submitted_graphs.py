@@ -128,7 +128,6 @@ class SubmittedGraphs:
         return futures
 
     def _done(self, future: Future[Any]) -> None:
-        """Runs in a thread of the client when a future is done."""
         if future.status == "error" and self._failed is None:
             self._failed = future
         self._wake.set()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,10 +31,9 @@ from libra.worker.late_waiting import waiting_after, waiting_row, worth_after
 
 logger = logging.getLogger(__name__)
 
-LOOK_S = 0.2
-"""Seconds between two looks for late rewards that a batch waits for."""
-SIGN_S = 5.0
-"""Seconds between two reports of a batch that waits: signs of life for the watchdog."""
+POLL_S = 0.1
+HEARTBEAT_S = 5.0
+"""Seconds between two reports of a batch that waits, for the watchdog."""
 
 Delivered = Mapping[TrajectoryId, float]
 
@@ -42,39 +41,49 @@ Delivered = Mapping[TrajectoryId, float]
 async def take_delivered(
     context: WorkerContext, batch: int, groups: Sequence[Sequence[Trajectory]]
 ) -> dict[TrajectoryId, float]:
-    """Give members of a batch the late rewards that came, after waiting for them with ``trainer.late=wait``; returns the values."""
+    """Give members of a batch the late rewards that came, after waiting for them with ``trainer.late=wait``.
+
+    Returns the values.
+    """
+    spec, trainer = context.spec, context.spec.config.trainer
     late = {member.trajectory_id: member for group in groups for member in group if member.late is not None}
-    found = came(context.spec.late_dir, late)
-    if context.spec.config.trainer.late == "wait" and len(found) < len(late):
-        await _wait(context, batch, list(late), found)
+    found = came(spec.late_dir, late)
+
+    def missing() -> int:
+        found.update(came(spec.late_dir, [trajectory for trajectory in late if trajectory not in found]))
+        return len(late) - len(found)
+
+    if trainer.late == "wait" and len(found) < len(late):
+        logger.info(
+            "run %s: batch %d waits for %d of %d late rewards", spec.run, batch, len(late) - len(found), len(late)
+        )
+        if await wait_for(context, batch, trainer.late_wait_s, missing):
+            first = next(trajectory for trajectory in late if trajectory not in found)
+            logger.warning(
+                "run %s: batch %d: %d of %d late rewards did not come in trainer.late_wait_s=%g s, the first for %s: "
+                "provisional values count, and trajectories without one are left out",
+                spec.run, batch, len(late) - len(found), len(late), trainer.late_wait_s, first,
+            )  # fmt: skip
     for trajectory, value in found.items():
         late[trajectory].take_late(value)
     return found
 
 
-async def _wait(
-    context: WorkerContext, batch: int, late: Sequence[TrajectoryId], found: dict[TrajectoryId, float]
-) -> None:
-    """Add to ``found`` what comes for ``late`` until the batch has waited for its time, or was made before."""
-    spec, began_s = context.spec, time.monotonic()
-    limit_s = spec.config.trainer.late_wait_s
-    logger.info("run %s: batch %d waits for %d of %d late rewards", spec.run, batch, len(late) - len(found), len(late))
-    signed_s = -SIGN_S
-    while len(found) < len(late) and not batch_path(spec.batches_dir, batch).exists():
+async def wait_for(context: WorkerContext, batch: int, limit_s: float, missing: Callable[[], int]) -> int:
+    """Wait until nothing is ``missing`` for a batch, the batch is committed, or ``limit_s`` have passed.
+
+    Returns the number still missing after ``limit_s``, else 0.
+    """
+    began_s, reported_s = time.monotonic(), -HEARTBEAT_S
+    while (left := missing()) and not batch_path(context.spec.batches_dir, batch).exists():
         waited_s = time.monotonic() - began_s
         if waited_s >= limit_s:
-            missing = next(trajectory for trajectory in late if trajectory not in found)
-            logger.warning(
-                "run %s: batch %d: %d of %d late rewards did not come in trainer.late_wait_s=%g s, the first that of %s: "
-                "provisional values count, and trajectories without one are left out",
-                spec.run, batch, len(late) - len(found), len(late), limit_s, missing,
-            )  # fmt: skip
-            return
-        if waited_s - signed_s >= SIGN_S:
-            context.report(LateRewardsTaken(batch=batch, awaited=len(late) - len(found)))
-            signed_s = waited_s
-        await asyncio.sleep(min(LOOK_S, limit_s - waited_s))
-        found |= came(spec.late_dir, [trajectory for trajectory in late if trajectory not in found])
+            return left
+        if waited_s - reported_s >= HEARTBEAT_S:
+            context.report(LateRewardsTaken(batch=batch, awaited=left))
+            reported_s = waited_s
+        await asyncio.sleep(min(POLL_S, limit_s - waited_s))
+    return 0
 
 
 def late_facts(
@@ -130,7 +139,6 @@ def late_facts(
 def _with_rewards_to_come(
     batch: int, members: Sequence[Trajectory], row: dict[str, Any], found: Delivered, weight: float
 ) -> WaitingGroup | None:
-    """A group of the batch as it waits for rewards, None if it waits for none; rewards that came are noted in its row."""
     given = {sample: found[m.trajectory_id] for sample, m in enumerate(members) if m.trajectory_id in found}
     if given:
         row["delivered"] = {str(sample): value for sample, value in given.items()}
@@ -227,7 +235,6 @@ def corrections(
 
 
 def _weight(trains: NDArray[np.bool_], group: WaitingGroup) -> float:
-    """What the advantages of a group count for with its guesses."""
     return 1 - (1 - group.guess_weight) * guessed_share(trains, group.missing)
 
 

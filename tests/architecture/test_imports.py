@@ -126,8 +126,8 @@ def test_every_module_follows_the_arrows(modules: dict[str, Path], imports_of: I
         ("libra.envs.tool", "if TYPE_CHECKING:\n    from libra.rollout import RolloutEngine"),
         ("libra.transport.server", "from libra.dispatch import Block"),
         ("libra.types", "from libra.keys import make"),
-        ("libra.driver.session", "from libra.cli.main import main"),
-        ("libra.graph.iteration", "from libra.driver.session import Session"),
+        ("libra.driver.run_session", "from libra.cli.main import main"),
+        ("libra.graph.iteration", "from libra.driver.run_session import Session"),
         ("libra.worker.host", "from libra.graph.training_nodes import step"),
     ],
 )

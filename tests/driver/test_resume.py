@@ -15,7 +15,7 @@ from libra.config.resume_changes import load_resumed
 from libra.driver import submitted_graphs
 from libra.driver.resume import learned_before
 from libra.driver.run_lock import lock_run
-from libra.driver.session import Session, evaluation_is_due, run
+from libra.driver.run_session import Session, evaluation_is_due, run
 from libra.errors import ConfigError, RunDirectoryError
 from libra.observe.metrics import read_metrics
 from libra.observe.run_directory import summary_row
