@@ -96,9 +96,9 @@ def train(
         keyword ``session`` gets it.
     agent : str or callable, optional
         Your own agent, which is started for each prompt and asks the model over OpenAI's or Anthropic's API (docs/agents.md): a
-        command line, or a function at the top of a module. It has its own tools. With ``prompts`` and without a ``reward`` it gives
-        its own: it returns a number, or a dict with "reward", or posts one to its gateway. Without ``prompts`` questions and grader
-        are those of ``environment``, or of ``config``.
+        command line, or a function at the top of a module. It has its own tools. With ``prompts`` and without a
+        ``reward`` it grades itself: it returns a number, or a dict with "reward", or posts one to its gateway.
+        Without ``prompts`` the ``environment`` or ``config`` gives questions and grader.
     services : mapping of str to `libra.service`, optional
         Models and functions that rewards and tools ask (docs/services.md).
     environment : Environment, optional
@@ -108,7 +108,7 @@ def train(
     score : callable, optional
         Adds your own node to the graph; see ``workflows/custom_reward.py``.
     client : distributed.Client, optional
-        A cluster to use; None: one of local processes is started.
+        A cluster to use; by default local processes are started.
     resume : bool
         Continue the run of this ``run__name`` and ``run__dir`` from what it committed, with the same other arguments.
     on_iteration, on_batch, on_evaluation : callable, optional

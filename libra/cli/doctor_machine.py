@@ -230,5 +230,10 @@ def _isolation(name: str, environment: Environment) -> Check:
         return Check("environment", "ok", name)
     detail = f"{name}, programs of the model confined by {environment.isolation}"
     if environment.isolation == "none":
-        return Check("environment", "warn", detail, "environment.args.isolation=bubblewrap, which says what to install")
+        return Check(
+            "environment",
+            "warn",
+            detail,
+            "environment.args.isolation=bubblewrap; its error names what to install",
+        )
     return Check("environment", "ok", detail)

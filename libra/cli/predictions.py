@@ -78,8 +78,8 @@ def plan(config: str, overrides: tuple[str, ...], **choice: Any) -> None:
 @click.option("--save-workload", type=click.Path(path_type=Path), metavar="FILE", help="Save the simulated workload.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object.")
 def simulate(config: str, overrides: tuple[str, ...], **choice: Any) -> None:
-    """Simulate CONFIG, or a recorded run, in virtual time: its policy, model and engines, or those of section `simulation`.
-    Engines, tools and training take measured seconds, or those of the hardware model.
+    """Simulate CONFIG, or a recorded run, in virtual time: its policy, model and engines, or the ones in section `simulation`.
+    Engines, tools and training take measured seconds, or seconds of the hardware model.
 
     \b
     libra simulate libra/quickstart
@@ -157,8 +157,8 @@ def _run_lines(found: RunCalibration) -> list[str]:
             f"error {100 * trainer.error_frac:.1f}%; publishing {1e3 * found.update_s:.1f} ms, loading {1e3 * found.load_s:.1f} ms"
         )
     lines.append(
-        "Errors are measured on parts of the run left out of the fit. wall: seconds of turns over those of their passes. between: "
-        "seconds of a generation outside the engine, in transport and on the worker."
+        "Errors are measured on parts of the run left out of the fit. wall: seconds of turns over seconds of their passes. "
+        "between: seconds of a generation outside the engine, in transport and on the worker."
     )
     return lines
 

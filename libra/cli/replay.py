@@ -120,7 +120,7 @@ def event_log_path(run_dir: Path, command: str = "replay") -> Path:
         raise RunDirectoryError(f"{run_dir}: does not exist; {hint}")
     if path.exists():
         raise RunDirectoryError(
-            f"{path}: is no file, so the event log cannot be read; type libra doctor {shell_path(run_dir)}"
+            f"{path}: is not a file, so the event log cannot be read; type libra doctor {shell_path(run_dir)}"
         )
     if any(run_dir.glob("events/*.jsonl*")):
         hint = f"it is gone, and only older parts are left in events; type libra doctor {shell_path(run_dir)}"

@@ -80,7 +80,7 @@ def made_run_name(config: str, now: datetime) -> str:
 def resume(run_dir: Path, overrides: tuple[str, ...], scheduler: str | None, step: int | None, verbose: bool) -> None:
     """Continue RUN, the directory of a run that was stopped or killed, from what it committed.
 
-    Nothing that was committed is generated again. Settings that determine the result must not change; those of the cluster, of
+    Nothing that was committed is generated again. Settings that determine the result must not change; settings of cluster,
     planning, display and retention, and run.iterations may. A run with damaged files is refused, with what to type. Of a finished
     run nothing is left to do: one line, and nothing starts.
 
@@ -166,7 +166,7 @@ def repair(run_dir: Path) -> None:
 def run_to_its_end(config: RunConfig, *, resume: bool, verbose: bool, overrides: Sequence[str] = ()) -> None:
     """Run or resume a configuration, which has a name, to its end, and print the summary; LibraError is one message.
 
-    ``overrides``: those of a run that is resumed, which its own configuration does not have.
+    ``overrides``: settings typed for a resumed run.
     """
     from libra.cluster import fork_server
     from libra.cluster.worker_environment import inherited_environment

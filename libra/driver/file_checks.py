@@ -52,11 +52,11 @@ _GROUP = re.compile(r"(?P<split>train|eval)-(?P<iteration>\d{6,})-(?P<group>\d{6
 
 
 TIDIED = 3
-"""From so many checkpoints on one was tidied, and scores written, whatever ended the run; see `libra.driver.submitted_graphs`."""
+"""A run with this many checkpoints has tidied one and written scores; see `libra.driver.submitted_graphs`."""
 
 
 class ReadBudget:
-    """Bytes that may be read; None: all."""
+    """Bytes that may be read; None for all."""
 
     def __init__(self, limit_bytes: int | None) -> None:
         self._left = limit_bytes
@@ -90,23 +90,20 @@ class RunCheck:
 
     Attributes
     ----------
-    damages : list of Damage
     whole_checkpoints, all_checkpoints : list of int
-        Steps of the checkpoints that are as they were written, and of all.
+        Steps of the undamaged checkpoints, and of all.
     num_batches : int
         Batches that were committed, by any trace of them.
     stored : set of int or None
-        Batches whose trajectories are in the store; None where its rows cannot be read.
-    logged : set of int
-        Steps whose metrics are written.
-    evaluated, stored_evaluations : set of int
-        Versions whose evaluation the metrics have, and whose trajectories of it the store has.
-    groups : dict of int to list of str
-        Names of the group records of each batch whose file can be read.
-    taught : dict of int to list of str
-        Names of the group records of each batch that were trained with scores of a teacher.
+        Batches whose trajectories are in the store; None if its rows cannot be read.
+    logged, evaluated : set of int
+        Steps and evaluated versions that the metrics have.
+    stored_evaluations : set of int
+        Versions whose evaluation the store has.
+    groups, taught : dict of int to list of str
+        Names of the group records of each readable batch, and of those trained with scores of a teacher.
     epoch : int
-        The highest epoch in any file but ``epochs/`` itself, -1 if there is none.
+        The highest epoch in any file outside ``epochs/``, -1 without one.
     """
 
     files: RunDirectory
@@ -294,8 +291,7 @@ def _check_journal(check: RunCheck) -> None:
 def journal_faults(
     directory: Path, check: RunCheck | None = None, budget: ReadBudget | None = None
 ) -> Iterator[tuple[str, int, str]]:
-    """Trajectory, first quantum that is missing or unreadable, and the reason; also raises ``check.epoch`` to that of every
-    record."""
+    """Trajectory, first missing or unreadable quantum, and the reason; raises ``check.epoch`` to the records' epochs."""
     quanta: dict[str, list[int]] = {}
     for path in _entries(directory):
         if match := _RECORD.fullmatch(path.name):
@@ -366,7 +362,7 @@ def _scores_fault(path: Path, group: Path) -> str:
         scores = read_scores(path)
     except StoreError as error:
         return str(error).partition(": ")[2].partition(". Delete")[0]
-    except (TypeError, KeyError) as error:  # whole, and not what a teacher says
+    except (TypeError, KeyError) as error:  # whole, but not scores
         return f"it has no scores ({error})"
     try:
         lengths = [member.num_action_tokens for member in read_group(group)]
@@ -391,7 +387,7 @@ def _lost_files(check: RunCheck) -> Iterator[tuple[str, str]]:
         len(checkpoints) >= TIDIED or first > second - first or best.is_symlink()
     )  # one before the first was removed
     if not scores.exists() and is_tidied:
-        yield f"checkpoints/{scores.name}", "it is gone, and says which checkpoint is the best"
+        yield f"checkpoints/{scores.name}", "it is gone; it ranks the checkpoints"
     for version in sorted(check.evaluated & stored):
         path = files.evaluations_dir / f"version-{version:06d}.json"
         if not path.exists():

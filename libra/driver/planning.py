@@ -81,7 +81,7 @@ class Planning:
     def begin(self, first: int) -> None:
         """Before iteration ``first`` of a resumed run, change what would run out of memory at the contexts to come.
 
-        Engines, slots, roles and boundaries are those of the configuration again. The contexts are forecast from the mean context
+        Engines, slots, roles and boundaries are as configured again. The contexts are forecast from the mean context
         at the end of the trajectories of earlier iterations.
         """
         rows = [row for row in read_metrics(self._spec.directory) if row.get("trajectories")] if first else []
@@ -194,7 +194,7 @@ def taken(
 def compared_memory(
     config: RunConfig, shape: ModelShape, workload: TrajectoryTotals, measured_bytes: float, *, on_cpu: bool
 ) -> dict[str, float]:
-    """Metrics of an iteration: the predicted peak memory of its training step, and that of its fullest worker."""
+    """Metrics of an iteration: predicted and measured peak memory of its training step."""
     layout = replace(trainer_layout(config, workload), on_cpu=on_cpu, runtime_bytes=0.0)
     workers = config.cluster.train_workers
     predicted = sum(memory_parts_bytes(shape, workload.final_context_tokens, workers, layout).values())

@@ -51,29 +51,16 @@ MOST_ROUNDS = 4
 
 @dataclass(frozen=True, slots=True)
 class RepairResult:
-    """The result of a repair.
-
-    Attributes
-    ----------
-    check : RunCheck
-        Of every file, afterwards.
-    num_repaired : int
-        Lines said.
-    """
+    """The check of every file after a repair, and the number of repairs."""
 
     check: RunCheck
     num_repaired: int
 
 
 def repair_run(directory: Path, say: Callable[[str], None]) -> RepairResult:
-    """Repair a run; ``say`` is called with a line for each thing done, and for each that could not be.
+    """Repair a run; ``say`` gets a line for each repair, and for each file that cannot be repaired.
 
-    Raises
-    ------
-    RunDirectoryError
-        There is no run, or a driver has it.
-    StoreError
-        A committer has the store open.
+    RunDirectoryError if the run is missing or a driver has it, StoreError if a committer has its store.
     """
     run = run_directory(directory)
     repairs = Repairs(run, say)

@@ -194,7 +194,7 @@ def _exchange(store: Path, made: Path, repairs: Repairs) -> None:
 
 
 def _rows(store: Path, files: RunDirectory, append: AppendedRows, bad: list[str] | None) -> tuple[Rows, str]:
-    """The rows of one append, and what was made again of them; ``bad`` None: whatever group records contradict."""
+    """The rows of one append, and a text of the rebuilt ones; without ``bad``, columns that group records contradict."""
     read = {path: column_rows(store, path, append.first[LEVEL[path]], append.stop[LEVEL[path]]) for path in PATHS}
     made: Rows | None = None
     try:
@@ -257,7 +257,7 @@ _OFFSETS: dict[Level, str] = {
     "score": "score_offset",
     "route": "route_offset",
 }
-"""The column that says where a trajectory begins in each other level."""
+"""The column with the start of a trajectory in each other level."""
 
 
 def _offset(columns: dict[str, Any], level: Level, row: int, committed: dict[Level, int]) -> int:

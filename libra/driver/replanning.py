@@ -46,10 +46,7 @@ BOUNDARY_MOVES = math.sqrt(2.0)
 
 @dataclass(slots=True)
 class RequestedChange:
-    """A change under way: after which iteration, its predicted gain, what ran before, and the steps to come.
-
-    ``requested`` has its role changes by generation, ``limit_s`` the seconds in which slots were limited; None: they stayed.
-    """
+    """A change under way. ``requested``: its role changes by generation; ``limit_s``: seconds to limit slots, if it did."""
 
     iteration: int
     predicted_gain_frac: float
@@ -62,14 +59,7 @@ class RequestedChange:
 class Replanning:
     """The arrangement of one run's workers, followed iteration by iteration.
 
-    Parameters
-    ----------
-    scheduler : RunClient
-    loop : ArrangementLoop
-    apply : bool
-        Whether accepted plans are carried out.
-    boundaries : mapping
-        Those that the run began with.
+    ``apply``: accepted plans are carried out. ``boundaries``: the bucket boundaries at the start.
     """
 
     def __init__(
@@ -87,8 +77,7 @@ class Replanning:
         self._blocked: set[str] = set()  # what was logged as missing
 
     def begin(self, contexts: Sequence[tuple[int, float]], seats: Collection[Seat]) -> None:
-        """Free KV memory for the upcoming contexts, extrapolated from those of earlier starts as (iteration, mean at the
-        end)."""
+        """Free KV memory for the upcoming contexts, extrapolated from (iteration, mean final context) of earlier starts."""
         for iteration, mean_tokens in contexts:
             self.loop.trend = self.loop.trend.after(iteration, mean_tokens)
         last = contexts[-1][0]
@@ -105,10 +94,9 @@ class Replanning:
         forecast: StepForecast,
         predicted_step_s: float | None = None,
     ) -> SplitDecision | None:
-        """Learn from an iteration, compare a change with its predicted gain, compare the options, and request a change.
+        """Learn from an iteration, compare a change with its predicted gain, weigh the options, and request a change.
 
-        ``values`` are the iteration's numbers, ``forecast`` has it in it, and ``predicted_step_s`` are the seconds predicted before
-        it began, if there was a prediction.
+        ``values``: the iteration's numbers; ``forecast`` includes it; ``predicted_step_s`` is the earlier prediction.
         """
         now = arranged(ended.seats)
         whole = self._began_with == now

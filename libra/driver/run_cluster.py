@@ -38,10 +38,9 @@ logger = logging.getLogger(__name__)
 def connect_run(
     config: RunConfig, given: Client | None, logs: Path, exits: ExitStack
 ) -> tuple[Client, SpecCluster | None]:
-    """A client of a cluster that has what the run needs, and the cluster where it was started for the run.
+    """A client of a cluster that fits the run, and the cluster if it was started for the run.
 
-    Workers that are started here log to the directory ``logs``. ``exits`` closes what was started or connected here; a ``given``
-    client stays connected.
+    Workers started here log to ``logs``. ``exits`` closes all that is opened here; a ``given`` client stays connected.
     """
     client, cluster = (given, None) if given is not None else _connected(config, logs, exits)
     check_cluster(client, config)
@@ -118,16 +117,9 @@ def _address(client: Client, config: RunConfig) -> str:
 
 @contextmanager
 def scheduler_loss_named(client: Callable[[], Client | None], directory: Path, address: str | None) -> Iterator[None]:
-    """Context manager: raises ClusterError if the scheduler is lost.
+    """Context manager: ClusterError if the scheduler is lost.
 
-    Parameters
-    ----------
-    client : callable
-        Gives the client at the time of an error; None: it is not connected yet.
-    directory : Path
-        Of the run.
-    address : str, optional
-        ``cluster.scheduler``, where it is set.
+    ``client`` gives the client at the time of an error, None before it is connected. ``address``: ``cluster.scheduler``.
     """
     try:
         yield

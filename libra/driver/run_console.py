@@ -1,4 +1,4 @@
-"""What a run shows: Ctrl-C while it starts, works or stops, its log, and its summary.
+"""Ctrl-C of a run, its log, and its summary.
 
 The first Ctrl-C stops the run in order. The second ends the command at once, as a kill would, which
 loses nothing that was committed; in a program of the user (`libra.train`) it gives up waiting for the
@@ -55,12 +55,7 @@ class Interruption:
     command : bool
         Whether this process is the command's, and ends with the run.
     overrides : sequence of str
-        Settings that were typed for a run that is resumed, which only this start knows.
-
-    Attributes
-    ----------
-    count : int
-        How often Ctrl-C was typed.
+        Settings typed for a resumed run.
     """
 
     def __init__(self, *, command: bool = False, overrides: Sequence[str] = ()) -> None:
@@ -160,13 +155,14 @@ def _end_quietly(told: KeyboardInterrupt) -> None:
 
 
 def with_overrides(again: str, overrides: Sequence[str]) -> str:
-    """What to type, with settings of this start."""
+    """The command ``again`` with the settings of this start."""
     return " ".join([again, *map(shlex.quote, overrides)])
 
 
 def resume_words(directory: Path, given: bool, iterations: int | None = None) -> str:
-    """What to type to continue the run of a directory, with so many iterations (None: those that it has); ``given``: an
-    environment or a score node was given as an object."""
+    """The command that continues a run, with another number of ``iterations`` if given.
+
+    ``given``: its environment or score node is a Python object."""
     if given:
         more = "" if iterations is None else f"run__iterations={iterations}, "
         return f"libra.train(..., {more}run__dir={str(directory.parent)!r}, run__name={directory.name!r}, resume=True)"
@@ -196,13 +192,7 @@ class ShownFormatter(logging.Formatter):
 
 
 class RunLogs:
-    """The log of one driver; a context manager.
-
-    Parameters
-    ----------
-    directory : Path
-        Of the run; it may not exist yet.
-    """
+    """The log of one driver; a context manager. The run directory may not exist yet."""
 
     def __init__(self, directory: Path) -> None:
         self.path = directory / LOGS / DRIVER_LOG

@@ -1,8 +1,8 @@
 """Late rewards in batches: rewards that came before their batch is made, and corrections of groups that were trained before.
 
-Where ``trainer.late`` is not off, the facts of a batch have the values that came for its members (``delivered`` of a group's row),
-and ``late``: the rows of corrected groups, the groups that still wait, and what was dropped. All of that is committed at once with
-the file of the batch, and the next batch begins from it: a reward counts once, however often tasks run again (`libra.policy.late`).
+Unless ``trainer.late`` is off, the facts of a batch have the values that came for its members (``delivered`` of a
+group's row) and ``late``: corrected groups, groups that still wait, and dropped rewards. They are committed with the
+file of the batch, and the next batch starts from them: a reward counts once, however often tasks run again.
 """
 
 from __future__ import annotations
@@ -93,11 +93,11 @@ def late_facts(
     rows: Sequence[dict[str, Any]],
     found: Delivered,
 ) -> dict[str, Any]:
-    """The fact ``late`` of a batch, by its name; none where ``trainer.late`` is off. ``found`` is noted in ``rows``.
+    """The fact ``late`` of a batch, by its name; empty with ``trainer.late=off``. ``found`` is noted in ``rows``.
 
-    ``rows``: as those of the batch, of corrected groups, with ``counts`` (members that no batch trained before) and ``delay``.
-    ``waiting``: groups with rewards to come. ``came``: trajectories whose reward counts from this batch on, with its age in
-    versions. ``dropped``: those whose reward counts no more. ``worth``: what guesses were worth by then (`GuessWorth`).
+    ``rows``: rows of corrected groups, with ``counts`` (members that no batch trained before) and ``delay``.
+    ``waiting``: groups with rewards to come. ``came``: trajectories whose reward counts from this batch on, with its
+    age in versions. ``dropped``: trajectories whose reward is ignored. ``worth``: a `GuessWorth`.
     """
     spec, mode = context.spec, context.spec.config.trainer.late
     if mode == "off":
@@ -161,7 +161,7 @@ def _tell(
     spec, versions = context.spec, context.spec.config.trainer.late_versions
     if settled.dropped:
         logger.warning(
-            "run %s: batch %d: %d late rewards did not come within trainer.late_versions=%d versions, the first that of %s; they "
+            "run %s: batch %d: %d late rewards did not come within trainer.late_versions=%d versions, the first for %s; they "
             "are dropped",
             spec.run, batch, len(settled.dropped), versions, TrajectoryId(*settled.dropped[0]),
         )  # fmt: skip
@@ -182,12 +182,12 @@ def _tell(
 
 
 def guess_weight(config: RunConfig, worth: GuessWorth) -> float:
-    """What provisional rewards of a batch count for, 0 to 1."""
+    """Weight of the provisional rewards of a batch, 0 to 1."""
     return worth.slope if config.trainer.late_guess == "learned" else 1.0
 
 
 def discount(row: dict[str, Any], group: WaitingGroup) -> None:
-    """Let the advantages in the row of a group that waits count for what its guesses are worth."""
+    """Weight the advantages in the row of a waiting group by the worth of its guesses."""
     row["advantages"] = (np.array(row["advantages"]) * _weight(np.array(row["trains"]), group)).tolist()
 
 

@@ -1,8 +1,8 @@
 """Task functions of the teacher, and what batches and waves make of its scores (``distil``).
 
 ``teach-k-g`` runs on a worker that holds the teacher, or has its service, after group g has its record, and commits the scores
-beside it. No batch depends on it through Dask: scores are looked for when the batch or wave is made, as late rewards are, and its
-file says which groups were trained with them.
+beside it. No batch depends on it through Dask: scores are read when the batch or wave is made, as late rewards
+are, and its file lists the groups that were trained with them.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ async def teach(run: str, group: dict[str, Any] | None, iteration: int, number: 
 
 
 async def _scored(host: LibraHost, members: Sequence[Trajectory]) -> Scored:
-    """What the teacher says of a group: a service of this worker, or the model that it holds."""
+    """Scores by a service of this worker, or by the model that it holds."""
     config = host.spec.config
     if (service := config.distil.service) is not None:
         assert host.services is not None, f"{host.context.name} was given a group to score and has no services"

@@ -217,7 +217,7 @@ def _load_published(
         return
     published = store.get(version)
     if len(published.digest) != len(digest):  # by an older Libra
-        digest = tensors_digest(checkpoints.replica.weights(), like=published.digest)
+        digest = tensors_digest(checkpoints.replica.weights())
     if published.digest != digest:
         logger.warning(
             "run %s: step %d taken again gave weights %s, version %d was published as %s; the published ones are taken. "
