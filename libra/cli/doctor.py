@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import click
 
@@ -16,24 +16,9 @@ from libra.errors import DamagedRun, LibraError, RunDirectoryError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from libra.cli.doctor_machine import Check
     from libra.config import RunConfig
     from libra.envs import Environment
-
-
-State = Literal["ok", "warn", "fail"]
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """One check: its name, state, finding, and the advice to type if it did not pass.
-
-    "fail": a run cannot work or would be wrong; "warn": it works with a limitation.
-    """
-
-    name: str
-    state: State
-    detail: str
-    advice: str = ""
 
 
 @click.command()
@@ -75,7 +60,7 @@ _STYLE = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 def diagnose(config: RunConfig, scheduler: str | None) -> list[Check]:
     """Every check of this machine and, where there is an address, of the cluster behind it."""
     from libra.cli.doctor_cluster import cluster_checks
-    from libra.cli.doctor_machine import environment_check, machine_checks
+    from libra.cli.doctor_machine import Check, environment_check, machine_checks
     from libra.cluster.settings import SETTINGS
 
     check, environment = environment_check(config)
@@ -93,6 +78,7 @@ def start_checks(config: RunConfig, environment: Environment | None, *, local_cl
     A model on a hub is not fetched. Checks that need its files, or an ``environment`` that could not be made, are
     left out. ``local_cluster``: the run would start its own workers.
     """
+    from libra.cli.doctor_machine import Check
     from libra.driver.preflight import CHECKS, Preflight  # takes two seconds to import
 
     directory = None if config.run.name is None else config.run.dir / config.run.name

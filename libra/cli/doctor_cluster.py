@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from libra.cli.doctor import Check
+from libra.cli.doctor_machine import Check
 from libra.cluster.connection import connect, present_workers
 from libra.cluster.readiness import NEEDED, engine_problems, resource_problems
 from libra.cluster.settings import cluster_setting_problems

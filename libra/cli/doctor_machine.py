@@ -8,13 +8,14 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
+from typing import Literal
 
 from packaging.requirements import Requirement
 
 import libra.config.model_paths
-from libra.cli.doctor import Check
 from libra.config import RunConfig, resolve_model
 from libra.envs import Environment
 from libra.errors import ClusterError, LibraError
@@ -27,6 +28,22 @@ MIN_SHM_BYTES = 256 * 2**20
 
 VLLM_SERIES = "0.32."
 """Versions of vLLM whose private API Libra supports (`libra.rollout.vllm.probe_scheduler`)."""
+
+State = Literal["ok", "warn", "fail"]
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One check: its name, state, finding, and the advice to type if it did not pass.
+
+    "fail": a run cannot work or would be wrong; "warn": it works with a limitation.
+    """
+
+    name: str
+    state: State
+    detail: str
+    advice: str = ""
+
 
 VersionOf = Callable[[str], str | None]
 Runs = Callable[[str], str | None]
