@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from libra.api import train
     from libra.driver.late_delivery import deliver
     from libra.driver.run_console import RunSummary
-    from libra.driver.session import Session
+    from libra.driver.run_session import Session
     from libra.envs.environment import Environment
     from libra.envs.services import ask, ask_async, service
     from libra.envs.tool import session, tool
@@ -42,7 +42,7 @@ _HOMES = {
     "Environment": "libra.envs.environment",
     "Late": "libra.types",
     "RunSummary": "libra.driver.run_console",
-    "Session": "libra.driver.session",
+    "Session": "libra.driver.run_session",
     "ask": "libra.envs.services",
     "ask_async": "libra.envs.services",
     "deliver": "libra.driver.late_delivery",

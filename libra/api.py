@@ -13,8 +13,11 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from libra.config import RunConfig, config_from_dict, load_config
 from libra.config.effect_conditions import Situation
 from libra.config.effects import ignored_settings, warning_lines
+from libra.config.resume_changes import check_unchanged
+from libra.driver.damage import refuse_damaged
 from libra.driver.early_checks import check_early, check_main, first_line, named, run_directory
-from libra.driver.run_console import Interruption, resume_words
+from libra.driver.run_console import Interruption, RunSummary, resume_words
+from libra.driver.start_records import is_finished
 from libra.envs.grading import plain_number
 from libra.errors import CallbackError, ConfigError, LibraError
 from libra.named_parts import name_of
@@ -24,7 +27,6 @@ if TYPE_CHECKING:
     from distributed import Client
 
     from libra.driver.callbacks import OnBatch, OnEvaluation, OnIteration
-    from libra.driver.run_console import RunSummary
     from libra.envs import Environment, FunctionEnvironment
     from libra.envs.tool import SessionKind
     from libra.graph.iteration import Score
@@ -94,9 +96,9 @@ def train(
         keyword ``session`` gets it.
     agent : str or callable, optional
         Your own agent, which is started for each prompt and asks the model over OpenAI's or Anthropic's API (docs/agents.md): a
-        command line, or a function at the top of a module. It has its own tools. With ``prompts`` and without a ``reward`` it gives
-        its own: it returns a number, or a dict with "reward", or posts one to its gateway. Without ``prompts`` questions and grader
-        are those of ``environment``, or of ``config``.
+        command line, or a function at the top of a module. It has its own tools. With ``prompts`` and without a
+        ``reward`` it grades itself: it returns a number, or a dict with "reward", or posts one to its gateway.
+        Without ``prompts`` the ``environment`` or ``config`` gives questions and grader.
     services : mapping of str to `libra.service`, optional
         Models and functions that rewards and tools ask (docs/services.md).
     environment : Environment, optional
@@ -106,7 +108,7 @@ def train(
     score : callable, optional
         Adds your own node to the graph; see ``workflows/custom_reward.py``.
     client : distributed.Client, optional
-        A cluster to use; None: one of local processes is started.
+        A cluster to use; by default local processes are started.
     resume : bool
         Continue the run of this ``run__name`` and ``run__dir`` from what it committed, with the same other arguments.
     on_iteration, on_batch, on_evaluation : callable, optional
@@ -145,11 +147,19 @@ def train(
     starts_workers = client is None and checked.cluster.scheduler is None
     if starts_workers:
         check_main()
+    directory = run_directory(checked)
     with Interruption() as interruption:
-        interruption.of(run_directory(checked), resume_words(run_directory(checked), given))
+        interruption.of(directory, resume_words(directory, given))
         stages = StartStages(enabled=checked.observe.progress)
         stages.say(first_line(checked))
         check_early(checked, resume=resume, starts_workers=starts_workers, given=given)
+        if resume and is_finished(directory, checked):
+            refuse_damaged(directory)
+            check_unchanged(directory, checked)
+            stages.say(
+                "all its iterations have ended, and nothing is left to do; for more of them, give run__iterations"
+            )
+            return RunSummary.of_finished(directory, checked)
         for line in warning_lines(ignored_settings(checked, Situation("run", typed, client=client is not None))):
             logger.warning("%s", line)
         if given and environment is None:
@@ -159,7 +169,7 @@ def train(
             environment = _own_environment(prompts, reward, tools=tools, session=session, seed=checked.run.seed)
         callbacks = {"on_iteration": on_iteration, "on_batch": on_batch, "on_evaluation": on_evaluation}
         stages.begin("libraries")
-        from libra.driver.session import run
+        from libra.driver.run_session import run
 
         return run(
             checked, environment=environment, score=score, client=client, resume=resume, callbacks=callbacks, stages=stages,
@@ -168,7 +178,6 @@ def train(
 
 
 def _own_environment(prompts: Any, reward: Any, **more: Any) -> FunctionEnvironment:
-    """The environment of prompts and reward; ConfigError if either is missing."""
     from libra.envs import FunctionEnvironment
 
     if prompts is None or reward is None:
@@ -186,7 +195,6 @@ def _given_services(services: Any) -> dict[str, dict[str, Any]]:
 
 
 def _check_started_by(config: Any, client: Any) -> None:
-    """ConfigError if the file to start from, or the cluster to use, is none."""
     if client is not None and not isinstance(client, _client_class()):
         raise ConfigError(
             f"client: got {client!r} ({type(client).__name__}); give a distributed.Client, or type cluster__scheduler=ADDRESS"
@@ -198,14 +206,12 @@ def _check_started_by(config: Any, client: Any) -> None:
 
 
 def _agent_field(agent: str | Callable[..., Any], tools: Sequence[Callable[..., Any]]) -> str:
-    """The setting that an agent is given as; ConfigError if tools are given beside it."""
     if tools:
         raise ConfigError("libra.train: tools are given, and agent, which has its own; leave either out")
     return "agent__command" if isinstance(agent, str) else "agent__function"
 
 
 def _is_given(values: Mapping[str, Any], environment: Environment | None, **parts: Any) -> bool:
-    """Whether prompts, reward, tools or an environment are Python objects; ConfigError if they are given in two ways."""
     _check_given(environment, **parts)
     tools = parts.pop("tools")
     own = environment is not None or bool(tools) or any(part is not None for part in parts.values())
@@ -225,7 +231,6 @@ def _client_class() -> type[Client]:
 
 
 def _check_given(environment: Environment | None, **parts: Any) -> None:
-    """ConfigError if an environment is given together with what it replaces."""
     given = [name for name, value in parts.items() if value is not None and not (name == "tools" and not value)]
     if environment is not None and given:
         raise ConfigError(
@@ -235,7 +240,6 @@ def _check_given(environment: Environment | None, **parts: Any) -> None:
 
 
 def _sections(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """``section__key=value`` as nested mappings; ConfigError if there is no such section."""
     values: dict[str, dict[str, Any]] = {}
     for name, value in settings.items():
         section, separator, key = name.partition("__")

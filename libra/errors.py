@@ -21,14 +21,14 @@
     |   |   |   +-- ServiceTimeout         it took longer than its timeout_s
     |   +-- ActionRevoked                  a call was stopped so that others can begin; it is called again
     |   +-- RateLimited                    an API refuses a call for now; it is tried again
-    +-- RequestRefused(ValueError)         a request of an agent is not answered; says which field, and why
+    +-- RequestRefused(ValueError)         a request of an agent is refused, with the field and the reason
     +-- LateRefused(ValueError)            a late reward is not taken: there is one, or nothing waits for it
     +-- CallbackError(RuntimeError)        a callback of the user raised
     +-- StoreError(OSError)                a record, a group or a batch could not be written or read
     |   +-- Unstorable                     a value has no form in a record; nothing is wrong with the disk
     |   +-- RecordExists(FileExistsError)  another writer wrote this record first
     |   +-- FencedOff(PermissionError)     the run was started again; this process belongs to an older start
-    |   +-- DamagedRun                     files of a run are gone, torn or altered; says which and what to type
+    |   +-- DamagedRun                     files of a run are gone, torn or altered
     +-- WeightsError(RuntimeError)         a weight version is missing, torn, or not the one announced
     +-- TrainError(RuntimeError)           a step cannot be taken (wrong order, nothing to train on, NaN)
     |   +-- BatchFailed                    every trajectory of a batch failed, and none because of the model
@@ -40,8 +40,8 @@
     +-- TransportError(ConnectionError)    a connection broke, or its peer does not know the run's secret
     +-- PlanError(ValueError)              no plan fits the request, or the request contradicts itself
 
-Each class also subclasses the built-in that a caller would catch. A message says what, where, the value, the allowed values and
-what to type.
+Each class also subclasses the built-in that a caller would catch. A message names the setting or place, the value,
+the allowed values and what to type.
 """
 
 from __future__ import annotations
@@ -153,10 +153,10 @@ class ServiceTimeout(ServiceFault):
 
 
 class RateLimited(EnvironmentFault):
-    """An API refuses a call because there were too many (HTTP 429). Raise it in a tool, a reward or a service: the call is made
-    again later, as often as ``environment.retries`` says.
+    """An API refuses a call because there were too many (HTTP 429). Raise it in a tool, a reward or a service: the call
+    is made again later, at most ``environment.retries`` times.
 
-    ``retry_after_s``: seconds that the API says to wait; None: it does not say.
+    ``retry_after_s``: seconds to wait as given by the API, if it gives any.
     """
 
     def __init__(self, message: str = "", retry_after_s: float | None = None) -> None:
@@ -225,23 +225,20 @@ class PlanError(LibraError, ValueError):
 
 
 def shell_path(path: str | Path) -> str:
-    """``path`` as a shell takes it for one word that is no option, for text that says what to type."""
+    """``path`` as one word of a shell that is not an option."""
     text = str(path)
     return shlex.quote(f"./{text}" if text.startswith("-") else text)
 
 
 def enough_gib(num_bytes: float) -> str:
-    """So many bytes in GiB, in two digits that are rounded up, for text that says what to type: a positive number."""
+    """A positive number of bytes in GiB, rounded up to two digits."""
     gib = num_bytes / 2**30
     digits = max(0, 1 - math.floor(math.log10(gib)))
     return f"{math.ceil(gib * 10**digits) / 10**digits:g}"
 
 
 def nearest_name(given: object, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The known name most similar to a given one, whatever its case and whether it has ``-`` or ``_``; None if none is.
-
-    ``cutoff``: the least similarity, from 0 to 1, as in `difflib.get_close_matches`.
-    """
+    """The known name most similar to a given one, ignoring case, ``-`` and ``_``; None below similarity ``cutoff``."""
     plain = {_plain(name): name for name in known}
     near = difflib.get_close_matches(_plain(str(given)), plain, 1, cutoff)
     return plain[near[0]] if near else None
@@ -264,7 +261,7 @@ def _plain(name: str) -> str:
 
 
 def disk_refusal(path: str | Path, fault: Exception) -> str:
-    """Why ``path`` could not be written, as text that says what to do where the disk is full."""
+    """The reason why ``path`` could not be written, with advice if the disk is full."""
     match = _OS_ERROR.search(str(fault))
     number = fault.errno if isinstance(fault, OSError) and fault.errno else int(match[1]) if match else None
     if number not in (errno.ENOSPC, errno.EDQUOT):

@@ -39,14 +39,9 @@ def routers_of(model: Any) -> list[Any]:
 
 
 class Routers:
-    """The routers of a model, by hooks: listening while it serves, or replaying while it trains.
+    """The routers of a qwen3_moe model, by hooks: listening while it serves, or replaying while it trains.
 
-    Parameters
-    ----------
-    model : transformers model
-        Of type qwen3_moe.
-    listen : bool
-        Keep what each pass chose, for `take`.
+    ``listen``: keep the experts of each pass, for `take`.
     """
 
     def __init__(self, model: Any, *, listen: bool = False) -> None:
@@ -65,7 +60,7 @@ class Routers:
         return len(self.modules), self.top_k
 
     def replay(self, routes_PLK: Tensor | None) -> None:
-        """Choose these experts in the passes from now on, those of recomputed activations included; None: the routers choose."""
+        """Choose these experts in all passes from now on, recomputed ones included; with None the routers choose."""
         if routes_PLK is not None and tuple(routes_PLK.shape[1:]) != self.shape:
             raise ModelError(
                 f"trainer.routes: routes of {tuple(routes_PLK.shape[1:])} (layers, experts per token) were recorded where the "
@@ -81,7 +76,7 @@ class Routers:
         return int(replayed), int(equal)
 
     def take(self) -> Tensor:
-        """What the last pass chose (P, L, K)."""
+        """The experts of the last pass (P, L, K)."""
         return torch.stack([self._heard[layer] for layer in range(len(self.modules))], 1)
 
     def _after(self, layer: int, module: Any, _: Any, output: tuple[Tensor, Tensor, Tensor]) -> Any:

@@ -58,7 +58,7 @@ def head_of(model: Any) -> torch.nn.Linear:
     head = model.get_output_embeddings()
     if not isinstance(head, torch.nn.Linear):
         raise ModelError(
-            f"model: the output head of {type(model).__name__} is {type(head).__name__}; allowed is torch.nn.Linear: "
+            f"model: the output head of {type(model).__name__} is {type(head).__name__}; it must be torch.nn.Linear: "
             "log-probabilities are computed a few tokens at a time, from its weight"
         )
     return head
@@ -81,12 +81,11 @@ def after_head(model: Any) -> AfterHead | None:
 
 
 def _end_of(model: Any, head: torch.nn.Linear) -> AfterHead:
-    """The forward pass of ``model`` without its layers, from its head's logits."""
     layers = model.base_model
     if layers is model:
         raise ModelError(
             f"model: {type(model).__name__} keeps its layers and its head in one module, so that its operations after the head "
-            "cannot be separated; allowed is a model whose layers are a module of their own (base_model_prefix)"
+            "cannot be separated; its layers must be a module of their own (base_model_prefix)"
         )
 
     def after(logits_CV: Tensor) -> Tensor:
@@ -114,7 +113,6 @@ class _OnlyHidden:
 
 @contextmanager
 def _forward(module: Any, instead: Callable[..., Any]) -> Iterator[None]:
-    """Replace ``module.forward`` by ``instead``; hooks of the module still run."""
     own = module.__dict__.get("forward")
     module.forward = instead
     try:

@@ -22,7 +22,7 @@ ROLLOUT, TOOL, TRAIN, GRADE, COMMIT = "ROLLOUT", "TOOL", "TRAIN", "GRADE", "COMM
 TEACHER = "TEACHER"
 """The same, in runs with a teacher (``distil.teacher``): the worker that holds it, which scores a group at a time."""
 TOOL_CORES, TOOL_MIB, TOOL_GPUS = "TOOL_CORES", "TOOL_MIB", "TOOL_GPUS"
-"""What actions lease of a tool worker, where tools declare resources: cores, MiB of memory, GPUs."""
+"""Resources of a tool worker that actions lease if tools declare any: cores, MiB of memory, GPUs."""
 TP, THREADS = "TP", "THREADS"
 """Properties of a rollout worker's engine, as resources that no task takes: tensor-parallel degree, torch threads per rank."""
 PASS_US = "PASS_US"

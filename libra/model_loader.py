@@ -1,7 +1,7 @@
-"""How a run's model and tokenizer are built from the model's directory: by transformers, or by ``model.loader`` of one's own.
+"""Model and tokenizer from a model directory: by transformers, or by ``model.loader`` of one's own.
 
-Trainer and engines build the model with the same loader, each for its own attention. So each has the tensors of the directory by
-the same names; under those names versions are published, loaded and verified.
+Trainer and engines build the model with the same loader, each for its own attention, so that the tensors have
+the same names; under these names versions are published, loaded and verified.
 """
 
 from __future__ import annotations
@@ -30,17 +30,11 @@ class ModelLoader(Protocol):
     def model(self, directory: Path, /, *, dtype: Any, attention: str) -> Any:
         """A causal language model, a torch module with the interface of transformers.
 
-        Parameters
-        ----------
-        directory : Path
-            Of the run's model, or of a checkpoint of it.
-        dtype : torch.dtype
-            Of its weights.
-        attention : str
-            transformers' ``attn_implementation``. An engine names its own here, and cannot generate with another.
+        ``directory`` is the run's model or a checkpoint of it, ``dtype`` the torch type of the weights, ``attention``
+        transformers' ``attn_implementation``. An engine names its own attention, and cannot generate with another.
 
-        Its ``state_dict`` has the tensors of the directory, by name and shape. Parameters that do not require a gradient are
-        not trained.
+        Its ``state_dict`` has the tensors of the directory, by name and shape. Parameters that do not require a
+        gradient are not trained.
         """
 
     def tokenizer(self, directory: Path, /) -> Any:
@@ -66,7 +60,7 @@ class PretrainedLoader:
 
 
 def build_model(loader: str | None, directory: Path, *, dtype: Any, attention: str) -> Any:
-    """The model of a directory by ``model.loader`` (None: transformers); ModelError with what went wrong."""
+    """The model of a directory by ``model.loader``, or by transformers without one; ModelError with the cause."""
     if not (directory / "config.json").is_file():
         raise ModelError(f"model: {directory} holds no config.json; type model.path=DIR of a Hugging Face model")
     own = loader_of(loader)
@@ -82,7 +76,7 @@ def build_model(loader: str | None, directory: Path, *, dtype: Any, attention: s
 
 
 def build_tokenizer(loader: str | None, directory: Path) -> Any:
-    """The tokenizer of a directory by ``model.loader`` (None: transformers); ModelError with what went wrong."""
+    """The tokenizer of a directory by ``model.loader``, or by transformers without one; ModelError with the cause."""
     own = loader_of(loader)
     try:
         return own.tokenizer(directory)
@@ -98,7 +92,7 @@ def plain_attention(config: Any) -> str:
 def check_lengths(config: Mapping[str, Any], max_context_tokens: int, where: str) -> None:
     """ConfigError if contexts may be so long that a model's rotary embedding depends on the longest one in a batch.
 
-    ``config`` is that of ``config.json``. Dynamic and long embeddings are the same in every batch up to the original length.
+    ``config`` is the content of ``config.json``. Up to the original length embeddings are the same in every batch.
     """
     ropes = [config.get("rope_parameters") or {}, config.get("rope_scaling") or {}]
     for kind in ropes + [each for rope in ropes for each in rope.values() if isinstance(each, dict)]:
@@ -119,7 +113,7 @@ def check_lengths(config: Mapping[str, Any], max_context_tokens: int, where: str
 
 
 def loader_of(name: str | None) -> ModelLoader:
-    """The loader that a configuration names, checked; None: transformers' own. ConfigError if it lacks a method."""
+    """The named loader, checked, or transformers' own; ConfigError if it lacks a method."""
     if name is None:
         return PretrainedLoader()
     found = named_part(FIELD, name)

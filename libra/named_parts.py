@@ -19,7 +19,7 @@ from libra.errors import ConfigError, nearest_name
 
 
 def is_named(name: str) -> bool:
-    """Whether ``name`` is a ``package.module:attribute``, and no name of a part that ships."""
+    """Whether ``name`` is a ``package.module:attribute``, not the name of a part that ships."""
     module, _, attribute = name.partition(":")
     return bool(module and attribute)
 
@@ -27,10 +27,7 @@ def is_named(name: str) -> bool:
 def named_part(field: str, name: str) -> Any:
     """The object that ``name``, a ``package.module:attribute``, names; ``field`` is the setting, for messages.
 
-    Raises
-    ------
-    ConfigError
-        The module cannot be imported, or asked for the attribute, whatever it raised, or it lacks the attribute.
+    ConfigError if the module cannot be imported or lacks the attribute, or raises anything.
     """
     module_name, _, attribute = name.partition(":")
     try:
@@ -62,7 +59,6 @@ def named_part(field: str, name: str) -> Any:
 
 
 def _lack(found: Any, part: str, module_name: str) -> str:
-    """That a module lacks this attribute, and what it has."""
     names = [each for each in dir(found) if not each.startswith("_")]
     near = nearest_name(part, names)
     hint = f" (did you mean {near!r}?)" if near else ""
@@ -99,13 +95,7 @@ def _is_users(file: str) -> bool:
 
 
 def named_function(field: str, name: str, call: str, *given: object, **keywords: object) -> Callable[..., Any]:
-    """The callable that ``name`` names, which must take these arguments.
-
-    Parameters
-    ----------
-    call : str
-        How Libra calls it, for the message, e.g. ``"f(step, settings=...)"``.
-    """
+    """The callable that ``name`` names, which must take these arguments; ``call`` is a text such as ``f(step)``."""
     found = named_part(field, name)
     if not callable(found):
         raise ConfigError(f"{field}: {name!r} is a {type(found).__name__}; it must be callable as {call}")
@@ -115,12 +105,9 @@ def named_function(field: str, name: str, call: str, *given: object, **keywords:
 
 
 def built(field: str, name: str, call: str, given: Mapping[str, Any], optional: Mapping[str, Any]) -> Any:
-    """What the class or function ``name`` makes of ``given``, and of those of ``optional`` that it takes.
+    """The result of the class or function ``name`` for ``given`` and the ``optional`` arguments that it takes.
 
-    Raises
-    ------
-    ConfigError
-        It cannot be found, does not take ``given``, or raised.
+    ConfigError if it cannot be found, does not take ``given``, or raises.
     """
     factory = named_function(field, name, call, **given)
     try:
@@ -132,7 +119,7 @@ def built(field: str, name: str, call: str, given: Mapping[str, Any], optional: 
 
 
 def taken(function: Callable[..., Any], optional: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of ``optional`` that ``function`` takes by name."""
+    """The ``optional`` arguments that ``function`` takes by name."""
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):  # written in C, without a signature

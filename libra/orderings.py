@@ -26,20 +26,15 @@ CALL = "f(), or f(objective=..., patience=...)"
 
 
 def ordering_of(name: str, **options: Any) -> Ordering:
-    """The ordering ``name``; one of the user's own gets those of ``options`` that it takes, and is guarded.
+    """The ordering ``name``; a user's own one gets the ``options`` that it takes, and is guarded.
 
-    Raises
-    ------
-    ConfigError
-        One of the user's own cannot be found or made, or is no `libra.policy.Ordering`.
-    KeyError
-        An unknown name.
+    KeyError for an unknown name; ConfigError if a user's ordering cannot be made or lacks a method.
     """
     if not is_named(name):
         return make_ordering(name, **options)
     own = own_ordering(name, **options)
     guarded = GuardedLearner(name, own) if isinstance(own, OnlineLearner) else Guarded(name, own)
-    return cast(Ordering, guarded)  # whose name is no class variable
+    return cast(Ordering, guarded)  # its name is not a class variable
 
 
 def own_ordering(name: str, **options: Any) -> Ordering:
@@ -70,14 +65,14 @@ class Guarded:
         self.own, self._fifo, self._fault = own, Fifo(), ""
 
     def handle(self, event: Fact) -> Answers:
-        """Its answers, or those of `Fifo`."""
+        """Its answers, or the answers of `Fifo`."""
         instead = self._fifo.handle(event)
         nothing: Answers = ()
         answers = self._tried(lambda: _checked(event, self.own.handle(event)), nothing)
         return tuple(SetPriority(c.key, c.priority, self._fault) for c in instead) if self._fault else answers
 
     def snapshot(self) -> dict[str, Any]:
-        """Its state, and that of what takes its place."""
+        """Its state, and the state of its replacement."""
         nothing: dict[str, Any] = {}
         own = self._tried(self.own.snapshot, nothing)
         return {"own": own, "instead": self._fifo.snapshot(), "fault": self._fault}

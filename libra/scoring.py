@@ -1,7 +1,7 @@
 """Log-probabilities of one sequence, computed alone and without a cache, for trainer and engine alike.
 
-The same weights, tokens, thread count and machine give the same bits in every process: there is no batch whose shape could change
-the order of a sum, no padding, no cache, and attention is torch's scaled dot product.
+The same weights, tokens, thread count and machine give the same bits in every process: without batch, padding or
+cache no shape changes the order of a sum, and attention is torch's scaled dot product.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 1. `unseal` returns what was given to `seal`, or raises: no changed value, added key or missing key passes.
 2. Spaces and the order of keys are not content.
-3. An object without a seal is of an older Libra, and is returned as it is.
 """
 
 from __future__ import annotations
@@ -37,9 +36,8 @@ def unseal(text: str | bytes) -> dict[str, Any]:
     """The object in ``text``, without its seal. ValueError if it is not a JSON object, or not the sealed one."""
     values = parsed_json(text)
     if not isinstance(values, dict):
-        raise ValueError(f"no JSON object, but {type(values).__name__}")
-    found = values.pop(SEAL, None)
-    if found is not None and found != _digest(values):
+        raise ValueError(f"got {type(values).__name__}, not a JSON object")
+    if values.pop(SEAL, None) != _digest(values):
         raise ValueError("its content is not what was sealed: a value was changed")
     return values
 

@@ -3,8 +3,8 @@
 `tensors_digest` of files is `libra.tensors.digest` of what they hold. Hashing them here needs neither torch nor transformers,
 whose imports take longer than the check of a small run.
 
-A digest is 40 hexadecimal digits: SHA-256, cut, over labels and the SHA-256 of every `CHUNK_BYTES`, which threads hash beside each
-other. One of 32 digits, from an older Libra, is BLAKE2b-128 over labels and elements in one pass; it is still compared.
+A digest is 40 hexadecimal digits: SHA-256, cut, over labels and the SHA-256 of every `CHUNK_BYTES`, which threads
+hash in parallel.
 """
 
 from __future__ import annotations
@@ -22,15 +22,14 @@ from typing import Any, NamedTuple
 from libra.seals import unseal
 
 TENSORS_FILE, MANIFEST_FILE, CHECK_FILE = "model.safetensors", "version.json", "check.json"
-"""Of a weight version."""
+"""Files of a weight version."""
 FACTS_FILE, OPTIMIZER_FILE, WEIGHTS_PATTERN = "trainer.json", "optimizer.safetensors", "model*.safetensors"
-"""Of a checkpoint."""
+"""Files of a checkpoint."""
 
 CHUNK_BYTES = 2**22
 """Bytes hashed by one thread at a time."""
 _HELD_CHUNKS = 32  # hashed at most beside each other, so that tensors which are copied from a GPU do not pile up
 _SMALL_BYTES = 2**15  # hashed at once: handing them to a thread takes longer
-_OLDER_DIGITS = 32
 
 _DTYPES = {
     "F64": "float64",
@@ -60,14 +59,8 @@ class _Tensor(NamedTuple):
     end: int
 
 
-def hash_parts(parts: Iterable[tuple[str, memoryview]], like: str | None = None) -> str:
-    """The digest of labels and elements (bytes), in this order; ``like``: of the kind that this digest is of."""
-    if like is not None and len(like) == _OLDER_DIGITS:
-        older = hashlib.blake2b(digest_size=_OLDER_DIGITS // 2)
-        for label, elements in parts:
-            older.update(label.encode())
-            older.update(elements)
-        return older.hexdigest()
+def hash_parts(parts: Iterable[tuple[str, memoryview]]) -> str:
+    """The digest of labels and elements (bytes), in this order."""
     state, waiting = hashlib.sha256(), deque[bytes | Future[bytes]]()
 
     def settle(kept: int) -> None:
@@ -90,7 +83,7 @@ def _sha256(chunk: memoryview) -> bytes:
     return hashlib.sha256(chunk).digest()
 
 
-def tensors_digest(paths: Iterable[Path], like: str | None = None) -> str:
+def tensors_digest(paths: Iterable[Path]) -> str:
     """`hash_parts` over names, dtypes, shapes and elements of all tensors in some safetensors files.
 
     OSError or ValueError if a file is missing or torn, or its header is invalid.
@@ -110,16 +103,16 @@ def tensors_digest(paths: Iterable[Path], like: str | None = None) -> str:
             )
 
     try:
-        return hash_parts(parts(), like)
+        return hash_parts(parts())
     finally:
         for each in maps.values():
             each.close()
 
 
 def version_fault(directory: Path, *, contents: bool = True) -> str | None:
-    """What is wrong with a published version, naming the file; None if all of it is as it was published.
+    """The damage of a published version, naming the file; None if there is none.
 
-    Without ``contents`` the elements of its tensors are not read, only their headers and sizes.
+    Without ``contents`` only headers and sizes of its tensors are read.
     """
     try:
         manifest = unseal((directory / MANIFEST_FILE).read_bytes())
@@ -137,7 +130,7 @@ def version_fault(directory: Path, *, contents: bool = True) -> str | None:
 
 
 def checkpoint_fault(directory: Path, *, contents: bool = True) -> str | None:
-    """What is wrong with a checkpoint, naming the file; None if all of it is as it was written. See `version_fault`."""
+    """The damage of a checkpoint, as `version_fault`."""
     try:
         facts = unseal((directory / FACTS_FILE).read_bytes())
         weights, optimizer = facts["digest"], facts["optimizer_digest"]
@@ -165,7 +158,7 @@ def small_files(directory: Path) -> dict[str, str]:
 
 
 def altered_files(directory: Path, facts: Mapping[str, Any]) -> list[str]:
-    """Files of a checkpoint that are not as ``trainer.json`` says, or are gone."""
+    """Files of a checkpoint that are gone or differ from their digests in ``trainer.json``."""
     known: Mapping[str, str] = facts.get("files", {})
     return [
         name
@@ -184,14 +177,13 @@ def _digest_fault(paths: list[Path], announced: str | None, name: str) -> str | 
             for path in paths:
                 _header(path)
             return None
-        found = tensors_digest(paths, announced)
+        found = tensors_digest(paths)
     except (OSError, ValueError) as error:
         return f"{name}: {_text(error)}"
     return None if found == announced else f"{name}: its digest is {found}, announced was {announced}; it was altered"
 
 
 def _header(path: Path) -> dict[str, _Tensor]:
-    """The tensors of a safetensors file by name, with the bytes they take in it."""
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -199,7 +191,7 @@ def _header(path: Path) -> dict[str, _Tensor]:
             raise ValueError(f"torn: {size} bytes, its header alone announces {length}")
         header = json.loads(file.read(length))
     if not isinstance(header, dict):
-        raise ValueError("its header is no JSON object")
+        raise ValueError("its header is not a JSON object")
     if header.pop("__metadata__", None) not in (None, {"format": "pt"}):
         raise ValueError("its header was altered")
     tensors, last = {}, 0

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from libra.errors import ConfigError
 from libra.tensor_files import hash_parts
-
-DeviceName = Literal["auto", "cpu", "cuda"]
 
 
 def compute_device(wanted: str) -> torch.device:
@@ -31,7 +28,7 @@ def compute_device(wanted: str) -> torch.device:
                 "type cluster.device=auto"
             )
         return torch.device("cuda", 0)
-    raise ConfigError(f"cluster.device: got {wanted!r}; allowed is auto, cpu or cuda")
+    raise ConfigError(f"cluster.device: got {wanted!r}; allowed are auto, cpu and cuda")
 
 
 def untied(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -52,13 +49,13 @@ def untied(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, 
     return kept, aliases
 
 
-def digest(tensors: Mapping[str, Tensor], like: str | None = None) -> str:
+def digest(tensors: Mapping[str, Tensor]) -> str:
     """`libra.tensor_files.hash_parts` over names, dtypes, shapes and elements, in the order of the names.
 
     Tied names are hashed once (see `untied`), so a tied model has the digest of its file.
     """
     kept, _ = untied(tensors)
-    return hash_parts(((_label(name, kept[name]), _elements(kept[name])) for name in sorted(kept)), like)
+    return hash_parts((_label(name, kept[name]), _elements(kept[name])) for name in sorted(kept))
 
 
 def _label(name: str, tensor: Tensor) -> str:

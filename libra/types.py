@@ -16,13 +16,69 @@ from typing import Any, Final, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from libra.late import Late as Late
-from libra.taught import Drawn as Drawn
-from libra.taught import Taught as Taught
+
+@dataclass(frozen=True, slots=True)
+class Late:
+    """The return of a reward function whose value comes later, by `libra.deliver`; see ``trainer.late``.
+
+    A weighted sum with at most one late term is late too. The reward is ``offset + factor x value`` of the delivered
+    value, and of the provisional value ``fast`` before, if there is one.
+    """
+
+    fast: float | None = None
+    offset: float = 0.0
+    factor: float = 1.0
+
+    @property
+    def provisional(self) -> float | None:
+        """The reward until the value is delivered; None without a provisional value."""
+        return None if self.fast is None else self.offset + self.factor * self.fast
+
+    def __add__(self, other: object) -> Late:
+        if isinstance(other, Late):
+            raise TypeError("two rewards of a sum are libra.Late; one may be, because one value is delivered")
+        if not isinstance(other, int | float):
+            return NotImplemented
+        return Late(self.fast, self.offset + float(other), self.factor)
+
+    __radd__ = __add__
+
+    def __mul__(self, weight: object) -> Late:
+        if not isinstance(weight, int | float):
+            return NotImplemented
+        return Late(self.fast, self.offset * weight, self.factor * weight)
+
+    __rmul__ = __mul__
+
+
+class Drawn(NamedTuple):
+    """Tokens drawn at each of T places beside the generated one: int32 (T, M), and log-probabilities in nats, float32 (T, M)."""
+
+    token_ids: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+
+
+class Taught(NamedTuple):
+    """A teacher's log-probabilities at the A generated tokens of a trajectory, float32, in nats, at the run's temperature.
+
+    ``token_ids`` int32 (A, K): the tokens scored at each place, ``logp`` (A, K): the teacher's log-probabilities of
+    them, ``own_logp`` (A,): of the generated token, ``rest_logp`` (A,): of all other tokens together, with a top-k,
+    ``old_logp`` (A, K): the student's log-probabilities, with draws of the student.
+    """
+
+    token_ids: NDArray[np.int32]
+    logp: NDArray[np.float32]
+    own_logp: NDArray[np.float32]
+    rest_logp: NDArray[np.float32] | None = None
+    old_logp: NDArray[np.float32] | None = None
+
+    def only(self, kept_A: NDArray[np.bool_]) -> Taught:
+        """The entries of the tokens that are True in ``kept_A``."""
+        return Taught(*(None if each is None else each[kept_A] for each in self))  # type: ignore[arg-type]
 
 
 class Phase(StrEnum):
-    """What a trajectory needs next: the Dask resource of which its quantum takes one slot."""
+    """The Dask resource of which the next quantum of a trajectory takes one slot."""
 
     ROLLOUT = "ROLLOUT"
     TOOL = "TOOL"
@@ -57,7 +113,7 @@ class Boundary(StrEnum):
 
 
 class FailureClass(StrEnum):
-    """What went wrong in a trajectory; ``docs/failures.md`` is the table. Only ``none`` and ``policy`` enter the gradient."""
+    """The failure of a trajectory, see ``docs/failures.md``. Only ``none`` and ``policy`` enter the gradient."""
 
     NONE = "none"
     POLICY = "policy"  # caused by the model: malformed calls to the end, cut by length, too many turns
@@ -80,10 +136,7 @@ class FailureClass(StrEnum):
 
     @property
     def keeps_records(self) -> bool:
-        """Whether another attempt continues from the committed quanta, instead of from the prompt.
-
-        Only for failures that the tokens cannot cause. A quantum whose worker died was already tried three times.
-        """
+        """Whether another attempt continues from the committed quanta: only for failures that tokens cannot cause."""
         return self is FailureClass.ENGINE
 
 
@@ -100,7 +153,7 @@ _BOUNDARIES: Mapping[FailureClass, Boundary | None] = {
 
 
 class ToolStatus(StrEnum):
-    """How one tool call returned. The model reads all of these; none ends the trajectory, unless its tool is fatal."""
+    """The outcome of one tool call, which the model reads. None ends the trajectory, unless its tool is fatal."""
 
     OK = "ok"
     ERROR = "error"  # the tool raised, or reported an error of its own
@@ -113,7 +166,7 @@ NO_TOOL: Final = ""
 """In place of a `ToolStatus` if no tool returned: after a generation alone, and in a trajectory's last turn."""
 
 ToolOutcome = ToolStatus | Literal[""]
-"""How a turn's tools returned, or `NO_TOOL`. Logs, stores, traces and policies have these words and no others."""
+"""The outcome of a turn's tools, or `NO_TOOL`; the same words in logs, stores, traces and policies."""
 
 _OUTCOMES: Mapping[str, ToolOutcome] = {NO_TOOL: NO_TOOL, **{str(status): status for status in ToolStatus}}
 
@@ -139,7 +192,7 @@ def turn_outcome(statuses: Iterable[ToolStatus]) -> ToolOutcome:
 
 
 class TrajectoryId(NamedTuple):
-    """Position of a trajectory in its run; ``split`` is "train" or "eval" (then ``iteration`` is the weight version)."""
+    """Position of a trajectory in its run; with ``split`` "eval", ``iteration`` is the weight version."""
 
     iteration: int
     group: int
@@ -152,16 +205,9 @@ class TrajectoryId(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One question: messages for the model, and facts for tools and grader.
+    """One question: chat messages for the model, and JSON-able facts for tools and grader.
 
-    Attributes
-    ----------
-    prompt_id : str
-        Stable name, unique within an environment and split.
-    messages : tuple of {"role", "content"}
-        Chat messages before the first generation.
-    facts : mapping
-        JSON-able facts for tools and grader (answer, number of operations, ...).
+    ``prompt_id`` is stable, and unique within an environment and split.
     """
 
     prompt_id: str
@@ -180,10 +226,9 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class ToolReturn:
-    """Result of one call. The model reads ``content``; ``latency_s`` is wall time of the call. ``reference`` names the file of all
-    that was returned if that is large (`libra.observation`); empty: there is none.
+    """Result of one call. The model reads ``content``; ``latency_s`` is wall time of the call.
 
-    ValueError if ``status`` is not a `ToolStatus`: logs, stores and forecasts depend on it.
+    ``reference`` names the file of a large result (`libra.observation`). ValueError if ``status`` is not a `ToolStatus`.
     """
 
     tool: str
@@ -213,22 +258,20 @@ class TurnRequest:
         0-based.
     context_ids : int32 array (T,)
         The whole context so far: prompt, earlier generations, observations.
-    max_new_tokens : int
     temperature : float
         1.0 is the model's own distribution; 0 is greedy.
     stop_ids : tuple of int
         A generated stop id is kept in the output and ends the turn.
     seed : int
-        The only source of randomness: same seed, context and weights give the same tokens in any batch, up to floating point.
+        The only source of randomness: the same seed, context and weights give the same tokens in any batch.
     priority : tuple of int
         Smaller is served first when the engine is full.
     group : str
-        Samples of one prompt have one name: an engine that speculates drafts from their tokens. Empty: no drafts.
+        Name of the prompt's samples, from whose tokens an engine drafts; empty for no drafts.
     generated : int
-        Tokens at the end of the context that earlier requests generated of this turn, from the same seed: its sampling goes on
-        after them, so that a turn has the same tokens in one request or in several.
+        Tokens at the end of the context that earlier requests of this turn generated; sampling continues after them.
     draws : int
-        Further tokens to draw at each place, which change nothing else.
+        Further tokens to draw at each place, without other effect.
     """
 
     trajectory_id: str
@@ -251,21 +294,16 @@ class TurnOutput:
 
     Attributes
     ----------
-    token_ids : int32
     logprobs : float32
         Behaviour log-probability in nats, of the distribution actually sampled from.
     weight_versions, kv_versions : int32
-        Version of the weights that produced the token, and of those that produced the KV cache it attended to.
-    stop_reason : StopReason
+        Versions of the weights that produced the token, and the KV cache that it attended to.
     cached_tokens : int
         Context tokens whose KV was cached.
-    queued_s, busy_s : float
-        Wall seconds before the first forward pass, and from then to the end.
-    prefill_s : float
-        Of ``busy_s``, those before the first token; 0: not known.
+    queued_s, busy_s, prefill_s : float
+        Wall seconds before the first forward pass, from then to the end, and to the first token (0 if unknown).
     routes : int16 array (P, L, K), optional
         Experts chosen for the context's tokens from ``routes_from`` on and for the new ones but the last, by layer.
-    routes_from : int
     """
 
     token_ids: NDArray[np.int32]
@@ -284,23 +322,11 @@ class TurnOutput:
 
 @dataclass(frozen=True, slots=True)
 class StepSeconds:
-    """Seconds of one forward pass of an engine, fitted by the engine to its own passes.
+    """Seconds of one forward pass of an engine, fitted by the engine to ``num_steps`` of its own passes.
 
-    A pass takes ``fixed_s + sequence_s x (running sequences) + context_token_s x (sum of their contexts) + prefill_token_s x
-    (context tokens computed in it)``. No coefficient is negative.
-
-    Attributes
-    ----------
-    fixed_s, sequence_s : float
-        Per pass, and per running sequence of it.
-    context_token_s : float
-        Per token of context that the running sequences attend to.
-    prefill_token_s : float
-        Per context token whose KV the pass computes.
-    num_steps : int
-        Passes behind the fit.
-    error_frac : float
-        Mean of abs(predicted / measured - 1) over passes outside the fit, in sums of up to eight consecutive passes.
+    A pass takes ``fixed_s + sequence_s x (running sequences) + context_token_s x (sum of their contexts) +
+    prefill_token_s x (context tokens computed in it)``. No coefficient is negative. ``error_frac`` is the mean of
+    abs(predicted / measured - 1) over passes outside the fit, in sums of up to eight consecutive passes.
     """
 
     fixed_s: float
@@ -311,14 +337,9 @@ class StepSeconds:
     error_frac: float
 
     def step_s(self, sequences: float, context_tokens: float, prefill_tokens: float = 0.0) -> float:
-        """Seconds of a pass over ``sequences`` running sequences with ``context_tokens`` in all, and ``prefill_tokens``
-        to prefill."""
-        return (
-            self.fixed_s
-            + self.sequence_s * sequences
-            + self.context_token_s * context_tokens
-            + self.prefill_token_s * prefill_tokens
-        )
+        """Seconds of a pass over running sequences with ``context_tokens`` in all, and ``prefill_tokens`` to prefill."""
+        running_s = self.fixed_s + self.sequence_s * sequences + self.context_token_s * context_tokens
+        return running_s + self.prefill_token_s * prefill_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,14 +348,10 @@ class EngineCapacity:
 
     Attributes
     ----------
-    kv_tokens : int
-        Capacity of its KV memory, for all trajectories together.
-    kv_bytes, kv_token_bytes : int
-        Bytes of that memory, and of one token in it, all layers and all tensor-parallel ranks together.
-    slots : int
-        Trajectories that generate at once.
-    tp : int
-        Tensor-parallel degree.
+    kv_tokens, kv_bytes, kv_token_bytes : int
+        Tokens and bytes of its KV memory, and bytes of one token, over all layers and tensor-parallel ranks.
+    slots, tp : int
+        Trajectories that generate at once, and tensor-parallel degree.
     steps : StepSeconds or None
         Measured seconds of its passes; None before enough of them ran.
     max_context_tokens : int
@@ -363,7 +380,7 @@ class EngineCapacity:
         return cls(**{name: int(declared[name]) for name in sizes}, steps=steps, exchanges_kv=exchanges)
 
     def declaration(self) -> dict[str, Any]:
-        """The flat fields that `from_declaration` reads; those of ``steps`` are None before any were measured."""
+        """The flat fields that `from_declaration` reads; the fields of ``steps`` are None before any were measured."""
         own = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "steps"}
         if self.steps is not None:
             return own | asdict(self.steps)
@@ -424,15 +441,13 @@ class Trajectory:
     reward : float
         NaN for failure classes that do not train.
     retried : str
-        Failure classes of earlier attempts, in order, joined by commas; empty: this is the first attempt.
+        Failure classes of earlier attempts, in order, joined by commas.
     late : list of two floats, or None
-        ``offset`` and ``factor`` of a reward that comes late (`Late`); ``reward`` then is provisional, or missing (class
-        ``reward``).
+        ``offset`` and ``factor`` of a reward that comes late (`Late`); until then ``reward`` is provisional or missing.
     counted : bool
-        Whether it counts in the denominators of its step. A late correction of one that was trained before does not.
+        Whether it counts in the denominators of its step, unlike the late correction of a trained trajectory.
     routes : int16 array (T, layers, experts per token), or None
-        Experts that the engine chose for each token (``trainer.routes=replay``); -1: not recorded.
-    drawn, taught : Drawn and Taught, optional
+        Experts that the engine chose for each token (``trainer.routes=replay``); -1 if not recorded.
     """
 
     trajectory_id: TrajectoryId

@@ -20,7 +20,7 @@ Invariants
    Applied twice it changes nothing.
 2. A call that was stored has a name of at most `MAX_NAME_CHARS`, arguments that JSON writes and reads again, and at most
    `MAX_DEPTH` levels in them; or it is malformed, with ``error`` set.
-3. A turn has at most `MAX_CALLS` calls and one more, which says how many were not made.
+3. A turn has at most `MAX_CALLS` calls and one more, which counts the calls that were not made.
 4. `shown` text has no control characters but line feed and tab, no escape sequence, and nothing that reorders or hides text.
 5. All of this takes time linear in the text, and raises for no text.
 """
@@ -125,16 +125,15 @@ def _value(value: Any, depth: int) -> Any:
         return {_key(key): _value(held, depth + 1) for key, held in value.items()}
     if isinstance(value, list | tuple):
         return [_value(held, depth + 1) for held in value]
-    raise TypeError(f"an argument of type {type(value).__name__}; allowed is what JSON has a form for")
+    raise TypeError(f"an argument of type {type(value).__name__}; only JSON types are allowed")
 
 
 def _key(key: object) -> str:
-    """A key as JSON writes it."""
     if isinstance(key, str):
         return storable(key)
     if key is None or isinstance(key, int | float):
         return json.dumps(_value(key, 0))
-    raise TypeError(f"an argument's name of type {type(key).__name__}; allowed is what JSON has a form for")
+    raise TypeError(f"an argument's name of type {type(key).__name__}; only JSON types are allowed")
 
 
 def error_text(error: BaseException) -> str:

@@ -39,7 +39,7 @@ def serve() -> None:
 def main(arguments: list[str]) -> int:
     """Train, and print what was learned."""
     from libra.config import load_config
-    from libra.driver.session import run
+    from libra.driver.run_session import run
     from libra.errors import LibraError
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

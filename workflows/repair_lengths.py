@@ -21,7 +21,7 @@ from typing import Any
 
 from libra import keys
 from libra.config import load_config
-from libra.driver.session import Session
+from libra.driver.run_session import Session
 from libra.envs import Environment, tool
 from libra.envs.environment import ScriptedTurn
 from libra.facts import Fact, QuantumDispatched, SetPriority, TrajectoryEnded, from_dict

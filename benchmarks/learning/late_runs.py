@@ -23,7 +23,7 @@ from benchmarks.report import QUICKSTART
 from libra import Late
 from libra.cluster.connection import present_workers
 from libra.config import RunConfig, dump_config, load_config
-from libra.driver.session import Session, run
+from libra.driver.run_session import Session, run
 from libra.envs.tool_arithmetic import ToolArithmetic
 from libra.errors import LateRefused
 from libra.seals import sealed_text, unseal

@@ -23,7 +23,7 @@ from benchmarks.virtual.action_loads import ActionSimulation, Step
 from libra import facts
 from libra.cluster.local import local_cluster
 from libra.config import RunConfig, config_from_dict
-from libra.driver.session import Session
+from libra.driver.run_session import Session
 from libra.envs import FunctionEnvironment, tool
 from libra.facts import Priority
 from libra.store.event_log import EventReader

@@ -30,7 +30,7 @@ from distributed.diagnostics.plugin import WorkerPlugin
 
 from benchmarks.report import Figure, command_parser, emit
 from libra.config import load_config
-from libra.driver.session import Session
+from libra.driver.run_session import Session
 from libra.store.event_log import read_events
 
 GOAL_FRAC = 0.03

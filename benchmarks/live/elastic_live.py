@@ -23,7 +23,7 @@ from typing import Any
 from benchmarks.report import QUICKSTART, QUIET, Figure
 from libra.config import load_config
 from libra.config.engine_package import is_installed
-from libra.driver.session import Session
+from libra.driver.run_session import Session
 from libra.store.event_log import read_events
 
 HYBRID = "rollout-0"

@@ -37,7 +37,7 @@ from benchmarks.live.move_review import Moved, moves
 from benchmarks.report import MIN_PAIRS, QUICKSTART, QUIET, Figure, alternate, command_parser, emit
 from libra.cluster.local import local_cluster
 from libra.config import load_config
-from libra.driver.session import Session
+from libra.driver.run_session import Session
 from libra.facts import Line, QuantumDispatched, TrajectoryEnded, from_dict
 from libra.sim.from_run import run_setting
 from libra.store.event_log import EventReader

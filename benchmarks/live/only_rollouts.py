@@ -7,7 +7,7 @@ from typing import Any, Self
 from distributed import Client
 
 from libra.config import RunConfig
-from libra.driver.session import Session
+from libra.driver.run_session import Session
 from libra.graph.iteration import iteration_graph
 from libra.store.event_log import read_events
 

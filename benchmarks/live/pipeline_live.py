@@ -36,7 +36,7 @@ from benchmarks.report import MIN_PAIRS, Figure, command_parser, emit
 from libra.cluster.local import local_cluster
 from libra.config import RunConfig, config_from_dict
 from libra.config.model_paths import resolve_model
-from libra.driver.session import run
+from libra.driver.run_session import run
 from libra.sim.from_run import run_setting
 from libra.store.event_log import read_events
 

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from benchmarks.report import QUICKSTART, QUIET, Figure, command_parser, emit
 from libra.config import load_config
-from libra.driver.session import Session
+from libra.driver.run_session import Session
 
 ENGINES = "[{threads: 1, slots: 64}, {threads: 1, slots: 8}]"
 LEARNED = 10

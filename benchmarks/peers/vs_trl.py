@@ -38,7 +38,7 @@ from benchmarks.peers.trl_process import (
 )  # fmt: skip
 from benchmarks.report import Figure, alternate, command_parser, emit
 from libra.config import config_from_dict
-from libra.driver.session import Session
+from libra.driver.run_session import Session
 from libra.envs import FunctionEnvironment
 
 GOAL = 1.25

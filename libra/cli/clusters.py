@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from libra.cli.options import SCHEDULER
+from libra.cli.projects import SCHEDULER, warn_of_ignored
 from libra.errors import ClusterError, ConfigError
 
 if TYPE_CHECKING:
@@ -38,7 +38,6 @@ def slurm(config: str, action: str | None, overrides: tuple[str, ...], only_prin
     libra cluster slurm my.yaml status
     libra cluster slurm my.yaml down
     """
-    from libra.cli.projects import warn_of_ignored
     from libra.config import load_config
 
     loaded = load_config(config, overrides)
@@ -169,7 +168,7 @@ def roles_command(
 ) -> bool:
     """Show the roles, after a change if one is given; False if ``wait`` saw the change undone."""
     from libra.cluster.connection import reach
-    from libra.driver.run_clients import RoleClient
+    from libra.driver.run_client import RunClient
 
     wanted = assignments(words)
     if wanted and cancel is not None:
@@ -184,14 +183,14 @@ def roles_command(
     generation, done, rows = None, True, list[dict[str, Any]]()
     with client:
         if contact.hybrid_workers:
-            roles = RoleClient(client, contact.run, contact.epoch)
+            run = RunClient(client, contact.run, contact.epoch)
             if wanted:
-                generation = roles.change(wanted)
+                generation = run.change_roles(wanted)
             elif cancel is not None:
-                generation = roles.cancel(cancel)
+                generation = run.cancel_roles(cancel)
             if generation is not None and wait:
-                done = roles.wait(generation)
-            rows = roles.rows()
+                done = run.wait_for_roles(generation)
+            rows = run.roles()
         elif wanted or cancel is not None:  # its scheduler has no such handler
             raise ClusterError(f"libra roles: {table(rows)[0]}")
     if as_json:

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from libra.cli.check_result import Check
-from libra.cli.options import OVERRIDES, SCHEDULER
+from libra.cli.projects import OVERRIDES, SCHEDULER
+from libra.errors import DamagedRun, LibraError, RunDirectoryError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from libra.cli.doctor_machine import Check
     from libra.config import RunConfig
+    from libra.envs import Environment
 
 
 @click.command()
@@ -58,8 +60,7 @@ _STYLE = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 def diagnose(config: RunConfig, scheduler: str | None) -> list[Check]:
     """Every check of this machine and, where there is an address, of the cluster behind it."""
     from libra.cli.doctor_cluster import cluster_checks
-    from libra.cli.doctor_machine import environment_check, machine_checks
-    from libra.cli.doctor_start import start_checks  # here: the driver takes two seconds to import
+    from libra.cli.doctor_machine import Check, environment_check, machine_checks
     from libra.cluster.settings import SETTINGS
 
     check, environment = environment_check(config)
@@ -69,6 +70,32 @@ def diagnose(config: RunConfig, scheduler: str | None) -> list[Check]:
         return [*checks, *cluster_checks(scheduler, config)]
     detail = f"a run starts its own local cluster with the {len(SETTINGS)} settings it needs"
     return [*checks, Check("Dask settings", "ok", detail)]
+
+
+def start_checks(config: RunConfig, environment: Environment | None, *, local_cluster: bool) -> Iterator[Check]:
+    """The checks that `libra run` makes before any worker starts (`libra.driver.preflight`), in its order.
+
+    A model on a hub is not fetched. Checks that need its files, or an ``environment`` that could not be made, are
+    left out. ``local_cluster``: the run would start its own workers.
+    """
+    from libra.cli.doctor_machine import Check
+    from libra.driver.preflight import CHECKS, Preflight  # takes two seconds to import
+
+    directory = None if config.run.name is None else config.run.dir / config.run.name
+    known = Preflight(config, local_cluster, directory, environment=environment)
+    for name, check in CHECKS.items():
+        if name == "engine" and config.rollout.engine == "vllm":  # the check of the machine's engines covers it
+            continue
+        try:
+            found = check(known)
+        except LibraError as error:
+            detail, _, advice = " ".join(str(error).split()).rpartition("; ")
+            yield Check(name, "fail", detail or advice, advice.removeprefix("type ") if detail else "")
+            if name == "own parts":
+                known.environment = None
+        else:
+            if found:
+                yield Check(name, "ok", found)
 
 
 def print_checks(checks: Sequence[Check], *, as_json: bool, console: Console | None = None) -> None:
@@ -100,7 +127,6 @@ def print_checks(checks: Sequence[Check], *, as_json: bool, console: Console | N
 def doctor_run(run_dir: Path, *, as_json: bool) -> None:
     """Print that the files of a run are whole, or raise DamagedRun; as JSON, a list of the damaged ones."""
     from libra.driver.damage import SETTLE_S, advice, check_settled
-    from libra.errors import DamagedRun
 
     # Of a run at work, whose committer keeps the store, each check finds other files that were removed while it was read.
     check = check_settled(run_dir, wait_s=0.0 if _is_running(run_dir) else SETTLE_S)
@@ -118,7 +144,6 @@ def doctor_run(run_dir: Path, *, as_json: bool) -> None:
 
 def _is_running(run_dir: Path) -> bool:
     from libra.driver.run_lock import refuse_running
-    from libra.errors import RunDirectoryError
 
     try:
         refuse_running(run_dir.expanduser().absolute())

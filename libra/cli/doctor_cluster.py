@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from libra.cli.check_result import Check
+from libra.cli.doctor_machine import Check
 from libra.cluster.connection import connect, present_workers
 from libra.cluster.readiness import NEEDED, engine_problems, resource_problems
 from libra.cluster.settings import cluster_setting_problems
@@ -22,7 +22,7 @@ PACKAGES = ("libra-rl", "torch", "transformers", "safetensors", "pydantic", "zar
 
 
 def cluster_checks(address: str, config: RunConfig | None = None) -> Iterator[Check]:
-    """Every check of the cluster whose scheduler is at ``address``, for a run of ``config`` (None: of the defaults)."""
+    """Every check of the cluster whose scheduler is at ``address``, for a run of ``config`` or of the defaults."""
     try:
         client = connect(address, set_as_default=False)
     except (OSError, TimeoutError, ValueError, ClusterError) as error:
@@ -45,13 +45,7 @@ def encryption_check(address: str) -> Check:
 
 
 def version_checks(found: Any) -> Iterator[Check]:
-    """The client, the scheduler and all workers run the same versions.
-
-    Parameters
-    ----------
-    found : nested mappings
-        What ``Client.get_versions(packages=PACKAGES)`` returns.
-    """
+    """Client, scheduler and workers run the same versions; ``found`` is from ``Client.get_versions(packages=PACKAGES)``."""
     places = {"client": found["client"], "scheduler": found["scheduler"], **found["workers"]}
     differing = False
     for package in ("python", "dask", "distributed", "msgpack", "cloudpickle", "numpy", *PACKAGES):
@@ -82,12 +76,7 @@ def role_checks(
 ) -> Iterator[Check]:
     """Every resource has workers, one worker commits, replicas and engines are as configured, and every slot has a thread.
 
-    Parameters
-    ----------
-    workers : mapping
-        `libra.cluster.connection.present_workers`.
-    config : RunConfig, optional
-        The configuration of the run; None: the defaults.
+    ``workers``: `libra.cluster.connection.present_workers`. ``config``: by default the defaults.
     """
     config = config or config_from_dict({})
     cluster = config.cluster

@@ -8,13 +8,14 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
+from typing import Literal
 
 from packaging.requirements import Requirement
 
 import libra.config.model_paths
-from libra.cli.check_result import Check
 from libra.config import RunConfig, resolve_model
 from libra.envs import Environment
 from libra.errors import ClusterError, LibraError
@@ -27,6 +28,22 @@ MIN_SHM_BYTES = 256 * 2**20
 
 VLLM_SERIES = "0.32."
 """Versions of vLLM whose private API Libra supports (`libra.rollout.vllm.probe_scheduler`)."""
+
+State = Literal["ok", "warn", "fail"]
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One check: its name, state, finding, and the advice to type if it did not pass.
+
+    "fail": a run cannot work or would be wrong; "warn": it works with a limitation.
+    """
+
+    name: str
+    state: State
+    detail: str
+    advice: str = ""
+
 
 VersionOf = Callable[[str], str | None]
 Runs = Callable[[str], str | None]
@@ -230,5 +247,10 @@ def _isolation(name: str, environment: Environment) -> Check:
         return Check("environment", "ok", name)
     detail = f"{name}, programs of the model confined by {environment.isolation}"
     if environment.isolation == "none":
-        return Check("environment", "warn", detail, "environment.args.isolation=bubblewrap, which says what to install")
+        return Check(
+            "environment",
+            "warn",
+            detail,
+            "environment.args.isolation=bubblewrap; its error names what to install",
+        )
     return Check("environment", "ok", detail)

@@ -50,7 +50,6 @@ for _command in (
 
 
 def _show_usage_error(error: click.ClickException) -> None:
-    """Print what is wrong with the command, and where its usage is; a group without a command prints its help."""
     if isinstance(error, click.exceptions.NoArgsIsHelpError):
         error.show()
         return

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from libra.cli.options import CONFIG, OVERRIDES
+from libra.cli.projects import CONFIG, OVERRIDES, warn_of_ignored
+from libra.errors import ConfigError
+
+if TYPE_CHECKING:
+    from libra.hardware.run_calibration import EngineOfRun, RunCalibration
 
 
 @click.command()
@@ -48,8 +53,7 @@ def plan(config: str, overrides: tuple[str, ...], **choice: Any) -> None:
     libra plan configs/qwen3_4b_gpu.yaml --from-run runs/NAME
     libra plan configs/qwen3_4b_gpu.yaml --write plan.yaml && libra run plan.yaml
     """
-    from libra.cli.plan import print_plan
-    from libra.cli.projects import warn_of_ignored
+    from libra.cli.plan_command import print_plan
     from libra.config import load_config
 
     loaded = load_config(config, overrides)
@@ -74,8 +78,8 @@ def plan(config: str, overrides: tuple[str, ...], **choice: Any) -> None:
 @click.option("--save-workload", type=click.Path(path_type=Path), metavar="FILE", help="Save the simulated workload.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object.")
 def simulate(config: str, overrides: tuple[str, ...], **choice: Any) -> None:
-    """Simulate CONFIG, or a recorded run, in virtual time: its policy, model and engines, or those of section `simulation`.
-    Engines, tools and training take measured seconds, or those of the hardware model.
+    """Simulate CONFIG, or a recorded run, in virtual time: its policy, model and engines, or the ones in section `simulation`.
+    Engines, tools and training take measured seconds, or seconds of the hardware model.
 
     \b
     libra simulate libra/quickstart
@@ -84,7 +88,6 @@ def simulate(config: str, overrides: tuple[str, ...], **choice: Any) -> None:
     libra simulate libra/quickstart --from-run runs/NAME simulation.policy=fifo  # predict it under another policy
     libra simulate libra/quickstart simulation.calibration=FILE 'simulation.layout={tp1: 4}'
     """
-    from libra.cli.projects import warn_of_ignored
     from libra.cli.simulate import simulate_run
     from libra.config import load_config
 
@@ -97,16 +100,67 @@ def simulate(config: str, overrides: tuple[str, ...], **choice: Any) -> None:
 @click.argument("run_dir", metavar="RUN", type=click.Path(path_type=Path))
 @click.option("--save", metavar="FILE", type=click.Path(path_type=Path), help="Save the run's constants as JSON.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object.")
-def calibrate(run_dir: Path, **choice: Any) -> None:
+def calibrate(run_dir: Path, save: Path | None, as_json: bool) -> None:
     """Fit the cost model to the steps of RUN, and print its seconds and errors by engine.
 
     \b
     libra calibrate runs/NAME
     libra calibrate runs/NAME --save mine.json   # for planner.calibration and simulation.calibration
     """
-    from libra.cli.calibrate import calibrate_command
+    from libra.sim.measured_run import calibration_of
+    from libra.sim.run_record import RunRecord
 
-    calibrate_command(run_dir, **choice)
+    found = calibration_of(RunRecord.read(run_dir))
+    if save is not None:
+        try:
+            save.write_text(found.to_json())
+        except OSError as error:
+            raise ConfigError(
+                f"--save: {save} cannot be written: {error.strerror or error}; type the path of a file such as mine.json"
+            ) from error
+    if as_json:
+        click.echo(json.dumps(json.loads(found.to_json())))
+        return
+    click.echo("\n".join(_run_lines(found)))
+    use = "use it with simulation.calibration=FILE (libra simulate) or planner.calibration=FILE (libra plan)"
+    click.echo(f"\nwritten: {save}; {use}" if save is not None else f"\nType --save FILE.json to keep it; {use}.")
+
+
+def _between_s(engine: EngineOfRun) -> float:
+    return sum(engine.transport_s) / len(engine.transport_s) + sum(engine.worker_s) / len(engine.worker_s)
+
+
+def _run_lines(found: RunCalibration) -> list[str]:
+    from libra.hardware.run_calibration import UNBOUNDED_TOKENS
+
+    lines = [
+        f"{found.model} (sizes {found.digest[:12] or 'unknown'}), by the declared capacity of its engines",
+        "",
+        f"{'worker':<16} {'engine':<14} {'slots':>5} {'KV tokens':>10} {'pass ms':>8} {'+ sequence':>10} {'+ 1k context':>12} "
+        f"{'+ 1k prefill':>12} {'wall':>5} {'between ms':>10} {'error':>7}",
+    ]
+    for engine in found.engines:
+        steps = engine.steps
+        kv_tokens = str(engine.kv_tokens) if engine.kv_tokens < UNBOUNDED_TOKENS else "unknown"
+        lines.append(
+            f"{engine.worker:<16} {engine.engine + f' tp{engine.tp}':<14} {engine.slots:>5} {kv_tokens:>10} "
+            f"{1e3 * steps.fixed_s:>8.3f} {1e3 * steps.sequence_s:>10.4f} {1e6 * steps.context_token_s:>12.4f} "
+            f"{1e6 * steps.prefill_token_s:>12.3f} {engine.wall_over_passes:>5.2f} "
+            f"{1e3 * _between_s(engine):>10.2f} {100 * steps.error_frac:>6.1f}%"
+        )
+    if found.trainer is None:
+        lines.append("trainer: too few steps to fit")
+    else:
+        trainer = found.trainer
+        lines.append(
+            f"trainer: {trainer.num_steps} steps, {1e3 * trainer.fixed_s:.1f} ms and {1e6 * trainer.token_s:.2f} us a token, "
+            f"error {100 * trainer.error_frac:.1f}%; publishing {1e3 * found.update_s:.1f} ms, loading {1e3 * found.load_s:.1f} ms"
+        )
+    lines.append(
+        "Errors are measured on parts of the run left out of the fit. wall: seconds of turns over seconds of their passes. "
+        "between: seconds of a generation outside the engine, in transport and on the worker."
+    )
+    return lines
 
 
 @click.command()

@@ -1,4 +1,4 @@
-"""Commands before a run: ``libra init``, ``config`` and ``model``; warnings of settings without effect."""
+"""``libra init`` and ``libra config``, arguments that several commands share, and warnings of settings without effect."""
 
 from __future__ import annotations
 
@@ -10,12 +10,18 @@ from typing import TYPE_CHECKING
 
 import click
 
-from libra.cli.options import OVERRIDES
 from libra.errors import ConfigError, shell_path
 
 if TYPE_CHECKING:
     from libra.config import RunConfig
     from libra.config.effect_conditions import CommandName
+
+CONFIG = click.argument("config", metavar="CONFIG")
+OVERRIDES = click.argument("overrides", metavar="[FILE | SECTION.KEY=VALUE]...", nargs=-1)
+SCHEDULER = click.option(
+    "--scheduler", metavar="ADDR", help="A running Dask scheduler: tls://HOST:8786, or a cluster.json of libra cluster."
+)
+VERBOSE = click.option("-v", "--verbose", is_flag=True, help="Log every decision to standard error.")
 
 FILES = {
     "config.yaml": "config.yaml",

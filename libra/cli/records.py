@@ -185,7 +185,7 @@ def page(run_dir: Path, port: int | None) -> None:
     from libra.observe.run_directory import check_run_directory
 
     directory = check_run_directory(run_dir, "page")
-    for quiet in ("bokeh", "tornado.access"):  # a refused request is told to who made it
+    for quiet in ("bokeh", "tornado.access"):  # the requester gets the refusal
         logging.getLogger(quiet).setLevel(logging.CRITICAL)
     server = page_server(directory, DEFAULT_PORT if port is None else port, any_other=port is None)
     click.echo(f"{directory}: http://127.0.0.1:{server.port}/libra (Ctrl-C ends it)")
@@ -212,7 +212,7 @@ def page_server(directory: Path, port: int, *, any_other: bool = False) -> Serve
     from libra.observe.snapshots import Feed
 
     feed = Feed(RecordedRun(directory).snapshots, max_age_s=1.0)
-    feed.read()  # a large log is read before the address is told
+    feed.read()  # a large log is read before the address is printed
     shown = Application(FunctionHandler(lambda doc: libra_document(feed, doc)))
     patterns = [
         ("/", RedirectHandler, {"url": "/libra", "permanent": False}),
@@ -278,7 +278,6 @@ def inspect(run_dir: Path, **choice: Any) -> None:
 
 
 def _check_invariants(run_dir: Path, choice: dict[str, Any]) -> None:
-    """Print the verdict on each promise of a run; exit 1 if one is broken."""
     as_json = choice.pop("as_json")
     unset = {"limit": 1}
     if others := [f"--{name}" for name, value in choice.items() if value != unset.get(name) and value is not False]:
@@ -369,7 +368,6 @@ def _layer(layer: LayerFinding) -> str:
 
 
 def _finite(value: object) -> object:
-    """NaN as None."""
     if isinstance(value, dict):
         return {name: _finite(each) for name, each in value.items()}
     if isinstance(value, list):

@@ -13,19 +13,23 @@ from typing import Any
 import click
 
 from libra import facts, keys
-from libra.cli.log_lines import event_text
 from libra.errors import ConfigError, RunDirectoryError, StoreError, nearest_name, shell_path
-from libra.facts import Fact, Line, OpenBatch, OpenWave, SetPriority, name_of
+from libra.facts import Fact, Line, OpenBatch, OpenWave, SetPriority, name_of, sentence
 from libra.facts.words import NAMES, Subject, concerns, subject_of, subject_text
 from libra.observe.timeline.outcomes import DecisionOutcomes, Outcome, forecast_results
 from libra.orderings import blank
 from libra.policy.log_replay import Told, replay
 from libra.store.event_log import EventReader, from_last_snapshot
+from libra.untrusted import shown_line
 
 MAX_SHOWN = 60
 """Lines of history printed for one subject; the oldest are left out first."""
 MAX_CHANGES = 20
 """Plans and changes printed for a run; the oldest are left out first."""
+
+
+MAX_EVENT_CHARS = 3000
+"""Longest sentence of one fact; the detail of a failure has at most 2,000."""
 
 
 @dataclass(slots=True)
@@ -93,6 +97,11 @@ def replay_run(
     return outcome.first_difference is None
 
 
+def event_text(fact: Fact) -> str:
+    """One fact as a sentence, on one line."""
+    return shown_line(sentence(fact), MAX_EVENT_CHARS)
+
+
 def event_log_path(run_dir: Path, command: str = "replay") -> Path:
     """The event log of a run directory; RunDirectoryError with what to type where there is none, for ``libra`` and this command."""
     path = run_dir / "events.jsonl"
@@ -111,7 +120,7 @@ def event_log_path(run_dir: Path, command: str = "replay") -> Path:
         raise RunDirectoryError(f"{run_dir}: does not exist; {hint}")
     if path.exists():
         raise RunDirectoryError(
-            f"{path}: is no file, so the event log cannot be read; type libra doctor {shell_path(run_dir)}"
+            f"{path}: is not a file, so the event log cannot be read; type libra doctor {shell_path(run_dir)}"
         )
     if any(run_dir.glob("events/*.jsonl*")):
         hint = f"it is gone, and only older parts are left in events; type libra doctor {shell_path(run_dir)}"
@@ -158,9 +167,6 @@ def _outcome(reader: EventReader, decisions: Sequence[int]) -> ReplayResult:
     return outcome
 
 
-# -------------------------------------------------------------------- the result as a whole
-
-
 def _summary(path: Path, run_dir: Path, outcome: ReplayResult) -> list[str]:
     total = outcome.commands.total()
     since = f" from line {outcome.first_line}, the last snapshot," if outcome.first_line > 1 else ""
@@ -186,7 +192,6 @@ def _summary(path: Path, run_dir: Path, outcome: ReplayResult) -> list[str]:
 
 
 def _changes(found: Sequence[Outcome]) -> list[str]:
-    """Plans, changes of roles, limits and boundaries, with their gain of a step; see docs/observe.md."""
     if not found:
         return []
     shown = [f"  {each.t_s:>10.3f} s  {event_text(each.event)}; {_gain(each)}" for each in found[-MAX_CHANGES:]]
@@ -219,9 +224,6 @@ def _as_json(path: Path, outcome: ReplayResult) -> dict[str, Any]:
         "torn": outcome.torn,
         "cut": outcome.cut is not None,
     }
-
-
-# -------------------------------------------------------------------- where a decision came from
 
 
 def _near(line: int, outcome: ReplayResult) -> str:
@@ -266,7 +268,6 @@ _ABOUT_STEPS = (facts.StepsPlanned, facts.StepMeasured, facts.TakeSteps)
 
 
 def _words(name: str) -> tuple[bytes, ...]:
-    """What the lines about a trajectory, gate or batch contain, as `_find` takes its name."""
     if name == "steps":
         return tuple(f'"name":"{name_of(kind)}"'.encode() for kind in (facts.RunStarted, *_ABOUT_STEPS))
     kinds = [f'"name":"{name_of(kind)}"'.encode() for kind in (*_ABOUT_ALL, *_ABOUT_GATES)]
@@ -314,7 +315,6 @@ def _history(
 
 
 def _find(told: Iterable[tuple[int, Line]], name: str) -> tuple[Subject | None, str]:
-    """The subject that ``name`` means in this log, or the nearest name in it."""
     known: dict[str, Subject] = {}
     for _, (_, _, event) in told:
         key = getattr(event, "key", "")

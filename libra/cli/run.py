@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from libra.cli.options import CONFIG, OVERRIDES, SCHEDULER, VERBOSE
+from libra.cli.projects import CONFIG, OVERRIDES, SCHEDULER, VERBOSE, warn_of_ignored
 from libra.errors import LibraError, shell_path
 
 if TYPE_CHECKING:
@@ -45,7 +45,6 @@ def run(config: str, overrides: tuple[str, ...], scheduler: str | None, checkpoi
     libra run configs/quickstart.yaml --from runs/NAME/checkpoints/best
     libra run my.yaml planner.layout=auto                   # plan training workers and engines first, then start them
     """
-    from libra.cli.projects import warn_of_ignored
     from libra.config import load_config
     from libra.config.field_help import one_line_yaml
 
@@ -81,7 +80,7 @@ def made_run_name(config: str, now: datetime) -> str:
 def resume(run_dir: Path, overrides: tuple[str, ...], scheduler: str | None, step: int | None, verbose: bool) -> None:
     """Continue RUN, the directory of a run that was stopped or killed, from what it committed.
 
-    Nothing that was committed is generated again. Settings that determine the result must not change; those of the cluster, of
+    Nothing that was committed is generated again. Settings that determine the result must not change; settings of cluster,
     planning, display and retention, and run.iterations may. A run with damaged files is refused, with what to type. Of a finished
     run nothing is left to do: one line, and nothing starts.
 
@@ -94,7 +93,6 @@ def resume(run_dir: Path, overrides: tuple[str, ...], scheduler: str | None, ste
     if (run_dir / "config.resolved.yaml").is_file():
         click.echo(f"{run_dir}: its files are checked, then it goes on from what is committed")
     ready_to_resume(run_dir, step)  # before what takes seconds to import
-    from libra.cli.projects import warn_of_ignored
     from libra.config.field_help import one_line_yaml
     from libra.config.resume_changes import load_resumed
 
@@ -168,7 +166,7 @@ def repair(run_dir: Path) -> None:
 def run_to_its_end(config: RunConfig, *, resume: bool, verbose: bool, overrides: Sequence[str] = ()) -> None:
     """Run or resume a configuration, which has a name, to its end, and print the summary; LibraError is one message.
 
-    ``overrides``: those of a run that is resumed, which its own configuration does not have.
+    ``overrides``: settings typed for a resumed run.
     """
     from libra.cluster import fork_server
     from libra.cluster.worker_environment import inherited_environment
@@ -185,9 +183,8 @@ def run_to_its_end(config: RunConfig, *, resume: bool, verbose: bool, overrides:
         if config.planner.layout == "configured":  # else the layout, which decides what workers do, is not known yet
             fork_server.begin(config, inherited_environment(config))
         stages.begin("libraries")
-        from libra.cli.log_lines import log_to_stderr
-        from libra.cli.plan import shown_layout
-        from libra.driver.session import run
+        from libra.cli.plan_command import shown_layout
+        from libra.driver.run_session import run
 
         log_to_stderr(logging.INFO if verbose else logging.WARNING)
         try:
@@ -200,8 +197,20 @@ def run_to_its_end(config: RunConfig, *, resume: bool, verbose: bool, overrides:
         click.echo("\n".join(closing_lines(summary, config)))
 
 
+def log_to_stderr(level: int) -> None:
+    """Send records of ``level`` and above to standard error, unless the process has handlers already.
+
+    Tracebacks only with ``LIBRA_TRACEBACK=1``; a run's are in its ``logs/driver.log``.
+    """
+    from libra.driver.run_console import ShownFormatter
+
+    handler = logging.StreamHandler()
+    brief = os.environ.get("LIBRA_TRACEBACK") != "1"
+    handler.setFormatter(ShownFormatter("%(asctime)s %(name)s %(levelname)s: %(message)s", brief=brief))
+    logging.basicConfig(level=level, handlers=[handler])
+
+
 def _in_one_line(error: Exception, directory: Path, overrides: Sequence[str]) -> Exception:
-    """The error with the place of its traceback and what to type; itself where tracebacks are wanted."""
     from libra.driver.run_console import resume_words, with_overrides
 
     log = directory / "logs" / "driver.log"
@@ -261,7 +270,6 @@ def closing_lines(summary: RunSummary, config: RunConfig) -> list[str]:
 
 
 def _failures(summary: RunSummary) -> list[str]:
-    """Failures outside the model, where there were any."""
     from libra.observe.progress import failure_causes
 
     total: Counter[str] = Counter()
@@ -283,7 +291,6 @@ def _failures(summary: RunSummary) -> list[str]:
 
 
 def _no_signal(summary: RunSummary) -> list[str]:
-    """How many iterations had nothing to learn from, where any had."""
     causes = [str(values["no_signal"]) for values in summary.iterations if values.get("no_signal")]
     if not causes:
         return []
@@ -292,6 +299,5 @@ def _no_signal(summary: RunSummary) -> list[str]:
 
 
 def _short(path: Path) -> str:
-    """``path``, relative where it is inside the current directory."""
     here = Path.cwd()
     return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)

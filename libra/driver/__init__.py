@@ -1,1 +1,1 @@
-"""What submits a run: the session that a program holds, recovery, replanning, and the clients of the scheduler."""
+"""The driver of a run: session, checks, recovery, repair, replanning, and the client of the scheduler."""

@@ -2,10 +2,9 @@
 
 Invariants
 ----------
-1. They run in the driver, one after the other, in the order in which they were given; those of the configuration come first.
-2. ``on_batch`` of iteration k comes before its ``on_iteration``, and both before anything of iteration k + 1 is called. After a
-   resume they are called for iterations that end from then on.
-3. One that raises ends the run after the iteration, which `libra resume` continues.
+1. They run in the driver, one after the other: first the configured ones, then the given ones.
+2. ``on_batch`` of iteration k comes before its ``on_iteration``, and both before any call for iteration k + 1.
+3. A callback that raises ends the run after the iteration; `libra resume` continues it.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class OnIteration(Protocol):
     """``on_iteration``: called when an iteration has ended."""
 
     def __call__(self, values: Mapping[str, Any], /) -> object:
-        """``values`` are the numbers of the iteration, as `libra.driver.session.Session.iterations` yields them: ``iteration``,
+        """``values`` are the numbers of the iteration, as `libra.driver.run_session.Session.iterations` yields them: ``iteration``,
         ``reward`` (mean), ``loss``, ``lr``, ``iteration_s`` (seconds), ``tokens_per_s``, ``failures``, ...
         The return is ignored."""
 
@@ -64,16 +63,10 @@ class Callbacks:
 
     @classmethod
     def of(cls, config: RunConfig, given: Mapping[str, Callable[..., object] | None] | None = None) -> Callbacks:
-        """Those of section ``observe``, and ``given`` functions; ConfigError if a name cannot be imported or called so."""
+        """The configured and the ``given`` functions; ConfigError if a name cannot be imported or called so."""
         found: dict[str, list[tuple[str, Callable[..., object]]]] = {kind: [] for kind in KINDS}
-        observe = config.observe
-        names = {
-            "on_iteration": observe.on_iteration,
-            "on_batch": observe.on_batch,
-            "on_evaluation": observe.on_evaluation,
-        }
         for kind, (call, count) in KINDS.items():
-            name = names[kind]
+            name = getattr(config.observe, kind)
             if name is not None:
                 function = named_function(f"observe.{kind}", name, call, *range(count))
                 found[kind].append((f"observe.{kind}={name}", function))

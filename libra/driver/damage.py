@@ -33,17 +33,9 @@ _STEP = re.compile(r"step-(\d{6,})")
 
 
 def check_run(directory: Path, limit_bytes: int | None = None) -> RunCheck:
-    """Check every file of a run.
+    """Check every file of a run; RunDirectoryError if ``directory`` has none.
 
-    Parameters
-    ----------
-    limit_bytes : int or None
-        Read about that many bytes of each kind of file, the newest first. None: everything.
-
-    Raises
-    ------
-    RunDirectoryError
-        There is no run in ``directory``.
+    ``limit_bytes``: about how many bytes of each kind of file to read, the newest first; None for all.
     """
     directory = run_directory(directory)
     check = RunCheck(RunDirectory(directory), limit_bytes)
@@ -71,8 +63,8 @@ def run_directory(typed: Path) -> Path:
 def check_settled(directory: Path, limit_bytes: int | None = None, *, wait_s: float = SETTLE_S) -> RunCheck:
     """`check_run`, with the damages that it finds twice in a row.
 
-    Workers whose driver was killed go on for a moment, and what they write between two reads looks like damage. So a second
-    check follows, and further ones for at most ``wait_s`` while a committer has the store.
+    Workers of a killed driver still write for a moment. A second check follows, and further ones for at most
+    ``wait_s`` while a committer has the store.
     """
     check = check_run(directory, limit_bytes)
     until_s = time.monotonic() + wait_s
@@ -115,7 +107,6 @@ def advice(check: RunCheck, typed: Path) -> str:
 
 DAMAGED = "damaged"
 SCORES = "checkpoints/scores.json"
-"""Of all checkpoints: which of them is the best."""
 
 
 def set_aside(run: Path, name: str) -> str:
@@ -131,15 +122,7 @@ def set_aside(run: Path, name: str) -> str:
 
 
 class Repairs:
-    """The report of one repair of a run: what it did, and could not do.
-
-    Parameters
-    ----------
-    run : Path
-        The run directory, absolute.
-    say : callable
-        Called with each line.
-    """
+    """The report of one repair of a run, an absolute directory; ``say`` gets each line."""
 
     def __init__(self, run: Path, say: Callable[[str], None]) -> None:
         self.run, self._say = run, say
@@ -147,7 +130,7 @@ class Repairs:
         self._reasons: dict[str, str] = {}
 
     def begin_round(self) -> None:
-        """What could not be repaired may be by now."""
+        """Forget the failed repairs of the round before."""
         self._reasons.clear()
 
     def exists(self, name: str) -> bool:
@@ -173,15 +156,10 @@ class Repairs:
 
 
 def go_back(run: Path, step: int) -> list[str]:
-    """Set aside checkpoints that are damaged or after ``step``, so that a resumed run repeats the steps since; a line for each.
+    """Quarantine checkpoints that are damaged or after ``step``; a resumed run repeats the steps since. A line for each.
 
-    Raises
-    ------
-    DamagedRun
-        Other files than checkpoints are damaged: also their scores, which `libra repair` makes again.
-    ConfigError
-        There is no whole checkpoint of this step, or the records that the repeated steps need are gone. 0 is the model that the
-        run began with.
+    Step 0 is the model that the run started with. DamagedRun if other files than checkpoints are damaged, their
+    scores included; ConfigError if the step has no whole checkpoint, or records of the repeated steps are gone.
     """
     typed, run = run, run_directory(run)
     lock = lock_run(run)

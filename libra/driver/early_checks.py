@@ -1,8 +1,7 @@
 """Checks before torch and Dask are imported: names, paths, an engine that is not installed, and the program itself.
 
-A start checks all of it again, with the rest (`libra.driver.run_start.prepare`). A worker process
-imports the file of the program that starts the run, to find what it defines. So that file must exist,
-and what starts the run must not run again when it is imported.
+`libra.driver.run_start.prepare` repeats them with the rest. Worker processes import the file of the
+program that starts the run, so the file must exist and must not start the run when it is imported.
 """
 
 from __future__ import annotations
@@ -35,13 +34,13 @@ def run_directory(config: RunConfig) -> Path:
 
 
 def first_line(config: RunConfig) -> str:
-    """What a run is, in the first line that it writes."""
+    """The first line that a run writes."""
     count, model = config.run.iterations, model_line(config.model.path)
     return f"{config.run.name}: {count} iteration{'s' * (count != 1)} of {model}, in {run_directory(config)}"
 
 
 def check_early(config: RunConfig, *, resume: bool, starts_workers: bool, given: bool) -> None:
-    """LibraError for what a look at names and files finds; ``given``: the environment is an object."""
+    """LibraError if a name or file is wrong; ``given``: the environment is an object."""
     if not resume:
         check_free(run_directory(config))
     if config.cluster.scheduler is not None:
@@ -58,17 +57,16 @@ def check_early(config: RunConfig, *, resume: bool, starts_workers: bool, given:
 def no_scheduler(address: str, error: Exception) -> ClusterError:
     """The error of a run whose scheduler does not answer."""
     return ClusterError(
-        f"cluster.scheduler: no Dask scheduler answers at {address!r} ({error}); start one: libra cluster tls DIR says how, or "
+        f"cluster.scheduler: no Dask scheduler answers at {address!r} ({error}); see libra cluster tls --help to start one, or "
         "leave --scheduler out for a local cluster"
     )
 
 
 def _check_listening(address: str) -> None:
-    """ClusterError if nothing listens at a scheduler's address; a file, and an address without a port, are read later."""
     try:
         parts = urlsplit(address if "://" in address else f"tcp://{address}")
         there = (parts.hostname or "", parts.port or 0)
-    except ValueError:  # no address: who connects to it says so
+    except ValueError:  # not an address: the connection refuses it
         return
     if parts.scheme not in ("tcp", "tls") or not all(there):
         return
@@ -84,9 +82,9 @@ _GUARD = 'if __name__ == "__main__":'
 
 
 def check_main() -> None:
-    """ConfigError if worker processes could not import this program, or would start the run again; says what to type.
+    """ConfigError if worker processes could not import this program, or would start the run again.
 
-    A notebook, an interactive interpreter and ``python -c`` have no file, and nothing is imported from them.
+    Nothing is imported from a notebook, an interactive interpreter or ``python -c``.
     """
     main = sys.modules.get("__main__")
     name = getattr(main, "__file__", None)
@@ -113,7 +111,6 @@ def _interactive(main: object) -> bool:
 
 
 def _line_in_main(names: dict[str, object]) -> int | None:
-    """The line that the main module itself is at; None if it is not among the callers, as in another thread."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         if frame.f_globals is names and frame.f_code.co_name == "<module>":
@@ -123,7 +120,6 @@ def _line_in_main(names: dict[str, object]) -> int | None:
 
 
 def _is_guarded(file: Path, line: int) -> bool:
-    """Whether a line is under a condition on ``__name__``, or comes after one that leaves the module."""
     try:
         tree = ast.parse(file.read_bytes())
     except (SyntaxError, ValueError):  # not Python's own syntax: a runner has translated it

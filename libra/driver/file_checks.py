@@ -52,11 +52,11 @@ _GROUP = re.compile(r"(?P<split>train|eval)-(?P<iteration>\d{6,})-(?P<group>\d{6
 
 
 TIDIED = 3
-"""From so many checkpoints on one was tidied, and scores written, whatever ended the run; see `libra.driver.submitted_graphs`."""
+"""A run with this many checkpoints has tidied one and written scores; see `libra.driver.submitted_graphs`."""
 
 
 class ReadBudget:
-    """Bytes that may be read; None: all."""
+    """Bytes that may be read; None for all."""
 
     def __init__(self, limit_bytes: int | None) -> None:
         self._left = limit_bytes
@@ -90,23 +90,20 @@ class RunCheck:
 
     Attributes
     ----------
-    damages : list of Damage
     whole_checkpoints, all_checkpoints : list of int
-        Steps of the checkpoints that are as they were written, and of all.
+        Steps of the undamaged checkpoints, and of all.
     num_batches : int
         Batches that were committed, by any trace of them.
     stored : set of int or None
-        Batches whose trajectories are in the store; None where its rows cannot be read.
-    logged : set of int
-        Steps whose metrics are written.
-    evaluated, stored_evaluations : set of int
-        Versions whose evaluation the metrics have, and whose trajectories of it the store has.
-    groups : dict of int to list of str
-        Names of the group records of each batch whose file can be read.
-    taught : dict of int to list of str
-        Names of the group records of each batch that were trained with scores of a teacher.
+        Batches whose trajectories are in the store; None if its rows cannot be read.
+    logged, evaluated : set of int
+        Steps and evaluated versions that the metrics have.
+    stored_evaluations : set of int
+        Versions whose evaluation the store has.
+    groups, taught : dict of int to list of str
+        Names of the group records of each readable batch, and of those trained with scores of a teacher.
     epoch : int
-        The highest epoch in any file but ``epochs/`` itself, -1 if there is none.
+        The highest epoch in any file outside ``epochs/``, -1 without one.
     """
 
     files: RunDirectory
@@ -230,7 +227,6 @@ def _check_batches(check: RunCheck) -> None:
 
 
 def _check_sealed(check: RunCheck) -> None:
-    """Files that are checked only against their seal."""
     directories = (check.files.evaluations_dir, check.files.steps_dir, check.files.waves_dir)
     paths = [path for directory in directories for path in _entries(directory) if path.suffix == ".json"]
     for path in [*paths, check.files.checkpoints_dir / "scores.json"]:
@@ -265,7 +261,6 @@ def _check_logs(check: RunCheck) -> None:
 
 
 def _check_segments(check: RunCheck) -> None:
-    """Closed parts of the event log; a resumed run needs none of them, so that only a full check reads them."""
     if check.limit_bytes is not None:
         return
     log = check.files.directory / "events.jsonl"
@@ -296,8 +291,7 @@ def _check_journal(check: RunCheck) -> None:
 def journal_faults(
     directory: Path, check: RunCheck | None = None, budget: ReadBudget | None = None
 ) -> Iterator[tuple[str, int, str]]:
-    """Trajectory, first quantum that is missing or unreadable, and the reason; also raises ``check.epoch`` to that of every
-    record."""
+    """Trajectory, first missing or unreadable quantum, and the reason; raises ``check.epoch`` to the records' epochs."""
     quanta: dict[str, list[int]] = {}
     for path in _entries(directory):
         if match := _RECORD.fullmatch(path.name):
@@ -343,7 +337,6 @@ def _check_groups(check: RunCheck) -> None:
 
 
 def _needed(check: RunCheck) -> Iterator[tuple[int, str]]:
-    """Each batch whose group records are needed, and what for."""
     kept, stored = min(check.whole_checkpoints, default=0), check.stored
     for number in range(check.num_batches):
         if number < kept and number not in check.logged:
@@ -353,7 +346,6 @@ def _needed(check: RunCheck) -> Iterator[tuple[int, str]]:
 
 
 def _check_teacher(check: RunCheck) -> None:
-    """Files of a teacher's scores (``distil``)."""
     directory, budget = check.files.teacher_dir, ReadBudget(check.limit_bytes)
     for path in sorted(directory.glob("*.scores"), reverse=True) if directory.is_dir() else ():
         group = check.files.groups_dir / f"{path.stem}.group"
@@ -366,12 +358,11 @@ def _check_teacher(check: RunCheck) -> None:
 
 
 def _scores_fault(path: Path, group: Path) -> str:
-    """What is wrong with the scores of a group; empty: nothing. A group record that is damaged or gone says nothing of them."""
     try:
         scores = read_scores(path)
     except StoreError as error:
         return str(error).partition(": ")[2].partition(". Delete")[0]
-    except (TypeError, KeyError) as error:  # whole, and not what a teacher says
+    except (TypeError, KeyError) as error:  # whole, but not scores
         return f"it has no scores ({error})"
     try:
         lengths = [member.num_action_tokens for member in read_group(group)]
@@ -396,7 +387,7 @@ def _lost_files(check: RunCheck) -> Iterator[tuple[str, str]]:
         len(checkpoints) >= TIDIED or first > second - first or best.is_symlink()
     )  # one before the first was removed
     if not scores.exists() and is_tidied:
-        yield f"checkpoints/{scores.name}", "it is gone, and says which checkpoint is the best"
+        yield f"checkpoints/{scores.name}", "it is gone; it ranks the checkpoints"
     for version in sorted(check.evaluated & stored):
         path = files.evaluations_dir / f"version-{version:06d}.json"
         if not path.exists():
@@ -416,12 +407,10 @@ def _lost_files(check: RunCheck) -> Iterator[tuple[str, str]]:
 
 
 def _newest_started(directory: Path) -> int:
-    """The highest epoch that the event log has a start of, -1 if there is none."""
     return max((_number(line, "epoch") for line in lines_of(directory / "events.jsonl", RunStarted)), default=-1)
 
 
 def _logs_events(directory: Path) -> bool:
-    """Whether the run has an event log, by its configuration."""
     config = directory / CONFIG_FILE
     return config.is_file() and b"event_log: false" not in config.read_bytes()
 
@@ -445,9 +434,6 @@ def _check_epochs(check: RunCheck) -> None:
         check.add("epochs", f"{gone}: a process of an older start might write again")
 
 
-# ------------------------------------------------------------------------------------------------ parts
-
-
 def _entries(directory: Path) -> list[Path]:
     return list(directory.iterdir()) if directory.is_dir() else []
 
@@ -465,7 +451,6 @@ def is_object(line: bytes) -> bool:
 
 
 def _bytes(path: Path) -> int:
-    """Size of a file, 0 where it has gone."""
     try:
         return path.stat().st_size
     except FileNotFoundError:
@@ -473,12 +458,10 @@ def _bytes(path: Path) -> int:
 
 
 def _what(error: StoreError) -> str:
-    """The text of an error without the path it begins with."""
     return str(error).partition(": ")[2]
 
 
 def _edited(now: bytes, was: str) -> str:
-    """The first line in which a configuration differs."""
     after, before = now.decode(errors="replace").splitlines(), was.splitlines()
     for number, (new, old) in enumerate(zip(after, before, strict=False), start=1):
         if new != old:

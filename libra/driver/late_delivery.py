@@ -1,8 +1,7 @@
 """`libra.deliver`: a reward that comes after its reward function returned `libra.Late`.
 
-Anybody who sees the run directory may call it: the script that trains, a worker's reward function or a thread that it started,
-another process or machine, or `libra deliver` on a command line; also while the run stands still. What it delivers is flushed to
-the device before it returns, and the next batch takes it (`libra.policy.late`).
+Any process that sees the run directory may call it, also while the run is stopped. The value is flushed to
+the device before the call returns, and the next batch takes it (`libra.policy.late`).
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ def deliver(trajectory_id: str | TrajectoryId, value: float, *, run: str | Path 
     trajectory_id : str
         ``episode.trajectory_id``, such as "train-3-0-7" (iteration, group, sample).
     value : float
-        What the reward function would have returned.
+        The reward.
     run : path, optional
-        The run directory. None: that of the run which this process drives or works for.
+        The run directory; by default the run that this process drives or works for.
 
     Returns
     -------
@@ -48,7 +47,7 @@ def deliver(trajectory_id: str | TrajectoryId, value: float, *, run: str | Path 
     LateRefused
         A reward was delivered before (the first one counts); no batch would take it; it is not one finite number.
     RunDirectoryError
-        There is no run in ``run``, or None was given where there is not one run.
+        ``run`` has no run, or is missing and this process has no run or several.
     StoreError
         It cannot be written.
     """
@@ -92,7 +91,6 @@ def _run(run: str | Path | None) -> tuple[RunDirectory, RunConfig]:
 
 @lru_cache(maxsize=16)
 def _config(directory: Path) -> RunConfig:
-    """What a delivery needs of it, a resumed run does not change."""
     return load_config(directory / RESOLVED_FILE)
 
 
@@ -117,7 +115,6 @@ def _trajectory(given: str | TrajectoryId, config: RunConfig) -> TrajectoryId:
 
 
 def _when(files: RunDirectory, config: RunConfig, trajectory: TrajectoryId) -> str:
-    """When a reward delivered now counts, in words; LateRefused if never."""
     record = group_path(files.groups_dir, trajectory.iteration, trajectory.group)
     member = read_group(record)[trajectory.sample] if record.exists() else None
     if member is not None and member.late is None:

@@ -1,4 +1,4 @@
-"""The layout that a run starts: that of its configuration, or one planned before any worker starts (`planner.layout`).
+"""The layout that a run starts: the configured one, or one planned before any worker starts (`planner.layout`).
 
 1. A plan uses seconds measured on this machine, or a datasheet that the configuration names or the machine's GPUs have. It
    never uses another machine's figures silently, and states its source.
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 def planned_regime(config: RunConfig, plan: Plan, snapshot: PlanningSnapshot) -> Regime:
-    """What bounds a step of ``plan``, and how a run of ``config`` with its layout should take it."""
+    """The bottleneck of a step of ``plan``, and the mode in which ``config`` should take it."""
     return regime(
         step_parts(plan, snapshot),
         changes_s=config.planner.change_cost_s,
@@ -44,7 +44,7 @@ def planned_regime(config: RunConfig, plan: Plan, snapshot: PlanningSnapshot) ->
 
 
 def settings(config: RunConfig, plan: Plan, way: str) -> dict[str, str]:
-    """What to type for a way, beside the layout of ``plan``; empty: nothing."""
+    """The settings to type for a mode of a step beside the layout of ``plan``; empty if none."""
     if way == SPLIT:
         return {}
     try:
@@ -110,7 +110,6 @@ def with_way(config: RunConfig, way: str) -> RunConfig:
 
 
 def _laid_out(config: RunConfig, plan: Plan) -> RunConfig:
-    """``config`` with the workers of a plan; ConfigError if they contradict its other settings."""
     values = config.model_dump()
     engines = [{"tp": bucket.tp, "count": bucket.engines, "slots": bucket.concurrency} for bucket in plan.buckets]
     values["cluster"] |= {"train_workers": plan.training.gpus, "engines": engines, "rollout_workers": 1}
@@ -139,20 +138,9 @@ MOST_RANKS_PER_CORE = 4
 
 
 def laid_out(config: RunConfig, machine: Machine | None = None, *, started_here: bool = True) -> RunConfig:
-    """``config`` as a run starts it on this machine, planned first with `planner.layout` auto.
+    """``config`` as a run starts it on ``machine`` (default: this one), planned first with ``planner.layout=auto``.
 
-    Parameters
-    ----------
-    config : RunConfig
-    machine : Machine, optional
-        None: this one, inspected where needed.
-    started_here : bool
-        Whether the run starts its workers. False: it uses a given cluster.
-
-    Raises
-    ------
-    ConfigError, PlanError
-        The layout cannot start here; the message has what is missing and what to type.
+    ``started_here``: the run starts its own workers. ConfigError or PlanError if the layout cannot start here.
     """
     section, started_here = config.planner, started_here and config.cluster.scheduler is None
     if started_here and config.cluster.device == "cuda":
@@ -179,7 +167,7 @@ def laid_out(config: RunConfig, machine: Machine | None = None, *, started_here:
 
 
 def plan_layout(config: RunConfig, gpu: str, rests_on: str, turns: TrajectoryTotals | None = None) -> PlannedLayout:
-    """The plan that a run of ``config`` starts, on ``gpu``; ``turns`` None: from `planner.trace`, or drawn."""
+    """The plan that a run of ``config`` starts on ``gpu``; ``turns`` by default from `planner.trace`, or drawn."""
     if turns is None and config.planner.trace is not None:
         turns = read_trace(config.planner.trace, config.planner.tool_s)
     snapshot, _ = snapshot_of(config, turns, what_if=False, on_cores=gpu == CPU)
@@ -198,7 +186,6 @@ def check_workers(config: RunConfig, client: Client) -> None:
 
 
 def _check_here(config: RunConfig, machine: Machine) -> None:
-    """Check that this machine and the model support the engines that a configuration lists."""
     layout, groups = config.planner.planned, config.cluster.engines
     if layout is not None:
         check_planned(layout, shape_of(config), machine.gpu, machine.num_gpus)
@@ -221,7 +208,6 @@ def _check_here(config: RunConfig, machine: Machine) -> None:
 
 
 def _on(config: RunConfig, machine: Machine) -> tuple[RunConfig, str]:
-    """``config`` with the hardware to plan for, and the source of its seconds, in words."""
     section = config.planner
     number = section.num_gpus or machine.ranks(config.cluster.threads)
     what = ("GPU" if machine.num_gpus else "rank") + ("s" if number != 1 else "")
@@ -255,7 +241,7 @@ def _on(config: RunConfig, machine: Machine) -> tuple[RunConfig, str]:
 
 
 def _seconds(config: RunConfig, machine: Machine) -> tuple[str | None, str]:
-    """The datasheet to plan with (None: the calibration has everything), and the source of the seconds."""
+    """The datasheet to plan with, None if the calibration suffices, and the source of the seconds."""
     section = config.planner
     calibration = section.calibration
     if calibration is not None:
@@ -283,7 +269,7 @@ def _seconds(config: RunConfig, machine: Machine) -> tuple[str | None, str]:
             f"planner.gpu: {wanted}, and this machine has {machine.num_gpus} x {machine.gpu}; type planner.gpu={machine.gpu}, or "
             "leave it out"
         )
-    return section.gpu, f"datasheet and tables of {wanted}, as planner.gpu says of this machine's {machine.gpu}"
+    return section.gpu, f"datasheet and tables of {wanted}, which planner.gpu names for this machine's {machine.gpu}"
 
 
 def _known(gpu: str) -> bool:
@@ -295,7 +281,7 @@ def _known(gpu: str) -> bool:
 
 
 def plan_for_datasheet(config: RunConfig, turns: TrajectoryTotals | None = None) -> PlannedLayout:
-    """The plan for ``config`` on the hardware that section ``planner`` names; the last two as in `plan_layout`."""
+    """`plan_layout` for ``config`` on the hardware that section ``planner`` names."""
     calibration, sheet = config.planner.calibration, planned_gpu(config.planner.gpu).name
     rests_on = f"datasheet and tables of {sheet}" if calibration is None else calibrated_rests_on(calibration, sheet)
     return plan_layout(without_layout(config), planned_hardware(config), rests_on, turns)

@@ -30,19 +30,14 @@ _GIT_LFS = b"version https://git-lfs"
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """What the small files of a model directory say.
+    """The content of the small files of a model directory; empty for a file that is missing.
 
     Attributes
     ----------
-    directory : Path
     config : dict
-        ``config.json``; of a model with several parts, that of its text part.
+        ``config.json``, or its text part.
     shapes : dict of name to shape
-        Tensors in the safetensors files; empty for other formats.
-    tokenizer : dict
-        ``tokenizer.json``; empty without one.
-    tokenizer_config : dict
-        ``tokenizer_config.json``; empty without one.
+        Tensors in the safetensors files.
     """
 
     directory: Path
@@ -86,7 +81,7 @@ def check_positions(model: ModelFiles, max_context_tokens: int) -> None:
 
 
 def header_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """Shapes by name in a safetensors file; ModelError if the file is cut, too long or none."""
+    """Shapes by name in a safetensors file; ModelError if the file is cut, too long, or of another format."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -101,7 +96,7 @@ def header_shapes(path: Path) -> dict[str, tuple[int, ...]]:
     except OSError as error:
         raise _wrong(path, f"it cannot be read ({error.strerror})", "make it readable, or fetch it again") from error
     except SafetensorError as error:
-        what = "it is cut, or no safetensors file" if size else "it is empty"
+        what = "it is cut, or not a safetensors file" if size else "it is empty"
         raise _wrong(path, f"{what} ({size:,} bytes; {error})", _SAVE) from error
 
 
@@ -143,7 +138,6 @@ def _embedding(shapes: dict[str, tuple[int, ...]]) -> str | None:
 
 
 def _tokenizer(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """``tokenizer.json`` and ``tokenizer_config.json``, each empty if it is missing and not needed."""
     if not any((directory / name).is_file() for name in _TOKENIZERS[:-1]):
         raise ModelError(
             f"model.path: {str(directory)!r} lacks tokenizer.json; type tokenizer.save_pretrained(...) into that directory"
@@ -158,10 +152,7 @@ def _tokenizer(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _check_vocabulary(model: ModelFiles) -> None:
-    """ModelError if the tokenizer gives ids that the model has no embedding for.
-
-    Added tokens without one are common (Gemma's for images) and harmless until a prompt has them.
-    """
+    """Added tokens without an embedding are common (Gemma's for images) and harmless until a prompt has them."""
     name = _embedding(model.shapes)
     rows = model.shapes[name][0] if name is not None else model.config.get("vocab_size")
     vocabulary = model.tokenizer.get("model", {}).get("vocab", {})
@@ -171,7 +162,7 @@ def _check_vocabulary(model: ModelFiles) -> None:
         highest = max(vocabulary.values()) if isinstance(vocabulary, dict) else len(vocabulary) - 1
     except TypeError as error:
         raise _wrong(
-            model.directory / "tokenizer.json", "its vocabulary is no mapping to ids", _SAVE_TOKENIZER
+            model.directory / "tokenizer.json", "its vocabulary does not map to ids", _SAVE_TOKENIZER
         ) from error
     if highest >= rows:
         raise _wrong(
@@ -182,7 +173,6 @@ def _check_vocabulary(model: ModelFiles) -> None:
 
 
 def _positions(config: dict[str, Any]) -> int | None:
-    """Positions that a model was made for, scaled ones included; None: its configuration names none."""
     number: int | None = next(
         (config[key] for key in ("max_position_embeddings", "n_positions") if isinstance(config.get(key), int)), None
     )
@@ -211,15 +201,7 @@ def _wrong(path: Path, what: str, advice: str) -> ModelError:
 
 
 def check_teacher(config: RunConfig, student: ModelFiles) -> None:
-    """Check that the teacher is a whole model with the student's tokenizer, and has as many tokens as are asked of it.
-
-    Raises
-    ------
-    ModelError
-        ``distil.teacher`` names no model, or a damaged one.
-    ConfigError
-        It has another tokenizer, fewer tokens than ``distil.top_k``, or fewer positions than a context of the run.
-    """
+    """ModelError if the teacher is missing or damaged; ConfigError if its tokenizer, vocabulary or positions do not fit."""
     distil, named = config.distil, teacher_model(config)
     if named is None:
         return
@@ -262,8 +244,7 @@ def tokenizer_difference(student: ModelFiles, teacher: ModelFiles) -> str | None
 
 
 def most_tokens(student: ModelFiles, teacher: ModelFiles) -> int | None:
-    """Tokens that a top-k may have: the teacher's, or the student's if those are fewer; None: not known. Where the two differ, one
-    less, so that "any other token" is never empty for the teacher alone."""
+    """The largest top-k: the smaller vocabulary, less one where they differ, so that other tokens remain. None if unknown."""
     sizes = [size for each in (student, teacher) if isinstance(size := each.config.get("vocab_size"), int)]
     if len(sizes) < 2:
         return None
@@ -271,7 +252,6 @@ def most_tokens(student: ModelFiles, teacher: ModelFiles) -> int | None:
 
 
 def _ids(tokenizer: dict[str, Any]) -> dict[str, int]:
-    """Number of each token of a ``tokenizer.json``, added ones included; empty without it."""
     vocabulary = tokenizer.get("model", {}).get("vocab", {})
     if isinstance(vocabulary, list):  # of a unigram model: pairs of token and score
         vocabulary = {str(entry[0]): number for number, entry in enumerate(vocabulary)}

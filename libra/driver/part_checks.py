@@ -1,4 +1,4 @@
-"""Checks of what a run is given beside model and prompts: Python objects, tools, services, and parts that workers import."""
+"""Checks of Python objects, tools, services, and parts that workers import."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def check_score(score: Callable[..., Any] | None) -> None:
 
 
 def needs_of(environment: Environment) -> dict[str, ToolNeeds]:
-    """What calls of each tool with resources take."""
+    """Resources of a call, for each tool that declares any."""
     return {tool.name: _needs(tool) for tool in environment.tools if tool.declares}
 
 
@@ -100,16 +100,7 @@ def _needs(tool: Tool) -> ToolNeeds:
 
 
 def check_services(config: RunConfig, environment: Environment) -> None:
-    """Check each service, and that those which rewards and tools name are there.
-
-    Raises
-    ------
-    ConfigError
-        A name that ``services.named`` has not, a late reward in a run that takes none or whose tool workers may end before,
-        a function that cannot be imported or called so, or a teacher that nobody asks.
-    ModelError
-        A model is missing or damaged, or no reward model where one is needed.
-    """
+    """Check each service, and each use of one by rewards and tools; ConfigError or ModelError."""
     for name, entry in config.services.named.items():
         model = _checked_model(name, entry)
         _check_function(name, entry, model)
@@ -141,7 +132,6 @@ def check_services(config: RunConfig, environment: Environment) -> None:
 
 
 def _check_asked(config: RunConfig, environment: Environment) -> None:
-    """Refuse a teacher that nobody asks, and warn of models that nobody is known to ask: all tool workers load them."""
     asked = {use.service for use in environment.asked_services} | {config.distil.service}
     for name, entry in config.services.named.items():
         if name in asked or entry.model is None:
@@ -152,8 +142,8 @@ def _check_asked(config: RunConfig, environment: Environment) -> None:
                 f"distil.teacher={{service: {name}}}, or leave it out of services.named"
             )
         logger.warning(
-            "services.named: %r is asked by no reward, tool or distil.teacher that says so, and each tool worker loads %s; leave "
-            "it out, or say who asks it: a reward {service: %s}, libra.tool(f, services=%r), or services of your own environment",
+            "services.named: %r is not declared by any reward, tool or distil.teacher, and each tool worker loads %s; leave "
+            "it out, or declare its user: a reward {service: %s}, libra.tool(f, services=%r), or services of your environment",
             name, entry.model, name, name,
         )  # fmt: skip
 
@@ -168,7 +158,7 @@ def _checked_model(name: str, entry: ServiceEntry) -> ModelFiles | None:
         raise ModelError(str(error).replace("model.path", where)) from error
     if entry.function == "score" and "score.weight" not in model.shapes and model.shapes:
         raise ModelError(
-            f"{where} {entry.model} has no score.weight, so it is no reward model; type function: judge or logprob, which ask a "
+            f"{where} {entry.model} has no score.weight, so it is not a reward model; type function: judge or logprob, which ask a "
             "language model, or name a reward model"
         )
     return model
@@ -190,7 +180,7 @@ def _check_function(name: str, entry: ServiceEntry, model: ModelFiles | None) ->
 
 
 def loading_error(data: bytes, dask_worker: Worker | None = None) -> tuple[str, str] | None:
-    """What a worker cannot load, ("environment" or a setting, why), None if it can load all; runs on a worker."""
+    """The part that a worker cannot load: ("environment" or a setting, why); None if it loads all. Runs on a worker."""
     try:
         spec: RunSpec = pickle.loads(data)
     except Exception as error:  # noqa: BLE001  the boundary to a user's modules: importing them may raise anything

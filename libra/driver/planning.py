@@ -33,7 +33,7 @@ from libra.planner.step_forecast import ExpectedStep, RealisedStep, StepForecast
 from libra.worker.run_spec import RunSpec
 
 if TYPE_CHECKING:
-    from libra.driver.scheduler_calls import SchedulerCalls
+    from libra.driver.run_client import RunClient
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class Planning:
     Parameters
     ----------
     spec : RunSpec
-    calls : SchedulerCalls
+    scheduler : RunClient
     prompts : UpcomingPrompts
     write : callable
         Takes (iteration, metrics) of an iteration.
@@ -55,12 +55,12 @@ class Planning:
     def __init__(
         self,
         spec: RunSpec,
-        calls: SchedulerCalls,
+        scheduler: RunClient,
         prompts: UpcomingPrompts,
         write: Callable[[int, Mapping[str, float]], None],
         workers_gpu: str = "",
     ) -> None:
-        self._spec, self._calls, self._prompts, self._write = spec, calls, prompts, write
+        self._spec, self._scheduler, self._prompts, self._write = spec, scheduler, prompts, write
         self._kinds: dict[str, str] = {}  # of each worker's last engine
         self.forecast = StepForecast()
         self.predicted: ExpectedStep | None = None
@@ -72,7 +72,7 @@ class Planning:
             logger.info("no prediction of a step's memory: %s", error)
         planner = spec.config.planner
         self.replanning = Replanning(
-            calls,
+            scheduler,
             ArrangementLoop(run_facts(spec.config, workers_gpu), Replanner(first_cost_s=planner.change_cost_s)),
             apply=planner.apply,
             boundaries={str(tp): tokens for tp, tokens in spec.config.policy.boundaries_tokens.items()},
@@ -81,13 +81,13 @@ class Planning:
     def begin(self, first: int) -> None:
         """Before iteration ``first`` of a resumed run, change what would run out of memory at the contexts to come.
 
-        Engines, slots, roles and boundaries are those of the configuration again. The contexts are forecast from the mean context
+        Engines, slots, roles and boundaries are as configured again. The contexts are forecast from the mean context
         at the end of the trajectories of earlier iterations.
         """
         rows = [row for row in read_metrics(self._spec.directory) if row.get("trajectories")] if first else []
         contexts = [(int(row["step"]), row["tokens"] / row["trajectories"]) for row in rows if row["step"] < first]
         if contexts:
-            self.replanning.begin(contexts, self._calls.seats())
+            self.replanning.begin(contexts, self._scheduler.seats())
 
     def after(self, iteration: int, values: Mapping[str, Any], remaining: int) -> None:
         """Compare an iteration with its prediction, predict the next one, and weigh what should run.
@@ -96,7 +96,7 @@ class Planning:
         """
         config = self._spec.config
         self._first = iteration if self._first is None else self._first
-        seats = self._calls.seats()
+        seats = self._scheduler.seats()
         now = arranged(seats)
         self._kinds |= {engine.workers[0]: engine.kind for engine in now.engines}
         alone = iteration == self._first or follows_evaluation(config, iteration)
@@ -117,7 +117,6 @@ class Planning:
         self._write(iteration, metrics)
 
     def _compared(self, realised: RealisedStep, predicted: ExpectedStep | None) -> dict[str, float]:
-        """Metrics of an iteration: its seconds, those predicted before it, and measured speeds."""
         values = {"plan/realised_s": realised.step_s, "plan/realised_rollout_s": realised.rollout_s}
         if predicted is not None:
             values |= {
@@ -195,7 +194,7 @@ def taken(
 def compared_memory(
     config: RunConfig, shape: ModelShape, workload: TrajectoryTotals, measured_bytes: float, *, on_cpu: bool
 ) -> dict[str, float]:
-    """Metrics of an iteration: the predicted peak memory of its training step, and that of its fullest worker."""
+    """Metrics of an iteration: predicted and measured peak memory of its training step."""
     layout = replace(trainer_layout(config, workload), on_cpu=on_cpu, runtime_bytes=0.0)
     workers = config.cluster.train_workers
     predicted = sum(memory_parts_bytes(shape, workload.final_context_tokens, workers, layout).values())

@@ -1,4 +1,4 @@
-"""What a run is refused for before any worker starts: one list, for the start of a run and for `libra doctor`.
+"""The checks of a run before any worker starts: one list, for the start of a run and for `libra doctor`.
 
 A start goes through `CHECKS` in order and stops at the first error (`libra.driver.run_start`); the
 doctor reports each check in a line.
@@ -27,7 +27,7 @@ from libra.worker.engine.engine_factory import check_engine
 
 @dataclass(slots=True)
 class Preflight:
-    """What the checks know of a run, and find out.
+    """Input and results of the checks of one run.
 
     Attributes
     ----------
@@ -36,15 +36,13 @@ class Preflight:
     started_here : bool
         Whether the run starts its own workers on this machine.
     directory : Path or None
-        Of a new run; None: it has no name yet, or is resumed.
+        The directory of a new run with a name.
     fetches : bool
         Whether a model on a hub is fetched. Checks that need its files are left out otherwise.
     given_client : bool
         Whether the run uses a client that its caller has connected.
-    environment : Environment or None
-        None: it is not made yet, or could not be.
-    model : ModelFiles or None
-        None: it was not checked, or refused.
+    environment, model : optional
+        None before they are made, or if they were refused.
     """
 
     config: RunConfig
@@ -56,7 +54,7 @@ class Preflight:
     model: ModelFiles | None = None
 
     def own_parts(self) -> str:
-        """ConfigError if a part of the user's own cannot be imported, or does not do what its protocol says."""
+        """Parts of the user's own can be imported and follow their protocols."""
         config = self.config
         check_own_parts(config.trainer)
         loader_of(config.model.loader)
@@ -84,7 +82,7 @@ class Preflight:
         return f"{self.model.directory}: whole, with a tokenizer that fits"
 
     def layout(self) -> str:
-        """The layout can start; it is planned first where the configuration says so."""
+        """The layout can start; with ``planner.layout=auto`` it is planned first."""
         self.config = laid_out(self.config, started_here=not self.given_client)
         return "can start"
 
@@ -151,7 +149,7 @@ CHECKS: dict[str, Callable[[Preflight], str]] = {
     "data": Preflight.data,
     "teacher": Preflight.teacher,
 }
-"""Each raises a LibraError, or returns what it found; an empty text: it does not apply. Those from the engine on may use what a
-`Preflight` has by then: the layout, the environment, the model."""
+"""Each raises a LibraError or returns its finding; empty if it does not apply. Checks from the engine on may use
+layout, environment and model."""
 BEFORE_ENVIRONMENT = ("own parts", "run name", "model files", "layout")
 """Checks that a start makes before it builds the environment."""

@@ -1,4 +1,4 @@
-"""Prompts of a run in the driver: the chat template, their form and length, and those of upcoming iterations.
+"""Prompts of a run in the driver: chat template, form, length, and the prompts of upcoming iterations.
 
 An environment may need resources that only its workers have. Prompts that it cannot give here are
 refused only where the workers start on this machine, and never for an environment with a ``setup`` of
@@ -44,7 +44,7 @@ class _Refused(Exception):
 
 
 class ChatTemplate:
-    """The chat template of a model directory, compiled; ModelError if there is none or it is no template."""
+    """The chat template of a model directory, compiled; ModelError if it is missing or cannot be compiled."""
 
     def __init__(self, model: ModelFiles) -> None:
         from jinja2 import TemplateError
@@ -162,7 +162,6 @@ class LoadedTemplate:
 
 
 def _text(model: ModelFiles) -> tuple[str, Path]:
-    """The template's text, and the file that it is in."""
     file, settings = model.directory / "chat_template.jinja", model.directory / "tokenizer_config.json"
     if file.is_file():
         return file.read_text(encoding="utf-8", errors="replace"), file
@@ -179,7 +178,6 @@ def _text(model: ModelFiles) -> tuple[str, Path]:
 
 
 def _special_tokens(model: ModelFiles) -> dict[str, str]:
-    """The special tokens that a template may insert, by name."""
     file = model.directory / "special_tokens_map.json"
     try:
         older = parsed_json(file.read_text(encoding="utf-8")) if file.is_file() else {}

@@ -51,29 +51,16 @@ MOST_ROUNDS = 4
 
 @dataclass(frozen=True, slots=True)
 class RepairResult:
-    """The result of a repair.
-
-    Attributes
-    ----------
-    check : RunCheck
-        Of every file, afterwards.
-    num_repaired : int
-        Lines said.
-    """
+    """The check of every file after a repair, and the number of repairs."""
 
     check: RunCheck
     num_repaired: int
 
 
 def repair_run(directory: Path, say: Callable[[str], None]) -> RepairResult:
-    """Repair a run; ``say`` is called with a line for each thing done, and for each that could not be.
+    """Repair a run; ``say`` gets a line for each repair, and for each file that cannot be repaired.
 
-    Raises
-    ------
-    RunDirectoryError
-        There is no run, or a driver has it.
-    StoreError
-        A committer has the store open.
+    RunDirectoryError if the run is missing or a driver has it, StoreError if a committer has its store.
     """
     run = run_directory(directory)
     repairs = Repairs(run, say)
@@ -99,7 +86,6 @@ def repair_run(directory: Path, say: Callable[[str], None]) -> RepairResult:
 
 
 def _store_lock(directory: Path, say: Callable[[str], None]) -> CommitterLock:
-    """The store's lock. After a driver was killed a worker has it until the scheduler has ended the run there."""
     store = RunDirectory(run_directory(directory)).store_path
     until_s = time.monotonic() + STORE_WAIT_S
     waits = False
@@ -150,8 +136,6 @@ def _each(repair: Callable[[RunCheck, Repairs, str], None]) -> Repair:
 
 
 def _set_aside(depth: int, then: str) -> Repair:
-    """For files that nothing else has; a name has ``depth`` parts of a path, and ``then`` is what a resumed run does."""
-
     def repair(check: RunCheck, repairs: Repairs, names: Sequence[str]) -> None:
         for name in dict.fromkeys("/".join(name.split("/")[:depth]) for name in names):
             if name != SCORES and repairs.exists(name):
@@ -171,7 +155,6 @@ def _checkpoints(check: RunCheck, repairs: Repairs, names: Sequence[str]) -> Non
 
 
 def _wave(check: RunCheck, repairs: Repairs, name: str) -> None:
-    """A wave and those after it are set aside."""
     for path in sorted((repairs.run / "waves").glob(f"{Path(name).name.rpartition('-')[0]}-*.json")):
         if (later := f"waves/{path.name}") >= name:
             aside = repairs.set_aside(later)
@@ -211,7 +194,6 @@ def _config(check: RunCheck, repairs: Repairs, name: str) -> None:
 
 
 def _starts(check: RunCheck, repairs: Repairs, name: str) -> None:
-    """Sound lines stay; epochs without one get theirs from ``given.json``."""
     directory = check.files.directory
     try:
         given = read_given(directory)

@@ -235,9 +235,6 @@ def _trained(check: RunCheck, step: int) -> float | None:
     return found
 
 
-# ------------------------------------------------------------------------------------------------ sources
-
-
 class StoredTrajectory(NamedTuple):
     """A trajectory of the store, with the batch whose step consumed it; -1: none."""
 
@@ -293,7 +290,6 @@ def repair_teacher(check: RunCheck, repairs: Repairs, names: Sequence[str]) -> N
 
 
 def _stored_scores(check: RunCheck, stem: str) -> list[Taught | None] | None:
-    """The scores of a group by the store; None if it does not have them."""
     split, iteration, group = stem.split("-")
     found = [
         each.trajectory
@@ -305,7 +301,6 @@ def _stored_scores(check: RunCheck, stem: str) -> list[Taught | None] | None:
 
 
 def _ask(check: RunCheck, repairs: Repairs, names: Sequence[str]) -> None:
-    """Let the teacher score the groups again: the same tokens and draws, and the same numbers where the machine is the same."""
     from libra.worker.services.service_models import load_teacher, scores_of  # brings torch
 
     config = config_of(check)

@@ -92,7 +92,6 @@ def recorded(files: RunDirectory, batch: int, version: int) -> list[Trajectory]:
 
 
 def _restore_metadata(store: Path, record: StoreRecord, repairs: Repairs) -> None:
-    """Write every ``zarr.json`` that is not as on record; the number of committed rows last."""
     last = record.appends[-1].stop if record.appends else dict.fromkeys(LEVELS, 0)
     faults = dict(metadata_faults(store, record))
     damaged = [name for name in faults if name != "zarr.json"]
@@ -151,7 +150,6 @@ def _rebuild(
     record: StoreRecord | None,
     unsound: dict[str, list[AppendedRows]] | None = None,
 ) -> None:
-    """A new store of the same rows; without a record, rows that can be read are taken as they are."""
     store, files = check.files.store_path, check.files
     made = store.with_name(f"{store.name}{_NEW}")
     shutil.rmtree(made, ignore_errors=True)  # left by a repair that was killed
@@ -196,7 +194,7 @@ def _exchange(store: Path, made: Path, repairs: Repairs) -> None:
 
 
 def _rows(store: Path, files: RunDirectory, append: AppendedRows, bad: list[str] | None) -> tuple[Rows, str]:
-    """The rows of one append, and what was made again of them; ``bad`` None: whatever group records contradict."""
+    """The rows of one append, and a text of the rebuilt ones; without ``bad``, columns that group records contradict."""
     read = {path: column_rows(store, path, append.first[LEVEL[path]], append.stop[LEVEL[path]]) for path in PATHS}
     made: Rows | None = None
     try:
@@ -259,7 +257,7 @@ _OFFSETS: dict[Level, str] = {
     "score": "score_offset",
     "route": "route_offset",
 }
-"""The column that says where a trajectory begins in each other level."""
+"""The column with the start of a trajectory in each other level."""
 
 
 def _offset(columns: dict[str, Any], level: Level, row: int, committed: dict[Level, int]) -> int:
@@ -269,7 +267,6 @@ def _offset(columns: dict[str, Any], level: Level, row: int, committed: dict[Lev
 
 
 def _appends_by_records(files: RunDirectory) -> Iterator[AppendedRows]:
-    """Every evaluation with its outcome and every batch with the version after it, in the order in which a run appends them."""
     at: dict[Level, int] = dict.fromkeys(LEVELS, 0)
     evaluations = {int(path.stem.split("-")[1]) for path in files.evaluations_dir.glob("version-*.json")}
     batches = {int(path.stem.split("-")[1]) for path in files.batches_dir.glob("batch-*.json")}
@@ -286,7 +283,6 @@ def _appends_by_records(files: RunDirectory) -> Iterator[AppendedRows]:
 
 
 def _attributes(store: Path, files: RunDirectory, record: StoreRecord | None) -> dict[str, Any]:
-    """The attributes that the store was made with."""
     if record is not None:
         found = {**_isolation(store), **record.attributes}
     elif not (found := root_attributes(store)):
@@ -298,7 +294,6 @@ def _attributes(store: Path, files: RunDirectory, record: StoreRecord | None) ->
 
 
 def _isolation(store: Path) -> dict[str, Any]:
-    """The attribute ``isolation`` where it can be read; the next start of the run notes its level again."""
     noted = root_attributes(store).get(ISOLATION)
     return {ISOLATION: noted} if isinstance(noted, list) else {}
 

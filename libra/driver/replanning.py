@@ -36,7 +36,7 @@ from libra.planner.replan import ArrangementLoop, SplitDecision
 from libra.planner.step_forecast import Batch, StepForecast
 
 if TYPE_CHECKING:
-    from libra.driver.scheduler_calls import SchedulerCalls
+    from libra.driver.run_client import RunClient
 
 logger = logging.getLogger(__name__)
 
@@ -46,10 +46,7 @@ BOUNDARY_MOVES = math.sqrt(2.0)
 
 @dataclass(slots=True)
 class RequestedChange:
-    """A change under way: after which iteration, its predicted gain, what ran before, and the steps to come.
-
-    ``requested`` has its role changes by generation, ``limit_s`` the seconds in which slots were limited; None: they stayed.
-    """
+    """A change under way. ``requested``: its role changes by generation; ``limit_s``: seconds to limit slots, if it did."""
 
     iteration: int
     predicted_gain_frac: float
@@ -62,33 +59,25 @@ class RequestedChange:
 class Replanning:
     """The arrangement of one run's workers, followed iteration by iteration.
 
-    Parameters
-    ----------
-    calls : SchedulerCalls
-    loop : ArrangementLoop
-    apply : bool
-        Whether accepted plans are carried out.
-    boundaries : mapping
-        Those that the run began with.
+    ``apply``: accepted plans are carried out. ``boundaries``: the bucket boundaries at the start.
     """
 
     def __init__(
         self,
-        calls: SchedulerCalls,
+        scheduler: RunClient,
         loop: ArrangementLoop,
         *,
         apply: bool = True,
         boundaries: Mapping[str, float] | None = None,
     ) -> None:
-        self._calls, self.loop, self._apply = calls, loop, apply
+        self._scheduler, self.loop, self._apply = scheduler, loop, apply
         self._boundaries = dict(boundaries or {})
         self._change: RequestedChange | None = None
         self._began_with: Arrangement | None = None  # the arrangement that the current iteration began with
         self._blocked: set[str] = set()  # what was logged as missing
 
     def begin(self, contexts: Sequence[tuple[int, float]], seats: Collection[Seat]) -> None:
-        """Free KV memory for the upcoming contexts, extrapolated from those of earlier starts as (iteration, mean at the
-        end)."""
+        """Free KV memory for the upcoming contexts, extrapolated from (iteration, mean final context) of earlier starts."""
         for iteration, mean_tokens in contexts:
             self.loop.trend = self.loop.trend.after(iteration, mean_tokens)
         last = contexts[-1][0]
@@ -105,10 +94,9 @@ class Replanning:
         forecast: StepForecast,
         predicted_step_s: float | None = None,
     ) -> SplitDecision | None:
-        """Learn from an iteration, compare a change with its predicted gain, compare the options, and request a change.
+        """Learn from an iteration, compare a change with its predicted gain, weigh the options, and request a change.
 
-        ``values`` are the iteration's numbers, ``forecast`` has it in it, and ``predicted_step_s`` are the seconds predicted before
-        it began, if there was a prediction.
+        ``values``: the iteration's numbers; ``forecast`` includes it; ``predicted_step_s`` is the earlier prediction.
         """
         now = arranged(ended.seats)
         whole = self._began_with == now
@@ -130,12 +118,10 @@ class Replanning:
                 self._set_boundaries(decision)
         return decision
 
-    # ---------------------------------------------------------------- what is logged
-
     def _log(
         self, iteration: int, decision: SplitDecision, realised_step_s: float, predicted_step_s: float | None
     ) -> None:
-        self._calls.tell(*decision.facts(predicted_step_s, realised_step_s))
+        self._scheduler.tell(*decision.facts(predicted_step_s, realised_step_s))
         for option, gain_frac in decision.blocked:
             missing = option.arrangement.missing
             if missing not in self._blocked:
@@ -146,11 +132,9 @@ class Replanning:
     def _log_blocked(self, iteration: int, option: ArrangementScore, gain_frac: float, missing: str) -> None:
         wanted = option.arrangement.deployed(self.loop.run.core_trainers)
         engines, slots = tuple(sorted(wanted.engines.items())), tuple(sorted(wanted.concurrency.items()))
-        self._calls.tell(
+        self._scheduler.tell(
             PlanBlocked(iteration, missing, gain_frac, option.kv_demand, wanted.train_gpus, engines, slots)
         )
-
-    # ---------------------------------------------------------------- what is requested
 
     def _request(self, iteration: int, decision: SplitDecision, seats: Collection[Seat]) -> None:
         now, wanted, considered = decision.now.arrangement, decision.chosen.arrangement, decision.considered
@@ -159,7 +143,7 @@ class Replanning:
         try:
             if limits := limits_for(now, wanted):
                 began_s = time.perf_counter()
-                self._calls.engines.limit_slots(limits, considered.reason)
+                self._scheduler.limit_slots(limits, considered.reason)
                 change.limit_s = time.perf_counter() - began_s if SLOTS in decision.kinds else None
             self._next_step(change)
         except ClusterError as error:  # another caller changes roles, or a worker has just left: the next plan sees it
@@ -174,21 +158,17 @@ class Replanning:
 
     def _next_step(self, change: RequestedChange) -> None:
         for assignments in change.steps.pop(0) if change.steps else []:
-            change.requested[self._calls.roles.change(assignments)] = assignments
+            change.requested[self._scheduler.change_roles(assignments)] = assignments
 
     def _set_boundaries(self, decision: SplitDecision) -> None:
-        """Set new boundaries if those of the chosen layout differ from the present ones."""
         wanted, has = dict(decision.boundaries_tokens), self._boundaries
         if not wanted or (wanted.keys() == has.keys() and all(_near(wanted[tp], has[tp]) for tp in wanted)):
             return
-        self._calls.engines.set_boundaries(wanted, "a plan: lengths by what engines of each degree generate")
+        self._scheduler.set_boundaries(wanted, "a plan: lengths by what engines of each degree generate")
         self._boundaries = wanted
 
-    # ---------------------------------------------------------------- the result of a change
-
     def _follow(self, change: RequestedChange, ended: EndedIteration, forecast: StepForecast, *, whole: bool) -> None:
-        """Check the progress of a change; ``whole``: the iteration began and ended with the same arrangement."""
-        rows = self._calls.role_rows()
+        rows = self._scheduler.roles()
         now = {str(row["worker"]): row for row in rows}
         targets = {name: has for assignments in change.requested.values() for name, has in assignments.items()}
         stages = {now[name]["stage"] for name in targets if name in now}
@@ -214,7 +194,6 @@ class Replanning:
     def _realised(
         self, change: RequestedChange, ended: EndedIteration, forecast: StepForecast, rows: Sequence[Mapping[str, Any]]
     ) -> None:
-        """Compare a change that was carried out with its predicted gain, and learn its cost."""
         costs_s = costs_of(change, rows)
         for kind, cost_s in costs_s:
             self.loop.replanner.changed(cost_s, kind)
@@ -224,7 +203,7 @@ class Replanning:
         gained = 1.0 - ended.step_s / before.step_s
         generation, spent_s = max(change.requested, default=0), sum(cost_s for _, cost_s in costs_s)
         gains = change.predicted_gain_frac, gained
-        self._calls.tell(
+        self._scheduler.tell(
             PlanRealised(change.iteration, generation, *gains, ended.iteration, spent_s if costs_s else None)
         )
         logger.info(

@@ -1,4 +1,4 @@
-"""What earlier starts of a run committed, read from its directory: where `libra resume` begins.
+"""The state that earlier starts of a run committed, read from its directory for `libra resume`.
 
 Invariants
 ----------
@@ -85,8 +85,8 @@ def read_point(spec: RunSpec) -> ResumePoint:
 def prune_groups(spec: RunSpec, first: int, before: int) -> int:
     """Remove the group records of batches ``first`` to ``before - 1``, which no kept checkpoint needs; returns ``before``.
 
-    Those of evaluations at older versions and of waves go with them. All are in the store by then; a missing one is no error.
-    Records of groups that wait for late rewards are kept until they wait no more.
+    Records of older evaluations and waves go with them. All are in the store by then; a missing one is ignored.
+    Records of groups that wait for late rewards are kept as long as they wait.
     """
     done = {
         (row["iteration"], row["group"])
@@ -114,7 +114,7 @@ def _names(directory: Path) -> list[str]:
 
 
 def check_resumable(directory: Path, environment: Environment | None, score: Score | None) -> None:
-    """RunDirectoryError if there is no run, ConfigError if it was begun with Python objects that are missing now."""
+    """RunDirectoryError without a run, ConfigError if it was started with Python objects that are missing now."""
     if not (directory / GIVEN_FILE).is_file():
         raise RunDirectoryError(f"{directory}: no run to resume here; type the directory of a run, such as runs/NAME")
     given = read_given(directory)
@@ -128,9 +128,9 @@ def check_resumable(directory: Path, environment: Environment | None, score: Sco
 
 
 def learned_before(directory: Path) -> str | None:
-    """What the policy of a run had learned by the end of its event log, as JSON; None if that is nothing or unreadable.
+    """The learned state of a run's policy at the end of its event log, as JSON; None if empty or unreadable.
 
-    It is read from the last snapshot and the events after it. Without it a run continues, and learns again.
+    It is read from the last snapshot and the events after it. Without it the policy learns again.
     """
     log = directory / "events.jsonl"
     try:

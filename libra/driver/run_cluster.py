@@ -21,9 +21,8 @@ from libra.config import RunConfig
 from libra.driver.early_checks import no_scheduler
 from libra.driver.launch_layout import check_workers, layout_fact
 from libra.driver.part_checks import check_loadable
-from libra.driver.run_clients import NoticeReader
+from libra.driver.run_client import RunClient, notices_logged
 from libra.driver.run_start import RunStart
-from libra.driver.scheduler_calls import SchedulerCalls
 from libra.errors import ClusterError, LibraError, shell_path
 from libra.keys import host_name
 from libra.scheduler.run_state import process_name
@@ -39,10 +38,9 @@ logger = logging.getLogger(__name__)
 def connect_run(
     config: RunConfig, given: Client | None, logs: Path, exits: ExitStack
 ) -> tuple[Client, SpecCluster | None]:
-    """A client of a cluster that has what the run needs, and the cluster where it was started for the run.
+    """A client of a cluster that fits the run, and the cluster if it was started for the run.
 
-    Workers that are started here log to the directory ``logs``. ``exits`` closes what was started or connected here; a ``given``
-    client stays connected.
+    Workers started here log to ``logs``. ``exits`` closes all that is opened here; a ``given`` client stays connected.
     """
     client, cluster = (given, None) if given is not None else _connected(config, logs, exits)
     check_cluster(client, config)
@@ -75,9 +73,9 @@ def _close(client: Client) -> None:
         client.close()
 
 
-def register_run(calls: SchedulerCalls, start: RunStart, cluster: SpecCluster | None, exits: ExitStack) -> None:
+def register_run(scheduler: RunClient, start: RunStart, cluster: SpecCluster | None, exits: ExitStack) -> None:
     """Register the run with the scheduler and build its part on every worker; ``exits`` ends both."""
-    client, spec, config = calls.client, start.spec, start.config
+    client, spec, config = scheduler.client, start.spec, start.config
     hosted = False
 
     def end() -> None:
@@ -85,32 +83,32 @@ def register_run(calls: SchedulerCalls, start: RunStart, cluster: SpecCluster | 
             return
         forget(spec.directory)
         forget_secret(spec.directory)
-        calls.end()
+        scheduler.end()
         if hosted and cluster is None:  # a cluster of the run's own stops with its workers
             try:
                 client.unregister_worker_plugin(host_name(spec.run))
             except (KeyError, ValueError) as error:  # its setup had failed there, or the scheduler had removed it
                 logger.debug("there was no part of the run to remove: %s", error)
 
-    process = calls.register(start, local=cluster is not None)
+    process = scheduler.register(start, local=cluster is not None)
     exits.callback(end)
     if process != process_name():
-        reader = NoticeReader(client, spec)
-        reader.start()
-        exits.callback(reader.stop)
-    calls.register_gang_and_roles()
+        exits.enter_context(notices_logged(client, spec))
+    if config.cluster.train_workers > 1:
+        scheduler.register_group(config.cluster.train_workers)
+    if config.cluster.hybrid_workers:
+        scheduler.register_roles()
     check_loadable(client, spec)
     hosted = True
-    address = _address(client, config)
     client.register_plugin(WorkerRuntime(*sendable_spec(spec, str(client.scheduler.address))))  # type: ignore[union-attr]
     shown = shown_by(client.security)
+    address = _address(client, config)
     RunContact(spec.run, spec.epoch, address, config.cluster.hybrid_workers, *shown).write(spec.directory)
     if config.planner.planned is not None:
-        calls.tell(layout_fact(config.planner.planned))
+        scheduler.tell(layout_fact(config.planner.planned))
 
 
 def _address(client: Client, config: RunConfig) -> str:
-    """The scheduler of a run, as ``--scheduler`` takes it from any directory: a file, or an address."""
     typed = config.cluster.scheduler
     if typed is not None and "://" not in typed and Path(typed).is_file():
         return str(Path(typed).absolute())
@@ -119,16 +117,9 @@ def _address(client: Client, config: RunConfig) -> str:
 
 @contextmanager
 def scheduler_loss_named(client: Callable[[], Client | None], directory: Path, address: str | None) -> Iterator[None]:
-    """Context manager: raises ClusterError if the scheduler is lost.
+    """Context manager: ClusterError if the scheduler is lost.
 
-    Parameters
-    ----------
-    client : callable
-        Gives the client at the time of an error; None: it is not connected yet.
-    directory : Path
-        Of the run.
-    address : str, optional
-        ``cluster.scheduler``, where it is set.
+    ``client`` gives the client at the time of an error, None before it is connected. ``address``: ``cluster.scheduler``.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""What a run shows: Ctrl-C while it starts, works or stops, its log, and its summary.
+"""Ctrl-C of a run, its log, and its summary.
 
 The first Ctrl-C stops the run in order. The second ends the command at once, as a kill would, which
 loses nothing that was committed; in a program of the user (`libra.train`) it gives up waiting for the
@@ -33,12 +33,16 @@ from dataclasses import dataclass, field
 from logging.handlers import MemoryHandler
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 from libra.cluster.redirected_output import STDERR, redirected
 from libra.driver.start_records import STARTS_FILE
 from libra.errors import shell_path
+from libra.store.run_records import read_evaluations
 from libra.untrusted import shown
+
+if TYPE_CHECKING:
+    from libra.config import RunConfig
 
 EXIT_INTERRUPTED = 130
 
@@ -51,12 +55,7 @@ class Interruption:
     command : bool
         Whether this process is the command's, and ends with the run.
     overrides : sequence of str
-        Settings that were typed for a run that is resumed, which only this start knows.
-
-    Attributes
-    ----------
-    count : int
-        How often Ctrl-C was typed.
+        Settings typed for a resumed run.
     """
 
     def __init__(self, *, command: bool = False, overrides: Sequence[str] = ()) -> None:
@@ -84,8 +83,6 @@ class Interruption:
                 _end_quietly(error)
             signal.signal(signal.SIGINT, self._before)
 
-    # ---------------------------------------------------------------- what the run says of itself
-
     def of(self, directory: Path, again: str) -> None:
         """The run's directory, which may not exist yet, and what to type to continue it."""
         self._directory, self._again = directory, with_overrides(again, self.overrides)
@@ -111,8 +108,6 @@ class Interruption:
             with contextlib.suppress(OSError):
                 self._quiet.enter_context(redirected(STDERR, log))
 
-    # ---------------------------------------------------------------- the key
-
     def _typed(self, number: int, frame: FrameType | None) -> None:
         self.count += 1
         if self.count == 1 and (self._starting or not self.command):
@@ -123,11 +118,9 @@ class Interruption:
 
     @property
     def _resumable(self) -> bool:
-        """Whether a start of the run is on record."""
         return self._directory is not None and (self._directory / STARTS_FILE).exists()
 
     def _say_end(self, how: str) -> None:
-        """The last lines, once; a command ends here."""
         self._quiet.close()
         if self._resumable:
             when = "during the start" if self._done is None else f"after {self._done} of {self._total} iterations"
@@ -162,13 +155,14 @@ def _end_quietly(told: KeyboardInterrupt) -> None:
 
 
 def with_overrides(again: str, overrides: Sequence[str]) -> str:
-    """What to type, with settings of this start."""
+    """The command ``again`` with the settings of this start."""
     return " ".join([again, *map(shlex.quote, overrides)])
 
 
 def resume_words(directory: Path, given: bool, iterations: int | None = None) -> str:
-    """What to type to continue the run of a directory, with so many iterations (None: those that it has); ``given``: an
-    environment or a score node was given as an object."""
+    """The command that continues a run, with another number of ``iterations`` if given.
+
+    ``given``: its environment or score node is a Python object."""
     if given:
         more = "" if iterations is None else f"run__iterations={iterations}, "
         return f"libra.train(..., {more}run__dir={str(directory.parent)!r}, run__name={directory.name!r}, resume=True)"
@@ -198,13 +192,7 @@ class ShownFormatter(logging.Formatter):
 
 
 class RunLogs:
-    """The log of one driver; a context manager.
-
-    Parameters
-    ----------
-    directory : Path
-        Of the run; it may not exist yet.
-    """
+    """The log of one driver; a context manager. The run directory may not exist yet."""
 
     def __init__(self, directory: Path) -> None:
         self.path = directory / LOGS / DRIVER_LOG
@@ -313,6 +301,14 @@ class RunSummary:
 
     def __str__(self) -> str:
         return "\n".join(f"{name:<17} {text}" for name, text in self.rows())
+
+    @classmethod
+    def of_finished(cls, directory: Path, config: RunConfig) -> RunSummary:
+        """The summary of a run of which nothing is left to do, from its files."""
+        total, checkpoints = config.run.iterations, directory / "checkpoints"
+        best = (checkpoints / "best").resolve() if (checkpoints / "best").exists() else None
+        evaluations = read_evaluations(directory / "evaluations", total)
+        return cls(directory.name, directory, [], evaluations, checkpoints / f"step-{total:06d}", best)
 
     def _repr_html_(self) -> str:
         cells = "".join(

@@ -46,15 +46,14 @@ class RunRequest:
 
     Attributes
     ----------
-    config : RunConfig
     environment : Environment or None
         Replaces the one that ``config.environment`` names.
     score : callable or None
         Adds a user's own node to every group; see `libra.graph.iteration.Score`.
     client : distributed.Client or None
-        A connected client to use; the cluster behind it is left as it is.
+        A connected client to use; its cluster is left unchanged.
     resume : bool
-        Continue the run that the directory has, from what it committed.
+        Continue the run in the directory from its committed state.
     """
 
     config: RunConfig
@@ -71,19 +70,7 @@ class RunRequest:
 
 @dataclass(frozen=True, slots=True)
 class RunStart:
-    """One start of a run: what all parts of the driver share.
-
-    Attributes
-    ----------
-    spec : RunSpec
-    environment : Environment
-        The driver's own.
-    point : ResumePoint
-        What earlier starts committed.
-    score : callable or None
-    resumed : bool
-        Whether there were earlier starts.
-    """
+    """One start of a run, shared by all parts of the driver; ``point`` is the state that earlier starts committed."""
 
     spec: RunSpec
     environment: Environment
@@ -150,7 +137,6 @@ def prepare(request: RunRequest, exits: ExitStack, start: ExitStack) -> RunStart
 
 
 def _spec(config: RunConfig, request: RunRequest, model: ModelFiles, *, started_here: bool) -> RunSpec:
-    """The run, without an epoch. Workers of another cluster resolve a Hugging Face id on their own machines."""
     model_dir = str(model.directory if started_here else resolve_model(config.model.path))
     start = config.run.from_checkpoint
     if start is not None:

@@ -11,8 +11,7 @@ Invariants
 1. An existing file is never replaced or removed.
 2. After a start that failed with an error, nothing of it is left, including parent directories that
    were made for it. An interrupted start leaves its directory: `libra resume` continues it.
-3. Only the start that made the directory, or has its lock, removes it; never once the start has ended,
-   whatever fails then.
+3. Only the start that made the directory, or has its lock, removes it; never after the start has ended.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ def read_given(directory: Path) -> dict[str, Any]:
 
 
 def log_start(directory: Path, epoch: int, iterations: int | None = None) -> None:
-    """Add the line of a start; ``iterations``: None where they are those of the configuration."""
+    """Add the line of a start; ``iterations`` only where they differ from the configuration."""
     facts = {**read_given(directory), "config": config_digest((directory / CONFIG_FILE).read_bytes()), "epoch": epoch}
     with LineLog(directory / STARTS_FILE, buffer_lines=1) as log:
         log.write_line(sealed_text(facts if iterations is None else {**facts, "iterations": iterations}))
@@ -108,23 +107,8 @@ def check_free(directory: Path) -> None:
 def make_directory(spec: RunSpec, config: str, given: Mapping[str, bool]) -> tuple[Path, ...]:
     """Make the directory of a new run with its records and its empty store.
 
-    Parameters
-    ----------
-    spec : RunSpec
-    config : str
-        The text of its configuration.
-    given : mapping
-        Whether an environment and a score node were given as objects, for `write_given`.
-
-    Returns
-    -------
-    tuple of Path
-        The directories that were made, the run's first.
-
-    Raises
-    ------
-    RunDirectoryError
-        It is taken, also by a start at the same time, or cannot be made or written.
+    ``config`` is the text of its configuration, ``given`` the keywords of `write_given`. Returns the directories that
+    were made, the run's first. RunDirectoryError if it is taken or cannot be written.
     """
     from libra.store.trajectory_store import TrajectoryStore  # not before `check_free`, which is quick
 

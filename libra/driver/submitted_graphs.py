@@ -2,8 +2,8 @@
 
 Invariants
 ----------
-1. When the summary of an iteration is back, its futures are released, those of unfinished groups when
-   they finish; after 50 iterations the scheduler holds as many tasks as after 5.
+1. Futures of an iteration are released when its summary is back, futures of unfinished groups when they
+   finish: the scheduler holds a bounded number of tasks.
 2. An error of any future ends every wait: a batch would wait forever for a lost group.
 3. The driver waits for a checkpoint only when the next one is due, or the run ends.
 """
@@ -128,7 +128,6 @@ class SubmittedGraphs:
         return futures
 
     def _done(self, future: Future[Any]) -> None:
-        """Runs in a thread of the client when a future is done."""
         if future.status == "error" and self._failed is None:
             self._failed = future
         self._wake.set()

@@ -39,7 +39,7 @@ def lengths_of(trajectories: Iterable[Trajectory]) -> list[Lengths]:
 async def batch(run: str, batch: int, waves: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
     """Compute advantages and commit the membership before the step. The plugin opens the node once it knows the members.
 
-    The members of a streamed step are those of its ``waves``, in that order, with the advantages that are committed.
+    A streamed step has the members of its ``waves``, in that order, with the committed advantages.
     """
     host = runtime_here(run)
     trainer = host.spec.config.trainer
@@ -92,7 +92,7 @@ async def with_blocks(
 
 
 def lags(groups: list[list[Trajectory]], rows: list[dict[str, Any]], batch: int) -> np.ndarray:
-    """Lag of every generated token that may train, in versions; those that are left out for their age have none."""
+    """Lag in versions of every generated token that may train; tokens that are left out for their age have none."""
     parts = [np.zeros(0, np.int32)]
     for group, row in zip(groups, rows, strict=True):
         if row.get("over_age") != Verdict.DROP and "spare" not in row:
@@ -181,7 +181,7 @@ def question_chars(prompt: Prompt) -> int:
 
 
 def generated_for(groups: list[list[Trajectory]], rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """What a batch's trajectories generated, for the planner: tokens by worker, lengths of prompts and trajectories.
+    """Tokens by worker, and lengths of prompts and trajectories of a batch, for the planner.
 
     For each group that has a member: its prompt's characters with its generated tokens (``question_tokens``), and with the
     tokens of its members that have a gradient according to ``rows``, the batch's facts (``trained_tokens``).

@@ -11,21 +11,20 @@ from typing import Any
 import numpy as np
 
 from libra.envs.environment import BIN
-from libra.errors import RecordExists, StoreError, shell_path
+from libra.errors import RecordExists
 from libra.facts import EvaluationFinished
 from libra.graph.batch_nodes import append
-from libra.seals import sealed_text, unseal
+from libra.seals import sealed_text
 from libra.store.exclusive_files import create_exclusive
-from libra.store.run_records import read_group
+from libra.store.run_records import evaluation_path, read_evaluation, read_group
 from libra.types import FailureClass, Trajectory
-from libra.worker.run_spec import RunSpec
 from libra.worker.runtime import runtime_here
 
 
 def evaluation(run: str, version: int, groups: list[dict[str, Any]]) -> dict[str, Any]:
     """Store the trajectories of an evaluation and return their mean reward, overall and by bin."""
     host = runtime_here(run)
-    if (made := read_evaluation(host.spec, version)) is not None:
+    if (made := read_evaluation(host.spec.evaluations_dir, version)) is not None:
         return made
     paths = [Path(meta["path"]) for meta in groups]
     trajectories = [member for path in paths for member in read_group(path)]
@@ -33,8 +32,8 @@ def evaluation(run: str, version: int, groups: list[dict[str, Any]]) -> dict[str
     known = evaluation_outcome(version, trajectories)
     host.context.report(EvaluationFinished(version, known["reward"], known["num"]))
     with contextlib.suppress(RecordExists):
-        create_exclusive(evaluation_path(host.spec, version), sealed_text(known).encode(), fsync=True)
-    return read_evaluation(host.spec, version) or known
+        create_exclusive(evaluation_path(host.spec.evaluations_dir, version), sealed_text(known).encode(), fsync=True)
+    return read_evaluation(host.spec.evaluations_dir, version) or known
 
 
 def evaluation_outcome(version: int, trajectories: Sequence[Trajectory]) -> dict[str, Any]:
@@ -60,27 +59,5 @@ def evaluation_outcome(version: int, trajectories: Sequence[Trajectory]) -> dict
 
 
 def _by_number(entry: tuple[str, Any]) -> tuple[float, str]:
-    """Names that begin with a number in its order, then the others."""
     first = entry[0].split(" ")[0]
     return (float(first) if first.isdecimal() else math.inf), entry[0]
-
-
-def evaluation_path(spec: RunSpec, version: int) -> Path:
-    """The file with the outcome of an evaluation."""
-    return spec.evaluations_dir / f"version-{version:06d}.json"
-
-
-def read_evaluation(spec: RunSpec, version: int) -> dict[str, Any] | None:
-    """The outcome of an evaluation, None if none was made at this version."""
-    path = evaluation_path(spec, version)
-    if not path.exists():
-        return None
-    try:
-        result = unseal(path.read_bytes())
-    except ValueError as error:
-        raise StoreError(
-            f"{path}: torn or altered ({error}); type libra repair {shell_path(spec.directory)}"
-        ) from error
-    if "left_out" not in result:  # of an older Libra, which had this count under the other name
-        result["left_out"] = result.pop("failures")
-    return result | {"reward": float("nan") if result["reward"] is None else result["reward"]}

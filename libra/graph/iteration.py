@@ -31,7 +31,7 @@ Score = Callable[[Delayed], Delayed]
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """What earlier starts of a run committed, so that graphs leave it out; `libra.driver.resume` reads it.
+    """The state that earlier starts of a run committed, read by `libra.driver.resume`; graphs leave it out.
 
     Attributes
     ----------
@@ -40,8 +40,7 @@ class ResumePoint:
     committed : set of (split, iteration, group)
         Groups whose record exists, consumed or not; an evaluation's iteration is its version.
     started : dict of GroupId to int
-        Groups that no committed batch has and that have generated something, with the version of their oldest token: those that are
-        not committed by the journal, the others by their record.
+        Version of the oldest token of each group that has generated something and is in no committed batch.
     waves : list of tuples of GroupId
         Groups of each committed wave of the next batch, in order, if its step is streamed.
     """
@@ -66,20 +65,18 @@ class ResumePoint:
         return [g for g in range(groups) if (iteration, g) not in self.consumed]
 
     def oldest_left(self, groups: int) -> int:
-        """The first iteration with groups that no committed batch has; of those that have begun, or the next."""
+        """The first started iteration with groups that no committed batch has, or the next iteration."""
         consumed = self.consumed
-        begun = range(self.batches)
-        return next((k for k in begun if any((k, g) not in consumed for g in range(groups))), self.batches)
+        started = range(self.batches)
+        return next((k for k in started if any((k, g) not in consumed for g in range(groups))), self.batches)
 
 
 FRESH = ResumePoint()
-"""Nothing is committed yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """The nodes that the driver computes: the last node of the iteration, and groups that may finish later, for a later
-    batch."""
+    """The nodes that the driver computes: the end of the iteration, its groups, which may finish later, and its checkpoint."""
 
     end: Delayed
     groups: list[Delayed]
@@ -104,7 +101,7 @@ def on_ranks(spec: RunSpec, resource: AbstractContextManager[Any]) -> AbstractCo
 
 
 def beside(resource: str) -> AbstractContextManager[Any]:
-    """Tasks that run on a worker which declares a resource, and take none of it; a contract of `libra.worker.dask_worker`."""
+    """Tasks that run on a worker with a resource, and take none of it; see `libra.worker.dask_worker`."""
     return dask.annotate(resources={resource: 0})
 
 
@@ -181,9 +178,9 @@ def on_every_rank(
     *args: Any,
     resource: AbstractContextManager[Any] | None = None,
 ) -> Delayed:
-    """A function of the training replica on ``args``: it runs on every rank, and the result is that of rank 0.
+    """A function of the training replica on ``args``, run on every rank; the result is rank 0's.
 
-    ``resource``: of a single rank; None: its place of training.
+    ``resource`` is for a single rank, by default one unit of TRAIN.
     """
     num_ranks = spec.config.cluster.train_workers
     with on_ranks(spec, on(keys.TRAIN) if resource is None else resource):
@@ -196,34 +193,45 @@ def on_every_rank(
 
 def iteration_groups(spec: RunSpec, k: int, *, score: Score | None = None, point: ResumePoint = FRESH) -> list[Delayed]:
     """The groups of iteration ``k`` that no committed batch has; one whose record exists needs no trajectories."""
-    run, trainer = spec.run, spec.config.trainer
     with parked():
-        gate = node(rollout_nodes.gate, spec.key("gate", k), run, k)
+        gate = node(rollout_nodes.gate, spec.key("gate", k), spec.run, k)
     with on(keys.GRADE):
-        prompts = node(rollout_nodes.prompts, spec.key("prompts", k), run, gate)
-
+        prompts = node(rollout_nodes.prompts, spec.key("prompts", k), spec.run, gate)
     groups = []
-    for g in point.left(k, trainer.prompts):
-        trajectories, extra = [], None
-        if ("train", k, g) not in point.committed:
-            with parked():
-                trajectories = [
-                    node(rollout_nodes.trajectory, spec.key("trajectory", k, g, s), run, prompts, k, g, s)
-                    for s in range(trainer.group_size)
-                ]
-        with on(keys.GRADE):
-            if score and trajectories:
-                extra = score(
-                    node(rollout_nodes.episodes, spec.key("episodes", k, g), run, prompts, trajectories, k, g)
-                )
-            asked: Delayed | list[Any] = prompts if trajectories else []
-            groups.append(
-                node(rollout_nodes.group, spec.key("group", k, g), run, asked, trajectories, k, g, extra=extra)
-            )
+    for g in point.left(k, spec.config.trainer.prompts):
+        groups.append(_group(spec, prompts, k, g, spec.config.trainer.group_size, point, score=score))
         if spec.config.distil.teacher is not None:
             with on(keys.TEACHER):
-                groups.append(node(teacher_nodes.teach, spec.key("teach", k, g), run, groups[-1], k, g))
+                groups.append(node(teacher_nodes.teach, spec.key("teach", k, g), spec.run, groups[-1], k, g))
     return groups
+
+
+def _group(
+    spec: RunSpec,
+    prompts: Delayed,
+    k: int,
+    g: int,
+    samples: int,
+    point: ResumePoint,
+    *,
+    split: str = "train",
+    score: Score | None = None,
+) -> Delayed:
+    run, trajectories, extra = spec.run, [], None
+    if (split, k, g) not in point.committed:
+        with parked():
+            trajectories = [
+                node(
+                    rollout_nodes.trajectory, spec.key("trajectory", k, g, s, split=split), run, prompts, k, g, s, split
+                )
+                for s in range(samples)
+            ]
+    asked: Delayed | list[Any] = prompts if trajectories else []
+    with on(keys.GRADE):
+        if score and trajectories:
+            extra = score(node(rollout_nodes.episodes, spec.key("episodes", k, g), run, prompts, trajectories, k, g))
+        key = spec.key("group", k, g, split=split)
+        return node(rollout_nodes.group, key, run, asked, trajectories, k, g, split, extra=extra)
 
 
 def evaluation_graph(spec: RunSpec, version: int, point: ResumePoint = FRESH) -> Graph:
@@ -233,29 +241,16 @@ def evaluation_graph(spec: RunSpec, version: int, point: ResumePoint = FRESH) ->
         gate = node(rollout_nodes.gate, spec.key("gate", version, split="eval"), run, version)
     with on(keys.GRADE):
         prompts = node(rollout_nodes.prompts, spec.key("prompts", version, split="eval"), run, gate, "eval", count)
-    groups = []
-    for g in range(count):
-        trajectories = []
-        if ("eval", version, g) not in point.committed:
-            with parked():
-                key = spec.key("trajectory", version, g, 0, split="eval")
-                trajectories = [node(rollout_nodes.trajectory, key, run, prompts, version, g, 0, "eval")]
-        with on(keys.GRADE):
-            groups.append(
-                node(
-                    rollout_nodes.group,
-                    spec.key("group", version, g, split="eval"),
-                    run,
-                    prompts if trajectories else [],
-                    trajectories,
-                    version,
-                    g,
-                    "eval",
-                )
-            )
+    groups = [_group(spec, prompts, version, g, 1, point, split="eval") for g in range(count)]
     with on(keys.COMMIT):
         end = node(evaluation_nodes.evaluation, spec.key("evaluation", version, split="eval"), run, version, groups)
     return Graph(end, [])
+
+
+def numbers_graph(spec: RunSpec, batch: int) -> Delayed:
+    """The metrics of a committed batch that need no step."""
+    with on(keys.GRADE):
+        return node(batch_nodes.batch_numbers, spec.key("numbers", batch), spec.run, batch)
 
 
 def restored(spec: RunSpec, batches: int) -> Delayed:

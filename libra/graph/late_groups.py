@@ -1,8 +1,8 @@
 """Late rewards in batches: rewards that came before their batch is made, and corrections of groups that were trained before.
 
-Where ``trainer.late`` is not off, the facts of a batch have the values that came for its members (``delivered`` of a group's row),
-and ``late``: the rows of corrected groups, the groups that still wait, and what was dropped. All of that is committed at once with
-the file of the batch, and the next batch begins from it: a reward counts once, however often tasks run again (`libra.policy.late`).
+Unless ``trainer.late`` is off, the facts of a batch have the values that came for its members (``delivered`` of a
+group's row) and ``late``: corrected groups, groups that still wait, and dropped rewards. They are committed with the
+file of the batch, and the next batch starts from them: a reward counts once, however often tasks run again.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,10 +31,9 @@ from libra.worker.training.batch_rows import take_late
 
 logger = logging.getLogger(__name__)
 
-LOOK_S = 0.2
-"""Seconds between two looks for late rewards that a batch waits for."""
-SIGN_S = 5.0
-"""Seconds between two reports of a batch that waits: signs of life for the watchdog."""
+POLL_S = 0.1
+HEARTBEAT_S = 5.0
+"""Seconds between two reports of a batch that waits, for the watchdog."""
 
 Delivered = Mapping[TrajectoryId, float]
 
@@ -42,39 +41,49 @@ Delivered = Mapping[TrajectoryId, float]
 async def take_delivered(
     context: WorkerContext, batch: int, groups: Sequence[Sequence[Trajectory]]
 ) -> dict[TrajectoryId, float]:
-    """Give members of a batch the late rewards that came, after waiting for them with ``trainer.late=wait``; returns the values."""
+    """Give members of a batch the late rewards that came, after waiting for them with ``trainer.late=wait``.
+
+    Returns the values.
+    """
+    spec, trainer = context.spec, context.spec.config.trainer
     late = {member.trajectory_id: member for group in groups for member in group if member.late is not None}
-    found = came(context.spec.late_dir, late)
-    if context.spec.config.trainer.late == "wait" and len(found) < len(late):
-        await _wait(context, batch, list(late), found)
+    found = came(spec.late_dir, late)
+
+    def missing() -> int:
+        found.update(came(spec.late_dir, [trajectory for trajectory in late if trajectory not in found]))
+        return len(late) - len(found)
+
+    if trainer.late == "wait" and len(found) < len(late):
+        logger.info(
+            "run %s: batch %d waits for %d of %d late rewards", spec.run, batch, len(late) - len(found), len(late)
+        )
+        if await wait_for(context, batch, trainer.late_wait_s, missing):
+            first = next(trajectory for trajectory in late if trajectory not in found)
+            logger.warning(
+                "run %s: batch %d: %d of %d late rewards did not come in trainer.late_wait_s=%g s, the first for %s: "
+                "provisional values count, and trajectories without one are left out",
+                spec.run, batch, len(late) - len(found), len(late), trainer.late_wait_s, first,
+            )  # fmt: skip
     for trajectory, value in found.items():
         late[trajectory].take_late(value)
     return found
 
 
-async def _wait(
-    context: WorkerContext, batch: int, late: Sequence[TrajectoryId], found: dict[TrajectoryId, float]
-) -> None:
-    """Add to ``found`` what comes for ``late`` until the batch has waited for its time, or was made before."""
-    spec, began_s = context.spec, time.monotonic()
-    limit_s = spec.config.trainer.late_wait_s
-    logger.info("run %s: batch %d waits for %d of %d late rewards", spec.run, batch, len(late) - len(found), len(late))
-    signed_s = -SIGN_S
-    while len(found) < len(late) and not batch_path(spec.batches_dir, batch).exists():
+async def wait_for(context: WorkerContext, batch: int, limit_s: float, missing: Callable[[], int]) -> int:
+    """Wait until nothing is ``missing`` for a batch, the batch is committed, or ``limit_s`` have passed.
+
+    Returns the number still missing after ``limit_s``, else 0.
+    """
+    began_s, reported_s = time.monotonic(), -HEARTBEAT_S
+    while (left := missing()) and not batch_path(context.spec.batches_dir, batch).exists():
         waited_s = time.monotonic() - began_s
         if waited_s >= limit_s:
-            missing = next(trajectory for trajectory in late if trajectory not in found)
-            logger.warning(
-                "run %s: batch %d: %d of %d late rewards did not come in trainer.late_wait_s=%g s, the first that of %s: "
-                "provisional values count, and trajectories without one are left out",
-                spec.run, batch, len(late) - len(found), len(late), limit_s, missing,
-            )  # fmt: skip
-            return
-        if waited_s - signed_s >= SIGN_S:
-            context.report(LateRewardsTaken(batch=batch, awaited=len(late) - len(found)))
-            signed_s = waited_s
-        await asyncio.sleep(min(LOOK_S, limit_s - waited_s))
-        found |= came(spec.late_dir, [trajectory for trajectory in late if trajectory not in found])
+            return left
+        if waited_s - reported_s >= HEARTBEAT_S:
+            context.report(LateRewardsTaken(batch=batch, awaited=left))
+            reported_s = waited_s
+        await asyncio.sleep(min(POLL_S, limit_s - waited_s))
+    return 0
 
 
 def late_facts(
@@ -84,11 +93,11 @@ def late_facts(
     rows: Sequence[dict[str, Any]],
     found: Delivered,
 ) -> dict[str, Any]:
-    """The fact ``late`` of a batch, by its name; none where ``trainer.late`` is off. ``found`` is noted in ``rows``.
+    """The fact ``late`` of a batch, by its name; empty with ``trainer.late=off``. ``found`` is noted in ``rows``.
 
-    ``rows``: as those of the batch, of corrected groups, with ``counts`` (members that no batch trained before) and ``delay``.
-    ``waiting``: groups with rewards to come. ``came``: trajectories whose reward counts from this batch on, with its age in
-    versions. ``dropped``: those whose reward counts no more. ``worth``: what guesses were worth by then (`GuessWorth`).
+    ``rows``: rows of corrected groups, with ``counts`` (members that no batch trained before) and ``delay``.
+    ``waiting``: groups with rewards to come. ``came``: trajectories whose reward counts from this batch on, with its
+    age in versions. ``dropped``: trajectories whose reward is ignored. ``worth``: a `GuessWorth`.
     """
     spec, mode = context.spec, context.spec.config.trainer.late
     if mode == "off":
@@ -130,7 +139,6 @@ def late_facts(
 def _with_rewards_to_come(
     batch: int, members: Sequence[Trajectory], row: dict[str, Any], found: Delivered, weight: float
 ) -> WaitingGroup | None:
-    """A group of the batch as it waits for rewards, None if it waits for none; rewards that came are noted in its row."""
     given = {sample: found[m.trajectory_id] for sample, m in enumerate(members) if m.trajectory_id in found}
     if given:
         row["delivered"] = {str(sample): value for sample, value in given.items()}
@@ -153,7 +161,7 @@ def _tell(
     spec, versions = context.spec, context.spec.config.trainer.late_versions
     if settled.dropped:
         logger.warning(
-            "run %s: batch %d: %d late rewards did not come within trainer.late_versions=%d versions, the first that of %s; they "
+            "run %s: batch %d: %d late rewards did not come within trainer.late_versions=%d versions, the first for %s; they "
             "are dropped",
             spec.run, batch, len(settled.dropped), versions, TrajectoryId(*settled.dropped[0]),
         )  # fmt: skip
@@ -174,12 +182,12 @@ def _tell(
 
 
 def guess_weight(config: RunConfig, worth: GuessWorth) -> float:
-    """What provisional rewards of a batch count for, 0 to 1."""
+    """Weight of the provisional rewards of a batch, 0 to 1."""
     return worth.slope if config.trainer.late_guess == "learned" else 1.0
 
 
 def discount(row: dict[str, Any], group: WaitingGroup) -> None:
-    """Let the advantages in the row of a group that waits count for what its guesses are worth."""
+    """Weight the advantages in the row of a waiting group by the worth of its guesses."""
     row["advantages"] = (np.array(row["advantages"]) * _weight(np.array(row["trains"]), group)).tolist()
 
 
@@ -227,7 +235,6 @@ def corrections(
 
 
 def _weight(trains: NDArray[np.bool_], group: WaitingGroup) -> float:
-    """What the advantages of a group count for with its guesses."""
     return 1 - (1 - group.guess_weight) * guessed_share(trains, group.missing)
 
 

@@ -22,8 +22,7 @@ NO_SIGNAL, NOT_NEEDED = "no signal", "not needed"
 def member_rows(
     trainer: TrainerSection, groups: list[list[Trajectory]], paths: list[Path], batch: int, staleness: StalenessPolicy
 ) -> list[dict[str, Any]]:
-    """What the file of a batch says of each group: where its record is, its advantages, who takes part in the step, and the verdict
-    on one that is over age; TrainError if such a group should have been waited for."""
+    """The row of each group in the file of a batch; TrainError for a group over age that should have been waited for."""
     verdicts = [judge(oldest_version(group, batch), batch, staleness) for group in groups]
     for group, verdict in zip(groups, verdicts, strict=True):
         if verdict is Verdict.WAIT:
@@ -92,7 +91,7 @@ def spare_numbers(rows: list[dict[str, Any]], most: int | None) -> dict[str, int
 
 
 def oldest_version(group: list[Trajectory], batch: int) -> int:
-    """Version of the oldest token of a group that may train; that of the step, ``batch``, if there is none."""
+    """Version of the oldest token of a group that may train; ``batch``, the version of the step, without one."""
     return min((t.oldest_version for t in group if t.failure.trains and t.num_action_tokens), default=batch)
 
 

@@ -1,8 +1,8 @@
 """Task functions of the teacher, and what batches and waves make of its scores (``distil``).
 
 ``teach-k-g`` runs on a worker that holds the teacher, or has its service, after group g has its record, and commits the scores
-beside it. No batch depends on it through Dask: scores are looked for when the batch or wave is made, as late rewards are, and its
-file says which groups were trained with them.
+beside it. No batch depends on it through Dask: scores are read when the batch or wave is made, as late rewards
+are, and its file lists the groups that were trained with them.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from libra.errors import RecordExists, ServiceTimeout
-from libra.facts import GroupScored, LateRewardsTaken
-from libra.store.run_records import batch_path, group_path, read_group, read_scores, scores_path, write_scores
+from libra.facts import GroupScored
+from libra.graph.late_groups import wait_for
+from libra.store.run_records import group_path, read_group, read_scores, scores_path, write_scores
 from libra.types import Trajectory
 from libra.worker.context import WorkerContext
 from libra.worker.runtime import WorkerRuntime, runtime_here
@@ -25,16 +26,11 @@ from libra.worker.services.service_models import Scored, ToTeach, scoring_of
 
 logger = logging.getLogger(__name__)
 
-LOOK_S = 0.05
-"""Seconds between two looks for scores that a batch waits for."""
-SIGN_S = 5.0
-"""Seconds between two reports of a batch that waits: signs of life for the watchdog."""
-
 
 async def teach(run: str, group: dict[str, Any] | None, iteration: int, number: int) -> dict[str, Any]:
-    """Score a finished group, unless it was scored before; ``group`` is what its node returned.
+    """Score a finished group, unless it was scored before; ``group`` is the result of its node.
 
-    One that a service did not score in time stays without scores, as one whose scores come too late (``distil.late``).
+    A group that a service does not score in time stays without scores, as with scores that come too late.
     """
     host, began_s = runtime_here(run), time.time()
     path = group_path(host.spec.groups_dir, iteration, number)
@@ -54,7 +50,7 @@ async def teach(run: str, group: dict[str, Any] | None, iteration: int, number: 
 
 
 async def _scored(host: WorkerRuntime, members: Sequence[Trajectory]) -> Scored:
-    """What the teacher says of a group: a service of this worker, or the model that it holds."""
+    """Scores by a service of this worker, or by the model that it holds."""
     config = host.spec.config
     if (service := config.distil.service) is not None:
         assert host.services is not None, f"{host.context.name} was given a group to score and has no services"
@@ -66,9 +62,9 @@ async def _scored(host: WorkerRuntime, members: Sequence[Trajectory]) -> Scored:
 
 
 async def with_scores(context: WorkerContext, batch: int, rows: Sequence[dict[str, Any]]) -> None:
-    """Note in the ``rows`` of groups which the teacher has scored (``taught``), after waiting for it as ``distil.late`` says.
+    """Set ``taught`` in the ``rows`` of groups that the teacher has scored, after the wait of ``distil.late``.
 
-    Where rewards do not count, trajectories without scores take no part in the step. No effect in a run without a teacher.
+    Where rewards do not count, trajectories without scores take no part in the step. No effect without a teacher.
     """
     spec, distil = context.spec, context.spec.config.distil
     if distil.teacher is None:
@@ -76,7 +72,7 @@ async def with_scores(context: WorkerContext, batch: int, rows: Sequence[dict[st
     paths = [scores_path(spec.groups_dir / Path(row["path"]).name) for row in rows]
     wanted = [path for path, row in zip(paths, rows, strict=True) if any(row["trains"])]
     if distil.late == "wait":
-        await _wait(context, batch, wanted)
+        await wait_for(context, batch, distil.wait_s, lambda: sum(not path.exists() for path in wanted))
     missing = [path.stem for path in wanted if not path.exists()]
     if missing:
         logger.warning(
@@ -89,20 +85,6 @@ async def with_scores(context: WorkerContext, batch: int, rows: Sequence[dict[st
         if not distil.reward_coef:
             scores = read_scores(path, len(row["trains"])) if row["taught"] else [None] * len(row["trains"])
             row["trains"] = [bool(part and score) for part, score in zip(row["trains"], scores, strict=True)]
-
-
-async def _wait(context: WorkerContext, batch: int, wanted: Sequence[Path]) -> None:
-    """Until all of ``wanted`` are there, the batch was made before, or it has waited for its time."""
-    spec, began_s, signed_s = context.spec, time.monotonic(), -SIGN_S
-    limit_s = spec.config.distil.wait_s
-    while missing := [path for path in wanted if not path.exists()]:
-        waited_s = time.monotonic() - began_s
-        if waited_s >= limit_s or batch_path(spec.batches_dir, batch).exists():
-            return
-        if waited_s - signed_s >= SIGN_S:
-            context.report(LateRewardsTaken(batch=batch, awaited=len(missing)))
-            signed_s = waited_s
-        await asyncio.sleep(min(LOOK_S, limit_s - waited_s))
 
 
 def taught_numbers(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:

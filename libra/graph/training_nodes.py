@@ -123,7 +123,6 @@ def restore(run: str, batches: int, stored: int, rank: int = 0) -> dict[str, Any
 
 
 def _was_lost(host: WorkerRuntime, version: int) -> bool:
-    """Whether a version was being published when its trainer was killed, while batch ``version`` was committed already."""
     from libra.train.checkpoint import checkpoint_name
 
     newest = host.context.weights.store.latest()

@@ -62,7 +62,7 @@ async def wave(run: str, batch: int, number: int) -> dict[str, Any]:
 
 
 def accumulate(run: str, wave: dict[str, Any], rank: int) -> dict[str, Any]:
-    """Add the gradient of a wave to that of the step, on replica ``rank``, after the waves before it."""
+    """Add the gradient of a wave to the step's gradient on replica ``rank``, after the waves before it."""
     host = runtime_here(run)
     batch, number, groups = wave["batch"], wave["wave"], len(wave["members"])
     numbers = {"rank": rank, "wave": number, "groups": groups, "missing": wave["missing"], "train_s": 0.0}

@@ -467,3 +467,28 @@ def take_epoch(directory: Path, *, above: int = -1) -> Epoch:
         except RecordExists:
             continue  # another start was faster; ours comes after it
         return Epoch(directory, number)
+
+
+def evaluation_path(directory: Path, version: int) -> Path:
+    """The file with the outcome of an evaluation."""
+    return directory / f"version-{version:06d}.json"
+
+
+def read_evaluation(directory: Path, version: int) -> dict[str, Any] | None:
+    """The outcome of an evaluation; None if the version was not evaluated. StoreError if the file is torn or altered."""
+    path = evaluation_path(directory, version)
+    if not path.exists():
+        return None
+    try:
+        result = unseal(path.read_bytes())
+    except ValueError as error:
+        raise StoreError(
+            f"{path}: torn or altered ({error}); type libra repair {shell_path(path.parents[1])}"
+        ) from error
+    return result | {"reward": math.nan if result["reward"] is None else result["reward"]}
+
+
+def read_evaluations(directory: Path, last: int) -> list[dict[str, Any]]:
+    """The outcomes of all evaluations up to version ``last``, in order."""
+    found = (read_evaluation(directory, version) for version in range(last + 1))
+    return [result for result in found if result is not None]

@@ -189,7 +189,7 @@ def load_optimizer(directory: Path, replica: ReplicaState) -> None:
     CheckpointError if the directory is torn, or the replica has other weights.
     """
     facts, _, optimizer = _read(directory)
-    own = digest(replica.weights(), like=facts["digest"])
+    own = digest(replica.weights())
     if own != facts["digest"]:
         raise CheckpointError(
             f"checkpoint: the weights loaded have digest {own}, {directory} holds {facts['digest']} ({facts['dtype']}); "
@@ -257,7 +257,7 @@ def _read(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor], dict[str,
     except (OSError, ValueError, SafetensorError) as fault:
         raise CheckpointError(f"checkpoint: {directory} cannot be read: {fault}") from fault
     for name, tensors, key in (("weights", weights, "digest"), ("optimizer state", optimizer, "optimizer_digest")):
-        got = digest(tensors, like=facts[key])
+        got = digest(tensors)
         if got != facts[key]:
             raise CheckpointError(
                 f"checkpoint: the {name} in {directory} have digest {got}, {FACTS_FILE} has {facts[key]}; the files were "

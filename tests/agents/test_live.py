@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import libra
-from libra.driver.session import run
+from libra.driver.run_session import run
 from libra.errors import BatchFailed
 from libra.store.trajectory_store import TrajectoryStore
 

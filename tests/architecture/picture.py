@@ -43,8 +43,6 @@ LAYERS: dict[str, dict[str, str]] = {
     },
     "foundation": {
         "types": "value types shared by all rooms",
-        "late": "a reward that comes later",
-        "taught": "what is kept of the distributions of teacher and student",
         "errors": "the tree of errors",
         "untrusted": "the border for what models and tools wrote: storable inside, harmless when shown",
         "processes": "programs that Libra starts: their environment, their end, locks",

@@ -7,7 +7,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from libra.cli import doctor_machine as checks
-from libra.cli.check_result import Check
+from libra.cli.doctor_machine import Check
 from libra.config import config_from_dict
 
 Usage = namedtuple("Usage", "total used free")

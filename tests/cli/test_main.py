@@ -52,7 +52,7 @@ def ran(monkeypatch, tmp_path):
             reward_before=0.25, reward_after=0.75, checkpoint=None, best=None, wall_s=75.0,
         )  # fmt: skip
 
-    monkeypatch.setattr("libra.driver.session.run", driver_run)
+    monkeypatch.setattr("libra.driver.run_session.run", driver_run)
     return seen
 
 
@@ -162,7 +162,7 @@ def test_an_interrupted_run_is_exit_code_130(libra, monkeypatch):
     def interrupted(config, *, resume, **begun):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("libra.driver.session.run", interrupted)
+    monkeypatch.setattr("libra.driver.run_session.run", interrupted)
     code, _, err = libra("run", "libra/quickstart")
     assert code == 130
     assert "interrupted" in err

@@ -53,7 +53,7 @@ def effective(config, command, prefix=""):
 
 
 def test_libra_plan_reads_what_the_table_says(tmp_path):
-    from libra.cli.plan import print_plan
+    from libra.cli.plan_command import print_plan
 
     def plan(config):
         print_plan(config, "libra/quickstart", trace=None, why=(), what_if=True, write=None, as_json=True)

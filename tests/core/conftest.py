@@ -13,14 +13,14 @@ import factories
 if TYPE_CHECKING:
     from distributed import Client
 
-    from libra.driver.session import RunSummary
+    from libra.driver.run_session import RunSummary
 
 
 @pytest.fixture(scope="session")
 def finished(client: Client, random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> RunSummary:
     """Six iterations of two groups of six in `troubled.Troubled`, with evaluations and a checkpoint of each version."""
     from libra.config import config_from_dict
-    from libra.driver.session import run
+    from libra.driver.run_session import run
 
     settings = factories.run_settings(
         tmp_path_factory.mktemp("finished"),

@@ -22,7 +22,7 @@ from streamed_runs import check_taken_again
 
 from libra.config import RunConfig, dump_config
 from libra.driver import submitted_graphs
-from libra.driver.session import Session, run
+from libra.driver.run_session import Session, run
 from libra.envs import tool
 from libra.errors import ClusterError, LibraError
 from libra.store.run_records import newest_epoch

@@ -11,7 +11,7 @@ import pytest
 import whole_run
 
 from libra.config import config_from_dict
-from libra.driver.session import run
+from libra.driver.run_session import run
 from libra.envs import FunctionEnvironment
 from libra.types import ToolStatus
 

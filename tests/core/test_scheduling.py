@@ -17,7 +17,7 @@ from distributed import Client
 from streamed_runs import waves_of
 
 from libra.config import RunConfig
-from libra.driver.session import RunSummary, Session, run
+from libra.driver.run_session import RunSummary, Session, run
 from libra.envs import tool
 from libra.errors import ClusterError
 from libra.policy.role_changes import Stage
@@ -36,14 +36,14 @@ def test_an_engine_trains_for_a_while_and_generates_again(make_config: Config, c
     with Session(config, client=client_wide) as session:
         iterations = session.iterations()
         rows = [next(iterations)]
-        there = session.roles.change({"rollout-0": "train"})
-        assert session.roles.wait(there)
+        there = session.scheduler.change_roles({"rollout-0": "train"})
+        assert session.scheduler.wait_for_roles(there)
         rows += [next(iterations) for _ in range(3)]
-        assert session.roles.rows()[0]["role"] == "train"
+        assert session.scheduler.roles()[0]["role"] == "train"
         with pytest.raises(ClusterError):
-            session.roles.change({"rollout-0": "train"})
-        back = session.roles.change({"rollout-0": {"role": "rollout", "tp": 1}})
-        assert session.roles.wait(back)
+            session.scheduler.change_roles({"rollout-0": "train"})
+        back = session.scheduler.change_roles({"rollout-0": {"role": "rollout", "tp": 1}})
+        assert session.scheduler.wait_for_roles(back)
         rows += iterations
     directory = session.directory
     assert max(row["hybrids"] for row in rows[1:4]) == 1

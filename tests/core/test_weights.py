@@ -11,7 +11,7 @@ import pytest
 import whole_run
 
 from libra.config import RunConfig
-from libra.driver.session import run
+from libra.driver.run_session import run
 
 pytestmark = pytest.mark.core
 

@@ -22,7 +22,7 @@ from libra.config import RunConfig, config_from_dict, dump_config
 from libra.driver.damage import check_run, refuse_damaged
 from libra.driver.model_checks import check_teacher, checked_model
 from libra.driver.repair import repair_run
-from libra.driver.session import Session
+from libra.driver.run_session import Session
 from libra.errors import ConfigError, DamagedRun, ModelError
 from libra.facts import GroupScored, ServiceAnswered, from_dict
 from libra.sim.run_record import RunRecord

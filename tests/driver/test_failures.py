@@ -16,7 +16,7 @@ import zarr
 
 from factories import kinds_of
 from libra import errors
-from libra.driver.session import RunSummary, Session, run
+from libra.driver.run_session import RunSummary, Session, run
 from libra.envs import tool
 from libra.errors import BatchFailed, ConfigError, LibraError, NothingToLearn
 from libra.store.trajectory_journal import Journal

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 from whole_run import WIDE, address_of, dies_in_a_wave, events_of, keep_groups, named
 
-from libra.driver.session import Session
+from libra.driver.run_session import Session
 from libra.weights import WeightStore
 
 pytestmark = pytest.mark.timeout(600)

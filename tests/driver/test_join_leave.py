@@ -13,7 +13,7 @@ from libra.cluster.connection import present_workers
 from libra.cluster.local import local_cluster
 from libra.cluster.readiness import check_cluster
 from libra.config import config_from_dict
-from libra.driver.session import Session
+from libra.driver.run_session import Session
 from libra.errors import ClusterError
 from libra.scheduler import LibraPlugin
 from libra.testing import FixedTurns

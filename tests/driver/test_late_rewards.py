@@ -14,7 +14,7 @@ import libra
 from libra import Late
 from libra.cli.main import cli
 from libra.config import dump_config
-from libra.driver.session import Session
+from libra.driver.run_session import Session
 from libra.errors import BatchFailed, LateRefused, RunDirectoryError
 from libra.facts import LateRewardsTaken, from_dict
 from libra.policy.late import age_weight

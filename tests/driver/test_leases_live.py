@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from libra import facts
 from libra.cluster import local
 from libra.cluster.local import local_cluster
-from libra.driver.session import Session
+from libra.driver.run_session import Session
 from libra.envs import session as session_of
 from libra.envs import tool
 from libra.errors import ConfigError

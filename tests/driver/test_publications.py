@@ -8,7 +8,7 @@ import pytest
 from streamed_runs import check_taken_again, events_of, replayed_differences
 from whole_run import address_of, keep_groups
 
-from libra.driver.session import Session
+from libra.driver.run_session import Session
 from libra.facts import OpenWave, StepFinished, VersionPublished, WorkerLost
 from libra.observe.metrics import read_metrics
 

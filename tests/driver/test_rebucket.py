@@ -9,7 +9,7 @@ from whole_run import address_of, kill, named, once_each
 from libra.cluster.local import local_cluster
 from libra.config import config_from_dict
 from libra.config.engine_package import is_installed
-from libra.driver.session import Session
+from libra.driver.run_session import Session
 from libra.worker.engine.engine_factory import Share
 
 ONE = {"rollout-0": {"role": "rollout", "tp": 2}, "rollout-1": "lent"}
@@ -35,8 +35,8 @@ def test_two_vllm_engines_become_one_of_two_ranks_and_two_again(make_config):
     with Session(config) as session:
         iterations = session.iterations()
         rows = [next(iterations)]
-        there = session.roles.change(ONE)
-        assert session.roles.wait(there)
+        there = session.scheduler.change_roles(ONE)
+        assert session.scheduler.wait_for_roles(there)
         engines = session.client.run(engine_of, "demo", workers=[address_of(session.client, "rollout-0")])
         ((tp, cores, processes),) = engines.values()
         assert tp == 2 and processes > 0
@@ -44,8 +44,8 @@ def test_two_vllm_engines_become_one_of_two_ranks_and_two_again(make_config):
             first, second = sorted(os.sched_getaffinity(0))[:2]
             assert cores == f"{first}|{second}"
         rows += [next(iterations), next(iterations)]
-        back = session.roles.change(TWO)
-        assert session.roles.wait(back)
+        back = session.scheduler.change_roles(TWO)
+        assert session.scheduler.wait_for_roles(back)
         rows += iterations
 
     events = once_each(session.directory, 6, 2, 4)
@@ -87,19 +87,21 @@ def test_an_engine_of_two_workers_is_refused_or_outlives_the_death_of_either(mak
     with Session(make_config(run={"iterations": 7}, cluster=cluster), client=two_hybrids) as session:
         iterations = session.iterations()
         next(iterations)
-        assert session.roles.wait(session.roles.change(ONE)) is False  # no tensor parallelism here
+        assert (
+            session.scheduler.wait_for_roles(session.scheduler.change_roles(ONE)) is False
+        )  # no tensor parallelism here
         two_hybrids.run(emulate_tensor_parallelism, workers=[address_of(two_hybrids, f"rollout-{n}") for n in (0, 1)])
-        there = session.roles.change(ONE)
-        assert session.roles.wait(there)
+        there = session.scheduler.change_roles(ONE)
+        assert session.scheduler.wait_for_roles(there)
         next(iterations)
         for victim in ("rollout-1", "rollout-0"):
             kill(two_hybrids, victim, until)
             until_settled(session, 2)  # by name: it is lent again, or leads again
-            has = {row["worker"]: (row["role"], row["tp"]) for row in session.roles.rows()}
+            has = {row["worker"]: (row["role"], row["tp"]) for row in session.scheduler.roles()}
             assert has == {"rollout-0": ("rollout", 2), "rollout-1": ("lent", 1)}
             next(iterations)
-        back = session.roles.change(TWO)
-        assert session.roles.wait(back)
+        back = session.scheduler.change_roles(TWO)
+        assert session.scheduler.wait_for_roles(back)
         list(iterations)
     events = once_each(session.directory, 7, 2, 2)
     (failed,) = named(events, "role_change_failed")

@@ -29,15 +29,14 @@ class Scheduler:
         self.boundaries = []
         self.told = []
         self.refuses = self.undoes = False
-        self.roles = self.engines = self
 
     def tell(self, *facts):
         self.told += [(fact.name, fields_of(fact)) for fact in facts]
 
-    def role_rows(self):
+    def roles(self):
         return [dict(self.row)]
 
-    def change(self, assignments):
+    def change_roles(self, assignments):
         if self.refuses:
             raise ClusterError("roles: busy")
         self.asked.append(assignments)
@@ -163,14 +162,14 @@ class Two(Scheduler):
         self.now = {name: {"role": "rollout", "tp": 1} for name in ("rollout-0", "rollout-1")}
         self.fails = False
 
-    def role_rows(self):
+    def roles(self):
         generation = len(self.asked)
         return [
             {"worker": name, **has, "stage": "resupplied", "generation": generation, "seconds": 0.5}
             for name, has in self.now.items()
         ]
 
-    def change(self, assignments):
+    def change_roles(self, assignments):
         self.asked.append(assignments)
         if not self.fails:
             self.now |= {name: dict(has) for name, has in assignments.items()}

@@ -9,13 +9,14 @@ import torch
 import whole_run
 
 import factories
+import libra
 from libra.cli.run import nothing_left
 from libra.config import dump_config
 from libra.config.resume_changes import load_resumed
 from libra.driver import submitted_graphs
 from libra.driver.resume import learned_before
 from libra.driver.run_lock import lock_run
-from libra.driver.session import Session, evaluation_is_due, run
+from libra.driver.run_session import Session, evaluation_is_due, run
 from libra.errors import ConfigError, RunDirectoryError
 from libra.observe.metrics import read_metrics
 from libra.observe.run_directory import summary_row
@@ -210,6 +211,10 @@ def test_a_finished_run_is_left_as_it_is_and_may_get_more_iterations(make_config
     kept = ("metrics.jsonl", "trajectories.zarr/zarr.json", "batches/batch-000001.json")
     before = {name: (directory / name).read_bytes() for name in kept}
     assert nothing_left(directory, load_resumed(directory)) is not None
+    model, config = load_resumed(directory).model.path, directory / "config.resolved.yaml"
+    answered = libra.train(model, config=config, resume=True)
+    assert (answered.evaluations, answered.checkpoint) == (summary.evaluations, summary.checkpoint)
+    assert newest_epoch(directory / "epochs") == 0, "nothing has started"
     again = run(load_resumed(directory), client=client, resume=True)
     assert {name: (directory / name).read_bytes() for name in kept} == before
     assert again.iterations == [] and again.evaluations == summary.evaluations

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import whole_run
 
-from libra.driver.session import Session, run
+from libra.driver.run_session import Session, run
 from libra.errors import MismatchAlarm, RunDirectoryError
 from libra.weights import WeightStore
 

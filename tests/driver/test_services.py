@@ -9,7 +9,7 @@ import pytest
 import factories
 from libra import facts
 from libra.driver.part_checks import check_services
-from libra.driver.session import Session
+from libra.driver.run_session import Session
 from libra.envs import FunctionEnvironment
 from libra.errors import BatchFailed, ConfigError, LibraError, ModelError
 from libra.store.event_log import EventReader

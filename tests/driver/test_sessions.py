@@ -15,7 +15,7 @@ from distributed import Client
 import libra
 from libra.cluster.local import local_cluster
 from libra.config import RunConfig
-from libra.driver.session import run
+from libra.driver.run_session import run
 from libra.envs import tool
 from libra.errors import ConfigError
 from libra.observe.metrics import read_metrics

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from libra.driver.run_console import FOREIGN, RunLogs, RunSummary, ShownFormatter
-from libra.driver.session import Session
+from libra.driver.run_session import Session
 from libra.observe.metrics import MetricsLog
 from libra.testing import FixedTurns
 
@@ -30,7 +30,7 @@ def test_a_start_that_fails_leaves_nothing(make_config, client, monkeypatch, tmp
     def refused(*given):
         raise OSError("refused")
 
-    monkeypatch.setattr("libra.driver.session.register_run", refused)
+    monkeypatch.setattr("libra.driver.run_session.register_run", refused)
     there = set(tmp_path.iterdir())
     config = make_config(run={"dir": str(tmp_path / "new" / "runs")})
     with pytest.raises(OSError, match="refused"):

@@ -15,7 +15,7 @@ from libra.config import config_from_dict, load_config
 from libra.config.planner import PlannedEngines, PlannedLayout
 from libra.config.resume_changes import RESOLVED_FILE
 from libra.driver.launch_layout import laid_out
-from libra.driver.session import Session, run
+from libra.driver.run_session import Session, run
 from libra.errors import ClusterError, ConfigError, PlanError
 from libra.planner.arrangements import Deployed
 from libra.planner.build_plan import plan

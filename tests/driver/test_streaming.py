@@ -10,7 +10,7 @@ import pytest
 from streamed_runs import check_taken_again, check_whole, events_of, waves_of
 from whole_run import address_of, dies_in_a_wave, keep_groups
 
-from libra.driver.session import Session
+from libra.driver.run_session import Session
 from libra.envs import tool
 from libra.facts import OpenWave, WorkerLost
 from libra.testing import FixedTurns

@@ -13,7 +13,7 @@ from streamed_runs import check_whole, events_of
 from libra import facts
 from libra.cluster.local import local_cluster
 from libra.config import config_from_dict
-from libra.driver.session import Session
+from libra.driver.run_session import Session
 from libra.envs import tool
 from libra.envs.environment import ScriptedTurn
 from libra.testing import FixedTurns

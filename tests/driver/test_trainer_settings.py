@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from whole_run import address_of
 
-from libra.driver.session import Session, run
+from libra.driver.run_session import Session, run
 from libra.store.run_records import read_batch_facts
 from libra.store.trajectory_store import TrajectoryStore
 from libra.weights import WeightStore

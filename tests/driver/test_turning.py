@@ -22,7 +22,7 @@ from libra import facts
 from libra.cli.replay import replay_run
 from libra.cluster.local import local_cluster
 from libra.config import config_from_dict
-from libra.driver.session import Session
+from libra.driver.run_session import Session
 from libra.envs import tool
 from libra.policy import tail
 from libra.testing import FixedTurns

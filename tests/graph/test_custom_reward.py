@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import zarr
 
-from libra.driver.session import run
+from libra.driver.run_session import run
 from libra.testing import FixedTurns
 from libra.types import EndReason, Episode, Prompt, ToolReturn, ToolStatus, Turn
 

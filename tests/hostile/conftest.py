@@ -10,7 +10,7 @@ import libra.driver.submitted_graphs
 from damaged_run import ITERATIONS, copy_of, set_committed
 from libra.config import config_from_dict
 from libra.driver.damage import check_run
-from libra.driver.session import run as run_graphs
+from libra.driver.run_session import run as run_graphs
 
 
 @pytest.fixture(scope="session")

@@ -35,7 +35,7 @@ from libra.driver.damage import check_run, refuse_damaged
 from libra.driver.repair import repair_run
 from libra.driver.resume import prune_groups
 from libra.driver.run_lock import lock_run
-from libra.driver.session import run as run_graphs
+from libra.driver.run_session import run as run_graphs
 from libra.errors import DamagedRun, RunDirectoryError, StoreError
 from libra.store.committer_lock import CommitterLock
 from libra.store.run_records import WAVES, batch_path, commit_wave, in_waves, read_batch_facts, read_group, read_waves

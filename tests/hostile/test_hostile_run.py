@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hostile_input import Tools
-from libra.driver.session import run
+from libra.driver.run_session import run
 from libra.envs import Environment
 from libra.observe.metrics import read_metrics
 from libra.store.event_log import read_events

@@ -24,7 +24,7 @@ from hostile_input import (
     output_of,
 )  # fmt: skip
 from libra import facts
-from libra.cli.log_lines import event_text
+from libra.cli.replay import event_text
 from libra.config import resolve_model
 from libra.envs import run_action, run_grader
 from libra.envs.reasoning_gym import ReasoningGym

@@ -30,7 +30,7 @@ from distributed import Client
 import factories
 from libra.cluster.connection import present_workers
 from libra.config import config_from_dict
-from libra.driver.session import Session
+from libra.driver.run_session import Session
 from libra.scheduler.plugin import LibraPlugin
 from libra.store.event_log import read_events
 from libra.transport import Server

@@ -71,7 +71,7 @@ def make_snapshot():
 def recorded_run(tmp_path_factory, random_model, client):
     """The directory of a short run that has finished: two iterations, held-out questions, tools. Read it only."""
     from libra.config import config_from_dict
-    from libra.driver.session import run
+    from libra.driver.run_session import run
 
     settings = factories.run_settings(
         tmp_path_factory.mktemp("recorded"), random_model,

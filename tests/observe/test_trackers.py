@@ -143,7 +143,7 @@ def test_a_tracker_that_fails_is_one_warning_and_the_others_go_on(tmp_path, monk
 
 
 def test_a_tracker_that_is_not_installed_is_refused_before_anything_starts(monkeypatch, tmp_path):
-    from libra.driver.session import run
+    from libra.driver.run_session import run
 
     found = module.importlib.util.find_spec
     monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None if name == "wandb" else found(name))

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 import libra
 from libra.driver.part_checks import loading_error
-from libra.driver.session import run
+from libra.driver.run_session import run
 from libra.errors import CallbackError, ConfigError
 from libra.sim.from_run import run_setting
 from libra.testing import FixedTurns

@@ -4,7 +4,7 @@ import zarr
 from click.testing import CliRunner
 from text_game import GuessDigit
 
-from libra.driver.session import run
+from libra.driver.run_session import run
 from libra.envs import decode_state
 from libra.store.trajectory_journal import Journal
 from libra.testing.parts import EnvironmentContract

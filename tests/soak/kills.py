@@ -40,7 +40,7 @@ from libra.cluster.connection import present_workers
 from libra.cluster.local import local_cluster
 from libra.config import RunConfig, config_from_dict
 from libra.driver import submitted_graphs
-from libra.driver.session import Session
+from libra.driver.run_session import Session
 from libra.store.event_log import read_events
 
 KINDS = ("core", "engine", "fetch", "hybrid")

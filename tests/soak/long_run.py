@@ -28,7 +28,7 @@ from distributed import Client
 from libra.cluster.connection import present_workers
 from libra.cluster.local import local_cluster
 from libra.config import RunConfig, config_from_dict
-from libra.driver.session import Session
+from libra.driver.run_session import Session
 from libra.store.event_log import EventReader
 
 PROMPTS, GROUP_SIZE = 16, 4

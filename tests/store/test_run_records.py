@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from libra.errors import FencedOff, RecordExists, StoreError
+from libra.seals import sealed_text
 from libra.store.run_records import (
     LATE,
     WAVES,
@@ -66,7 +67,7 @@ def test_missing_torn_and_foreign_files_are_named(tmp_path):
         batch_path(tmp_path, 3).write_bytes(content)
         with pytest.raises(StoreError, match=r"batch-000003.json: torn or altered"):
             read_batch(tmp_path, 3)
-    batch_path(tmp_path, 3).write_bytes(b'{"schema": 2}')
+    batch_path(tmp_path, 3).write_text(sealed_text({"schema": 2}))
     with pytest.raises(StoreError, match="schema 2, this Libra reads 1"):
         read_batch(tmp_path, 3)
 

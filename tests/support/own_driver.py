@@ -7,7 +7,7 @@ from pathlib import Path
 from distributed import Client
 
 from libra.config import load_config
-from libra.driver.session import run
+from libra.driver.run_session import run
 
 if __name__ == "__main__":
     config, address, security = sys.argv[1:]

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from factories import trajectory
-from libra.driver.session import Session
+from libra.driver.run_session import Session
 from libra.errors import TransferError
 from libra.store.run_records import group_path, pack_trajectory, write_group
 from libra.types import FailureClass, TrajectoryId

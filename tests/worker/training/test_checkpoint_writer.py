@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from libra.config import config_from_dict
-from libra.driver.session import run
+from libra.driver.run_session import run
 from libra.errors import CheckpointError, ConfigError
 from libra.testing import FixedTurns
 from libra.train import checkpoint as checkpoint_module

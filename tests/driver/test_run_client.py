@@ -5,7 +5,7 @@ from whole_run import WIDE, events_of, kill, named
 
 from libra.cli.replay import replay_run
 from libra.cluster.connection import present_workers
-from libra.driver.session import Session
+from libra.driver.run_session import Session
 from libra.errors import ClusterError
 
 
@@ -35,23 +35,23 @@ def test_limits_of_slots_hold_at_once_and_outlive_a_change_of_roles_and_a_death(
     with Session(config, client=client_wide) as session:
 
         def supplies():
-            return {row["worker"]: row["supplies"] for row in session.engines.rows()}
+            return {row["worker"]: row["supplies"] for row in session.scheduler.engines()}
 
         iterations = session.iterations()
         next(iterations)
         for wrong in ({"rollout-0": 2, "rollout-1": 9}, {"tool-0": 1}):
             with pytest.raises(ClusterError):
-                session.engines.limit_slots(wrong)
+                session.scheduler.limit_slots(wrong)
         assert supplies() == {"rollout-0": 8, "rollout-1": 8}
-        session.engines.limit_slots({"rollout-0": 1, "rollout-1": 2}, "a test")
+        session.scheduler.limit_slots({"rollout-0": 1, "rollout-1": 2}, "a test")
         assert supplies() == {"rollout-0": 1, "rollout-1": 2}
         next(iterations)
-        assert session.roles.wait(session.roles.change({"rollout-0": "train"}))
+        assert session.scheduler.wait_for_roles(session.scheduler.change_roles({"rollout-0": "train"}))
         until(client_wide.cluster, supplied("rollout-0", 0))
-        session.engines.limit_slots({"rollout-0": 3})  # for when it generates again
+        session.scheduler.limit_slots({"rollout-0": 3})  # for when it generates again
         until(client_wide.cluster, supplied("rollout-0", 0))
         next(iterations)
-        assert session.roles.wait(session.roles.change({"rollout-0": "rollout"}))
+        assert session.scheduler.wait_for_roles(session.scheduler.change_roles({"rollout-0": "rollout"}))
         until(client_wide.cluster, supplied("rollout-0", 3))
         killed = kill(client_wide, "rollout-1", until)
         until(client_wide.cluster, supplied("rollout-1", 2))

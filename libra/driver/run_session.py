@@ -3,7 +3,7 @@
 Invariants
 ----------
 1. At most ``eta + 2`` iterations are submitted and not finished: those that may run, and one that waits at its gate.
-2. Nothing that a session opened outlives it: each step of its start registers its own end, and they run in reverse order.
+2. Resources are released in reverse order of acquisition (ExitStack).
 """
 
 from __future__ import annotations
@@ -19,37 +19,33 @@ from typing import TYPE_CHECKING, Any, Self
 
 from distributed import Client
 
-from libra import keys
 from libra.cluster.hardware_inventory import cluster_gpu
 from libra.config import RunConfig
 from libra.driver.callbacks import Callbacks
 from libra.driver.early_checks import named
 from libra.driver.planning import Planning
-from libra.driver.run_clients import progress_read
+from libra.driver.run_client import RunClient, progress_read
 from libra.driver.run_cluster import connect_run, register_run, scheduler_loss_named
 from libra.driver.run_console import Interruption, RunLogs, RunSummary, resume_words
 from libra.driver.run_start import RunRequest, prepare
-from libra.driver.scheduler_calls import SchedulerCalls
 from libra.driver.submitted_graphs import RunCheckpoints, SubmittedGraphs
 from libra.errors import BatchFailed, LibraError, MismatchAlarm, NothingToLearn, shell_path
-from libra.graph.batch_nodes import batch_numbers
-from libra.graph.evaluation_nodes import read_evaluation
-from libra.graph.iteration import Score, evaluation_graph, node, on, restored
+from libra.facts import prompts_named
+from libra.graph.iteration import Score, evaluation_graph, numbers_graph, restored
 from libra.graph.training_nodes import pause_reason
 from libra.observe.metrics import MetricsLog, read_metrics
 from libra.observe.progress import RunProgress
 from libra.observe.start_stages import StartStages
 from libra.observe.token_text import load_decode
 from libra.observe.trackers import EVERY, Trackers, sample_texts
-from libra.store.run_records import read_batch_facts, run_here, step_numbers
-from libra.types import FailureClass
+from libra.store.run_records import read_batch_facts, read_evaluations, run_here, step_numbers
+from libra.types import FailureClass, Trajectory
 from libra.worker.training.batch_rows import members_of
 from libra.worker.trajectory.graded_members import NOT_YET
 
 if TYPE_CHECKING:
     from distributed import SpecCluster
 
-    from libra.driver.run_clients import EngineClient, RoleClient
     from libra.envs import Environment
     from libra.worker.run_spec import RunSpec
 
@@ -61,37 +57,32 @@ class Session:
 
     Parameters
     ----------
-    config : RunConfig
-    environment, score, client, resume
+    config, environment, score, client, resume
         See `libra.driver.run_start.RunRequest`.
     callbacks : Callbacks, optional
-        Functions to call while it runs. None: those of section ``observe``.
+        Functions to call while it runs; by default those of section ``observe``.
     interruption : Interruption, optional
-        Told what the run has, and asked before it stops.
+        Handler of Ctrl-C.
     stages : StartStages, optional
-        Told the stages of the start.
+        Display of the stages of the start.
 
     Attributes
     ----------
     config : RunConfig
-        From the start on with the layout that was planned for it.
+        After the start with the layout that was planned for it.
     client : distributed.Client
-        From the start on.
+        After the start.
     cluster : distributed.SpecCluster or None
         The local cluster that the session started.
-    calls : SchedulerCalls
-    graphs : SubmittedGraphs
-    checkpoints : RunCheckpoints
-    metrics : MetricsLog
-    planning : Planning or None
-        Of a run with ``planner.replan``.
+    scheduler : RunClient
+        Roles of workers, slots of engines and bucket boundaries, among others.
     evaluations : list of dict
         Outcomes of evaluations by earlier starts of the run, by version.
     """
 
     client: Client
     cluster: SpecCluster | None
-    calls: SchedulerCalls
+    scheduler: RunClient
     graphs: SubmittedGraphs
     checkpoints: RunCheckpoints
     metrics: MetricsLog
@@ -113,15 +104,14 @@ class Session:
         self.config = named(config)
         self.callbacks = Callbacks.of(config) if callbacks is None else callbacks
         self._request = RunRequest(self.config, environment, score, client, resume)
+        self._given = environment is not None or score is not None
         self.evaluations: list[dict[str, Any]] = []
         self._evaluated_s = 0.0  # spent in evaluations since the last iteration ended
         self.planning: Planning | None = None
         self._exits = ExitStack()
 
-    # ---------------------------------------------------------------- start and end
-
     def __enter__(self) -> Self:
-        with self._loss_named(), ExitStack() as start, self._exits:  # what was begun ends where the start fails
+        with self._loss_named(), ExitStack() as start, self._exits:
             try:
                 self._begin(start)
             except BaseException:
@@ -144,15 +134,12 @@ class Session:
         self._exits.close()
 
     def _loss_named(self) -> AbstractContextManager[None]:
-        """Within it, a lost scheduler is a ClusterError with what to type."""
-        return scheduler_loss_named(
-            lambda: getattr(self, "client", None), self.directory, self.config.cluster.scheduler
-        )
+        address = self.config.cluster.scheduler
+        return scheduler_loss_named(lambda: getattr(self, "client", None), self.directory, address)
 
     def _begin(self, new: ExitStack) -> None:
         exits, request = self._exits, self._request
-        given = request.environment is not None or request.score is not None
-        self._interruption.of(self.directory, resume_words(self.directory, given))
+        self._interruption.of(self.directory, resume_words(self.directory, self._given))
         self._interruption.starts()
         logs = exits.enter_context(RunLogs(self.directory))
         exits.enter_context(run_here(self.directory))
@@ -167,9 +154,9 @@ class Session:
         trackers = Trackers((*tensorboard, *observe.trackers), self.directory, start.spec.run, plain)
         self.metrics = MetricsLog(self.directory, trackers)
         exits.callback(self.metrics.close)
-        self.calls = SchedulerCalls(self.client, start.spec)
+        self.scheduler = RunClient(self.client, start.spec.run, start.spec.epoch)
         self._stages.begin("engines")
-        register_run(self.calls, start, self.cluster, exits)
+        register_run(self.scheduler, start, self.cluster, exits)
         self._stages.begin("check")
         self.graphs = SubmittedGraphs(self.client, start)
         exits.callback(self.graphs.release)
@@ -179,13 +166,12 @@ class Session:
         self._prompts = start.upcoming_prompts()
         if start.config.planner.replan:
             gpu = "" if self.config.planner.gpu else cluster_gpu(self.client)
-            self.planning = Planning(start.spec, self.calls, start.upcoming_prompts(), self.metrics.write, gpu)
+            self.planning = Planning(start.spec, self.scheduler, start.upcoming_prompts(), self.metrics.write, gpu)
             self.planning.begin(self.first)
         self._stages.end()
         self._interruption.finished(self.first, start.config.run.iterations)
 
     def _recover(self) -> None:
-        """Bring weights, store and metrics to what is committed; publishes the version to begin with."""
         spec = self.spec
         done: dict[str, Any] = self.graphs.compute(restored(spec, self.first))
         if not self._start.resumed:
@@ -196,21 +182,14 @@ class Session:
         )  # fmt: skip
         written = {row["step"] for row in read_metrics(self.directory) if "reward" in row}
         steps = {step.pop("step"): step for step in done["replayed"]}
-        for batch in range(self.first):
-            if batch not in written:
-                with on(keys.GRADE):
-                    facts = node(batch_numbers, spec.key("numbers", batch), spec.run, batch)
-                self._write_metrics(
-                    batch, {**self.graphs.compute(facts), **(steps.get(batch) or step_numbers(spec.steps_dir, batch))}
-                )
-        made = (read_evaluation(spec, version) for version in range(self.first + 1))
-        self.evaluations = [result for result in made if result is not None]
-
-    # ---------------------------------------------------------------- what it is
+        for batch in sorted(set(range(self.first)) - written):
+            numbers = self.graphs.compute(numbers_graph(spec, batch))
+            self._write_metrics(batch, {**numbers, **(steps.get(batch) or step_numbers(spec.steps_dir, batch))})
+        self.evaluations = read_evaluations(spec.evaluations_dir, self.first)
 
     @property
     def spec(self) -> RunSpec:
-        """What every worker knows of the run."""
+        """The description of the run that every worker has."""
         return self._start.spec
 
     @property
@@ -220,25 +199,13 @@ class Session:
 
     @property
     def first(self) -> int:
-        """The iteration it begins with; 0 unless it was resumed."""
+        """The first iteration of this start; 0 unless it was resumed."""
         return self._start.point.batches
-
-    @property
-    def roles(self) -> RoleClient:
-        """The roles of workers; ClusterError if the run has no ``cluster.hybrid_workers``."""
-        return self.calls.roles
-
-    @property
-    def engines(self) -> EngineClient:
-        """Slots of engines, and bucket boundaries."""
-        return self.calls.engines
 
     @property
     def dashboard(self) -> str:
         """Address of Libra's page in Dask's dashboard."""
         return str(self.client.dashboard_link).replace("/status", "/libra")
-
-    # ---------------------------------------------------------------- work
 
     def iterations(self) -> Iterator[dict[str, Any]]:
         """Run all iterations; yields the numbers of each when it has ended."""
@@ -264,7 +231,9 @@ class Session:
             if not self.config.evaluation.every:
                 self.checkpoints.score(k + 1, values["reward"])
             self._write_metrics(k, values)  # before the group records are removed from which they could be made
-            self._call_back(k, values)
+            if self.callbacks.on_batch:
+                self.callbacks.batch(k, self._members(k))
+            self.callbacks.iteration(values)
             self._track_samples(k)
             failed = self._all_failed(k, values)
             self.checkpoints.follow(k, checkpoint, last=k + 1 == total)
@@ -296,27 +265,17 @@ class Session:
         self.callbacks.evaluation(result)
         return result
 
-    def _call_back(self, k: int, values: dict[str, Any]) -> None:
-        """Before the group records of the batch may be removed."""
-        if self.callbacks.on_batch:
-            rows = read_batch_facts(self.spec.batches_dir, k)["groups"]
-            self.callbacks.batch(k, members_of({"members": rows}, self.spec.groups_dir))
-        self.callbacks.iteration(values)
+    def _members(self, k: int, groups: int | None = None) -> list[Trajectory]:
+        rows = read_batch_facts(self.spec.batches_dir, k)["groups"][:groups]
+        return members_of({"members": rows}, self.spec.groups_dir)
 
     def _track_samples(self, k: int) -> None:
-        """Texts of one group of the batch for the trackers, now and then."""
         trackers = self.metrics.trackers
-        if not trackers:
-            return
-        if k % EVERY and k + 1 < self.config.run.iterations:
-            return
-        with contextlib.suppress(LibraError):  # without them it goes on
-            rows = read_batch_facts(self.spec.batches_dir, k)["groups"][:1]
-            members = members_of({"members": rows}, self.spec.groups_dir)
-            trackers.texts(k, sample_texts(members, load_decode(self.directory)))
+        if trackers and (k % EVERY == 0 or k + 1 == self.config.run.iterations):
+            with contextlib.suppress(LibraError):
+                trackers.texts(k, sample_texts(self._members(k, 1), load_decode(self.directory)))
 
     def _next_evaluation(self, k: int) -> int:
-        """The iteration before which iteration ``k`` may not submit ahead: an evaluation comes first, or the run ends."""
         total, every = self.config.run.iterations, self.config.evaluation.every
         return min(total, (k // every + 1) * every) if every else total
 
@@ -329,29 +288,26 @@ class Session:
             )
 
     def _all_failed(self, k: int, values: Mapping[str, Any]) -> str:
-        """What to say if every trajectory of batch ``k`` failed, and none because of the model; empty if one did not."""
         if not 0 < values["trajectories"] == values["left_out"]:
             return ""
-        rows = read_batch_facts(self.spec.batches_dir, k)["groups"]
-        members = members_of({"members": rows}, self.spec.groups_dir)
-        if any(m.failure is FailureClass.WORKER or m.failure_detail == NOT_YET for m in members):  # they may pass
+        members = self._members(k)
+        if any(m.failure is FailureClass.WORKER or m.failure_detail == NOT_YET for m in members):
             return ""
-        given = self._request.environment is not None or self._request.score is not None
         first, last = members[0], k + 1 == self.config.run.iterations
         return (
             f"iteration {k}: all {len(members)} trajectories failed, and none because of the model; {first.failure}: "
             f"{' '.join(first.failure_detail.split())}. Mend that, then type "
-            f"{resume_words(self.directory, given, iterations=k + 2 if last else None)}"
+            f"{resume_words(self.directory, self._given, iterations=k + 2 if last else None)}"
         )
 
     def _name_prompts(self, k: int) -> None:
         names = self._prompts.names(k)
         if names is not None:
-            self.calls.name_prompts(k, names)
+            self.scheduler.tell(prompts_named("train", k, names))
 
     def _write_metrics(self, k: int, values: dict[str, Any]) -> None:
         numbers = {name: float(value) for name, value in values.items() if isinstance(value, int | float)}
-        self.metrics.write(k, numbers | self.calls.numbers())
+        self.metrics.write(k, numbers | self.scheduler.numbers())
 
 
 def evaluation_is_due(config: RunConfig, version: int) -> bool:
@@ -375,7 +331,7 @@ def run(
 ) -> RunSummary:
     """Run what ``config`` describes to its end: the body of ``libra run``, ``libra resume`` and ``libra.train``.
 
-    ``interruption`` and ``stages`` are given where they began before Dask was imported.
+    ``interruption`` and ``stages`` are given where they started before Dask was imported.
     """
     began_s, called = time.time(), Callbacks.of(config, callbacks)
     with ExitStack() as exits:
@@ -389,18 +345,16 @@ def run(
         )  # fmt: skip
         config = session.config
         summary = RunSummary(session.spec.run, session.directory, evaluations=session.evaluations)
-        with RunProgress(
-            summary.run, config.run.iterations, session.dashboard, enabled=config.observe.progress
-        ) as progress:
-            exits.enter_context(progress_read(session.client, session.spec, progress.counted))
-            _iterate(session, summary, progress)
+        progress = RunProgress(summary.run, config.run.iterations, session.dashboard, enabled=config.observe.progress)
+        exits.enter_context(progress)
+        exits.enter_context(progress_read(session.client, session.spec, progress.counted))
+        _iterate(session, summary, progress)
         summary.checkpoint, summary.best = session.checkpoints.newest, session.checkpoints.best
     summary.wall_s = time.time() - began_s
     return summary
 
 
 def _iterate(session: Session, summary: RunSummary, progress: RunProgress) -> None:
-    """Run all iterations and the evaluations between them."""
     config = session.config
     members = config.trainer.prompts * config.trainer.group_size
 

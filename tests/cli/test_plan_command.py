@@ -6,13 +6,13 @@ import pytest
 from click.testing import CliRunner
 
 from libra.cli.main import cli, main
-from libra.cli.plan import fixed_by
+from libra.cli.plan_command import fixed_by
 from libra.config import dump_config, load_config
 from libra.config.effect_conditions import Situation
 from libra.config.effects import ignored_settings
 from libra.config.streaming import turns
 from libra.driver.launch_layout import with_way
-from libra.driver.session import Session
+from libra.driver.run_session import Session
 from libra.errors import ConfigError, PlanError
 from libra.planner.from_config import snapshot_of
 from libra.planner.plan_settings import configured_deployment, with_plan

@@ -38,7 +38,7 @@ from libra.policy.step_ways import SPLIT
 from libra.sim.from_run import workload_of_run
 
 HEAD = "# Written by libra plan, for"
-"""How a file with a plan begins."""
+"""First words of a file with a plan."""
 
 
 def fixed_by(snapshot: PlanningSnapshot, choice: str) -> PlanningSnapshot:
@@ -107,8 +107,7 @@ def print_plan(
 
 
 def batch_of(config: RunConfig, trace: Path | None, from_run: Path | None) -> tuple[RunConfig, TrajectoryTotals | None]:
-    """The trajectories that a plan's batch is drawn from, None if only their lengths are given, and the configuration with what
-    their run says of them; ConfigError if both files are given."""
+    """The configuration, with the trained share of ``from_run``, and the trajectories to draw a plan's batch from, if given."""
     if trace is not None and from_run is not None:
         raise ConfigError("--from-run: the batch is drawn from --trace already; leave one of them out")
     if from_run is not None:

@@ -1,0 +1,277 @@
+"""Calls from the driver to the scheduler's plugins, for one start of a run, and the polling of notices and progress."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from libra.driver.part_checks import needs_of
+from libra.driver.resume import learned_before
+from libra.envs import has_steps
+from libra.envs.retries import TOTAL_S
+from libra.errors import ClusterError, ConfigError
+from libra.facts import BoundariesSet, Fact, boundaries_of, pack
+from libra.planner.arrangements import Seat
+from libra.policy import Admission, Waves, staleness_of
+from libra.policy.stall import FLOOR_S
+from libra.scheduler import LibraPlugin, RunRegistration
+from libra.types import EngineCapacity, Phase
+from libra.worker.trajectory.graded_members import GRADE_TIMEOUT_S
+
+if TYPE_CHECKING:
+    from distributed import Client
+
+    from libra.driver.run_start import RunStart
+    from libra.worker.run_spec import RunSpec
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 1.0
+SILENT_S = 6.0
+"""Seconds without an answer after which a scheduler is reported as silent: stopped, hanging or unreachable."""
+
+
+class RunClient:
+    """The scheduler's handlers for one start of a run. `ClusterError` where the scheduler refuses."""
+
+    def __init__(self, client: Client, run: str, epoch: int) -> None:
+        self.client, self._start = client, {"run": run, "epoch": epoch}
+
+    def register(self, start: RunStart, *, local: bool) -> str:
+        """Register the run, and return the name of the scheduler's process; ``local``: the driver started this cluster."""
+        spec, config = start.spec, start.config
+        self.client.register_plugin(LibraPlugin())
+        registration = RunRegistration(
+            run=spec.run,
+            epoch=spec.epoch,
+            directory=str(spec.directory),
+            config=config.model_dump(mode="json"),
+            tools=needs_of(start.environment),
+            watchdog_floors_s=_watchdog_floors_s(start),
+            restored=_admission(start) if start.resumed else None,
+            learned=learned_before(spec.directory) if start.resumed else None,
+            local=local,
+            client=self.client.id,
+        )
+        rpc: Any = self.client.scheduler
+        answer = self.client.sync(rpc.libra_register_run, registration=registration.as_message())
+        if "policy" in answer:
+            raise ConfigError(answer["policy"])
+        if "error" in answer:
+            raise ClusterError(f"run.name: {answer['error']}; type run.name=ANOTHER_NAME")
+        return str(answer["process"])
+
+    def register_group(self, size: int) -> None:
+        """Register the training group of a run with several training workers."""
+        answer = self._call("libra_register_gang", size=size)
+        if "error" in answer:
+            raise ClusterError(
+                f"cluster.train_workers: {answer['error']}; wait for it, or type cluster.train_workers=1"
+            )
+
+    def register_roles(self) -> None:
+        """Register the workers of the run that can change roles."""
+        answer = self._call("libra_register_roles")
+        if "error" in answer:
+            raise ClusterError(
+                f"cluster.hybrid_workers: {answer['error']}; wait for it, or type cluster.hybrid_workers=0"
+            )
+
+    def end(self) -> None:
+        """Unregister the run."""
+        self._call("libra_end_run")
+
+    def tell(self, *facts: Fact) -> None:
+        """Send facts to the scheduler, for the run's event log and its policies."""
+        self._call("libra_told", packed=pack(facts))
+
+    def numbers(self) -> dict[str, float]:
+        """Metrics of the policy's forecasts and of sessions, if there are any."""
+        rpc: Any = self.client.scheduler
+        return dict(self.client.sync(rpc.libra_numbers, run=self._start["run"]))
+
+    def engines(self) -> list[dict[str, Any]]:
+        """Each engine's worker, slots and declared capacity; see `libra.scheduler.worker_supply.Concurrency.rows`."""
+        return list(self._call("libra_engines"))
+
+    def limit_slots(self, slots: Mapping[str, int | Mapping[str, int]], reason: str = "requested") -> None:
+        """Limit how many trajectories engines generate for at once, by worker, without a restart.
+
+        ``{"rollout-0": 4}``, or ``{"rollout-0": {"tp": 2, "slots": 4}}`` for an engine that a role change is to build.
+        Where fewer slots remain than trajectories generate, these end their turns first. `ClusterError` for more slots
+        than an engine was started with, fewer than 1, or a worker without an engine; nothing changes then.
+        """
+        wanted = {worker: {"slots": has} if isinstance(has, int) else dict(has) for worker, has in slots.items()}
+        self._accepted("slots", "libra_set_slots", slots=wanted, reason=reason)
+
+    def set_boundaries(self, tokens: Mapping[str, float], reason: str = "requested") -> None:
+        """Set the token counts up to which the engines of each degree are preferred; empty for none."""
+        self.tell(BoundariesSet(boundaries_of(tokens), reason))
+
+    def roles(self) -> list[dict[str, Any]]:
+        """Role, TP degree, stage and last change of each worker that can change roles."""
+        return list(self._call("libra_roles"))
+
+    def change_roles(self, assignments: Mapping[str, str | Mapping[str, Any]]) -> int:
+        """Start one change of the named workers; its generation.
+
+        A worker becomes ``"rollout"``, ``"train"`` or ``{"role": ..., "tp": ...}``.
+        """
+        wanted = {name: {"role": has} if isinstance(has, str) else dict(has) for name, has in assignments.items()}
+        return int(self._accepted("roles", "libra_set_roles", assignments=wanted)["generation"])
+
+    def cancel_roles(self, generation: int) -> int:
+        """Undo a change that has not ended; the generation of the change back."""
+        return int(self._accepted("roles", "libra_cancel_roles", generation=generation)["generation"])
+
+    def wait_for_roles(self, generation: int) -> bool:
+        """Wait until a change has ended; True if it was carried out, False if it was undone."""
+        return bool(self._accepted("roles", "libra_wait_roles", generation=generation)["changed"])
+
+    def seats(self) -> list[Seat]:
+        """The present rollout workers as the planner's seats."""
+        changing = {str(row["worker"]): row for row in self.roles()}
+        pairs = [(row, changing.get(str(row["worker"]))) for row in self.engines()]
+        return [
+            _seat(row, role)
+            for row, role in pairs
+            if (row["supplies"] > 0 if role is None else role["stage"] not in ("lost", "failed"))
+        ]
+
+    def _accepted(self, subject: str, name: str, **arguments: Any) -> Any:
+        answer = self._call(name, **arguments)
+        if "error" in answer:
+            raise ClusterError(f"{subject}: {answer['error']}")
+        return answer
+
+    def _call(self, name: str, **arguments: Any) -> Any:
+        return self.client.sync(getattr(self.client.scheduler, name), **self._start, **arguments)
+
+
+@contextmanager
+def polled(client: Client, read: Callable[[], Any], last: Callable[[], Any] | None = None) -> Iterator[None]:
+    """Call the coroutine function ``read`` every `POLL_S` on the client's event loop while this context is open.
+
+    ``last`` is called once at the end, if the client still runs; a scheduler that hangs holds up no Ctrl-C.
+    """
+
+    async def poll() -> None:
+        while client.status == "running":
+            await read()
+            await asyncio.sleep(POLL_S)
+        if last is not None and client.status == "connecting":
+            logger.warning("the connection to the scheduler is lost; the run ends")
+
+    async def start() -> asyncio.Task[None]:
+        return asyncio.ensure_future(poll())
+
+    async def end() -> None:
+        task.cancel()
+        if last is not None and client.status == "running":
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(last(), SILENT_S)
+
+    task = client.sync(start)
+    try:
+        yield
+    finally:
+        if client.status != "closed":
+            client.sync(end)
+
+
+def progress_read(client: Client, spec: RunSpec, counted: Callable[[int, int, str, str], None]) -> Any:
+    """Context in which ``counted`` gets the progress of the run once a second, on the client's event loop.
+
+    Its arguments: trajectories that have ended and tokens generated since this start of the run, the work that no
+    worker does, and what training does; each text may be empty.
+    """
+
+    async def read() -> None:
+        rpc: Any = client.scheduler
+        with contextlib.suppress(OSError):  # the scheduler has ended or hangs: the notices report that
+            counted(*await rpc.libra_progress(run=spec.run, epoch=spec.epoch))
+
+    return polled(client, read)
+
+
+def notices_logged(client: Client, spec: RunSpec) -> Any:
+    """Context in which the notices of the scheduler are logged in this process, and its silences reported."""
+    first = 0
+
+    async def read() -> None:
+        nonlocal first
+        rpc: Any = client.scheduler
+        asked_s = time.monotonic()
+        asking = asyncio.ensure_future(rpc.libra_notices(run=spec.run, epoch=spec.epoch, first=first))
+        try:
+            done, _ = await asyncio.wait({asking}, timeout=SILENT_S)
+            if not done:
+                logger.warning(
+                    "run %s: its scheduler at %s has not answered for %.0f s: it hangs, has been stopped, or cannot be reached; "
+                    "the run waits for it. If it does not come back, type Ctrl-C and libra resume %s",
+                    spec.run, rpc.address, SILENT_S, spec.directory,
+                )  # fmt: skip
+            notices = await asking
+            if not done:
+                silent_s = time.monotonic() - asked_s
+                logger.warning("run %s: its scheduler answers again, after %.0f s", spec.run, silent_s)
+        except OSError:  # the scheduler has ended
+            return
+        except asyncio.CancelledError:
+            asking.cancel()
+            raise
+        for number, text in notices:
+            logger.warning("%s", text)
+            first = number + 1
+
+    return polled(client, read, read)
+
+
+def _watchdog_floors_s(start: RunStart) -> dict[str, float]:
+    refused_s = TOTAL_S if start.config.environment.retries else 0.0  # while an API refuses calls
+    floors_s = {"group": (GRADE_TIMEOUT_S + refused_s) * (start.config.trainer.resample + 1) + FLOOR_S}
+    tools = [tool.timeout_s for tool in start.environment.tools]
+    if has_steps(start.environment):
+        tools.append(start.environment.step_timeout_s)
+    if start.config.agent.given:
+        tools.append(start.config.agent.idle_s)
+    return floors_s | ({f"trajectory, {Phase.TOOL}": max(tools) + refused_s + FLOOR_S} if tools else {})
+
+
+def _admission(start: RunStart) -> dict[str, Any]:
+    config = start.config
+    waves = Waves.of(config)
+    waves.take_over({start.point.batches: start.point.waves} if start.point.waves else {})
+    return Admission.resumed(
+        staleness_of(config),
+        config.trainer.prompts,
+        version=-1,  # this epoch has published nothing yet
+        opened=dict(enumerate(start.point.members)),
+        committed=(),  # their group nodes report again
+        started=start.point.started,
+        waves=waves,
+        first_come=config.trainer.batches == "first_come",
+    ).snapshot()
+
+
+def _seat(row: Mapping[str, Any], role: Mapping[str, Any] | None) -> Seat:
+    return Seat(
+        str(row["worker"]),
+        urlsplit(row["address"]).hostname or str(row["address"]),
+        str(row["engine"]),
+        str(row["bucket"]),
+        int(row["base_tp"]),
+        int(row["base_slots"]),
+        role is not None,
+        "rollout" if role is None else str(role["role"]),
+        frozenset() if role is None else frozenset(role["shares_with"]),
+        int(row["residents"]),
+        {int(tp): int(slots) for tp, slots in row["limits"].items()},
+        {int(tp): EngineCapacity.from_declaration(declared) for tp, declared in row["declared"].items()},
+    )
