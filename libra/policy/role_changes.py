@@ -161,11 +161,7 @@ RoleCommand = (
 )
 
 
-_NEXT = {
-    Stage.DRAINING: Stage.SLEEPING,
-    Stage.SLEEPING: Stage.TAKING_UP,
-    Stage.TAKING_UP: Stage.RESUPPLIED,
-}
+_NEXT = {Stage.DRAINING: Stage.SLEEPING, Stage.SLEEPING: Stage.TAKING_UP, Stage.TAKING_UP: Stage.RESUPPLIED}
 
 
 @dataclass(slots=True)

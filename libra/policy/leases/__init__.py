@@ -3,16 +3,7 @@
 from __future__ import annotations
 
 from libra.policy.leases.elastic import SpeedUp
-from libra.policy.leases.resources import (
-    KINDS,
-    Lease,
-    LeaseRequest,
-    Quota,
-    Resources,
-    Revoke,
-    described,
-    read_quota,
-)
+from libra.policy.leases.resources import KINDS, Lease, LeaseRequest, Quota, Resources, Revoke, described, read_quota
 from libra.policy.leases.table import LeaseTable
 
 __all__ = [

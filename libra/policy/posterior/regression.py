@@ -21,16 +21,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from libra.policy.posterior.features import (
-    NUM_ROW,
-    PROGRESS,
-    SERVED,
-    SURE,
-    SURE_LOG,
-    SURE_TOKENS,
-    TOKENS,
-    WIDTH,
-)
+from libra.policy.posterior.features import NUM_ROW, PROGRESS, SERVED, SURE, SURE_LOG, SURE_TOKENS, TOKENS, WIDTH
 from libra.policy.snapshots import Saved
 
 Floats = NDArray[np.float64]
