@@ -26,11 +26,10 @@ from libra.facts import (
     WorkerWithdrawn,
 )  # fmt: skip
 from libra.policy import CMLFQ, Fifo, Mlfq
-from libra.policy.attained_service import PATIENCE
 from libra.policy.cmlfq import Objective
 from libra.policy.forecast import Forecast
-from libra.policy.snapshots import Saved
-from libra.policy.trajectory_table import NUM_CLASSES, TrajectoryStats, length_class
+from libra.policy.saved import Saved
+from libra.policy.trajectory_table import NUM_CLASSES, PATIENCE, TrajectoryStats, length_class
 from libra.types import Phase, ToolStatus
 
 

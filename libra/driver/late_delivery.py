@@ -2,7 +2,7 @@
 
 Anybody who sees the run directory may call it: the script that trains, a worker's reward function or a thread that it started,
 another process or machine, or `libra deliver` on a command line; also while the run stands still. What it delivers is flushed to
-the device before it returns, and the next batch takes it (`libra.policy.late`).
+the device before it returns, and the next batch takes it (`libra.policy.late_rewards`).
 """
 
 from __future__ import annotations

@@ -17,6 +17,6 @@ from libra.facts.commands import *
 from libra.facts.fact import *
 from libra.facts.roles import *
 from libra.facts.runs import *
-from libra.facts.trajectories import *
+from libra.facts.trajectory_facts import *
 from libra.facts.words import *
-from libra.facts.workers import *
+from libra.facts.worker_facts import *

@@ -170,7 +170,7 @@ class StepFinished(Fact, frozen=True):
 
 
 class LateRewardsTaken(Fact, frozen=True):
-    """What a batch does about rewards that come later than their trajectory (`libra.policy.late`).
+    """What a batch does about rewards that come later than their trajectory (`libra.policy.late_rewards`).
 
     Input: groups that ``waited``, each (iteration, group, batch that trained it, samples ...), for at most ``versions``, and the
     trajectories among them whose reward ``came``, each (iteration, group, sample). Output: those that count now, with their age in

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
-from libra.facts import commands, roles, runs, trajectories, workers
+from libra.facts import commands, roles, runs, trajectory_facts, worker_facts
 from libra.facts.fact import Command, Fact, kinds
 
 __all__ = ["NAMES", "Subject", "concerns", "said", "sentence", "subject_of", "subject_text"]
@@ -61,15 +61,15 @@ def said(fact: Fact) -> tuple[str, str]:
             complete = f"groups complete after {first_s:.3g} to {last_s:.3g} s"
             waves = f"{len(fact.waves)} waves of {trained_s:.3g} s, {fact.update_s:.3g} s for new weights"
             return f"step {fact.step} was measured: {complete}, {waves}", ""
-        case trajectories.QuantumFinished():
+        case trajectory_facts.QuantumFinished():
             what = f"{fact.tokens} tokens" if fact.tokens else f"tool {fact.tool or '-'}: {fact.status or '-'}"
             end = f"; the trajectory ends: {fact.end}" if fact.end else "; the turn goes on" if fact.unfinished else ""
             return f"quantum {fact.quantum} of {fact.key} is committed by {fact.worker} ({fact.phase}, {what}){end}", ""
-        case trajectories.TrajectoryEnded():
+        case trajectory_facts.TrajectoryEnded():
             return f"{fact.key} has ended" + ("" if fact.completed else ", incomplete"), ""
-        case workers.WorkerLost():
+        case worker_facts.WorkerLost():
             return f"worker lost: {fact.worker or fact.address}", ""
-        case workers.StallDetected():
+        case worker_facts.StallDetected():
             return f"no progress for {fact.idle_s:.0f} s: {fact.worker or fact.key}", fact.detail
         case roles.RoleChangeStarted():
             wanted = ", ".join(
@@ -121,10 +121,10 @@ def concerns(fact: Fact, subject: Subject, members: tuple[tuple[int, int], ...])
     match fact:
         case runs.RunStarted():
             return True
-        case workers.VersionPublished():
+        case worker_facts.VersionPublished():
             return kind in ("gate", "batch") and fact.version <= int(which)
         case commands.Vacate() if kind == "trajectory":
             return which in fact.keys
-        case trajectories.GroupCommitted(split="train"):
+        case trajectory_facts.GroupCommitted(split="train"):
             return kind == "batch" and (fact.iteration, fact.group) in members
     return fact.subject == kind and (kind == "steps" or getattr(fact, _FIELDS[kind], None) == which)

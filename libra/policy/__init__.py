@@ -11,17 +11,17 @@ from libra.policy.admission import (
     keeps_version,
     staleness_of,
 )
-from libra.policy.attained_service import Mlfq
 from libra.policy.cmlfq import CMLFQ
-from libra.policy.declared_capacity import joined_of, off_by_frac
 from libra.policy.dispatcher import EVERYONE, Dispatcher, leaves_slot
-from libra.policy.fifo import Fifo
+from libra.policy.engine_table import joined_of, off_by_frac
 from libra.policy.forecast import Forecast, Forecaster
 from libra.policy.one_version import OneVersion
 from libra.policy.ordering import (
     LEARNS_EVERY,
     ORDERINGS,
+    Fifo,
     Inspectable,
+    Mlfq,
     OnlineLearner,
     Ordering,
     learns_after,

@@ -43,7 +43,7 @@ from typing import Self
 
 from libra.config.models import RunSections
 from libra.facts import OpenBatch, OpenGate, OpenWave, StepMeasured, TakeSteps
-from libra.policy.snapshots import Saved
+from libra.policy.saved import Saved
 from libra.policy.step_ways import WayChoice
 from libra.policy.waves import GroupId, Members, Waves, first_come
 

@@ -20,7 +20,7 @@ stream
 Promises
 --------
 1. An earlier iteration always goes before a later one.
-2. No trajectory is passed over for ever: `libra.policy.starvation_guard` bounds it; overdue ones have level -1.
+2. No trajectory is passed over for ever: `libra.policy.trajectory_table` bounds it; overdue ones have level -1.
 3. It gives its forecast (`Prefer`) whenever that has changed by a class. Placement follows from the forecasts, the load of the
    engines and the cost of a move: see `libra.policy.engine_loads`. Boundaries of a plan (`BoundariesSet`) give the engines on
    which a trajectory should begin, as long as that costs little: see `libra.policy.dispatcher`.
@@ -48,13 +48,19 @@ from libra.facts import (
     TrajectoryParked,
     WorkerCapacity,
 )
-from libra.policy.attained_service import PATIENCE
-from libra.policy.calibration_log import CalibrationLog
-from libra.policy.forecast import Forecast, Forecaster
+from libra.policy.forecast import CalibrationLog, Forecast, Forecaster
 from libra.policy.posterior import Posterior
-from libra.policy.snapshots import Saved
-from libra.policy.starvation_guard import OVERDUE, StarvationGuard
-from libra.policy.trajectory_table import NUM_CLASSES, TrajectoryStats, TrajectoryTable, length_class
+from libra.policy.saved import Saved
+from libra.policy.trajectory_table import (
+    NUM_CLASSES,
+    OVERDUE,
+    PATIENCE,
+    StarvationGuard,
+    TrajectoryStats,
+    TrajectoryTable,
+    length_class,
+    overdue_first,
+)
 from libra.types import Phase
 
 Objective = Literal["makespan", "stream"]
@@ -95,7 +101,7 @@ class CMLFQ(Saved):
         Receives every event before it is queried. None: `Posterior`.
     objective : "makespan" or "stream"
     patience : int
-        The starvation bound, in parkings; see `libra.policy.starvation_guard`.
+        The starvation bound, in parkings; see `libra.policy.trajectory_table`.
     """
 
     name: ClassVar[str] = "cmlfq"
@@ -184,12 +190,9 @@ class CMLFQ(Saved):
         answers: list[SetPriority | Prefer] = [self._placed(key, stats, level, reason, skill > UNTRUSTED)]
         if stats.phase is Phase.ROLLOUT:
             answers += self._prefer(key, stats, mean)
-        for late, number in overdue:
-            other = self._trajectories.by_key[late]
-            other.level = OVERDUE
-            answers.append(
-                SetPriority(late, Priority(other.iteration, OVERDUE, number), "overdue: passed over for too long")
-            )
+        for late, _ in overdue:
+            self._trajectories.by_key[late].level = OVERDUE
+        answers += overdue_first(overdue, self._trajectories)
         if not waits_to_begin and skill > UNTRUSTED:
             total = length_class(stats.generated_tokens + mean)
             if total != stats.total_class:
@@ -338,7 +341,7 @@ class CMLFQ(Saved):
         """Skill and weights of the forecasts, and the forecasts of trajectories that have ended.
 
         ``skill`` is None if the forecaster does not measure it; ``outcomes`` are rows of
-        `libra.policy.calibration_log.ForecastOutcome`.
+        `libra.policy.forecast.ForecastOutcome`.
         """
         scored = self.forecaster if isinstance(self.forecaster, SelfScoring) else None
         return {

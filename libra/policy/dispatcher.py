@@ -57,11 +57,11 @@ from libra.facts import (
 from libra.policy.engine_loads import Loads
 from libra.policy.engine_state import SURE, UNSURE, EngineState, Trajectory
 from libra.policy.engine_table import EngineTable
-from libra.policy.leases.actions import ActionLeases
+from libra.policy.leases.action_leases import ActionLeases
 from libra.policy.leases.resources import Revoke
 from libra.policy.phase_queue import Entry, PhaseQueue
 from libra.policy.placements import LeaseTaken, Place
-from libra.policy.starvation_guard import OVERDUE
+from libra.policy.trajectory_table import OVERDUE
 from libra.types import Phase, ToolStatus
 
 SCANNED_FOR_A_MOVE = 8

@@ -21,12 +21,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from libra.facts import WorkerCapacity
-from libra.policy.engine_state import SURE, EngineState, Trajectory
+from libra.policy.engine_state import SURE, EngineState, Refused, Trajectory, peak_tokens
 from libra.policy.engine_table import EngineTable
-from libra.policy.kv_profile import Refused, peak_tokens
-from libra.policy.move_price import TransferPace, priced
 from libra.policy.phase_queue import PhaseQueue
-from libra.policy.placements import Move
+from libra.policy.placements import Move, TransferPace, priced
 
 PAYS_FACTOR = 2.0
 """A move must save this many times its cost in seconds: forecasts err, and two moves that cancel out must not pay off."""
@@ -62,7 +60,7 @@ class Loads:
     def fits(self, one: Trajectory, worker: str) -> bool:
         """Whether its KV fits beside that of all trajectories at home on ``worker``, until the last of them ends.
 
-        What they hold now is sure. What they will hold is forecast (`libra.policy.kv_profile`); without a forecast for it, part of
+        What they hold now is sure. What they will hold is forecast (`peak_tokens`); without a forecast for it, part of
         the growth of each is reserved. An engine that exchanges KV reserves nothing: what it drops comes back, and contexts need
         no memory while their tools run (`EngineState.open_tokens`).
         """

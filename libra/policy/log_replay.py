@@ -28,7 +28,7 @@ from libra.errors import StoreError
 from libra.facts import Command, Fact, Priority, SetPriority, sentence
 from libra.policy.admission import Admission, CommittedGroup
 from libra.policy.dispatcher import Dispatcher
-from libra.policy.late import WaitingGroup, settle
+from libra.policy.late_rewards import WaitingGroup, settle
 from libra.policy.leases.resources import Revoke
 from libra.policy.one_version import OneVersion
 from libra.policy.ordering import ORDERINGS, OnlineLearner, Ordering, blank_ordering

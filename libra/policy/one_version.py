@@ -37,7 +37,7 @@ from libra.facts import (
     WorkerCapacity,
     WorkerWithdrawn,
 )
-from libra.policy.snapshots import Saved
+from libra.policy.saved import Saved
 from libra.types import Phase
 
 Orders = tuple[Vacate | LoadVersion, ...]

@@ -1,14 +1,52 @@
-"""The interface of orderings for plugin, simulator and replay, and the table of them."""
+"""The interface of orderings for plugin, simulator and replay, and the table of them.
+
+First come, first served within an iteration; earlier iterations first.
+
+Promises
+--------
+1. A trajectory keeps the place it got when it was first parked: one that has started goes before one that has not, so
+   its KV cache is used again soon.
+2. An earlier iteration always goes before a later one.
+3. No trajectory waits for ever: only finitely many trajectories can be ahead of one, those of earlier or equal iterations
+   that were parked before it.
+4. ``restore(snapshot())`` changes no later answer.
+
+
+Least attained service first: an ordering without forecasts.
+
+Promises
+--------
+1. An earlier iteration always goes before a later one.
+2. No trajectory is passed over for ever: `libra.policy.trajectory_table` bounds it.
+3. ``restore(snapshot())`` changes no later command.
+
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
-from libra.facts import Fact, Prefer, SetPriority
-from libra.policy.attained_service import PATIENCE, Mlfq
+from libra.facts import (
+    Fact,
+    Prefer,
+    Priority,
+    QuantumContinued,
+    QuantumStarted,
+    SetPriority,
+    TrajectoryEnded,
+    TrajectoryParked,
+)
 from libra.policy.cmlfq import CMLFQ, Objective
-from libra.policy.fifo import Fifo
+from libra.policy.saved import Saved
+from libra.policy.trajectory_table import (
+    PATIENCE,
+    StarvationGuard,
+    TrajectoryStats,
+    TrajectoryTable,
+    length_class,
+    overdue_first,
+)
 
 
 @runtime_checkable
@@ -70,6 +108,72 @@ class Inspectable(Protocol):
 
     def dashboard_row(self) -> dict[str, Any]:
         """The figures as JSON-able values: ``objective``, ``skill``, ``weights`` by signal, ``outcomes``; see `CMLFQ`."""
+
+
+class Fifo(Saved):
+    """The order of arrival as a policy object; one per run."""
+
+    SAVED = {"_arrivals": int, "_order": dict[str, int]}
+
+    name: ClassVar[str] = "fifo"
+
+    def __init__(self) -> None:
+        self._order: dict[str, int] = {}
+        self._arrivals = 0
+
+    def handle(self, event: Fact) -> tuple[SetPriority, ...]:
+        """Answer one event; deterministic in the sequence of events."""
+        if type(event) is TrajectoryParked:  # quicker than match, and every event comes here
+            order = self._order.get(event.key)
+            if order is None:
+                order = self._order[event.key] = self._arrivals
+                self._arrivals += 1
+            return (SetPriority(event.key, Priority(event.iteration, 0, order), "fifo: place of first arrival"),)
+        if type(event) is TrajectoryEnded:
+            self._order.pop(event.key, None)
+        return ()
+
+
+class Mlfq(Saved):
+    """Least attained service first, in classes of half octaves, then by arrival.
+
+    The classic multi-level feedback queue, without forecasts; a baseline.
+    """
+
+    name: ClassVar[str] = "mlfq"
+    SAVED = {"_trajectories": TrajectoryTable, "_guard": StarvationGuard}
+
+    def __init__(self, *, patience: int = PATIENCE) -> None:
+        self._trajectories = TrajectoryTable()
+        self._guard = StarvationGuard(patience)
+
+    def handle(self, event: Fact) -> tuple[SetPriority, ...]:
+        """Answer one event; deterministic in the sequence of events."""
+        stats = self._trajectories.handle(event)
+        match event:
+            case TrajectoryParked(key=key, phase=phase):
+                assert stats is not None
+                overdue = self._guard.parked(key, phase)
+                stats.level, reason = self._level(stats)
+                own = SetPriority(key, Priority(stats.iteration, stats.level, stats.arrival), reason)
+                return (own, *overdue_first(overdue, self._trajectories))
+            case QuantumContinued(key=key):
+                return self._continued(key)
+            case QuantumStarted(key=key) | TrajectoryEnded(key=key):
+                self._guard.left(key)
+        return ()
+
+    def _continued(self, key: str) -> tuple[SetPriority, ...]:
+        """The new rank of a trajectory that keeps its slot."""
+        if (stats := self._trajectories.by_key.get(key)) is None:
+            return ()
+        before, (stats.level, reason) = stats.level, self._level(stats)
+        rank = Priority(stats.iteration, stats.level, stats.arrival)
+        return () if stats.level == before else (SetPriority(key, rank, reason),)
+
+    def _level(self, stats: TrajectoryStats) -> tuple[int, str]:
+        level = length_class(stats.generated_tokens)
+        return 1 + level, f"mlfq: class {level} by tokens generated"
 
 
 ORDERINGS: dict[str, type[Ordering]] = {kind.name: kind for kind in (Fifo, CMLFQ, Mlfq)}

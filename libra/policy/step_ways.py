@@ -38,7 +38,7 @@ import msgspec
 from libra.config.models import RunSections
 from libra.config.streaming import ways_of
 from libra.facts import StepMeasured, TakeSteps
-from libra.policy.snapshots import Saved
+from libra.policy.saved import Saved
 
 SPLIT, STREAMING, TURNING, COLOCATED = "split", "streaming", "turning", "colocated"
 LATENCY_BOUND, WORK_BOUND = 3.0, 0.8

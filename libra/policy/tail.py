@@ -50,7 +50,7 @@ from libra.facts import (
 from libra.policy.admission import Admission
 from libra.policy.engine_table import degree_of
 from libra.policy.role_changes import Role, Stage
-from libra.policy.snapshots import Saved
+from libra.policy.saved import Saved
 from libra.policy.turning import OpenStep, TurningEngine, TurningRule
 from libra.policy.waves import GroupId
 from libra.types import Phase

@@ -33,7 +33,7 @@ from typing import Self
 from libra.config.models import RunSections
 from libra.config.streaming import enough_groups, most_waves, wave_groups
 from libra.facts import OpenWave
-from libra.policy.snapshots import Saved
+from libra.policy.saved import Saved
 
 GroupId = tuple[int, int]
 Members = tuple[GroupId, ...]

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 from libra import facts, keys
 from libra.facts import Fact
-from libra.scheduler import dask_internals
+from libra.scheduler import scheduler_internals
 from libra.scheduler.run_state import Handler, RunState
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class Gangs:
         self._scheduler, self._runs = scheduler, runs
         self._gangs: dict[str, _Gang] = {}
         self._on_worker: dict[str, _Gang] = {}  # placed tasks that have not returned, by key
-        dask_internals.add_handlers(scheduler, {"libra_register_gang": self.register_gang})
+        scheduler_internals.add_handlers(scheduler, {"libra_register_gang": self.register_gang})
 
     @property
     def present(self) -> bool:
@@ -106,11 +106,11 @@ class Gangs:
         """Follow the tasks of gangs; others cost one look-up."""
         if start == "processing" and (gang := self._on_worker.pop(key, None)) is not None:
             if (ts := self._scheduler.tasks.get(key)) is not None:
-                dask_internals.park(ts, keys.GANG)
+                scheduler_internals.park(ts, keys.GANG)
             gang.placed.discard(key)
             self._soon(gang)
         if finish == "no-worker":
-            if dask_internals.waits_for(self._scheduler.tasks[key], keys.GANG):
+            if scheduler_internals.waits_for(self._scheduler.tasks[key], keys.GANG):
                 self._parked(key)
         elif start == "no-worker" and key not in self._on_worker:
             self._gone(key)
@@ -183,7 +183,7 @@ class Gangs:
     def _send(self, gang: _Gang, do: str, *, ranks: list[int] | None = None, **fields: Any) -> None:
         for rank in range(gang.size) if ranks is None else ranks:
             message = {"op": "libra-gang", "run": gang.run, "epoch": gang.run_epoch, "do": do, "gang": gang.number}
-            dask_internals.tell_worker(
+            scheduler_internals.tell_worker(
                 self._scheduler, gang.addresses[rank], {**message, "rank": rank, "size": gang.size, **fields}
             )
 
@@ -221,7 +221,7 @@ class Gangs:
                 self._on_worker |= {release.key: gang for release in releases}
                 if whole:
                     gang.placed |= {release.key for release in releases}
-                placed = dask_internals.release(self._scheduler, releases, f"libra-gang-{node}-{gang.number}")
+                placed = scheduler_internals.release(self._scheduler, releases, f"libra-gang-{node}-{gang.number}")
                 for release in releases:
                     if release.key not in placed:
                         self._on_worker.pop(release.key, None)
@@ -229,16 +229,16 @@ class Gangs:
 
     def _releases(
         self, gang: _Gang, node: str, indices: tuple[int, ...], waiting: set[str]
-    ) -> list[dask_internals.Release]:
+    ) -> list[scheduler_internals.Release]:
         """The task of every rank that has to run; empty if one of them is not here yet."""
         if node == "checkpoint":
-            return [dask_internals.Release(key, {keys.TRAIN: 0}, gang.addresses[0]) for key in waiting]
+            return [scheduler_internals.Release(key, {keys.TRAIN: 0}, gang.addresses[0]) for key in waiting]
         releases = []
         for rank, address in enumerate(gang.addresses):
             key = keys.make(node, (*indices, rank), epoch=gang.run_epoch, run=gang.run)
             ts = self._scheduler.tasks.get(key)
             if key in waiting:
-                releases.append(dask_internals.Release(key, {keys.TRAIN: 1}, address))
+                releases.append(scheduler_internals.Release(key, {keys.TRAIN: 1}, address))
             elif ts is None or ts.state != "memory":
                 return []
         return releases

@@ -37,13 +37,13 @@ from libra.orderings import ordering_of
 from libra.policy import CommittedGroup, Tail, TailSettings
 from libra.policy.liveness import Liveness
 from libra.policy.stall import Limits
-from libra.scheduler import dask_internals
-from libra.scheduler.announcements import announce_ahead, announce_version, engine_told, newest_version
+from libra.scheduler import scheduler_internals
+from libra.scheduler.command_applier import announce_ahead, announce_version, engine_told, newest_version
 from libra.scheduler.gangs import Gangs
 from libra.scheduler.run_log import EndedRuns, RunLog
 from libra.scheduler.run_state import Handler, RunRegistration, RunState, process_name
 from libra.scheduler.stall_watchdog import StallGuard
-from libra.scheduler.trajectories import Trajectories
+from libra.scheduler.trajectory_tasks import Trajectories
 from libra.scheduler.worker_roles import WorkerRoles
 from libra.scheduler.worker_supply import Concurrency
 from libra.scheduler.worker_watch import WorkerWatch
@@ -72,8 +72,8 @@ class LibraPlugin(SchedulerPlugin):
     async def start(self, scheduler: Scheduler) -> None:
         """Hook into the scheduler: RPC handlers, the page, the task stream and a sampler."""
         self._scheduler = scheduler
-        dask_internals.collect_rarely()
-        dask_internals.add_handlers(
+        scheduler_internals.collect_rarely()
+        scheduler_internals.add_handlers(
             scheduler,
             {
                 "libra_register_run": self._register,
@@ -147,7 +147,7 @@ class LibraPlugin(SchedulerPlugin):
         admission = new.admission()
         if new.learned is not None:
             ordering.restore(json.loads(new.learned))
-        logged = RunLog(new.run, file, dask_internals.trainers(self._scheduler))
+        logged = RunLog(new.run, file, scheduler_internals.trainers(self._scheduler))
         state = self.runs[new.run] = RunState(
             new, admission, ordering, logged, Tail(admission, TailSettings.of(config))
         )
@@ -230,7 +230,7 @@ class LibraPlugin(SchedulerPlugin):
             self._signs[key] = time.monotonic()
         if finish == "no-worker":
             ts = self._scheduler.tasks[key]
-            if dask_internals.is_parked(ts):
+            if scheduler_internals.is_parked(ts):
                 self._parked(key)
         elif finish == "forgotten":
             self.trajectories.forgotten(key)
@@ -264,8 +264,10 @@ class LibraPlugin(SchedulerPlugin):
 
     def add_worker(self, scheduler: Scheduler, worker: str) -> None:
         """A worker joins: new slots may be free."""
-        name = dask_internals.worker_name(scheduler, worker)
-        self.watch.joined(worker, [run for run in self.runs if dask_internals.installs(scheduler, keys.host_name(run))])
+        name = scheduler_internals.worker_name(scheduler, worker)
+        self.watch.joined(
+            worker, [run for run in self.runs if scheduler_internals.installs(scheduler, keys.host_name(run))]
+        )
         for guard in self.guards.values():
             guard.granted()
         for state in self.runs.values():

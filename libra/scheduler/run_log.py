@@ -13,7 +13,7 @@ from libra.errors import StoreError
 from libra.facts import Fact, Line, PolicySnapshot, to_json
 from libra.observe.timeline.timeline import Timeline
 from libra.policy import Admission, OneVersion, Ordering, Tail
-from libra.scheduler import dask_internals
+from libra.scheduler import scheduler_internals
 from libra.store.event_log import EventLog
 
 if TYPE_CHECKING:
@@ -203,6 +203,6 @@ class EndedRuns:
             await asyncio.wait(self._compressions)
 
     async def _remove_hosts(self, run: str) -> None:
-        errors = await dask_internals.remove_worker_plugin(self._scheduler, keys.host_name(run))
+        errors = await scheduler_internals.remove_worker_plugin(self._scheduler, keys.host_name(run))
         for worker, what in errors.items():
             logger.warning("run %s: its part on worker %s could not be removed: %s", run, worker, what)

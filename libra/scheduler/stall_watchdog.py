@@ -18,7 +18,7 @@ from libra import facts, keys
 from libra.cluster.readiness import NEEDED
 from libra.cluster.worker_stacks import stacks_of
 from libra.policy.stall import Limits, Picture, RunningTask, Stall, Waiting, Watchdog
-from libra.scheduler import dask_internals
+from libra.scheduler import scheduler_internals
 from libra.scheduler.run_state import RunState
 from libra.types import Phase
 
@@ -109,7 +109,7 @@ class StallGuard:
 
     def _waiting(self, key: str, ts: TaskState) -> Waiting:
         parsed, state = keys.parse(key), self._state
-        if not dask_internals.is_parked(ts) or parsed is None:
+        if not scheduler_internals.is_parked(ts) or parsed is None:
             resource = next(iter(ts.resource_restrictions or ()), "")
             return Waiting(key, f"a unit of {resource}" if resource else "any worker", resource)
         index, published = parsed.indices[0], state.admission.version
@@ -182,7 +182,7 @@ class StallGuard:
         if self.watchdog.moved_since(reported_s):
             self._warn(f"progress resumed, so worker {culprit.worker} is not restarted")
             return
-        answer = await dask_internals.restart_worker(
+        answer = await scheduler_internals.restart_worker(
             self._scheduler, culprit.address, f"libra-watchdog-{self._state.run}"
         )
         self.granted()

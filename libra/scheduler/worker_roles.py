@@ -31,9 +31,9 @@ from libra import facts, keys
 from libra.facts import Fact
 from libra.policy import role_changes as messages
 from libra.policy.role_changes import Assignment, Role, RoleCommand, RoleEvent, Roles, Stage
-from libra.scheduler import dask_internals
+from libra.scheduler import scheduler_internals
 from libra.scheduler.run_state import Handler, RunState
-from libra.scheduler.trajectories import Trajectories
+from libra.scheduler.trajectory_tasks import Trajectories
 from libra.scheduler.worker_supply import Concurrency
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class WorkerRoles:
         self._scheduler, self._registered = scheduler, registered
         self._trajectories, self._concurrency = trajectories, concurrency
         self._runs: dict[str, _Run] = {}
-        dask_internals.add_handlers(
+        scheduler_internals.add_handlers(
             scheduler,
             {
                 "libra_register_roles": self.register_roles,
@@ -219,7 +219,7 @@ class WorkerRoles:
     def _none_left(self, state: _Run, targets: Mapping[str, Assignment]) -> str:
         wanted = {name: change.moves[name][1] for change in state.roles.changes.values() for name in change.moves}
         wanted = {name: member.settled for name, member in state.roles.members.items()} | wanted | dict(targets)
-        others = dask_internals.supply(self._scheduler, keys.ROLLOUT).keys() - state.address.values()
+        others = scheduler_internals.supply(self._scheduler, keys.ROLLOUT).keys() - state.address.values()
         if others or any(has.role is Role.ROLLOUT for has in wanted.values()):
             return ""
         return "no worker would be left to generate; leave one of them in role rollout"
@@ -235,10 +235,10 @@ class WorkerRoles:
 
     def add_worker(self, worker: str) -> None:
         """A worker that returns supplies what its command line says; zero it until its host reports, when its role is known."""
-        name = dask_internals.worker_name(self._scheduler, worker)
+        name = scheduler_internals.worker_name(self._scheduler, worker)
         for state in self._runs.values():
             if name in state.roles.members:
-                dask_internals.set_supply(self._scheduler, worker, keys.ROLLOUT, 0)
+                scheduler_internals.set_supply(self._scheduler, worker, keys.ROLLOUT, 0)
 
     def remove_worker(self, worker: str) -> None:
         """A member is lost, or the core's pool."""
@@ -341,7 +341,7 @@ class WorkerRoles:
                 logger.warning("run %s: %s is restarted: %s", state.run, worker, detail)
                 self._tell(state, command)
                 self._scheduler.loop.add_callback(
-                    dask_internals.restart_worker, self._scheduler, state.address[worker], f"libra-roles-{worker}"
+                    scheduler_internals.restart_worker, self._scheduler, state.address[worker], f"libra-roles-{worker}"
                 )
             case facts.RoleMemberFailed(worker=worker, detail=detail):
                 logger.error("run %s: %s gets no work until it is restarted: %s", state.run, worker, detail)
@@ -372,13 +372,13 @@ class WorkerRoles:
         if address is None or address not in self._scheduler.workers:
             return
         if tp is not None and (tp or keys.TP in self._scheduler.workers[address].resources):
-            dask_internals.set_supply(self._scheduler, address, keys.TP, tp)
-        dask_internals.set_supply(self._scheduler, address, keys.ROLLOUT, slots)
+            scheduler_internals.set_supply(self._scheduler, address, keys.TP, tp)
+        scheduler_internals.set_supply(self._scheduler, address, keys.ROLLOUT, slots)
         self._trajectories.workers_changed()
 
     def _send(self, state: _Run, address: str, *, pool: Any = None, stage: str | None = None, **fields: Any) -> None:
         message = {"op": "libra-role", "run": state.run, "epoch": state.epoch, "pool": pool, "stage": stage, **fields}
-        dask_internals.tell_worker(self._scheduler, address, message)
+        scheduler_internals.tell_worker(self._scheduler, address, message)
 
     # ---------------------------------------------------------------- log
 

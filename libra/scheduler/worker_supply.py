@@ -7,7 +7,7 @@ Invariants
    again. A worker that joins during runs is reported once its setup for each of them has ended.
 2. The policy has an engine's last declaration, or one that is close enough to it (`UPDATE_FRAC`).
    Engines of a bucket count as equally fast unless they differ by more than their errors
-   (`libra.policy.declared_capacity.as_its_bucket`).
+   (`libra.policy.engine_table.as_its_bucket`).
 3. A worker supplies at most its limit, and at most the slots of its engine. A limit belongs to a
    worker and a tensor-parallel degree; it holds until it is replaced or the run ends, also for a
    worker that returns or trains in the meantime.
@@ -35,10 +35,10 @@ from libra.facts import (
     WorkerWithdrawn,
     fields_of,
 )
-from libra.policy.declared_capacity import as_its_bucket, joined_of, off_by_frac
+from libra.policy.engine_table import as_its_bucket, joined_of, off_by_frac
 from libra.policy.liveness import Liveness
 from libra.policy.tool_fleet import ToolFleet, ordered
-from libra.scheduler import dask_internals
+from libra.scheduler import scheduler_internals
 from libra.scheduler.run_state import RunState
 from libra.types import EngineCapacity, Phase
 
@@ -85,12 +85,12 @@ class Workers:
         """Changes since the last call, in the order in which to report them."""
         silent, joining = self._liveness.silent(), self._liveness.joining()
         supply = {
-            phase: {a: n for a, n in dask_internals.supply(self._scheduler, phase).items() if a not in joining}
+            phase: {a: n for a, n in scheduler_internals.supply(self._scheduler, phase).items() if a not in joining}
             for phase in Phase
         }
         supply[Phase.ROLLOUT] = {a: 0 if a in silent else n for a, n in supply[Phase.ROLLOUT].items()}
         present = {
-            dask_internals.worker_name(self._scheduler, address): address
+            scheduler_internals.worker_name(self._scheduler, address): address
             for address in {**supply[Phase.ROLLOUT], **supply[Phase.TOOL]}
         }
         for name in [name for name, address in self.address.items() if present.get(name) != address]:
@@ -102,7 +102,7 @@ class Workers:
             if same_slots and (declared is None or not self._differs(declared)):
                 continue
             if declared is None:
-                bucket = dask_internals.bucket(self._scheduler, address)
+                bucket = scheduler_internals.bucket(self._scheduler, address)
                 joined = WorkerCapacity(name, bucket, rollout_slots=slots[0], tool_slots=slots[1])
             else:
                 declared.reported = self._as_its_bucket(declared)
@@ -154,7 +154,7 @@ class Concurrency:
         for address, ws in list(self._scheduler.workers.items()):
             tp, slots = state.full.get(str(ws.name), (0, 0))
             if (str(ws.name), tp) in state.limits and ws.resources.get(keys.ROLLOUT):
-                dask_internals.set_supply(self._scheduler, address, keys.ROLLOUT, slots)
+                scheduler_internals.set_supply(self._scheduler, address, keys.ROLLOUT, slots)
 
     def joined(self, run: str, worker: str, kind: EngineKindFields) -> None:
         """A worker has joined, for the first time or again; ``kind`` has engine, bucket, tp and
@@ -171,7 +171,7 @@ class Concurrency:
         tp, slots = state.full.get(str(ws.name), (0, 0))
         limit = state.limits.get((str(ws.name), tp), slots)
         if ws.resources.get(keys.ROLLOUT, 0) > limit > 0:
-            dask_internals.set_supply(self._scheduler, address, keys.ROLLOUT, limit)
+            scheduler_internals.set_supply(self._scheduler, address, keys.ROLLOUT, limit)
 
     def supplied(self, run: str, worker: str, tp: int, slots: int) -> int:
         """Slots that a worker may supply, whose engine has this degree and number of slots from now
@@ -252,7 +252,7 @@ class Concurrency:
         address = state.workers.engines.get(worker)
         ws = self._scheduler.workers.get(address) if address is not None else None
         if tp == has and ws is not None and ws.resources.get(keys.ROLLOUT):  # 0: it has another role, or is changing
-            dask_internals.set_supply(self._scheduler, ws.address, keys.ROLLOUT, slots)
+            scheduler_internals.set_supply(self._scheduler, ws.address, keys.ROLLOUT, slots)
 
 
 class ToolWorkers:

@@ -19,7 +19,7 @@ from libra.cluster.readiness import NEEDED
 from libra.errors import EngineError, shell_path
 from libra.facts import SetupFailed, WorkerSetupFailed
 from libra.policy.liveness import Liveness, MissingRoles, RolesBack, RolesMissing, RoleSupply, Stage
-from libra.scheduler import dask_internals
+from libra.scheduler import scheduler_internals
 from libra.scheduler.run_state import RunState
 
 if TYPE_CHECKING:
@@ -75,9 +75,9 @@ class WorkerWatch:
     def joined(self, address: str, runs: list[str]) -> None:
         """A worker begins its setup for these runs. Call it before Dask sends the worker
         anything."""
-        name = dask_internals.worker_name(self._scheduler, address)
+        name = scheduler_internals.worker_name(self._scheduler, address)
         if self._liveness.joined(address, name, runs, time.monotonic()):
-            self._held[address] = dask_internals.hold_back(self._scheduler, address, SENT_BY_DASK)
+            self._held[address] = scheduler_internals.hold_back(self._scheduler, address, SENT_BY_DASK)
 
     def left(self, address: str) -> None:
         """A worker has left the cluster."""
@@ -107,7 +107,9 @@ class WorkerWatch:
         state.workers.engines.pop(name, None)
         state.workers.served.pop(name, None)
         missed = [*self._held[address], *(each for each in (keys.ROLLOUT, keys.TOOL) if ws.resources.get(each))]
-        alone = [each for each in missed if not dask_internals.supply(self._scheduler, each).keys() - self._held.keys()]
+        alone = [
+            each for each in missed if not scheduler_internals.supply(self._scheduler, each).keys() - self._held.keys()
+        ]
         effect = (
             f"the run waits: no other worker supplies {', '.join(alone)}" if alone else "the run goes on without it"
         )
@@ -125,7 +127,7 @@ class WorkerWatch:
         for due in self._liveness.due(state.run, now_s):
             logger.warning("run %s: worker %s is restarted: %s", state.run, due.name, due.reason)
             self._scheduler.loop.add_callback(
-                dask_internals.restart_worker, self._scheduler, due.address, f"libra-again-{state.run}"
+                scheduler_internals.restart_worker, self._scheduler, due.address, f"libra-again-{state.run}"
             )
         roles = self._roles.setdefault(state.run, MissingRoles(WORK))
         lost, present = set(self._liveness.lost(now_s)), self._present(state.run, now_s)
@@ -176,7 +178,7 @@ class WorkerWatch:
             wanted = int(state.settings.distil.teacher is not None)
         elif resource == keys.TRAIN:
             wanted = state.settings.cluster.train_workers
-        there = dask_internals.supply(self._scheduler, resource)
+        there = scheduler_internals.supply(self._scheduler, resource)
         those = [each for each in present if resource in each.supplies]
         barred = {"quarantined", "out"} if resource == keys.ROLLOUT else set()
         names = (
@@ -194,7 +196,7 @@ class WorkerWatch:
 
     def _supply(self, addresses: list[str]) -> None:
         for each in addresses:
-            dask_internals.restore_supply(self._scheduler, each, self._held.pop(each, {}), f"libra-ready-{each}")
+            scheduler_internals.restore_supply(self._scheduler, each, self._held.pop(each, {}), f"libra-ready-{each}")
 
     def _end_unservable(self, state: RunState, engines: set[str]) -> None:
         """End a run by an error of one waiting trajectory if all its engines are out of service."""
@@ -202,7 +204,7 @@ class WorkerWatch:
         if not engines or not out.keys() >= engines:
             return
         for key, ts in self._scheduler.tasks.items():
-            if isinstance(key, str) and ts.state == "no-worker" and dask_internals.is_parked(ts):
+            if isinstance(key, str) and ts.state == "no-worker" and scheduler_internals.is_parked(ts):
                 parsed = keys.parse(key)
                 if parsed is not None and (parsed.node, parsed.run) == ("trajectory", state.run):
                     error = EngineError(
@@ -211,7 +213,7 @@ class WorkerWatch:
                         "rollout.engine, or report the model's config.json; then libra resume "
                         f"{shell_path(state.directory)}"
                     )
-                    dask_internals.fail(self._scheduler, key, error, "libra-unservable")
+                    scheduler_internals.fail(self._scheduler, key, error, "libra-unservable")
                     return
 
     # ---------------------------------------------------------------- words
@@ -249,7 +251,7 @@ class WorkerWatch:
                     continue
                 if keys.GANG in needs:
                     needs = {keys.TRAIN}
-                elif dask_internals.is_parked(ts):
+                elif scheduler_internals.is_parked(ts):
                     needs = {str(self._phase_of(key))} if parsed.node == "trajectory" else set()
                 if needs & resources:
                     waiting[parsed.node] += 1

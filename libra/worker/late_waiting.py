@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from libra.policy.late import GuessWorth, WaitingGroup
+from libra.policy.late_rewards import GuessWorth, WaitingGroup
 from libra.store.run_records import read_batch_facts
 from libra.worker.run_spec import RunFiles
 

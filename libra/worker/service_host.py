@@ -1,4 +1,4 @@
-"""The services of a worker (section ``services``): one host for all runs there, which does what `libra.policy.services` decides.
+"""The services of a worker (section ``services``): one host for all runs there, as `libra.policy.service_schedule` decides.
 
 Invariants
 ----------
@@ -40,7 +40,7 @@ from libra.envs.retries import refused, with_retries
 from libra.errors import ConfigError, RecordExists, ServiceFault, ServiceTimeout, ToolFault
 from libra.facts import ServiceAnswered
 from libra.named_parts import named_part
-from libra.policy.services import Fire, ServiceFacts, ServiceSchedule
+from libra.policy.service_schedule import Fire, ServiceFacts, ServiceSchedule
 from libra.store.run_records import write_late
 from libra.types import TrajectoryId
 from libra.untrusted import error_text

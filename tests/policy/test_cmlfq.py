@@ -24,10 +24,9 @@ from libra.facts import (
     WorkerWithdrawn,
 )
 from libra.policy import CMLFQ, ORDERINGS, Mlfq
-from libra.policy.attained_service import PATIENCE as DEFAULT
-from libra.policy.calibration_log import CalibrationLog
-from libra.policy.forecast import Forecast
-from libra.policy.starvation_guard import StarvationGuard
+from libra.policy.forecast import CalibrationLog, Forecast
+from libra.policy.trajectory_table import PATIENCE as DEFAULT
+from libra.policy.trajectory_table import StarvationGuard
 from libra.types import Phase
 
 ROLLOUT = Phase.ROLLOUT

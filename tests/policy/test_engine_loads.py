@@ -6,11 +6,9 @@ from hypothesis import strategies as st
 
 from libra.facts import QuantumFinished, QuantumStarted, TrajectoryEnded, TrajectoryParked, WorkerCapacity
 from libra.policy import joined_of
-from libra.policy.declared_capacity import as_its_bucket
 from libra.policy.engine_loads import Loads
-from libra.policy.engine_state import SURE, UNSURE
-from libra.policy.engine_table import EngineTable
-from libra.policy.kv_profile import Demand, peak_tokens
+from libra.policy.engine_state import SURE, UNSURE, Demand, peak_tokens
+from libra.policy.engine_table import EngineTable, as_its_bucket
 from libra.types import EngineCapacity, Phase, StepSeconds
 
 KEYS = [f"t{k}" for k in range(6)]

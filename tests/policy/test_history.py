@@ -12,7 +12,7 @@ from libra.facts import (
     prompts_named,
 )
 from libra.policy.posterior import Posterior
-from libra.policy.posterior.prompt_history import FIRST_PERSISTENCE, KEPT, History
+from libra.policy.posterior.cohorts import FIRST_PERSISTENCE, KEPT_PROMPTS, History
 from libra.types import Phase, ToolStatus
 
 PROMPTS, SAMPLES = 40, 4
@@ -101,12 +101,12 @@ def test_as_much_is_believed_as_has_survived(survives, low, high):
 
 def test_what_is_kept_is_bounded():
     history = History()
-    for k in range(KEPT + 5):
+    for k in range(KEPT_PROMPTS + 5):
         history.ended(f"p{k}", 5.0 + k % 3, 4.0, None)
     history.published()
-    assert len(history.past) == KEPT
+    assert len(history.past) == KEPT_PROMPTS
     assert history.recall("p0", 1.0) is None
-    assert history.recall(f"p{KEPT}", 1.0) is not None
+    assert history.recall(f"p{KEPT_PROMPTS}", 1.0) is not None
     posterior = Posterior()
     for k in range(3):
         posterior.handle(PromptsNamed(tuple((f"train-{k}-{g}", f"p{g}") for g in range(40_000))))

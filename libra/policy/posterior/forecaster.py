@@ -29,11 +29,19 @@ import numpy as np
 
 from libra.facts import Fact, PromptsNamed, QuantumFinished, TrajectoryEnded, TrajectoryParked, VersionPublished
 from libra.policy.forecast import Forecast
-from libra.policy.posterior.cohorts import Cohort, Cohorts, lognormal_remaining
-from libra.policy.posterior.features import MAX_BYTES, NUM_FEW, NUM_ROW, TOOL_SLOTS, WIDTH, Live, counted
-from libra.policy.posterior.prompt_history import History
-from libra.policy.posterior.regression import FORGET, Regression
-from libra.policy.snapshots import Saved
+from libra.policy.posterior.cohorts import Cohort, Cohorts, History, lognormal_remaining
+from libra.policy.posterior.regression import (
+    FORGET,
+    MAX_BYTES,
+    NUM_FEW,
+    NUM_ROW,
+    TOOL_SLOTS,
+    WIDTH,
+    Live,
+    Regression,
+    counted,
+)
+from libra.policy.saved import Saved
 from libra.types import Phase, ToolStatus
 
 VERSION_FORGET = 0.9

@@ -1,6 +1,6 @@
 """Everything Libra uses of the Dask scheduler that is not public API (distributed 2026.8).
 
-When Dask changes one of these, ``tests/scheduler/test_dask_internals.py`` fails, and only this module has to change.
+When Dask changes one of these, ``tests/scheduler/test_scheduler_internals.py`` fails, and only this module has to change.
 
 * A task whose ``resource_restrictions`` name a resource that no worker supplies waits in state ``no-worker``: it is *parked*.
 * Setting restrictions and ``priority`` and recommending ``processing`` through ``Scheduler.transitions`` releases it.

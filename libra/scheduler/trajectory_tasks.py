@@ -52,9 +52,8 @@ from libra.observe.task_stream import QuantumStream
 from libra.policy import EVERYONE, Dispatcher, Place
 from libra.policy.liveness import Liveness
 from libra.policy.placements import LeaseTaken
-from libra.scheduler import dask_internals
-from libra.scheduler.announcements import announce_ahead, announce_move, announce_revocation
-from libra.scheduler.command_applier import Applier
+from libra.scheduler import scheduler_internals
+from libra.scheduler.command_applier import Applier, announce_ahead, announce_move, announce_revocation
 from libra.scheduler.run_state import Handler, RunState, Tracked
 from libra.scheduler.worker_supply import ToolWorkers, Workers
 from libra.types import Phase
@@ -141,7 +140,7 @@ class Trajectories:
 
     def _update_tool_capacity(self) -> None:
         """Notify the leases of what workers have for actions besides slots."""
-        supplies = [dask_internals.supply(self._scheduler, kind) for kind in (TOOL_CORES, TOOL_MIB, TOOL_GPUS)]
+        supplies = [scheduler_internals.supply(self._scheduler, kind) for kind in (TOOL_CORES, TOOL_MIB, TOOL_GPUS)]
         for name, address in self.workers.address.items():
             cores, mib, gpus = (supply.get(address, 0) for supply in supplies)
             has = ToolCapacity(name, cores, mib << 20, gpus)
@@ -240,7 +239,7 @@ class Trajectories:
         at_s = round(time.monotonic(), 6)
         if dispatcher.leases is not None:
             self._update_tool_capacity()
-        releases: list[dask_internals.Release] = []
+        releases: list[scheduler_internals.Release] = []
         alone = len(self._runs) == 1 and self._only is next(iter(self._runs.values()))
         for phase in Phase:
             for place in dispatcher.dispatch(phase, at_s):
@@ -255,7 +254,7 @@ class Trajectories:
                 address = self.workers.address[place.worker]
                 self._dispatched(tracked, phase, address, place, alone)
                 known = 0 if tracked.lost or tracked.ended else tracked.quanta  # another worker may have written more
-                releases.append(dask_internals.Release(place.key, _resources(place), address, known))
+                releases.append(scheduler_internals.Release(place.key, _resources(place), address, known))
         if releases:
             self._dispatches += 1
             self.applier.release(releases, f"libra-dispatch-{self._dispatches}")
@@ -334,7 +333,7 @@ class Trajectories:
         ts = self._scheduler.tasks.get(tracked.key)
         if ts is not None:
             # Also when it finished: a result lost with its worker is computed again, and must park first.
-            dask_internals.park(ts)
+            scheduler_internals.park(ts)
 
     def _lost(self, tracked: Tracked, phase: Phase, address: str) -> None:
         """A quantum ended without a report: its worker died, or it was cancelled. The third time ends the attempt."""
@@ -342,7 +341,7 @@ class Trajectories:
         state = tracked.run
         state.log.emit(QuantumLost(tracked.key, phase, tracked.quanta, address, tracked.lost))
         if tracked.lost >= MAX_LOST_QUANTA and tracked.end_attempt(address):
-            dask_internals.forgive(self._scheduler.tasks.get(tracked.key))
+            scheduler_internals.forgive(self._scheduler.tasks.get(tracked.key))
             self._forget_home(tracked)
 
     def _forget_home(self, tracked: Tracked) -> None:
@@ -373,7 +372,7 @@ class Trajectories:
     def _given_back(self, state: RunState, fact: GivenBack, _: str) -> None:
         if (tracked := self._running(fact)) is not None:
             tracked.given_back, tracked.revoked = True, fact.revoked
-            dask_internals.forgive(self._scheduler.tasks.get(fact.key))
+            scheduler_internals.forgive(self._scheduler.tasks.get(fact.key))
 
     def _found_ended(self, state: RunState, fact: TrajectoryFoundEnded, _: str) -> None:
         if (tracked := self._running(fact)) is not None:
@@ -413,7 +412,7 @@ class Trajectories:
         else:
             tracked.ended = True
             tracked.begin()
-        dask_internals.forgive(self._scheduler.tasks.get(key))
+        scheduler_internals.forgive(self._scheduler.tasks.get(key))
         name = fact.tool if phase is Phase.TOOL else "generate"
         self.stream.add(key, address, phase, fact.stop_s - fact.latency_s, fact.stop_s, name)
         self._tell(state, fact)
