@@ -9,14 +9,14 @@ from libra.types import Phase, tool_outcome
 
 
 class TrajectoryParked(Fact, frozen=True, gc=False):
-    """A trajectory waits for a slot of ``phase``: for the first time (``quanta`` 0), or after a quantum was committed or lost.
+    """A trajectory waits for a slot of ``phase``, at first or after a quantum was committed or
+    lost.
 
-    ``group`` is shared by the samples of one prompt, ``family`` by all trajectories of one environment; empty: unknown.
-    ``context_tokens`` are those whose KV another engine would compute again; 0: not known.
+    ``group`` is shared by the samples of one prompt, ``family`` by one environment; empty: unknown.
+    ``context_tokens``: KV that another engine would compute again; 0: not known.
     """
 
     words = "{key} waits for {phase} after {quanta} quanta"
-
     key: str
     iteration: int
     phase: Phase
@@ -27,7 +27,7 @@ class TrajectoryParked(Fact, frozen=True, gc=False):
 
 
 class QuantumStarted(Fact, frozen=True, gc=False):
-    """A trajectory begins a quantum in a slot of ``phase`` on ``worker``; a generation makes this worker the holder of its KV."""
+    """A trajectory begins a quantum on ``worker``, which holds its KV after a generation."""
 
     key: str
     phase: Phase
@@ -35,13 +35,9 @@ class QuantumStarted(Fact, frozen=True, gc=False):
 
 
 class QuantumDispatched(QuantumStarted, frozen=True, gc=False):
-    """A waiting trajectory got a slot, for this reason.
-
-    ``alone``: no other run was on the scheduler, so the log has all that the dispatcher knew.
-    """
+    """A waiting trajectory got a slot; ``alone``: no other run was on the scheduler."""
 
     words = "quantum {quantum} gets a {phase} slot on {worker}, priority {priority}"
-
     quantum: int
     priority: tuple[int, ...]
     reason: str
@@ -49,71 +45,47 @@ class QuantumDispatched(QuantumStarted, frozen=True, gc=False):
 
 
 class QuantumContinued(QuantumStarted, frozen=True, gc=False):
-    """No trajectory waited for the slot, so this one began its next quantum in it without parking."""
+    """No trajectory waited for the slot, so this one begins its next quantum in it."""
 
     words = "quantum {quantum} begins in the same {phase} slot on {worker}: no trajectory waited for it"
-
     quantum: int
 
 
 class QuantumFinished(Fact, frozen=True, gc=False):
-    """A quantum's record is committed: a generation, or an action.
+    """The record of a generation or an action is committed.
 
-    Attributes
-    ----------
-    tokens : int
-        Generated; the oldest by weights ``version`` (-1: none).
-    tool, status : str
-        Of the calls that returned: an action's, or those that ran inline; ``status`` is empty (`libra.types.NO_TOOL`) if none
-        did, and ``tool`` may be: a malformed call need not name any.
-    latency_s : float
-        Wall time on the worker, until ``stop_s`` (Unix time).
-    payload_tokens : int
-        Appended to the context by tools.
-    tools_s : float
-        Of a generation's ``latency_s``, how long its slot waited for tools.
-    end : str
-        Why the trajectory ended, empty if it goes on: with a quantum of phase ``next``, in the same slot if ``goes_on``.
-    unfinished : bool
-        Its turn goes on in its next quantum (`rollout.chunk_tokens`).
-    calls : tuple of str
-        Tools that its next action calls, if one of them has resources.
-    ran_s : float
-        Seconds of the longest of this action's calls. ``killed``: it took more than its memory.
-
-    ValueError if ``status`` is not an outcome.
+    ValueError if ``status`` is not an outcome of `libra.types`.
     """
 
     key: str
     phase: Phase
-    tokens: int
-    tool: str
-    status: str
-    latency_s: float
-    payload_tokens: int = 0
-    tools_s: float = 0.0
+    tokens: int  # generated
+    tool: str  # of the calls that returned, inline ones too
+    status: str  # empty (`libra.types.NO_TOOL`) if no call returned
+    latency_s: float  # wall time on the worker, until ``stop_s``
+    payload_tokens: int = 0  # appended to the context by tools
+    tools_s: float = 0.0  # of a generation's ``latency_s``, its wait for tools
     quantum: int = 0
     worker: str = ""
-    version: int = -1
-    end: str = ""
-    unfinished: bool = False
+    version: int = -1  # oldest version of the tokens
+    end: str = ""  # why the trajectory ended; empty: it goes on with phase ``next``
+    unfinished: bool = False  # its turn goes on in the next quantum (`rollout.chunk_tokens`)
     next: str = ""
-    goes_on: bool = False
+    goes_on: bool = False  # in the same slot
     context_tokens: int = 0
-    stop_s: float = 0.0
-    calls: tuple[str, ...] = ()
-    ran_s: float = 0.0
-    killed: bool = False
+    stop_s: float = 0.0  # Unix time
+    calls: tuple[str, ...] = ()  # tools of its next action, if one has resources
+    ran_s: float = 0.0  # longest call of this action
+    killed: bool = False  # it took more than its memory
 
     def __post_init__(self) -> None:
         tool_outcome(self.status)
 
 
 class QuantumLost(Fact, frozen=True):
-    """A quantum ended without a record, ``times`` times in a row now: its worker died, or it was cancelled."""
+    """A quantum ended without a record, ``times`` in a row: its worker died, or it was cancelled."""
 
     words = "quantum {quantum} is lost with worker {address}, time {times} in a row"
-
     key: str
     phase: Phase
     quantum: int
@@ -122,11 +94,9 @@ class QuantumLost(Fact, frozen=True):
 
 
 class QuantumGivenBack(Fact, frozen=True):
-    """A quantum ended without a record, and runs again: the worker's engine was put to sleep, or, for an action, its lease was
-    revoked, or the worker had no place for another agent."""
+    """A quantum ended without a record and runs again: engine asleep, lease revoked, or no room."""
 
     words = "quantum {quantum} is returned by {address}, which sleeps, stopped it or has no room"
-
     key: str
     phase: Phase
     quantum: int
@@ -134,7 +104,7 @@ class QuantumGivenBack(Fact, frozen=True):
 
 
 class GivenBack(Signal, frozen=True):
-    """The worker's part of `QuantumGivenBack`; ``revoked``: its action was stopped, as its lease was revoked."""
+    """The worker's part of `QuantumGivenBack`; ``revoked``: the lease of its action was revoked."""
 
     key: str
     revoked: bool = False
@@ -148,37 +118,32 @@ class PlacementVoid(Fact, frozen=True):
 
 
 class HomeForgotten(Fact, frozen=True, gc=False):
-    """The KV of a trajectory is no longer needed: its last attempt there failed, and the next need not go there."""
+    """The KV of a trajectory is no longer needed: its last attempt there failed."""
 
     words = "{key} no longer has a home: its last attempt failed"
-
     key: str
 
 
 class HomeChanged(Fact, frozen=True, gc=False):
-    """A generation of a trajectory with ``tokens`` of context ran on ``worker`` instead of ``home``, whose engine had its KV.
-
-    ``prefill_s`` and ``transfer_s`` were expected for computing the KV again (0: not known) and for sending it. ``sent``: it was
-    to be sent, ``num_bytes`` of it arrived and were taken, and ``took_s`` is the transfer; where ``refused`` says why not, and
-    where it was not to be sent, ``took_s`` is the time until the first token (0: the engine does not tell it, as vLLM).
-    """
+    """A generation ran on ``worker`` instead of ``home``, whose engine had its KV."""
 
     key: str
     home: str
     worker: str
-    tokens: int
-    prefill_s: float
-    transfer_s: float
+    tokens: int  # of context
+    prefill_s: float  # expected for computing it again; 0: not known
+    transfer_s: float  # expected for sending it
     sent: bool
-    took_s: float
-    num_bytes: int
-    refused: str
+    took_s: float  # of the transfer, else until the first token; 0: the engine does not report it
+    num_bytes: int  # that arrived
+    refused: str  # why it was not taken
 
 
 class TrajectoryEnded(Fact, frozen=True, gc=False):
     """A trajectory has ended, and the policy may forget it.
 
-    ``completed`` is false if it failed, was abandoned, or had completed before: nothing is learned from its length.
+    ``completed`` is false if it failed, was abandoned, or had completed before: its length counts
+    for nothing.
     """
 
     key: str
@@ -186,9 +151,9 @@ class TrajectoryEnded(Fact, frozen=True, gc=False):
 
 
 class TrajectoryFoundEnded(Fact, frozen=True):
-    """A dispatched trajectory had ended before: its result had been lost, or the run was resumed.
+    """A dispatched trajectory had ended before: its result was lost, or the run was resumed.
 
-    ``quanta``: its records; if they are gone because its group is committed, the number of its turns.
+    ``quanta``: its records, or the number of its turns if its group is committed.
     """
 
     key: str
@@ -201,7 +166,6 @@ class FailureClassified(Fact, frozen=True):
     """A trajectory failed, with this failure class."""
 
     words = "failure of class {failure}"
-
     key: str
     failure: str
     detail: str
@@ -211,35 +175,28 @@ class FailureClassified(Fact, frozen=True):
 
 
 class ActionRequested(Fact, frozen=True, gc=False):
-    """A trajectory, which parks with the next line, needs what its calls of these tools take; one of them has resources."""
+    """A trajectory, which parks with the next line, will call these tools; one has resources."""
 
     key: str
     tools: tuple[str, ...]
 
 
 class LeaseGranted(Fact, frozen=True):
-    """The action that is placed with the next line holds these resources of ``worker``.
-
-    ``at_s``: when they were granted, by the scheduler's clock; ``queued_s``: since it parked.
-    """
+    """The action that the next line places holds these resources of ``worker``."""
 
     key: str
     worker: str
-    at_s: float
+    at_s: float  # by the scheduler's clock
     cores: int
     memory_bytes: int
     gpus: int
-    queued_s: float
+    queued_s: float  # since it parked
 
 
 class LeaseRevoked(Fact, frozen=True):
-    """An action was stopped, after ``ran_s`` of which nothing is left, so that another one can begin; it is requested again.
-
-    ``at_s``: by the clock of `LeaseGranted`. ``alone``: as of `QuantumDispatched`.
-    """
+    """An action was stopped after ``ran_s`` for another one, and is requested again."""
 
     words = "the action of {key} stops on {worker} after {ran_s:.3g} s"
-
     key: str
     worker: str
     at_s: float
@@ -249,10 +206,7 @@ class LeaseRevoked(Fact, frozen=True):
 
 
 class ActionFinished(Fact, frozen=True):
-    """A leased action has ended: seconds that it waited for its lease, that its calls ran, and of everything around them.
-
-    ``killed``: it took more than its memory.
-    """
+    """A leased action has ended; ``overhead_s`` is neither waiting nor running."""
 
     key: str
     worker: str
@@ -264,25 +218,20 @@ class ActionFinished(Fact, frozen=True):
 
 
 class ServiceAnswered(Fact, frozen=True):
-    """A batch of ``service`` has ended on ``worker``, with ``requests`` of this run in it.
-
-    ``waited_s``: of the oldest of them; ``restore_s``: until the weights were on the device and verified; ``ran_s``: its function,
-    with what it waited for an API that refused calls. ``restored``: the weights were not there; ``evicted``: services that made
-    room.
-    """
+    """A batch of ``service`` with ``requests`` of this run has ended on ``worker``."""
 
     service: str
     worker: str
     requests: int
-    waited_s: float
-    restore_s: float
-    ran_s: float
-    restored: bool
-    evicted: int
+    waited_s: float  # of the oldest request
+    restore_s: float  # until the weights were on the device and verified
+    ran_s: float  # with waits for an API that refused calls
+    restored: bool  # the weights were not on the device
+    evicted: int  # services that made room
 
 
 class SessionsUsed(Signal, frozen=True):
-    """The pool of sessions of a worker has done so much since the last; fields as in `libra.envs.sessions.SessionCounts`."""
+    """Work of a worker's session pool since the last report (`libra.envs.sessions.SessionCounts`)."""
 
     made: int = 0
     reused: int = 0
@@ -295,25 +244,21 @@ class SessionsUsed(Signal, frozen=True):
 
 
 class GroupCommitted(Fact, frozen=True):
-    """The immutable record of a group exists.
-
-    ``reward`` is the mean over samples that train, None if none does; ``oldest_version`` -1 if nothing was generated;
-    ``failures`` counts its trajectories that ended as a failure, by class, ``resampled`` attempts that failed before those.
-    """
+    """The immutable record of a group exists."""
 
     words = "group {group} of iteration {iteration} ({split}) is committed, oldest version {oldest_version}"
-
     split: str
     iteration: int
     group: int
-    oldest_version: int
-    reward: float | None
-    failures: dict[str, int]
-    resampled: int = 0
+    oldest_version: int  # -1 if nothing was generated
+    reward: float | None  # mean over samples that train; None if none does
+    failures: dict[str, int]  # trajectories that ended as a failure, by class
+    resampled: int = 0  # attempts that failed before
 
 
 class RowsKept(Signal, frozen=True):
-    """A worker keeps the rows of a training group in memory: ``block`` says where (`libra.worker.batch_rows`)."""
+    """A worker keeps the rows of a training group in memory, at ``block``
+    (`libra.worker.batch_rows`)."""
 
     iteration: int
     group: int
@@ -321,10 +266,9 @@ class RowsKept(Signal, frozen=True):
 
 
 class GroupScored(Fact, frozen=True):
-    """The teacher (``distil.teacher``) has scored a training group; its scores are on disk. ``score_s``: seconds of the teacher;
-    ``waited_s``: those in which the group waited for it, until its weights were there, and for others, also of the same batch."""
+    """The teacher (``distil.teacher``) has scored a training group; its scores are on disk."""
 
     iteration: int
     group: int
     score_s: float
-    waited_s: float = 0.0
+    waited_s: float = 0.0  # for the teacher's weights, and for other groups

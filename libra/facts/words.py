@@ -11,7 +11,8 @@ from libra.facts.fact import Command, Fact, kinds
 __all__ = ["NAMES", "Subject", "concerns", "said", "sentence", "subject_of", "subject_text"]
 
 Subject = tuple[str, str | int]
-"""What a history is about: ("trajectory", key), ("gate", iteration), ("batch", step), ("worker", name) or ("steps", "steps")."""
+"""("trajectory", key), ("gate", iteration), ("batch", step), ("worker", name) or ("steps",
+"steps")."""
 _FIELDS: Final = {"trajectory": "key", "gate": "iteration", "batch": "batch", "worker": "worker"}
 
 
@@ -23,13 +24,12 @@ class _Many(tuple[Any, ...]):
 
 
 def sentence(fact: Fact) -> str:
-    """A fact as one sentence."""
     what, why = said(fact)
     return f"{what}: {why}" if why else what
 
 
 def said(fact: Fact) -> tuple[str, str]:
-    """What happened, or was decided, and why (empty: nothing says it)."""
+    """The fact and its reason; the reason may be empty."""
     match fact:
         case runs.PlanConsidered():
             verdict = "accepted" if fact.accepted else "not accepted"
@@ -90,7 +90,6 @@ def _engines(engines: Sequence[tuple[int, ...]]) -> str:
 
 
 def _late(fact: runs.LateRewardsTaken) -> tuple[str, str]:
-    """What a batch does about late rewards, and why."""
     if fact.awaited:
         return f"step {fact.batch} waits", f"{fact.awaited} rewards of its members are late"
     dropped = f", {len(fact.dropped)} are dropped after {fact.versions} versions" if fact.dropped else ""
@@ -101,17 +100,14 @@ def _late(fact: runs.LateRewardsTaken) -> tuple[str, str]:
 
 
 NAMES: Final = {kind.__name__: kind.plural for kind in kinds(Command) if issubclass(kind, Command)}
-"""The name of each decision, in the plural."""
 
 
 def subject_text(subject: Subject) -> str:
-    """The subject in words."""
     kind, which = subject
     return {"gate": f"iteration {which}", "batch": f"batch {which}"}.get(kind, str(which))
 
 
 def subject_of(command: Command) -> Subject:
-    """The subject of a decision."""
     return command.subject, getattr(command, _FIELDS.get(command.subject, "about"))
 
 

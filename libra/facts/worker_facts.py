@@ -8,10 +8,9 @@ from libra.facts.fact import Fact, Signal
 
 
 class VersionPublished(Fact, frozen=True, gc=False):
-    """Weights ``version`` are in the registry, with their content hash: what was learned about lengths is of an older policy."""
+    """Weights ``version`` are in the registry, with their content hash."""
 
     words = "version {version} is published"
-
     version: int
     digest: str = ""
     num_bytes: int = 0
@@ -28,15 +27,15 @@ class WeightsHeld(Signal, frozen=True):
 class VersionServed(Fact, frozen=True):
     """The engine of ``worker`` generates with ``version`` from now on.
 
-    ``bucket`` is its capacity class: engines of one kind, tensor-parallel degree and number of threads have the same.
-    ``stats`` counts the engine's work since it started: tokens generated, prefilled and reused, steps, busy seconds, and
-    how often its process was replaced; with ``rollout.speculate`` also tokens drafted and accepted by batch size (a power of two),
-    and ``draft_gain_batchN``: tokens per second of steps with drafts over those without.
+    ``bucket`` is its capacity class: engines of one kind, tensor-parallel degree and number of
+    threads. ``stats`` counts the engine's work since it started: tokens generated, prefilled and
+    reused, steps, busy seconds, replacements of its process; with ``rollout.speculate`` also tokens
+    drafted and accepted by batch size (a power of two), and ``draft_gain_batchN``: speed of steps
+    with drafts over steps without.
     """
 
     subject = "worker"
     words = "{worker} serves version {version}, loaded in {load_s:.3g} s"
-
     version: int
     worker: str
     load_s: float
@@ -46,35 +45,30 @@ class VersionServed(Fact, frozen=True):
 
 
 class VersionChecked(Fact, frozen=True):
-    """The engine of ``worker`` passed the version check for ``version``, before the version counts as served.
+    """The engine of ``worker`` passed the version check, before ``version`` counts as served.
 
-    ``method`` is the comparison that tells the version from what the engine held before (columns, probe, projections), with
-    its ``gap`` and ``tolerance``; ``moved_nats`` is the median change of the probe's log-probabilities since the version
-    before. ``layers`` were compared; of ``changed_layers`` a changed column was read. ``smallest_change`` of one layer would
-    have been noticed: 0 is one bit, else relative to the layer's root mean square, of a probe in nats. ``measured``: the
-    tolerance was measured at version 0. ``check_s`` is wall time beside the loading, of which the last ``stopped_s`` (with the
-    loading) passed before a turn could begin. `libra.weights.version_check` has the rules.
+    Rules and units: `libra.weights.version_check`.
     """
 
     version: int
     worker: str
-    method: str
+    method: str  # columns, probe or projections
     gap: float
     tolerance: float
-    moved_nats: float | None
-    layers: int
-    changed_layers: int | None
-    smallest_change: float
-    measured: bool
-    check_s: float
-    stopped_s: float
+    moved_nats: float | None  # median change of the probe's log-probabilities
+    layers: int  # compared
+    changed_layers: int | None  # of which a changed column was read
+    smallest_change: float  # that would have been noticed in one layer
+    measured: bool  # the tolerance was measured at version 0
+    check_s: float  # wall time beside the loading
+    stopped_s: float  # with the loading, before a turn could begin
 
 
 class VersionRechecked(Fact, frozen=True):
-    """The engine of ``worker`` answered the check for ``version`` once more, before it loads the next one.
+    """The engine of ``worker`` answered the check for ``version`` again, before it loads the next.
 
-    ``passed``: it still held the version; else ``layer`` ("(all)": only log-probabilities) disagrees by ``gap`` (None: it gave no
-    number), allowed was ``tolerance``, both in the unit of ``method``. Only in runs with a mismatch alarm.
+    Only in runs with a mismatch alarm. ``layer`` is "(all)" if only log-probabilities disagree;
+    ``gap`` is None if the engine gave no number.
     """
 
     version: int
@@ -88,14 +82,13 @@ class VersionRechecked(Fact, frozen=True):
 
 
 class EngineQuarantined(Fact, frozen=True):
-    """The engine of ``worker`` failed the version check for ``version``: it gets no trajectory until another check passes.
+    """The engine of ``worker`` failed the version check; it gets no trajectory until one passes.
 
-    ``layer`` disagrees by ``gap`` (None: it gave no number), allowed was ``tolerance``, both in the unit of ``method``.
-    ``out``: an engine started from the version's own file failed too; it gets no trajectory for the rest of this start.
+    ``out``: an engine started from the version's own file failed too; it stays out for the rest of
+    this start.
     """
 
     words = "engine failed the version check: {worker}"
-
     version: int
     worker: str
     layer: str
@@ -116,8 +109,7 @@ class EngineKindFields(msgspec.Struct, frozen=True):
 
 
 class EngineJoined(Signal, frozen=True):
-    """The engine of ``worker`` runs; ``weights``: host and port at which its worker serves versions, ``kv``: at which it gives KV
-    objects."""
+    """The engine of ``worker`` runs; ports of its server of versions, and of KV objects."""
 
     worker: str
     engine: EngineKindFields
@@ -138,11 +130,11 @@ class EngineWoke(Signal, frozen=True):
 
 
 class EngineDeclared(Fact, frozen=True):
-    """The engine of ``worker`` declares itself: at its start, after each rebucket, and when its measured seconds have changed.
+    """The engine of ``worker`` declares its capacity, at its start and after each change.
 
-    The fields are those of `libra.types.EngineCapacity`, its measured seconds (`libra.types.StepSeconds`) flat beside them; they
-    are None before enough passes ran. ``engine`` is its kind (``transformers``, ``vllm``), ``bucket`` its capacity class, and
-    ``model`` names the architecture it serves, so that seconds of one model are never taken for another's.
+    Fields of `libra.types.EngineCapacity`, with `libra.types.StepSeconds` flat beside them (None
+    before enough passes). ``model`` names the architecture, so that seconds of one are never used
+    for another.
     """
 
     worker: str
@@ -165,33 +157,23 @@ class EngineDeclared(Fact, frozen=True):
 
 
 class WorkerJoined(Fact, frozen=True):
-    """A Dask worker joined."""
-
     worker: str
     address: str
 
 
 class WorkerReady(Signal, frozen=True):
-    """The setup of ``worker`` for the run is complete."""
-
     worker: str
 
 
 class SetupFailed(Signal, frozen=True):
-    """Setting up ``worker`` raised an error."""
-
     worker: str
     detail: str
 
 
 class WorkerSetupFailed(Fact, frozen=True):
-    """A Dask worker joined, but its setup for the run failed because of ``detail``.
-
-    It is restarted ``retry_after_s`` later; None: not automatically.
-    """
+    """The setup of a worker failed; it is restarted after ``retry_after_s`` (None if it is not)."""
 
     words = "setup failed: {worker}"
-
     worker: str
     address: str
     detail: str
@@ -199,76 +181,53 @@ class WorkerSetupFailed(Fact, frozen=True):
 
 
 class WorkerCapacity(Fact, frozen=True, gc=False):
-    """A worker takes quanta from now on, or a known worker has changed.
-
-    Attributes
-    ----------
-    worker : str
-    bucket : str
-        Rollout capacity class, e.g. ``"tp2"``: engines of one tensor-parallel degree. Empty: there is only one.
-    rollout_slots, tool_slots : int
-        Quanta of each phase that it takes at once.
-    kv_tokens : int
-        Tokens of KV that its engine holds; 0: not known.
-    alone_s_per_token, full_s_per_token : float
-        Seconds per generated token of a trajectory that is alone in the engine, and with all slots and the KV memory full; 0:
-        not known, and then no speed is known.
-    prefill_s_per_token : float
-        Seconds to compute the KV of one token of context again.
-    beside_s_per_token : float
-        Seconds that each other running generation adds to a token, whatever its context; the rest of a full engine's slowdown
-        depends on the KV held.
-    max_context_tokens : int
-        Longest context of one trajectory; 0: not known.
-    kv_token_bytes : int
-        Bytes of one token's KV, of an engine that exchanges KV with others; 0: it exchanges none.
-    """
+    """A worker takes quanta from now on, or a known worker has changed; 0: not known."""
 
     worker: str
-    bucket: str = ""
+    bucket: str = ""  # rollout capacity class, e.g. ``tp2``; empty: only one
     rollout_slots: int = 0
     tool_slots: int = 0
-    kv_tokens: int = 0
-    alone_s_per_token: float = 0.0
-    full_s_per_token: float = 0.0
-    prefill_s_per_token: float = 0.0
-    beside_s_per_token: float = 0.0
-    max_context_tokens: int = 0
-    kv_token_bytes: int = 0
+    kv_tokens: int = 0  # that its engine holds
+    alone_s_per_token: float = 0.0  # of a trajectory that is alone in the engine
+    full_s_per_token: float = 0.0  # with all slots and the KV memory full
+    prefill_s_per_token: float = 0.0  # to compute the KV of context again
+    beside_s_per_token: float = 0.0  # that each other running generation adds
+    max_context_tokens: int = 0  # longest context of one trajectory
+    kv_token_bytes: int = 0  # of an engine that exchanges KV; 0: it does not
 
     @property
     def declared(self) -> bool:
-        """Whether its engine has declared memory and speed; without them nothing is placed by length."""
+        """Whether memory and speed are known; without them nothing is placed by length."""
         return self.kv_tokens > 0 and self.alone_s_per_token > 0.0
 
     @property
     def context_s_per_token(self) -> float:
-        """Seconds that each token of context at home there adds to a generated one; `declared` must be true."""
+        """Seconds that a token of context at home there adds to a generated one, if `declared`."""
         beside_s = self.beside_s_per_token * max(0, self.rollout_slots - 1)
         return max(0.0, self.full_s_per_token - self.alone_s_per_token - beside_s) / self.kv_tokens
 
 
 class WorkerWithdrawn(Fact, frozen=True, gc=False):
-    """A worker takes no more tasks: it has left, or is about to. Its KV is lost; quanta that ran there are parked again."""
+    """A worker takes no more tasks; its KV is lost, and quanta that ran there park again."""
 
     worker: str
 
 
 class WorkerLost(Fact, frozen=True):
-    """A Dask worker left; each lost quantum has its own ``quantum_lost``. ``worker``: its name, if it ever had slots."""
+    """A Dask worker left; each lost quantum has its own ``quantum_lost``."""
 
     address: str
     worker: str = ""
 
 
 class SlotsSet(Fact, frozen=True):
-    """The engine of ``worker`` takes at most ``slots`` trajectories at once while its degree is ``tp``, for this reason.
+    """The engine of ``worker`` takes at most ``slots`` trajectories while its degree is ``tp``.
 
-    ``of_slots`` are those it was started with; None: an engine of this degree is not there now, and the limit waits for it.
+    ``of_slots`` it was started with; None if no engine of this degree is there now, and the limit
+    waits for it.
     """
 
     words = "{worker} takes at most {slots} trajectories at once"
-
     worker: str
     tp: int
     slots: int
@@ -280,31 +239,25 @@ class SlotsSet(Fact, frozen=True):
 
 
 class ToolNeeds(msgspec.Struct, frozen=True, gc=False):
-    """What one call of a tool takes; see `libra.envs.tool.Tool`.
-
-    ``elastic``: speeds of ``least_cores`` to ``most_cores`` cores, or by cores, or "measure"; None: it takes its least.
-    ``revocable``: it may be stopped, and called again later.
-    """
+    """Resources of one call of a tool; see `libra.envs.tool.Tool`."""
 
     least_cores: int = 0
     most_cores: int = 0
     memory_bytes: int = 0
     gpus: int = 0
-    elastic: tuple[float, ...] | dict[int, float] | str | None = None
+    elastic: tuple[float, ...] | dict[int, float] | str | None = None  # speeds by cores, or "measure"
     quota: str = ""
-    revocable: bool = False
+    revocable: bool = False  # it may be stopped, and called again later
 
 
 class ToolsDeclared(Fact, frozen=True, gc=False):
-    """Tools with resources, by name, and quotas as a configuration writes them: from now on actions hold leases."""
+    """Tools with resources, by name, and quotas: from now on actions hold leases."""
 
     tools: dict[str, ToolNeeds]
     quotas: dict[str, str]
 
 
 class ToolCapacity(Fact, frozen=True, gc=False):
-    """What a worker has for actions besides slots, from now on."""
-
     worker: str
     cores: int
     memory_bytes: int
@@ -312,45 +265,20 @@ class ToolCapacity(Fact, frozen=True, gc=False):
 
 
 class ToolWorkersOrdered(Fact, frozen=True):
-    """The number of tool workers from now on, and what `libra.policy.tool_fleet` decided it from.
-
-    Attributes
-    ----------
-    least, most, wanted : int
-        Bounds, and the workers that there are or that start.
-    starting : int
-        Those of them that start.
-    units : int
-        What all present workers together give to actions: cores, or slots where no action leases any.
-    waiting : int
-        Actions that wait.
-    waiting_s : float
-        Unit-seconds of all of these.
-    behind_s : float
-        Seconds for which some have waited without a pause.
-    start_s : float
-        Mean seconds from asking for a worker until it is there.
-    idle : tuple of (str, float)
-        Present workers beyond the first ``least`` that have nothing to do, and for how many seconds.
-    ordered : int
-        Workers that there should be; 0: not decided yet.
-    give_up : str
-        The worker to end; empty: none.
-    reason : str
-    """
+    """The number of tool workers from now on, decided by `libra.policy.tool_fleet`."""
 
     least: int
     most: int
-    wanted: int
+    wanted: int  # workers present or starting
     starting: int
-    units: int
-    waiting: int
-    waiting_s: float
-    behind_s: float
-    start_s: float
-    idle: tuple[tuple[str, float], ...] = ()
-    ordered: int = 0
-    give_up: str = ""
+    units: int  # cores that all give, or slots where no action leases any
+    waiting: int  # actions
+    waiting_s: float  # their unit-seconds
+    behind_s: float  # for which some have waited without a pause
+    start_s: float  # mean seconds until a requested worker is there
+    idle: tuple[tuple[str, float], ...] = ()  # workers beyond the first ``least``, and for how long
+    ordered: int = 0  # workers that there should be; 0: not decided
+    give_up: str = ""  # the worker to end
     reason: str = ""
 
 
@@ -377,7 +305,7 @@ class GangOpen(GangSignal, frozen=True):
 
 
 class GangRankJoined(GangSignal, frozen=True):
-    """A rank joined; its replica has taken ``steps`` steps."""
+    """A rank joined after ``steps`` steps."""
 
     rank: int
     steps: int
@@ -391,7 +319,7 @@ class GangRankFailed(GangSignal, frozen=True):
 
 
 class GangFormed(Fact, frozen=True):
-    """Training replicas are one process group, number ``gang``; ``members`` are workers by rank, all after ``steps`` steps."""
+    """Training replicas form process group ``gang``; ``members`` by rank, after ``steps`` steps."""
 
     gang: int
     members: tuple[str, ...]
@@ -402,7 +330,6 @@ class GangLost(Fact, frozen=True):
     """Process group ``gang`` has ended: ``worker`` left, or could not reach the others."""
 
     words = "gang lost: {worker}"
-
     gang: int
     worker: str
     detail: str
@@ -411,10 +338,9 @@ class GangLost(Fact, frozen=True):
 class StallDetected(Fact, frozen=True):
     """The run made no progress for ``idle_s``.
 
-    ``key`` has been on ``worker`` the longest, in ``stage``; all three are empty if nothing runs, and ``detail`` gives what the
-    parked tasks wait for. ``parked`` tasks wait. ``last_event`` is the last line before. ``stacks`` is the file, within the run
-    directory, with the stacks of the worker's threads and coroutines. ``restarts``: the worker is
-    restarted, unless the run makes progress in the meantime.
+    ``key`` has been on ``worker`` the longest; empty if nothing runs, then ``detail`` has what
+    parked tasks wait for. ``stacks``: the file with the stacks of the worker. ``restarts``: it is
+    restarted, unless the run makes progress.
     """
 
     key: str

@@ -1,33 +1,31 @@
-"""C-MLFQ: a multi-level feedback queue over trajectories, ordered by forecasts of their remaining length.
+"""C-MLFQ: a multi-level feedback queue over trajectories, by forecasts of their remaining length.
 
-The order is (iteration deadline, level, order). Levels are classes of remaining length, computed again at every parking from the
-forecast. If its skill is not above 0, forecasts are not used; the objectives define the order without them.
+The order is (iteration deadline, level, order). Levels are classes of remaining length, computed at
+every parking from the forecast. Forecasts without skill are not used.
 
 Objectives
 ----------
 makespan
-    End the iteration soon. Trajectories under way go first, in the order of arrival: their KV cache holds memory until they end,
-    and alternating among many half-done ones computes contexts repeatedly. Of those that have not begun, one of each group goes
-    first (the probe, Seer), then the longest forecast; results of siblings re-order them. Without skill, by arrival: least
-    attained service first would leave the longest for the end, which is bad for a makespan (`docs/adr/0008`).
-    Where engines exchange KV, whoever pauses loses nothing: then everybody begins, probes first, and only memory makes some wait.
-    Those with most tokens left go first, in octaves, since forecasts err; within an octave, and without skill, those with fewest
-    tokens generated: all get on evenly until it shows who is long.
+    End the iteration soon. Running trajectories go first, by arrival: their KV cache holds memory
+    until they end. Then one of each group (the probe, Seer), then the longest forecast; results of
+    siblings re-order them. Without skill, by arrival (`docs/adr/0008`). Where engines exchange KV a
+    pause costs little: everybody begins, probes first, then most tokens left in octaves, then
+    fewest tokens generated.
 stream
-    Complete groups soon, one after the other: fewest tokens left in the group first, within it by arrival. Without skill, least
-    attained service first.
+    Complete groups soon, one after the other: fewest tokens left in the group first, within it by
+    arrival. Without skill, least attained service first.
 
 Promises
 --------
 1. An earlier iteration always goes before a later one.
-2. No trajectory is passed over for ever: `libra.policy.trajectory_table` bounds it; overdue ones have level -1.
-3. It gives its forecast (`Prefer`) whenever that has changed by a class. Placement follows from the forecasts, the load of the
-   engines and the cost of a move: see `libra.policy.engine_loads`. Boundaries of a plan (`BoundariesSet`) give the engines on
-   which a trajectory should begin, as long as that costs little: see `libra.policy.dispatcher`.
+2. No trajectory starves: `libra.policy.trajectory_table` bounds the wait; overdue ones have level
+   -1.
+3. It gives its forecast (`Prefer`) whenever that has changed by a class, and the engines on which a
+   plan (`BoundariesSet`) lets a trajectory begin; `libra.policy.dispatcher` places it.
 4. ``restore(snapshot())`` changes no later answer.
 
-Differs from the paper (Libra, arXiv:2606.03077 v2, C-MLFQ): levels order one queue instead of being queues of servers; there are no
-fixed lengths; moves have a cost; waiting is bounded.
+Differs from the paper (Libra, arXiv:2606.03077 v2, C-MLFQ): levels order one queue instead of being
+queues of servers; there are no fixed lengths; moves have a cost; waiting is bounded.
 """
 
 from __future__ import annotations
@@ -67,14 +65,14 @@ Objective = Literal["makespan", "stream"]
 UNTRUSTED = 0.0
 """Skill up to which forecasts are not used for the order."""
 RECONSIDERED_AT_END = 16
-"""Number of trajectories that have not begun and are re-evaluated, besides the siblings, whenever one ends."""
+"""Waiting trajectories, besides siblings, that are re-evaluated whenever one ends."""
 UNDER_WAY, UNBEGUN = 1, 1 + NUM_CLASSES
-"""Levels of those under way (with skill), and the first level of those that have not begun."""
+"""Level of running trajectories (with skill), and the first level of waiting ones."""
 
 
 @runtime_checkable
 class GroupAware(Protocol):
-    """A forecaster that updates trajectories that have not begun by what their siblings show."""
+    """A forecaster that updates waiting trajectories by their siblings."""
 
     def reconsidered(self, key: str) -> Forecast: ...
 
@@ -95,13 +93,8 @@ class SelfScoring(Protocol):
 class CMLFQ(Saved):
     """Libra's ordering.
 
-    Parameters
-    ----------
-    forecaster : Forecaster, optional
-        Receives every event before it is queried. None: `Posterior`.
-    objective : "makespan" or "stream"
-    patience : int
-        The starvation bound, in parkings; see `libra.policy.trajectory_table`.
+    ``forecaster`` receives every event before it is queried (default: `Posterior`); ``patience`` is
+    the starvation bound, in parkings.
     """
 
     name: ClassVar[str] = "cmlfq"
@@ -168,11 +161,11 @@ class CMLFQ(Saved):
         return ()
 
     def learn(self) -> None:
-        """Run the forecaster's expensive update; called off the critical path."""
         self.forecaster.learn()
 
     def forget_live(self) -> None:
-        """Drop running trajectories and keep what was learned: after a restart they have other keys."""
+        """Drop running trajectories and keep what was learned: after a restart they have other
+        keys."""
         for key in list(self._trajectories.by_key):
             self.handle(TrajectoryEnded(key, completed=False))
         self._boundaries = ()  # of the previous layout
@@ -201,7 +194,7 @@ class CMLFQ(Saved):
         return tuple(answers)
 
     def _continued(self, key: str) -> tuple[SetPriority, ...]:
-        """The new rank of a trajectory that keeps its slot, by which it may have to release it after this quantum."""
+        """The new rank of a trajectory that keeps its slot."""
         stats = self._trajectories.by_key.get(key)
         always_first = self.objective == "makespan" and not self._pauses
         if stats is None or (always_first and stats.level == UNDER_WAY):
@@ -212,11 +205,9 @@ class CMLFQ(Saved):
         return () if level == stats.level else (self._placed(key, stats, level, reason, skill > UNTRUSTED),)
 
     def _reconsider_siblings(self, stats: TrajectoryStats) -> tuple[SetPriority | Prefer, ...]:
-        """Reconsider those of its group that have not begun."""
         return self._reconsider(list(self._unbegun.get(stats.group, ()))) if stats.group else ()
 
     def _next_reconsidered(self) -> list[str]:
-        """Some of those that have not begun, in turn."""
         keys: list[str] = []
         while self._unbegun and len(keys) < RECONSIDERED_AT_END:
             group = next(iter(self._unbegun))
@@ -250,7 +241,6 @@ class CMLFQ(Saved):
         return SetPriority(key, Priority(stats.iteration, level, place), reason)
 
     def _begun(self, key: str, group: str | None = None) -> None:
-        """``key`` no longer waits for its first slot."""
         if group is None:
             stats = self._trajectories.by_key.get(key)
             if stats is None:
@@ -263,7 +253,7 @@ class CMLFQ(Saved):
                 del self._unbegun[group]
 
     def _prefer(self, key: str, stats: TrajectoryStats, mean_tokens: float) -> list[Prefer]:
-        """The forecast for the dispatcher (tokens left, context at the end), if it has changed by a class."""
+        """The forecast for the dispatcher, if it has changed by a class."""
         begins = 0 if stats.generated_tokens else self._begins_tp(mean_tokens)
         length = length_class(mean_tokens)
         if (stats.told_class, stats.begins_tp) == (length, begins):
@@ -276,14 +266,13 @@ class CMLFQ(Saved):
         return [Prefer(key, (), f"cmlfq: {int(mean_tokens)} tokens left{planned}", left, final, begins)]
 
     def _begins_tp(self, tokens: float) -> int:
-        """Smallest degree planned for a trajectory of this many tokens; 0: there is no plan."""
+        """Smallest degree planned for a trajectory of this many tokens; 0 without a plan."""
         for tp, longest_tokens in self._boundaries:
             if tokens <= longest_tokens:
                 return tp
         return self._boundaries[-1][0] + 1 if self._boundaries else 0
 
     def _prefer_again(self) -> tuple[Prefer, ...]:
-        """Changes for those that have not begun, after new boundaries."""
         waiting = [key for keys in self._unbegun.values() for key in keys]
         trajectories = self._trajectories.by_key
         return tuple(
@@ -338,11 +327,8 @@ class CMLFQ(Saved):
                 del self._groups[stats.group]
 
     def dashboard_row(self) -> dict[str, Any]:
-        """Skill and weights of the forecasts, and the forecasts of trajectories that have ended.
-
-        ``skill`` is None if the forecaster does not measure it; ``outcomes`` are rows of
-        `libra.policy.forecast.ForecastOutcome`.
-        """
+        """Skill and weights of the forecasts, and ``outcomes`` of ended trajectories
+        (`ForecastOutcome`)."""
         scored = self.forecaster if isinstance(self.forecaster, SelfScoring) else None
         return {
             "objective": self.objective,
@@ -354,6 +340,5 @@ class CMLFQ(Saved):
         }
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
-        """Take the state of ``snapshot``; KeyError, TypeError or ValueError if it is not a snapshot."""
         super().restore(snapshot)
         self._calibration = CalibrationLog()

@@ -4,14 +4,8 @@ Invariants
 ----------
 1. A trajectory has at most one home, a present engine: the one where it generated last.
 2. An engine that has left holds nothing.
-
-The policy's event about a worker, from its engine's declaration: one translation, live and simulated.
-
-Invariants
-1. Seconds come from the engine's measured passes only; before there are any, all of them are 0: not known.
-2. ``alone_s_per_token`` and ``full_s_per_token`` are passes that the declared form gives: of one sequence without context, and
-   of all slots with the KV memory full.
-
+3. Seconds in `WorkerCapacity` come from the engine's measured passes: of one sequence without
+   context (alone), of all slots with the KV memory full (full); 0 before there are any.
 """
 
 from __future__ import annotations
@@ -32,14 +26,14 @@ from libra.facts import (
     WorkerCapacity,
     WorkerWithdrawn,
 )
-from libra.policy.engine_state import UNSURE, Demand, EngineState, Trajectory, share_of
+from libra.policy.engine_state import NOISY_NORM, Demand, EngineState, Trajectory, share_of
 from libra.types import EngineCapacity, Phase, StepSeconds
 
 _DEGREE = re.compile(r"(?:^|-)tp(\d+)(?:-|$)")
 
 
 def degree_of(bucket: str) -> int:
-    """Tensor-parallel degree in the name of a bucket (``tp4``, ``tp2-threads1``); 1 if it has none."""
+    """Tensor-parallel degree in the name of a bucket (``tp4``, ``tp2-threads1``), or 1."""
     found = _DEGREE.search(bucket)
     return int(found[1]) if found else 1
 
@@ -47,33 +41,13 @@ def degree_of(bucket: str) -> int:
 class EngineTable:
     """Engines by name, and the record of every trajectory that has not ended.
 
-    Parameters
-    ----------
-    exponent : float
-        `UNSURE`, or `SURE` where forecasts of lengths are exact.
-
-    Attributes
-    ----------
-    engines : dict of str to EngineState
-        By worker.
-    trajectories : dict of str to Trajectory
-    buckets : dict of str to list of str
-        Workers of each bucket.
-    silent : set of str
-        Workers whose engine has not declared itself.
-    exchanging : list of EngineState
-        Engines that exchange KV.
-    max_context_tokens : int
-        Of the engine that takes the longest contexts; 0: not known.
-    slot_tokens : float
-        KV of one slot, of the engine that has least; 0: not known.
-    mean_final, mean_prompt, mean_told : float
-        Mean context of ended trajectories, mean prompt, and mean first forecast.
-    sampled, grown : float
-        Tokens generated, and context that came with them.
+    ``exponent`` is `NOISY_NORM`, or `EXACT_NORM` where lengths are known. ``silent`` workers have
+    not declared their engine; ``exchanging`` engines exchange KV. ``slot_tokens`` is the least KV
+    of one slot, ``mean_final`` the mean context of ended trajectories, ``mean_told`` the mean first
+    forecast. ``sampled`` tokens were generated, and contexts have ``grown`` with them.
     """
 
-    def __init__(self, exponent: float = UNSURE) -> None:
+    def __init__(self, exponent: float = NOISY_NORM) -> None:
         self.exponent = exponent
         self.engines: dict[str, EngineState] = {}
         self.trajectories: dict[str, Trajectory] = {}
@@ -87,14 +61,12 @@ class EngineTable:
         self.sampled = self.grown = 0.0
 
     def of(self, key: str) -> Trajectory:
-        """The record of a trajectory, from its first event on."""
         one = self.trajectories.get(key)
         if one is None:
             one = self.trajectories[key] = Trajectory(key)
         return one
 
     def handle(self, event: Fact) -> None:
-        """Follow one event."""
         # Type comparisons instead of match: every event comes here.
         if type(event) is TrajectoryParked:
             self._parked(self.of(event.key), event)
@@ -175,7 +147,7 @@ class EngineTable:
             self.mean_final += (one.context_tokens - self.mean_final) / self._num_ended
 
     def settle(self, one: Trajectory, worker: str | None) -> None:
-        """The trajectory is at home on ``worker``; None, or a worker without an engine: nowhere."""
+        """The trajectory is at home on ``worker``, or nowhere."""
         home, now = one.home, None if worker is None else self.engines.get(worker)
         if home is now:
             if now is not None:
@@ -187,8 +159,11 @@ class EngineTable:
             now.add(one, self.mean_final)
 
     def forecast(self, one: Trajectory, left_tokens: float, final_tokens: float) -> None:
-        """The trajectory is expected to generate ``left_tokens`` more and to end with a context of ``final_tokens``, each at most
-        the longest context of any engine, so that a high first forecast leaves none empty."""
+        """A trajectory will generate ``left_tokens`` more, to a context of ``final_tokens``.
+
+        Both are capped by the longest context of any engine, so that a high first forecast leaves
+        none empty.
+        """
         is_first = one.final_tokens is None
         self._believe(one, left_tokens, final_tokens)
         if is_first:
@@ -209,17 +184,15 @@ class EngineTable:
         return one.context_tokens or self.mean_prompt
 
     def room(self, one: Trajectory) -> float:
-        """KV tokens that are reserved for a trajectory."""
         return share_of(one, self.mean_final).room
 
     def demand(self, one: Trajectory, growth: float) -> Demand:
-        """KV of a trajectory over time, at ``growth`` tokens of context per token generated."""
         return Demand.of(self.context(one), one.left_tokens, growth, self.max_context_tokens)
 
     # ---------------------------------------------------------------- engines
 
     def of_degree(self, tp: int) -> list[str]:
-        """Workers whose engines have this tensor-parallel degree, or the next higher one present; may be empty."""
+        """Workers with engines of this degree, or the next higher one; may be empty."""
         degrees = {bucket: degree_of(bucket) for bucket in self.buckets}
         least = min((degree for degree in degrees.values() if degree >= tp), default=None)
         return [worker for bucket, degree in degrees.items() if degree == least for worker in self.buckets[bucket]]
@@ -262,15 +235,15 @@ class EngineTable:
 
 
 ERRORS_TAKEN = 2.0
-"""Engines of a bucket differ if their seconds do by more than so many times the sum of their errors."""
+"""Engines of a bucket differ if their seconds differ by more than this many sums of errors."""
 DIGITS = 12
-"""Decimals of seconds in events, so that a log has exactly the numbers behind the decisions."""
+"""Decimals of seconds in events: a log has exactly the numbers behind the decisions."""
 
 
 def joined_of(
     worker: str, bucket: str, capacity: EngineCapacity, *, rollout_slots: int | None = None, tool_slots: int = 0
 ) -> WorkerCapacity:
-    """A worker whose engine declares ``capacity``; ``rollout_slots`` are those it has now (None: the engine's)."""
+    """A worker whose engine declares ``capacity``, with its own slots or ``rollout_slots``."""
     slots = capacity.slots if rollout_slots is None else rollout_slots
     limit = capacity.max_context_tokens
     kv_token_bytes = capacity.kv_token_bytes if capacity.exchanges_kv else 0
@@ -290,11 +263,11 @@ def joined_of(
 
 
 def as_its_bucket(own: EngineCapacity, alike: Sequence[StepSeconds]) -> EngineCapacity:
-    """An engine's capacity with the seconds of the median of its bucket, unless its own differ by more than their errors.
+    """An engine with the median seconds of its bucket, unless its own differ beyond their errors.
 
-    Equal engines measure unlike passes, and so fit unlike seconds; without this a trajectory moves to whichever seems quick.
-    ``alike`` are the seconds of all engines of its bucket that have measured some, its own included. An engine that has measured
-    none takes the median, and None where nobody has.
+    Equal engines fit unlike seconds; without this a trajectory moves to whichever seems quick.
+    ``alike``: seconds of all measured engines of the bucket; an engine without its own takes the
+    median.
     """
     if not alike:
         return own
@@ -311,9 +284,8 @@ def as_its_bucket(own: EngineCapacity, alike: Sequence[StepSeconds]) -> EngineCa
 
 
 def off_by_frac(now: EngineCapacity, before: EngineCapacity) -> float:
-    """Relative change of an engine: infinite if memory, slots or degree differ, or seconds are known that were not; else the
-    largest change of a pass alone, a full one, and one that prefills a context.
-    """
+    """Largest relative change of an engine's passes; infinite if its memory, slots or degree
+    differ."""
     held = [(each.kv_tokens, each.slots, each.tp, each.max_context_tokens) for each in (now, before)]
     if held[0] != held[1]:
         return float("inf")

@@ -1,12 +1,7 @@
-"""The interface of forecasters of a trajectory's remaining tokens.
+"""Forecasts of a trajectory's remaining tokens: their interface, and a log of how true they were.
 
-Forecasts of finished trajectories and their true lengths, for the dashboard; no decision reads it.
-
-Invariants
-----------
-1. At most ``FOLLOWED`` running trajectories and ``KEPT`` ended ones are kept, whatever the size of the run.
-2. Only forecasts made *before* the end count.
-
+The log follows at most ``FOLLOWED`` running trajectories and keeps ``KEPT`` ended ones. No decision
+reads it.
 """
 
 from __future__ import annotations
@@ -19,21 +14,11 @@ from libra.facts import Fact
 
 
 class Forecast(NamedTuple):
-    """Forecast of one trajectory's remaining tokens.
+    """Forecast of one trajectory's remaining tokens, each >= 0."""
 
-    Attributes
-    ----------
-    mean_tokens : float
-        Expectation, >= 0: for sums of loads.
-    order_tokens : float
-        For ranking (e.g. the exponential of the expected logarithm), >= 0.
-    skill : float
-        Gain over the progress-only forecast, measured on ended trajectories, <= 1; 0 or less: do not use its order.
-    """
-
-    mean_tokens: float
-    order_tokens: float
-    skill: float
+    mean_tokens: float  # expectation, for sums of loads
+    order_tokens: float  # for ranking, e.g. exp of the expected logarithm
+    skill: float  # gain over the progress-only forecast, <= 1; at 0 its order is not used
 
 
 class Forecaster(Protocol):
@@ -43,7 +28,7 @@ class Forecaster(Protocol):
         """Learn from one event; must be cheap, because the scheduler's loop waits for it."""
 
     def learn(self) -> None:
-        """Run the expensive update on trajectories that ended since the last call; called off the critical path."""
+        """Run the expensive update, off the critical path."""
 
     def remaining(self, key: str) -> Forecast:
         """Forecast for a live trajectory; KeyError for one never parked or already ended."""
@@ -56,13 +41,11 @@ class Forecaster(Protocol):
 
 
 FOLLOWED = 512
-"""Trajectories followed at once: each new one while there is room."""
 KEPT = 256
-"""Finished trajectories that are kept: the latest."""
 
 
 class ForecastOutcome(NamedTuple):
-    """An ended trajectory: forecast of its total tokens at the start and half way, and the true total."""
+    """An ended trajectory: forecast of its total at the start and half way, and the true total."""
 
     first_tokens: float
     half_tokens: float
@@ -70,14 +53,14 @@ class ForecastOutcome(NamedTuple):
 
 
 class CalibrationLog:
-    """Follows forecasts of some trajectories until they end."""
+    """Forecasts of trajectories that ended, made before their end."""
 
     def __init__(self) -> None:
         self.outcomes: deque[ForecastOutcome] = deque(maxlen=KEPT)
         self._forecasts: dict[str, list[tuple[int, float]]] = {}  # tokens generated, forecast of the total
 
     def forecast(self, key: str, generated_tokens: int, total_tokens: float) -> None:
-        """``key`` has generated this many tokens; the forecast of its total is ``total_tokens``."""
+        """The forecast of a total after ``generated_tokens``."""
         forecasts = self._forecasts.get(key)
         if forecasts is None:
             if len(self._forecasts) >= FOLLOWED or generated_tokens:
@@ -89,7 +72,7 @@ class CalibrationLog:
             forecasts.append((generated_tokens, total_tokens))
 
     def ended(self, key: str, tokens: int, *, completed: bool) -> None:
-        """``key`` has ended after this many tokens; if it failed, its length does not count."""
+        """``key`` has ended after this many tokens; failures do not count."""
         forecasts = self._forecasts.pop(key, None)
         if forecasts and completed and tokens:
             half = [total for generated, total in forecasts if 2 * generated <= tokens]

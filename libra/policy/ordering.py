@@ -1,25 +1,13 @@
-"""The interface of orderings for plugin, simulator and replay, and the table of them.
+"""The interface of orderings for plugin, simulator and replay, the table of them, and simple ones.
 
-First come, first served within an iteration; earlier iterations first.
-
-Promises
---------
-1. A trajectory keeps the place it got when it was first parked: one that has started goes before one that has not, so
-   its KV cache is used again soon.
-2. An earlier iteration always goes before a later one.
-3. No trajectory waits for ever: only finitely many trajectories can be ahead of one, those of earlier or equal iterations
-   that were parked before it.
-4. ``restore(snapshot())`` changes no later answer.
-
-
-Least attained service first: an ordering without forecasts.
-
-Promises
---------
+Promises of `Fifo` and `Mlfq`
+-----------------------------
 1. An earlier iteration always goes before a later one.
-2. No trajectory is passed over for ever: `libra.policy.trajectory_table` bounds it.
-3. ``restore(snapshot())`` changes no later command.
-
+2. No trajectory starves: only finitely many can be ahead of one in `Fifo`; `Mlfq` has the bound of
+   `libra.policy.trajectory_table`.
+3. In `Fifo` a trajectory keeps the place of its first parking, so that its KV cache is used again
+   soon.
+4. ``restore(snapshot())`` changes no later answer.
 """
 
 from __future__ import annotations
@@ -51,43 +39,41 @@ from libra.policy.trajectory_table import (
 
 @runtime_checkable
 class Ordering(Protocol):
-    """Decides the order of waiting trajectories; deterministic in the sequence of events, without clock, files or randomness.
+    """Decides the order of waiting trajectories, deterministic in the sequence of events.
 
-    ``policy.name`` takes ``package.module:attribute`` of one's own: a class, or a function that makes an object, called without
-    arguments, or with those of ``objective`` and ``patience`` (parkings) that it takes by name. Scheduler, simulator and replay
-    each make an object of their own. If it raises, the order is first come, first served from then on.
+    ``policy.name`` takes ``package.module:attribute``: a class or function, called with what it
+    takes by name of ``objective`` and ``patience`` (parkings). Scheduler, simulator and replay each
+    make an object of their own. If it raises, the order is first come, first served from then on.
     `libra.testing.parts.PolicyContract` tests one.
     """
 
     name: ClassVar[str]
-    """Name in event log and page; of a policy of one's own it becomes ``package.module:attribute``."""
+    """Name in event log and page; an own policy gets ``package.module:attribute``."""
 
     def handle(self, event: Fact) -> tuple[SetPriority | Prefer, ...]:
         """The commands that answer an event.
 
-        A `TrajectoryParked` is answered with a `SetPriority` for its key first, with `Priority.deadline` its iteration; answers
-        for other keys may follow, also to other events; each `Prefer` comes after the `SetPriority` of its key. A
-        `QuantumContinued` may be answered with a new rank of its key, which keeps its slot as long as nothing better waits.
+        A `TrajectoryParked` is answered with a `SetPriority` for its key first, with
+        `Priority.deadline` its iteration; answers for other keys may follow, also to other events;
+        each `Prefer` comes after the `SetPriority` of its key. A `QuantumContinued` may be answered
+        with a new rank of its key.
         """
 
     def snapshot(self) -> dict[str, Any]:
         """Its whole state as JSON-able values: ``restore(snapshot())`` changes no later answer."""
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
-        """Take the state of ``snapshot``, options included; KeyError, TypeError or ValueError if it is not a snapshot."""
+        """Take the state of ``snapshot``; KeyError, TypeError or ValueError if it is not a
+        snapshot."""
 
 
 LEARNS_EVERY = 32
-"""Finished trajectories between the first calls of an ordering's ``learn``; later more, see `learns_after`."""
+"""Finished trajectories between the first calls of ``learn``, and the upper bound later."""
 LEARNS_RARELY = 256
-"""Upper bound of that number."""
 
 
 def learns_after(num_ended: int) -> int:
-    """Number of trajectories that must end before the next ``learn``, given how many had ended at the last one.
-
-    A thirty-second more data changes little, and the time to solve does not depend on the amount of data.
-    """
+    """Trajectories that must end before the next ``learn``, given how many had ended at the last."""
     return min(LEARNS_RARELY, max(LEARNS_EVERY, num_ended // 32))
 
 
@@ -96,7 +82,7 @@ class OnlineLearner(Protocol):
     """An ordering that learns off the critical path."""
 
     def learn(self) -> None:
-        """Run the expensive update on trajectories that ended since the last call; deterministic, like `handle`."""
+        """Run the expensive update; deterministic, like `handle`."""
 
     def forget_live(self) -> None:
         """Drop running trajectories, and keep what was learned from finished ones."""
@@ -107,11 +93,11 @@ class Inspectable(Protocol):
     """An ordering with figures for the dashboard."""
 
     def dashboard_row(self) -> dict[str, Any]:
-        """The figures as JSON-able values: ``objective``, ``skill``, ``weights`` by signal, ``outcomes``; see `CMLFQ`."""
+        """``objective``, ``skill``, ``weights`` by signal, ``outcomes``; see `CMLFQ`."""
 
 
 class Fifo(Saved):
-    """The order of arrival as a policy object; one per run."""
+    """First come, first served within an iteration; one per run."""
 
     SAVED = {"_arrivals": int, "_order": dict[str, int]}
 
@@ -122,7 +108,6 @@ class Fifo(Saved):
         self._arrivals = 0
 
     def handle(self, event: Fact) -> tuple[SetPriority, ...]:
-        """Answer one event; deterministic in the sequence of events."""
         if type(event) is TrajectoryParked:  # quicker than match, and every event comes here
             order = self._order.get(event.key)
             if order is None:
@@ -135,10 +120,8 @@ class Fifo(Saved):
 
 
 class Mlfq(Saved):
-    """Least attained service first, in classes of half octaves, then by arrival.
-
-    The classic multi-level feedback queue, without forecasts; a baseline.
-    """
+    """Least attained service first, in half octaves, then by arrival: the classic queue, a
+    baseline."""
 
     name: ClassVar[str] = "mlfq"
     SAVED = {"_trajectories": TrajectoryTable, "_guard": StarvationGuard}
@@ -148,7 +131,6 @@ class Mlfq(Saved):
         self._guard = StarvationGuard(patience)
 
     def handle(self, event: Fact) -> tuple[SetPriority, ...]:
-        """Answer one event; deterministic in the sequence of events."""
         stats = self._trajectories.handle(event)
         match event:
             case TrajectoryParked(key=key, phase=phase):
@@ -164,7 +146,6 @@ class Mlfq(Saved):
         return ()
 
     def _continued(self, key: str) -> tuple[SetPriority, ...]:
-        """The new rank of a trajectory that keeps its slot."""
         if (stats := self._trajectories.by_key.get(key)) is None:
             return ()
         before, (stats.level, reason) = stats.level, self._level(stats)
@@ -177,8 +158,7 @@ class Mlfq(Saved):
 
 
 ORDERINGS: dict[str, type[Ordering]] = {kind.name: kind for kind in (Fifo, CMLFQ, Mlfq)}
-"""Every ordering by the name that an event log gives it; without arguments each is built with defaults, until it is
-restored."""
+"""Every ordering by the name that an event log gives it."""
 
 
 def blank_ordering(name: str) -> Ordering:
@@ -187,7 +167,7 @@ def blank_ordering(name: str) -> Ordering:
 
 
 def make_ordering(name: str, *, objective: Objective = "makespan", patience: int = PATIENCE) -> Ordering:
-    """The ordering that section ``policy`` of a configuration names; KeyError for an unknown name."""
+    """The ordering that section ``policy`` names; KeyError for an unknown name."""
     if name == CMLFQ.name:
         return CMLFQ(objective=objective, patience=patience)
     return Mlfq(patience=patience) if name == Mlfq.name else ORDERINGS[name]()

@@ -1,17 +1,15 @@
-"""Where the dispatcher places a trajectory, and what that costs; the log has it as `libra.facts.QuantumDispatched`.
+"""Where the dispatcher places a trajectory, and the price of a change of home.
 
-The price of a change of home: seconds to compute a trajectory's context again, or to send its KV there, whichever is less.
-
-Computing takes as long as the target engine's own passes say (`WorkerJoined.prefill_s_per_token`). Sending takes a latency and
-the bytes of the KV over a bandwidth, both fitted to the transfers that the run has measured; before the first one they are
-`PRIOR_LATENCY_S` and `PRIOR_BYTES_PER_S`, and what few transfers cannot tell apart follows their proportion.
+A move computes a context again or sends its KV, whichever is less. Computing takes the seconds that
+the target declares. Sending takes a latency and bytes over a bandwidth, fitted to the measured
+transfers; the prior fills in for few.
 
 Invariants
-1. Live runs and simulations take their prices from `priced`, fed with their own transfers; log and replay have the same ones.
+----------
+1. Live runs and simulations take their prices from `priced`; log and replay have the same ones.
 2. No latency and no seconds per byte are negative.
-3. KV is sent only between engines that both exchange KV, and only if that is expected to be quicker, the target has not
-   declared how fast it computes, or transfers have not been measured for `MEASURED_EVERY` moves.
-
+3. KV is sent only between engines that exchange KV, and only if that is expected to be quicker, the
+   target has not declared its speed, or `MEASURED_EVERY` moves have computed.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from libra.types import Phase
 
 
 class LeaseTaken(msgspec.Struct, frozen=True, gc=False):
-    """What the lease of a placed action holds, and when it was granted."""
+    """Resources of a placed action, and when they were granted."""
 
     at_s: float
     cores: int
@@ -34,37 +32,23 @@ class LeaseTaken(msgspec.Struct, frozen=True, gc=False):
 
 
 class Move(msgspec.Struct, frozen=True, gc=False):
-    """The price of a change of home; see `libra.policy.placements`.
+    """The price of a change of home, of ``tokens`` of context; in expected seconds, 0: not known."""
 
-    Attributes
-    ----------
-    home : str
-        The worker whose engine has the KV.
-    tokens : int
-        Context tokens.
-    prefill_s : float
-        Expected seconds of computing their KV again; 0: not known.
-    transfer_s : float or None
-        Expected seconds of sending it; None: the two engines do not exchange KV.
-    sends : bool
-        Whether the KV is sent.
-    """
-
-    home: str
+    home: str  # the worker whose engine has the KV
     tokens: int
-    prefill_s: float
-    transfer_s: float | None
-    sends: bool
+    prefill_s: float  # computing it again
+    transfer_s: float | None  # sending it; None if the engines do not exchange KV
+    sends: bool  # the KV is sent
 
     @property
     def seconds(self) -> float:
-        """What the move costs: the lesser of the two, 0 if it is not known."""
+        """The cost: the lesser of the two."""
         return self.transfer_s if self.sends and self.transfer_s is not None else self.prefill_s
 
 
 class Place(msgspec.Struct, frozen=True, gc=False):
-    """Give a parked trajectory a slot of ``phase`` on ``worker``; ``move``: its price, if this changes its home and the two
-    engines exchange KV; ``lease``: what its action holds, once tools have declared resources."""
+    """Give a parked trajectory a slot of ``phase`` on ``worker``, with the price of its move and
+    its lease."""
 
     key: str
     phase: Phase
@@ -76,9 +60,9 @@ class Place(msgspec.Struct, frozen=True, gc=False):
 
 PRIOR_LATENCY_S = 0.005
 PRIOR_BYTES_PER_S = 1e9
-"""What one stream over 10 Gbit/s Ethernet reaches, between two memories."""
+"""About one stream over 10 Gbit/s Ethernet, between two memories."""
 MEASURED_EVERY = 16
-"""After so many moves that computed again, one sends all the same: a burst of slow transfers would else end them for good."""
+"""After so many moves that computed, one sends: slow transfers must not end them for good."""
 PRIOR_WEIGHT = 0.1
 """Weight of the prior, relative to one transfer."""
 FORGETTING = 0.9
@@ -90,7 +74,7 @@ _NO_SUMS: _Sums = (0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 class TransferPace:
-    """Latency and seconds per byte of transfers, by least squares of relative errors; the newest count most."""
+    """Latency and seconds per byte of transfers, by least squares of relative errors."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -99,7 +83,6 @@ class TransferPace:
         self._computed = 0  # moves since the last that sent
 
     def add(self, num_bytes: float, seconds: float) -> None:
-        """A transfer of ``num_bytes`` took ``seconds``."""
         if seconds > 0.0:
             self.count += 1
             self._sums = _added(self._sums, num_bytes, seconds, 1.0, FORGETTING)
@@ -107,7 +90,7 @@ class TransferPace:
             self._weight = FORGETTING * self._weight + 1.0
 
     def chosen(self, move: Move) -> Move:
-        """A move that happens now, as priced or, every `MEASURED_EVERY` times, sent where computing seems quicker."""
+        """A move as priced or, every `MEASURED_EVERY` times, sent where computing seems quicker."""
         self._computed = 0 if move.sends else self._computed + 1
         if self._computed < MEASURED_EVERY or move.transfer_s is None:
             return move
@@ -115,7 +98,7 @@ class TransferPace:
         return msgspec.structs.replace(move, sends=True)
 
     def fitted(self) -> tuple[float, float]:
-        """Latency in seconds, and seconds per byte; neither is negative."""
+        """Latency in seconds, and seconds per byte."""
         ratio = math.exp(self._log_ratio / self._weight) if self._weight else 1.0
         sums = self._sums
         for num_bytes in (0.0, _LARGE_BYTES):  # the prior, as much slower or faster as the measured ones were
@@ -130,7 +113,6 @@ class TransferPace:
         return latency_s, mib_s / _MIB
 
     def seconds(self, num_bytes: float) -> float:
-        """Expected seconds of a transfer."""
         latency_s, byte_s = self.fitted()
         return latency_s + byte_s * num_bytes
 

@@ -1,22 +1,26 @@
-"""Role changes: a state machine that moves workers between roles, so that no GPU ever has two owners.
+"""Role changes: a state machine that moves workers between roles, so that no GPU has two owners.
 
 ::
 
-    draining -> sleeping -> taking_up -> resupplied        each stage once all members of the change have finished the last
-    any stage --cancelled, failed, a member lost--> sleeping or taking_up of the old assignments, as a change of its own
+    draining -> sleeping -> taking_up -> resupplied     each stage once all members have finished the last
+    any stage --cancelled, failed, a member lost--> sleeping or taking_up of the old assignments, in a new change
 
-A *change* moves one worker, or several together: in a *rebucket* the workers of one node give their GPUs to the engine of one
-of them, the leader, and are *lent*; or take them back. `libra.scheduler.worker_roles` carries out the commands.
+A *change* moves one worker, or several: in a *rebucket* the workers of one node give their GPUs to
+the engine of one of them, the leader, and are *lent*; or take them back.
+`libra.scheduler.worker_roles` carries out the commands.
 
 Invariants
 ----------
-1. A worker is supplied in one role or in none: it is withdrawn before it drains, and supplied when its change has ended.
-2. Every change has a generation, larger than any before it. Reports of another generation are ignored.
-3. A change ends with every member in its new assignment, or every member in its old one. It is undone by another change, which
-   cannot be cancelled; a worker that fails in that one is restarted, and gets no more work if it fails again.
-4. No worker starts its new role while another member may still hold its old resources. A lost worker holds none, and one
-   that returns has started nothing.
-5. A worker that was lost keeps its assignment by name. While an engine has GPUs of others, all of them change together.
+1. A worker is supplied in one role or in none: it is withdrawn before it drains, and supplied when
+   its change has ended.
+2. Every change has a larger generation than any before. Reports of another generation are ignored.
+3. A change ends with every member in its new assignment, or every member in its old one. It is
+   undone by another change, which cannot be cancelled; a worker that fails in that one is
+   restarted, and gets no more work if it fails again.
+4. No worker starts its new role while another member may still hold its old resources. A lost
+   worker holds none, and one that returns has started nothing.
+5. A lost worker keeps its assignment by name. While an engine has GPUs of others, all of them
+   change together.
 """
 
 from __future__ import annotations
@@ -37,7 +41,7 @@ from libra.facts import (
 
 
 class Role(StrEnum):
-    """What a worker does with its GPUs; ``lent``: they belong to the engine of another worker of its node."""
+    """Use of a worker's GPUs; ``lent``: by the engine of another worker of its node."""
 
     ROLLOUT = "rollout"
     TRAIN = "train"
@@ -55,7 +59,7 @@ class Stage(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """A role; for an engine its tensor-parallel degree, for other roles the number of GPUs that the worker itself has."""
+    """A role; for an engine its tensor-parallel degree, else the worker's own number of GPUs."""
 
     role: Role
     tp: int = 1
@@ -65,12 +69,11 @@ class Assignment:
 
 
 Moves = Mapping[str, tuple[Assignment, Assignment]]
-"""Old and new assignment, by worker."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChangeRequested:
-    """These assignments are wanted, by worker name; workers that have theirs already stay as they are."""
+    """Wanted assignments, by worker name."""
 
     targets: Mapping[str, Assignment]
     reason: str = "asked for"
@@ -78,15 +81,12 @@ class ChangeRequested:
 
 @dataclass(frozen=True, slots=True)
 class CancelRequested:
-    """A client requests that a change which has not ended be undone."""
-
     generation: int
 
 
 @dataclass(frozen=True, slots=True)
 class MemberAnnounced:
-    """A worker that can change roles has joined: a new worker has the role it was started for, ``base``; a worker that
-    returned has none."""
+    """A worker that can change roles has joined; ``base``: what a new one was started for."""
 
     worker: str
     base: Assignment
@@ -95,8 +95,6 @@ class MemberAnnounced:
 
 @dataclass(frozen=True, slots=True)
 class MemberLost:
-    """A worker has left the cluster."""
-
     worker: str
 
 
@@ -105,23 +103,18 @@ RoleEvent = ChangeRequested | CancelRequested | MemberAnnounced | MemberLost | R
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """The request is refused."""
-
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Withdraw:
-    """Send the worker no more tasks."""
-
     worker: str
     generation: int
 
 
 @dataclass(frozen=True, slots=True)
 class Perform:
-    """Make the worker perform a stage of its change to ``assignment``, after which its engine has the slots of
-    ``slots_of``."""
+    """A stage of a worker's change; afterwards its engine has the slots of ``slots_of``."""
 
     worker: str
     generation: int
@@ -142,8 +135,6 @@ class Supply:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A change has ended and its members are in their assignments."""
-
     generation: int
     moves: Moves
 
@@ -166,32 +157,15 @@ _NEXT = {Stage.DRAINING: Stage.SLEEPING, Stage.SLEEPING: Stage.TAKING_UP, Stage.
 
 @dataclass(slots=True)
 class Member:
-    """A worker that can change roles.
+    """A worker that can change roles."""
 
-    Attributes
-    ----------
-    base : Assignment
-        What it was started for.
-    node : str
-        Machine it runs on.
-    settled : Assignment
-        Its assignment, to which it returns until a change has ended.
-    bond : frozenset of str
-        Workers whose GPUs are one engine's, itself among them; empty: its GPUs are its own.
-    present : bool
-    generation : int
-        Number of its last change.
-    failures : int
-        Consecutive failures to return to its old role.
-    """
-
-    base: Assignment
-    node: str
-    settled: Assignment
-    bond: frozenset[str] = frozenset()
+    base: Assignment  # what it was started for
+    node: str  # its machine
+    settled: Assignment  # to which it returns until a change has ended
+    bond: frozenset[str] = frozenset()  # workers whose GPUs are one engine's, with itself; empty: its own
     present: bool = True
-    generation: int = 0
-    failures: int = 0
+    generation: int = 0  # of its last change
+    failures: int = 0  # in a row to return to its old role
 
 
 @dataclass(slots=True)
@@ -217,7 +191,6 @@ class Roles:
         self.generation = 0
 
     def handle(self, event: RoleEvent) -> tuple[RoleCommand, ...]:
-        """Commands that follow from one event."""
         match event:
             case ChangeRequested(targets=targets, reason=reason):
                 return tuple(self._requested(targets, reason))
@@ -233,12 +206,10 @@ class Roles:
                 return tuple(self._failed(worker, generation, detail))
 
     def change_of(self, worker: str) -> Change | None:
-        """The change that a worker is in; None: it is not changing."""
         return next((change for change in self.changes.values() if worker in change.moves), None)
 
     def rows(self) -> list[dict[str, Any]]:
-        """A row of JSON values for each worker: role, tensor-parallel degree, workers that share its engine's GPUs, stage and
-        generation."""
+        """A row of JSON values for each worker."""
         found = []
         for name, member in sorted(self.members.items()):
             change = self.change_of(name)
@@ -412,7 +383,7 @@ class Roles:
         return [*commands, *self._perform_all(change), *self._go_on(change)]
 
     def _undo(self, change: Change, detail: str, *, cancelled: bool = False) -> list[RoleCommand]:
-        """Return every member to its old assignment in a new change, so that late reports of this one are ignored."""
+        """Return every member in a new change, so that late reports of this one are ignored."""
         del self.changes[change.generation]
         at = Stage.TAKING_UP if change.stage is Stage.DRAINING else Stage.SLEEPING
         old = {name: before for name, (before, _) in change.moves.items()}
@@ -428,7 +399,6 @@ class Roles:
         return [self._perform(change, name) for name in change.moves if name not in change.done]
 
     def _slots_of(self, change: Change, name: str) -> tuple[str, ...]:
-        """Workers whose slots an engine has after a change."""
         if change.moves[name][1].role is not Role.ROLLOUT:
             return ()
         return tuple(sorted(change.bonds[name] | {name}))

@@ -1,8 +1,9 @@
-"""State of policies as JSON, for the log: what an object names in ``SAVED`` is saved and restored by its type.
+"""State of policies as JSON, for the log: the attributes that a class names in ``SAVED``, by type.
 
 Invariants
+----------
 1. ``restore(json.loads(json.dumps(snapshot())))`` changes no later answer; dicts keep their order.
-2. What is no snapshot of the object is refused with KeyError, TypeError or ValueError.
+2. A value that is not a snapshot of the object is refused with KeyError, TypeError or ValueError.
 """
 
 from __future__ import annotations
@@ -15,18 +16,17 @@ import numpy as np
 
 
 class Saved:
-    """An object whose state is in the attributes that ``SAVED`` names, with their types; a part may have a snapshot of its own."""
+    """An object with its state in the attributes of ``SAVED``; a part may have its own snapshot."""
 
     __slots__ = ()
 
     SAVED: ClassVar[Mapping[str, Any]] = {}
 
     def snapshot(self) -> dict[str, Any]:
-        """Its state, as JSON-able values."""
         return {name.lstrip("_"): _plain(getattr(self, name)) for name in self.SAVED}
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
-        """Take the state of ``snapshot``; KeyError, TypeError or ValueError if it is not a snapshot."""
+        """Take the state of ``snapshot``; KeyError, TypeError or ValueError if it is not one."""
         for name, kind in self.SAVED.items():
             value, part = snapshot[name.lstrip("_")], getattr(self, name)
             if hasattr(part, "restore"):

@@ -1,20 +1,21 @@
-"""The tail of a live rollout as `libra.policy.turning.TurningRule` sees it: what is open, left to train, and done by whom. Pure.
+"""The tail of a live rollout as `TurningRule` sees it: open trajectories, work left to train.
 
-It follows the messages that orderings receive, and a few of its own; `look` answers with turns when something has happened that
-may change the rule's mind. The simulator asks the same rule, and counts the same quantities in its own clock.
+`look` answers with turns when something has happened that may change the rule's answer. The
+simulator uses the same rule in its own clock.
 
 Invariants
 ----------
-1. A worker is asked once: until its change has begun and ended, or was refused, `look` does not name it again.
-2. A worker that was refused or could not change rests until the next version.
-3. One worker at least generates, or is on its way to it. Workers that others moved (``libra roles``) are never moved back.
-4. Before a wave was trained nothing is known of the price of a gradient, and no engine turns.
-5. ``restore(snapshot())`` changes no later answer.
-6. Where the run chooses not to turn for now (`libra.policy.step_ways`), engines only return.
+1. At most one role-switch request per worker is pending: until its change has begun and ended, or
+   was refused. A worker that was refused or could not change rests until the next version.
+2. At least one worker generates, or returns to it. Workers that others moved (``libra roles``) are
+   never moved back.
+3. No role switches before the first gradient is timed.
+4. ``restore(snapshot())`` changes no later answer.
+5. Where the run chooses not to turn for now (`libra.policy.step_ways`), engines only return.
 
-Sources of the rule's numbers: changes cost what the run measured, before its first one `ASSUMED_LOADS` loads of a version on its
-engines, at most ``planner.change_cost_s``; engines should have as many trajectories as slow each of them down by `SLOWER`, by the
-speed that they declare; core trainers are the training workers.
+A change costs what the run measured; before that `ASSUMED_LOADS` loads of a version, at most
+``planner.change_cost_s``. Engines should have as many trajectories as slow each of them down by
+`SLOWER`, by the speed that they declare.
 """
 
 from __future__ import annotations
@@ -56,11 +57,11 @@ from libra.policy.waves import GroupId
 from libra.types import Phase
 
 ASSUMED_LOADS = 3.0
-"""A change that was not measured yet is assumed to take as long as so many loads of a version: weights, state, and a check."""
+"""An unmeasured change is assumed to take as long as so many loads of a version."""
 SLOWER = 1.5
-"""An engine in the tail should have as many trajectories as make each take this much longer than alone."""
+"""Slowdown of a trajectory in an engine that has enough of them in the tail."""
 FADES = 0.8
-"""Weight of the waves before, in the seconds of a token's gradient, when another one was trained."""
+"""Weight of earlier waves in the seconds of a token's gradient."""
 _PARTS = TurningRule()
 _ASSUMED_S = _PARTS.to_training_s + _PARTS.to_rollout_s
 _CHANGES = {Role.TRAIN: Turned.TO_TRAINING, Role.ROLLOUT: Turned.TO_ROLLOUT}
@@ -68,17 +69,7 @@ _SETTLED = {Role.TRAIN: Turned.TRAINING, Role.ROLLOUT: Turned.ROLLOUT}
 
 
 class TailSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a run says of its turning engines.
-
-    Attributes
-    ----------
-    core_gpus : int
-        Workers that always train.
-    group_size : int
-        Trajectories of a group.
-    change_s : float
-        Assumed seconds of both changes together, until they were measured.
-    """
+    """Settings of a run's turning engines; ``change_s`` is assumed for both changes together."""
 
     core_gpus: int
     group_size: int
@@ -86,7 +77,7 @@ class TailSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def of(cls, config: RunSections) -> Self | None:
-        """Those of a configuration; None: no engine trains while the tail of a rollout runs."""
+        """The settings of a configuration; None if its engines do not turn."""
         if not turns(config):
             return None
         return cls(config.cluster.train_workers, config.trainer.group_size, config.planner.change_cost_s)
@@ -105,7 +96,7 @@ class _Member:
 
 @dataclass(slots=True)
 class _Price:
-    """Mean of measured seconds, or what is assumed before the first."""
+    """Mean of measured seconds, or the assumed ones before the first."""
 
     assumed_s: float
     total_s: float = 0.0
@@ -118,7 +109,7 @@ class _Price:
 
 @dataclass(slots=True)
 class _Open(Saved):
-    """Open trajectories: of training groups those that have ended, of evaluations those that have not; tokens and homes by key."""
+    """Trajectories of training groups that have ended, and of evaluations that have not."""
 
     SAVED = {
         "ended": dict[GroupId, set[str]],
@@ -138,15 +129,7 @@ class _Open(Saved):
 
 
 class Tail(Saved):
-    """One per run with ``trainer.turning``.
-
-    Parameters
-    ----------
-    admission : Admission
-        Of the run; the groups of the open step are read from it.
-    settings : TailSettings or None
-        None: no engine turns, and nothing is followed.
-    """
+    """One per run; without settings no engine turns, and nothing is followed."""
 
     SAVED = {
         "settings": TailSettings | None,
@@ -176,7 +159,6 @@ class Tail(Saved):
     # ---------------------------------------------------------------- what happens
 
     def handle(self, event: Fact) -> None:
-        """Follow one fact."""
         if self.settings is not None and not self._handled(event):
             self._role_handled(event)
 
@@ -251,7 +233,6 @@ class Tail(Saved):
         self._due = True
 
     def _published(self, version: int) -> None:
-        """Forget what is long done."""
         eldest = min(version - self._admission.eta - 1, self._admission.consumed_below)
         self._open.begun = {k for k in self._open.begun if k >= eldest}
         self._open.ended = {at: keys for at, keys in self._open.ended.items() if at[0] >= eldest}
@@ -272,7 +253,7 @@ class Tail(Saved):
         self._due = True
 
     def _member(self, worker: str) -> _Member | None:
-        """A worker whose change has begun, ended or was refused; None: it cannot change."""
+        """A worker whose change has begun, ended or was refused, if it can change."""
         member = self._members.get(worker)
         self._due = self._due or member is not None
         return member
@@ -286,7 +267,7 @@ class Tail(Saved):
         member.own, member.asked = member.own or member.asked, False
 
     def _role_taken(self, worker: str, role: Role, seconds: float | None) -> None:
-        """It is in a role, after ``seconds`` of the change, its drain not counted; None: they say nothing of the price."""
+        """A worker is in a role after ``seconds`` of its change; without them its price is unknown."""
         if (member := self._member(worker)) is None:
             return
         member.doing = _SETTLED.get(role)
@@ -299,7 +280,7 @@ class Tail(Saved):
     # ---------------------------------------------------------------- what follows
 
     def look(self) -> tuple[Turn, ...]:
-        """The turns to make now; they are taken as asked for."""
+        """The turns to make now, which count as requested."""
         if not self._due or self.settings is None:
             return ()
         self._due = False
@@ -311,7 +292,7 @@ class Tail(Saved):
         ]
         stays = sum(e.doing in (Turned.ROLLOUT, Turned.TO_ROLLOUT) for e in engines)
         leaves = [turn for turn in turns if turn.to is Turned.TRAINING]
-        if leaves and len(leaves) == stays:  # invariant 3
+        if leaves and len(leaves) == stays:  # invariant 2
             turns.remove(leaves[-1])
         for turn in turns:
             self._members[turn.worker].asked = True
@@ -328,7 +309,7 @@ class Tail(Saved):
         )
 
     def trajectories_per_gpu(self) -> float:
-        """Open trajectories that an engine should have for each of its GPUs, at least 1; of engines that differ, the least."""
+        """Open trajectories per GPU that an engine should have, at least 1; the least of all."""
         held = list(self._open.tokens.values())
         context = sum(held) / len(held) if held else 0.0
         return max(1.0, min((_fits(spec, context) for spec in self._engines.values()), default=1.0))
@@ -372,7 +353,7 @@ class Tail(Saved):
         if trained >= whole:
             return None
         seconds, tokens = self._gradient
-        if not tokens:  # invariant 4
+        if not tokens:  # invariant 3
             return None
         left = [*taken[trained:], *ready]
         backlog = sum(map(self._tokens_of, left)) * seconds / tokens
@@ -380,16 +361,16 @@ class Tail(Saved):
         return OpenStep(backlog, self.settings.core_gpus + others, len(taken) + len(ready) >= whole, admission.eta == 0)
 
     def _tokens_of(self, group: GroupId) -> float:
-        """Tokens of a group; of one that an earlier start generated, those of the mean."""
+        """Tokens of a group; the mean for a group of an earlier start."""
         known = self._group_tokens
         return known.get(group) or (sum(known.values()) / len(known) if known else 1.0)
 
     def snapshot(self) -> dict[str, Any]:
-        """Its state, as JSON-able values; empty without turning."""
+        """Its state; empty without turning."""
         return {} if self.settings is None else super().snapshot()
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
-        """Take the state of ``snapshot``; empty: nothing is followed. KeyError, TypeError or ValueError if it is none."""
+        """Take the state of ``snapshot``; an empty one turns it off. Errors as `Saved.restore`."""
         if snapshot:
             super().restore(snapshot)
         else:
@@ -397,12 +378,12 @@ class Tail(Saved):
 
 
 def price_s(stage_s: Mapping[str, float]) -> float:
-    """Seconds of a change that its GPUs did nothing, by stage: while it drains, an engine still generates."""
+    """Seconds of a change in which its GPUs were idle: a draining engine still generates."""
     return sum(seconds for stage, seconds in stage_s.items() if stage != Stage.DRAINING)
 
 
 def _fits(spec: WorkerCapacity, context_tokens: float) -> float:
-    """Trajectories per GPU of an engine of which each takes `SLOWER` times as long as alone, its slots at most."""
+    """Trajectories per GPU of an engine that slow each other down by `SLOWER`, at most its slots."""
     gpus = degree_of(spec.bucket)
     if not spec.declared:
         return spec.rollout_slots / gpus

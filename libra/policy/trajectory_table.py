@@ -1,13 +1,10 @@
-"""The trajectory table of an ordering: arrival, generated tokens and tool calls of each trajectory.
+"""State that orderings share: the table of trajectories, and the starvation bound.
 
-The starvation bound: a trajectory passed over too often is served next.
-
-Time is counted in parkings, without a clock: a slot comes free about as often as a trajectory parks. A trajectory that parks
-while W others wait in its phase becomes *overdue* after W + ``patience`` further parkings of its phase, and overdue ones go first,
-in the order in which they parked. So at most 2 W + ``patience`` dispatches of its iteration and phase pass it over: those that
-waited already, and those that parked before it was overdue. (Earlier iterations always go first; there are finitely many. If KV
-memory and not slots is short, one that has not begun also waits for some under way to end: `libra.policy.dispatcher`, 3.)
-
+Time is counted in parkings, without a clock: a slot comes free about as often as a trajectory
+parks. A trajectory that parks while W others wait in its phase becomes *overdue* after W +
+``patience`` further parkings of its phase, and overdue ones go first, as they parked. So at most 2
+W + ``patience`` dispatches of its iteration and phase pass it over. Earlier iterations always go
+first.
 """
 
 from __future__ import annotations
@@ -23,48 +20,29 @@ from libra.policy.saved import Saved
 from libra.types import Phase
 
 NUM_CLASSES = 40
-"""Length classes are half octaves: class c holds 2 ** (c / 2) - 1 tokens and more; the last one has everything longer."""
+"""Length classes are half octaves: class c holds 2 ** (c / 2) - 1 tokens and more."""
 
 
 def length_class(tokens: float) -> int:
-    """The class of a number of tokens, 0 for none."""
     return min(NUM_CLASSES - 1, int(2.0 * log2(1.0 + tokens)))
 
 
 class TrajectoryStats(msgspec.Struct, array_like=True, gc=False):
-    """One trajectory between its first parking and its end.
+    """One trajectory between its first parking and its end."""
 
-    Attributes
-    ----------
-    arrival : int
-        Number of trajectories parked for the first time before it.
-    generated_tokens, calls : int
-        Tokens sampled; tool calls that returned.
-    remaining_tokens : float
-        Its last forecast; for orderings that have one.
-    counted : bool
-        Whether it is among its group's members; for orderings that count them.
-    level, total_class : int
-        Its last level, and the class of its forecast total length; -1: none.
-    told_class, begins_tp : int
-        Length class that the dispatcher has, -1: none; planned degree that it has, 0: none.
-    context_tokens : int
-        Context that another engine would have to compute to continue it, as far as it is known.
-    """
-
-    arrival: int
+    arrival: int  # number of trajectories that parked before it
     iteration: int
     group: str
     phase: Phase
-    generated_tokens: int = 0
-    calls: int = 0
-    remaining_tokens: float = 0.0
-    counted: bool = False
-    level: int = -1
-    total_class: int = -1
-    told_class: int = -1
-    begins_tp: int = 0
-    context_tokens: int = 0
+    generated_tokens: int = 0  # sampled
+    calls: int = 0  # tool calls that returned
+    remaining_tokens: float = 0.0  # its last forecast
+    counted: bool = False  # among its group's members
+    level: int = -1  # its last one
+    total_class: int = -1  # of its forecast total; -1: none
+    told_class: int = -1  # class that the dispatcher has; -1: none
+    begins_tp: int = 0  # planned degree that the dispatcher has; 0: none
+    context_tokens: int = 0  # that another engine would have to compute
 
 
 class TrajectoryTable(Saved):
@@ -77,7 +55,7 @@ class TrajectoryTable(Saved):
         self._arrivals = 0
 
     def handle(self, event: Fact) -> TrajectoryStats | None:
-        """Update from one event; returns its trajectory, also when it ends. None: unknown, or not about a trajectory."""
+        """Update from one event; returns its trajectory if known, also when it ends."""
         # Type comparisons instead of match, here and in other handlers of every event: they take a third of the time.
         if type(event) is TrajectoryParked:
             stats = self.by_key.get(event.key)
@@ -104,7 +82,7 @@ class TrajectoryTable(Saved):
 OVERDUE = -1
 """The level of overdue trajectories: before all others of their iteration."""
 FEWEST_SORTED = 1_024
-"""Parkings that are remembered, of those that left too, before those are dropped."""
+"""Entries of the heap, stale ones too, up to which it is not rebuilt."""
 
 
 class StarvationGuard(Saved):
@@ -128,8 +106,7 @@ class StarvationGuard(Saved):
         }  # heaps of (due, parking, key)
 
     def parked(self, key: str, phase: Phase) -> list[tuple[str, int]]:
-        """``key`` waits from now on; returns the trajectories that this parking makes overdue, each once, with the number
-        of its parking."""
+        """``key`` waits; returns who becomes overdue by this, with the number of its parking."""
         self.left(key)
         due = self._due[phase]
         now = self._parkings[phase] = self._parkings[phase] + 1
@@ -148,19 +125,16 @@ class StarvationGuard(Saved):
         return overdue
 
     def left(self, key: str) -> None:
-        """``key`` no longer waits."""
         waiting = self._waiting.pop(key, None)
         if waiting is not None:
             self._num_waiting[waiting[0]] -= 1
 
 
 PATIENCE = 200_000
-"""Default of ``patience``, in parkings: five thousand trajectories of forty turns, more than one iteration as a rule. (At 20,000,
-those of a large iteration that had not begun were overdue after minutes, and the order was that of arrival.)"""
+"""Default of ``patience``: five thousand trajectories of forty turns, more than most iterations."""
 
 
 def overdue_first(overdue: list[tuple[str, int]], trajectories: TrajectoryTable) -> tuple[SetPriority, ...]:
-    """Level -1 for overdue trajectories, in the order in which they parked."""
     return tuple(
         SetPriority(
             key, Priority(trajectories.by_key[key].iteration, OVERDUE, number), "overdue: passed over for too long"

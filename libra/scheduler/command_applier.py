@@ -1,15 +1,14 @@
-"""The command applier: the only place where commands of policy objects become priorities, restrictions and released tasks.
+"""Commands of policy objects become priorities, restrictions, released tasks and messages to
+workers.
+
+Messages go on the stream that also carries tasks, and only to workers whose host has reported: an
+unknown message would close a worker without one.
 
 Invariants
 ----------
-1. Only this module writes ``ts.priority`` and releases parked tasks; every write has a line in its run's event log.
-2. A task that runs keeps its priority until it parks; its worker learns the new rank, by which it keeps its slot or not.
-
-Messages between the scheduler and rollout workers about versions, engines and contention.
-
-They go on the stream that also carries tasks, and only to workers whose host has reported: an unknown message would close a
-worker without one.
-
+1. Only this module writes ``ts.priority`` and releases parked tasks; every write has a line in its
+   run's event log.
+2. A task that runs keeps its priority until it parks; its worker gets the new rank.
 """
 
 from __future__ import annotations
@@ -62,10 +61,9 @@ class Applier:
     def __init__(self, scheduler: Scheduler, dispatcher: Dispatcher, kick: Callable[[], None]) -> None:
         self._scheduler, self._dispatcher, self._kick = scheduler, dispatcher, kick
         self.set_roles: Callable[..., dict[str, Any]] | None = None
-        """`WorkerRoles.set_roles`, once there is one."""
 
     def apply(self, state: RunState, commands: tuple[Command, ...]) -> None:
-        """Log and carry out. Turns follow, if what happened calls for any."""
+        """Log and carry out commands, and the turns that are due."""
         commands = (*commands, *turns) if (turns := state.tail.look()) else commands
         if not commands:
             return
@@ -107,7 +105,7 @@ class Applier:
                 self._scheduler.loop.add_callback(self._turn, state, command)
 
     def _turn(self, state: RunState, turn: Turn) -> None:
-        """Ask for the change of roles of a turn, outside of the current transition; it may be refused."""
+        """Request the role change of a turn, outside of the current transition; it may be refused."""
         assert self.set_roles is not None
         role = Role.TRAIN if turn.to is Turned.TRAINING else Role.ROLLOUT
         why = f"the engine turns to {turn.to}: {turn.reason}"
@@ -125,12 +123,11 @@ class Applier:
         self._scheduler.loop.add_callback(scheduler_internals.release, self._scheduler, [release], f"libra-open-{key}")
 
     def release(self, releases: Iterable[scheduler_internals.Release], stimulus_id: str) -> None:
-        """Send trajectories to the workers chosen for them."""
         scheduler_internals.release(self._scheduler, releases, stimulus_id)
 
 
 def announce_version(scheduler: Scheduler, state: RunState, version: int, only: str | None = None) -> None:
-    """Announce a version to every rollout worker, so that running requests need not wait for a new quantum; or ``only`` to one."""
+    """Announce a version to every rollout worker, or ``only`` to one, for its running requests."""
     message = {"op": "libra-version", "run": state.run, "epoch": state.epoch, "version": version}
     message |= {"digest": state.workers.holders.digest(version)}
     for worker, address in list(state.workers.engines.items()):
@@ -144,12 +141,11 @@ def announce_version(scheduler: Scheduler, state: RunState, version: int, only: 
 
 
 def announce_ahead(scheduler: Scheduler, address: str, ahead: Priority | None) -> None:
-    """Announce to a rollout worker the rank of the best waiting generation (`libra.policy.Dispatcher.ahead`)."""
+    """Announce to a rollout worker the rank of the best waiting generation."""
     tell_worker(scheduler, address, {"op": "libra-ahead", "ahead": ahead})
 
 
 def announce_rank(scheduler: Scheduler, address: str, command: SetPriority) -> None:
-    """Announce to the worker that runs a trajectory its new rank."""
     tell_worker(scheduler, address, {"op": "libra-rank", "key": command.key, "rank": command.priority})
 
 
@@ -160,8 +156,7 @@ def announce_revocation(scheduler: Scheduler, state: RunState, address: str, key
 
 
 def announce_move(scheduler: Scheduler, state: RunState, worker: str, key: str, move: Move) -> None:
-    """Announce to ``worker``, before the task ``key`` is sent there, that it changes its home; no effect if it has not told that
-    it exchanges KV. A home that has left the cluster is not asked."""
+    """Announce to ``worker`` that the task ``key`` changes its home, if it exchanges KV."""
     if worker not in state.workers.kv:
         return
     present = state.workers.engines.get(move.home) in scheduler.workers

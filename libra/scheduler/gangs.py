@@ -3,22 +3,23 @@
 ::
 
     waiting --enough replicas--> forming --all joined--> ready --a member leaves--> waiting
-    forming, ready --a member cannot reach the others--> doubtful --one leaves, or RETRY_S have passed--> waiting
+    forming, ready --a member cannot reach the others--> doubtful --one leaves, or RETRY_S--> waiting
 
-A group has a number, its *gang epoch*. To form one, rank 0 opens a rendezvous, then all ranks join it; each reports when
-all have the state of the rank with most steps (`libra.worker.gang_member`). Tasks of the group wait for a resource that no
-worker supplies (`libra.keys.GANG`), one per rank.
+A group has a number, its *gang epoch*. To form one, rank 0 opens a rendezvous, then all ranks join
+it and take the state of the rank with most steps (`libra.worker.gang_member`). Tasks of the group
+wait for a resource that no worker supplies (`libra.keys.GANG`), one per rank.
 
 Invariants
 ----------
-1. Tasks of one gang (a node of an iteration) are released together, each to the worker of its rank, once the group is ready
-   and the task of every rank is here or done; otherwise none is released. Two gangs never run at once: ranks would meet in
-   different collectives.
-2. A member that leaves ends the group at once, named in the event log and by a warning. Placed tasks return here, and are
-   released to the next group.
-3. However a task of a gang ends, it is parked again, or a result lost with its worker would stay pinned to it.
+1. Tasks of one gang (a node of an iteration) are released together, each to the worker of its rank,
+   once the group is ready and the task of every rank is here or done. Two gangs never run at once:
+   ranks would meet in different collectives.
+2. A member that leaves ends the group at once, with an event and a warning. Placed tasks return
+   here, for the next group.
+3. A task of a gang is parked again on every end, or a result lost with its worker would stay pinned
+   to it.
 4. Facts of another gang epoch are ignored.
-5. A rank stays with its worker's name if that returns; workers beyond the size of the group are spares.
+5. A rank stays with its worker's name if that returns; surplus workers are spares.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RETRY_S = 0.5
-"""Seconds to wait for Dask to report a lost member that another cannot reach; then all form a new group."""
+"""Seconds to wait for Dask to report a lost member; then all form a new group."""
 
 
 @dataclass(slots=True)
@@ -57,12 +58,12 @@ class _Gang:
 
     @property
     def addresses(self) -> list[str]:
-        """Of the members, by rank."""
+        """By rank."""
         return [self.replicas[name] for name in self.names]
 
 
 class Gangs:
-    """One per scheduler, for the run that trains on more than one replica; ``runs`` is the plugin's own."""
+    """One per scheduler, for the run that trains on several replicas; ``runs`` is the plugin's own."""
 
     def __init__(self, scheduler: Scheduler, runs: Mapping[str, RunState]) -> None:
         self._scheduler, self._runs = scheduler, runs
@@ -72,11 +73,9 @@ class Gangs:
 
     @property
     def present(self) -> bool:
-        """Whether there is a run with such a group."""
         return bool(self._gangs)
 
     def handlers(self) -> dict[type[Fact], Handler]:
-        """What to do with what workers say of their group."""
         return {
             facts.TrainerJoined: self._trainer_joined,
             facts.GangOpen: self._member_told,
@@ -87,7 +86,8 @@ class Gangs:
     def register_gang(self, run: str, epoch: int, size: int) -> dict[str, Any]:
         """Form groups of ``size`` for a run from now on; an older epoch of it is dropped.
 
-        A process can be in one torch.distributed group, so only one run at a time trains on several replicas here.
+        A process can be in one torch.distributed group, so only one run at a time trains on several
+        replicas here.
         """
         others = [other for other in self._gangs if other != run]
         if others:
@@ -96,7 +96,6 @@ class Gangs:
         return {}
 
     def end_gang(self, run: str) -> None:
-        """Remove a run."""
         self._gangs.pop(run, None)
         self._on_worker = {key: gang for key, gang in self._on_worker.items() if gang.run != run}
 
@@ -205,7 +204,7 @@ class Gangs:
                 waiting.discard(key)
 
     def _soon(self, gang: _Gang) -> None:
-        """Place the gangs that are complete, outside of the current transition."""
+        """Place complete gangs, outside of the current transition."""
         self._scheduler.loop.add_callback(self._place, gang)
 
     def _place(self, gang: _Gang) -> None:
@@ -230,7 +229,7 @@ class Gangs:
     def _releases(
         self, gang: _Gang, node: str, indices: tuple[int, ...], waiting: set[str]
     ) -> list[scheduler_internals.Release]:
-        """The task of every rank that has to run; empty if one of them is not here yet."""
+        """The task of every rank that has to run; empty if one of them is missing."""
         if node == "checkpoint":
             return [scheduler_internals.Release(key, {keys.TRAIN: 0}, gang.addresses[0]) for key in waiting]
         releases = []

@@ -1,16 +1,19 @@
 """LibraPlugin: parked trajectories, gates and batches of every run on this scheduler.
 
-A trajectory is one Dask task that runs in quanta. Between quanta it is *parked*; the plugin gives it a slot of the phase it
-needs, in the order of ``ts.priority``, on the worker that holds its KV cache if that has a free slot. At the end of a
-quantum its worker sends facts (`libra.facts`) on its stream and the task raises ``Reschedule``; the facts arrive first.
+A trajectory is one Dask task that runs in quanta. Between quanta it is *parked*; the plugin gives
+it a slot of the phase it needs, in the order of ``ts.priority``, on the worker with its KV cache if
+that has a free slot. At the end of a quantum its worker sends facts (`libra.facts`) on its stream
+and the task raises ``Reschedule``; the facts arrive first.
 
-The plugin has the hooks and RPC handlers, and finds the run and the part that each concerns. `Trajectories` passes events of
-trajectories to the policy objects, `Applier` carries out their commands.
+The plugin has the hooks and RPC handlers, and finds the run and the part that each concerns.
+`Trajectories` passes events of trajectories to the policy objects, `Applier` carries out their
+commands.
 
 Invariants
 ----------
 1. Only the applier writes priorities and releases tasks, each from a logged decision.
-2. A hook never raises for what a worker reports: unknown runs and keys are ignored, and logged at DEBUG.
+2. A hook never raises for a worker's report: unknown runs and keys are ignored, and logged at
+   DEBUG.
 """
 
 from __future__ import annotations
@@ -67,7 +70,9 @@ class LibraPlugin(SchedulerPlugin):
     def __init__(self) -> None:
         self.runs: dict[str, RunState] = {}
         self.guards: dict[str, StallGuard] = {}  # of runs with a watchdog
-        self._signs: dict[Any, float] = {}  # monotonic seconds at which a task was sent to its worker, or last reported
+        self._last_activity: dict[
+            Any, float
+        ] = {}  # monotonic seconds at which a task was sent to its worker, or last reported
 
     async def start(self, scheduler: Scheduler) -> None:
         """Hook into the scheduler: RPC handlers, the page, the task stream and a sampler."""
@@ -97,7 +102,7 @@ class LibraPlugin(SchedulerPlugin):
         attach_page(scheduler, self.snapshots)
         check_names(scheduler.http_application, shared=True)  # a cluster of Libra's own did so when it started
         self.liveness, self.ended = Liveness(), EndedRuns(scheduler)
-        self.trajectories = Trajectories(scheduler, self.runs, self._signs, self.liveness)
+        self.trajectories = Trajectories(scheduler, self.runs, self._last_activity, self.liveness)
         self.watch = WorkerWatch(scheduler, self.liveness, self.trajectories.phase_of)
         self.concurrency = Concurrency(scheduler, self.trajectories.workers_changed)
         self.gangs = Gangs(scheduler, self.runs)
@@ -132,7 +137,7 @@ class LibraPlugin(SchedulerPlugin):
         return {"error": f"run {new.run!r} is already on this scheduler with epoch {old.epoch}"}
 
     def register_run(self, new: RunRegistration, log: EventLog | None = None) -> dict[str, Any]:
-        """Register a run; a run of the same name and a newer epoch replaces the older one. ``log``: opened for it, if it is."""
+        """Register a run; a newer epoch of the same name replaces the older one."""
         if (refusal := self._refusal(new)) is not None:
             return refusal
         config = new.settings
@@ -158,21 +163,17 @@ class LibraPlugin(SchedulerPlugin):
         if (timeout_s := config.watchdog.timeout_s) is not None:
             limits = Limits(new.watchdog_floors_s, fixed_s=None if timeout_s == "auto" else timeout_s)
             guard = self.guards[new.run] = StallGuard(
-                self._scheduler, state, self._signs, self.trajectories.phase_of, limits, config.watchdog.restart
+                self._scheduler, state, self._last_activity, self.trajectories.phase_of, limits, config.watchdog.restart
             )
             guard.start()
         return {"started_s": state.log.started_s, "process": process_name()}
 
     def numbers(self, run: str) -> dict[str, float]:
-        """`RunState.numbers`; empty for an unknown run."""
         state = self.runs.get(run)
         return {} if state is None else state.numbers()
 
     def end_run(self, run: str, epoch: int | None = None) -> None:
-        """Close a run's event log, stop its watchdog, forget the run, with its training group and roles; only this epoch of it.
-
-        All at once: a run that starts next never finds a part of it.
-        """
+        """Close a run's event log, stop its watchdog and forget it, all at once; only this epoch."""
         state = self.runs.get(run)
         if state is None or epoch not in (None, state.epoch):
             return
@@ -192,13 +193,12 @@ class LibraPlugin(SchedulerPlugin):
         return [] if state is None or state.epoch != epoch else state.notices.since(first)
 
     def progress(self, run: str, epoch: int) -> tuple[int, int, str, str]:
-        """Trajectories that have ended and tokens generated since this start of the run, `WorkerWatch.lack`, and
-        `Timeline.training`."""
+        """Ended trajectories, generated tokens, `WorkerWatch.missing_work` and `Timeline.training`."""
         state = self.runs.get(run)
         if state is None or state.epoch != epoch:
             return 0, 0, "", ""
         seen = state.log.timeline
-        return state.num_ended, seen.tokens, self.watch.lack(run), seen.training(state.log.uptime_s)
+        return state.num_ended, seen.tokens, self.watch.missing_work(run), seen.training(state.log.uptime_s)
 
     def set_slots(
         self, run: str, epoch: int, slots: Mapping[str, Mapping[str, int]], reason: str = "asked for"
@@ -220,14 +220,14 @@ class LibraPlugin(SchedulerPlugin):
     def transition(self, key: Any, start: str, finish: str, *args: Any, **kwargs: Any) -> None:
         """Follow parked tasks through Dask's states. This is the plugin's hot path."""
         if start == "processing":
-            since_s = self._signs.pop(key, None)
+            since_s = self._last_activity.pop(key, None)
             tracked = self.trajectories.tracked.get(key)
             if tracked is not None:
                 self.trajectories.left_worker(tracked)
             elif finish == "memory" and self.guards and (parsed := keys.parse(key)) is not None:
                 self._progressed(parsed.run, key, since_s)
         elif finish == "processing":
-            self._signs[key] = time.monotonic()
+            self._last_activity[key] = time.monotonic()
         if finish == "no-worker":
             ts = self._scheduler.tasks[key]
             if scheduler_internals.is_parked(ts):
@@ -238,7 +238,8 @@ class LibraPlugin(SchedulerPlugin):
             self.gangs.transition(key, start, finish)
 
     def told(self, run: str, epoch: int, packed: bytes, worker: str = "", client: str = "") -> None:
-        """A worker at this address, or the driver, sends facts, in their order. It never raises: that would close the stream."""
+        """Facts of a worker or the driver, in their order. It never raises: that would close the
+        stream."""
         state = self.runs.get(run)
         if state is None or epoch != state.epoch:
             logger.debug("ignored: facts of %s, epoch %s, which is not on this scheduler", run, epoch)
@@ -256,14 +257,13 @@ class LibraPlugin(SchedulerPlugin):
 
     def _take(self, state: RunState, fact: Fact, worker: str) -> None:
         key = fact.key if type(fact) is facts.QuantumFinished else None
-        self._progressed(state.run, key, self._signs.get(key))
+        self._progressed(state.run, key, self._last_activity.get(key))
         if (handler := self._handlers.get(type(fact))) is not None:
             handler(state, fact, worker)
         elif not isinstance(fact, Signal):
             state.log.emit(fact)
 
     def add_worker(self, scheduler: Scheduler, worker: str) -> None:
-        """A worker joins: new slots may be free."""
         name = scheduler_internals.worker_name(scheduler, worker)
         self.watch.joined(
             worker, [run for run in self.runs if scheduler_internals.installs(scheduler, keys.host_name(run))]
@@ -276,7 +276,7 @@ class LibraPlugin(SchedulerPlugin):
         self.trajectories.workers_changed()
 
     def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
-        """A worker leaves: its slots are gone, and its tasks have already left ``processing``."""
+        """A worker leaves, after its tasks have left ``processing``."""
         self.watch.left(worker)
         for state in self.runs.values():
             state.workers.holders.lost(worker)
@@ -288,7 +288,7 @@ class LibraPlugin(SchedulerPlugin):
         self.roles.remove_worker(worker)
 
     def remove_client(self, scheduler: Scheduler, client: str) -> None:
-        """A client has left: if it was a driver's that did not end its run, the run is over, and makes room for the next."""
+        """A client has left: if it was a run's driver, the run is over."""
         for state in [state for state in self.runs.values() if state.registration.client == client]:
             logger.warning(
                 "run %s: its driver has left; type libra resume %s to continue the run", state.run, state.directory
@@ -298,16 +298,12 @@ class LibraPlugin(SchedulerPlugin):
                 self.ended.driver_left(state.run)
 
     async def close(self) -> None:
-        """The scheduler stops."""
         for run in list(self.runs):
             self.end_run(run)
         await self.ended.close()
 
     def _progressed(self, run: str, key: str | None = None, since_s: float | None = None) -> None:
-        """A run made progress: its watchdog, if it has one, starts counting again.
-
-        ``key``: the task that ended or reported, and was sent to its worker, or had reported before, at ``since_s``.
-        """
+        """A run made progress; ``key`` ended or reported, ``since_s`` its last activity."""
         if guard := self.guards.get(run):
             if key is not None and since_s is not None:
                 guard.took(key, time.monotonic() - since_s)
@@ -356,7 +352,7 @@ class LibraPlugin(SchedulerPlugin):
     # ---------------------------------------------------------------- facts from workers and the driver
 
     def _own_handlers(self) -> dict[type[Fact], Handler]:
-        """What to do with facts that are not about trajectories, training groups or roles; the others are only logged."""
+        """Handlers of facts that concern no trajectory, training group or role."""
         engine: dict[type[Fact], Handler] = dict.fromkeys(
             (facts.EngineJoined, facts.EngineSlept, facts.EngineWoke, facts.VersionServed, facts.EngineQuarantined),
             self._engine_told,
@@ -421,7 +417,7 @@ class LibraPlugin(SchedulerPlugin):
         self.trajectories.workers_changed()
 
     def _ready(self, state: RunState, fact: facts.WorkerReady, address: str) -> None:
-        """A worker's setup for the run has ended. If it failed, the worker still counts as joining."""
+        """A worker's setup has ended; if it failed, the worker still counts as joining."""
         self.watch.ready(state, address)
         self.concurrency.apply(state.run, address)
         self.trajectories.workers_changed()
@@ -463,7 +459,7 @@ class LibraPlugin(SchedulerPlugin):
             self.watch.look(state)
 
     def snapshots(self) -> list[dict[str, Any]]:
-        """State of every run, JSON-able; what the dashboard page and its JSON route show."""
+        """State of every run, JSON-able, for the dashboard page and its JSON route."""
         buckets = self.trajectories.dispatcher.buckets()
         return [
             state.dashboard_row(buckets)

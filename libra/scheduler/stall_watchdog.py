@@ -1,7 +1,7 @@
-"""The watchdog of a run: detects a stall, names the task to blame, writes its worker's stacks, restarts the worker.
+"""The watchdog of a run: detects a stall, writes the stacks of a worker, and may restart it.
 
-`libra.policy.stall` decides; this module provides the time and the tasks, and acts. A restart is safe for quanta: committed
-ones are in the journal, the one in flight is dispatched again, and after three such losses its trajectory ends.
+`libra.policy.stall` decides. A restart is safe for quanta: committed ones are in the journal, the
+one in flight is dispatched again, and after three such losses its trajectory ends.
 """
 
 from __future__ import annotations
@@ -32,11 +32,7 @@ MIN_CHECK_S = 1.0
 
 
 class StallGuard:
-    """The watchdog of one run with ``watchdog.timeout_s``.
-
-    ``since``: ``time.monotonic`` of the last activity of each task on a worker, by key, which the plugin updates. ``phase_of``: the
-    phase that a trajectory is in or needs next, by key.
-    """
+    """The watchdog of one run; ``since``: last activity of each task, by key."""
 
     def __init__(
         self,
@@ -55,7 +51,6 @@ class StallGuard:
         self._checks = PeriodicCallback(self._check, every_s * 1000)
 
     def start(self) -> None:
-        """Begin the periodic checks."""
         self._checks.start()
 
     def stop(self) -> None:
@@ -65,15 +60,14 @@ class StallGuard:
             task.cancel()
 
     def progressed(self) -> None:
-        """The run made progress."""
         self.watchdog.progressed(time.monotonic())
 
     def took(self, key: str, seconds: float) -> None:
-        """A task took this long on a worker since its last sign of activity, until the next one or its end."""
+        """A task took this long on a worker since its last activity."""
         self.watchdog.limits.took(self._stage(key), seconds)
 
     def granted(self) -> None:
-        """Something happened that may end a stall, but is not progress yet: a worker joined."""
+        """An event may end a stall, but is not progress yet: a worker joined."""
         self.watchdog.granted(time.monotonic())
 
     # ---------------------------------------------------------------- checks

@@ -1,15 +1,13 @@
 """Trajectories of all runs on a scheduler: parked, placed, reported, lost, ended.
 
-The dispatcher chooses workers, the orderings of the runs choose the order. This module passes them the events in order, and
-their commands to the applier.
-
 Invariants
 ----------
-1. ``ts.priority`` is the order: a free slot goes to the first trajectory that may have it (`libra.policy.dispatcher`).
-2. A worker never holds more quanta of a phase than it declares slots for. A trajectory may run its next generation in its
-   slot without parking unless one of an earlier iteration or a better level waits: rollout workers know the best rank that
-   waits, and the newest rank of what they run.
-3. However a quantum ends (report, worker loss, cancel), its slot is free again and its task has the parked restrictions.
+1. ``ts.priority`` is the order: a free slot goes to the first trajectory that may have it
+   (`libra.policy.dispatcher`).
+2. A worker never holds more quanta of a phase than it declares slots for. A trajectory keeps its
+   slot for its next generation unless one of an earlier iteration or a better level waits.
+3. On every end of a quantum (report, worker loss, cancel) its slot is free again and its task has
+   the parked restrictions.
 4. Every event that policy objects receive is in the event log of the run first, in the same order.
 """
 
@@ -64,11 +62,11 @@ if TYPE_CHECKING:
 task_logger = logging.getLogger("libra.scheduler.tasks")
 
 MAX_LOST_QUANTA = 3
-"""Consecutive times that a quantum's worker may die before the trajectory ends as a ``worker`` failure."""
+"""Worker deaths in a row under a quantum that end its trajectory as a ``worker`` failure."""
 
 
 AHEAD_EVERY_S = 0.02
-"""Rollout workers hear of a new best waiting generation after this time: one that parks and is dispatched at once is none."""
+"""Delay before a new best rank is announced: most trajectories that park are dispatched at once."""
 
 _SEVERAL = object()
 
@@ -79,7 +77,7 @@ def _differ(ahead: Priority | None, known: Priority | None) -> bool:
 
 
 def _resources(place: Place) -> dict[str, float]:
-    """What the task of a placed quantum takes of its worker, in Dask's terms."""
+    """Dask resources of a placed quantum."""
     taken: dict[str, float] = {str(place.phase): 1}
     if (lease := place.lease) is not None:
         amounts = {TOOL_CORES: lease.cores, TOOL_MIB: lease.memory_bytes >> 20, TOOL_GPUS: lease.gpus}
@@ -88,13 +86,12 @@ def _resources(place: Place) -> dict[str, float]:
 
 
 class Trajectories:
-    """One per scheduler. ``runs`` is the plugin's own; ``signs`` has the time of each task's last sign of activity, by
-    key."""
+    """One per scheduler; ``last_activity``: time of each task's last activity, by key."""
 
     def __init__(
-        self, scheduler: Scheduler, runs: dict[str, RunState], signs: dict[Any, float], liveness: Liveness
+        self, scheduler: Scheduler, runs: dict[str, RunState], last_activity: dict[Any, float], liveness: Liveness
     ) -> None:
-        self._scheduler, self._runs, self._signs = scheduler, runs, signs
+        self._scheduler, self._runs, self._last_activity = scheduler, runs, last_activity
         self.dispatcher = Dispatcher()
         self.applier = Applier(scheduler, self.dispatcher, self.kick)
         self.workers = Workers(scheduler, liveness)
@@ -113,13 +110,13 @@ class Trajectories:
     # ---------------------------------------------------------------- events for policy objects
 
     def _tell(self, state: RunState, fact: Fact) -> None:
-        """Log a fact, pass it to the dispatcher and the run's policies, and carry out their commands."""
+        """Log a fact, pass it to the dispatcher and the run's policies, and carry out their
+        commands."""
         state.log.emit(fact)
         self.dispatcher.handle(fact)
         self.applier.apply(state, state.handle(fact))
 
     def register_run(self, state: RunState) -> None:
-        """Notify a new run of the present workers."""
         if state.one is not None:
             self.dispatcher.allowed = self._allowed
         self._only = state if self._only is None and not self.tracked else _SEVERAL
@@ -130,7 +127,7 @@ class Trajectories:
             self._notify_run(state, joined)
 
     def _declare_tools(self, state: RunState) -> None:
-        """From now on actions hold leases; the tools of a run have its name before theirs."""
+        """From now on actions hold leases; a run's name precedes the names of its tools."""
         tools = {f"{state.run}/{name}": needs for name, needs in state.registration.tools.items()}
         quotas = {name: str(quota) for name, quota in state.settings.environment.quotas.items()}
         declared = ToolsDeclared(tools, quotas)
@@ -139,7 +136,6 @@ class Trajectories:
         self._tool_capacity.clear()  # the log of this run has them, too
 
     def _update_tool_capacity(self) -> None:
-        """Notify the leases of what workers have for actions besides slots."""
         supplies = [scheduler_internals.supply(self._scheduler, kind) for kind in (TOOL_CORES, TOOL_MIB, TOOL_GPUS)]
         for name, address in self.workers.address.items():
             cores, mib, gpus = (supply.get(address, 0) for supply in supplies)
@@ -151,12 +147,12 @@ class Trajectories:
                 self.dispatcher.handle(has)
 
     def _allowed(self, key: str, worker: str) -> bool:
-        """Whether the version of a worker's engine is one that a trajectory may go on, or begin, with."""
+        """Whether a trajectory may go on, or begin, with the version of a worker's engine."""
         one = self.tracked[key].run.one
         return one is None or one.may(key, worker)
 
     def _update_workers(self, new: RunState | None = None) -> None:
-        """Notify all runs but ``new`` of workers that joined, left or changed since the last call."""
+        """Notify all runs but ``new`` of workers that joined, left or changed."""
         for event in self.workers.changes():
             self._notify_all(event, new)
 
@@ -173,7 +169,6 @@ class Trajectories:
     # ---------------------------------------------------------------- workers
 
     def worker_gone(self, address: str) -> None:
-        """Its slots are gone; its tasks have already left ``processing``."""
         for event in self.workers.left(address):
             self._notify_all(event)
         self.workers_changed()
@@ -200,7 +195,6 @@ class Trajectories:
         self._tell(state, fact)
 
     def forgotten(self, key: str) -> None:
-        """The scheduler has forgotten the task."""
         tracked = self.tracked.pop(key, None)
         if tracked is not None:
             self._ended(tracked, completed=False)
@@ -219,7 +213,7 @@ class Trajectories:
     # ---------------------------------------------------------------- dispatch
 
     def workers_changed(self) -> None:
-        """A worker joined, declared itself, sleeps, or supplies another number of slots: look at all of them, and dispatch."""
+        """Look at all workers, and dispatch."""
         self._stale = True
         self.kick()
 
@@ -230,7 +224,6 @@ class Trajectories:
             self._scheduler.loop.add_callback(self._dispatch)
 
     def _dispatch(self) -> None:
-        """Give free slots to parked trajectories, phase by phase."""
         self.kicked = False
         scheduler, dispatcher = self._scheduler, self.dispatcher
         if self._stale or len(scheduler.running) != self._num_running:  # Dask has no hook for a worker that is paused
@@ -270,7 +263,7 @@ class Trajectories:
         return EVERYONE if emptying else self.dispatcher.ahead()
 
     def _announce_ahead(self) -> None:
-        """Announce the rank of the best waiting generation to all rollout workers, if it has changed."""
+        """Announce the rank of the best waiting generation, if it has changed."""
         self._announces_ahead = False
         if _differ(ahead := self._best_waiting(), self.ahead):
             self.ahead = ahead
@@ -284,7 +277,7 @@ class Trajectories:
         tracked.run.log.emit(LeaseGranted(key=place.key, worker=place.worker, queued_s=queued_s, **fields))
 
     def _revoke(self, at_s: float, alone: bool) -> None:
-        """Have actions stopped whose lease was revoked; those that have left their worker have released it."""
+        """Stop actions whose lease was revoked, if they are still on their worker."""
         for revoke in self.dispatcher.revocations():
             tracked = self.tracked.get(revoke.holder)
             if tracked is None or tracked.at is None:
@@ -318,7 +311,6 @@ class Trajectories:
         self.applier.apply(state, state.handle(sent))
 
     def left_worker(self, tracked: Tracked) -> None:
-        """The quantum has ended, with or without a report."""
         if tracked.at is not None:
             phase, address = tracked.at
             tracked.at = None
@@ -336,7 +328,7 @@ class Trajectories:
             scheduler_internals.park(ts)
 
     def _lost(self, tracked: Tracked, phase: Phase, address: str) -> None:
-        """A quantum ended without a report: its worker died, or it was cancelled. The third time ends the attempt."""
+        """A quantum ended without a report; the third time in a row ends the attempt."""
         tracked.lost += 1
         state = tracked.run
         state.log.emit(QuantumLost(tracked.key, phase, tracked.quanta, address, tracked.lost))
@@ -345,14 +337,11 @@ class Trajectories:
             self._forget_home(tracked)
 
     def _forget_home(self, tracked: Tracked) -> None:
-        """Clear the home, so that the next attempt goes to any worker with a free slot, not to the one where this attempt
-        failed."""
         self._tell(tracked.run, HomeForgotten(tracked.key))
 
     # ---------------------------------------------------------------- reports
 
     def handlers(self) -> dict[type[Fact], Handler]:
-        """What to do with each kind of fact that workers send about trajectories, before their task leaves them."""
         return {
             QuantumFinished: self._quantum_finished,
             GivenBack: self._given_back,
@@ -362,7 +351,6 @@ class Trajectories:
         }
 
     def _running(self, fact: Fact) -> Tracked | None:
-        """The trajectory of a fact, if it has a slot."""
         tracked = self.tracked.get(fact.key)  # type: ignore[attr-defined]  # those of `handlers` have one
         if tracked is not None and tracked.at is not None:
             return tracked
@@ -417,7 +405,7 @@ class Trajectories:
         self.stream.add(key, address, phase, fact.stop_s - fact.latency_s, fact.stop_s, name)
         self._tell(state, fact)
         if fact.goes_on:
-            self._signs[key] = time.monotonic()
+            self._last_activity[key] = time.monotonic()
             self._tell(state, QuantumContinued(key, phase, tracked.worker, tracked.quanta))
         if tracked.ended:
             self._ended(tracked, completed=tracked.completed)
@@ -434,7 +422,6 @@ class Trajectories:
     # ---------------------------------------------------------------- for the dashboard
 
     def phase_of(self, key: str) -> Phase:
-        """The phase that a task runs, or waits for."""
         tracked = self.tracked.get(key)
         if tracked is None:
             return Phase.ROLLOUT

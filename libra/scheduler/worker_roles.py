@@ -1,17 +1,17 @@
 """Workers that change roles during a run.
 
-`libra.policy.role_changes.Roles` decides. This module carries out: it withdraws and restores what workers supply, sends them
+`libra.policy.role_changes.Roles` decides. This module withdraws and restores slots, sends workers
 their stages (`libra.worker.role_member`), and logs the outcome. Calls for clients::
 
     libra_set_roles(run, epoch, assignments={"rollout-0": {"role": "train"}})  ->  {"generation": 3} or {"error": "..."}
-    libra_cancel_roles(run, epoch, generation)                                 ->  {"generation": 4} of the change back, or an error
-    libra_roles(run, epoch)                    ->  [{worker, role, tp, stage, generation, for_s, seconds, reason, ...}, ...]
-    libra_wait_roles(run, epoch, generation)                                   ->  {"changed": bool}, once the change has ended
+    libra_cancel_roles(run, epoch, generation)  ->  {"generation": 4} of the change back, or an error
+    libra_roles(run, epoch)  ->  [{worker, role, tp, stage, generation, for_s, seconds, reason, ...}, ...]
+    libra_wait_roles(run, epoch, generation)  ->  {"changed": bool}, once the change has ended
 
 Invariants
 ----------
 1. A worker's slots are zeroed before it drains, never deleted, and restored in its new role.
-2. A worker that returns supplies nothing before its role is settled, whatever it was started with.
+2. A reconnecting worker supplies nothing until its role is assigned.
 3. At least one worker keeps generating: a request that would leave none is refused.
 4. Reports of another epoch of the run are ignored; `Roles` fences changes by their generation.
 5. When the run ends, every worker supplies what it was started with.
@@ -46,30 +46,14 @@ _STAGES = frozenset(str(stage) for stage in Stage)
 
 @dataclass(slots=True)
 class _Member:
-    """A worker that can change roles, with its facts from the cluster; kept while it is disconnected.
+    """A worker that can change roles; kept while it is disconnected."""
 
-    Attributes
-    ----------
-    started_tp : int
-        TP resource that it was started with; 0: none.
-    slots : int
-        ROLLOUT slots that it was started with.
-    share : dict
-        Its share of its machine, as its host reports it.
-    took_s : float or None
-        Seconds of its last change to another assignment.
-    since : (stage, generation, monotonic seconds) or None
-        When it entered its present stage.
-    reason : str
-        Why its last change began, or why it failed permanently.
-    """
-
-    started_tp: int
-    slots: int = 0
-    share: dict[str, str] = field(default_factory=dict)
-    took_s: float | None = None
-    since: tuple[str, int, float] | None = None
-    reason: str = ""
+    started_tp: int  # TP resource at its start; 0: none
+    slots: int = 0  # ROLLOUT slots at its start
+    share: dict[str, str] = field(default_factory=dict)  # of its machine, as its host reports it
+    took_s: float | None = None  # of its last change to another assignment
+    since: tuple[str, int, float] | None = None  # stage, generation, monotonic seconds
+    reason: str = ""  # of its last change, or its final failure
 
 
 @dataclass(slots=True)
@@ -89,7 +73,7 @@ class _Run:
 
 
 class WorkerRoles:
-    """One per scheduler, for the one run at a time whose workers can change roles; ``registered`` are the plugin's own runs."""
+    """One per scheduler, for the one run at a time whose workers can change roles."""
 
     def __init__(
         self,
@@ -135,8 +119,7 @@ class WorkerRoles:
                 self._supply(state, name, state.members[name].slots, state.members[name].started_tp)
 
     def as_started(self, run: str | None) -> dict[str, dict[str, int]]:
-        """The resources that the workers of a run that changes roles will supply when it ends, by address; empty if it is
-        not registered."""
+        """Resources that the workers of a run will supply when it ends, by address."""
         state = self._runs.get(run or "")
         if state is None:
             return {}
@@ -149,7 +132,7 @@ class WorkerRoles:
     def set_roles(
         self, run: str, epoch: int, assignments: Mapping[str, Mapping[str, Any]], reason: str = "asked for"
     ) -> dict[str, Any]:
-        """Begin a change after which all these workers have the given assignments, or all have their present ones.
+        """Begin a change; all these workers get the given assignments, or keep their present ones.
 
         ``role`` is "rollout", "train" or "lent"; ``tp`` is by default the worker's own.
         """
@@ -170,11 +153,10 @@ class WorkerRoles:
         return _unknown(run, epoch) if state is None else self._answer(state, messages.CancelRequested(generation))
 
     def roles(self, run: str, epoch: int) -> list[dict[str, Any]]:
-        """Rows of `libra.policy.role_changes.Roles.rows`, empty if the run is not here; with three more columns.
+        """Rows of `Roles.rows` with three more columns; empty if the run is not here.
 
-        ``for_s``: seconds in the present stage. ``seconds``: of its last change, until the slowest member was in its new role;
-        None before one. ``reason``: of its last change, or of the failure if the stage is ``failed`` (the worker is in the
-        cluster but gets no work).
+        ``for_s`` in the present stage; ``seconds`` of its last change (None before one); ``reason``
+        of that, or of the failure if the stage is ``failed``.
         """
         state = self._of(run, epoch)
         return [] if state is None else [self._row(state, row) for row in state.roles.rows()]
@@ -189,7 +171,8 @@ class WorkerRoles:
         return row | {"for_s": for_s, "seconds": member.took_s, "reason": member.reason}
 
     async def wait_roles(self, run: str, epoch: int, generation: int) -> dict[str, Any]:
-        """Return when a change has ended or is undone; ``changed``: its members have their new assignments."""
+        """Return when a change has ended or is undone; ``changed``: its members have new
+        assignments."""
         while (state := self._of(run, epoch)) is not None and any(
             generation in (change.generation, change.undoes) for change in state.roles.changes.values()
         ):
@@ -199,7 +182,7 @@ class WorkerRoles:
         return {"changed": generation not in state.undone}
 
     def role_known(self, run: str, epoch: int, worker: str) -> bool:
-        """Whether a worker of this name was here before, so that it starts nothing before its role is settled."""
+        """Whether a worker of this name was here before; then it starts nothing by itself."""
         state = self._of(run, epoch)
         return state is not None and worker in state.roles.members
 
@@ -234,14 +217,13 @@ class WorkerRoles:
     # ---------------------------------------------------------------- scheduler hooks
 
     def add_worker(self, worker: str) -> None:
-        """A worker that returns supplies what its command line says; zero it until its host reports, when its role is known."""
+        """A returning worker supplies no slots until its role is known."""
         name = scheduler_internals.worker_name(self._scheduler, worker)
         for state in self._runs.values():
             if name in state.roles.members:
                 scheduler_internals.set_supply(self._scheduler, worker, keys.ROLLOUT, 0)
 
     def remove_worker(self, worker: str) -> None:
-        """A member is lost, or the core's pool."""
         for state in self._runs.values():
             if worker == state.pool_of:
                 state.pool = None
@@ -251,7 +233,6 @@ class WorkerRoles:
                 self._handle(state, messages.MemberLost(name))
 
     def handlers(self) -> dict[type[Fact], Handler]:
-        """What to do with what workers say of their role."""
         return {
             facts.RoleMemberJoined: self._announced,
             facts.HybridPoolOpened: self._pool_opened,
@@ -260,7 +241,6 @@ class WorkerRoles:
         }
 
     def setup_failed(self, run: RunState, fact: facts.SetupFailed, address: str) -> None:
-        """The setup of a worker for a run failed."""
         state = self._of(run.run, run.epoch)
         if state is not None and fact.worker in state.roles.members:
             self._mark_failed(state, fact.worker, address, fact.detail)
@@ -362,7 +342,6 @@ class WorkerRoles:
                 self._ended(state, command)
 
     def _allowed(self, state: _Run, worker: str, tp: int, names: Sequence[str]) -> int:
-        """Slots that an engine of these workers may use (`libra.scheduler.worker_supply`)."""
         slots = sum(state.members[name].slots for name in names)
         return self._concurrency.supplied(state.run, worker, tp, slots)
 
@@ -401,7 +380,7 @@ class WorkerRoles:
         self._forget(state, generation)
 
     def _tell(self, state: _Run, fact: Fact) -> None:
-        """Log a fact, and tell the run's tail."""
+        """Log a fact, and pass it to the run's tail."""
         if (run := self._registered.get(state.run)) is not None:
             run.log.emit(fact)
             run.tail.handle(fact)

@@ -1,20 +1,16 @@
-"""Workers as the policies see them: what each supplies, limits on its slots, and tool workers that
-come and go.
+"""Workers as the policies see them: supply, limits on slots, and tool workers that come and go.
 
 Invariants
 ----------
-1. A worker is reported as joined before anything is placed on it, and as left before it joins
-   again. A worker that joins during runs is reported once its setup for each of them has ended.
-2. The policy has an engine's last declaration, or one that is close enough to it (`UPDATE_FRAC`).
-   Engines of a bucket count as equally fast unless they differ by more than their errors
-   (`libra.policy.engine_table.as_its_bucket`).
+1. A worker is reported as joined before anything is placed on it, once its setup for each run has
+   ended, and as left before it joins again.
+2. The policy has an engine's last declaration, or one within `UPDATE_FRAC`. Engines of a bucket
+   count as equally fast unless they differ by more than their errors (`as_its_bucket`).
 3. A worker supplies at most its limit, and at most the slots of its engine. A limit belongs to a
-   worker and a tensor-parallel degree; it holds until it is replaced or the run ends, also for a
-   worker that returns or trains in the meantime.
+   worker and a tensor-parallel degree, until it is replaced or the run ends.
 4. A limit below the slots in use aborts nothing: a slot is released when its turn ends
    (`Dispatcher.overfull`).
-5. A limit that does not fit is refused with all others of its request; the error has the worker,
-   the request and the range.
+5. A limit that does not fit is refused with all others of its request.
 """
 
 from __future__ import annotations
@@ -50,16 +46,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ROLE = "tool-"
-"""How names of tool workers begin."""
+"""Prefix of names of tool workers."""
 NEWEST = 0.1
 """Weight of the newest action in their mean seconds."""
 UPDATE_FRAC = 0.25
-"""An engine's seconds are reported again when they differ by this share from the last report."""
+"""An engine's seconds are reported again when they differ by this share."""
 
 
 @dataclass(slots=True)
 class _Declared:
-    """What an engine declares; ``reported`` is the declaration that the policy has, None before."""
+    """Declaration of an engine, and the one that the policy has."""
 
     bucket: str
     capacity: EngineCapacity
@@ -76,7 +72,6 @@ class Workers:
         self._declared: dict[str, _Declared] = {}
 
     def declared(self, fact: EngineDeclared) -> None:
-        """An engine has declared its capacity."""
         before = self._declared.get(fact.worker)
         reported = before.reported if before is not None and before.bucket == fact.bucket else None
         self._declared[fact.worker] = _Declared(fact.bucket, EngineCapacity.from_declaration(fields_of(fact)), reported)
@@ -113,7 +108,6 @@ class Workers:
             yield joined
 
     def left(self, address: str) -> Iterator[WorkerWithdrawn]:
-        """A worker has died, or was removed."""
         for name in [name for name, at in self.address.items() if at == address]:
             yield self._gone(name)
 
@@ -126,7 +120,6 @@ class Workers:
         return declared.reported is None or off_by_frac(self._as_its_bucket(declared), declared.reported) > UPDATE_FRAC
 
     def _as_its_bucket(self, declared: _Declared) -> EngineCapacity:
-        """Its declaration, beside those of the other engines of its bucket."""
         alike = [other.capacity.steps for other in self._declared.values() if other.bucket == declared.bucket]
         return as_its_bucket(declared.capacity, [steps for steps in alike if steps is not None])
 
@@ -157,8 +150,7 @@ class Concurrency:
                 scheduler_internals.set_supply(self._scheduler, address, keys.ROLLOUT, slots)
 
     def joined(self, run: str, worker: str, kind: EngineKindFields) -> None:
-        """A worker has joined, for the first time or again; ``kind`` has engine, bucket, tp and
-        slots of its engine."""
+        """A worker has joined, for the first time or again, with an engine of this ``kind``."""
         known = self._runs.setdefault(run, _Limits())
         known.started[worker] = kind
         known.full[worker] = (kind.tp, kind.slots)
@@ -174,8 +166,7 @@ class Concurrency:
             scheduler_internals.set_supply(self._scheduler, address, keys.ROLLOUT, limit)
 
     def supplied(self, run: str, worker: str, tp: int, slots: int) -> int:
-        """Slots that a worker may supply, whose engine has this degree and number of slots from now
-        on."""
+        """Slots that a worker may supply, whose engine has this degree and slots from now on."""
         known = self._runs.setdefault(run, _Limits())
         known.full[worker] = (tp, slots)
         return min(slots, known.limits.get((worker, tp), slots))
@@ -188,12 +179,7 @@ class Concurrency:
         }
 
     def rows(self, state: RunState) -> list[dict[str, Any]]:
-        """A row for each worker that has or had an engine.
-
-        ``worker``, ``address``; ``engine``, ``bucket``, ``base_tp`` and ``base_slots`` at its
-        start; ``tp`` and ``slots`` of its last engine; slots that it ``supplies`` now; its
-        ``limits`` and what it ``declared``, both by degree.
-        """
+        """A row for each worker that has or had an engine; ``limits`` and ``declared`` by degree."""
         known, found = self._runs.get(state.run, _Limits()), []
         for worker, (tp, slots) in sorted(known.full.items()):
             ws = self._scheduler.workers.get(state.workers.engines.get(worker, ""))
@@ -256,7 +242,7 @@ class Concurrency:
 
 
 class ToolWorkers:
-    """One per scheduler; ``runs`` is the plugin's own."""
+    """The tool workers of all runs; one per scheduler."""
 
     def __init__(
         self, scheduler: Scheduler, dispatcher: Dispatcher, workers: Workers, runs: dict[str, RunState]
@@ -266,11 +252,10 @@ class ToolWorkers:
         self._action_s = 1.0
 
     def acted(self, seconds: float) -> None:
-        """An action took so long."""
         self._action_s += NEWEST * (seconds - self._action_s)
 
     def look(self, least: int, most: int) -> ToolWorkersOrdered | None:
-        """What is to change now, which whoever calls this carries out; None: nothing."""
+        """The change that is due now, for the caller to carry out."""
         fleet = self._fleet
         if fleet is None or (fleet.least, fleet.most) != (least, most):
             fleet = self._fleet = ToolFleet(least, most)
@@ -295,8 +280,7 @@ class ToolWorkers:
         return order
 
     def _load(self, present: Iterable[str]) -> tuple[int, int, float]:
-        """Units of the present workers together, actions that wait for some, and unit-seconds of
-        these."""
+        """Units of the present workers, waiting actions, and their unit-seconds."""
         leases = self._dispatcher.leases
         if leases is None:
             slots = sum(self._workers.known[name].tool_slots for name in present)

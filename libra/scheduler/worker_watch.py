@@ -1,5 +1,4 @@
-"""Feeds `libra.policy.liveness` with the workers of a scheduler, carries out its commands, and
-words its reports.
+"""Feeds `libra.policy.liveness` with workers, carries out its commands, and words its reports.
 
 Dask reports a worker as running before its plugins are set up, and also if one of them fails, which
 only that worker's log shows. Here that is an event, a line in the driver's terminal, and a row of
@@ -30,10 +29,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SENT_BY_DASK = (keys.GRADE, keys.TRAIN, keys.COMMIT, keys.TEACHER)
-"""Resources whose tasks Dask itself sends to a worker; quanta of the other two come from the
-dispatcher."""
+"""Resources whose tasks Dask itself sends; the dispatcher sends quanta."""
 STUCK_S = 120.0
-"""A setup that takes longer may hang: only then does a report say how to restart the worker."""
+"""A setup that takes longer may hang: then a report has the command to restart the worker."""
 WORK = {
     keys.ROLLOUT: "generates",
     keys.TOOL: "runs tool calls",
@@ -46,10 +44,10 @@ WORK = {
 
 
 class _Present(NamedTuple):
-    """A present worker, with what it supplies or will supply once it is ready.
+    """A present worker, and its supply once it is ready.
 
     ``status``: "failed", "out", "quarantined", "setting_up", "ready", or Dask's if it takes no
-    tasks. ``again_s``: time until its restart, None if there is none.
+    tasks.
     """
 
     ws: WorkerState
@@ -73,29 +71,24 @@ class WorkerWatch:
     # ---------------------------------------------------------------- events
 
     def joined(self, address: str, runs: list[str]) -> None:
-        """A worker begins its setup for these runs. Call it before Dask sends the worker
-        anything."""
+        """A worker begins its setup for these runs; call it before Dask sends it a task."""
         name = scheduler_internals.worker_name(self._scheduler, address)
         if self._liveness.joined(address, name, runs, time.monotonic()):
             self._held[address] = scheduler_internals.hold_back(self._scheduler, address, SENT_BY_DASK)
 
     def left(self, address: str) -> None:
-        """A worker has left the cluster."""
         self._held.pop(address, None)
         self._liveness.left(address, time.monotonic())
 
     def ready(self, state: RunState, address: str) -> None:
-        """A worker's setup for a run has ended."""
         self._supply(self._liveness.ready(state.run, address))
 
     def ended(self, run: str) -> None:
-        """A run has ended."""
         self._roles.pop(run, None)
         self._supply(self._liveness.ended(run))
 
     def failed(self, state: RunState, fact: SetupFailed, address: str) -> None:
-        """A worker's setup for a run failed. While the run starts, that reaches the driver, which
-        ends the run."""
+        """A worker's setup for a run failed; at the run's start that ends the run."""
         name, detail, ws = fact.worker, fact.detail, self._scheduler.workers.get(address)
         after_s = None
         joins = ws is not None and self._liveness.joins(state.run, address)
@@ -121,8 +114,7 @@ class WorkerWatch:
         state.notices.warn(logger, f"{text}; its log has the traceback", logging.ERROR)
 
     def look(self, state: RunState, now_s: float | None = None) -> None:
-        """Restart workers that are due, and report changes of what a run misses; ``now_s``:
-        monotonic seconds."""
+        """Restart workers that are due, and report changes of what a run misses."""
         now_s = time.monotonic() if now_s is None else now_s
         for due in self._liveness.due(state.run, now_s):
             logger.warning("run %s: worker %s is restarted: %s", state.run, due.name, due.reason)
@@ -148,9 +140,8 @@ class WorkerWatch:
         """Resources that workers will supply once they are ready, by address."""
         return {address: dict(resources) for address, resources in self._held.items()}
 
-    def lack(self, run: str) -> str:
-        """The first reported work that too few workers of a run do, e.g. "nobody generates"; "" if
-        there is none."""
+    def missing_work(self, run: str) -> str:
+        """The first reported work that too few workers do, e.g. "nobody generates", or ""."""
         told = self._roles[run].told if run in self._roles else []
         return f"nobody {WORK[told[0]]}" if told else ""
 
@@ -242,7 +233,6 @@ class WorkerWatch:
         return f"for {report.for_s:.0f} s {what}: {who}; {self._waiting(state, resources)}\n  {advice}"
 
     def _waiting(self, state: RunState, resources: set[str]) -> str:
-        """The tasks that wait in the scheduler for one of these resources."""
         ending, waiting = f"-e{state.epoch}-{state.run}", Counter[str]()
         for key, ts in self._scheduler.tasks.items():
             if ts.state == "no-worker" and isinstance(key, str) and key.endswith(ending):

@@ -1,24 +1,16 @@
-"""Lengths of the trajectories of one group (or family), ended and running ones together.
+"""Lengths of the trajectories of one group (or family), running ones and earlier iterations
+included.
 
-An ended member counts fully. A running one is right-censored: only a lower bound of its length is
-known. It counts with its expected total, with a weight that grows with the share of all
-trajectories that it has outlasted; so a group whose members keep running is predicted to be long,
-while the ended ones alone would make it look short. Knowledge of its prompt from earlier iterations
-(`libra.policy.posterior.cohorts`) counts as additional members.
+An ended member counts fully. A running one is right-censored: it counts with its expected total,
+with a weight that grows with the share of trajectories that it has outlasted. So a group whose
+members keep running is predicted to be long.
+
+`History` counts as further members: a prompt that was long is long again (RhymeRL,
+arXiv:2508.18588). Lengths drift, so it keeps departures from other prompts of the same version, and
+measures their `persistence` at every return.
 
 Differs from Seer (one member runs ahead, and its length predicts the group's): see `Cohort.probe`;
 every member counts.
-
-Lengths of a prompt's earlier trajectories: a prior for a group before any member runs.
-
-Prompts of a data set return with every pass over it, and one that was long is long again far more
-often than by chance (RhymeRL, arXiv:2508.18588, reports it of consecutive epochs). Lengths drift
-while a policy learns, so the history keeps by how much a prompt's trajectories were longer than
-those of the other prompts of their time.
-
-How much of that persists is measured: every prompt that returns is compared with its history
-(`persistence`).
-
 """
 
 from __future__ import annotations
@@ -33,33 +25,18 @@ KEPT_GROUPS = 1_024
 
 
 class Cohort(msgspec.Struct, array_like=True, gc=False):
-    """Sums over the members of one group; totals are logarithms of tokens.
+    """Sums over the members of one group; totals are logarithms of tokens."""
 
-    Attributes
-    ----------
-    weight, total : float
-        Of ended members: their number, and the sum of their totals; both decay.
-    running, running_total : float
-        Of running members: sum of their weights, and of weight times expected total.
-    probe : str
-        Key of the member that should run ahead because nothing is known of the group; empty: none.
-    prompt : str
-        Of its members, if its prompt may return.
-    past, past_shift : float
-        Weight, in members, of the prompt's history, and log tokens by which that exceeds other
-        prompts.
-    """
-
-    weight: float = 0.0
-    total: float = 0.0
-    running: float = 0.0
-    running_total: float = 0.0
+    weight: float = 0.0  # decaying number of ended members
+    total: float = 0.0  # their totals
+    running: float = 0.0  # weights of running members
+    running_total: float = 0.0  # weight times expected total
     finished: int = 0
     live: int = 0
-    probe: str = ""
-    prompt: str = ""
-    past: float = 0.0
-    past_shift: float = 0.0
+    probe: str = ""  # member that should run ahead, since the group is unknown
+    prompt: str = ""  # if it may return
+    past: float = 0.0  # weight of its history, in members
+    past_shift: float = 0.0  # log tokens by which that exceeds other prompts
 
     def scale(self, factor: float) -> None:
         """Multiply the weight of ended members by ``factor``."""
@@ -78,18 +55,9 @@ class Cohort(msgspec.Struct, array_like=True, gc=False):
 
 
 class Cohorts(msgspec.Struct, array_like=True):
-    """All groups by name.
+    """All groups by name, the ``idle`` ones by last use."""
 
-    Attributes
-    ----------
-    prior : float
-        Weight, in members, of the prior that a group is like all others.
-    by_name : dict
-    idle : dict
-        Names of groups without a running member, the least recently used first.
-    """
-
-    prior: float
+    prior: float  # weight of the prior that a group is like all others, in members
     by_name: dict[str, Cohort] = {}
     idle: dict[str, None] = {}
 
@@ -103,7 +71,6 @@ class Cohorts(msgspec.Struct, array_like=True):
         return cohort
 
     def leave(self, name: str, key: str, weight: float, value: float, total: float | None) -> Cohort:
-        """A member ends; see `Cohort.leave`."""
         cohort = self.by_name[name]
         cohort.leave(weight, value, total)
         if cohort.probe == key or total is not None:
@@ -121,7 +88,7 @@ class Cohorts(msgspec.Struct, array_like=True):
     def shift(self, name: str, centre: float, weight: float, value: float) -> tuple[float, float]:
         """Log tokens by which a member should exceed ``centre``, and the certainty of that (0..1).
 
-        ``weight`` and ``value`` are those of the member itself, which is left out.
+        ``weight`` and ``value`` of the member itself are left out.
         """
         cohort = self.by_name[name]
         others = cohort.weight + cohort.running - weight
@@ -133,7 +100,6 @@ class Cohorts(msgspec.Struct, array_like=True):
         return (total - centre * others + cohort.past * cohort.past_shift) / sure, known / sure
 
     def scale(self, factor: float) -> None:
-        """Multiply the weight of all ended members by ``factor``."""
         for cohort in self.by_name.values():
             cohort.scale(factor)
 
@@ -153,48 +119,30 @@ def lognormal_remaining(centre: float, spread: float, log_done: float) -> float:
 KEPT_PROMPTS = 16_384
 """Maximum number of prompts kept; the least recently seen are dropped first."""
 FIRST_PERSISTENCE = 0.8
-"""Assumed share of a prompt's departure that persists, before any prompt has returned."""
+"""Persistence before any prompt has returned, and the weight of that in groups."""
 FIRST_GROUPS = 4.0
-"""Weight of that assumption, in groups."""
 FORGET_RETURNED = 0.998
 """Weight of a comparison after each later one."""
 LARGEST_PERSISTENCE = 0.95
 CENTRE_GROUPS = 8.0
-"""Weight, in groups, of the previous version's centre in that of the next."""
+"""Weight, in groups, of the previous version's centre in the next one."""
 
 
 class Past(NamedTuple):
-    """Of one prompt: log tokens by which its trajectories departed from the others', and how many
-    those were."""
+    """Log tokens by which a prompt's trajectories departed from others, and their number."""
 
     departure: float
     members: float
 
 
 class History(msgspec.Struct):
-    """The history of all prompts.
-
-    A group that has ended waits for the next version; then it is compared with those that ended in
-    the same version.
-
-    Attributes
-    ----------
-    past : dict
-        By prompt.
-    pending : dict
-        By prompt, of groups ended since the last version: mean log total, members, the departure
-        recalled when it began.
-    centre : float or None
-        Log total of an average group.
-    squares, products : float
-        Of what was recalled of prompts that returned, and with what was observed.
-    """
+    """The history of all prompts; ended groups are compared with others of the same version."""
 
     past: dict[str, Past] = {}
-    pending: dict[str, tuple[float, float, float]] = {}
-    centre: float | None = None
-    squares: float = 0.0
-    products: float = 0.0
+    pending: dict[str, tuple[float, float, float]] = {}  # ended groups: mean log total, members, recalled departure
+    centre: float | None = None  # log total of an average group
+    squares: float = 0.0  # of recalled departures
+    products: float = 0.0  # with the observed ones
 
     @property
     def persistence(self) -> float:
@@ -209,8 +157,7 @@ class History(msgspec.Struct):
         return self.persistence if self.squares else 0.0
 
     def recall(self, prompt: str, prior: float) -> float | None:
-        """Log tokens by which members of ``prompt`` are expected to depart, if all of it persisted;
-        None: it is new.
+        """Log tokens by which members of ``prompt`` are expected to depart; None for a new one.
 
         ``prior`` is the weight, in members, of the prior that a prompt is like all others.
         """

@@ -1,22 +1,16 @@
 """Forecasts of a trajectory's remaining tokens, learned online from ended and running ones.
 
-One ridge regression on progress and every signal, mixed with the totals of siblings; a guard scales
-its departure from progress alone by the gain that was measured
-(`libra.policy.posterior.regression`).
-
-Trajectories that end early are short (right censoring): with 32 in flight the first to end are far
-below the mean. So the posterior also learns from running ones, with their expected totals (Buckley
-and James 1979), replaced at every `learn`.
+One ridge regression on progress and every signal, mixed with the totals of siblings
+(`libra.policy.posterior.regression`). Trajectories that end early are short (right censoring), so
+running ones count with their expected totals (Buckley and James 1979), replaced at every `learn`.
 
 Promises
 --------
-1. Deterministic in the sequence of events and of calls of `learn`, whatever the hash seed.
+1. Deterministic in the sequence of events and of calls of `learn`, for any hash seed.
 2. ``restore(snapshot())`` changes no later forecast.
 3. Without measured gain over progress (`Forecast.skill` is 0) the forecast is the progress-only
    one.
-4. Memory is bounded by the number of running trajectories, and by constants: rows to learn from are
-   kept of ``FOLLOWED`` running trajectories, and of ``WAITING`` ended ones until `learn`; a group's
-   state goes with its last member (except the last 1,024), the history has at most 16,384 prompts.
+4. Memory is bounded by the number of running trajectories, and by constants.
 """
 
 from __future__ import annotations
@@ -51,19 +45,18 @@ SIBLING_PRIOR, FAMILY_PRIOR = 1.0, 5.0
 SAMPLE = 64
 """Running trajectories that a `learn` uses."""
 FOLLOWED = 2_048
-"""Running trajectories to learn from: each new one while there is room. Forgetting makes more of
-them worth nothing."""
+"""Running trajectories to learn from: each new one while there is room."""
 WAITING = 1_024
 """Ended trajectories that wait for `learn`; beyond, the oldest are dropped."""
 NAMED = 65_536
-"""Groups whose prompts are known before their first trajectory; beyond, the oldest are dropped."""
+"""Groups whose prompts are known before their first trajectory."""
 UNFINISHED = "(unfinished turn)"
-"""What returns when a turn parks before its end: only that it goes on."""
+"""The return of a turn that parks before its end."""
 _LARGEST_LOG = 16.0
 
 
 class Posterior(Saved):
-    """The forecaster; see the module. One per run."""
+    """The forecaster; one per run."""
 
     SAVED = {
         "_live": dict[str, Live],
@@ -99,7 +92,6 @@ class Posterior(Saved):
         self._twin: tuple[int, str, str, Live] | None = None  # the last one forecast before its start
 
     def handle(self, event: Fact) -> None:
-        """Learn from one event; it must be cheap, because the scheduler's loop waits for it."""
         self._moment += 1
         if type(event) is QuantumFinished:
             live = self._live.get(event.key)
@@ -143,7 +135,7 @@ class Posterior(Saved):
         self._forecast(live)
 
     def _recall(self, cohort: Cohort, prompt: str) -> None:
-        """Let the history of a new group's prompt count as members, as far as it persists."""
+        """Count the history of a new group's prompt as members, as far as it persists."""
         cohort.prompt = prompt
         prior, persistence = self._groups.prior, self._history.persistence
         shift = self._history.recall(prompt, prior)
@@ -250,7 +242,7 @@ class Posterior(Saved):
         return Forecast(mean, order, self._regression.order.skill)
 
     def reconsidered(self, key: str) -> Forecast:
-        """`remaining` of an unbegun one, updated by its siblings; KeyError as `remaining`."""
+        """`remaining` of a waiting one, updated by its siblings; KeyError as `remaining`."""
         live = self._live[key]
         if live.tokens or live.returns:
             return self.remaining(key)
@@ -294,7 +286,6 @@ class Posterior(Saved):
         return within, max(variance - within, 0.1 * within)
 
     def restore(self, snapshot: Any) -> None:
-        """Take the state of ``snapshot``; errors as `Saved.restore`."""
         super().restore(snapshot)
         self._twin = None
 
@@ -307,9 +298,8 @@ class Posterior(Saved):
     def weights(self) -> dict[str, float]:
         """Weight of each part in the order, 0 to 1, the guard included.
 
-        "regression" uses all signals, "totals" the totals of siblings, where their certainty is 1.
-        "history" is the measured persistence of a prompt's length, which acts through the siblings;
-        0 before any prompt has returned.
+        "regression" uses all signals, "totals" the totals of siblings, "history" is the persistence
+        of a prompt's length.
         """
         order = self._regression.order
         joint, totals = (order.factor * share for share in order.shares)
