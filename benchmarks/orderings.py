@@ -250,18 +250,12 @@ class SeerOrder(Saved):
     """
 
     name: ClassVar[str] = "seer"
-    SAVED = {
-        "_members": dict[str, dict[str, int]], "_probe": dict[str, str], "_longest": dict[str, int],
-        "_group": dict[str, str], "_iteration": dict[str, int], "_arrival": dict[str, int],
-    }  # fmt: skip
-
-    def __init__(self) -> None:
-        self._members: dict[str, dict[str, int]] = {}  # of each group, in order of arrival: tokens generated
-        self._probe: dict[str, str] = {}
-        self._longest: dict[str, int] = {}  # of its members that have ended
-        self._group: dict[str, str] = {}
-        self._iteration: dict[str, int] = {}
-        self._arrival: dict[str, int] = {}
+    _members: dict[str, dict[str, int]]  # of each group, in order of arrival: tokens generated
+    _probe: dict[str, str]
+    _longest: dict[str, int]  # of its members that have ended
+    _group: dict[str, str]
+    _iteration: dict[str, int]
+    _arrival: dict[str, int]
 
     def handle(self, event: Fact) -> tuple[SetPriority, ...]:
         match event:

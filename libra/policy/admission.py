@@ -122,23 +122,21 @@ class Admission(Saved):
     ``trained`` the trainer's.
     """
 
-    SAVED = {
-        "staleness": StalenessPolicy,
-        "groups_per_batch": int,
-        "first_come": bool,
-        "version": int,
-        "trained": int,
-        "_gates": set[int],
-        "_batches": set[int],
-        "_in_flight": dict[GroupId, int],
-        "_committed": dict[GroupId, int],
-        "_consumed": dict[int, set[int]],
-        "_whole_below": int,
-        "_told_below": int,
-        "opened": dict[int, tuple[GroupId, ...]],
-        "waves": Waves,
-        "ways": WayChoice,
-    }
+    staleness: StalenessPolicy
+    groups_per_batch: int
+    first_come: bool
+    version: int
+    trained: int
+    _gates: set[int]
+    _batches: set[int]
+    _in_flight: dict[GroupId, int]
+    _committed: dict[GroupId, int]
+    _consumed: dict[int, set[int]]  # by iteration, groups of those that are not consumed whole
+    _whole_below: int  # every group of the iterations before this one is consumed
+    _told_below: int  # the batches before this one were opened, and their members are not kept
+    opened: dict[int, tuple[GroupId, ...]]
+    waves: Waves
+    ways: WayChoice
 
     def __init__(
         self,
@@ -148,20 +146,11 @@ class Admission(Saved):
         *,
         first_come: bool = False,
     ) -> None:
+        super().__init__()
         self.staleness = StalenessPolicy(staleness) if isinstance(staleness, int) else staleness
-        self.first_come = first_come
-        self.waves = waves or Waves()
-        self.ways = WayChoice()
-        self.groups_per_batch = groups_per_batch
+        self.first_come, self.groups_per_batch = first_come, groups_per_batch
+        self.waves, self.ways = waves or Waves(), WayChoice()
         self.version = self.trained = -1
-        self._gates: set[int] = set()
-        self._batches: set[int] = set()
-        self._in_flight: dict[GroupId, int] = {}
-        self._committed: dict[GroupId, int] = {}
-        self._consumed: dict[int, set[int]] = {}  # by iteration, groups of those that are not consumed whole
-        self._whole_below = 0  # every group of the iterations before this one is consumed
-        self._told_below = 0  # the batches before this one were opened, and their members are not kept
-        self.opened: dict[int, tuple[GroupId, ...]] = {}
 
     @property
     def eta(self) -> int:

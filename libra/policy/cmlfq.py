@@ -98,34 +98,27 @@ class CMLFQ(Saved):
     """
 
     name: ClassVar[str] = "cmlfq"
-    SAVED = {
-        "objective": str,
-        "_guard": StarvationGuard,
-        "_trajectories": TrajectoryTable,
-        "_groups": dict[str, list[float]],
-        "_unbegun": dict[str, dict[str, None]],
-        "_sampled_tokens": int,
-        "_read_tokens": int,
-        "_pauses": bool,
-        "_boundaries": tuple[tuple[int, float], ...],
-        "forecaster": Forecaster,
-    }
+    objective: Objective
+    _guard: StarvationGuard
+    _trajectories: TrajectoryTable
+    _groups: dict[str, list[float]]  # arrival, tokens left and running members
+    _unbegun: dict[str, dict[str, None]]  # by group, those that wait for their first slot
+    _sampled_tokens: int
+    _read_tokens: int
+    _pauses: bool  # whether a running one may wait: engines exchange KV, so that a pause costs little
+    _boundaries: tuple[tuple[int, float], ...]
+    forecaster: Forecaster
 
     def __init__(
         self, forecaster: Forecaster | None = None, *, objective: Objective = "makespan", patience: int = PATIENCE
     ) -> None:
         if objective not in ("makespan", "stream"):
             raise ValueError(f"objective: got {objective!r}; allowed are 'makespan' and 'stream'")
-        self.forecaster: Forecaster = Posterior() if forecaster is None else forecaster
+        super().__init__()
+        self.forecaster = Posterior() if forecaster is None else forecaster
         self._group_aware = self.forecaster if isinstance(self.forecaster, GroupAware) else None
-        self.objective: Objective = objective
-        self._trajectories = TrajectoryTable()
-        self._guard = StarvationGuard(patience)
-        self._groups: dict[str, list[float]] = {}  # arrival, tokens left and members under way
-        self._unbegun: dict[str, dict[str, None]] = {}  # by group, those that wait for their first slot
-        self._boundaries: tuple[tuple[int, float], ...] = ()
-        self._sampled_tokens = self._read_tokens = 0
-        self._pauses = False  # whether one under way may wait: engines exchange KV, so that a pause costs little
+        self.objective = objective
+        self._trajectories, self._guard = TrajectoryTable(), StarvationGuard(patience)
         self._calibration = CalibrationLog()
 
     def handle(self, event: Fact) -> tuple[SetPriority | Prefer, ...]:

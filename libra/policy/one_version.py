@@ -49,34 +49,22 @@ Orders = tuple[Vacate | LoadVersion, ...]
 class OneVersion(Saved):
     """The versions of a run's engines, and of its running trajectories; engines by worker name."""
 
-    SAVED = {
-        "rounded": bool,
-        "newest": int,
-        "told": dict[str, int],
-        "emptying": set[str],
-        "_under_way": dict[str, set[str]],
-        "_home": dict[str, str],
-        "_began": dict[str, int],
-        "_specs": dict[str, WorkerCapacity],
-        "_running": dict[str, str],
-        "_waiting": set[str],
-        "_context": dict[str, int],
-    }
+    rounded: bool
+    newest: int
+    told: dict[str, int]  # newest version of each engine that takes quanta; -1: none
+    emptying: set[str]  # engines that give their trajectories away
+    _under_way: dict[str, set[str]]
+    _home: dict[str, str]
+    _began: dict[str, int]
+    _specs: dict[str, WorkerCapacity]  # this and the following for the rule of rounding
+    _running: dict[str, str]  # generations
+    _waiting: set[str]  # for their first generation
+    _context: dict[str, int]
 
     def __init__(self, *, rounded: bool = False) -> None:
-        self.rounded = rounded
-        self.newest = -1
-        self.told: dict[str, int] = {}  # newest version of each engine that takes quanta; -1: none
-        self.emptying: set[str] = set()  # engines that give their trajectories away
-        self._under_way: dict[str, set[str]] = {}
-        self._home: dict[str, str] = {}
-        self._began: dict[str, int] = {}
+        super().__init__()
+        self.rounded, self.newest = rounded, -1
         self._counts: Counter[int] = Counter()  # of `_began`
-        # For the rule of rounding:
-        self._specs: dict[str, WorkerCapacity] = {}
-        self._running: dict[str, str] = {}  # generations
-        self._waiting: set[str] = set()  # for their first generation
-        self._context: dict[str, int] = {}
 
     def may(self, key: str, worker: str) -> bool:
         began = self._began.get(key)

@@ -99,13 +99,9 @@ class Inspectable(Protocol):
 class Fifo(Saved):
     """First come, first served within an iteration; one per run."""
 
-    SAVED = {"_arrivals": int, "_order": dict[str, int]}
-
     name: ClassVar[str] = "fifo"
-
-    def __init__(self) -> None:
-        self._order: dict[str, int] = {}
-        self._arrivals = 0
+    _arrivals: int
+    _order: dict[str, int]
 
     def handle(self, event: Fact) -> tuple[SetPriority, ...]:
         if type(event) is TrajectoryParked:  # quicker than match, and every event comes here
@@ -124,11 +120,11 @@ class Mlfq(Saved):
     baseline."""
 
     name: ClassVar[str] = "mlfq"
-    SAVED = {"_trajectories": TrajectoryTable, "_guard": StarvationGuard}
+    _trajectories: TrajectoryTable
+    _guard: StarvationGuard
 
     def __init__(self, *, patience: int = PATIENCE) -> None:
-        self._trajectories = TrajectoryTable()
-        self._guard = StarvationGuard(patience)
+        self._trajectories, self._guard = TrajectoryTable(), StarvationGuard(patience)
 
     def handle(self, event: Fact) -> tuple[SetPriority, ...]:
         stats = self._trajectories.handle(event)

@@ -241,13 +241,17 @@ class WaySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class WayChoice(Saved):
     """The choice of one run; without settings, steps are streamed and engines turn where they can."""
 
-    SAVED = {"settings": WaySettings | None, "_eta": int, "_most": int, "way": str, "_fixed_s": float, "_told": bool}
+    settings: WaySettings | None
+    _eta: int
+    _most: int
+    way: str
+    _fixed_s: float  # seconds of a wave beside those of its groups
+    _told: bool
 
     def __init__(self, settings: WaySettings | None = None, eta: int = 0, most_waves: int = 0) -> None:
+        super().__init__()
         self.settings, self._eta, self._most = settings, eta, most_waves
         self.way = "" if settings is None else settings.way
-        self._fixed_s = 0.0  # seconds of a wave beside those of its groups
-        self._told = False
 
     @property
     def streams(self) -> bool:

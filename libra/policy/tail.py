@@ -21,7 +21,7 @@ A change costs what the run measured; before that `ASSUMED_LOADS` loads of a ver
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Self
 
 import msgspec
@@ -107,54 +107,38 @@ class _Price:
         return self.total_s / self.count if self.count else self.assumed_s
 
 
-@dataclass(slots=True)
 class _Open(Saved):
     """Trajectories of training groups that have ended, and of evaluations that have not."""
 
-    SAVED = {
-        "ended": dict[GroupId, set[str]],
-        "begun": set[int],
-        "group_of": dict[str, GroupId],
-        "evaluated": set[str],
-        "tokens": dict[str, int],
-        "home": dict[str, str],
-    }
-
-    ended: dict[GroupId, set[str]] = field(default_factory=dict)
-    begun: set[int] = field(default_factory=set)
-    group_of: dict[str, GroupId] = field(default_factory=dict)
-    evaluated: set[str] = field(default_factory=set)
-    tokens: dict[str, int] = field(default_factory=dict)
-    home: dict[str, str] = field(default_factory=dict)
+    ended: dict[GroupId, set[str]]
+    begun: set[int]
+    group_of: dict[str, GroupId]
+    evaluated: set[str]
+    tokens: dict[str, int]
+    home: dict[str, str]
 
 
 class Tail(Saved):
     """One per run; without settings no engine turns, and nothing is followed."""
 
-    SAVED = {
-        "settings": TailSettings | None,
-        "_members": dict[str, _Member],
-        "_engines": dict[str, WorkerCapacity],
-        "_open": _Open,
-        "_group_tokens": dict[GroupId, float],
-        "_gradient": list[float],
-        "_price": dict[Turned, _Price],
-        "_due": bool,
-    }
+    settings: TailSettings | None
+    _members: dict[str, _Member]
+    _engines: dict[str, WorkerCapacity]
+    _open: _Open
+    _group_tokens: dict[GroupId, float]
+    _gradient: list[float]  # GPU-seconds, tokens
+    _price: dict[Turned, _Price]
+    _due: bool
 
     def __init__(self, admission: Admission, settings: TailSettings | None = None) -> None:
+        super().__init__()
         self._admission, self.settings = admission, settings
-        self._members: dict[str, _Member] = {}
-        self._engines: dict[str, WorkerCapacity] = {}
-        self._open = _Open()
-        self._group_tokens: dict[GroupId, float] = {}
-        self._gradient = [0.0, 0.0]  # GPU-seconds, tokens
+        self._open, self._gradient = _Open(), [0.0, 0.0]
         change_s = settings.change_s if settings is not None else _ASSUMED_S
         self._price = {
             Turned.TRAINING: _Price(change_s * _PARTS.to_training_s / _ASSUMED_S),
             Turned.ROLLOUT: _Price(change_s * _PARTS.to_rollout_s / _ASSUMED_S),
         }
-        self._due = False
 
     # ---------------------------------------------------------------- what happens
 

@@ -48,11 +48,8 @@ class TrajectoryStats(msgspec.Struct, array_like=True, gc=False):
 class TrajectoryTable(Saved):
     """Trajectories that have not ended, by key."""
 
-    SAVED = {"_arrivals": int, "by_key": dict[str, TrajectoryStats]}
-
-    def __init__(self) -> None:
-        self.by_key: dict[str, TrajectoryStats] = {}
-        self._arrivals = 0
+    _arrivals: int
+    by_key: dict[str, TrajectoryStats]
 
     def handle(self, event: Fact) -> TrajectoryStats | None:
         """Update from one event; returns its trajectory if known, also when it ends."""
@@ -88,22 +85,17 @@ FEWEST_SORTED = 1_024
 class StarvationGuard(Saved):
     """Waiting trajectories of every phase, and the parking at which each is overdue."""
 
-    SAVED = {
-        "patience": int,
-        "_parkings": dict[Phase, int],
-        "_waiting": dict[str, tuple[Phase, int]],
-        "_num_waiting": dict[Phase, int],
-        "_due": dict[Phase, list[tuple[int, int, str]]],
-    }
+    patience: int
+    _parkings: dict[Phase, int]
+    _waiting: dict[str, tuple[Phase, int]]  # and the number of its parking
+    _num_waiting: dict[Phase, int]
+    _due: dict[Phase, list[tuple[int, int, str]]]  # heaps of (due, parking, key)
 
     def __init__(self, patience: int) -> None:
+        super().__init__()
         self.patience = patience
-        self._parkings = dict.fromkeys(Phase, 0)
-        self._waiting: dict[str, tuple[Phase, int]] = {}  # and the number of its parking
-        self._num_waiting = dict.fromkeys(Phase, 0)
-        self._due: dict[Phase, list[tuple[int, int, str]]] = {
-            phase: [] for phase in Phase
-        }  # heaps of (due, parking, key)
+        self._parkings, self._num_waiting = dict.fromkeys(Phase, 0), dict.fromkeys(Phase, 0)
+        self._due = {phase: [] for phase in Phase}
 
     def parked(self, key: str, phase: Phase) -> list[tuple[str, int]]:
         """``key`` waits; returns who becomes overdue by this, with the number of its parking."""

@@ -42,20 +42,16 @@ class Waves(Saved):
     batch.
     """
 
-    SAVED = {
-        "most": int,
-        "least_groups": int,
-        "enough_groups": int,
-        "opened": dict[int, list[Members]],
-        "_parked": set[GroupId],
-        "_trained": dict[int, int],
-    }
+    most: int
+    least_groups: int
+    enough_groups: int
+    opened: dict[int, list[Members]]
+    _parked: set[GroupId]
+    _trained: dict[int, int]  # by batch, waves that were trained
 
     def __init__(self, most: int = 0, least_groups: int = 1, enough_groups: int = 0) -> None:
+        super().__init__()
         self.most, self.least_groups, self.enough_groups = most, least_groups, enough_groups
-        self.opened: dict[int, list[Members]] = {}
-        self._parked: set[tuple[int, int]] = set()
-        self._trained: dict[int, int] = {}  # by batch, waves that were trained
 
     @classmethod
     def of(cls, config: RunSections) -> Self:

@@ -61,9 +61,7 @@ class RunRegistration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, d
     epoch: int
     directory: str
     config: dict[str, Any] = msgspec.field(default_factory=dict)  # as plain data; see `settings`
-    tools: dict[str, ToolNeeds] = msgspec.field(
-        default_factory=dict
-    )  # with resources; empty: actions take slots
+    tools: dict[str, ToolNeeds] = msgspec.field(default_factory=dict)  # with resources; empty: actions take slots
     watchdog_floors_s: dict[str, float] = msgspec.field(default_factory=dict)  # for tasks with a time-out
     restored: dict[str, Any] | None = None  # `Admission.snapshot` of a resumed run
     learned: str | None = None  # snapshot of its ordering, as JSON

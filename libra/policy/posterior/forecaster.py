@@ -58,35 +58,25 @@ _LARGEST_LOG = 16.0
 class Posterior(Saved):
     """The forecaster; one per run."""
 
-    SAVED = {
-        "_live": dict[str, Live],
-        "_tools": dict[str, int],
-        "_groups": Cohorts,
-        "_families": Cohorts,
-        "_history": History,
-        "_named": dict[str, str],
-        "_followed": int,
-        "_waiting": list[tuple[bytes, int, str]],
-        "_regression": Regression,
-        "_all": Cohort,
-        "_squares": float,
-        "_spread": tuple[float, float],
-        "_within": list[float],
-    }
+    _live: dict[str, Live]
+    _tools: dict[str, int]
+    _groups: Cohorts
+    _families: Cohorts
+    _history: History
+    _named: dict[str, str]  # prompts of groups that have not started
+    _followed: int  # running trajectories with rows
+    _waiting: list[tuple[bytes, int, str]]  # ended ones: rows, tokens, group
+    _regression: Regression
+    _all: Cohort  # all trajectories
+    _squares: float  # sum of squares of log totals of ended ones
+    _spread: tuple[float, float]  # variance of log totals within and between groups
+    _within: list[float]  # ended ones with ended siblings: number, sum of squares
 
     def __init__(self) -> None:
-        self._live: dict[str, Live] = {}
-        self._tools: dict[str, int] = {}
+        super().__init__()
         self._groups, self._families = Cohorts(SIBLING_PRIOR), Cohorts(FAMILY_PRIOR)
-        self._history = History()
-        self._named: dict[str, str] = {}  # prompts of groups that have not started
-        self._followed = 0  # running trajectories with rows
-        self._waiting: list[tuple[bytes, int, str]] = []  # ended ones: rows, tokens, group
-        self._regression = Regression()
-        self._all = Cohort()  # all trajectories
-        self._squares = 0.0  # sum of squares of log totals of ended ones
-        self._spread = (0.5, 0.5)  # variance of log totals within and between groups
-        self._within = [0.0, 0.0]  # ended ones with ended siblings: number, sum of squares
+        self._history, self._regression, self._all = History(), Regression(), Cohort()
+        self._spread, self._within = (0.5, 0.5), [0.0, 0.0]
         self._x, self._row = np.zeros(WIDTH), np.zeros(NUM_ROW, dtype=np.float32)
         self._moment = 0  # changes whenever a forecast may
         self._twin: tuple[int, str, str, Live] | None = None  # the last one forecast before its start

@@ -173,26 +173,21 @@ class Regression(Saved):
     then of all columns. ``excess``: log of the siblings' mean total minus their mean log.
     """
 
-    SAVED = {
-        "_gram": np.ndarray,
-        "_cross": np.ndarray,
-        "_trajectories": float,
-        "_gaps": list[float],
-        "weights": np.ndarray,
-        "excess": float,
-        "order": Blend,
-        "mean": Blend,
-    }
+    _gram: Floats
+    _cross: Floats
+    _trajectories: float
+    _gaps: list[float]  # returns with known siblings: certainty, and the sum of excesses
+    weights: Floats
+    excess: float
+    order: Blend
+    mean: Blend
 
     def __init__(self) -> None:
-        self._gram = np.zeros((WIDTH, WIDTH))
-        self._cross = np.zeros((WIDTH, 2))
-        self._trajectories = 0.0
-        self._gaps = [0.0, 0.0]  # returns with known siblings: certainty, and the sum of excesses
+        super().__init__()
+        self._gram, self._cross, self._gaps = np.zeros((WIDTH, WIDTH)), np.zeros((WIDTH, 2)), [0.0, 0.0]
         self.weights = np.zeros((WIDTH, 4))
         self.weights[1, 0::2] = 1.0  # without data: the rest equals what was generated (least attained service first)
         self.weights[0, 1::2] = FIRST_MEAN_TOKENS
-        self.excess = 0.0
         self.order, self.mean = (Blend(sigmas) for sigmas in GUARD_SIGMAS)
 
     def scale(self, factor: float) -> None:
