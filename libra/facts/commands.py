@@ -1,4 +1,4 @@
-"""What policy objects answer: decisions with their reasons, logged when they are carried out."""
+"""Decisions of policy objects, each with its reason; the log has them when they are carried out."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ class Priority(NamedTuple):
 
 
 class SetPriority(Command, frozen=True, gc=False, tag="priority_set"):
-    """Give a parked trajectory this place in the order."""
-
     words = "{key} has priority {priority}"
     plural = "priorities"
     key: str
@@ -46,8 +44,6 @@ class Prefer(Command, frozen=True, gc=False, tag="buckets_preferred"):
 
 
 class OpenGate(Command, frozen=True, gc=False, tag="gate_opened"):
-    """Let iteration ``iteration`` generate."""
-
     words = "iteration {iteration} begins"
     plural = "gate openings"
     subject = "gate"
@@ -56,8 +52,6 @@ class OpenGate(Command, frozen=True, gc=False, tag="gate_opened"):
 
 
 class OpenBatch(Command, frozen=True, gc=False, tag="batch_opened"):
-    """Let step ``batch`` train on these groups, given as (iteration, group)."""
-
     words = "batch {batch} opens with {members:n} groups"
     plural = "batch openings"
     subject = "batch"

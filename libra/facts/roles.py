@@ -34,16 +34,12 @@ class RoleStageFailed(Signal, frozen=True):
 
 
 class RoleMemberKnown(Fact, frozen=True):
-    """A worker that can change roles is there, and generates with ``tp`` GPUs."""
-
     words = "{worker} can change its role"
     worker: str
     tp: int
 
 
 class TurnRefused(Fact, frozen=True):
-    """A turn could not begin because of ``detail``; the worker rests until the next version."""
-
     subject = "worker"
     words = "{worker} stays as it is until the next version"
     worker: str
@@ -94,8 +90,6 @@ class RoleChanged(Fact, frozen=True):
 
 
 class RoleRestored(Fact, frozen=True):
-    """A worker has the role again that it had before an undone change, or before it was lost."""
-
     words = "{worker} is {role} tp={tp} again, change {generation} was undone"
     worker: str
     generation: int
@@ -106,16 +100,12 @@ class RoleRestored(Fact, frozen=True):
 
 
 class RoleChangeFailed(Fact, frozen=True):
-    """A change failed because of ``detail``; its members return to their old assignments."""
-
     words = "change {generation} is undone"
     generation: int
     detail: str
 
 
 class RoleChangeCancelled(Fact, frozen=True):
-    """A change was cancelled on request; its members return to their old assignments."""
-
     words = "change {generation} was cancelled on request"
     generation: int
 

@@ -49,8 +49,7 @@ def prompts_named(split: str, iteration: int, prompts: Sequence[str]) -> Prompts
 class BoundariesSet(Fact, frozen=True, gc=False):
     """A plan assigns lengths to buckets: pairs (TP degree, generated tokens), ascending in both.
 
-    A trajectory of at most that many tokens should begin on engines of that degree, a longer one on
-    a higher degree. Empty if there is no plan.
+    A longer trajectory than all belongs to a higher degree. Empty without a plan.
     """
 
     boundaries: tuple[tuple[int, float], ...]
@@ -72,24 +71,18 @@ class PolicyLearned(Fact, frozen=True):
 
 
 class GateParked(Fact, frozen=True):
-    """An iteration waits at its gate."""
-
     subject = "gate"
     words = "iteration {iteration} waits at its gate"
     iteration: int
 
 
 class BatchParked(Fact, frozen=True):
-    """A step requests its groups."""
-
     subject = "batch"
     words = "batch {batch} waits for its groups"
     batch: int
 
 
 class WaveParked(Fact, frozen=True):
-    """A wave of a streamed step requests its groups."""
-
     subject = "batch"
     words = "wave {wave} of batch {batch} requests its groups"
     batch: int
@@ -242,8 +235,6 @@ class PlanConsidered(Fact, frozen=True):
 
 
 class PlanAccepted(Fact, frozen=True):
-    """The plan of the preceding line will be carried out."""
-
     words = "carry out the plan of iteration {iteration}"
     iteration: int
     train_gpus: int

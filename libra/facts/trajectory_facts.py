@@ -118,7 +118,7 @@ class PlacementVoid(Fact, frozen=True):
 
 
 class HomeForgotten(Fact, frozen=True, gc=False):
-    """The KV of a trajectory is no longer needed: its last attempt there failed."""
+    """A trajectory no longer needs its KV: its last attempt there failed."""
 
     words = "{key} no longer has a home: its last attempt failed"
     key: str
@@ -163,8 +163,6 @@ class TrajectoryFoundEnded(Fact, frozen=True):
 
 
 class FailureClassified(Fact, frozen=True):
-    """A trajectory failed, with this failure class."""
-
     words = "failure of class {failure}"
     key: str
     failure: str

@@ -118,14 +118,10 @@ class EngineJoined(Signal, frozen=True):
 
 
 class EngineSlept(Signal, frozen=True):
-    """The engine of ``worker`` generates nothing until it is awake again."""
-
     worker: str
 
 
 class EngineWoke(Signal, frozen=True):
-    """The engine of ``worker`` generates again."""
-
     worker: str
 
 
@@ -286,8 +282,6 @@ class ToolWorkersOrdered(Fact, frozen=True):
 
 
 class TrainerJoined(Signal, frozen=True):
-    """``worker`` has a replica that trains together with others."""
-
     worker: str
 
 
@@ -298,8 +292,6 @@ class GangSignal(Signal, frozen=True):
 
 
 class GangOpen(GangSignal, frozen=True):
-    """Rank 0 has opened a rendezvous."""
-
     host: str
     port: int
 

@@ -12,8 +12,8 @@ Invariants
    last one whose move from a long queue pays off (`_pays`). Lengths and costs count only between
    engines that have declared themselves.
 3. No trajectory starves: running ones end and free KV memory for the queue's head; overdue ones go
-   before all others. A slot stays free while a trajectory waits only if its KV would evict that of
-   running ones (`Loads.fits`) and no move pays off.
+   before all others. A slot stays free while a trajectory waits only if its KV would evict the KV
+   of running ones (`Loads.fits`) and no move pays off.
 4. A trajectory without a home begins in the bucket planned for its length, unless no slot there is
    free or another engine would finish sooner by `PLANNED_FACTOR`. One whose KV no longer fits loses
    its home, and begins again where it fits.
@@ -61,7 +61,7 @@ from libra.types import Phase, ToolStatus
 SCANNED_FOR_A_MOVE = 8
 """Waiting trajectories that are considered, in order, for a move to a free slot."""
 SAMPLED_HOMES = 32
-"""Of more than twice as many engines with free slots, about this many are compared."""
+"""About this many engines with free slots are compared, of more than twice as many."""
 PLANNED_FACTOR = 1.25
 """A trajectory leaves the planned bucket only if it finishes sooner by this factor."""
 EVERYONE = Priority(-1 << 30, OVERDUE, 0)

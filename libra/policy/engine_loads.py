@@ -55,8 +55,6 @@ class Loads:
         self._idlest: list[str] = []
         self._queries = 0
 
-    # ---------------------------------------------------------------- memory
-
     def fits(self, one: Trajectory, worker: str) -> bool:
         """Whether its KV fits beside all members of ``worker``, until the last of them ends.
 
@@ -89,8 +87,6 @@ class Loads:
         grown = max(table.mean_told, table.slot_tokens - table.mean_prompt) + table.grown
         return round(GROWTH_STEPS * grown / max(1.0, table.mean_told + table.sampled)) / GROWTH_STEPS
 
-    # ---------------------------------------------------------------- seconds
-
     def finish_s(self, one: Trajectory, worker: str) -> float:
         """Seconds until ``worker`` (declared) finishes with a trajectory (forecast) there too."""
         engine = self._table.engines[worker]
@@ -114,8 +110,6 @@ class Loads:
         assert one.home is not None
         here_s, without_s = _ends_here_s(one, one.home)
         return here_s, max(without_s, self.finish_s(one, worker) + self._price_s(one, worker))
-
-    # ---------------------------------------------------------------- moves
 
     def move(self, one: Trajectory, free: Mapping[str, int]) -> tuple[str, str] | None:
         """A better engine for a trajectory whose home has a free slot too, and the reason; or None."""
@@ -196,8 +190,6 @@ class Loads:
     def _price_s(self, one: Trajectory, worker: str) -> float:
         move = self.price(one, worker)
         return 0.0 if move is None else move.seconds
-
-    # ---------------------------------------------------------------- all engines
 
     def needs_rebalancing(self) -> bool:
         """Whether engines that exchange KV are so full or uneven that all must release their slots.

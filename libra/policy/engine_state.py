@@ -99,7 +99,7 @@ class EngineState:
     room: float = 0.0
     left: float = 0.0
     work: float = 0.0
-    longest: float | None = 0.0  # most tokens left (None: to be computed)
+    longest: float | None = 0.0  # most tokens left, unless it must be computed
     peak: float = 0.0  # sum of powers of tokens left
     groups: dict[str, int] = field(default_factory=dict)  # members of each group
     share: float = 1.0  # of memory that new trajectories may plan with
@@ -108,8 +108,6 @@ class EngineState:
     def declare(self, spec: WorkerCapacity) -> None:
         self.spec, self.declared = spec, spec.declared
         self.context_s_per_token = spec.context_s_per_token if spec.declared else 0.0
-
-    # ---------------------------------------------------------------- members
 
     def add(self, one: Trajectory, mean_final: float) -> None:
         """``one`` is at home here; ``mean_final``: context at the end without a forecast."""
@@ -196,8 +194,6 @@ class EngineState:
                 found.append(one)
                 self.share = max(LEAST_SHARE, self.share * LESS)
         return found
-
-    # ---------------------------------------------------------------- speed and memory
 
     @property
     def open_tokens(self) -> float:

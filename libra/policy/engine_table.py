@@ -87,8 +87,6 @@ class EngineTable:
         elif type(event) is WorkerWithdrawn:
             self._left(event.worker)
 
-    # ---------------------------------------------------------------- trajectories
-
     def _parked(self, one: Trajectory, event: TrajectoryParked) -> None:
         if one.home is None and event.group:
             one.group = event.group
@@ -188,8 +186,6 @@ class EngineTable:
 
     def demand(self, one: Trajectory, growth: float) -> Demand:
         return Demand.of(self.context(one), one.left_tokens, growth, self.max_context_tokens)
-
-    # ---------------------------------------------------------------- engines
 
     def of_degree(self, tp: int) -> list[str]:
         """Workers with engines of this degree, or the next higher one; may be empty."""

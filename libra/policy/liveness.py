@@ -108,8 +108,6 @@ class Liveness:
         self._runs: dict[str, dict[str, Standing]] = {}  # by run and address
         self._withheld: set[str] = set()
 
-    # ---------------------------------------------------------------- events
-
     def joined(self, address: str, name: str, runs: Iterable[str], t_s: float) -> bool:
         """A worker joins, to be set up for ``runs``; whether to withhold it from Dask now."""
         self._names[address] = name
@@ -170,8 +168,6 @@ class Liveness:
                 found.append(RestartWorker(address, standing.name, standing.detail))
         return tuple(found)
 
-    # ---------------------------------------------------------------- queries
-
     def of(self, run: str, address: str) -> Standing:
         return self._runs.get(run, {}).get(address) or Standing()
 
@@ -210,8 +206,6 @@ class Liveness:
             }
             for address, standing in sorted(joining, key=lambda item: item[1].name)
         ]
-
-    # ---------------------------------------------------------------- bookkeeping
 
     def _every(self) -> Iterable[tuple[str, Standing]]:
         return (item for standings in self._runs.values() for item in standings.items())

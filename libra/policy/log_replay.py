@@ -367,7 +367,7 @@ class _Objects:
         if (now.holder, now.worker, now.ran_s, now.reason) == (fact.key, fact.worker, fact.ran_s, fact.reason):
             return ""
         return self._differs(
-            f"the lease of {fact.key} was revoked on {fact.worker} ({fact.reason}); now that of {now.holder} on {now.worker} "
+            f"the lease of {fact.key} was revoked on {fact.worker} ({fact.reason}); now the lease of {now.holder} on {now.worker} "
             f"({now.reason})"
         )
 
@@ -413,7 +413,7 @@ def _difference(logged: tuple[Command, ...], now: tuple[Command, ...]) -> str:
         if recorded is None:
             return f"the log has no such command; now: {sentence(taken)}"
         if taken is None:
-            return f"logged: {sentence(recorded)}; now there is no such command"
+            return f"logged: {sentence(recorded)}; now there is none"
         names = recorded.__struct_fields__ if type(recorded) is type(taken) else ()
         differing = ", ".join(
             f"{name} was {_plain(getattr(recorded, name))}, now {_plain(getattr(taken, name))}"

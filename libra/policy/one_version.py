@@ -28,22 +28,11 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from libra.facts import (
-    Fact,
-    HomeForgotten,
-    LoadVersion,
-    QuantumStarted,
-    TrajectoryEnded,
-    TrajectoryParked,
-    Vacate,
-    VersionPublished,
-    WorkerCapacity,
-    WorkerWithdrawn,
-)
+from libra import facts
 from libra.policy.saved import Saved
 from libra.types import Phase
 
-Orders = tuple[Vacate | LoadVersion, ...]
+Orders = tuple[facts.Vacate | facts.LoadVersion, ...]
 
 
 class OneVersion(Saved):
@@ -56,7 +45,7 @@ class OneVersion(Saved):
     _under_way: dict[str, set[str]]
     _home: dict[str, str]
     _began: dict[str, int]
-    _specs: dict[str, WorkerCapacity]  # this and the following for the rule of rounding
+    _specs: dict[str, facts.WorkerCapacity]  # this and the following for the rule of rounding
     _running: dict[str, str]  # generations
     _waiting: set[str]  # for their first generation
     _context: dict[str, int]
@@ -74,29 +63,29 @@ class OneVersion(Saved):
         wanted = self.newest if began is None or began not in left else began
         return self.told.get(worker) == wanted and worker not in self.emptying
 
-    def handle(self, event: Fact) -> Orders:
+    def handle(self, event: facts.Fact) -> Orders:
         """Follow one event; the engines that give trajectories away, and that take new weights."""
-        if type(event) is TrajectoryParked:
+        if type(event) is facts.TrajectoryParked:
             return self._parked(event) if self.rounded else ()
-        if isinstance(event, QuantumStarted):
+        if isinstance(event, facts.QuantumStarted):
             return self._started(event.key, event.worker) if event.phase is Phase.ROLLOUT else ()
-        if type(event) is TrajectoryEnded:
+        if type(event) is facts.TrajectoryEnded:
             self._set_began(event.key, None)
             for table in (self._running, self._context):
                 table.pop(event.key, None)
             self._waiting.discard(event.key)
             return (*self._left_home(event.key), *self._shared())
-        if type(event) is HomeForgotten:
+        if type(event) is facts.HomeForgotten:
             self._running.pop(event.key, None)
             return self._left_home(event.key)
-        if type(event) is VersionPublished:
+        if type(event) is facts.VersionPublished:
             self.newest = max(self.newest, event.version)
             emptied = [command for worker in sorted(self.told) for command in self._emptied(worker)]
             return (*emptied, *self._shared())
-        if type(event) is WorkerCapacity and event.rollout_slots:
+        if type(event) is facts.WorkerCapacity and event.rollout_slots:
             self._specs[event.worker] = event
             return self._emptied(event.worker) if self.told.setdefault(event.worker, -1) < 0 else ()
-        if type(event) is WorkerWithdrawn or type(event) is WorkerCapacity:
+        if type(event) is facts.WorkerWithdrawn or type(event) is facts.WorkerCapacity:
             self._lost(event.worker)
         return ()
 
@@ -130,7 +119,7 @@ class OneVersion(Saved):
         self._under_way[home].discard(key)
         return self._emptied(home)
 
-    def _emptied(self, worker: str) -> tuple[LoadVersion, ...]:
+    def _emptied(self, worker: str) -> tuple[facts.LoadVersion, ...]:
         """The command for an engine that is behind, if nothing that began there is left."""
         before = self.told.get(worker, self.newest)
         if before >= self.newest or self._under_way.get(worker):
@@ -140,7 +129,7 @@ class OneVersion(Saved):
         self.told[worker] = self.newest
         self.emptying.discard(worker)
         reason = "it has joined" if before < 0 else f"nothing that began with version {before} is under way there"
-        return (LoadVersion(worker, self.newest, reason),)
+        return (facts.LoadVersion(worker, self.newest, reason),)
 
     def _lost(self, worker: str) -> None:
         version = self.told.pop(worker, None)
@@ -152,9 +141,7 @@ class OneVersion(Saved):
         if version is not None and not self._open(version):  # what is left of it keeps its engines
             self.emptying -= {each for each, told in self.told.items() if told == version}
 
-    # ---------------------------------------------------------------- the rule of rounding
-
-    def _parked(self, event: TrajectoryParked) -> Orders:
+    def _parked(self, event: facts.TrajectoryParked) -> Orders:
         """A trajectory waits: it leaves an engine that gives its trajectories away."""
         key = event.key
         self._running.pop(key, None)
@@ -175,7 +162,9 @@ class OneVersion(Saved):
     def _shared(self) -> Orders:
         if not self.rounded or all(told == self.newest for told in self.told.values()):
             return ()
-        commands: list[Vacate | LoadVersion] = [each for worker in sorted(self.told) for each in self._emptied(worker)]
+        commands: list[facts.Vacate | facts.LoadVersion] = [
+            each for worker in sorted(self.told) for each in self._emptied(worker)
+        ]
         engines = sum(told >= 0 for told in self.told.values())
         under_way: Counter[int] = Counter({self.newest: len(self._waiting)})
         for version, count in self._counts.items():
@@ -201,7 +190,7 @@ class OneVersion(Saved):
         for key in keys:
             del self._home[key]
             self._under_way[worker].discard(key)
-        return (Vacate(worker, tuple(keys), reason), *self._emptied(worker))
+        return (facts.Vacate(worker, tuple(keys), reason), *self._emptied(worker))
 
     def _fits(self, version: int, source: str, keep: list[str]) -> bool:
         """Whether other engines can take all of ``source``, largest first, each to the emptiest."""

@@ -30,14 +30,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from libra.facts import (
-    RoleChangeCancelled,
-    RoleChangeFailed,
-    RoleChangeStarted,
-    RoleMemberFailed,
-    RoleStage,
-    RoleStageFailed,
-)
+from libra import facts
 
 
 class Role(StrEnum):
@@ -69,36 +62,6 @@ class Assignment:
 
 
 Moves = Mapping[str, tuple[Assignment, Assignment]]
-
-
-@dataclass(frozen=True, slots=True)
-class ChangeRequested:
-    """Wanted assignments, by worker name."""
-
-    targets: Mapping[str, Assignment]
-    reason: str = "asked for"
-
-
-@dataclass(frozen=True, slots=True)
-class CancelRequested:
-    generation: int
-
-
-@dataclass(frozen=True, slots=True)
-class MemberAnnounced:
-    """A worker that can change roles has joined; ``base``: what a new one was started for."""
-
-    worker: str
-    base: Assignment
-    node: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class MemberLost:
-    worker: str
-
-
-RoleEvent = ChangeRequested | CancelRequested | MemberAnnounced | MemberLost | RoleStage | RoleStageFailed
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,10 +108,10 @@ RoleCommand = (
     | Perform
     | Supply
     | Ended
-    | RoleMemberFailed
-    | RoleChangeStarted
-    | RoleChangeCancelled
-    | RoleChangeFailed
+    | facts.RoleMemberFailed
+    | facts.RoleChangeStarted
+    | facts.RoleChangeCancelled
+    | facts.RoleChangeFailed
 )
 
 
@@ -190,20 +153,11 @@ class Roles:
         self.changes: dict[int, Change] = {}
         self.generation = 0
 
-    def handle(self, event: RoleEvent) -> tuple[RoleCommand, ...]:
-        match event:
-            case ChangeRequested(targets=targets, reason=reason):
-                return tuple(self._requested(targets, reason))
-            case CancelRequested(generation=generation):
-                return tuple(self._cancelled(generation))
-            case MemberAnnounced():
-                return tuple(self._announced(event))
-            case MemberLost(worker=worker):
-                return tuple(self._lost(worker))
-            case RoleStage(worker=worker, generation=generation, stage=stage):
-                return tuple(self._stage_done(worker, generation, stage))
-            case RoleStageFailed(worker=worker, generation=generation, detail=detail):
-                return tuple(self._failed(worker, generation, detail))
+    def handle(self, event: facts.RoleStage | facts.RoleStageFailed) -> list[RoleCommand]:
+        """A worker has finished a stage, or failed in it."""
+        if isinstance(event, facts.RoleStage):
+            return self._stage_done(event.worker, event.generation, event.stage)
+        return self._failed(event.worker, event.generation, event.detail)
 
     def change_of(self, worker: str) -> Change | None:
         return next((change for change in self.changes.values() if worker in change.moves), None)
@@ -222,9 +176,8 @@ class Roles:
             found.append(row | {"from_role": str(member.settled.role), "from_tp": member.settled.tp})
         return found
 
-    # ---------------------------------------------------------------- requests
-
-    def _requested(self, targets: Mapping[str, Assignment], reason: str) -> list[RoleCommand]:
+    def request(self, targets: Mapping[str, Assignment], reason: str = "asked for") -> list[RoleCommand]:
+        """Begin a change to these assignments, by worker name; others stay unchanged."""
         for name in targets:
             if name not in self.members:
                 known = ", ".join(sorted(self.members)) or "none"
@@ -270,7 +223,8 @@ class Roles:
                 )
         return None
 
-    def _cancelled(self, generation: int) -> list[RoleCommand]:
+    def cancel(self, generation: int) -> list[RoleCommand]:
+        """Undo a change that has not ended."""
         change = self.changes.get(generation)
         if change is None:
             going = ", ".join(map(str, self.changes)) or "none"
@@ -279,31 +233,30 @@ class Roles:
             return [Refuse(f"change {generation} returns workers to their old assignments, and cannot be cancelled")]
         return self._undo(change, "cancelled", cancelled=True)
 
-    # ---------------------------------------------------------------- what workers do
-
-    def _announced(self, event: MemberAnnounced) -> list[RoleCommand]:
-        member = self.members.get(event.worker)
+    def announce(self, worker: str, base: Assignment, node: str = "") -> list[RoleCommand]:
+        """A worker that can change roles has joined, started for ``base``, for the first time or again."""
+        member = self.members.get(worker)
         if member is None:
-            self.members[event.worker] = Member(event.base, event.node, event.base, generation=self.generation)
+            self.members[worker] = Member(base, node, base, generation=self.generation)
             return []
-        commands = (
-            self._lost(event.worker) if member.present else []
-        )  # its old process has ended, whichever report comes first
-        member.present, member.base, member.node = True, event.base, event.node
-        change = self.change_of(event.worker)
+        # Its old process has ended, in whichever order reports come.
+        commands = self.lose(worker) if member.present else []
+        member.present, member.base, member.node = True, base, node
+        change = self.change_of(worker)
         if change is None:
-            bonds = {event.worker: member.bond}
-            reason = f"{event.worker} came back"
+            bonds = {worker: member.bond}
+            reason = f"{worker} came back"
             at = Stage.TAKING_UP
-            return [*commands, *self._begin({event.worker: member.settled}, reason, bonds=bonds, at=at, final=True)]
+            return [*commands, *self._begin({worker: member.settled}, reason, bonds=bonds, at=at, final=True)]
         # It was lost in a change that is being undone: it is asleep as the others are, or will be.
-        change.broken.discard(event.worker)
+        change.broken.discard(worker)
         if change.stage is Stage.TAKING_UP:
-            change.done.discard(event.worker)
-            commands.append(self._perform(change, event.worker))
+            change.done.discard(worker)
+            commands.append(self._perform(change, worker))
         return commands
 
-    def _lost(self, worker: str) -> list[RoleCommand]:
+    def lose(self, worker: str) -> list[RoleCommand]:
+        """A worker has left the cluster."""
         member = self.members.get(worker)
         if member is None or not member.present:
             return []
@@ -340,17 +293,15 @@ class Roles:
         if change.undoes is None and any(to != self.members[name].base for name, (_, to) in change.moves.items()):
             # It returned and could not start its assignment: fall back to its base.
             del self.changes[generation]
-            return [RoleChangeFailed(generation, detail), *self._to_base(worker, detail)]
+            return [facts.RoleChangeFailed(generation, detail), *self._to_base(worker, detail)]
         change.broken.add(worker)
         change.done.discard(worker)
         member.failures += 1
         if member.failures == 1:  # the change continues when it is lost; until then it may hold GPUs
-            return [RoleMemberFailed(worker, detail, restarts=True)]
+            return [facts.RoleMemberFailed(worker, detail, restarts=True)]
         member.present = False
         change.done.add(worker)
-        return [RoleMemberFailed(worker, detail, restarts=False), *self._go_on(change)]
-
-    # ---------------------------------------------------------------- changes
+        return [facts.RoleMemberFailed(worker, detail, restarts=False), *self._go_on(change)]
 
     def _to_base(self, worker: str, reason: str) -> list[RoleCommand]:
         """Return a worker, and all that share its GPUs, to the roles they were started for."""
@@ -378,7 +329,7 @@ class Roles:
         self.changes[self.generation] = change
         change.done = {name for name in moves if not self.members[name].present}
         wanted = {name: {"role": str(to.role), "tp": to.tp} for name, to in targets.items()}
-        commands: list[RoleCommand] = [RoleChangeStarted(change.generation, wanted, reason, undoes)]
+        commands: list[RoleCommand] = [facts.RoleChangeStarted(change.generation, wanted, reason, undoes)]
         commands += [Withdraw(name, change.generation) for name in moves if name not in change.done]
         return [*commands, *self._perform_all(change), *self._go_on(change)]
 
@@ -389,7 +340,7 @@ class Roles:
         old = {name: before for name, (before, _) in change.moves.items()}
         bonds = {name: self.members[name].bond for name in old}
         number = change.generation
-        undone = RoleChangeCancelled(number) if cancelled else RoleChangeFailed(number, detail)
+        undone = facts.RoleChangeCancelled(number) if cancelled else facts.RoleChangeFailed(number, detail)
         return [undone, *self._begin(old, detail, bonds=bonds, at=at, final=True, undoes=change.generation)]
 
     def _perform(self, change: Change, name: str) -> Perform:

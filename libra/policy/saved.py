@@ -52,7 +52,7 @@ def _plain(value: Any) -> Any:
     if hasattr(value, "snapshot"):
         return value.snapshot()
     if isinstance(value, dict):
-        if any(type(key) is tuple for key in value):  # which is no name of a JSON object
+        if any(type(key) is tuple for key in value):  # a tuple cannot be a name in JSON
             return [[*_plain(key), _plain(each)] for key, each in value.items()]
         return {str(key): _plain(each) for key, each in value.items()}
     if isinstance(value, set):

@@ -88,8 +88,6 @@ class ServiceSchedule:
         self._resident: dict[str, dict[str, float]] = {device: {} for device in devices}  # when each was used last
         self._running: dict[str, tuple[Fire, float, _Service]] = {}
 
-    # ---------------------------------------------------------------- what there is
-
     def declare(self, facts: ServiceFacts) -> None:
         """Add a service; ConfigError if no device has room for its weights."""
         most = max((float("inf") if size is None else size for size in self._bytes.values()), default=0)
@@ -116,8 +114,6 @@ class ServiceSchedule:
     def resident(self, device: str) -> tuple[str, ...]:
         """Services whose weights are on ``device``, the least recently used first."""
         return tuple(sorted(self._resident[device], key=lambda name: (self._resident[device][name], name)))
-
-    # ---------------------------------------------------------------- what happens
 
     def asked(self, service: str, request: int, at_s: float) -> None:
         self._services[service].waiting.append((at_s, request))
@@ -164,8 +160,6 @@ class ServiceSchedule:
         """Earliest time after ``at_s`` at which time alone makes a service ripe."""
         times = (service.ripe_s for service in self._services.values())
         return min((each for each in times if at_s < each < float("inf")), default=None)
-
-    # ---------------------------------------------------------------- how it is decided
 
     def _device(self, name: str, at_s: float) -> str | None:
         """Where a ripe service runs now; "" without a device, None if it waits."""

@@ -245,7 +245,7 @@ class WayChoice(Saved):
     _eta: int
     _most: int
     way: str
-    _fixed_s: float  # seconds of a wave beside those of its groups
+    _fixed_s: float  # seconds of a wave besides its groups
     _told: bool
 
     def __init__(self, settings: WaySettings | None = None, eta: int = 0, most_waves: int = 0) -> None:

@@ -26,28 +26,10 @@ from typing import Any, Self
 
 import msgspec
 
+from libra import facts
 from libra.config.models import RunSections
 from libra.config.streaming import turns
-from libra.facts import (
-    Fact,
-    GroupCommitted,
-    QuantumFinished,
-    QuantumStarted,
-    RoleChanged,
-    RoleChangeStarted,
-    RoleMemberKnown,
-    RoleRestored,
-    TrajectoryEnded,
-    TrajectoryParked,
-    Turn,
-    Turned,
-    TurnRefused,
-    VersionPublished,
-    VersionServed,
-    WaveTrained,
-    WorkerCapacity,
-    WorkerWithdrawn,
-)
+from libra.facts import Turned
 from libra.policy.admission import Admission
 from libra.policy.engine_table import degree_of
 from libra.policy.role_changes import Role, Stage
@@ -88,7 +70,7 @@ class _Member:
     """A worker that can change roles. ``own``: the tail moved it; ``rests`` until the next version."""
 
     gpus: int
-    doing: Turned | None = Turned.ROLLOUT  # None: its GPUs are lent
+    doing: Turned | None = Turned.ROLLOUT  # unset while its GPUs are lent
     own: bool = False
     rests: bool = False
     asked: bool = False
@@ -123,7 +105,7 @@ class Tail(Saved):
 
     settings: TailSettings | None
     _members: dict[str, _Member]
-    _engines: dict[str, WorkerCapacity]
+    _engines: dict[str, facts.WorkerCapacity]
     _open: _Open
     _group_tokens: dict[GroupId, float]
     _gradient: list[float]  # GPU-seconds, tokens
@@ -140,60 +122,58 @@ class Tail(Saved):
             Turned.ROLLOUT: _Price(change_s * _PARTS.to_rollout_s / _ASSUMED_S),
         }
 
-    # ---------------------------------------------------------------- what happens
-
-    def handle(self, event: Fact) -> None:
+    def handle(self, event: facts.Fact) -> None:
         if self.settings is not None and not self._handled(event):
             self._role_handled(event)
 
-    def _handled(self, event: Fact) -> bool:
+    def _handled(self, event: facts.Fact) -> bool:
         match event:
-            case QuantumFinished(key=key):
+            case facts.QuantumFinished(key=key):
                 self._open.tokens[key] = self._open.tokens.get(key, 0) + event.tokens + event.payload_tokens
-            case QuantumStarted(key=key, phase=Phase.ROLLOUT, worker=worker):
+            case facts.QuantumStarted(key=key, phase=Phase.ROLLOUT, worker=worker):
                 self._open.home[key] = worker
-            case TrajectoryParked():
+            case facts.TrajectoryParked():
                 self._parked(event)
-            case TrajectoryEnded(key=key):
+            case facts.TrajectoryEnded(key=key):
                 self._ended(key)
-            case WorkerCapacity(worker=worker):
+            case facts.WorkerCapacity(worker=worker):
                 if event.rollout_slots > 0:
                     self._engines[worker] = event
                 else:
                     self._engines.pop(worker, None)
                 self._due = True
-            case WorkerWithdrawn(worker=worker):
+            case facts.WorkerWithdrawn(worker=worker):
                 self._engines.pop(worker, None)
                 self._due = True
-            case VersionPublished(version=version):
+            case facts.VersionPublished(version=version):
                 self._published(version)
-            case VersionServed(load_s=load_s) if load_s > 0.0:
+            case facts.VersionServed(load_s=load_s) if load_s > 0.0:
                 for price in self._price.values():
                     price.assumed_s = min(price.assumed_s, ASSUMED_LOADS * load_s)
-            case GroupCommitted(split="train"):
+            case facts.GroupCommitted(split="train"):
                 self._due = True  # admission has one more group
-            case WaveTrained():
+            case facts.WaveTrained():
                 self._trained(event)
             case _:
                 return False
         return True
 
-    def _role_handled(self, event: Fact) -> None:
+    def _role_handled(self, event: facts.Fact) -> None:
         match event:
-            case RoleMemberKnown(worker=worker, tp=gpus):
+            case facts.RoleMemberKnown(worker=worker, tp=gpus):
                 self._members.setdefault(worker, _Member(gpus))
-            case RoleChangeStarted(assignments=assignments):
+            case facts.RoleChangeStarted(assignments=assignments):
                 for worker, has in assignments.items():
                     self._role_begins(worker, Role(has["role"]))
-            case RoleChanged(worker=worker, to_role=role):
+            case facts.RoleChanged(worker=worker, to_role=role):
                 self._role_taken(worker, Role(role), price_s(event.stage_s))
-            case RoleRestored(worker=worker, role=role):
+            case facts.RoleRestored(worker=worker, role=role):
                 self._role_taken(worker, Role(role), None)
-            case TurnRefused(worker=worker):
+            case facts.TurnRefused(worker=worker):
                 if (member := self._member(worker)) is not None:
                     member.asked, member.rests = False, True
 
-    def _parked(self, event: TrajectoryParked) -> None:
+    def _parked(self, event: facts.TrajectoryParked) -> None:
         key = event.key
         split, iteration, group = event.group.rsplit("-", 2)
         self._open.tokens[key] = max(event.context_tokens, self._open.tokens.get(key, 0))
@@ -225,7 +205,7 @@ class Tail(Saved):
             member.rests = False
         self._due = True
 
-    def _trained(self, event: WaveTrained) -> None:
+    def _trained(self, event: facts.WaveTrained) -> None:
         assert self.settings is not None
         waves = self._admission.waves.opened.get(event.batch, [])
         members = waves[event.wave] if event.wave < len(waves) else ()
@@ -261,9 +241,7 @@ class Tail(Saved):
             price = self._price[member.doing]
             price.total_s, price.count = price.total_s + seconds, price.count + 1
 
-    # ---------------------------------------------------------------- what follows
-
-    def look(self) -> tuple[Turn, ...]:
+    def look(self) -> tuple[facts.Turn, ...]:
         """The turns to make now, which count as requested."""
         if not self._due or self.settings is None:
             return ()
@@ -366,7 +344,7 @@ def price_s(stage_s: Mapping[str, float]) -> float:
     return sum(seconds for stage, seconds in stage_s.items() if stage != Stage.DRAINING)
 
 
-def _fits(spec: WorkerCapacity, context_tokens: float) -> float:
+def _fits(spec: facts.WorkerCapacity, context_tokens: float) -> float:
     """Trajectories per GPU of an engine that slow each other down by `SLOWER`, at most its slots."""
     gpus = degree_of(spec.bucket)
     if not spec.declared:

@@ -17,29 +17,7 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from libra import keys
-from libra.facts import (
-    Command,
-    EngineJoined,
-    EngineQuarantined,
-    EngineSlept,
-    EngineWoke,
-    Fact,
-    LoadVersion,
-    OpenBatch,
-    OpenGate,
-    OpenWave,
-    Prefer,
-    Priority,
-    SetPriority,
-    TakeSteps,
-    Turn,
-    Turned,
-    TurnRefused,
-    Vacate,
-    VersionServed,
-    sentence,
-)  # fmt: skip
+from libra import facts, keys
 from libra.policy import Dispatcher, Move
 from libra.policy.liveness import Liveness
 from libra.policy.role_changes import Role
@@ -62,7 +40,7 @@ class Applier:
         self._scheduler, self._dispatcher, self._kick = scheduler, dispatcher, kick
         self.set_roles: Callable[..., dict[str, Any]] | None = None
 
-    def apply(self, state: RunState, commands: tuple[Command, ...]) -> None:
+    def apply(self, state: RunState, commands: tuple[facts.Command, ...]) -> None:
         """Log and carry out commands, and the turns that are due."""
         commands = (*commands, *turns) if (turns := state.tail.look()) else commands
         if not commands:
@@ -72,8 +50,8 @@ class Applier:
         for command in commands:
             emit(command)
             if debug:
-                task_logger.debug("run %s: %s", state.run, sentence(command))
-            if type(command) is SetPriority:  # by far the most
+                task_logger.debug("run %s: %s", state.run, facts.sentence(command))
+            if type(command) is facts.SetPriority:  # by far the most
                 ts = tasks.get(command.key)
                 if ts is not None:
                     if ts.processing_on is not None:
@@ -82,36 +60,36 @@ class Applier:
                     scheduler_internals.set_priority(ts, command.priority)
                     kicks = kicks or ts.state == "no-worker"
                 continue
-            kicks = kicks or isinstance(command, Prefer | LoadVersion | Vacate)
-            if type(command) is not Prefer:
+            kicks = kicks or isinstance(command, facts.Prefer | facts.LoadVersion | facts.Vacate)
+            if type(command) is not facts.Prefer:
                 self._carry_out(state, command)
         if kicks:
             self._kick()
         self._dispatcher.apply(commands)
 
-    def _carry_out(self, state: RunState, command: Command) -> None:
-        if isinstance(command, OpenGate | OpenBatch | TakeSteps | LoadVersion | Vacate):
-            logger.info("run %s: %s", state.run, sentence(command))
+    def _carry_out(self, state: RunState, command: facts.Command) -> None:
+        if isinstance(command, facts.OpenGate | facts.OpenBatch | facts.TakeSteps | facts.LoadVersion | facts.Vacate):
+            logger.info("run %s: %s", state.run, facts.sentence(command))
         match command:
-            case OpenGate(iteration=iteration):
+            case facts.OpenGate(iteration=iteration):
                 self.open(state, state.parked.gates.pop(iteration), keys.GRADE)
-            case OpenBatch(batch=batch):
+            case facts.OpenBatch(batch=batch):
                 self.open(state, state.parked.batches.pop(batch), keys.COMMIT)
-            case OpenWave(batch=batch, wave=wave):
+            case facts.OpenWave(batch=batch, wave=wave):
                 self.open(state, state.parked.waves.pop((batch, wave)), keys.GRADE)
-            case LoadVersion(worker=worker, version=version):
+            case facts.LoadVersion(worker=worker, version=version):
                 announce_version(self._scheduler, state, version, only=worker)
-            case Turn():
+            case facts.Turn():
                 self._scheduler.loop.add_callback(self._turn, state, command)
 
-    def _turn(self, state: RunState, turn: Turn) -> None:
+    def _turn(self, state: RunState, turn: facts.Turn) -> None:
         """Request the role change of a turn, outside of the current transition; it may be refused."""
         assert self.set_roles is not None
-        role = Role.TRAIN if turn.to is Turned.TRAINING else Role.ROLLOUT
+        role = Role.TRAIN if turn.to is facts.Turned.TRAINING else Role.ROLLOUT
         why = f"the engine turns to {turn.to}: {turn.reason}"
         answer = self.set_roles(state.run, state.epoch, {turn.worker: {"role": str(role)}}, why)
         if "error" in answer:
-            refused = TurnRefused(turn.worker, answer["error"])
+            refused = facts.TurnRefused(turn.worker, answer["error"])
             state.log.emit(refused)
             state.tail.handle(refused)
             self.apply(state, ())
@@ -140,12 +118,12 @@ def announce_version(scheduler: Scheduler, state: RunState, version: int, only: 
             state.workers.served.pop(worker, None)
 
 
-def announce_ahead(scheduler: Scheduler, address: str, ahead: Priority | None) -> None:
+def announce_ahead(scheduler: Scheduler, address: str, ahead: facts.Priority | None) -> None:
     """Announce to a rollout worker the rank of the best waiting generation."""
     tell_worker(scheduler, address, {"op": "libra-ahead", "ahead": ahead})
 
 
-def announce_rank(scheduler: Scheduler, address: str, command: SetPriority) -> None:
+def announce_rank(scheduler: Scheduler, address: str, command: facts.SetPriority) -> None:
     tell_worker(scheduler, address, {"op": "libra-rank", "key": command.key, "rank": command.priority})
 
 
@@ -178,22 +156,22 @@ def newest_version(state: RunState, worker: str) -> dict[str, Any]:
     }
 
 
-def engine_told(state: RunState, liveness: Liveness, fact: Fact, address: str) -> None:
+def engine_told(state: RunState, liveness: Liveness, fact: facts.Fact, address: str) -> None:
     """An engine joined, serves a checked version, failed the check, sleeps, or is awake again."""
     workers = state.workers
     match fact:
-        case EngineJoined(worker=name, weights=weights, kv=kv):
+        case facts.EngineJoined(worker=name, weights=weights, kv=kv):
             workers.engines[name] = address
             workers.holders.offers(address, weights)
             if kv is not None:
                 workers.kv[name] = kv
-        case VersionServed(worker=name, version=version):
+        case facts.VersionServed(worker=name, version=version):
             workers.engines[name] = address
             liveness.checked(state.run, address, passed=True)
             workers.served[name] = version
             workers.holders.has(address, version)
-        case EngineSlept() | EngineWoke():
-            liveness.slept(state.run, address, asleep=isinstance(fact, EngineSlept))
-        case EngineQuarantined(version=version, layer=layer, detail=detail, out=out):
+        case facts.EngineSlept() | facts.EngineWoke():
+            liveness.slept(state.run, address, asleep=isinstance(fact, facts.EngineSlept))
+        case facts.EngineQuarantined(version=version, layer=layer, detail=detail, out=out):
             why = f"version {version}: {layer}: {detail}" if out else ""
             liveness.checked(state.run, address, passed=False, out=why)

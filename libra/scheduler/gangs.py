@@ -99,8 +99,6 @@ class Gangs:
         self._gangs.pop(run, None)
         self._on_worker = {key: gang for key, gang in self._on_worker.items() if gang.run != run}
 
-    # ---------------------------------------------------------------- scheduler hooks
-
     def transition(self, key: Any, start: str, finish: str) -> None:
         """Follow the tasks of gangs; others cost one look-up."""
         if start == "processing" and (gang := self._on_worker.pop(key, None)) is not None:
@@ -151,8 +149,6 @@ class Gangs:
                 gang.status = "doubtful"
                 self._scheduler.loop.call_later(RETRY_S, self._unexplained, gang, gang.number, fact.rank, fact.detail)
 
-    # ---------------------------------------------------------------- the group
-
     def _form(self, gang: _Gang) -> None:
         if gang.status != "waiting" or len(gang.replicas) < gang.size or self._gangs.get(gang.run) is not gang:
             return
@@ -185,8 +181,6 @@ class Gangs:
             scheduler_internals.tell_worker(
                 self._scheduler, gang.addresses[rank], {**message, "rank": rank, "size": gang.size, **fields}
             )
-
-    # ---------------------------------------------------------------- its tasks
 
     def _parked(self, key: str) -> None:
         parsed = keys.parse(key)

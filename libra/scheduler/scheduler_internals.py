@@ -28,7 +28,7 @@ _GC_DEFAULT = (700, 10, 10)
 
 
 class Release(NamedTuple):
-    """A parked task to release: its resources, its worker (None: any) and a quantum's number."""
+    """A parked task to release: its resources, its worker (or any) and a quantum's number."""
 
     key: str
     resources: Mapping[str, float]

@@ -70,8 +70,6 @@ class StallGuard:
         """An event may end a stall, but is not progress yet: a worker joined."""
         self.watchdog.granted(time.monotonic())
 
-    # ---------------------------------------------------------------- checks
-
     def _check(self) -> None:
         if self._acting:
             return
@@ -116,8 +114,6 @@ class StallGuard:
             return Waiting(key, f"groups for wave {parsed.indices[1]} of batch {index}, or its trainer", "")
         phase = str(self._phase_of(key))
         return Waiting(key, f"a slot of {phase}", phase)
-
-    # ---------------------------------------------------------------- actions
 
     def _report(self, stall: Stall, now_s: float) -> None:
         self._stalls += 1

@@ -19,32 +19,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
-from libra import keys
-from libra.facts import (
-    ActionFinished,
-    ActionRequested,
-    Fact,
-    FailureClassified,
-    GivenBack,
-    HomeChanged,
-    HomeForgotten,
-    LeaseGranted,
-    LeaseRevoked,
-    PlacementVoid,
-    Priority,
-    QuantumContinued,
-    QuantumDispatched,
-    QuantumFinished,
-    QuantumGivenBack,
-    QuantumLost,
-    ToolCapacity,
-    ToolsDeclared,
-    TrajectoryEnded,
-    TrajectoryFoundEnded,
-    TrajectoryParked,
-    WorkerCapacity,
-    WorkerWithdrawn,
-)
+from libra import facts, keys
 from libra.keys import TOOL_CORES, TOOL_GPUS, TOOL_MIB
 from libra.observe.task_stream import QuantumStream
 from libra.policy import EVERYONE, Dispatcher, Place
@@ -71,7 +46,7 @@ AHEAD_EVERY_S = 0.02
 _SEVERAL = object()
 
 
-def _differ(ahead: Priority | None, known: Priority | None) -> bool:
+def _differ(ahead: facts.Priority | None, known: facts.Priority | None) -> bool:
     """Whether other trajectories than before release their slots (`libra.policy.leaves_slot`)."""
     return (ahead and ahead[:2]) != (known and known[:2])
 
@@ -97,19 +72,17 @@ class Trajectories:
         self.workers = Workers(scheduler, liveness)
         self.stream = QuantumStream(scheduler)
         self.tracked: dict[str, Tracked] = {}
-        self.ahead: Priority | None = None  # as the rollout workers know it
+        self.ahead: facts.Priority | None = None  # as the rollout workers know it
         self._announces_ahead = False
         self._only: RunState | object | None = None  # the only run that this dispatcher has ever had
         self.kicked = False
         self._dispatches = 0
         self._stale, self._num_running = True, 0
-        self._tool_capacity: dict[str, tuple[str, ToolCapacity]] = {}
+        self._tool_capacity: dict[str, tuple[str, facts.ToolCapacity]] = {}
         self.tool_workers = ToolWorkers(scheduler, self.dispatcher, self.workers, runs)
         self._due: Any = None  # the timer of the next moment at which a quota may let an action go
 
-    # ---------------------------------------------------------------- events for policy objects
-
-    def _tell(self, state: RunState, fact: Fact) -> None:
+    def _tell(self, state: RunState, fact: facts.Fact) -> None:
         """Log a fact, pass it to the dispatcher and the run's policies, and carry out their
         commands."""
         state.log.emit(fact)
@@ -130,7 +103,7 @@ class Trajectories:
         """From now on actions hold leases; a run's name precedes the names of its tools."""
         tools = {f"{state.run}/{name}": needs for name, needs in state.registration.tools.items()}
         quotas = {name: str(quota) for name, quota in state.settings.environment.quotas.items()}
-        declared = ToolsDeclared(tools, quotas)
+        declared = facts.ToolsDeclared(tools, quotas)
         state.log.emit(declared)
         self.dispatcher.handle(declared)
         self._tool_capacity.clear()  # the log of this run has them, too
@@ -139,7 +112,7 @@ class Trajectories:
         supplies = [scheduler_internals.supply(self._scheduler, kind) for kind in (TOOL_CORES, TOOL_MIB, TOOL_GPUS)]
         for name, address in self.workers.address.items():
             cores, mib, gpus = (supply.get(address, 0) for supply in supplies)
-            has = ToolCapacity(name, cores, mib << 20, gpus)
+            has = facts.ToolCapacity(name, cores, mib << 20, gpus)
             if self._tool_capacity.get(name) != (address, has):
                 self._tool_capacity[name] = address, has
                 for state in self._runs.values():
@@ -156,24 +129,20 @@ class Trajectories:
         for event in self.workers.changes():
             self._notify_all(event, new)
 
-    def _notify_all(self, event: WorkerCapacity | WorkerWithdrawn, but: RunState | None = None) -> None:
+    def _notify_all(self, event: facts.WorkerCapacity | facts.WorkerWithdrawn, but: RunState | None = None) -> None:
         self.dispatcher.handle(event)
         for state in self._runs.values():
             if state is not but:
                 self._notify_run(state, event)
 
-    def _notify_run(self, state: RunState, event: WorkerCapacity | WorkerWithdrawn) -> None:
+    def _notify_run(self, state: RunState, event: facts.WorkerCapacity | facts.WorkerWithdrawn) -> None:
         state.log.emit(event)
         self.applier.apply(state, state.handle(event))
-
-    # ---------------------------------------------------------------- workers
 
     def worker_gone(self, address: str) -> None:
         for event in self.workers.left(address):
             self._notify_all(event)
         self.workers_changed()
-
-    # ---------------------------------------------------------------- parked
 
     def parked(self, key: str, state: RunState | None, parsed: keys.Key | None) -> None:
         """A trajectory's task is parked; ``state`` and ``parsed`` are given for a new one."""
@@ -187,11 +156,11 @@ class Trajectories:
         tracked.parked_s = time.monotonic()
         if tracked.calls and tracked.phase is Phase.TOOL and self.dispatcher.leases is not None:
             tools = tuple(f"{state.run}/{name}" for name in tracked.calls)
-            requested = ActionRequested(key, tools)
+            requested = facts.ActionRequested(key, tools)
             state.log.emit(requested)
             self.dispatcher.handle(requested)
         at, context = tracked.quanta, tracked.context_tokens
-        fact = TrajectoryParked(key, indices[0], tracked.phase, at, tracked.group, state.family, context)
+        fact = facts.TrajectoryParked(key, indices[0], tracked.phase, at, tracked.group, state.family, context)
         self._tell(state, fact)
 
     def forgotten(self, key: str) -> None:
@@ -207,10 +176,8 @@ class Trajectories:
             completed = completed and not tracked.policy_completed
             tracked.policy_completed |= completed
             tracked.run.num_ended += 1
-            self._tell(tracked.run, TrajectoryEnded(tracked.key, completed))
+            self._tell(tracked.run, facts.TrajectoryEnded(tracked.key, completed))
             self._scheduler.loop.add_callback(tracked.run.learn)  # after the current callback
-
-    # ---------------------------------------------------------------- dispatch
 
     def workers_changed(self) -> None:
         """Look at all workers, and dispatch."""
@@ -241,7 +208,7 @@ class Trajectories:
                     self._leased(tracked, place, place.lease)
                 if ts is None or tracked is None or ts.state != "no-worker":
                     if tracked is not None:
-                        tracked.run.log.emit(PlacementVoid(place.key, phase))
+                        tracked.run.log.emit(facts.PlacementVoid(place.key, phase))
                     dispatcher.stopped(place.key)  # cancelled; it parks again if it is still needed
                     continue
                 address = self.workers.address[place.worker]
@@ -258,7 +225,7 @@ class Trajectories:
             self._announces_ahead = True
             scheduler.loop.call_later(AHEAD_EVERY_S, self._announce_ahead)
 
-    def _best_waiting(self) -> Priority | None:
+    def _best_waiting(self) -> facts.Priority | None:
         emptying = any(state.one is not None and state.one.emptying for state in self._runs.values())
         return EVERYONE if emptying else self.dispatcher.ahead()
 
@@ -274,7 +241,7 @@ class Trajectories:
         queued_s = round(max(0.0, lease.at_s - tracked.parked_s), 6)
         tracked.leased = lease.cores, queued_s
         fields = msgspec.structs.asdict(lease)
-        tracked.run.log.emit(LeaseGranted(key=place.key, worker=place.worker, queued_s=queued_s, **fields))
+        tracked.run.log.emit(facts.LeaseGranted(key=place.key, worker=place.worker, queued_s=queued_s, **fields))
 
     def _revoke(self, at_s: float, alone: bool) -> None:
         """Stop actions whose lease was revoked, if they are still on their worker."""
@@ -285,7 +252,7 @@ class Trajectories:
             state, (_, address) = tracked.run, tracked.at
             state.revoked += 1
             task_logger.info("%s: %s stops on %s", revoke.reason, revoke.holder, revoke.worker)
-            state.log.emit(LeaseRevoked(revoke.holder, revoke.worker, at_s, revoke.ran_s, revoke.reason, alone))
+            state.log.emit(facts.LeaseRevoked(revoke.holder, revoke.worker, at_s, revoke.ran_s, revoke.reason, alone))
             announce_revocation(self._scheduler, state, address, revoke.holder, tracked.quanta)
 
     def _look_again(self, next_s: float | None, at_s: float) -> None:
@@ -306,7 +273,7 @@ class Trajectories:
             state.admission.generation_started(iteration, group, state.admission.version)
         priority = cast("tuple[int, ...]", self._scheduler.tasks[tracked.key].priority or ())  # as the applier set it
         task_logger.debug("%s: %s gets a %s slot of %s", reason, tracked.key, phase, worker)
-        sent = QuantumDispatched(tracked.key, phase, worker, tracked.quanta, priority, reason, alone)
+        sent = facts.QuantumDispatched(tracked.key, phase, worker, tracked.quanta, priority, reason, alone)
         state.log.emit(sent)
         self.applier.apply(state, state.handle(sent))
 
@@ -317,7 +284,7 @@ class Trajectories:
             self.dispatcher.stopped(tracked.key)
             self.kick()
             if tracked.given_back:
-                tracked.run.log.emit(QuantumGivenBack(tracked.key, phase, tracked.quanta, address))
+                tracked.run.log.emit(facts.QuantumGivenBack(tracked.key, phase, tracked.quanta, address))
                 if not tracked.revoked:
                     self._forget_home(tracked)
             elif not tracked.reported and not tracked.ended:
@@ -331,38 +298,36 @@ class Trajectories:
         """A quantum ended without a report; the third time in a row ends the attempt."""
         tracked.lost += 1
         state = tracked.run
-        state.log.emit(QuantumLost(tracked.key, phase, tracked.quanta, address, tracked.lost))
+        state.log.emit(facts.QuantumLost(tracked.key, phase, tracked.quanta, address, tracked.lost))
         if tracked.lost >= MAX_LOST_QUANTA and tracked.end_attempt(address):
             scheduler_internals.forgive(self._scheduler.tasks.get(tracked.key))
             self._forget_home(tracked)
 
     def _forget_home(self, tracked: Tracked) -> None:
-        self._tell(tracked.run, HomeForgotten(tracked.key))
+        self._tell(tracked.run, facts.HomeForgotten(tracked.key))
 
-    # ---------------------------------------------------------------- reports
-
-    def handlers(self) -> dict[type[Fact], Handler]:
+    def handlers(self) -> dict[type[facts.Fact], Handler]:
         return {
-            QuantumFinished: self._quantum_finished,
-            GivenBack: self._given_back,
-            TrajectoryFoundEnded: self._found_ended,
-            HomeChanged: self._home_changed,
-            FailureClassified: self._failed,
+            facts.QuantumFinished: self._quantum_finished,
+            facts.GivenBack: self._given_back,
+            facts.TrajectoryFoundEnded: self._found_ended,
+            facts.HomeChanged: self._home_changed,
+            facts.FailureClassified: self._failed,
         }
 
-    def _running(self, fact: Fact) -> Tracked | None:
-        tracked = self.tracked.get(fact.key)  # type: ignore[attr-defined]  # those of `handlers` have one
+    def _running(self, fact: facts.Fact) -> Tracked | None:
+        tracked = self.tracked.get(fact.key)  # type: ignore[attr-defined]  # handled facts have one
         if tracked is not None and tracked.at is not None:
             return tracked
         task_logger.debug("a late fact is ignored: %s", fact)
         return None
 
-    def _given_back(self, state: RunState, fact: GivenBack, _: str) -> None:
+    def _given_back(self, state: RunState, fact: facts.GivenBack, _: str) -> None:
         if (tracked := self._running(fact)) is not None:
             tracked.given_back, tracked.revoked = True, fact.revoked
             scheduler_internals.forgive(self._scheduler.tasks.get(fact.key))
 
-    def _found_ended(self, state: RunState, fact: TrajectoryFoundEnded, _: str) -> None:
+    def _found_ended(self, state: RunState, fact: facts.TrajectoryFoundEnded, _: str) -> None:
         if (tracked := self._running(fact)) is not None:
             tracked.reported, tracked.lost, tracked.ended, tracked.quanta, tracked.end = (
                 True,
@@ -374,17 +339,17 @@ class Trajectories:
             state.log.emit(fact)
             self._ended(tracked, completed=False)  # it was counted when it ended
 
-    def _home_changed(self, state: RunState, fact: HomeChanged, _: str) -> None:
+    def _home_changed(self, state: RunState, fact: facts.HomeChanged, _: str) -> None:
         if self._running(fact) is not None:
             self._tell(state, fact)
 
-    def _failed(self, state: RunState, fact: FailureClassified, _: str) -> None:
+    def _failed(self, state: RunState, fact: facts.FailureClassified, _: str) -> None:
         if (tracked := self._running(fact)) is not None:
             state.log.emit(fact)
             if not tracked.ended:
                 self._forget_home(tracked)
 
-    def _quantum_finished(self, state: RunState, fact: QuantumFinished, address: str) -> None:
+    def _quantum_finished(self, state: RunState, fact: facts.QuantumFinished, address: str) -> None:
         if (tracked := self._running(fact)) is None:
             return
         key, phase = fact.key, fact.phase
@@ -406,20 +371,20 @@ class Trajectories:
         self._tell(state, fact)
         if fact.goes_on:
             self._last_activity[key] = time.monotonic()
-            self._tell(state, QuantumContinued(key, phase, tracked.worker, tracked.quanta))
+            self._tell(state, facts.QuantumContinued(key, phase, tracked.worker, tracked.quanta))
         if tracked.ended:
             self._ended(tracked, completed=tracked.completed)
 
-    def _action_finished(self, state: RunState, tracked: Tracked, fact: QuantumFinished) -> None:
+    def _action_finished(self, state: RunState, tracked: Tracked, fact: facts.QuantumFinished) -> None:
         assert tracked.leased is not None
         (cores, queued_s), tracked.leased = tracked.leased, None
         whole_s = max(0.0, time.monotonic() - tracked.parked_s - queued_s)
         around_s = round(max(0.0, whole_s - fact.ran_s), 6)
         state.log.emit(
-            ActionFinished(tracked.key, tracked.worker, cores, queued_s, round(fact.ran_s, 6), around_s, fact.killed)
+            facts.ActionFinished(
+                tracked.key, tracked.worker, cores, queued_s, round(fact.ran_s, 6), around_s, fact.killed
+            )
         )
-
-    # ---------------------------------------------------------------- for the dashboard
 
     def phase_of(self, key: str) -> Phase:
         tracked = self.tracked.get(key)

@@ -30,7 +30,7 @@ from urllib.parse import urlsplit
 from libra import facts, keys
 from libra.facts import Fact
 from libra.policy import role_changes as messages
-from libra.policy.role_changes import Assignment, Role, RoleCommand, RoleEvent, Roles, Stage
+from libra.policy.role_changes import Assignment, Role, RoleCommand, Roles, Stage
 from libra.scheduler import scheduler_internals
 from libra.scheduler.run_state import Handler, RunState
 from libra.scheduler.trajectory_tasks import Trajectories
@@ -97,8 +97,6 @@ class WorkerRoles:
             },
         )
 
-    # ---------------------------------------------------------------- calls
-
     def register_roles(self, run: str, epoch: int) -> dict[str, Any]:
         """Let workers of a run change roles from now on; an older epoch is dropped.
 
@@ -145,12 +143,12 @@ class WorkerRoles:
             return {"error": str(error)}
         if refusal := self._none_left(state, targets):
             return {"error": refusal}
-        return self._answer(state, messages.ChangeRequested(targets, reason))
+        return self._answer(state, state.roles.request(targets, reason))
 
     def cancel_roles(self, run: str, epoch: int, generation: int) -> dict[str, Any]:
         """Undo a change that has not ended."""
         state = self._of(run, epoch)
-        return _unknown(run, epoch) if state is None else self._answer(state, messages.CancelRequested(generation))
+        return _unknown(run, epoch) if state is None else self._answer(state, state.roles.cancel(generation))
 
     def roles(self, run: str, epoch: int) -> list[dict[str, Any]]:
         """Rows of `Roles.rows` with three more columns; empty if the run is not here.
@@ -207,14 +205,12 @@ class WorkerRoles:
             return ""
         return "no worker would be left to generate; leave one of them in role rollout"
 
-    def _answer(self, state: _Run, event: RoleEvent) -> dict[str, Any]:
-        commands = self._handle(state, event)
+    def _answer(self, state: _Run, commands: list[RoleCommand]) -> dict[str, Any]:
+        self._carry_out_all(state, commands)
         for command in commands:
             if isinstance(command, messages.Refuse):
                 return {"error": command.reason}
         return {"generation": next(c.generation for c in commands if isinstance(c, facts.RoleChangeStarted))}
-
-    # ---------------------------------------------------------------- scheduler hooks
 
     def add_worker(self, worker: str) -> None:
         """A returning worker supplies no slots until its role is known."""
@@ -230,7 +226,7 @@ class WorkerRoles:
             state.failed = {name: address for name, address in state.failed.items() if address != worker}
             for name in [name for name, address in state.address.items() if address == worker]:
                 del state.address[name]
-                self._handle(state, messages.MemberLost(name))
+                self._carry_out_all(state, state.roles.lose(name))
 
     def handlers(self) -> dict[type[Fact], Handler]:
         return {
@@ -253,7 +249,7 @@ class WorkerRoles:
 
     def _stage_failed(self, run: RunState, fact: facts.RoleStageFailed, _: str) -> None:
         if (state := self._of(run.run, run.epoch)) is not None:
-            self._handle(state, fact)
+            self._carry_out_all(state, state.roles.handle(fact))
 
     def _stage_done(self, run: RunState, fact: facts.RoleStage, _: str) -> None:
         state = self._of(run.run, run.epoch)
@@ -262,7 +258,7 @@ class WorkerRoles:
         run.log.emit(fact)
         if fact.stage in _STAGES:
             state.stage_s.setdefault((fact.generation, fact.worker), {})[fact.stage] = fact.seconds
-            self._handle(state, fact)
+            self._carry_out_all(state, state.roles.handle(fact))
 
     def _announced(self, run: RunState, fact: facts.RoleMemberJoined, address: str) -> None:
         name, state = fact.worker, self._of(run.run, run.epoch)
@@ -277,16 +273,13 @@ class WorkerRoles:
         base = Assignment(Role.ROLLOUT, fact.tp)
         if run.tail.settings is not None:
             self._tell(state, facts.RoleMemberKnown(name, fact.tp))
-        self._handle(state, messages.MemberAnnounced(name, base, urlsplit(address).hostname or address))
+        self._carry_out_all(state, state.roles.announce(name, base, urlsplit(address).hostname or address))
 
     @staticmethod
     def _mark_failed(state: _Run, name: str, address: str, detail: str) -> None:
         state.failed[name], state.members[name].reason = address, detail
 
-    # ---------------------------------------------------------------- commands
-
-    def _handle(self, state: _Run, event: RoleEvent) -> tuple[RoleCommand, ...]:
-        commands = state.roles.handle(event)
+    def _carry_out_all(self, state: _Run, commands: list[RoleCommand]) -> None:
         for command in commands:
             self._carry_out(state, command)
         for row in state.roles.rows():
@@ -294,7 +287,6 @@ class WorkerRoles:
             member = state.members[name]
             if member.since is None or member.since[:2] != at:
                 member.since = (*at, time.monotonic())
-        return commands
 
     def _carry_out(self, state: _Run, command: RoleCommand) -> None:
         match command:
@@ -358,8 +350,6 @@ class WorkerRoles:
     def _send(self, state: _Run, address: str, *, pool: Any = None, stage: str | None = None, **fields: Any) -> None:
         message = {"op": "libra-role", "run": state.run, "epoch": state.epoch, "pool": pool, "stage": stage, **fields}
         scheduler_internals.tell_worker(self._scheduler, address, message)
-
-    # ---------------------------------------------------------------- log
 
     def _undone(self, state: _Run, generation: int, fact: Fact) -> None:
         state.undone.add(generation)

@@ -21,16 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from libra import keys
-from libra.facts import (
-    EngineDeclared,
-    EngineKindFields,
-    SlotsSet,
-    ToolWorkersOrdered,
-    WorkerCapacity,
-    WorkerWithdrawn,
-    fields_of,
-)
+from libra import facts, keys
 from libra.policy.engine_table import as_its_bucket, joined_of, off_by_frac
 from libra.policy.liveness import Liveness
 from libra.policy.tool_fleet import ToolFleet, ordered
@@ -67,16 +58,18 @@ class Workers:
 
     def __init__(self, scheduler: Scheduler, liveness: Liveness) -> None:
         self._scheduler, self._liveness = scheduler, liveness
-        self.known: dict[str, WorkerCapacity] = {}
+        self.known: dict[str, facts.WorkerCapacity] = {}
         self.address: dict[str, str] = {}
         self._declared: dict[str, _Declared] = {}
 
-    def declared(self, fact: EngineDeclared) -> None:
+    def declared(self, fact: facts.EngineDeclared) -> None:
         before = self._declared.get(fact.worker)
         reported = before.reported if before is not None and before.bucket == fact.bucket else None
-        self._declared[fact.worker] = _Declared(fact.bucket, EngineCapacity.from_declaration(fields_of(fact)), reported)
+        self._declared[fact.worker] = _Declared(
+            fact.bucket, EngineCapacity.from_declaration(facts.fields_of(fact)), reported
+        )
 
-    def changes(self) -> Iterator[WorkerCapacity | WorkerWithdrawn]:
+    def changes(self) -> Iterator[facts.WorkerCapacity | facts.WorkerWithdrawn]:
         """Changes since the last call, in the order in which to report them."""
         silent, joining = self._liveness.silent(), self._liveness.joining()
         supply = {
@@ -98,7 +91,7 @@ class Workers:
                 continue
             if declared is None:
                 bucket = scheduler_internals.bucket(self._scheduler, address)
-                joined = WorkerCapacity(name, bucket, rollout_slots=slots[0], tool_slots=slots[1])
+                joined = facts.WorkerCapacity(name, bucket, rollout_slots=slots[0], tool_slots=slots[1])
             else:
                 declared.reported = self._as_its_bucket(declared)
                 joined = joined_of(
@@ -107,14 +100,14 @@ class Workers:
             self.known[name], self.address[name] = joined, address
             yield joined
 
-    def left(self, address: str) -> Iterator[WorkerWithdrawn]:
+    def left(self, address: str) -> Iterator[facts.WorkerWithdrawn]:
         for name in [name for name, at in self.address.items() if at == address]:
             yield self._gone(name)
 
-    def _gone(self, name: str) -> WorkerWithdrawn:
+    def _gone(self, name: str) -> facts.WorkerWithdrawn:
         del self.known[name], self.address[name]
         self._declared.pop(name, None)
-        return WorkerWithdrawn(name)
+        return facts.WorkerWithdrawn(name)
 
     def _differs(self, declared: _Declared) -> bool:
         return declared.reported is None or off_by_frac(self._as_its_bucket(declared), declared.reported) > UPDATE_FRAC
@@ -127,7 +120,7 @@ class Workers:
 @dataclass(slots=True)
 class _Limits:
     full: dict[str, tuple[int, int]] = field(default_factory=dict)  # degree and slots of each worker's engine
-    started: dict[str, EngineKindFields] = field(default_factory=dict)  # each worker's engine at its start
+    started: dict[str, facts.EngineKindFields] = field(default_factory=dict)  # each worker's engine at its start
     limits: dict[tuple[str, int], int] = field(default_factory=dict)
     declared: dict[tuple[str, int], dict[str, Any]] = field(default_factory=dict)
 
@@ -149,7 +142,7 @@ class Concurrency:
             if (str(ws.name), tp) in state.limits and ws.resources.get(keys.ROLLOUT):
                 scheduler_internals.set_supply(self._scheduler, address, keys.ROLLOUT, slots)
 
-    def joined(self, run: str, worker: str, kind: EngineKindFields) -> None:
+    def joined(self, run: str, worker: str, kind: facts.EngineKindFields) -> None:
         """A worker has joined, for the first time or again, with an engine of this ``kind``."""
         known = self._runs.setdefault(run, _Limits())
         known.started[worker] = kind
@@ -171,11 +164,11 @@ class Concurrency:
         known.full[worker] = (tp, slots)
         return min(slots, known.limits.get((worker, tp), slots))
 
-    def declared(self, run: str, fact: EngineDeclared) -> None:
+    def declared(self, run: str, fact: facts.EngineDeclared) -> None:
         """An engine has declared its capacity; kept by degree, also after the engine ended."""
         known = self._runs.setdefault(run, _Limits())
         known.declared[fact.worker, fact.tp] = {
-            name: each for name, each in fields_of(fact).items() if name != "worker"
+            name: each for name, each in facts.fields_of(fact).items() if name != "worker"
         }
 
     def rows(self, state: RunState) -> list[dict[str, Any]]:
@@ -234,7 +227,7 @@ class Concurrency:
 
     def _carry_out(self, state: RunState, known: _Limits, worker: str, tp: int, slots: int, reason: str) -> None:
         has, full = known.full[worker]
-        state.log.emit(SlotsSet(worker, tp, slots, full if tp == has else None, reason))
+        state.log.emit(facts.SlotsSet(worker, tp, slots, full if tp == has else None, reason))
         address = state.workers.engines.get(worker)
         ws = self._scheduler.workers.get(address) if address is not None else None
         if tp == has and ws is not None and ws.resources.get(keys.ROLLOUT):  # 0: it has another role, or is changing
@@ -254,7 +247,7 @@ class ToolWorkers:
     def acted(self, seconds: float) -> None:
         self._action_s += NEWEST * (seconds - self._action_s)
 
-    def look(self, least: int, most: int) -> ToolWorkersOrdered | None:
+    def look(self, least: int, most: int) -> facts.ToolWorkersOrdered | None:
         """The change that is due now, for the caller to carry out."""
         fleet = self._fleet
         if fleet is None or (fleet.least, fleet.most) != (least, most):

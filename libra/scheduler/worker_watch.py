@@ -68,8 +68,6 @@ class WorkerWatch:
         for address, ws in scheduler.workers.items():
             liveness.joined(address, str(ws.name), (), time.monotonic())
 
-    # ---------------------------------------------------------------- events
-
     def joined(self, address: str, runs: list[str]) -> None:
         """A worker begins its setup for these runs; call it before Dask sends it a task."""
         name = scheduler_internals.worker_name(self._scheduler, address)
@@ -134,8 +132,6 @@ class WorkerWatch:
         if not lost & set(roles.had(keys.ROLLOUT)):
             self._end_unservable(state, {each.ws.address for each in present if keys.ROLLOUT in each.supplies})
 
-    # ---------------------------------------------------------------- queries
-
     def held(self) -> dict[str, dict[str, int]]:
         """Resources that workers will supply once they are ready, by address."""
         return {address: dict(resources) for address, resources in self._held.items()}
@@ -183,8 +179,6 @@ class WorkerWatch:
         coming = bool(unready) and not any(each.status in ("failed", "out") for each in those)
         return RoleSupply(wanted, tuple(names), cause, coming)
 
-    # ---------------------------------------------------------------- commands
-
     def _supply(self, addresses: list[str]) -> None:
         for each in addresses:
             scheduler_internals.restore_supply(self._scheduler, each, self._held.pop(each, {}), f"libra-ready-{each}")
@@ -206,8 +200,6 @@ class WorkerWatch:
                     )
                     scheduler_internals.fail(self._scheduler, key, error, "libra-unservable")
                     return
-
-    # ---------------------------------------------------------------- words
 
     def _missing(self, state: RunState, report: RolesMissing, gone: list[str], present: list[_Present]) -> str:
         resources, present = set(report.resources), [each for each in present if each.supplies & {*report.resources}]
@@ -257,7 +249,7 @@ class WorkerWatch:
         if dead := [
             each for each in present if each.status == "out" or (each.status == "failed" and each.again_s is None)
         ]:
-            return f"no automatic restart: fix the cause (its log says more), then type {killed(dead)}"
+            return f"no automatic restart: fix the cause (see its log), then type {killed(dead)}"
         if again_s:
             return f"it is restarted in {min(again_s):.0f} s"
         if "quarantined" in stages:

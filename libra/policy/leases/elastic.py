@@ -1,4 +1,4 @@
-"""How much faster an action is with more cores, which actions get more, and which are stopped.
+"""Speed of an action with more cores, which actions get more, and which are stopped.
 
 Spare cores are given one size at a time, each time to the action that gains most seconds per core.
 A size must pay off: an action on more cores ends sooner by ``T (1/v - 1/v')``, but holds ``T (c'/v'
@@ -11,9 +11,9 @@ ARL-Tangram (3.2) also evicts the last admitted action if the others then gain m
 that fits is never held back.
 
 A revocable action may be stopped so that a shorter one can begin. The cost is the seconds by which
-the stopped ones end later, and what everybody who waits for cores waits longer; the saving is the
-seconds that the short one waits. Both are known only for tools whose actions have ended.
-ARL-Tangram never stops an action; `python -m benchmarks actions` measures the gain.
+the stopped ones end later, and the longer wait of everybody for cores; the saving is the wait of
+the short one. Both are known only for tools whose actions have ended. ARL-Tangram never stops an
+action; `python -m benchmarks actions` measures the gain.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ BUSIEST = 0.99
 
 
 class Pressure:
-    """How busy cores are as actions come, and the price of a core-second.
+    """Load of the cores as actions come, and the price of a core-second.
 
     With ``m`` servers, each busy for a share ``r`` of the time, a mean of ``L(r) = r^a / (1 - r)``
     actions waits, with ``a = sqrt(2 (m + 1))`` (Sakasegawa, 1977: M/M/m). A core-second more costs
@@ -256,7 +256,7 @@ class Running(NamedTuple):
     has: tuple[int, ...]  # amounts of `KINDS` that it holds
     least: tuple[int, ...]  # that it needs
     left_s: float  # expected; 0: not known, or about to end
-    again_s: Callable[[int], float] | None  # from its beginning, by cores; None: it is not revocable
+    again_s: Callable[[int], float] | None  # from its beginning, by cores; unset if it is not revocable
 
 
 class Stopped(NamedTuple):

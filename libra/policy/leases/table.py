@@ -39,7 +39,7 @@ RETURNED = frozenset({ToolStatus.OK, ToolStatus.TRUNCATED})
 CUT_OFF = frozenset({ToolStatus.TIMEOUT, NO_TOOL})
 """Outcomes of actions that more cores would not have ended sooner."""
 FIRST = Priority(-1, -1, -1)
-"""Of a request for which leases are revoked."""
+"""The priority of a request for which leases are revoked."""
 
 
 Place = tuple[Priority, int]
@@ -48,7 +48,7 @@ Kinds = frozenset[str]
 
 
 class WaitingRequests:
-    """Every request with its place; those of the same kinds form a line."""
+    """Every request with its place; requests of the same kinds form a line."""
 
     def __init__(self) -> None:
         self._requests: dict[str, tuple[Place, LeaseRequest]] = {}

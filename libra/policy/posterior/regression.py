@@ -77,7 +77,7 @@ class Live(msgspec.Struct, array_like=True, gc=False):
 
     group: str
     family: str
-    rows: bytes | None  # to learn from; None: it is not followed
+    rows: bytes | None  # to learn from, if it is followed
     tokens: int = 0  # generated so far
     pending: int = 0  # since the last return
     returns: int = 0
@@ -97,7 +97,7 @@ PROGRESS_SHRINK, SIGNAL_SHRINK, STACK_SHRINK = 1.0, 10.0, 3.0
 FIRST_MEAN_TOKENS = 1000.0
 """Mean forecast before anything has ended."""
 SWEEPS = 60
-"""Of the coordinate descent that fits the shares."""
+"""Sweeps of the coordinate descent that fits the shares."""
 GUARD_SIGMAS = (0.5, 1.0)
 """Standard errors by which a gain must stand out, in the order and in the mean."""
 GROUPS = 1024
