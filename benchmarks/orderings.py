@@ -27,7 +27,7 @@ from libra.facts import (
 )  # fmt: skip
 from libra.policy import CMLFQ, Fifo, Mlfq
 from libra.policy.cmlfq import Objective
-from libra.policy.forecast import Forecast
+from libra.policy.forecast import Forecast, Forecaster
 from libra.policy.saved import Saved
 from libra.policy.trajectory_table import NUM_CLASSES, PATIENCE, TrajectoryStats, length_class
 from libra.types import Phase, ToolStatus
@@ -291,7 +291,7 @@ OUTRUN_FRAC = 0.1
 """Forecast for a trajectory longer than its given length: this share of what it has generated."""
 
 
-class KnownLengths:
+class KnownLengths(Forecaster):
     """Forecasts from lengths given beforehand, exact or of a given accuracy.
 
     Total generated tokens by key, known from the start; a key that was not given has forecast 0 with skill 0.
@@ -312,9 +312,6 @@ class KnownLengths:
                     self._generated[key] += tokens
             case TrajectoryEnded(key=key):
                 self._generated.pop(key, None)
-
-    def learn(self) -> None:
-        """No effect: there is nothing to learn."""
 
     def remaining(self, key: str) -> Forecast:
         """The remainder of the given length; KeyError for a trajectory that does not run."""

@@ -19,8 +19,7 @@ __all__ = [
     "SCHEMA", "STREAM_OP", "fields_of", "from_dict", "from_json", "known", "pack", "to_dict", "to_json", "unpack",
 ]  # fmt: skip
 
-SCHEMA = 5
-"""Layout of a line; a change that old code cannot read takes the next number."""
+SCHEMA = 5  # layout of a line; a change that old code cannot read takes the next number
 
 STREAM_OP = "libra-facts"
 """Name of messages with facts on the stream of a worker or a client to the scheduler."""

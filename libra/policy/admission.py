@@ -70,11 +70,9 @@ class StalenessPolicy:
             )
 
     def last_use(self, version: int) -> int:
-        """The last frontier at which this version is accepted."""
         return version + self.eta
 
     def lives(self, version: int, newest: int) -> bool:
-        """Whether ``version`` may be in use once ``newest`` is published."""
         return self.window is None or newest - version < self.window
 
 
@@ -158,7 +156,6 @@ class Admission(Saved):
 
     @property
     def next_batch(self) -> int:
-        """The number of batches taken."""
         return max(self.opened, default=self._told_below - 1) + 1
 
     @classmethod
@@ -213,14 +210,12 @@ class Admission(Saved):
         return self._decide()
 
     def wave_parked(self, batch: int, wave: int) -> tuple[Opened, ...]:
-        """Wave ``wave`` of step ``batch`` requests its groups."""
         if batch < self._told_below:
             return (OpenWave(batch, wave, (), "opened long before; its members are in its file"),)
         again = self.waves.parked(batch, wave)
         return self._decide() if again is None else (again,)
 
     def wave_trained(self, batch: int, wave: int) -> tuple[Opened, ...]:
-        """The trainer is free for the next wave."""
         self.waves.trained(batch, wave)
         return self._decide()
 
@@ -255,7 +250,6 @@ class Admission(Saved):
         return self._decide()
 
     def is_complete(self, iteration: int, group: int) -> bool:
-        """Whether the record of a group is written."""
         return (iteration, group) in self._committed or self._is_consumed(iteration, group)
 
     def ready(self, batch: int) -> list[GroupId]:

@@ -31,7 +31,7 @@ queues of servers; there are no fixed lengths; moves have a cost; waiting is bou
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal
 
 from libra.facts import (
     BoundariesSet,
@@ -46,7 +46,7 @@ from libra.facts import (
     TrajectoryParked,
     WorkerCapacity,
 )
-from libra.policy.forecast import CalibrationLog, Forecast, Forecaster
+from libra.policy.forecast import CalibrationLog, Forecaster
 from libra.policy.posterior import Posterior
 from libra.policy.saved import Saved
 from libra.policy.trajectory_table import (
@@ -62,32 +62,11 @@ from libra.policy.trajectory_table import (
 from libra.types import Phase
 
 Objective = Literal["makespan", "stream"]
-UNTRUSTED = 0.0
-"""Skill up to which forecasts are not used for the order."""
+UNTRUSTED = 0.0  # skill up to which forecasts are not used for the order
 RECONSIDERED_AT_END = 16
 """Waiting trajectories, besides siblings, that are re-evaluated whenever one ends."""
 UNDER_WAY, UNBEGUN = 1, 1 + NUM_CLASSES
 """Level of running trajectories (with skill), and the first level of waiting ones."""
-
-
-@runtime_checkable
-class GroupAware(Protocol):
-    """A forecaster that updates waiting trajectories by their siblings."""
-
-    def reconsidered(self, key: str) -> Forecast: ...
-
-    def is_probe(self, key: str) -> bool: ...
-
-
-@runtime_checkable
-class SelfScoring(Protocol):
-    """A forecaster that measures its own skill."""
-
-    @property
-    def skill(self) -> float: ...
-
-    @property
-    def weights(self) -> dict[str, float]: ...
 
 
 class CMLFQ(Saved):
@@ -116,13 +95,11 @@ class CMLFQ(Saved):
             raise ValueError(f"objective: got {objective!r}; allowed are 'makespan' and 'stream'")
         super().__init__()
         self.forecaster = Posterior() if forecaster is None else forecaster
-        self._group_aware = self.forecaster if isinstance(self.forecaster, GroupAware) else None
         self.objective = objective
         self._trajectories, self._guard = TrajectoryTable(), StarvationGuard(patience)
         self._calibration = CalibrationLog()
 
     def handle(self, event: Fact) -> tuple[SetPriority | Prefer, ...]:
-        """Answer one event; deterministic in the sequence of events."""
         self.forecaster.handle(event)
         stats = self._trajectories.handle(event)
         match event:
@@ -187,7 +164,6 @@ class CMLFQ(Saved):
         return tuple(answers)
 
     def _continued(self, key: str) -> tuple[SetPriority, ...]:
-        """The new rank of a trajectory that keeps its slot."""
         stats = self._trajectories.by_key.get(key)
         always_first = self.objective == "makespan" and not self._pauses
         if stats is None or (always_first and stats.level == UNDER_WAY):
@@ -212,12 +188,11 @@ class CMLFQ(Saved):
 
     def _reconsider(self, keys: list[str]) -> tuple[SetPriority | Prefer, ...]:
         answers: list[SetPriority | Prefer] = []
-        reconsidered = self._group_aware.reconsidered if self._group_aware is not None else self.forecaster.remaining
         for key in keys:
             other = self._trajectories.by_key[key]
             if other.level == OVERDUE:
                 continue
-            mean, order, skill = reconsidered(key)
+            mean, order, skill = self.forecaster.reconsidered(key)
             self._set_forecast(other, mean)
             level, reason = self._level(key, other, order, skill > UNTRUSTED)
             if level != other.level:
@@ -286,7 +261,7 @@ class CMLFQ(Saved):
             return 1 + level + (0 if begun else UNBEGUN), f"cmlfq: no skill, class {level} by tokens generated"
         if begun:
             return UNDER_WAY, "cmlfq: under way"
-        if self._group_aware is not None and self._group_aware.is_probe(key):
+        if self.forecaster.is_probe(key):
             return UNBEGUN, "cmlfq: probe of its group"
         level = length_class(order_tokens)
         return UNBEGUN + NUM_CLASSES - level, f"cmlfq: class {level} by tokens left"
@@ -294,7 +269,7 @@ class CMLFQ(Saved):
     def _pausable_level(self, key: str, order_tokens: float, *, begun: bool, trusted: bool) -> tuple[int, str]:
         if not trusted:
             return UNBEGUN, "cmlfq: no skill, by tokens generated"
-        if not begun and self._group_aware is not None and self._group_aware.is_probe(key):
+        if not begun and self.forecaster.is_probe(key):
             return UNDER_WAY, "cmlfq: probe of its group"
         octave = length_class(order_tokens) // 2
         return UNBEGUN + NUM_CLASSES - 2 * octave, f"cmlfq: octave {octave} by tokens left"
@@ -322,13 +297,11 @@ class CMLFQ(Saved):
     def dashboard_row(self) -> dict[str, Any]:
         """Skill and weights of the forecasts, and ``outcomes`` of ended trajectories
         (`ForecastOutcome`)."""
-        scored = self.forecaster if isinstance(self.forecaster, SelfScoring) else None
+        skill = self.forecaster.skill
         return {
             "objective": self.objective,
-            "skill": round(scored.skill, 4) if scored is not None else None,
-            "weights": {name: round(weight, 4) for name, weight in scored.weights.items()}
-            if scored is not None
-            else {},
+            "skill": None if skill is None else round(skill, 4),
+            "weights": {name: round(weight, 4) for name, weight in self.forecaster.weights.items()},
             "outcomes": [[round(first), round(half), tokens] for first, half, tokens in self._calibration.outcomes],
         }
 

@@ -64,11 +64,9 @@ SAMPLED_HOMES = 32
 """About this many engines with free slots are compared, of more than twice as many."""
 PLANNED_FACTOR = 1.25
 """A trajectory leaves the planned bucket only if it finishes sooner by this factor."""
-EVERYONE = Priority(-1 << 30, OVERDUE, 0)
-"""Ahead of every trajectory: see `Dispatcher.ahead`."""
+EVERYONE = Priority(-1 << 30, OVERDUE, 0)  # ahead of every trajectory: see `Dispatcher.ahead`
 Chosen = tuple[Trajectory, Place]
-FORGETTING = 0.05
-"""Weight of the newest quantum in the mean seconds of a quantum."""
+FORGETTING = 0.05  # weight of the newest quantum in the mean seconds of a quantum
 
 
 def leaves_slot(rank: Sequence[int], ahead: Sequence[int] | None) -> bool:
@@ -163,7 +161,6 @@ class Dispatcher:
             self._without_home(engine.pushed_out(self._phases[Phase.ROLLOUT].running.__contains__))
 
     def _without_home(self, members: Iterable[Trajectory]) -> None:
-        """Members lose their home; their KV may still be there."""
         queue = self._phases[Phase.ROLLOUT]
         for one in members:
             assert one.home is not None
@@ -196,7 +193,6 @@ class Dispatcher:
             self.leases.table.cancel(one.key)
 
     def stopped(self, key: str) -> None:
-        """The quantum of ``key`` has ended, and its slot is free."""
         if self.leases is not None:
             self.leases.table.release(key)
         for queue in self._queues:
@@ -271,7 +267,6 @@ class Dispatcher:
         return len(queue.running), sum(queue.slots.values())
 
     def buckets(self) -> list[dict[str, Any]]:
-        """A row per bucket of engines, for the dashboard (`Loads.buckets`)."""
         return self._loads.buckets(self._phases[Phase.ROLLOUT])
 
     def residents(self, worker: str) -> int:
@@ -337,7 +332,6 @@ class Dispatcher:
         return tuple(places)
 
     def revocations(self) -> tuple[Revoke, ...]:
-        """The leases revoked since the last call, in order."""
         return () if self.leases is None else self.leases.revocations()
 
     def _next_tool(self, queue: PhaseQueue) -> Chosen | None:
@@ -462,7 +456,6 @@ class Dispatcher:
         return "the queue at home is longer than computing it again" if pays else ""
 
     def _silent(self, workers: Iterable[str]) -> str | None:
-        """The first of ``workers``, by name, whose engine has not declared its speed."""
         if not self._table.silent:
             return None
         return min((worker for worker in workers if worker in self._table.silent), default=None)

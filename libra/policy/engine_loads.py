@@ -28,16 +28,12 @@ from libra.policy.placements import Move, TransferPace, priced
 PAYS_FACTOR = 2.0
 """A move must save this many times its cost, so that errors do not move trajectories back and
 forth."""
-SOONER_FACTOR = 0.95
-"""A move must reduce the seconds until both engines finish to this share."""
-QUICKER_FRAC = 0.2
-"""A move for the trajectory alone must save this share of its seconds per token."""
+SOONER_FACTOR = 0.95  # A move must reduce the seconds until both engines finish to this share
+QUICKER_FRAC = 0.2  # A move for the trajectory alone must save this share of its seconds per token
 GROWTH_STEPS = 16
 """Growth of contexts is rounded to this part of a token, so that answers can be cached."""
-LOOKED_AT = 4
-"""Candidate engines of a move: the first to finish."""
-LISTED_EVERY = 64
-"""Queries between two updates of the candidates."""
+LOOKED_AT = 4  # candidate engines of a move: the first to finish
+LISTED_EVERY = 64  # queries between two updates of the candidates
 FULL = 0.9
 """Share of `EngineState.open_tokens` in use from which the order of running trajectories matters."""
 EARLY_FRAC = 0.8
@@ -106,7 +102,6 @@ class Loads:
         return engine.end_s(engine.longest_left(), engine.left, engine.work)
 
     def moved_s(self, one: Trajectory, worker: str) -> tuple[float, float]:
-        """Seconds until both engines finish if a trajectory stays, and if it moves to ``worker``."""
         assert one.home is not None
         here_s, without_s = _ends_here_s(one, one.home)
         return here_s, max(without_s, self.finish_s(one, worker) + self._price_s(one, worker))
@@ -173,7 +168,6 @@ class Loads:
         return None if target is None or target is home or worker not in free or not target.declared else target
 
     def _first_over(self) -> list[str]:
-        """The declared engines that finish first, updated every `LISTED_EVERY` calls."""
         self._queries += 1
         if self._queries % LISTED_EVERY == 1 or not self._idlest:
             ends = [(self.over_s(each), worker) for worker, each in self._table.engines.items() if each.declared]

@@ -22,8 +22,7 @@ from libra.types import Phase
 
 REMEMBERED = 0.95
 """Weight of past generations, relative to the newest, in seconds of generations and tools."""
-MOST_OPEN = 8.0
-"""Caps KV overcommit of open contexts, however long tools take."""
+MOST_OPEN = 8.0  # caps KV overcommit of open contexts, however long tools take
 NOISY_NORM, EXACT_NORM = 3.0, 64.0
 """Exponents of the norm (`libra.policy.engine_loads`), for forecasts and for exact lengths.
 
@@ -74,7 +73,6 @@ class Trajectory:
 
     @property
     def has_forecast(self) -> bool:
-        """Whether it is expected to generate more."""
         return self.left_tokens > 0.0
 
     def work(self, context_tokens: int | None = None) -> float:
@@ -164,7 +162,6 @@ class EngineState:
         return math.pow(left * THOUSANDS, self.exponent)
 
     def norm(self, peak: float) -> float:
-        """Tokens left of the longest, by the norm of a sum of powers."""
         return math.pow(max(0.0, peak), 1.0 / self.exponent) / THOUSANDS
 
     def _without(self, left: float, one: Trajectory) -> float:
@@ -174,7 +171,6 @@ class EngineState:
         return sum(self.power(other.share.left) for other in self.members.values() if other is not one)
 
     def longest_left(self, but: Trajectory | None = None) -> float:
-        """The most tokens left of a member, or of one other than ``but``."""
         if self.longest is None:
             self.longest = max((each.share.left for each in self.members.values()), default=0.0)
         if but is None or but.share.left != self.longest:
@@ -244,8 +240,7 @@ def share_of(one: Trajectory, mean_final: float) -> Share:
     return Share(tokens + held, one.left_tokens, one.work())
 
 
-FOREVER = 1e12
-"""Tokens left of a trajectory without a forecast."""
+FOREVER = 1e12  # tokens left of a trajectory without a forecast
 
 
 class Demand(NamedTuple):
@@ -274,7 +269,6 @@ class Refused(NamedTuple):
     limit: int
 
     def covers(self, demand: Demand, growth: float, capacity: float, limit: int) -> bool:
-        """Whether another demand fits no better: it holds as much at every step, and as long."""
         (left, context, final), old = demand, self.demand
         return (
             growth >= self.growth

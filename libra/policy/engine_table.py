@@ -145,7 +145,6 @@ class EngineTable:
             self.mean_final += (one.context_tokens - self.mean_final) / self._num_ended
 
     def settle(self, one: Trajectory, worker: str | None) -> None:
-        """The trajectory is at home on ``worker``, or nowhere."""
         home, now = one.home, None if worker is None else self.engines.get(worker)
         if home is now:
             if now is not None:
@@ -232,8 +231,7 @@ class EngineTable:
 
 ERRORS_TAKEN = 2.0
 """Engines of a bucket differ if their seconds differ by more than this many sums of errors."""
-DIGITS = 12
-"""Decimals of seconds in events: a log has exactly the numbers behind the decisions."""
+DIGITS = 12  # decimals of seconds in events: a log has exactly the numbers behind the decisions
 
 
 def joined_of(

@@ -7,10 +7,10 @@ reads it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 from libra.facts import Fact
+from libra.policy.saved import Saved
 
 
 class Forecast(NamedTuple):
@@ -21,7 +21,7 @@ class Forecast(NamedTuple):
     skill: float  # gain over the progress-only forecast, <= 1; at 0 its order is not used
 
 
-class Forecaster(Protocol):
+class Forecaster(Saved):
     """Receives every event of the policy, in order; deterministic in their sequence."""
 
     def handle(self, event: Fact) -> None:
@@ -32,12 +32,25 @@ class Forecaster(Protocol):
 
     def remaining(self, key: str) -> Forecast:
         """Forecast for a live trajectory; KeyError for one never parked or already ended."""
+        raise NotImplementedError
 
-    def snapshot(self) -> dict[str, Any]:
-        """Its state, as JSON-able values."""
+    def reconsidered(self, key: str) -> Forecast:
+        """`remaining` of a waiting one, updated by its siblings."""
+        return self.remaining(key)
 
-    def restore(self, snapshot: Mapping[str, Any]) -> None:
-        """Take the state of ``snapshot``."""
+    def is_probe(self, key: str) -> bool:
+        """Whether it should run ahead of its unknown siblings."""
+        return False
+
+    @property
+    def skill(self) -> float | None:
+        """Measured gain over progress, if it measures any."""
+        return None
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Weight of each signal, 0 to 1."""
+        return {}
 
 
 FOLLOWED = 512
@@ -60,7 +73,6 @@ class CalibrationLog:
         self._forecasts: dict[str, list[tuple[int, float]]] = {}  # tokens generated, forecast of the total
 
     def forecast(self, key: str, generated_tokens: int, total_tokens: float) -> None:
-        """The forecast of a total after ``generated_tokens``."""
         forecasts = self._forecasts.get(key)
         if forecasts is None:
             if len(self._forecasts) >= FOLLOWED or generated_tokens:

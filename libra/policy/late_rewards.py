@@ -47,8 +47,7 @@ def correction(
     return corrected
 
 
-KEPT = 0.8
-"""Evidence on guesses that a batch with more of it keeps of earlier batches."""
+KEPT = 0.8  # evidence on guesses that a batch with more of it keeps of earlier batches
 
 
 @dataclass(frozen=True, slots=True)

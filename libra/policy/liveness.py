@@ -35,10 +35,8 @@ from typing import Any
 
 RESTART_AFTER_S = (30.0, 120.0, 600.0)
 """Delay before a restart after the first, second and third setup failure in a row."""
-KEPT_NAMES = 1024
-"""Maximum number of lost names."""
-TELL_AFTER_S = 6.0
-"""A worker that its nanny restarts without a model to load is back sooner."""
+KEPT_NAMES = 1024  # maximum number of lost names
+TELL_AFTER_S = 6.0  # A worker that its nanny restarts without a model to load is back sooner
 START_S = 300.0
 REMIND_S = 300.0
 
@@ -127,7 +125,6 @@ class Liveness:
         return self._supplied([address])
 
     def failed(self, run: str, address: str, detail: str, t_s: float, *, nanny: bool) -> float | None:
-        """The setup of a worker that joined during the run failed; delay before its restart."""
         standing = self._standing(run, address)
         after_s = self._backoff.failed((run, standing.name), RESTART_AFTER_S)
         after_s = after_s if nanny else None
@@ -172,7 +169,6 @@ class Liveness:
         return self._runs.get(run, {}).get(address) or Standing()
 
     def joins(self, run: str, address: str) -> bool:
-        """Whether the worker joined during the run and is not ready."""
         return self.of(run, address).stage in JOINING
 
     def joining(self) -> set[str]:
@@ -279,7 +275,6 @@ class MissingRoles:
         return self._roles[resource].had
 
     def look(self, t_s: float, supplies: Mapping[str, RoleSupply]) -> tuple[RolesBack | RolesMissing, ...]:
-        """The reports that are due; ``supplies`` has every resource."""
         due, back, since_s, again = list[str](), list[str](), t_s, False
         for resource, role in self._roles.items():
             now = supplies[resource]

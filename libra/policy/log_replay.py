@@ -200,7 +200,6 @@ class _Objects:
         return next((text for part, then, now in parts if (text := _unlike(then, now, part))), "")
 
     def logged(self, line: int, command: Command) -> Logged:
-        """A command of the log; its priority is the trajectory's from now on."""
         if not isinstance(command, SetPriority):
             return Logged(line, command, None)
         before = self._places.get(command.key)
@@ -236,7 +235,6 @@ class _Objects:
         return Told(line, fact, now, difference)
 
     def tell(self, line: int, fact: Fact) -> tuple[Command, ...] | None:
-        """The answers to a fact; None if no object receives this kind."""
         self.tail.handle(fact)
         answers, turns = self._answers(line, fact), self.tail.look()
         if answers is None and not turns and (self.tail.settings is None or not isinstance(fact, _OF_THE_TAIL)):

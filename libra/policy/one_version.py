@@ -142,7 +142,6 @@ class OneVersion(Saved):
             self.emptying -= {each for each, told in self.told.items() if told == version}
 
     def _parked(self, event: facts.TrajectoryParked) -> Orders:
-        """A trajectory waits: it leaves an engine that gives its trajectories away."""
         key = event.key
         self._running.pop(key, None)
         if event.context_tokens:
@@ -156,7 +155,6 @@ class OneVersion(Saved):
         return self._shared()
 
     def _open(self, version: int) -> list[str]:
-        """Engines of a version that keep their trajectories."""
         return [worker for worker, told in self.told.items() if told == version and worker not in self.emptying]
 
     def _shared(self) -> Orders:

@@ -62,7 +62,6 @@ class PhaseQueue:
         self.overfull: set[str] = set()
 
     def push(self, one: Trajectory, priority: Priority, serial: int) -> Entry:
-        """``one`` waits at this place; its entry is among `all_waiting`."""
         one.serial = serial
         self.waiting[one.key] = priority
         entry = (priority, serial, one)

@@ -42,7 +42,6 @@ class Move(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def seconds(self) -> float:
-        """The cost: the lesser of the two."""
         return self.transfer_s if self.sends and self.transfer_s is not None else self.prefill_s
 
 
@@ -59,14 +58,11 @@ class Place(msgspec.Struct, frozen=True, gc=False):
 
 
 PRIOR_LATENCY_S = 0.005
-PRIOR_BYTES_PER_S = 1e9
-"""About one stream over 10 Gbit/s Ethernet, between two memories."""
+PRIOR_BYTES_PER_S = 1e9  # about one stream over 10 Gbit/s Ethernet, between two memories
 MEASURED_EVERY = 16
 """After so many moves that computed, one sends: slow transfers must not end them for good."""
-PRIOR_WEIGHT = 0.1
-"""Weight of the prior, relative to one transfer."""
-FORGETTING = 0.9
-"""Weight of a transfer relative to the one after it."""
+PRIOR_WEIGHT = 0.1  # weight of the prior, relative to one transfer
+FORGETTING = 0.9  # weight of a transfer relative to the one after it
 _MIB = 2.0**20
 _LARGE_BYTES = 64 * _MIB
 _Sums = tuple[float, float, float, float, float]
@@ -131,7 +127,6 @@ def _added(sums: _Sums, num_bytes: float, seconds: float, weight: float, forgett
 
 
 def priced(tokens: int, home: WorkerCapacity, target: WorkerCapacity, pace: TransferPace) -> Move:
-    """A change of home of a trajectory with ``tokens`` of context, from one engine to another."""
     num_bytes = tokens * home.kv_token_bytes if target.kv_token_bytes else 0
     prefill_s = tokens * target.prefill_s_per_token
     transfer_s = pace.seconds(num_bytes) if num_bytes else None

@@ -154,7 +154,6 @@ class Roles:
         self.generation = 0
 
     def handle(self, event: facts.RoleStage | facts.RoleStageFailed) -> list[RoleCommand]:
-        """A worker has finished a stage, or failed in it."""
         if isinstance(event, facts.RoleStage):
             return self._stage_done(event.worker, event.generation, event.stage)
         return self._failed(event.worker, event.generation, event.detail)
@@ -198,7 +197,6 @@ class Roles:
     def _refusal(
         self, targets: Mapping[str, Assignment], wanted: Mapping[str, Assignment], to_base: bool
     ) -> str | None:
-        """The reason for refusing ``wanted``; None if it is possible."""
         if not wanted:
             return f"{', '.join(targets) or 'no worker'}: nothing changes"
         members = {name: self.members[name] for name in wanted}
@@ -224,7 +222,6 @@ class Roles:
         return None
 
     def cancel(self, generation: int) -> list[RoleCommand]:
-        """Undo a change that has not ended."""
         change = self.changes.get(generation)
         if change is None:
             going = ", ".join(map(str, self.changes)) or "none"
@@ -256,7 +253,6 @@ class Roles:
         return commands
 
     def lose(self, worker: str) -> list[RoleCommand]:
-        """A worker has left the cluster."""
         member = self.members.get(worker)
         if member is None or not member.present:
             return []
@@ -304,7 +300,6 @@ class Roles:
         return [facts.RoleMemberFailed(worker, detail, restarts=False), *self._go_on(change)]
 
     def _to_base(self, worker: str, reason: str) -> list[RoleCommand]:
-        """Return a worker, and all that share its GPUs, to the roles they were started for."""
         names = sorted(self.members[worker].bond | {worker})
         targets = {name: self.members[name].base for name in names}
         for name in names:  # also a partner that is changing

@@ -29,8 +29,7 @@ import msgspec
 
 from libra.errors import ConfigError, enough_gib
 
-FORGETTING = 0.2
-"""Weight of the newest batch, or restoring, in a service's mean seconds."""
+FORGETTING = 0.2  # weight of the newest batch, or restoring, in a service's mean seconds
 
 
 class ServiceFacts(msgspec.Struct, frozen=True, gc=False):
@@ -119,7 +118,6 @@ class ServiceSchedule:
         self._services[service].waiting.append((at_s, request))
 
     def cancel(self, service: str, request: int) -> None:
-        """``request`` no longer waits; one that is in a batch stays there."""
         waiting = self._services[service].waiting
         self._services[service].waiting = deque(entry for entry in waiting if entry[1] != request)
 
@@ -140,7 +138,6 @@ class ServiceSchedule:
                 del self._resident[fire.device][fire.service]
 
     def fire(self, at_s: float) -> tuple[Fire, ...]:
-        """The batches that begin now, in order."""
         begun: list[Fire] = []
         passed: set[str] = set()
         while True:
@@ -178,7 +175,6 @@ class ServiceSchedule:
         return min(free, key=lambda device: (self._evicted(device, need)[1], device))
 
     def _left_s(self, device: str, at_s: float) -> float:
-        """Expected seconds of the batch on ``device``."""
         fire, began_s, service = self._running[device]
         whole_s = (service.batch_s or 0.0) + (service.restore_s if fire.restores else 0.0)
         return max(0.0, began_s + whole_s - at_s)

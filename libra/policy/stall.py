@@ -170,7 +170,6 @@ class Limits:
         return max(floor_s, FACTOR * ordered[math.ceil(QUANTILE * len(ordered)) - 1])
 
     def longest_s(self) -> float:
-        """The longest limit of all kinds."""
         if self._fixed_s is not None:
             return self._fixed_s
         return max(map(self.limit_s, self._seen), default=START_S)

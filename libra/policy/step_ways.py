@@ -44,12 +44,10 @@ LEFT_FRAC = 0.5
 """Share of a batch's gradient that a streaming step has left when its last group arrives."""
 WORTH_FRAC, STAYS_FRAC = 0.05, 0.025
 """Gain over `split` from which another way is taken, and from which it stays taken."""
-CHANGES_S = 10.8 + 8.0
-"""Seconds to turn an engine to training, and back (Libra, Qwen3-14B on A800)."""
+CHANGES_S = 10.8 + 8.0  # seconds to turn an engine to training, and back (Libra, Qwen3-14B on A800)
 CHANGES_FRAC = 0.1
 """Roles change within a step only where both changes take less than this part of it."""
-MOST_ETA = 4
-"""Largest recommended staleness bound."""
+MOST_ETA = 4  # largest recommended staleness bound
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,16 +253,13 @@ class WayChoice(Saved):
 
     @property
     def streams(self) -> bool:
-        """Whether waves open before their batch is complete."""
         return self.way != SPLIT
 
     @property
     def turns(self) -> bool:
-        """Whether engines may turn to training."""
         return self.settings is None or self.way == TURNING
 
     def measured(self, step: StepMeasured) -> TakeSteps | None:
-        """Learn from a step; the choice, if it is the first or has changed."""
         settings = self.settings
         if settings is None or not step.complete_s or not step.waves:
             return None

@@ -38,12 +38,9 @@ from libra.policy.turning import OpenStep, TurningEngine, TurningRule
 from libra.policy.waves import GroupId
 from libra.types import Phase
 
-ASSUMED_LOADS = 3.0
-"""An unmeasured change is assumed to take as long as so many loads of a version."""
-SLOWER = 1.5
-"""Slowdown of a trajectory in an engine that has enough of them in the tail."""
-FADES = 0.8
-"""Weight of earlier waves in the seconds of a token's gradient."""
+ASSUMED_LOADS = 3.0  # an unmeasured change is assumed to take as long as so many loads of a version
+SLOWER = 1.5  # slowdown of a trajectory in an engine that has enough of them in the tail
+FADES = 0.8  # weight of earlier waves in the seconds of a token's gradient
 _PARTS = TurningRule()
 _ASSUMED_S = _PARTS.to_training_s + _PARTS.to_rollout_s
 _CHANGES = {Role.TRAIN: Turned.TO_TRAINING, Role.ROLLOUT: Turned.TO_ROLLOUT}
@@ -217,7 +214,6 @@ class Tail(Saved):
         self._due = True
 
     def _member(self, worker: str) -> _Member | None:
-        """A worker whose change has begun, ended or was refused, if it can change."""
         member = self._members.get(worker)
         self._due = self._due or member is not None
         return member
@@ -261,7 +257,6 @@ class Tail(Saved):
         return tuple(turns)
 
     def rule(self) -> TurningRule:
-        """The rule with the prices known by now."""
         to_training_s, to_rollout_s = self._price[Turned.TRAINING].mean_s, self._price[Turned.ROLLOUT].mean_s
         return TurningRule(
             trajectories_per_gpu=self.trajectories_per_gpu(),
@@ -278,7 +273,6 @@ class Tail(Saved):
 
     @property
     def num_open(self) -> int:
-        """Trajectories that have begun, or are about to, and have not ended."""
         assert self.settings is not None
         found, size = len(self._open.evaluated), self.settings.group_size
         for iteration in self._open.begun:
@@ -323,12 +317,10 @@ class Tail(Saved):
         return OpenStep(backlog, self.settings.core_gpus + others, len(taken) + len(ready) >= whole, admission.eta == 0)
 
     def _tokens_of(self, group: GroupId) -> float:
-        """Tokens of a group; the mean for a group of an earlier start."""
         known = self._group_tokens
         return known.get(group) or (sum(known.values()) / len(known) if known else 1.0)
 
     def snapshot(self) -> dict[str, Any]:
-        """Its state; empty without turning."""
         return {} if self.settings is None else super().snapshot()
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:

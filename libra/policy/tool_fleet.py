@@ -102,7 +102,6 @@ class ToolFleet:
         )
 
     def follow(self, order: ToolWorkersOrdered, at_s: float) -> None:
-        """``order`` is carried out from now on."""
         if order.ordered > self.wanted:
             self._asked_s = at_s
             self._behind_since_s = None

@@ -19,8 +19,7 @@ from libra.facts import Fact, Priority, QuantumFinished, SetPriority, Trajectory
 from libra.policy.saved import Saved
 from libra.types import Phase
 
-NUM_CLASSES = 40
-"""Length classes are half octaves: class c holds 2 ** (c / 2) - 1 tokens and more."""
+NUM_CLASSES = 40  # length classes are half octaves: class c holds 2 ** (c / 2) - 1 tokens and more
 
 
 def length_class(tokens: float) -> int:
@@ -76,10 +75,8 @@ class TrajectoryTable(Saved):
         return None
 
 
-OVERDUE = -1
-"""The level of overdue trajectories: before all others of their iteration."""
-FEWEST_SORTED = 1_024
-"""Entries of the heap, stale ones too, up to which it is not rebuilt."""
+OVERDUE = -1  # the level of overdue trajectories: before all others of their iteration
+FEWEST_SORTED = 1_024  # entries of the heap, stale ones too, up to which it is not rebuilt
 
 
 class StarvationGuard(Saved):

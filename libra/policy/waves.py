@@ -58,7 +58,6 @@ class Waves(Saved):
         return cls(most_waves(config), wave_groups(config), enough_groups(config))
 
     def parked(self, batch: int, wave: int) -> OpenWave | None:
-        """A wave requests its groups; the answer if it was opened before."""
         waves = self.opened.get(batch, ())
         if wave < len(waves):
             return OpenWave(batch, wave, waves[wave], "opened before; same members")
@@ -69,7 +68,6 @@ class Waves(Saved):
         self._trained[batch] = max(wave + 1, self._trained.get(batch, 0))
 
     def taken(self, batch: int) -> Members:
-        """The groups of a batch that waves have, in their order."""
         return tuple(group for wave in self.opened.get(batch, ()) for group in wave)
 
     def take_over(self, opened: Mapping[int, Iterable[Members]]) -> None:

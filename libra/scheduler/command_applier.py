@@ -41,7 +41,6 @@ class Applier:
         self.set_roles: Callable[..., dict[str, Any]] | None = None
 
     def apply(self, state: RunState, commands: tuple[facts.Command, ...]) -> None:
-        """Log and carry out commands, and the turns that are due."""
         commands = (*commands, *turns) if (turns := state.tail.look()) else commands
         if not commands:
             return
@@ -119,7 +118,6 @@ def announce_version(scheduler: Scheduler, state: RunState, version: int, only: 
 
 
 def announce_ahead(scheduler: Scheduler, address: str, ahead: facts.Priority | None) -> None:
-    """Announce to a rollout worker the rank of the best waiting generation."""
     tell_worker(scheduler, address, {"op": "libra-ahead", "ahead": ahead})
 
 
@@ -128,7 +126,6 @@ def announce_rank(scheduler: Scheduler, address: str, command: facts.SetPriority
 
 
 def announce_revocation(scheduler: Scheduler, state: RunState, address: str, key: str, quantum: int) -> None:
-    """Have the worker that runs quantum ``quantum`` of the task ``key`` stop its action."""
     message = {"op": "libra-revoke", "run": state.run, "epoch": state.epoch, "key": key, "quantum": quantum}
     tell_worker(scheduler, address, message)
 

@@ -39,8 +39,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-RETRY_S = 0.5
-"""Seconds to wait for Dask to report a lost member; then all form a new group."""
+RETRY_S = 0.5  # seconds to wait for Dask to report a lost member; then all form a new group
 
 
 @dataclass(slots=True)
@@ -58,7 +57,6 @@ class _Gang:
 
     @property
     def addresses(self) -> list[str]:
-        """By rank."""
         return [self.replicas[name] for name in self.names]
 
 
@@ -113,7 +111,6 @@ class Gangs:
             self._gone(key)
 
     def remove_worker(self, worker: str) -> None:
-        """Log a member that leaves, and form the next group if enough replicas remain."""
         for gang in self._gangs.values():
             for name in [name for name, address in gang.replicas.items() if address == worker]:
                 is_member = name in gang.names
@@ -198,7 +195,6 @@ class Gangs:
                 waiting.discard(key)
 
     def _soon(self, gang: _Gang) -> None:
-        """Place complete gangs, outside of the current transition."""
         self._scheduler.loop.add_callback(self._place, gang)
 
     def _place(self, gang: _Gang) -> None:

@@ -184,8 +184,7 @@ class LibraPlugin(SchedulerPlugin):
             guard.stop()
         self.gangs.end_gang(run)
         self.roles.end_roles(run)
-        state.log.close()
-        self.ended.compressing(run, state.log)
+        self.ended.compressing(state.log.close())
 
     def notices(self, run: str, epoch: int, first: int) -> list[tuple[int, str]]:
         """The notices of a run from number ``first`` on; see `Notices.since`."""
@@ -203,7 +202,6 @@ class LibraPlugin(SchedulerPlugin):
     def set_slots(
         self, run: str, epoch: int, slots: Mapping[str, Mapping[str, int]], reason: str = "asked for"
     ) -> dict[str, Any]:
-        """Limit how many trajectories engines generate for at once; see `Concurrency.set`."""
         state = self.runs.get(run)
         if state is None or state.epoch != epoch:
             return {"error": f"run {run!r}, epoch {epoch}, is not on this scheduler"}
@@ -276,7 +274,6 @@ class LibraPlugin(SchedulerPlugin):
         self.trajectories.workers_changed()
 
     def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
-        """A worker leaves, after its tasks have left ``processing``."""
         self.watch.left(worker)
         for state in self.runs.values():
             state.workers.holders.lost(worker)
@@ -352,7 +349,6 @@ class LibraPlugin(SchedulerPlugin):
     # ---------------------------------------------------------------- facts from workers and the driver
 
     def _own_handlers(self) -> dict[type[Fact], Handler]:
-        """Handlers of facts that concern no trajectory, training group or role."""
         engine: dict[type[Fact], Handler] = dict.fromkeys(
             (facts.EngineJoined, facts.EngineSlept, facts.EngineWoke, facts.VersionServed, facts.EngineQuarantined),
             self._engine_told,

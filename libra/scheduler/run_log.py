@@ -21,15 +21,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SNAPSHOT_EVENTS = 10_000
-"""Events between two snapshots of the policy objects."""
+SNAPSHOT_EVENTS = 10_000  # events between two snapshots of the policy objects
 SNAPSHOT_BYTES_PER_EVENT = 12
 """A large snapshot is written less often: about this many bytes per event."""
 
-CLEAR_WAIT_S = 120.0
-"""Longest time for which a start waits until the earlier one is cleared."""
-KEPT_SEGMENTS = 1024
-"""Worker states that are kept one by one, for the figures of the last minute."""
+CLEAR_WAIT_S = 120.0  # longest time for which a start waits until the earlier one is cleared
+KEPT_SEGMENTS = 1024  # worker states that are kept one by one, for the figures of the last minute
 MOST_PENDING = 2000
 """Most lines that are kept as objects until someone looks or the sampler writes them."""
 
@@ -46,7 +43,6 @@ class RunLog:
         self.started_s = time.time()
         self._timeline = Timeline(trainers, keep=KEPT_SEGMENTS)
         self._run, self._file = run, file
-        self._closed: EventLog | None = None
         self._pending: list[Line] = []
         self._newest: Line | None = None
         self._num_lines = 0
@@ -106,7 +102,6 @@ class RunLog:
         self._next_snapshot = self._num_lines + max(SNAPSHOT_EVENTS, len(line) // SNAPSHOT_BYTES_PER_EVENT)
 
     def newest(self) -> str:
-        """The newest fact and its age, in words."""
         if self._newest is None:
             return "none"
         _, t_s, fact = self._newest
@@ -114,27 +109,18 @@ class RunLog:
         return f"{' '.join([fact.name, *map(str, subjects)])}, {self.uptime_s - t_s:.0f} s ago"
 
     def flush(self) -> None:
-        """Pass everything logged so far to the operating system."""
         self._take_in()
         if self._file is not None:
             self._file.flush()
 
-    def close(self) -> None:
-        """Close the file; later facts are dropped. Segments may still be compressed afterwards."""
+    def close(self) -> EventLog | None:
+        """Close and return the file, whose segments may still be compressed; later facts are dropped."""
         self._take_in()
         file, self._file = self._file, None
         if file is not None:
             file.rotate()
             file.close(wait=False)
-            self._closed = file
-
-    @property
-    def compresses(self) -> bool:
-        return self._closed is not None and self._closed.compresses
-
-    def wait_compressed(self) -> None:
-        if self._closed is not None:
-            self._closed.wait_compressed()
+        return file
 
 
 class EndedRuns:
@@ -162,9 +148,8 @@ class EndedRuns:
 
         task.add_done_callback(ended)
 
-    def compressing(self, run: str, log: RunLog) -> None:
-        """Follow the compression of a closed log."""
-        if log.compresses:
+    def compressing(self, log: EventLog | None) -> None:
+        if log is not None and log.compresses:
             task = asyncio.ensure_future(asyncio.to_thread(log.wait_compressed))
             self._compressions.add(task)
             task.add_done_callback(self._compressions.discard)
@@ -178,7 +163,6 @@ class EndedRuns:
             logger.warning("run %s: an earlier start is not cleared from all workers after %g s", run, CLEAR_WAIT_S)
 
     async def close(self) -> None:
-        """Return when every log is compressed."""
         if self._compressions:
             await asyncio.wait(self._compressions)
 

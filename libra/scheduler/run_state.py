@@ -48,8 +48,7 @@ if TYPE_CHECKING:
 
 task_logger = logging.getLogger("libra.scheduler.tasks")
 
-KEPT_NOTICES = 100
-"""Maximum number of notices kept: a driver reads once a second."""
+KEPT_NOTICES = 100  # maximum number of notices kept: a driver reads once a second
 KEPT_BLOCKS = 8192
 """Maximum number of groups for which the worker that keeps their rows is recorded."""
 
@@ -118,7 +117,6 @@ class Notices:
         self._next += 1
 
     def since(self, first: int) -> list[tuple[int, str]]:
-        """Number and text of the notices from number ``first`` on."""
         return [notice for notice in self._kept if notice[0] >= first]
 
 
@@ -142,7 +140,6 @@ class Holders:
         self._named: Counter[str] = Counter()
 
     def offers(self, worker: str, at: tuple[str, int] | None, *, trains: bool = False) -> None:
-        """``worker`` has a weight server ``at``, if it has one."""
         if at is not None:
             self._at[worker] = at
             if trains:
@@ -230,7 +227,6 @@ class RunState:
         self.one = OneVersion(rounded=config.staleness.engines == "rounded") if keeps_version(config) else None
 
     def handle(self, event: Fact) -> tuple[Command, ...]:
-        """Pass an event to the policy objects; their answers."""
         self.tail.handle(event)
         answers = self.policy.handle(event)
         return answers if self.one is None else (*answers, *self.one.handle(event))
@@ -276,7 +272,6 @@ class RunState:
         return [[list(member) for member in wave] for wave in self.admission.waves.opened.get(batch, ())]
 
     def begin(self) -> None:
-        """Log the start of the run, and the state of its policy objects."""
         config, choice = self.settings, WaySettings.of(self.settings)
         self.log.emit(
             facts.RunStarted(
@@ -314,7 +309,6 @@ class RunState:
         self.log.emit_snapshot(self.policy, self.admission, self.tail, self.family, self.one)
 
     def learn(self) -> None:
-        """Run the policy's expensive update if enough trajectories have ended since the last."""
         if self.num_ended >= self.learned_ended + learns_after(self.learned_ended) and isinstance(
             self.policy, OnlineLearner
         ):
@@ -365,7 +359,6 @@ class Tracked:
 
     @property
     def completed(self) -> bool:
-        """Whether it ended without a failure."""
         return self.end not in ("", str(EndReason.FAILURE))
 
     def end_attempt(self, address: str) -> bool:

@@ -84,7 +84,6 @@ def release(scheduler: Scheduler, releases: Iterable[Release], stimulus_id: str)
 
 
 def fail(scheduler: Scheduler, key: str, error: Exception, stimulus_id: str) -> None:
-    """End a parked task, and all that depend on it, with an error."""
     pickled: Any = pickle.dumps(error)
     scheduler.transitions(
         scheduler.transition(key, "erred", exception=pickled, cause=key, stimulus_id=stimulus_id), stimulus_id
@@ -102,7 +101,6 @@ def supply(scheduler: Scheduler, resource: str) -> dict[str, int]:
 
 
 def trainers(scheduler: Scheduler) -> list[str]:
-    """Names of the workers that train and do not generate."""
     engines = supply(scheduler, ROLLOUT)
     return sorted(worker_name(scheduler, address) for address in supply(scheduler, TRAIN) if address not in engines)
 
@@ -195,5 +193,4 @@ async def restart_worker(scheduler: Scheduler, address: str, stimulus_id: str) -
 
 
 def add_handlers(scheduler: Scheduler, handlers: Mapping[str, Any]) -> None:
-    """Make functions callable as ``client.scheduler.<name>(**kwargs)``."""
     scheduler.handlers.update(handlers)

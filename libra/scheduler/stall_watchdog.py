@@ -54,7 +54,6 @@ class StallGuard:
         self._checks.start()
 
     def stop(self) -> None:
-        """End the checks, and cancel the actions against a stall."""
         self._checks.stop()
         for task in self._acting:
             task.cancel()
@@ -63,7 +62,6 @@ class StallGuard:
         self.watchdog.progressed(time.monotonic())
 
     def took(self, key: str, seconds: float) -> None:
-        """A task took this long on a worker since its last activity."""
         self.watchdog.limits.took(self._stage(key), seconds)
 
     def granted(self) -> None:

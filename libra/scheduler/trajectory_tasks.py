@@ -52,7 +52,6 @@ def _differ(ahead: facts.Priority | None, known: facts.Priority | None) -> bool:
 
 
 def _resources(place: Place) -> dict[str, float]:
-    """Dask resources of a placed quantum."""
     taken: dict[str, float] = {str(place.phase): 1}
     if (lease := place.lease) is not None:
         amounts = {TOOL_CORES: lease.cores, TOOL_MIB: lease.memory_bytes >> 20, TOOL_GPUS: lease.gpus}
@@ -120,7 +119,6 @@ class Trajectories:
                 self.dispatcher.handle(has)
 
     def _allowed(self, key: str, worker: str) -> bool:
-        """Whether a trajectory may go on, or begin, with the version of a worker's engine."""
         one = self.tracked[key].run.one
         return one is None or one.may(key, worker)
 
@@ -169,7 +167,6 @@ class Trajectories:
             self._ended(tracked, completed=False)
 
     def _ended(self, tracked: Tracked, *, completed: bool) -> None:
-        """The trajectory has ended; its run is notified once for each first parking."""
         if not tracked.policy_ended:
             tracked.policy_ended = True
             # A lost result is computed again, and gives the policy no new information.
@@ -185,7 +182,6 @@ class Trajectories:
         self.kick()
 
     def kick(self) -> None:
-        """Dispatch once, after the current callback."""
         if not self.kicked:
             self.kicked = True
             self._scheduler.loop.add_callback(self._dispatch)
@@ -230,7 +226,6 @@ class Trajectories:
         return EVERYONE if emptying else self.dispatcher.ahead()
 
     def _announce_ahead(self) -> None:
-        """Announce the rank of the best waiting generation, if it has changed."""
         self._announces_ahead = False
         if _differ(ahead := self._best_waiting(), self.ahead):
             self.ahead = ahead
@@ -256,7 +251,6 @@ class Trajectories:
             announce_revocation(self._scheduler, state, address, revoke.holder, tracked.quanta)
 
     def _look_again(self, next_s: float | None, at_s: float) -> None:
-        """Dispatch when a quota may let an action go, if nothing else comes before."""
         loop = self._scheduler.loop
         if self._due is not None:
             loop.remove_timeout(self._due)

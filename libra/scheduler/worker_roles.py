@@ -109,7 +109,6 @@ class WorkerRoles:
         return {}
 
     def end_roles(self, run: str) -> None:
-        """Remove a run; its workers supply what they were started with."""
         state = self._runs.pop(run, None)
         if state is not None:
             state.news.set()
@@ -146,7 +145,6 @@ class WorkerRoles:
         return self._answer(state, state.roles.request(targets, reason))
 
     def cancel_roles(self, run: str, epoch: int, generation: int) -> dict[str, Any]:
-        """Undo a change that has not ended."""
         state = self._of(run, epoch)
         return _unknown(run, epoch) if state is None else self._answer(state, state.roles.cancel(generation))
 
@@ -370,7 +368,6 @@ class WorkerRoles:
         self._forget(state, generation)
 
     def _tell(self, state: _Run, fact: Fact) -> None:
-        """Log a fact, and pass it to the run's tail."""
         if (run := self._registered.get(state.run)) is not None:
             run.log.emit(fact)
             run.tail.handle(fact)

@@ -36,12 +36,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ROLE = "tool-"
-"""Prefix of names of tool workers."""
-NEWEST = 0.1
-"""Weight of the newest action in their mean seconds."""
-UPDATE_FRAC = 0.25
-"""An engine's seconds are reported again when they differ by this share."""
+ROLE = "tool-"  # prefix of names of tool workers
+NEWEST = 0.1  # weight of the newest action in their mean seconds
+UPDATE_FRAC = 0.25  # an engine's seconds are reported again when they differ by this share
 
 
 @dataclass(slots=True)
@@ -143,13 +140,11 @@ class Concurrency:
                 scheduler_internals.set_supply(self._scheduler, address, keys.ROLLOUT, slots)
 
     def joined(self, run: str, worker: str, kind: facts.EngineKindFields) -> None:
-        """A worker has joined, for the first time or again, with an engine of this ``kind``."""
         known = self._runs.setdefault(run, _Limits())
         known.started[worker] = kind
         known.full[worker] = (kind.tp, kind.slots)
 
     def apply(self, run: str, address: str) -> None:
-        """A worker begins to supply slots: at most its limit, if it has one."""
         state, ws = self._runs.get(run), self._scheduler.workers.get(address)
         if state is None or ws is None:
             return
@@ -273,7 +268,6 @@ class ToolWorkers:
         return order
 
     def _load(self, present: Iterable[str]) -> tuple[int, int, float]:
-        """Units of the present workers, waiting actions, and their unit-seconds."""
         leases = self._dispatcher.leases
         if leases is None:
             slots = sum(self._workers.known[name].tool_slots for name in present)

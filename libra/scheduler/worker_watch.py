@@ -112,7 +112,6 @@ class WorkerWatch:
         state.notices.warn(logger, f"{text}; its log has the traceback", logging.ERROR)
 
     def look(self, state: RunState, now_s: float | None = None) -> None:
-        """Restart workers that are due, and report changes of what a run misses."""
         now_s = time.monotonic() if now_s is None else now_s
         for due in self._liveness.due(state.run, now_s):
             logger.warning("run %s: worker %s is restarted: %s", state.run, due.name, due.reason)
@@ -133,7 +132,6 @@ class WorkerWatch:
             self._end_unservable(state, {each.ws.address for each in present if keys.ROLLOUT in each.supplies})
 
     def held(self) -> dict[str, dict[str, int]]:
-        """Resources that workers will supply once they are ready, by address."""
         return {address: dict(resources) for address, resources in self._held.items()}
 
     def missing_work(self, run: str) -> str:

@@ -53,7 +53,6 @@ class ActionLeases:
         self.table.withdraw(worker)
 
     def asked(self, event: ActionRequested) -> None:
-        """A trajectory parks for these tools next; without it, for a slot."""
         self._asked[event.key] = event.tools
 
     def wait(self, key: str, priority: Priority, home: str) -> None:
@@ -76,7 +75,6 @@ class ActionLeases:
         self.table.adopt(Lease(key, worker, SLOT, 0, "", 0.0, reason="began before"))
 
     def admit(self, at_s: float) -> tuple[Lease, ...]:
-        """The actions that begin now, in order."""
         granted: list[Lease] = []
         for each in self.table.admit(at_s):
             if isinstance(each, Revoke):
@@ -88,7 +86,6 @@ class ActionLeases:
         return tuple(granted)
 
     def revocations(self) -> tuple[Revoke, ...]:
-        """The leases revoked since the last call, in order."""
         found = tuple(self._revokes)
         self._revokes.clear()
         return found

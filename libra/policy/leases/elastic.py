@@ -26,12 +26,9 @@ from typing import NamedTuple
 from libra.errors import ConfigError
 from libra.policy.leases.resources import KINDS
 
-SAMPLES = 4
-"""Actions of each size that are measured before a measured curve is used."""
-NEWEST = 0.1
-"""Weight of the newest action in a mean, once there are more than its inverse."""
-LEAST_S = 1e-4
-"""Shortest seconds of an action, whose logarithm is averaged."""
+SAMPLES = 4  # actions of each size that are measured before a measured curve is used
+NEWEST = 0.1  # weight of the newest action in a mean, once there are more than its inverse
+LEAST_S = 1e-4  # shortest seconds of an action, whose logarithm is averaged
 
 
 class SpeedUp:
@@ -62,7 +59,6 @@ class SpeedUp:
 
     @property
     def known(self) -> tuple[int, ...]:
-        """Sizes whose speed is known, ascending."""
         return tuple(size for size in self.sizes if size in self._speeds)
 
     def speed(self, cores: int) -> float:
@@ -140,14 +136,10 @@ def _example(least: int, most: int) -> str:
     return f"[{shown}, ...]" if most > least + 3 else f"[{shown}]"
 
 
-FORGETTING = 0.02
-"""Weight of the newest action in the mean number of cores."""
-MOST_WEIGHT = 0.05
-"""Most weight of the newest arrival in the mean busy share; less with many cores."""
-MOST_WASTE = 2.0
-"""Most core-seconds of a size, relative to the least: forecasts may be wrong."""
-BUSIEST = 0.99
-"""Upper bound of the busy share, so that the price is finite."""
+FORGETTING = 0.02  # weight of the newest action in the mean number of cores
+MOST_WEIGHT = 0.05  # most weight of the newest arrival in the mean busy share; less with many cores
+MOST_WASTE = 2.0  # most core-seconds of a size, relative to the least: forecasts may be wrong
+BUSIEST = 0.99  # upper bound of the busy share, so that the price is finite
 
 
 class Pressure:
@@ -163,7 +155,6 @@ class Pressure:
         self.busy_frac, self.cores, self._arrivals = 1.0, 1.0, 0
 
     def came(self, held_cores: int, total_cores: int) -> None:
-        """An action came while ``held_cores`` were held."""
         frac = held_cores / total_cores if total_cores else 0.0
         self._arrivals += 1
         weight = max(min(MOST_WEIGHT, 0.25 / max(1, total_cores)), 1 / (self._arrivals + 1))
@@ -241,10 +232,8 @@ def _step(each: Candidate, index: int, cores: int, free: int, price: float) -> t
     return best
 
 
-PAYS_FACTOR = 2.0
-"""The saving must exceed the cost by this factor, since both are forecast."""
-OVERHEAD_S = 0.5
-"""Further seconds to stop an action and begin it again."""
+PAYS_FACTOR = 2.0  # the saving must exceed the cost by this factor, since both are forecast
+OVERHEAD_S = 0.5  # further seconds to stop an action and begin it again
 CORES = KINDS.index("cores")
 
 
@@ -290,7 +279,6 @@ def stopped_for(
 
 
 def _thrown_away(each: Running) -> float:
-    """Core-seconds that it has run."""
     assert each.again_s is not None
     return each.has[CORES] * (each.again_s(each.has[CORES]) - each.left_s)
 
@@ -325,7 +313,6 @@ def _fewest(need: tuple[int, ...], free: Sequence[int], running: Sequence[Runnin
 
 
 def _later_s(need: tuple[int, ...], seconds: float, free: Sequence[int], taken: Sequence[Running]) -> float:
-    """By how much the stopped ones end later, all together."""
     left = [has - want for has, want in zip(free, need, strict=True)]
     for each in taken:
         left = [amount + has for amount, has in zip(left, each.has, strict=True)]

@@ -32,12 +32,10 @@ class Resources(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def local(self) -> tuple[int, int, int, int]:
-        """Amounts of `KINDS`."""
         return self.slots, self.cores, self.memory_bytes, self.gpus
 
     @property
     def kinds(self) -> frozenset[str]:
-        """Kinds of which there is more than nothing."""
         own = (kind for kind, amount in zip(KINDS, self.local, strict=True) if amount)
         return frozenset((*own, *(quota_kind(name) for name, _ in self.quotas)))
 
@@ -129,7 +127,6 @@ class Quota:
         return soonest_s
 
     def take(self, at_s: float, units: int = 1) -> None:
-        """``units`` are granted at ``at_s``; times do not go back."""
         assert self.may(at_s, units)
         self.held += units
         if self.per_s is None:

@@ -32,18 +32,15 @@ from libra.policy.leases.elastic import CORES, Candidate, Pressure, Running, Spe
 from libra.policy.leases.resources import KINDS, Lease, LeaseRequest, Quota, Resources, Revoke, described, quota_kind
 from libra.types import NO_TOOL, ToolStatus
 
-FORGETTING = 0.1
-"""Weight of the newest action in its tool's mean seconds."""
+FORGETTING = 0.1  # weight of the newest action in its tool's mean seconds
 NOTHING = (0,) * len(KINDS)
 RETURNED = frozenset({ToolStatus.OK, ToolStatus.TRUNCATED})
 CUT_OFF = frozenset({ToolStatus.TIMEOUT, NO_TOOL})
 """Outcomes of actions that more cores would not have ended sooner."""
-FIRST = Priority(-1, -1, -1)
-"""The priority of a request for which leases are revoked."""
+FIRST = Priority(-1, -1, -1)  # the priority of a request for which leases are revoked
 
 
-Place = tuple[Priority, int]
-"""The order of a request: its priority, then its arrival."""
+Place = tuple[Priority, int]  # the order of a request: its priority, then its arrival
 Kinds = frozenset[str]
 
 
@@ -68,7 +65,6 @@ class WaitingRequests:
         return self._with.get(kind, 0)
 
     def join(self, place: Place, request: LeaseRequest) -> None:
-        """``request`` waits at ``place``, instead of an earlier one of its holder."""
         self.leave(request.holder)
         kinds = request.least.kinds
         self._requests[request.holder] = (place, request)
@@ -93,7 +89,6 @@ class WaitingRequests:
         return [kinds for _, kinds in sorted(heads, key=lambda head: head[0])]
 
     def first(self, kinds: Kinds) -> tuple[Place, LeaseRequest] | None:
-        """The first of a line, if there is one."""
         line = self._line(kinds)
         return self._requests[line[0][1]] if line else None
 
@@ -131,7 +126,6 @@ class LeaseTable:
     # ---------------------------------------------------------------- what there is
 
     def supply(self, worker: str, capacity: Resources) -> None:
-        """``worker`` has so much from now on; leases there are kept."""
         before = self._capacity.get(worker, NOTHING)
         free = self._free.setdefault(worker, [0] * len(KINDS))
         for index, (old, new) in enumerate(zip(before, capacity.local, strict=True)):
@@ -159,7 +153,6 @@ class LeaseTable:
             self._quotas[name] = quota
 
     def declare(self, tool: str, curve: SpeedUp) -> None:
-        """Actions of ``tool`` are elastic."""
         self._curves.setdefault(tool, curve)
 
     # ---------------------------------------------------------------- who asks, and who has ended
@@ -207,7 +200,6 @@ class LeaseTable:
         return self._leases.get(holder)
 
     def leases(self) -> tuple[Lease, ...]:
-        """All of them, the oldest first."""
         return tuple(self._leases.values())
 
     def waits(self, holder: str) -> bool:

@@ -39,7 +39,6 @@ class Cohort(msgspec.Struct, array_like=True, gc=False):
     past_shift: float = 0.0  # log tokens by which that exceeds other prompts
 
     def scale(self, factor: float) -> None:
-        """Multiply the weight of ended members by ``factor``."""
         self.weight *= factor
         self.total *= factor
 
@@ -116,16 +115,13 @@ def lognormal_remaining(centre: float, spread: float, log_done: float) -> float:
     return math.log(rest) if rest > 1.0 else 0.0
 
 
-KEPT_PROMPTS = 16_384
-"""Maximum number of prompts kept; the least recently seen are dropped first."""
+KEPT_PROMPTS = 16_384  # maximum number of prompts kept; the least recently seen are dropped first
 FIRST_PERSISTENCE = 0.8
 """Persistence before any prompt has returned, and the weight of that in groups."""
 FIRST_GROUPS = 4.0
-FORGET_RETURNED = 0.998
-"""Weight of a comparison after each later one."""
+FORGET_RETURNED = 0.998  # weight of a comparison after each later one
 LARGEST_PERSISTENCE = 0.95
-CENTRE_GROUPS = 8.0
-"""Weight, in groups, of the previous version's centre in the next one."""
+CENTRE_GROUPS = 8.0  # weight, in groups, of the previous version's centre in the next one
 
 
 class Past(NamedTuple):
@@ -153,7 +149,6 @@ class History(msgspec.Struct):
 
     @property
     def measured(self) -> float:
-        """`persistence`, or 0 before any prompt has returned."""
         return self.persistence if self.squares else 0.0
 
     def recall(self, prompt: str, prior: float) -> float | None:

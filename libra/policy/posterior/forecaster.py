@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from libra.facts import Fact, PromptsNamed, QuantumFinished, TrajectoryEnded, TrajectoryParked, VersionPublished
-from libra.policy.forecast import Forecast
+from libra.policy.forecast import Forecast, Forecaster
 from libra.policy.posterior.cohorts import Cohort, Cohorts, History, lognormal_remaining
 from libra.policy.posterior.regression import (
     FORGET,
@@ -35,27 +35,20 @@ from libra.policy.posterior.regression import (
     Regression,
     counted,
 )
-from libra.policy.saved import Saved
 from libra.types import Phase, ToolStatus
 
-VERSION_FORGET = 0.9
-"""Weight of everything learned after each new version of the weights."""
+VERSION_FORGET = 0.9  # weight of everything learned after each new version of the weights
 SIBLING_PRIOR, FAMILY_PRIOR = 1.0, 5.0
 """Weight, in members, of the prior that a group, a family is like all others."""
-SAMPLE = 64
-"""Running trajectories that a `learn` uses."""
-FOLLOWED = 2_048
-"""Running trajectories to learn from: each new one while there is room."""
-WAITING = 1_024
-"""Ended trajectories that wait for `learn`; beyond, the oldest are dropped."""
-NAMED = 65_536
-"""Groups whose prompts are known before their first trajectory."""
-UNFINISHED = "(unfinished turn)"
-"""The return of a turn that parks before its end."""
+SAMPLE = 64  # running trajectories that a `learn` uses
+FOLLOWED = 2_048  # running trajectories to learn from: each new one while there is room
+WAITING = 1_024  # ended trajectories that wait for `learn`; beyond, the oldest are dropped
+NAMED = 65_536  # groups whose prompts are known before their first trajectory
+UNFINISHED = "(unfinished turn)"  # the return of a turn that parks before its end
 _LARGEST_LOG = 16.0
 
 
-class Posterior(Saved):
+class Posterior(Forecaster):
     """The forecaster; one per run."""
 
     _live: dict[str, Live]
@@ -125,7 +118,6 @@ class Posterior(Saved):
         self._forecast(live)
 
     def _recall(self, cohort: Cohort, prompt: str) -> None:
-        """Count the history of a new group's prompt as members, as far as it persists."""
         cohort.prompt = prompt
         prior, persistence = self._groups.prior, self._history.persistence
         shift = self._history.recall(prompt, prior)
@@ -251,7 +243,6 @@ class Posterior(Saved):
         return bool(live.group) and self._groups.by_name[live.group].probe == key
 
     def learn(self) -> None:
-        """Learn from trajectories ended since the last call, and from running ones; takes ms."""
         if not self._waiting:
             return
         self._moment += 1

@@ -34,23 +34,19 @@ SURE, SURE_LOG, SURE_TOKENS = PROGRESS + 1, PROGRESS + 2, PROGRESS + 3
 """Certainty of the siblings' totals, and its products with their log remainder and remainder."""
 NUM_FEW = PROGRESS + 5
 """Columns before the tools' counts: progress, four of siblings, one of the family."""
-TOOL_SLOTS = 24
-"""Tools counted by name, the last slot for all others."""
-DECAY = np.float32(0.85)
-"""A tool's count after each later return; half-life 4 returns."""
+TOOL_SLOTS = 24  # tools counted by name, the last slot for all others
+DECAY = np.float32(0.85)  # A tool's count after each later return; half-life 4 returns
 OUTCOMES = tuple(ToolStatus)
 """All outcomes; each but the first (the ordinary one) has its own decayed count."""
 _OUTCOME: dict[str, int] = {status: TOOL_SLOTS + number - 1 for number, status in enumerate(OUTCOMES)}
 _PAYLOAD = TOOL_SLOTS + len(OUTCOMES) - 1
-COUNTED = _PAYLOAD + 1
-"""Decayed counts: tools, outcomes but the first, then the payload's size."""
+COUNTED = _PAYLOAD + 1  # decayed counts: tools, outcomes but the first, then the payload's size
 PAYLOAD_TOKENS = (125, 1250)
 """Bounds of the payload classes: 500 and 5,000 characters, as in the paper's published code."""
 WIDTH = NUM_FEW + COUNTED
 TOKENS, SERVED = WIDTH, WIDTH + 1
 NUM_ROW = SERVED + 4
-MAX_BYTES = 257 * 4 * NUM_ROW
-"""Rows of one trajectory to learn from; forecasts continue after them."""
+MAX_BYTES = 257 * 4 * NUM_ROW  # rows of one trajectory to learn from; forecasts continue after them
 NO_COUNTS = np.zeros(COUNTED, dtype=np.float32).tobytes()
 
 
@@ -90,18 +86,14 @@ class Live(msgspec.Struct, array_like=True, gc=False):
 
 Floats = NDArray[np.float64]
 
-FORGET = 0.998
-"""Weight of an ended trajectory after each later one."""
+FORGET = 0.998  # weight of an ended trajectory after each later one
 PROGRESS_SHRINK, SIGNAL_SHRINK, STACK_SHRINK = 1.0, 10.0, 3.0
 """Prior that a progress column, a signal column, a share has no effect, in trajectories."""
-FIRST_MEAN_TOKENS = 1000.0
-"""Mean forecast before anything has ended."""
-SWEEPS = 60
-"""Sweeps of the coordinate descent that fits the shares."""
+FIRST_MEAN_TOKENS = 1000.0  # mean forecast before anything has ended
+SWEEPS = 60  # sweeps of the coordinate descent that fits the shares
 GUARD_SIGMAS = (0.5, 1.0)
 """Standard errors by which a gain must stand out, in the order and in the mean."""
-GROUPS = 1024
-"""Latest groups whose gain is kept, so that siblings count as one observation."""
+GROUPS = 1024  # latest groups whose gain is kept, so that siblings count as one observation
 
 
 class Blend(msgspec.Struct, array_like=True):
@@ -198,7 +190,6 @@ class Regression(Saved):
         self.mean.scale(factor)
 
     def add_ended(self, rows: bytes, total: int, group: str) -> None:
-        """Add an ended trajectory: its rows, its tokens and its group."""
         table = table_of(rows)
         left = total - table[:, TOKENS]
         table, left = table[left >= 1.0], left[left >= 1.0]  # after the last return there is nothing to forecast
@@ -250,5 +241,4 @@ class Regression(Saved):
 
 
 def table_of(rows: bytes) -> Floats:
-    """Rows of a trajectory as an array (N, NUM_ROW)."""
     return np.frombuffer(rows, dtype=np.float32).reshape(-1, NUM_ROW).astype(np.float64)
