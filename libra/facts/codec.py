@@ -88,7 +88,7 @@ def _head(kind: type[Fact], run: str) -> tuple[str, int]:
 
 
 def to_json(line: Line) -> str:
-    """A line of JSON without its newline; StoreError if a value is NaN, infinite, or not JSON-able."""
+    """A line of JSON without its newline; StoreError for a value that JSON does not have."""
     run, t_s, fact = line
     try:
         body = _json(fact)
@@ -97,7 +97,7 @@ def to_json(line: Line) -> str:
         found = "" if isfinite(t_s) and b"null" not in body else _not_finite(to_dict(line))
         if not found:
             return f"{head}{t_s!r},{body[start:].decode()}"
-    except UnicodeEncodeError:  # half a surrogate pair, from a file name that is not UTF-8: only an ASCII escape has it
+    except UnicodeEncodeError:  # half a surrogate pair needs an ASCII escape
         return json.dumps(to_dict(line), separators=(",", ":"), allow_nan=False)
     except TypeError as error:
         raise StoreError(

@@ -9,8 +9,7 @@ from libra.facts.fact import Command
 
 
 class Priority(NamedTuple):
-    """Order of parked tasks, compared left to right, smaller first; ``ts.priority`` in the
-    scheduler."""
+    """Order of parked tasks (``ts.priority``), compared left to right, smaller first."""
 
     deadline: int  # iteration that must not wait for later ones
     level: int  # MLFQ level, 0 first; -1 is overdue

@@ -8,7 +8,7 @@ from libra.facts.fact import Fact, Signal
 
 
 class HybridPoolOpened(Signal, frozen=True):
-    """The core of group ``gang`` (0 if it is alone) accepts hybrid replicas at ``host`` and ``port``."""
+    """The core of group ``gang`` (0: alone) accepts hybrid replicas at ``host`` and ``port``."""
 
     gang: int
     host: str
@@ -16,8 +16,7 @@ class HybridPoolOpened(Signal, frozen=True):
 
 
 class RoleMemberJoined(Signal, frozen=True):
-    """A worker that can change roles has joined; ``share``: fields of
-    `libra.worker.engine_factory.Share`."""
+    """A worker that can change roles has joined; ``share``: of its machine."""
 
     worker: str
     tp: int
@@ -26,7 +25,7 @@ class RoleMemberJoined(Signal, frozen=True):
 
 
 class RoleStageFailed(Signal, frozen=True):
-    """A stage of change ``generation`` failed on ``worker``, or its new role ended with an error."""
+    """A stage of change ``generation`` failed on ``worker``, or its new role failed."""
 
     worker: str
     generation: int

@@ -9,7 +9,7 @@ from libra.facts.fact import Fact
 
 
 class RunStarted(Fact, frozen=True):
-    """A driver begins ``epoch`` of a run; ``policy`` names the ordering of its trajectories, ``family`` their environment."""
+    """A driver begins ``epoch`` of a run, with this ordering and environment."""
 
     words = "epoch {epoch} begins: eta {eta}, {groups_per_batch} groups per batch, policy {policy}"
     epoch: int
@@ -105,8 +105,7 @@ class WaveTrained(Fact, frozen=True):
 
 
 class StepsPlanned(Fact, frozen=True):
-    """A run may take its steps in these ``ways``, and begins with ``way``
-    (`libra.policy.step_ways`)."""
+    """A run may take its steps in these ``ways``, and begins with ``way``."""
 
     subject = "steps"
     words = "steps begin by {way}, of {ways}"
@@ -120,8 +119,8 @@ class StepMeasured(Fact, frozen=True):
 
     subject = "steps"
     step: int
-    complete_s: tuple[float, ...]  # from its gate's opening until each group was complete, ascending
-    waves: tuple[tuple[int, float], ...]  # groups, and seconds if core trainers alone had trained it
+    complete_s: tuple[float, ...]  # from its gate's opening until each group was complete
+    waves: tuple[tuple[int, float], ...]  # groups, and seconds by core trainers alone
     update_s: float  # from its last gradient until the weights were published
     longest_s: float  # the longest trajectory alone; 0: not known
     rollout_gpus: float  # mean number of engines' GPUs
@@ -145,9 +144,9 @@ class LateRewardsTaken(Fact, frozen=True):
     subject = "batch"
     batch: int
     versions: int = 0  # most versions that a group waits
-    waited: tuple[tuple[int, ...], ...] = ()  # (iteration, group, batch that trained it, samples ...)
+    waited: tuple[tuple[int, ...], ...] = ()  # (iteration, group, batch, samples ...)
     came: tuple[tuple[int, int, int], ...] = ()  # (iteration, group, sample) whose reward came
-    arrived: tuple[tuple[int, ...], ...] = ()  # rewards that count now: (iteration, group, sample, age in versions)
+    arrived: tuple[tuple[int, ...], ...] = ()  # they count now: (iteration, group, sample, age)
     dropped: tuple[tuple[int, int, int], ...] = ()
     on_time: int = 0  # late rewards of the batch's own members that were there
     waiting: int = 0  # groups that wait for the next batch

@@ -83,7 +83,7 @@ class QuantumFinished(Fact, frozen=True, gc=False):
 
 
 class QuantumLost(Fact, frozen=True):
-    """A quantum ended without a record, ``times`` in a row: its worker died, or it was cancelled."""
+    """A quantum ended without a record: its worker died, or it was cancelled."""
 
     words = "quantum {quantum} is lost with worker {address}, time {times} in a row"
     key: str
@@ -229,7 +229,7 @@ class ServiceAnswered(Fact, frozen=True):
 
 
 class SessionsUsed(Signal, frozen=True):
-    """Work of a worker's session pool since the last report (`libra.envs.sessions.SessionCounts`)."""
+    """Work of a worker's session pool since the last report (`SessionCounts`)."""
 
     made: int = 0
     reused: int = 0
@@ -255,8 +255,7 @@ class GroupCommitted(Fact, frozen=True):
 
 
 class RowsKept(Signal, frozen=True):
-    """A worker keeps the rows of a training group in memory, at ``block``
-    (`libra.worker.batch_rows`)."""
+    """A worker keeps the rows of a group in memory, at ``block`` (`libra.worker.batch_rows`)."""
 
     iteration: int
     group: int

@@ -241,7 +241,7 @@ class ToolNeeds(msgspec.Struct, frozen=True, gc=False):
     most_cores: int = 0
     memory_bytes: int = 0
     gpus: int = 0
-    elastic: tuple[float, ...] | dict[int, float] | str | None = None  # speeds by cores, or "measure"
+    elastic: tuple[float, ...] | dict[int, float] | str | None = None  # speeds, or "measure"
     quota: str = ""
     revocable: bool = False  # it may be stopped, and called again later
 

@@ -1,4 +1,4 @@
-"""Decisions as pure functions: events in, commands out. No clock, no I/O, no Dask; the live plugin and the simulator share it."""
+"""Decisions as pure functions, live and simulated: events in, commands out; no clock, no I/O."""
 
 from __future__ import annotations
 
@@ -33,36 +33,8 @@ from libra.policy.tail import Tail, TailSettings
 from libra.policy.waves import Waves
 
 __all__ = [
-    "CMLFQ",
-    "EVERYONE",
-    "LEARNS_EVERY",
-    "ORDERINGS",
-    "Admission",
-    "CommittedGroup",
-    "Dispatcher",
-    "Fifo",
-    "Forecast",
-    "Forecaster",
-    "Inspectable",
-    "Mlfq",
-    "Move",
-    "OneVersion",
-    "OnlineLearner",
-    "Ordering",
-    "Place",
-    "StalenessPolicy",
-    "Tail",
-    "TailSettings",
-    "Verdict",
-    "Waves",
-    "WayChoice",
-    "WaySettings",
-    "joined_of",
-    "judge",
-    "keeps_version",
-    "learns_after",
-    "leaves_slot",
-    "make_ordering",
-    "off_by_frac",
-    "staleness_of",
-]
+    "CMLFQ", "EVERYONE", "LEARNS_EVERY", "ORDERINGS", "Admission", "CommittedGroup", "Dispatcher", "Fifo", "Forecast",
+    "Forecaster", "Inspectable", "Mlfq", "Move", "OneVersion", "OnlineLearner", "Ordering", "Place", "StalenessPolicy",
+    "Tail", "TailSettings", "Verdict", "Waves", "WayChoice", "WaySettings", "joined_of", "judge", "keeps_version",
+    "learns_after", "leaves_slot", "make_ordering", "off_by_frac", "staleness_of",
+]  # fmt: skip

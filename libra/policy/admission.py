@@ -30,8 +30,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Self
 
+from libra import facts
 from libra.config.models import RunSections
-from libra.facts import OpenBatch, OpenGate, OpenWave, StepMeasured, TakeSteps
+from libra.facts import Fact, OpenBatch, OpenGate, OpenWave, StepMeasured, TakeSteps
 from libra.policy.saved import Saved
 from libra.policy.step_ways import WayChoice
 from libra.policy.waves import GroupId, Members, Waves, first_come
@@ -77,8 +78,7 @@ class StalenessPolicy:
 
 
 def judge(version: int, frontier: int, policy: StalenessPolicy) -> Verdict:
-    """The verdict at ``frontier`` on something made by ``version``; a lag of eta or less is
-    accepted."""
+    """The verdict at ``frontier`` on something made by ``version``."""
     return Verdict.ACCEPT if frontier <= policy.last_use(version) else policy.over_age
 
 
@@ -196,6 +196,26 @@ class Admission(Saved):
             admission.group_committed(done)
         return admission
 
+    def handle(self, fact: Fact) -> tuple[Opened, ...] | None:
+        """Answer a fact about gates, batches or waves; None for another fact."""
+        match fact:
+            case facts.GroupCommitted(split=split, iteration=iteration, group=group, oldest_version=oldest):
+                done = CommittedGroup(iteration, group, oldest)
+                return self.group_committed(done) if split == "train" else ()
+            case facts.GateParked(iteration=iteration):
+                return self.gate_parked(iteration)
+            case facts.BatchParked(batch=batch):
+                return self.batch_parked(batch)
+            case facts.WaveParked(batch=batch, wave=wave):
+                return self.wave_parked(batch, wave)
+            case facts.StepFinished(step=step) if fact.beside:
+                return self.step_ended(step)
+            case facts.WaveTrained(batch=batch, wave=wave):
+                return self.wave_trained(batch, wave)
+            case facts.StepMeasured():
+                return self.steps_measured(fact)
+        return None
+
     def gate_parked(self, iteration: int) -> tuple[Opened, ...]:
         self._gates.add(iteration)
         return self._decide()
@@ -300,7 +320,7 @@ class Admission(Saved):
 
     def _members_for(self, batch: int) -> tuple[Members, str] | None:
         """The groups of ``batch`` and the reason, once it opens."""
-        begins = [self.version] if batch > self.version else []  # what no engine has begun yet may begin with this one
+        begins = [self.version] if batch > self.version else []  # later groups may begin with this one
         if not all(self.staleness.lives(oldest, batch + 1) for oldest in (*begins, *self._in_flight.values())):
             return None
         if self.waves.most:

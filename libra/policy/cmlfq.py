@@ -33,19 +33,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
-from libra.facts import (
-    BoundariesSet,
-    Fact,
-    Prefer,
-    Priority,
-    QuantumContinued,
-    QuantumFinished,
-    QuantumStarted,
-    SetPriority,
-    TrajectoryEnded,
-    TrajectoryParked,
-    WorkerCapacity,
-)
+from libra import facts
 from libra.policy.forecast import CalibrationLog, Forecaster
 from libra.policy.posterior import Posterior
 from libra.policy.saved import Saved
@@ -84,7 +72,7 @@ class CMLFQ(Saved):
     _unbegun: dict[str, dict[str, None]]  # by group, those that wait for their first slot
     _sampled_tokens: int
     _read_tokens: int
-    _pauses: bool  # whether a running one may wait: engines exchange KV, so that a pause costs little
+    _pauses: bool  # whether a pause costs little: engines exchange KV
     _boundaries: tuple[tuple[int, float], ...]
     forecaster: Forecaster
 
@@ -99,24 +87,24 @@ class CMLFQ(Saved):
         self._trajectories, self._guard = TrajectoryTable(), StarvationGuard(patience)
         self._calibration = CalibrationLog()
 
-    def handle(self, event: Fact) -> tuple[SetPriority | Prefer, ...]:
+    def handle(self, event: facts.Fact) -> tuple[facts.SetPriority | facts.Prefer, ...]:
         self.forecaster.handle(event)
         stats = self._trajectories.handle(event)
         match event:
-            case WorkerCapacity(rollout_slots=slots, kv_token_bytes=token_bytes) if slots:
+            case facts.WorkerCapacity(rollout_slots=slots, kv_token_bytes=token_bytes) if slots:
                 self._pauses = token_bytes > 0 and self.objective == "makespan"
-            case TrajectoryParked(key=key, phase=phase):
+            case facts.TrajectoryParked(key=key, phase=phase):
                 assert stats is not None
                 return self._parked(key, stats, self._guard.parked(key, phase))
-            case QuantumStarted(key=key):
+            case facts.QuantumStarted(key=key):
                 self._guard.left(key)
                 self._begun(key)
-                if type(event) is QuantumContinued:
+                if type(event) is facts.QuantumContinued:
                     return self._continued(key)
-            case QuantumFinished(tokens=tokens, payload_tokens=payload):
+            case facts.QuantumFinished(tokens=tokens, payload_tokens=payload):
                 self._sampled_tokens += tokens
                 self._read_tokens += payload
-            case TrajectoryEnded(key=key, completed=completed):
+            case facts.TrajectoryEnded(key=key, completed=completed):
                 self._guard.left(key)
                 self._calibration.ended(key, stats.generated_tokens if stats is not None else 0, completed=completed)
                 if stats is not None:
@@ -125,7 +113,7 @@ class CMLFQ(Saved):
                     return self._reconsider(
                         list(dict.fromkeys([*self._unbegun.get(stats.group, ()), *self._next_reconsidered()]))
                     )
-            case BoundariesSet(boundaries=boundaries):
+            case facts.BoundariesSet(boundaries=boundaries):
                 self._boundaries = boundaries
                 return self._prefer_again()
         return ()
@@ -134,15 +122,14 @@ class CMLFQ(Saved):
         self.forecaster.learn()
 
     def forget_live(self) -> None:
-        """Drop running trajectories and keep what was learned: after a restart they have other
-        keys."""
+        """Drop running trajectories: after a restart they have other keys."""
         for key in list(self._trajectories.by_key):
-            self.handle(TrajectoryEnded(key, completed=False))
+            self.handle(facts.TrajectoryEnded(key, completed=False))
         self._boundaries = ()  # of the previous layout
 
     def _parked(
         self, key: str, stats: TrajectoryStats, overdue: list[tuple[str, int]]
-    ) -> tuple[SetPriority | Prefer, ...]:
+    ) -> tuple[facts.SetPriority | facts.Prefer, ...]:
         waits_to_begin = stats.phase is Phase.ROLLOUT and not stats.generated_tokens
         if waits_to_begin:
             self._unbegun.setdefault(stats.group, {})[key] = None
@@ -150,7 +137,7 @@ class CMLFQ(Saved):
         self._set_forecast(stats, mean)
         self._calibration.forecast(key, stats.generated_tokens, stats.generated_tokens + mean)
         level, reason = self._level(key, stats, order, skill > UNTRUSTED)
-        answers: list[SetPriority | Prefer] = [self._placed(key, stats, level, reason, skill > UNTRUSTED)]
+        answers: list[facts.SetPriority | facts.Prefer] = [self._placed(key, stats, level, reason, skill > UNTRUSTED)]
         if stats.phase is Phase.ROLLOUT:
             answers += self._prefer(key, stats, mean)
         for late, _ in overdue:
@@ -163,7 +150,7 @@ class CMLFQ(Saved):
                 answers += self._reconsider_siblings(stats)
         return tuple(answers)
 
-    def _continued(self, key: str) -> tuple[SetPriority, ...]:
+    def _continued(self, key: str) -> tuple[facts.SetPriority, ...]:
         stats = self._trajectories.by_key.get(key)
         always_first = self.objective == "makespan" and not self._pauses
         if stats is None or (always_first and stats.level == UNDER_WAY):
@@ -173,7 +160,7 @@ class CMLFQ(Saved):
         level, reason = self._level(key, stats, order, skill > UNTRUSTED)
         return () if level == stats.level else (self._placed(key, stats, level, reason, skill > UNTRUSTED),)
 
-    def _reconsider_siblings(self, stats: TrajectoryStats) -> tuple[SetPriority | Prefer, ...]:
+    def _reconsider_siblings(self, stats: TrajectoryStats) -> tuple[facts.SetPriority | facts.Prefer, ...]:
         return self._reconsider(list(self._unbegun.get(stats.group, ()))) if stats.group else ()
 
     def _next_reconsidered(self) -> list[str]:
@@ -186,8 +173,8 @@ class CMLFQ(Saved):
             keys += waiting
         return keys
 
-    def _reconsider(self, keys: list[str]) -> tuple[SetPriority | Prefer, ...]:
-        answers: list[SetPriority | Prefer] = []
+    def _reconsider(self, keys: list[str]) -> tuple[facts.SetPriority | facts.Prefer, ...]:
+        answers: list[facts.SetPriority | facts.Prefer] = []
         for key in keys:
             other = self._trajectories.by_key[key]
             if other.level == OVERDUE:
@@ -200,13 +187,13 @@ class CMLFQ(Saved):
                 answers += [self._placed(key, other, level, reason, trusted), *self._prefer(key, other, mean)]
         return tuple(answers)
 
-    def _placed(self, key: str, stats: TrajectoryStats, level: int, reason: str, trusted: bool) -> SetPriority:
+    def _placed(self, key: str, stats: TrajectoryStats, level: int, reason: str, trusted: bool) -> facts.SetPriority:
         stats.level = level
         in_groups = self.objective == "stream" and trusted and stats.group
         place = int(self._groups[stats.group][0]) if in_groups else stats.arrival
         if self._pauses:
             place = stats.generated_tokens
-        return SetPriority(key, Priority(stats.iteration, level, place), reason)
+        return facts.SetPriority(key, facts.Priority(stats.iteration, level, place), reason)
 
     def _begun(self, key: str, group: str | None = None) -> None:
         if group is None:
@@ -220,7 +207,7 @@ class CMLFQ(Saved):
             if not waiting:
                 del self._unbegun[group]
 
-    def _prefer(self, key: str, stats: TrajectoryStats, mean_tokens: float) -> list[Prefer]:
+    def _prefer(self, key: str, stats: TrajectoryStats, mean_tokens: float) -> list[facts.Prefer]:
         """The forecast for the dispatcher, if it has changed by a class."""
         begins = 0 if stats.generated_tokens else self._begins_tp(mean_tokens)
         length = length_class(mean_tokens)
@@ -231,7 +218,7 @@ class CMLFQ(Saved):
         stats.told_class, stats.begins_tp = length, begins
         left = int(mean_tokens) if self.objective == "makespan" else 0
         planned = f", planned for TP {begins}" if begins else ""
-        return [Prefer(key, (), f"cmlfq: {int(mean_tokens)} tokens left{planned}", left, final, begins)]
+        return [facts.Prefer(key, (), f"cmlfq: {int(mean_tokens)} tokens left{planned}", left, final, begins)]
 
     def _begins_tp(self, tokens: float) -> int:
         """Smallest degree planned for a trajectory of this many tokens; 0 without a plan."""
@@ -240,7 +227,7 @@ class CMLFQ(Saved):
                 return tp
         return self._boundaries[-1][0] + 1 if self._boundaries else 0
 
-    def _prefer_again(self) -> tuple[Prefer, ...]:
+    def _prefer_again(self) -> tuple[facts.Prefer, ...]:
         waiting = [key for keys in self._unbegun.values() for key in keys]
         trajectories = self._trajectories.by_key
         return tuple(
@@ -295,8 +282,7 @@ class CMLFQ(Saved):
                 del self._groups[stats.group]
 
     def dashboard_row(self) -> dict[str, Any]:
-        """Skill and weights of the forecasts, and ``outcomes`` of ended trajectories
-        (`ForecastOutcome`)."""
+        """Skill and weights of the forecasts, and rows of `ForecastOutcome`."""
         skill = self.forecaster.skill
         return {
             "objective": self.objective,

@@ -29,25 +29,7 @@ from typing import Any
 
 import msgspec
 
-from libra.facts import (
-    ActionRequested,
-    Command,
-    Fact,
-    HomeChanged,
-    HomeForgotten,
-    Prefer,
-    Priority,
-    QuantumFinished,
-    QuantumStarted,
-    SetPriority,
-    ToolCapacity,
-    ToolsDeclared,
-    TrajectoryEnded,
-    TrajectoryParked,
-    Vacate,
-    WorkerCapacity,
-    WorkerWithdrawn,
-)
+from libra import facts
 from libra.policy.engine_loads import Loads
 from libra.policy.engine_state import EXACT_NORM, NOISY_NORM, EngineState, Trajectory
 from libra.policy.engine_table import EngineTable
@@ -64,7 +46,7 @@ SAMPLED_HOMES = 32
 """About this many engines with free slots are compared, of more than twice as many."""
 PLANNED_FACTOR = 1.25
 """A trajectory leaves the planned bucket only if it finishes sooner by this factor."""
-EVERYONE = Priority(-1 << 30, OVERDUE, 0)  # ahead of every trajectory: see `Dispatcher.ahead`
+EVERYONE = facts.Priority(-1 << 30, OVERDUE, 0)  # ahead of every trajectory: see `Dispatcher.ahead`
 Chosen = tuple[Trajectory, Place]
 FORGETTING = 0.05  # weight of the newest quantum in the mean seconds of a quantum
 
@@ -94,52 +76,52 @@ class Dispatcher:
 
     # ---------------------------------------------------------------- events and commands
 
-    def handle(self, event: Fact) -> None:
+    def handle(self, event: facts.Fact) -> None:
         """Follow one event, before the ordering's commands go to `apply`."""
-        if type(event) is QuantumFinished:
+        if type(event) is facts.QuantumFinished:
             self._finished(event)
-        elif type(event) is TrajectoryParked:
+        elif type(event) is facts.TrajectoryParked:
             one = self._table.of(event.key)
             self.stopped(event.key)
             self._leave(one)
             one.phase, one.ranked, one.buckets = event.phase, False, ()
             self._table.handle(event)
-        elif isinstance(event, QuantumStarted):
+        elif isinstance(event, facts.QuantumStarted):
             queue = self._phases[event.phase]
-            if event.key not in queue.running and event.worker in queue.slots:  # otherwise it continues in its slot
+            if event.key not in queue.running and event.worker in queue.slots:  # else it continues
                 queue.leave(self._table.of(event.key))
                 queue.take(event.key, event.worker)
             self._table.handle(event)
-        elif type(event) is TrajectoryEnded:
+        elif type(event) is facts.TrajectoryEnded:
             self._ended(event)
-        elif type(event) is HomeChanged:
+        elif type(event) is facts.HomeChanged:
             if event.num_bytes:
                 self._loads.transfers.add(event.num_bytes, event.took_s)
-        elif type(event) is HomeForgotten:
+        elif type(event) is facts.HomeForgotten:
             if (found := self._trajectories.get(event.key)) is not None:
                 found.tool_home, found.last_home = "", None
             self._table.handle(event)
-        elif type(event) is WorkerCapacity:
+        elif type(event) is facts.WorkerCapacity:
             self._phases[Phase.ROLLOUT].supply(event.worker, event.rollout_slots)
             self._phases[Phase.TOOL].supply(event.worker, event.tool_slots)
             if self.leases is not None:
                 self.leases.slots(event.worker, event.tool_slots)
             self._table.handle(event)
-        elif type(event) is WorkerWithdrawn:
+        elif type(event) is facts.WorkerWithdrawn:
             self._worker_left(event)
-        elif isinstance(event, ToolsDeclared | ToolCapacity | ActionRequested):
+        elif isinstance(event, facts.ToolsDeclared | facts.ToolCapacity | facts.ActionRequested):
             self._lease(event)
 
-    def apply(self, commands: Iterable[Command]) -> None:
-        """Take over commands of orderings; commands for trajectories that do not wait are ignored."""
+    def apply(self, commands: Iterable[facts.Command]) -> None:
+        """Take over commands of orderings for trajectories that wait."""
         trajectories = self._trajectories
         for command in commands:
-            if type(command) is SetPriority:  # by far the most
+            if type(command) is facts.SetPriority:  # by far the most
                 one = trajectories.get(command.key)
                 if one is not None and one.phase is not None and (one.serial or not one.ranked):
                     one.ranked = True
                     self._push(one, command.priority)
-            elif type(command) is Prefer:
+            elif type(command) is facts.Prefer:
                 one = trajectories.get(command.key)
                 if one is None or one.phase is None:
                     continue
@@ -150,7 +132,7 @@ class Dispatcher:
                     one.buckets = command.buckets
                     if one.serial:
                         self._push(one, self._phases[one.phase].waiting[one.key])
-            elif type(command) is Vacate:
+            elif type(command) is facts.Vacate:
                 engine = self._table.engines.get(command.worker)
                 members = {} if engine is None else engine.members
                 self._without_home([members[key] for key in command.keys if key in members])
@@ -169,7 +151,7 @@ class Dispatcher:
             if one.key in queue.waiting:
                 self._push(one, queue.waiting[one.key])
 
-    def _lease(self, event: ToolsDeclared | ToolCapacity | ActionRequested) -> None:
+    def _lease(self, event: facts.ToolsDeclared | facts.ToolCapacity | facts.ActionRequested) -> None:
         if self.leases is None:
             self.leases = ActionLeases()
             queue = self._phases[Phase.TOOL]
@@ -179,9 +161,9 @@ class Dispatcher:
                 self.leases.adopt(key, worker)
             for key, priority in queue.waiting.items():
                 self.leases.wait(key, priority, self._trajectories[key].tool_home)
-        if isinstance(event, ToolsDeclared):
+        if isinstance(event, facts.ToolsDeclared):
             self.leases.declare(event)
-        elif isinstance(event, ToolCapacity):
+        elif isinstance(event, facts.ToolCapacity):
             self.leases.capacity(event)
         else:
             self.leases.asked(event)
@@ -199,7 +181,7 @@ class Dispatcher:
             if key in queue.running:
                 queue.give_back(key)
 
-    def _finished(self, event: QuantumFinished) -> None:
+    def _finished(self, event: facts.QuantumFinished) -> None:
         worker = self._phases[event.phase].running.get(event.key)
         if event.phase is Phase.ROLLOUT and worker is not None:
             mean = self._quantum_s.get(worker, event.latency_s)
@@ -214,7 +196,7 @@ class Dispatcher:
         if one is not None and one.home is not None:
             self._push_out(one.home)
 
-    def _ended(self, event: TrajectoryEnded) -> None:
+    def _ended(self, event: facts.TrajectoryEnded) -> None:
         self.stopped(event.key)
         if (one := self._trajectories.get(event.key)) is not None:
             self._leave(one)
@@ -222,7 +204,7 @@ class Dispatcher:
             self.leases.forget(event.key)
         self._table.handle(event)
 
-    def _worker_left(self, event: WorkerWithdrawn) -> None:
+    def _worker_left(self, event: facts.WorkerWithdrawn) -> None:
         for phase in self._phases.values():
             phase.lose(event.worker)
         if self.leases is not None:
@@ -238,7 +220,7 @@ class Dispatcher:
             if one.waits_at == event.worker:
                 self._push(one, queue.waiting[one.key])
 
-    def _push(self, one: Trajectory, priority: Priority) -> None:
+    def _push(self, one: Trajectory, priority: facts.Priority) -> None:
         phase = one.phase
         assert phase is not None
         queue, rollout = self._phases[phase], phase is Phase.ROLLOUT
@@ -259,7 +241,7 @@ class Dispatcher:
     def num_waiting(self, phase: Phase) -> int:
         return len(self._phases[phase].waiting)
 
-    def waiting(self, phase: Phase) -> Mapping[str, Priority]:
+    def waiting(self, phase: Phase) -> Mapping[str, facts.Priority]:
         return self._phases[phase].waiting
 
     def slots(self, phase: Phase) -> tuple[int, int]:
@@ -277,7 +259,7 @@ class Dispatcher:
         """Whether an engine runs more generations than it has slots now."""
         return bool(self._phases[Phase.ROLLOUT].overfull)
 
-    def ahead(self) -> Priority | None:
+    def ahead(self) -> facts.Priority | None:
         """Rank of the best waiting generation, for `leaves_slot`; None if all keep their slots.
 
         `EVERYONE` if all release theirs: an engine is overfull, or engines that exchange KV need
@@ -319,7 +301,7 @@ class Dispatcher:
             one.tool_home = place.worker
         else:
             one.last_home = None
-        self._table.handle(QuantumStarted(place.key, place.phase, place.worker))
+        self._table.handle(facts.QuantumStarted(place.key, place.phase, place.worker))
 
     def _leased(self, leases: ActionLeases, at_s: float) -> tuple[Place, ...]:
         queue, places = self._phases[Phase.TOOL], []
@@ -354,7 +336,7 @@ class Dispatcher:
                     best, worker, reason = entry, home, "home"
         for bucket, order in queue.in_bucket.items():
             entry = order.first()
-            if entry is not None and (best is None or entry <= best):  # the same one: it prefers this to its home
+            if entry is not None and (best is None or entry <= best):  # the same one prefers this
                 target = self._roomiest(queue, entry[2], self._table.buckets.get(bucket, ()))
                 if target is not None:
                     best, worker, reason = entry, target, "preferred bucket"
@@ -395,8 +377,7 @@ class Dispatcher:
         return self._loads.finish_s if one.has_forecast else self._loads.pace_s_per_token
 
     def _roomiest(self, queue: PhaseQueue, one: Trajectory, workers: Iterable[str]) -> str | None:
-        """Of ``workers`` with room for a trajectory (of many, a sample) the one that finishes
-        first."""
+        """Of ``workers`` with room for a trajectory (a sample of many) the fastest."""
         allowed, fits = self.allowed, self._loads.fits
         free = [worker for worker in workers if worker in queue.free and (not allowed or allowed(one.key, worker))]
         step = len(free) // SAMPLED_HOMES

@@ -25,9 +25,7 @@ from libra.policy.engine_table import EngineTable
 from libra.policy.phase_queue import PhaseQueue
 from libra.policy.placements import Move, TransferPace, priced
 
-PAYS_FACTOR = 2.0
-"""A move must save this many times its cost, so that errors do not move trajectories back and
-forth."""
+PAYS_FACTOR = 2.0  # a move must save this many times its cost, since forecasts err
 SOONER_FACTOR = 0.95  # A move must reduce the seconds until both engines finish to this share
 QUICKER_FRAC = 0.2  # A move for the trajectory alone must save this share of its seconds per token
 GROWTH_STEPS = 16
@@ -35,7 +33,7 @@ GROWTH_STEPS = 16
 LOOKED_AT = 4  # candidate engines of a move: the first to finish
 LISTED_EVERY = 64  # queries between two updates of the candidates
 FULL = 0.9
-"""Share of `EngineState.open_tokens` in use from which the order of running trajectories matters."""
+"""Share of `EngineState.open_tokens` in use from which the order of running ones matters."""
 EARLY_FRAC = 0.8
 """Loads are uneven if an engine finishes before this share of the seconds of the last one."""
 UNEVEN = 0.1
@@ -77,8 +75,7 @@ class Loads:
         return False
 
     def _growth(self) -> float:
-        """Tokens of context per token generated, with payloads of tools; at first contexts fill
-        slots."""
+        """Tokens of context per token generated, with payloads; at first contexts fill slots."""
         table = self._table
         grown = max(table.mean_told, table.slot_tokens - table.mean_prompt) + table.grown
         return round(GROWTH_STEPS * grown / max(1.0, table.mean_told + table.sampled)) / GROWTH_STEPS
@@ -107,7 +104,7 @@ class Loads:
         return here_s, max(without_s, self.finish_s(one, worker) + self._price_s(one, worker))
 
     def move(self, one: Trajectory, free: Mapping[str, int]) -> tuple[str, str] | None:
-        """A better engine for a trajectory whose home has a free slot too, and the reason; or None."""
+        """A better engine than a home with a free slot, and the reason; or None."""
         found, what = self.better_home(one, free), "both engines are over {} sooner"
         if found is None:
             found, what = self.quicker_home(one, free), "it is over {} sooner, and nobody later"

@@ -39,7 +39,7 @@ when a trajectory ends or leaves, at least the third. Short forecasts so reserve
 
 
 class Share(NamedTuple):
-    """Addition to the sums of a home: reserved KV tokens, tokens left, tokens left x mean context."""
+    """Addition to the sums of a home: reserved KV tokens, tokens left, times mean context."""
 
     room: float = 0.0
     left: float = 0.0
@@ -218,7 +218,7 @@ class EngineState:
         return min(most_s, tokens * self.s_per_token(fits * self.context_tokens, others))
 
     def s_per_token(self, held_tokens: float, others: int) -> float:
-        """Seconds per token beside ``others`` generations, with ``held_tokens`` of context in all."""
+        """Seconds per token beside ``others`` generations, with these tokens of context in all."""
         spec = self.spec
         beside = min(others, max(0, spec.rollout_slots - 1))
         return spec.alone_s_per_token + spec.beside_s_per_token * beside + self.context_s_per_token * held_tokens
@@ -227,11 +227,8 @@ class EngineState:
         """Seconds until it finishes, for these tokens left of the longest, and of all."""
         spec = self.spec
         steps = max(longest, left / max(1, spec.rollout_slots))
-        return (
-            (spec.alone_s_per_token - spec.beside_s_per_token) * steps
-            + spec.beside_s_per_token * left
-            + self.context_s_per_token * work
-        )
+        step_s = spec.alone_s_per_token - spec.beside_s_per_token
+        return step_s * steps + spec.beside_s_per_token * left + self.context_s_per_token * work
 
 
 def share_of(one: Trajectory, mean_final: float) -> Share:
@@ -244,8 +241,7 @@ FOREVER = 1e12  # tokens left of a trajectory without a forecast
 
 
 class Demand(NamedTuple):
-    """One trajectory's KV: ``context`` tokens now, ``left`` steps until it ends, ``final`` tokens
-    then."""
+    """One trajectory's KV: ``context`` tokens now, and ``final`` after ``left`` steps."""
 
     left: float
     context: float
@@ -253,7 +249,7 @@ class Demand(NamedTuple):
 
     @classmethod
     def of(cls, context: float, left: float, growth: float, limit: int) -> Demand:
-        """A trajectory with ``left`` tokens to generate and contexts up to ``limit``; 0: not known."""
+        """A trajectory with ``left`` tokens to generate; 0 for it or ``limit``: not known."""
         if left <= 0.0:
             return cls(FOREVER, context, context)
         final = context + growth * left
@@ -270,14 +266,9 @@ class Refused(NamedTuple):
 
     def covers(self, demand: Demand, growth: float, capacity: float, limit: int) -> bool:
         (left, context, final), old = demand, self.demand
-        return (
-            growth >= self.growth
-            and capacity <= self.capacity
-            and limit == self.limit
-            and left >= old.left
-            and context >= old.context
-            and (final - context) * old.left >= (old.final - old.context) * left
-        )
+        tighter = growth >= self.growth and capacity <= self.capacity and limit == self.limit
+        steeper = (final - context) * old.left >= (old.final - old.context) * left
+        return tighter and left >= old.left and context >= old.context and steeper
 
 
 def peak_tokens(demands: Iterable[Demand]) -> float:

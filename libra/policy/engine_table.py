@@ -278,8 +278,7 @@ def as_its_bucket(own: EngineCapacity, alike: Sequence[StepSeconds]) -> EngineCa
 
 
 def off_by_frac(now: EngineCapacity, before: EngineCapacity) -> float:
-    """Largest relative change of an engine's passes; infinite if its memory, slots or degree
-    differ."""
+    """Largest relative change of an engine's passes; infinite if its size differs."""
     held = [(each.kv_tokens, each.slots, each.tp, each.max_context_tokens) for each in (now, before)]
     if held[0] != held[1]:
         return float("inf")
@@ -288,12 +287,8 @@ def off_by_frac(now: EngineCapacity, before: EngineCapacity) -> float:
     context = now.kv_tokens / max(1, now.slots)
 
     def corners(steps: StepSeconds) -> tuple[float, ...]:
-        return (
-            steps.step_s(1, 0),
-            steps.step_s(now.slots, now.kv_tokens / 2),
-            steps.step_s(now.slots, now.kv_tokens),
-            steps.step_s(1, 0, context),
-        )
+        full = [steps.step_s(now.slots, tokens) for tokens in (now.kv_tokens / 2, now.kv_tokens)]
+        return steps.step_s(1, 0), *full, steps.step_s(1, 0, context)
 
     pairs = zip(corners(now.steps), corners(before.steps), strict=True)
     return max(abs(a - b) / b if b > 0.0 else (0.0 if a == b else float("inf")) for a, b in pairs)

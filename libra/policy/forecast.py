@@ -70,7 +70,7 @@ class CalibrationLog:
 
     def __init__(self) -> None:
         self.outcomes: deque[ForecastOutcome] = deque(maxlen=KEPT)
-        self._forecasts: dict[str, list[tuple[int, float]]] = {}  # tokens generated, forecast of the total
+        self._forecasts: dict[str, list[tuple[int, float]]] = {}  # tokens, forecast of the total
 
     def forecast(self, key: str, generated_tokens: int, total_tokens: float) -> None:
         forecasts = self._forecasts.get(key)

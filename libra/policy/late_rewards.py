@@ -41,8 +41,7 @@ def age_weight(delay: int, tau: float) -> float:
 def correction(
     before: NDArray[np.float64], after: NDArray[np.float64], *, delay: int, tau: float
 ) -> NDArray[np.float64]:
-    """Advantages still to train on: ``after`` less ``before``, weighted by age; arrays of one
-    shape."""
+    """Advantages still to train on: ``after`` less ``before``, weighted by age."""
     corrected: NDArray[np.float64] = age_weight(delay, tau) * (after - before)
     return corrected
 
@@ -98,7 +97,7 @@ class WaitingGroup:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """Rewards of a trained group that count now: ``group`` as it waited, and the age in versions."""
+    """Rewards of a trained group that count now, with their age in versions."""
 
     group: WaitingGroup
     rewards: Mapping[int, float]

@@ -48,7 +48,7 @@ class Backoff:
         self._failures: Counter[Hashable] = Counter()
 
     def failed(self, subject: Hashable, delays_s: Sequence[float], *, forever: bool = False) -> float | None:
-        """Delay before the next try; after the last of ``delays_s`` None, or that one ``forever``."""
+        """Delay before the next try; after the last one None, or that one ``forever``."""
         self._failures[subject] += 1
         tries = self._failures[subject]
         if tries > len(delays_s) and not forever:
@@ -193,15 +193,11 @@ class Liveness:
         joining = ((a, s) for a, s in self._runs.get(run, {}).items() if s.stage in JOINING)
         return [
             {
-                "worker": standing.name,
-                "address": address,
-                "stage": str(standing.stage),
-                "for_s": round(t_s - standing.joined_s, 3),
-                "detail": standing.detail,
-                "again_in_s": None if standing.restart_s is None else round(max(0.0, standing.restart_s - t_s), 3),
+                "worker": s.name, "address": address, "stage": str(s.stage), "for_s": round(t_s - s.joined_s, 3),
+                "detail": s.detail, "again_in_s": None if s.restart_s is None else round(max(0.0, s.restart_s - t_s), 3),
             }
-            for address, standing in sorted(joining, key=lambda item: item[1].name)
-        ]
+            for address, s in sorted(joining, key=lambda item: item[1].name)
+        ]  # fmt: skip
 
     def _every(self) -> Iterable[tuple[str, Standing]]:
         return (item for standings in self._runs.values() for item in standings.items())
@@ -234,7 +230,7 @@ class RoleSupply:
 
 @dataclass(frozen=True, slots=True)
 class RolesMissing:
-    """Too few workers supply these resources; ``had``: the last suppliers; ``some``: one is left."""
+    """Too few workers supply these resources; ``had``: last suppliers; ``some``: one is left."""
 
     resources: tuple[str, ...]
     for_s: float

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from libra import facts, keys
 from libra.errors import StoreError
 from libra.facts import Command, Fact, Priority, SetPriority, sentence
-from libra.policy.admission import Admission, CommittedGroup
+from libra.policy.admission import Admission
 from libra.policy.dispatcher import Dispatcher
 from libra.policy.late_rewards import WaitingGroup, settle
 from libra.policy.leases.resources import Revoke
@@ -261,27 +261,8 @@ class _Objects:
                 return self._decided(fact)
         if isinstance(fact, _RECEIVED):
             return self._handle(fact)
-        admitted = self._admitted(fact)
+        admitted = self.admission.handle(fact)
         return self._dispatchers(fact) if admitted is None else admitted
-
-    def _admitted(self, fact: Fact) -> tuple[Command, ...] | None:
-        match fact:
-            case facts.GroupCommitted(split=split, iteration=iteration, group=group, oldest_version=oldest):
-                done = CommittedGroup(iteration, group, oldest)
-                return self.admission.group_committed(done) if split == "train" else ()
-            case facts.GateParked(iteration=iteration):
-                return self.admission.gate_parked(iteration)
-            case facts.BatchParked(batch=batch):
-                return self.admission.batch_parked(batch)
-            case facts.WaveParked(batch=batch, wave=wave):
-                return self.admission.wave_parked(batch, wave)
-            case facts.StepFinished(step=step) if fact.beside:
-                return self.admission.step_ended(step)
-            case facts.WaveTrained(batch=batch, wave=wave):
-                return self.admission.wave_trained(batch, wave)
-            case facts.StepMeasured():
-                return self.admission.steps_measured(fact)
-        return None
 
     def _dispatchers(self, fact: Fact) -> tuple[Command, ...] | None:
         match fact:
@@ -326,8 +307,7 @@ class _Objects:
         return f"{event.key} was dispatched with priority {list(event.priority)}; the last one logged is {list(place)}"
 
     def _placed_as(self, fact: facts.QuantumDispatched) -> str:
-        """The difference of a dispatch from the dispatcher's choice; empty if its input is not
-        known."""
+        """The difference of a dispatch from the dispatcher's choice, if its input is known."""
         if not fact.alone:
             self.dispatcher = None
         if self.dispatcher is None:
@@ -391,11 +371,8 @@ def _readable(line: int) -> Iterator[None]:
 def _late_difference(event: facts.LateRewardsTaken) -> str:
     groups = (WaitingGroup(group[0], group[1], group[2], group[3:]) for group in event.waited)
     now = settle(groups, event.batch, dict.fromkeys(event.came, 0.0), versions=event.versions)
-    arrived = tuple(
-        (arrival.group.iteration, arrival.group.group, s, arrival.delay)
-        for arrival in now.arrivals
-        for s in arrival.rewards
-    )
+    rewards = ((each.group, sample, each.delay) for each in now.arrivals for sample in each.rewards)
+    arrived = tuple((group.iteration, group.group, sample, delay) for group, sample, delay in rewards)
     if (arrived, now.dropped) == (event.arrived, event.dropped):
         return ""
     return (

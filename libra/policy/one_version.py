@@ -175,13 +175,12 @@ class OneVersion(Saved):
                 if not self._fits(version, source, keep):
                     break
                 self.emptying.add(source)
-                keys = sorted(self._under_way.get(source, ()))
-                commands += self._given_away(
-                    source,
-                    [key for key in keys if self._running.get(key) != source],
+                idle = [key for key in sorted(self._under_way.get(source, ())) if self._running.get(key) != source]
+                reason = (
                     f"version {version} has {under_way[version]} of {total} trajectories, and {shares[version]} of {engines} "
-                    f"engines by rounding; it had {len(keep) + 1}",
+                    f"engines by rounding; it had {len(keep) + 1}"
                 )
+                commands += self._given_away(source, idle, reason)
         return tuple(commands)
 
     def _given_away(self, worker: str, keys: list[str], reason: str) -> Orders:

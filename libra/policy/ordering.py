@@ -73,7 +73,7 @@ LEARNS_RARELY = 256
 
 
 def learns_after(num_ended: int) -> int:
-    """Trajectories that must end before the next ``learn``, given how many had ended at the last."""
+    """Trajectories that must end before the next ``learn``, after ``num_ended`` at the last."""
     return min(LEARNS_RARELY, max(LEARNS_EVERY, num_ended // 32))
 
 
@@ -116,8 +116,7 @@ class Fifo(Saved):
 
 
 class Mlfq(Saved):
-    """Least attained service first, in half octaves, then by arrival: the classic queue, a
-    baseline."""
+    """Least attained service first, in half octaves, then by arrival; a baseline."""
 
     name: ClassVar[str] = "mlfq"
     _trajectories: TrajectoryTable

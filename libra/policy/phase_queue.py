@@ -94,8 +94,7 @@ class PhaseQueue:
                 del self.waiting_at[home]
 
     def supply(self, worker: str, slots: int) -> None:
-        """``worker`` has ``slots`` slots from now on; if more are taken, it gets no task until some
-        are free."""
+        """``worker`` has ``slots`` slots; if more are taken, it gets no task for now."""
         self.slots[worker] = slots
         self._room(worker)
 

@@ -32,7 +32,7 @@ class LeaseTaken(msgspec.Struct, frozen=True, gc=False):
 
 
 class Move(msgspec.Struct, frozen=True, gc=False):
-    """The price of a change of home, of ``tokens`` of context; in expected seconds, 0: not known."""
+    """The price of a change of home with ``tokens`` of context, in expected seconds (0: not known)."""
 
     home: str  # the worker whose engine has the KV
     tokens: int
@@ -46,8 +46,7 @@ class Move(msgspec.Struct, frozen=True, gc=False):
 
 
 class Place(msgspec.Struct, frozen=True, gc=False):
-    """Give a parked trajectory a slot of ``phase`` on ``worker``, with the price of its move and
-    its lease."""
+    """Give a parked trajectory a slot on ``worker``, with the price of its move and its lease."""
 
     key: str
     phase: Phase
@@ -97,7 +96,7 @@ class TransferPace:
         """Latency in seconds, and seconds per byte."""
         ratio = math.exp(self._log_ratio / self._weight) if self._weight else 1.0
         sums = self._sums
-        for num_bytes in (0.0, _LARGE_BYTES):  # the prior, as much slower or faster as the measured ones were
+        for num_bytes in (0.0, _LARGE_BYTES):  # the prior, at the measured ratio
             sums = _added(sums, num_bytes, ratio * _prior_s(num_bytes), PRIOR_WEIGHT, 1.0)
         a, b, c, u, v = sums
         determinant = a * c - b * b

@@ -2,8 +2,8 @@
 
 ::
 
-    draining -> sleeping -> taking_up -> resupplied     each stage once all members have finished the last
-    any stage --cancelled, failed, a member lost--> sleeping or taking_up of the old assignments, in a new change
+    draining -> sleeping -> taking_up -> resupplied   once all members have finished a stage
+    any stage --cancelled, failed, a member lost--> sleeping or taking_up, in a new change back
 
 A *change* moves one worker, or several: in a *rebucket* the workers of one node give their GPUs to
 the engine of one of them, the leader, and are *lent*; or take them back.
@@ -103,18 +103,9 @@ class Ended:
 
 
 RoleCommand = (
-    Refuse
-    | Withdraw
-    | Perform
-    | Supply
-    | Ended
-    | facts.RoleMemberFailed
-    | facts.RoleChangeStarted
-    | facts.RoleChangeCancelled
-    | facts.RoleChangeFailed
-)
-
-
+    Refuse | Withdraw | Perform | Supply | Ended
+    | facts.RoleMemberFailed | facts.RoleChangeStarted | facts.RoleChangeCancelled | facts.RoleChangeFailed
+)  # fmt: skip
 _NEXT = {Stage.DRAINING: Stage.SLEEPING, Stage.SLEEPING: Stage.TAKING_UP, Stage.TAKING_UP: Stage.RESUPPLIED}
 
 
@@ -125,7 +116,7 @@ class Member:
     base: Assignment  # what it was started for
     node: str  # its machine
     settled: Assignment  # to which it returns until a change has ended
-    bond: frozenset[str] = frozenset()  # workers whose GPUs are one engine's, with itself; empty: its own
+    bond: frozenset[str] = frozenset()  # workers that share one engine's GPUs
     present: bool = True
     generation: int = 0  # of its last change
     failures: int = 0  # in a row to return to its old role
@@ -133,7 +124,7 @@ class Member:
 
 @dataclass(slots=True)
 class Change:
-    """A change that has not ended; ``final``: it is not undone, and continues without lost members."""
+    """A change that has not ended; a ``final`` one is not undone, and needs no lost members."""
 
     generation: int
     moves: dict[str, tuple[Assignment, Assignment]]
@@ -142,7 +133,7 @@ class Change:
     final: bool = False
     undoes: int | None = None
     done: set[str] = field(default_factory=set)
-    broken: set[str] = field(default_factory=set)  # failed; it takes no further part until it joins again
+    broken: set[str] = field(default_factory=set)  # failed, until it joins again
 
 
 class Roles:
@@ -231,7 +222,7 @@ class Roles:
         return self._undo(change, "cancelled", cancelled=True)
 
     def announce(self, worker: str, base: Assignment, node: str = "") -> list[RoleCommand]:
-        """A worker that can change roles has joined, started for ``base``, for the first time or again."""
+        """A worker that can change roles has joined, started for ``base``."""
         member = self.members.get(worker)
         if member is None:
             self.members[worker] = Member(base, node, base, generation=self.generation)
@@ -293,7 +284,7 @@ class Roles:
         change.broken.add(worker)
         change.done.discard(worker)
         member.failures += 1
-        if member.failures == 1:  # the change continues when it is lost; until then it may hold GPUs
+        if member.failures == 1:  # it may hold GPUs until it is lost
             return [facts.RoleMemberFailed(worker, detail, restarts=True)]
         member.present = False
         change.done.add(worker)

@@ -84,7 +84,7 @@ class ServiceSchedule:
     def __init__(self, devices: Mapping[str, int | None]) -> None:
         self._bytes = dict(devices)
         self._services: dict[str, _Service] = {}
-        self._resident: dict[str, dict[str, float]] = {device: {} for device in devices}  # when each was used last
+        self._resident: dict[str, dict[str, float]] = {device: {} for device in devices}  # last use
         self._running: dict[str, tuple[Fire, float, _Service]] = {}
 
     def declare(self, facts: ServiceFacts) -> None:
@@ -124,8 +124,7 @@ class ServiceSchedule:
     def ended(
         self, fire: Fire, at_s: float, *, restore_s: float = 0.0, device_s: float = 0.0, failed: bool = False
     ) -> None:
-        """A batch has ended, with seconds to restore weights and seconds that others had the
-        device."""
+        """A batch has ended; others had the device for ``device_s``."""
         _, began_s, service = self._running.pop(fire.lane)
         if self._services.get(fire.service) is not service:
             return  # it was withdrawn: nothing of it is here

@@ -4,7 +4,6 @@
 split      gradients once the batch is complete
 streaming  gradients of complete groups while others are generated (`libra.policy.waves`)
 turning    streaming, and engines that the tail does not need train (`libra.policy.turning`)
-colocated  all GPUs generate, and then train; not a setting, since some worker always trains
 ========== ========================================================================================
 
 With W the GPU-seconds of a step, G the GPUs and L the longest trajectory alone: x = ((L + update) /
@@ -37,7 +36,7 @@ from libra.config.streaming import ways_of
 from libra.facts import StepMeasured, TakeSteps
 from libra.policy.saved import Saved
 
-SPLIT, STREAMING, TURNING, COLOCATED = "split", "streaming", "turning", "colocated"
+SPLIT, STREAMING, TURNING = "split", "streaming", "turning"
 LATENCY_BOUND, WORK_BOUND = 3.0, 0.8
 """Values of x above and below which one of the two is the limit."""
 LEFT_FRAC = 0.5
@@ -63,7 +62,7 @@ class StepParts:
     throughput_s: float  # GPU-seconds of the rollout over its GPUs
     longest_s: float  # longest trajectory alone, with tools
     tool_s: float = 0.0  # part of it in tools; 0: none, or not known
-    left_s: float | None = None  # training left when the last group is complete; default `LEFT_FRAC` of all
+    left_s: float | None = None  # training left after the last group is complete
     needed_gpus: int = 0  # fewest GPUs with as short a step; 0: not known
     beside_s: float = 0.0  # part of ``update_s`` beside the next step (`libra.worker.publications`)
 
@@ -82,11 +81,11 @@ class StepParts:
 def forms(parts: StepParts, changes_s: float = CHANGES_S) -> dict[str, float]:
     """Seconds of a step by way, in closed form.
 
-    ``changes_s``: turning an engine to training, and back. ``turning`` and ``colocated`` are left
-    out where that is long against a step, and ``colocated`` at a staleness bound above 0.
+    ``changes_s``: turning an engine to training, and back; ``turning`` is left out where that is
+    long against a step.
     """
     update_s, eta, work_s = parts.update_s, parts.eta, parts.work_s
-    train_s, all_train_s = parts.train_s, parts.train_s * parts.train_gpus / parts.gpus
+    train_s = parts.train_s
     left_s = LEFT_FRAC * train_s if parts.left_s is None else parts.left_s
     all_left_s = max(left_s, train_s - parts.rollout_s) * parts.train_gpus / parts.gpus
 
@@ -106,10 +105,6 @@ def forms(parts: StepParts, changes_s: float = CHANGES_S) -> dict[str, float]:
     if eta:  # trainers do not generate: what engines can do bounds it as it bounds the others
         found[TURNING] = max(work_s, parts.throughput_s, asynchronous_s(all_left_s)) + changes_s
         return found
-    rolling = max(parts.gpus - parts.train_gpus, 1)
-    drains_s = max(0.0, parts.rollout_s - parts.throughput_s)
-    together_s = max(parts.longest_s, parts.throughput_s * rolling / parts.gpus + drains_s)
-    found[COLOCATED] = together_s + all_train_s + update_s + changes_s
     found[TURNING] = max(parts.rollout_s + all_left_s, work_s) + update_s + changes_s
     return found
 
@@ -141,19 +136,11 @@ class Regime:
     words: str  # for the user
 
 
-NO_COLOCATED = (
-    "no setting makes all GPUs of a run generate, its trainers always train; nearest to it are few trainers "
-    "(planner.fixed_train_gpus=1) and engines that turn"
-)
-
-
 def regime(parts: StepParts, *, changes_s: float = CHANGES_S, obstacles: Mapping[str, str] | None = None) -> Regime:
     """The bound of a planned step, and how to take it; ``obstacles``: why a way is impossible."""
-    given = dict(obstacles or {})
-    step_s, x = forms(parts, changes_s), parts.path_over_work
-    if STREAMING in given:
-        step_s = {way: seconds for way, seconds in step_s.items() if way not in (STREAMING, TURNING)}
-    barred = given | {COLOCATED: NO_COLOCATED}
+    barred, step_s, x = dict(obstacles or {}), forms(parts, changes_s), parts.path_over_work
+    if STREAMING in barred:
+        step_s = {SPLIT: step_s[SPLIT]}
     choice = chosen(x, step_s, [way for way in (SPLIT, STREAMING, TURNING) if way not in barred])
     found = Regime(x, step_s, choice, barred, "")
     return replace(found, words=_words(parts, found))
@@ -188,7 +175,6 @@ def _words(parts: StepParts, found: Regime) -> str:
 _SHORT = {STREAMING: "trainer.streaming=on saves", TURNING: "trainer.streaming=on trainer.turning=on saves"}
 _HOW = {
     STREAMING: "gradients of complete groups while others are generated (trainer.streaming=on)",
-    COLOCATED: "all GPUs generating and then training (simulated only, see benchmarks/systems)",
     TURNING: "engines that train while the tail runs (trainer.streaming=on trainer.turning=on, with cluster.hybrid_workers)",
 }
 
@@ -237,7 +223,7 @@ class WaySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class WayChoice(Saved):
-    """The choice of one run; without settings, steps are streamed and engines turn where they can."""
+    """The choice of one run; without settings, steps are streamed and engines turn."""
 
     settings: WaySettings | None
     _eta: int
@@ -298,7 +284,7 @@ def wave_price(waves: Sequence[tuple[int, float]], fixed_s: float = 0.0) -> tupl
 
 
 def streamed_end_s(complete_s: Sequence[float], fixed_s: float, each_s: float, most_waves: int) -> float:
-    """When the last wave of a streamed batch would be trained, by the rule of `libra.policy.waves`."""
+    """When the last wave of a streamed batch would be trained (`libra.policy.waves`)."""
     now_s, taken, groups = 0.0, 0, len(complete_s)
     for wave in range(max(most_waves, 1)):
         if taken == groups:

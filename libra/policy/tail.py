@@ -64,7 +64,7 @@ class TailSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(slots=True)
 class _Member:
-    """A worker that can change roles. ``own``: the tail moved it; ``rests`` until the next version."""
+    """A worker that can change roles; ``own``: the tail moved it; ``rests``: until a version."""
 
     gpus: int
     doing: Turned | None = Turned.ROLLOUT  # unset while its GPUs are lent
@@ -227,7 +227,7 @@ class Tail(Saved):
         member.own, member.asked = member.own or member.asked, False
 
     def _role_taken(self, worker: str, role: Role, seconds: float | None) -> None:
-        """A worker is in a role after ``seconds`` of its change; without them its price is unknown."""
+        """A worker is in a role, after ``seconds`` of its change if they tell the price."""
         if (member := self._member(worker)) is None:
             return
         member.doing = _SETTLED.get(role)
@@ -337,7 +337,7 @@ def price_s(stage_s: Mapping[str, float]) -> float:
 
 
 def _fits(spec: facts.WorkerCapacity, context_tokens: float) -> float:
-    """Trajectories per GPU of an engine that slow each other down by `SLOWER`, at most its slots."""
+    """Trajectories per GPU that slow each other down by `SLOWER`, at most the slots."""
     gpus = degree_of(spec.bucket)
     if not spec.declared:
         return spec.rollout_slots / gpus

@@ -45,7 +45,7 @@ def _more(facts: ToolWorkersOrdered) -> ToolWorkersOrdered | None:
     present = facts.wanted - facts.starting
     each = max(1, facts.units // max(1, present))
     drained_s = facts.waiting_s / facts.units if facts.units else float("inf")
-    left_s = facts.waiting_s - facts.units * facts.start_s  # of what waits now, when another worker has started
+    left_s = facts.waiting_s - facts.units * facts.start_s  # after a worker's start
     if left_s <= 0:
         return None
     best: tuple[float, int, float] | None = None
@@ -88,18 +88,13 @@ class ToolFleet:
         elif self._behind_since_s is None:
             self._behind_since_s = at_s
         self._idle_since_s = {name: self._idle_since_s.get(name, at_s) for name in sorted(idle & present)}
+        behind_s = 0.0 if self._behind_since_s is None else round(at_s - self._behind_since_s, 6)
+        idle_s = tuple((name, round(at_s - since_s, 6)) for name, since_s in self._idle_since_s.items())
+        starting = max(0, self.wanted - len(present))
         return ToolWorkersOrdered(
-            self.least,
-            self.most,
-            self.wanted,
-            max(0, self.wanted - len(present)),
-            units,
-            waiting,
-            round(waiting_s, 6),
-            0.0 if self._behind_since_s is None else round(at_s - self._behind_since_s, 6),
-            round(self.start_s, 6),
-            tuple((name, round(at_s - since_s, 6)) for name, since_s in self._idle_since_s.items()),
-        )
+            self.least, self.most, self.wanted, starting, units, waiting, round(waiting_s, 6), behind_s,
+            round(self.start_s, 6), idle_s,
+        )  # fmt: skip
 
     def follow(self, order: ToolWorkersOrdered, at_s: float) -> None:
         if order.ordered > self.wanted:

@@ -85,14 +85,11 @@ class TurningRule:
             left_s = step.backlog_gpu_s / (training + engine.gpus)
             if num_open > others or left_s < self.min_gain_s:
                 break
-            found.append(
-                Turn(
-                    engine.name,
-                    Turned.TRAINING,
-                    f"{num_open} open trajectories fit on {others / self.trajectories_per_gpu:.0f} other GPUs; "
-                    f"{left_s:.3g} s of training are left with its {engine.gpus} beside {training}",
-                )
+            reason = (
+                f"{num_open} open trajectories fit on {others / self.trajectories_per_gpu:.0f} other GPUs; "
+                f"{left_s:.3g} s of training are left with its {engine.gpus} beside {training}"
             )
+            found.append(Turn(engine.name, Turned.TRAINING, reason))
             has_room_for, training = others, training + engine.gpus
         return tuple(found)
 

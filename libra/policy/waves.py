@@ -75,8 +75,7 @@ class Waves(Saved):
         self.opened = {batch: [tuple(wave) for wave in waves] for batch, waves in opened.items()}
 
     def next(self, batch: int, groups: int, committed: Iterable[GroupId], *, streams: bool = True) -> OpenWave | None:
-        """The next wave that opens now; without ``streams`` it takes all groups left, once
-        complete."""
+        """The next wave that opens now; without ``streams`` it needs all groups left."""
         waves = self.opened.get(batch, [])
         wave, left = len(waves), groups - len(self.taken(batch))
         if (batch, wave) not in self._parked:

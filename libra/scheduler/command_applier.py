@@ -34,7 +34,7 @@ task_logger = logging.getLogger("libra.scheduler.tasks")
 
 
 class Applier:
-    """Carries out commands for all runs on a scheduler; calls ``kick`` when a dispatch may be due."""
+    """Carries out commands for all runs; calls ``kick`` when a dispatch may be due."""
 
     def __init__(self, scheduler: Scheduler, dispatcher: Dispatcher, kick: Callable[[], None]) -> None:
         self._scheduler, self._dispatcher, self._kick = scheduler, dispatcher, kick
@@ -82,7 +82,7 @@ class Applier:
                 self._scheduler.loop.add_callback(self._turn, state, command)
 
     def _turn(self, state: RunState, turn: facts.Turn) -> None:
-        """Request the role change of a turn, outside of the current transition; it may be refused."""
+        """Request the role change of a turn, outside of the transition; it may be refused."""
         assert self.set_roles is not None
         role = Role.TRAIN if turn.to is facts.Turned.TRAINING else Role.ROLLOUT
         why = f"the engine turns to {turn.to}: {turn.reason}"

@@ -3,7 +3,7 @@
 ::
 
     waiting --enough replicas--> forming --all joined--> ready --a member leaves--> waiting
-    forming, ready --a member cannot reach the others--> doubtful --one leaves, or RETRY_S--> waiting
+    forming, ready --a member cannot reach the others--> doubtful --leaves, or RETRY_S--> waiting
 
 A group has a number, its *gang epoch*. To form one, rank 0 opens a rendezvous, then all ranks join
 it and take the state of the rank with most steps (`libra.worker.gang_member`). Tasks of the group
@@ -49,10 +49,10 @@ class _Gang:
     size: int
     number: int = -1
     status: str = "waiting"
-    replicas: dict[str, str] = field(default_factory=dict)  # address of every worker with a replica, by name
+    replicas: dict[str, str] = field(default_factory=dict)  # address by name
     names: list[str] = field(default_factory=list)  # by rank
     joined: dict[int, int] = field(default_factory=dict)  # steps taken, by rank
-    parked: dict[tuple[str, tuple[int, ...]], set[str]] = field(default_factory=dict)  # keys by node and iteration
+    parked: dict[tuple[str, tuple[int, ...]], set[str]] = field(default_factory=dict)  # by node and iteration
     placed: set[str] = field(default_factory=set)
 
     @property
@@ -61,7 +61,7 @@ class _Gang:
 
 
 class Gangs:
-    """One per scheduler, for the run that trains on several replicas; ``runs`` is the plugin's own."""
+    """One per scheduler, for the run that trains on several replicas."""
 
     def __init__(self, scheduler: Scheduler, runs: Mapping[str, RunState]) -> None:
         self._scheduler, self._runs = scheduler, runs
@@ -74,12 +74,10 @@ class Gangs:
         return bool(self._gangs)
 
     def handlers(self) -> dict[type[Fact], Handler]:
-        return {
-            facts.TrainerJoined: self._trainer_joined,
-            facts.GangOpen: self._member_told,
-            facts.GangRankJoined: self._member_told,
-            facts.GangRankFailed: self._member_told,
-        }
+        told: dict[type[Fact], Handler] = dict.fromkeys(
+            (facts.GangOpen, facts.GangRankJoined, facts.GangRankFailed), self._member_told
+        )
+        return {facts.TrainerJoined: self._trainer_joined, **told}
 
     def register_gang(self, run: str, epoch: int, size: int) -> dict[str, Any]:
         """Form groups of ``size`` for a run from now on; an older epoch of it is dropped.
@@ -142,14 +140,14 @@ class Gangs:
                     state.log.emit(facts.GangFormed(gang.number, tuple(gang.names), max(gang.joined.values())))
                     self._soon(gang)
             case facts.GangRankFailed() if gang.status != "doubtful":
-                # The reporting worker is not to blame: Dask usually reports the lost one a moment later.
+                # The reporting worker is not to blame: Dask usually reports the lost one later.
                 gang.status = "doubtful"
                 self._scheduler.loop.call_later(RETRY_S, self._unexplained, gang, gang.number, fact.rank, fact.detail)
 
     def _form(self, gang: _Gang) -> None:
         if gang.status != "waiting" or len(gang.replicas) < gang.size or self._gangs.get(gang.run) is not gang:
             return
-        # Those that stay keep their rank: their results and rank 0's unwritten checkpoints stay where they are.
+        # Ranks are kept: results and rank 0's unwritten checkpoints stay where they are.
         free = iter(sorted(name for name in gang.replicas if name not in gang.names))
         names: list[str | None] = [name if name in gang.replicas else None for name in gang.names] or [None] * gang.size
         gang.names = [name or next(free) for name in names]

@@ -37,7 +37,7 @@ from libra.errors import ConfigError
 from libra.facts import Command, Fact, Signal, boundaries_of
 from libra.observe.page import attach_page
 from libra.orderings import ordering_of
-from libra.policy import CommittedGroup, Tail, TailSettings
+from libra.policy import Tail, TailSettings
 from libra.policy.liveness import Liveness
 from libra.policy.stall import Limits
 from libra.scheduler import scheduler_internals
@@ -78,29 +78,20 @@ class LibraPlugin(SchedulerPlugin):
         """Hook into the scheduler: RPC handlers, the page, the task stream and a sampler."""
         self._scheduler = scheduler
         scheduler_internals.collect_rarely()
-        scheduler_internals.add_handlers(
-            scheduler,
-            {
-                "libra_register_run": self._register,
-                "libra_members": lambda run, batch: self.runs[run].members(batch),
-                "libra_waves": lambda run, batch: self.runs[run].waves(batch),
-                "libra_blocks": lambda run, groups: [
-                    self.runs[run].workers.blocks.get(tuple(group)) for group in groups
-                ],
-                "libra_newest": lambda run, worker: newest_version(self.runs[run], worker),
-                "libra_snapshots": self.snapshots,
-                "libra_numbers": self.numbers,
-                "libra_set_slots": self.set_slots,
-                "libra_engines": self.engines,
-                "libra_notices": self.notices,
-                "libra_progress": self.progress,
-                "libra_end_run": self.end_run,
-                "libra_told": self.told,
-            },
-        )
+        called = (
+            self.snapshots, self.numbers, self.set_slots, self.engines, self.notices, self.progress, self.end_run, self.told,
+        )  # fmt: skip
+        scheduler_internals.add_handlers(scheduler, {f"libra_{method.__name__}": method for method in called})
+        scheduler_internals.add_handlers(scheduler, {
+            "libra_register_run": self._register,
+            "libra_members": lambda run, batch: self.runs[run].members(batch),
+            "libra_waves": lambda run, batch: self.runs[run].waves(batch),
+            "libra_blocks": lambda run, groups: [self.runs[run].workers.blocks.get(tuple(at)) for at in groups],
+            "libra_newest": lambda run, worker: newest_version(self.runs[run], worker),
+        })  # fmt: skip
         scheduler.stream_handlers[facts.STREAM_OP] = self.told
         attach_page(scheduler, self.snapshots)
-        check_names(scheduler.http_application, shared=True)  # a cluster of Libra's own did so when it started
+        check_names(scheduler.http_application, shared=True)  # Libra's own clusters did so already
         self.liveness, self.ended = Liveness(), EndedRuns(scheduler)
         self.trajectories = Trajectories(scheduler, self.runs, self._last_activity, self.liveness)
         self.watch = WorkerWatch(scheduler, self.liveness, self.trajectories.phase_of)
@@ -173,7 +164,7 @@ class LibraPlugin(SchedulerPlugin):
         return {} if state is None else state.numbers()
 
     def end_run(self, run: str, epoch: int | None = None) -> None:
-        """Close a run's event log, stop its watchdog and forget it, all at once; only this epoch."""
+        """Close a run's event log, stop its watchdog and forget it; only this epoch."""
         state = self.runs.get(run)
         if state is None or epoch not in (None, state.epoch):
             return
@@ -192,7 +183,7 @@ class LibraPlugin(SchedulerPlugin):
         return [] if state is None or state.epoch != epoch else state.notices.since(first)
 
     def progress(self, run: str, epoch: int) -> tuple[int, int, str, str]:
-        """Ended trajectories, generated tokens, `WorkerWatch.missing_work` and `Timeline.training`."""
+        """Ended trajectories, tokens, `WorkerWatch.missing_work` and `Timeline.training`."""
         state = self.runs.get(run)
         if state is None or state.epoch != epoch:
             return 0, 0, "", ""
@@ -236,8 +227,7 @@ class LibraPlugin(SchedulerPlugin):
             self.gangs.transition(key, start, finish)
 
     def told(self, run: str, epoch: int, packed: bytes, worker: str = "", client: str = "") -> None:
-        """Facts of a worker or the driver, in their order. It never raises: that would close the
-        stream."""
+        """Facts of a worker or the driver. It never raises: that would close the stream."""
         state = self.runs.get(run)
         if state is None or epoch != state.epoch:
             logger.debug("ignored: facts of %s, epoch %s, which is not on this scheduler", run, epoch)
@@ -320,13 +310,11 @@ class LibraPlugin(SchedulerPlugin):
             self._gate_parked(state, parsed, key)
         elif parsed.node == "batch":
             state.parked.batches[parsed.indices[0]] = key
-            state.log.emit(facts.BatchParked(parsed.indices[0]))
-            self._apply(state, state.admission.batch_parked(parsed.indices[0]))
+            self._admitted(state, facts.BatchParked(parsed.indices[0]))
         elif parsed.node == "wave":
             batch, wave = parsed.indices
             state.parked.waves[batch, wave] = key
-            state.log.emit(facts.WaveParked(batch, wave))
-            self._apply(state, state.admission.wave_parked(batch, wave))
+            self._admitted(state, facts.WaveParked(batch, wave))
         else:
             self.trajectories.parked(key, state, parsed)
 
@@ -340,8 +328,7 @@ class LibraPlugin(SchedulerPlugin):
                 state.parked.eval_gates.setdefault(index, []).append(key)
             return
         state.parked.gates[index] = key
-        state.log.emit(facts.GateParked(index))
-        self._apply(state, state.admission.gate_parked(index))
+        self._admitted(state, facts.GateParked(index))
 
     def _apply(self, state: RunState, commands: tuple[Command, ...]) -> None:
         self.trajectories.applier.apply(state, commands)
@@ -359,11 +346,11 @@ class LibraPlugin(SchedulerPlugin):
             facts.EngineDeclared: self._engine_declared,
             facts.WorkerReady: self._ready,
             facts.SetupFailed: self._setup_failed,
-            facts.GroupCommitted: self._group_committed,
+            facts.GroupCommitted: self._admitted,
             facts.RowsKept: lambda state, fact, _: state.workers.keeps_rows(fact.iteration, fact.group, fact.block),
             facts.SessionsUsed: lambda state, fact, _: state.sessions.update(facts.fields_of(fact)),
-            facts.StepFinished: self._step_finished,
-            facts.WaveTrained: self._wave_trained,
+            facts.StepFinished: self._admitted,
+            facts.WaveTrained: self._admitted,
             facts.MismatchFound: self._mismatch_found,
             facts.BoundariesSet: self._boundaries_set,
             facts.PromptsNamed: self._prompts_named,
@@ -422,22 +409,10 @@ class LibraPlugin(SchedulerPlugin):
         self.watch.failed(state, fact, address)
         self.roles.setup_failed(state, fact, address)
 
-    def _group_committed(self, state: RunState, fact: facts.GroupCommitted, _: str) -> None:
-        state.log.emit(fact)
-        if fact.split == "train":
-            state.tail.handle(fact)
-            done = CommittedGroup(fact.iteration, fact.group, fact.oldest_version)
-            self._apply(state, state.admission.group_committed(done))
-
-    def _step_finished(self, state: RunState, fact: facts.StepFinished, _: str) -> None:
-        state.log.emit(fact)
-        if fact.beside:
-            self._apply(state, state.admission.step_ended(fact.step))
-
-    def _wave_trained(self, state: RunState, fact: facts.WaveTrained, _: str) -> None:
+    def _admitted(self, state: RunState, fact: Fact, _: str = "") -> None:
         state.log.emit(fact)
         state.tail.handle(fact)
-        self._apply(state, state.admission.wave_trained(fact.batch, fact.wave))
+        self._apply(state, state.admission.handle(fact) or ())
 
     def _mismatch_found(self, state: RunState, fact: facts.MismatchFound, _: str) -> None:
         state.log.emit(fact)
@@ -449,7 +424,7 @@ class LibraPlugin(SchedulerPlugin):
         if not self.runs:
             return
         bound_key_cache()
-        self.trajectories.workers_changed()  # a worker takes tasks a moment after the hook `add_worker`
+        self.trajectories.workers_changed()  # it takes tasks a moment after `add_worker`
         for state in self.runs.values():
             state.sample()
             self.watch.look(state)

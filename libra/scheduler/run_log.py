@@ -114,7 +114,7 @@ class RunLog:
             self._file.flush()
 
     def close(self) -> EventLog | None:
-        """Close and return the file, whose segments may still be compressed; later facts are dropped."""
+        """Close and return the file, which may still be compressed; later facts are dropped."""
         self._take_in()
         file, self._file = self._file, None
         if file is not None:

@@ -60,8 +60,8 @@ class RunRegistration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, d
     epoch: int
     directory: str
     config: dict[str, Any] = msgspec.field(default_factory=dict)  # as plain data; see `settings`
-    tools: dict[str, ToolNeeds] = msgspec.field(default_factory=dict)  # with resources; empty: actions take slots
-    watchdog_floors_s: dict[str, float] = msgspec.field(default_factory=dict)  # for tasks with a time-out
+    tools: dict[str, ToolNeeds] = msgspec.field(default_factory=dict)  # with resources
+    watchdog_floors_s: dict[str, float] = msgspec.field(default_factory=dict)  # of time-outs
     restored: dict[str, Any] | None = None  # `Admission.snapshot` of a resumed run
     learned: str | None = None  # snapshot of its ordering, as JSON
     local: bool = False  # the driver started this cluster
@@ -217,7 +217,7 @@ class RunState:
     one: OneVersion | None = None
     family: str = ""  # name of its environment
     first_phase: Phase = Phase.ROLLOUT
-    sessions: Counter[str] = field(default_factory=Counter)  # by name in `libra.envs.sessions.SessionCounts`
+    sessions: Counter[str] = field(default_factory=Counter)  # by name in `SessionCounts`
     revoked: int = 0  # actions stopped for others
 
     def __post_init__(self) -> None:
@@ -232,8 +232,7 @@ class RunState:
         return answers if self.one is None else (*answers, *self.one.handle(event))
 
     def numbers(self) -> dict[str, float]:
-        """Metrics that only the scheduler knows: forecast skill and weights, sessions, revoked
-        actions."""
+        """Metrics that only the scheduler knows: forecast skill, sessions, revoked actions."""
         found: dict[str, float] = {f"sessions_{name}": count for name, count in self.sessions.items()}
         if any(needs.revocable for needs in self.registration.tools.values()):
             found["actions_revoked"] = self.revoked
@@ -273,16 +272,9 @@ class RunState:
 
     def begin(self) -> None:
         config, choice = self.settings, WaySettings.of(self.settings)
-        self.log.emit(
-            facts.RunStarted(
-                epoch=self.epoch,
-                eta=config.run.eta,
-                iterations=config.run.iterations,
-                groups_per_batch=config.trainer.prompts,
-                policy=self.policy.name,
-                family=self.family,
-            )
-        )
+        run, groups = config.run, config.trainer.prompts
+        started = facts.RunStarted(self.epoch, run.eta, run.iterations, groups, self.policy.name, self.family)
+        self.log.emit(started)
         if choice is not None:
             self.admission.ways = WayChoice(choice, config.run.eta, most_waves(config))
             self.log.timeline.steps.train_gpus = choice.train_gpus
@@ -299,7 +291,7 @@ class RunState:
         return self.admission.steps_measured(step)
 
     def sample(self) -> None:
-        """Twice a second: rows of the dashboard's plots, and everything logged so far to the disk."""
+        """Twice a second: rows of the dashboard's plots, and the log to the disk."""
         self.log.timeline.sample(self.log.uptime_s)
         if self.log.snapshot_is_due:
             self.emit_snapshot()
@@ -384,7 +376,7 @@ class Tracked:
         else:
             self.run.log.emit(facts.FailureClassified(self.key, str(FailureClass.WORKER), detail))
         self.quanta += written
-        # Another attempt begins. If the trajectory has advanced or ended, its next report corrects this.
+        # Another attempt begins, unless the next report corrects this.
         self.lost = 0
         self.begin()
         return True

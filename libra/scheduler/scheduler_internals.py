@@ -173,8 +173,7 @@ def bucket(scheduler: Scheduler, address: str) -> str:
 
 
 def forgive(ts: TaskState | None) -> None:
-    """Reset the count of workers that died under this task, because it has committed a quantum
-    since."""
+    """Reset a task's count of dead workers: it has committed a quantum since."""
     if ts is not None:
         ts.suspicious = 0
 

@@ -125,11 +125,8 @@ class StallGuard:
             self._acting.add(task)
             task.add_done_callback(self._acting.discard)
         idle_s, waiting, detail = stall.idle_s, stall.waiting, stall.detail
-        state.log.emit(
-            facts.StallDetected(
-                key, worker, address, stage, round(idle_s, 3), waiting, detail, last, stacks=file, restarts=restart
-            )
-        )
+        at = (key, worker, address, stage, round(idle_s, 3), waiting)
+        state.log.emit(facts.StallDetected(*at, detail, last, file, restart))
         advice = self._advice(stall, file, restart)
         self._warn(f"no progress for {idle_s:.0f} s: {detail}; last event: {last}; {advice}")
 

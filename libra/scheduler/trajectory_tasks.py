@@ -73,7 +73,7 @@ class Trajectories:
         self.tracked: dict[str, Tracked] = {}
         self.ahead: facts.Priority | None = None  # as the rollout workers know it
         self._announces_ahead = False
-        self._only: RunState | object | None = None  # the only run that this dispatcher has ever had
+        self._only: RunState | object | None = None  # the only run so far
         self.kicked = False
         self._dispatches = 0
         self._stale, self._num_running = True, 0
@@ -82,8 +82,7 @@ class Trajectories:
         self._due: Any = None  # the timer of the next moment at which a quota may let an action go
 
     def _tell(self, state: RunState, fact: facts.Fact) -> None:
-        """Log a fact, pass it to the dispatcher and the run's policies, and carry out their
-        commands."""
+        """Log a fact, pass it to dispatcher and policies, and carry out their commands."""
         state.log.emit(fact)
         self.dispatcher.handle(fact)
         self.applier.apply(state, state.handle(fact))
@@ -189,7 +188,7 @@ class Trajectories:
     def _dispatch(self) -> None:
         self.kicked = False
         scheduler, dispatcher = self._scheduler, self.dispatcher
-        if self._stale or len(scheduler.running) != self._num_running:  # Dask has no hook for a worker that is paused
+        if self._stale or len(scheduler.running) != self._num_running:  # a worker was paused
             self._stale, self._num_running = False, len(scheduler.running)
             self._update_workers()
         at_s = round(time.monotonic(), 6)
@@ -209,7 +208,7 @@ class Trajectories:
                     continue
                 address = self.workers.address[place.worker]
                 self._dispatched(tracked, phase, address, place, alone)
-                known = 0 if tracked.lost or tracked.ended else tracked.quanta  # another worker may have written more
+                known = 0 if tracked.lost or tracked.ended else tracked.quanta  # maybe more
                 releases.append(scheduler_internals.Release(place.key, _resources(place), address, known))
         if releases:
             self._dispatches += 1
@@ -265,7 +264,7 @@ class Trajectories:
         if phase is Phase.ROLLOUT and tracked.parsed.split == "train":
             iteration, group, _ = tracked.parsed.indices
             state.admission.generation_started(iteration, group, state.admission.version)
-        priority = cast("tuple[int, ...]", self._scheduler.tasks[tracked.key].priority or ())  # as the applier set it
+        priority = cast("tuple[int, ...]", self._scheduler.tasks[tracked.key].priority or ())
         task_logger.debug("%s: %s gets a %s slot of %s", reason, tracked.key, phase, worker)
         sent = facts.QuantumDispatched(tracked.key, phase, worker, tracked.quanta, priority, reason, alone)
         state.log.emit(sent)
@@ -285,7 +284,7 @@ class Trajectories:
                 self._lost(tracked, phase, address)
         ts = self._scheduler.tasks.get(tracked.key)
         if ts is not None:
-            # Also when it finished: a result lost with its worker is computed again, and must park first.
+            # Also when it finished: a lost result is computed again, and must park first.
             scheduler_internals.park(ts)
 
     def _lost(self, tracked: Tracked, phase: Phase, address: str) -> None:
@@ -323,13 +322,8 @@ class Trajectories:
 
     def _found_ended(self, state: RunState, fact: facts.TrajectoryFoundEnded, _: str) -> None:
         if (tracked := self._running(fact)) is not None:
-            tracked.reported, tracked.lost, tracked.ended, tracked.quanta, tracked.end = (
-                True,
-                0,
-                True,
-                fact.quanta,
-                fact.end,
-            )
+            tracked.reported = tracked.ended = True
+            tracked.lost, tracked.quanta, tracked.end = 0, fact.quanta, fact.end
             state.log.emit(fact)
             self._ended(tracked, completed=False)  # it was counted when it ended
 
@@ -374,11 +368,8 @@ class Trajectories:
         (cores, queued_s), tracked.leased = tracked.leased, None
         whole_s = max(0.0, time.monotonic() - tracked.parked_s - queued_s)
         around_s = round(max(0.0, whole_s - fact.ran_s), 6)
-        state.log.emit(
-            facts.ActionFinished(
-                tracked.key, tracked.worker, cores, queued_s, round(fact.ran_s, 6), around_s, fact.killed
-            )
-        )
+        ran_s, worker = round(fact.ran_s, 6), tracked.worker
+        state.log.emit(facts.ActionFinished(tracked.key, worker, cores, queued_s, ran_s, around_s, fact.killed))
 
     def phase_of(self, key: str) -> Phase:
         tracked = self.tracked.get(key)

@@ -3,9 +3,9 @@
 `libra.policy.role_changes.Roles` decides. This module withdraws and restores slots, sends workers
 their stages (`libra.worker.role_member`), and logs the outcome. Calls for clients::
 
-    libra_set_roles(run, epoch, assignments={"rollout-0": {"role": "train"}})  ->  {"generation": 3} or {"error": "..."}
-    libra_cancel_roles(run, epoch, generation)  ->  {"generation": 4} of the change back, or an error
-    libra_roles(run, epoch)  ->  [{worker, role, tp, stage, generation, for_s, seconds, reason, ...}, ...]
+    libra_set_roles(run, epoch, assignments={"rollout-0": {"role": "train"}})  ->  {"generation": 3}
+    libra_cancel_roles(run, epoch, generation)  ->  {"generation": 4} of the change back
+    libra_roles(run, epoch)  ->  [{worker, role, tp, stage, generation, ...}, ...]
     libra_wait_roles(run, epoch, generation)  ->  {"changed": bool}, once the change has ended
 
 Invariants
@@ -63,13 +63,13 @@ class _Run:
     roles: Roles = field(default_factory=Roles)
     members: dict[str, _Member] = field(default_factory=dict)
     address: dict[str, str] = field(default_factory=dict)  # of present members
-    failed: dict[str, str] = field(default_factory=dict)  # addresses of present workers that get no work
+    failed: dict[str, str] = field(default_factory=dict)  # addresses of workers without work
     pool: tuple[int, str, int] | None = None  # gang, host and port of the core's pool
     pool_of: str = ""  # address of the worker that opened it
-    begun_s: dict[int, float] = field(default_factory=dict)  # monotonic, by generation of a change that has not ended
+    begun_s: dict[int, float] = field(default_factory=dict)  # by generation of a change
     stage_s: dict[tuple[int, str], dict[str, float]] = field(default_factory=dict)
     undone: set[int] = field(default_factory=set)
-    news: asyncio.Event = field(default_factory=asyncio.Event)  # set and replaced when a change ends
+    news: asyncio.Event = field(default_factory=asyncio.Event)  # replaced when a change ends
 
 
 class WorkerRoles:
@@ -85,17 +85,10 @@ class WorkerRoles:
         self._scheduler, self._registered = scheduler, registered
         self._trajectories, self._concurrency = trajectories, concurrency
         self._runs: dict[str, _Run] = {}
-        scheduler_internals.add_handlers(
-            scheduler,
-            {
-                "libra_register_roles": self.register_roles,
-                "libra_set_roles": self.set_roles,
-                "libra_cancel_roles": self.cancel_roles,
-                "libra_roles": self.roles,
-                "libra_wait_roles": self.wait_roles,
-                "libra_role_known": self.role_known,
-            },
-        )
+        called = (
+            self.register_roles, self.set_roles, self.cancel_roles, self.roles, self.wait_roles, self.role_known,
+        )  # fmt: skip
+        scheduler_internals.add_handlers(scheduler, {f"libra_{method.__name__}": method for method in called})
 
     def register_roles(self, run: str, epoch: int) -> dict[str, Any]:
         """Let workers of a run change roles from now on; an older epoch is dropped.
@@ -167,8 +160,7 @@ class WorkerRoles:
         return row | {"for_s": for_s, "seconds": member.took_s, "reason": member.reason}
 
     async def wait_roles(self, run: str, epoch: int, generation: int) -> dict[str, Any]:
-        """Return when a change has ended or is undone; ``changed``: its members have new
-        assignments."""
+        """Return when a change has ended; ``changed``: it was not undone."""
         while (state := self._of(run, epoch)) is not None and any(
             generation in (change.generation, change.undoes) for change in state.roles.changes.values()
         ):
@@ -291,18 +283,13 @@ class WorkerRoles:
             case messages.Withdraw(worker=worker):
                 self._supply(state, worker, 0, None)
             case messages.Perform(worker=worker, assignment=has):
+                leader_first = sorted(command.slots_of, key=lambda name: name != worker)
+                slots = sum(state.members[name].slots for name in command.slots_of)
+                shares = [state.members[name].share for name in leader_first]
+                stage, role, number = str(command.stage), str(has.role), command.generation
                 self._send(
-                    state,
-                    state.address[worker],
-                    generation=command.generation,
-                    stage=str(command.stage),
-                    role=str(has.role),
-                    tp=has.tp,
-                    slots=sum(state.members[name].slots for name in command.slots_of),
-                    shares=[
-                        state.members[name].share for name in sorted(command.slots_of, key=lambda name: name != worker)
-                    ],
-                )
+                    state, state.address[worker], generation=number, stage=stage, role=role, tp=has.tp, slots=slots, shares=shares
+                )  # fmt: skip
             case messages.Supply(worker=worker, assignment=has, slots_of=names) if has.role is Role.ROLLOUT:
                 own = has.tp == state.roles.members[worker].base.tp
                 tp = state.members[worker].started_tp if own else has.tp

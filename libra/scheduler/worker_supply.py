@@ -116,8 +116,8 @@ class Workers:
 
 @dataclass(slots=True)
 class _Limits:
-    full: dict[str, tuple[int, int]] = field(default_factory=dict)  # degree and slots of each worker's engine
-    started: dict[str, facts.EngineKindFields] = field(default_factory=dict)  # each worker's engine at its start
+    full: dict[str, tuple[int, int]] = field(default_factory=dict)  # degree and slots
+    started: dict[str, facts.EngineKindFields] = field(default_factory=dict)  # at its start
     limits: dict[tuple[str, int], int] = field(default_factory=dict)
     declared: dict[tuple[str, int], dict[str, Any]] = field(default_factory=dict)
 
@@ -167,7 +167,7 @@ class Concurrency:
         }
 
     def rows(self, state: RunState) -> list[dict[str, Any]]:
-        """A row for each worker that has or had an engine; ``limits`` and ``declared`` by degree."""
+        """A row for each worker that has or had an engine; ``limits`` are by degree."""
         known, found = self._runs.get(state.run, _Limits()), []
         for worker, (tp, slots) in sorted(known.full.items()):
             ws = self._scheduler.workers.get(state.workers.engines.get(worker, ""))
@@ -175,21 +175,13 @@ class Concurrency:
             started = known.started.get(worker)
             if started is None:
                 continue
-            base = {"base_tp": started.tp, "base_slots": started.slots}
-            found.append(
-                {
-                    "worker": worker,
-                    "address": state.workers.engines.get(worker, ""),
-                    **base,
-                    "engine": started.engine,
-                    "bucket": started.bucket,
-                    "tp": tp,
-                    "slots": slots,
-                    "supplies": supplies,
-                    "limits": {str(of): most for (name, of), most in known.limits.items() if name == worker},
-                    "declared": {str(of): fields for (name, of), fields in known.declared.items() if name == worker},
-                }
-            )
+            limits = {str(of): most for (name, of), most in known.limits.items() if name == worker}
+            declared = {str(of): fields for (name, of), fields in known.declared.items() if name == worker}
+            found.append({
+                "worker": worker, "address": state.workers.engines.get(worker, ""), "base_tp": started.tp,
+                "base_slots": started.slots, "engine": started.engine, "bucket": started.bucket, "tp": tp, "slots": slots,
+                "supplies": supplies, "limits": limits, "declared": declared,
+            })  # fmt: skip
         return found
 
     def set(self, state: RunState, wanted: Mapping[str, Mapping[str, int]], reason: str) -> dict[str, Any]:
@@ -225,7 +217,7 @@ class Concurrency:
         state.log.emit(facts.SlotsSet(worker, tp, slots, full if tp == has else None, reason))
         address = state.workers.engines.get(worker)
         ws = self._scheduler.workers.get(address) if address is not None else None
-        if tp == has and ws is not None and ws.resources.get(keys.ROLLOUT):  # 0: it has another role, or is changing
+        if tp == has and ws is not None and ws.resources.get(keys.ROLLOUT):  # else it has another role
             scheduler_internals.set_supply(self._scheduler, ws.address, keys.ROLLOUT, slots)
 
 
@@ -250,14 +242,9 @@ class ToolWorkers:
         at_s = round(time.monotonic(), 6)
         present = {name: address for name, address in self._workers.address.items() if name.startswith(ROLE)}
         units, waiting, waiting_s = self._load(present)
-        seen = fleet.facts(
-            at_s,
-            present=frozenset(present),
-            idle=frozenset(name for name, address in present.items() if self._may_go(name, address, least)),
-            units=units,
-            waiting=waiting,
-            waiting_s=waiting_s,
-        )
+        idle = frozenset(name for name, address in present.items() if self._may_go(name, address, least))
+        load = {"units": units, "waiting": waiting}
+        seen = fleet.facts(at_s, present=frozenset(present), idle=idle, waiting_s=waiting_s, **load)
         order = ordered(seen)
         if order is None:
             return None

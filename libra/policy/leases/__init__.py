@@ -1,1 +1,1 @@
-"""Leases: one table for what the actions of all trajectories take of tool workers and of quotas (ARL-Tangram, 3.2)."""
+"""Leases of tool workers and quotas, in one table for all actions (ARL-Tangram, 3.2)."""

@@ -25,10 +25,10 @@ class ActionLeases:
     def __init__(self) -> None:
         self.table = LeaseTable()
         self._needs: dict[str, ToolNeeds] = {}
-        self._asked: dict[str, tuple[str, ...]] = {}  # tools of the action that a trajectory parks for
+        self._asked: dict[str, tuple[str, ...]] = {}  # tools of a trajectory's next action
         self._slots: dict[str, int] = {}
         self._more: dict[str, ToolCapacity] = {}
-        self._stopped: set[str] = set()  # whose action was stopped for another, and has not ended since
+        self._stopped: set[str] = set()  # whose action was stopped, and has not ended since
         self._revokes: list[Revoke] = []
 
     def declare(self, event: ToolsDeclared) -> None:
@@ -91,12 +91,9 @@ class ActionLeases:
         return found
 
     def _supply(self, worker: str) -> None:
-        more = self._more.get(worker)
+        more = self._more.get(worker) or ToolCapacity(worker, 0, 0, 0)
         slots = self._slots.get(worker, 0)
-        if more is None:
-            self.table.supply(worker, Resources(slots=slots))
-        else:
-            self.table.supply(worker, Resources(slots, more.cores, more.memory_bytes, more.gpus))
+        self.table.supply(worker, Resources(slots, more.cores, more.memory_bytes, more.gpus))
 
     def _least(self, tools: tuple[str, ...]) -> Resources:
         needs = [self._needs[name] for name in tools if name in self._needs]
@@ -106,13 +103,8 @@ class ActionLeases:
         for each in needs:
             if each.quota:
                 units[each.quota] = units.get(each.quota, 0) + 1
-        return Resources(
-            1,
-            sum(each.least_cores for each in needs),
-            sum(each.memory_bytes for each in needs),
-            sum(each.gpus for each in needs),
-            tuple(sorted(units.items())),
-        )
+        cores, gpus = sum(each.least_cores for each in needs), sum(each.gpus for each in needs)
+        return Resources(1, cores, sum(each.memory_bytes for each in needs), gpus, tuple(sorted(units.items())))
 
 
 def curve_of(name: str, needs: ToolNeeds) -> SpeedUp | None:

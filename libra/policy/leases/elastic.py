@@ -43,17 +43,18 @@ class SpeedUp:
         self, least: int, most: int, declared: Sequence[float] | Mapping[int, float] | str, where: str = "curve"
     ) -> None:
         self.measured = declared == "measure"
-        if isinstance(declared, str):
-            if not self.measured:
-                raise ConfigError(
-                    f"{where}: elastic is {declared!r}; type the speeds, e.g. {_example(least, most)}, or 'measure'"
-                )
-            self.sizes = _doubled(least, most)
+        self._logs: dict[int, tuple[int, float]] = {}
+        if self.measured:
+            self.sizes = (*(least << k for k in range(most.bit_length()) if least << k < most), most)
             self._speeds = {least: 1.0}
-            self._logs: dict[int, tuple[int, float]] = {}
             return
-        points = dict(declared) if isinstance(declared, Mapping) else _numbered(least, most, declared, where)
-        _check(points, least, most, where)
+        points = _points(least, most, declared)
+        if points is None:
+            raise ConfigError(
+                f"{where}: elastic is {declared!r}; type a speed above 0 for each of {least} to {most} cores, none below the "
+                f"one before, e.g. {[size / least for size in range(least, most + 1)]}, or for some of them, the least among "
+                f"them, e.g. {{{least}: 1.0, {most}: {most / least:g}}}, or 'measure'"
+            )
         self.sizes = tuple(sorted(points))
         self._speeds = {size: points[size] / points[least] for size in self.sizes}
 
@@ -92,48 +93,19 @@ class SpeedUp:
                 self._speeds[size] = round(fastest, 9)
 
 
-def _doubled(least: int, most: int) -> tuple[int, ...]:
-    sizes, size = [], least
-    while size < most:
-        sizes.append(size)
-        size *= 2
-    return (*sizes, most)
-
-
-def _numbered(least: int, most: int, speeds: Sequence[float], where: str) -> dict[int, float]:
-    if len(speeds) != most - least + 1:
-        raise ConfigError(
-            f"{where}: elastic has {len(speeds)} speeds; cores=({least}, {most}) have {most - least + 1} sizes, type one speed "
-            f"for each, e.g. {_example(least, most)}, or those of some sizes, e.g. {{{least}: 1.0, {most}: {most / least:g}}}"
-        )
-    return dict(zip(range(least, most + 1), speeds, strict=True))
-
-
-def _check(points: Mapping[int, float], least: int, most: int, where: str) -> None:
-    outside = [size for size in points if not isinstance(size, int) or not least <= size <= most]
-    if outside or least not in points:
-        wrong = f"has {outside[0]!r}" if outside else f"lacks {least}"
-        raise ConfigError(
-            f"{where}: elastic {wrong}; its sizes are cores from {least} to {most}, with {least} among them"
-        )
-    before = 0.0
-    for size in sorted(points):
-        speed = points[size]
-        if not (isinstance(speed, int | float) and isfinite(speed) and speed > 0):
-            raise ConfigError(
-                f"{where}: the speed with {size} cores is {speed!r}; type a number above 0, such as {size / least:g}"
-            )
-        if speed < before:
-            raise ConfigError(
-                f"{where}: the speed falls to {speed:g} with {size} cores, from {before:g}; speeds never fall as cores are "
-                f"added: type {before:g} or more, or leave sizes out that do not help"
-            )
-        before = speed
-
-
-def _example(least: int, most: int) -> str:
-    shown = ", ".join(f"{size / least:g}" for size in range(least, min(most, least + 3) + 1))
-    return f"[{shown}, ...]" if most > least + 3 else f"[{shown}]"
+def _points(least: int, most: int, declared: Sequence[float] | Mapping[int, float] | str) -> dict[int, float] | None:
+    """Speeds by cores as they are declared, if they make sense."""
+    if isinstance(declared, str) or (not isinstance(declared, Mapping) and len(declared) != most - least + 1):
+        return None
+    points = (
+        dict(declared) if isinstance(declared, Mapping) else dict(zip(range(least, most + 1), declared, strict=True))
+    )
+    if least not in points or not all(isinstance(size, int) and least <= size <= most for size in points):
+        return None
+    speeds = [points[size] for size in sorted(points)]
+    if not all(isinstance(speed, int | float) and isfinite(speed) and speed > 0 for speed in speeds):
+        return None
+    return points if speeds == sorted(speeds) else None
 
 
 FORGETTING = 0.02  # weight of the newest action in the mean number of cores
@@ -192,7 +164,7 @@ def enlarged(
     ``measures``: sizes whose speed is not known yet are given, too.
     """
     given: dict[str, tuple[int, str]] = {}
-    steps: list[tuple[float, int, int, float]] = []  # a heap of (-gain per core, candidate, size, seconds saved)
+    steps: list[tuple[float, int, int, float]] = []  # heap: -gain per core, candidate, size, saved
     for index, each in enumerate(candidates):
         free = free_cores[each.worker]
         size = each.curve.unmeasured(each.cores + free) if measures else None
@@ -245,11 +217,11 @@ class Running(NamedTuple):
     has: tuple[int, ...]  # amounts of `KINDS` that it holds
     least: tuple[int, ...]  # that it needs
     left_s: float  # expected; 0: not known, or about to end
-    again_s: Callable[[int], float] | None  # from its beginning, by cores; unset if it is not revocable
+    again_s: Callable[[int], float] | None  # in all, by cores, if it is revocable
 
 
 class Stopped(NamedTuple):
-    """``holders`` stop on ``worker``: one begins ``saved_s`` sooner, which costs others ``cost_s``."""
+    """``holders`` stop: one begins ``saved_s`` sooner, which costs others ``cost_s``."""
 
     holders: tuple[str, ...]
     worker: str

@@ -104,7 +104,7 @@ class Quota:
     def __init__(self, units: int, per_s: float | None) -> None:
         self.units, self.per_s = units, per_s
         self.held = 0
-        self._granted: deque[tuple[float, int]] = deque()  # of a rate: (time, units), of the newest window
+        self._granted: deque[tuple[float, int]] = deque()  # (time, units) in the window
         self._in_window = 0
 
     def may(self, at_s: float, units: int = 1) -> bool:
@@ -145,7 +145,7 @@ class Quota:
 
 
 def read_quota(name: str, text: str | int) -> Quota:
-    """The quota of ``10/s``, ``300/min``, ``5000/h``, or ``4`` (calls at once); else ConfigError."""
+    """The quota of ``10/s``, ``300/min``, ``5000/h`` or ``4`` (at once); else ConfigError."""
     if isinstance(text, int) and not isinstance(text, bool) and text > 0:
         return Quota(text, None)
     found = _RATE.fullmatch(text) if isinstance(text, str) else None

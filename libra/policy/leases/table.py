@@ -116,8 +116,8 @@ class LeaseTable:
         self._seconds: dict[str, float] = {}  # of a tool's action with its least cores
         self._waiting = WaitingRequests()
         self._leases: dict[str, Lease] = {}
-        self._stranded: dict[str, tuple[Place, LeaseRequest]] = {}  # no present worker is large enough
-        self._kept: dict[str, frozenset[str]] = {}  # kinds that a holder lacked when a later one got some
+        self._stranded: dict[str, tuple[Place, LeaseRequest]] = {}  # larger than every worker
+        self._kept: dict[str, frozenset[str]] = {}  # that it lacked when a later one got some
         self._revoking: set[str] = set()  # holders that are to release their lease
         self._first: set[str] = set()  # who waits, and had leases revoked for it
         self._serial = 0
@@ -278,8 +278,7 @@ class LeaseTable:
         return (*grants, *self._revocations(*passed[0], at_s)) if passed else grants
 
     def _find(self, request: LeaseRequest, at_s: float) -> tuple[str | None, frozenset[str]]:
-        """The worker for a request, or the kinds that it lacks; neither if no worker is large
-        enough."""
+        """The worker for a request, or the kinds that it lacks; neither if none is large enough."""
         need = request.least.local
         fits: list[str] = []
         able, lacks = False, set[str]()
@@ -300,9 +299,9 @@ class LeaseTable:
         if request.home in fits:
             return request.home, frozenset()
         free_of = self._free
-        if request.tool in self._curves or not need[CORES]:  # where it can grow, or beside as few others as possible
+        if request.tool in self._curves or not need[CORES]:  # most room
             return max(fits, key=lambda worker: (free_of[worker], worker)), frozenset()
-        return min(fits, key=lambda worker: (free_of[worker][CORES], worker)), frozenset()  # larger holes stay whole
+        return min(fits, key=lambda worker: (free_of[worker][CORES], worker)), frozenset()  # best fit
 
     def _grant(self, request: LeaseRequest, worker: str, at_s: float) -> None:
         least = request.least
@@ -316,18 +315,14 @@ class LeaseTable:
         )  # fmt: skip
 
     def _enlarge(self, granted: list[str]) -> None:
+        leases = [lease for lease in map(self._leases.__getitem__, granted) if lease.tool in self._curves]
         candidates = [
             Candidate(
-                lease.holder,
-                lease.worker,
-                lease.resources.cores,
-                lease.least_cores,
-                self._curves[lease.tool],
-                self.expected_s(lease.tool) or 1.0,
+                each.holder, each.worker, each.resources.cores, each.least_cores, self._curves[each.tool],
+                self.expected_s(each.tool) or 1.0,
             )
-            for lease in map(self._leases.__getitem__, granted)
-            if lease.tool in self._curves
-        ]
+            for each in leases
+        ]  # fmt: skip
         if not candidates:
             return
         free_cores = {worker: max(0, free[CORES]) for worker, free in self._free.items()}
@@ -347,8 +342,7 @@ class LeaseTable:
         return sum(capacity[CORES] for capacity in self._capacity.values())
 
     def _revocations(self, request: LeaseRequest, lacks: frozenset[str], at_s: float) -> tuple[Revoke, ...]:
-        """Leases to revoke for the first request that does not fit, except for a quota or a second
-        time."""
+        """Leases to revoke for the first request that does not fit, once, not for a quota."""
         seconds = self.expected_s(request.tool) if request.tool else None
         if seconds is None or not lacks <= set(KINDS) or request.holder in self._first:
             return ()
@@ -361,7 +355,7 @@ class LeaseTable:
             if all(has >= want for has, want in zip(self._capacity[worker], need, strict=True))
         }
         running = [self._running(lease, at_s) for lease in self._leases.values()]
-        price = self._waiting.wanting("cores") / max(1, self._total_cores())  # each of them waits longer
+        price = self._waiting.wanting("cores") / max(1, self._total_cores())  # they wait longer
         found = stopped_for(need, seconds, free, running, price)
         if found is None:
             return ()

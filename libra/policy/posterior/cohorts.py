@@ -45,7 +45,7 @@ class Cohort(msgspec.Struct, array_like=True, gc=False):
     def leave(self, weight: float, value: float, total: float | None) -> None:
         """A member ends: remove its running weight, and add its true ``total`` if known."""
         self.live -= 1
-        self.running = self.running - weight if self.live else 0.0  # sums drift; an empty one is exact
+        self.running = self.running - weight if self.live else 0.0  # exact if empty
         self.running_total = self.running_total - weight * value if self.live else 0.0
         if total is not None:
             self.weight += 1.0
@@ -104,7 +104,7 @@ class Cohorts(msgspec.Struct, array_like=True):
 
 
 def lognormal_remaining(centre: float, spread: float, log_done: float) -> float:
-    """Log of the expected rest of a lognormal total (``centre``, ``spread``) beyond ``log_done``."""
+    """Log of the expected rest of a lognormal total beyond ``log_done``."""
     upper = (log_done - centre) / (spread * 1.4142135623730951)
     survival = math.erfc(upper)
     if survival < 1e-6:  # far in the tail: the inverse of the hazard rate
@@ -135,7 +135,7 @@ class History(msgspec.Struct):
     """The history of all prompts; ended groups are compared with others of the same version."""
 
     past: dict[str, Past] = {}
-    pending: dict[str, tuple[float, float, float]] = {}  # ended groups: mean log total, members, recalled departure
+    pending: dict[str, tuple[float, float, float]] = {}  # mean log total, members, recalled
     centre: float | None = None  # log total of an average group
     squares: float = 0.0  # of recalled departures
     products: float = 0.0  # with the observed ones
@@ -160,8 +160,7 @@ class History(msgspec.Struct):
         return None if past is None else past.departure * past.members / (past.members + prior)
 
     def ended(self, prompt: str, mean_log: float, members: float, recalled: float | None) -> None:
-        """A group of ``prompt`` has ended; ``recalled`` was its history before. The last call
-        counts."""
+        """A group of ``prompt`` has ended; ``recalled`` was its history. The last call counts."""
         self.pending[prompt] = (mean_log, members, 0.0 if recalled is None else recalled)
 
     def published(self) -> None:

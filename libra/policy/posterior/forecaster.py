@@ -72,7 +72,7 @@ class Posterior(Forecaster):
         self._spread, self._within = (0.5, 0.5), [0.0, 0.0]
         self._x, self._row = np.zeros(WIDTH), np.zeros(NUM_ROW, dtype=np.float32)
         self._moment = 0  # changes whenever a forecast may
-        self._twin: tuple[int, str, str, Live] | None = None  # the last one forecast before its start
+        self._twin: tuple[int, str, str, Live] | None = None  # last forecast before a start
 
     def handle(self, event: Fact) -> None:
         self._moment += 1

@@ -105,7 +105,7 @@ class Blend(msgspec.Struct, array_like=True):
     """
 
     sigmas: float  # standard errors by which a gain must stand out
-    shares: tuple[float, float] = (0.0, 0.0)  # of regression and siblings' totals, >= 0, of sum <= 1
+    shares: tuple[float, float] = (0.0, 0.0)  # of regression and siblings' totals; sum <= 1
     factor: float = 0.0  # on the served departure, 0..1: lower confidence limit of the best
     skill: float = 0.0  # share of the squared error of progress that was saved
     sums: tuple[float, ...] = (0.0,) * 9
@@ -178,7 +178,7 @@ class Regression(Saved):
         super().__init__()
         self._gram, self._cross, self._gaps = np.zeros((WIDTH, WIDTH)), np.zeros((WIDTH, 2)), [0.0, 0.0]
         self.weights = np.zeros((WIDTH, 4))
-        self.weights[1, 0::2] = 1.0  # without data: the rest equals what was generated (least attained service first)
+        self.weights[1, 0::2] = 1.0  # without data: least attained service first
         self.weights[0, 1::2] = FIRST_MEAN_TOKENS
         self.order, self.mean = (Blend(sigmas) for sigmas in GUARD_SIGMAS)
 
@@ -192,7 +192,7 @@ class Regression(Saved):
     def add_ended(self, rows: bytes, total: int, group: str) -> None:
         table = table_of(rows)
         left = total - table[:, TOKENS]
-        table, left = table[left >= 1.0], left[left >= 1.0]  # after the last return there is nothing to forecast
+        table, left = table[left >= 1.0], left[left >= 1.0]  # no rest to forecast
         if not len(left):
             return
         x, y = table[:, :WIDTH], np.stack([np.log(left), left], axis=1)
@@ -211,8 +211,7 @@ class Regression(Saved):
         self._trajectories += 1.0
 
     def solve(self, running: list[tuple[bytes, int, float, float]], weight: float) -> None:
-        """Fit to ended trajectories and to running ones (rows, tokens, order, mean), with
-        ``weight``."""
+        """Fit to ended trajectories and to running ones, each of these with ``weight``."""
         gram, cross, trajectories = self._gram, self._cross, self._trajectories
         for rows, tokens, order, mean in running:
             table = table_of(rows)
