@@ -32,7 +32,7 @@ from libra.policy import leaves_slot
 from libra.scheduler import LibraPlugin, RunRegistration, scheduler_internals
 from libra.types import Phase
 from libra.worker.context import FactSender
-from libra.worker.scheduler_internals import priority_here
+from libra.worker.dask_internals import priority_here
 
 RUN = "parked"
 GROUP_SIZE = 16
